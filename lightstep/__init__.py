@@ -1,0 +1,30 @@
+"""Optimizer state on the host, at the speed of optimizer state on the GPU, bit for bit the same weights."""
+
+from lightstep.clipping import clip_grad_norm_, global_grad_norm
+from lightstep.config import ConfigError
+from lightstep.optimizer.base import BaseOptimizer
+from lightstep.optimizer.mixed_precision import MixedPrecisionOptimizer
+from lightstep.optimizer.result import StepResult
+from lightstep.precision.loss_scale import ConstantLossScale, DynamicLossScale, LossScale
+from lightstep.state.bulk import load_fsdp_optimizer, offload_fsdp_optimizer
+from lightstep.strategy import Strategy, available_strategies
+from lightstep.strategy.checkpoint import CheckpointError
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BaseOptimizer",
+    "CheckpointError",
+    "ConfigError",
+    "ConstantLossScale",
+    "DynamicLossScale",
+    "LossScale",
+    "MixedPrecisionOptimizer",
+    "StepResult",
+    "Strategy",
+    "available_strategies",
+    "clip_grad_norm_",
+    "global_grad_norm",
+    "load_fsdp_optimizer",
+    "offload_fsdp_optimizer",
+]

@@ -1,0 +1,151 @@
+"""One global gradient norm, its overflow flag, and the clip coefficient: one pass and one reduction."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from lightstep.distributed import NormReduction, local_gradient, local_tensor
+
+
+class GradientNorm:
+    """The norm of all gradients together, planned once for a list of parameters.
+
+    Args:
+        parameters: plain tensors and DTensors on any meshes, in the same order on all ranks of a mesh.
+        norm_type: p of the norm, at least 1; ``math.inf`` is the largest element.
+        everywhere: agree on overflow over all ranks of the default process group; ``None`` decides by the parameters.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], norm_type: float = 2.0, everywhere: bool | None = None) -> None:
+        self.norm_type = check_norm_type(norm_type)
+        self._reduction = NormReduction(parameters, everywhere)
+
+    def __call__(self, gradients: Sequence[Tensor | None]) -> tuple[Tensor, Tensor]:
+        """``(norm, overflow)``: 0-dim fp32; ``overflow`` is 1 where the norm is not finite on some rank, else 0.
+
+        Args:
+            gradients: each parameter's local gradient, ``None`` where it has none.
+        """
+        total, overflow = self._reduction.total_and_overflow(self._partial_sums(gradients), self.norm_type)
+        norm = _root(total, self.norm_type)
+        return norm, torch.maximum((~norm.isfinite()).float(), overflow.float().clamp_(max=1))
+
+    def norm(self, gradients: Sequence[Tensor | None]) -> Tensor:
+        """The norm alone, 0-dim fp32."""
+        return _root(self._reduction.total(self._partial_sums(gradients), self.norm_type), self.norm_type)
+
+    def _partial_sums(self, gradients: Sequence[Tensor | None]) -> list[Tensor]:
+        """This rank's ``sum |g|^p`` for each sum of the reduction, 0-dim fp64 on the reduction's device."""
+        parts: list[list[Tensor]] = [[] for _ in range(self._reduction.sums)]
+        for gradient, share in zip(gradients, self._reduction.shares, strict=True):
+            if gradient is not None and gradient.numel() and share.counts:
+                parts[share.sum].append(gradient)
+        return [self._sum(part) for part in parts]
+
+    def _sum(self, gradients: list[Tensor]) -> Tensor:
+        device = self._reduction.device
+        if not gradients:
+            return torch.zeros((), dtype=torch.float64, device=device)
+        norms = torch.cat([norms.to(device) for norms in tensor_norms(gradients, self.norm_type)])
+        return norms.amax() if math.isinf(self.norm_type) else norms.pow_(self.norm_type).sum()
+
+
+def tensor_norms(gradients: Sequence[Tensor], norm_type: float) -> list[Tensor]:
+    """The norm of each gradient, as one 1-dim fp64 tensor per device.
+
+    On the CPU, whose fp32 sums lose digits in large tensors, the elements are added in fp64; the accelerator's
+    fused kernel adds fp32 in a tree.
+    """
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for gradient in gradients:
+        by_device.setdefault(gradient.device, []).append(gradient)
+    return [torch.stack(_norms(listed, norm_type)).double() for listed in by_device.values()]
+
+
+def _norms(gradients: list[Tensor], norm_type: float) -> list[Tensor] | tuple[Tensor, ...]:
+    if gradients[0].device.type == "cpu":
+        return [torch.linalg.vector_norm(gradient, norm_type, dtype=torch.float64) for gradient in gradients]
+    return torch._foreach_norm(gradients, norm_type, dtype=torch.float32)
+
+
+def _root(total: Tensor, norm_type: float) -> Tensor:
+    return (total if math.isinf(norm_type) else total.pow(1.0 / norm_type)).float()
+
+
+def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
+    """``min(1, max_norm / (norm + 1e-6))``, 0-dim fp32: torch's ``clip_grad_norm_`` rule."""
+    return (max_norm / (norm + 1e-6)).clamp_(max=1.0)
+
+
+def global_grad_norm(parameters: Tensor | Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
+    """The norm of all ``p.grad`` together, as if the model were on one device.
+
+    Correct on any mix of plain tensors and DTensors on different meshes; replicated parameters count once. Sharded
+    parameters make this a collective call: every rank calls it with its parameters in the same order. One all-reduce
+    over each mesh that shards something.
+
+    Args:
+        parameters: a tensor or tensors; those without ``.grad`` count as zero.
+        norm_type: p, at least 1; ``math.inf`` is the largest element.
+
+    Returns:
+        0-dim fp32 tensor on the gradients' device.
+
+    Raises:
+        ValueError: ``norm_type`` below 1 or NaN.
+    """
+    listed = _listed(parameters)
+    check_norm_type(norm_type)
+    if not listed:
+        return torch.zeros(())
+    return GradientNorm(listed, norm_type).norm([local_gradient(p, torch.float32) for p in listed])
+
+
+def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
+    """Scale all ``p.grad`` in place so that their global norm is at most ``max_norm``; see :func:`global_grad_norm`.
+
+    Only for plain torch optimizers: a lightstep optimizer clips by itself, in ``step()``.
+
+    Returns:
+        The norm before clipping, 0-dim fp32. Where it is not finite the gradients become so too, as in torch.
+
+    Raises:
+        ValueError: ``max_norm`` is not a positive number, or ``norm_type`` is below 1.
+    """
+    check_max_norm(max_norm)
+    listed = _listed(parameters)
+    norm = global_grad_norm(listed, norm_type)
+    coefficient = clip_coefficient(norm, max_norm)
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for parameter in listed:
+        if parameter.grad is not None:
+            gradient = local_tensor(parameter.grad.detach())
+            by_device.setdefault(gradient.device, []).append(gradient)
+    for device, gradients in by_device.items():
+        torch._foreach_mul_(gradients, coefficient.to(device))
+    return norm
+
+
+def check_max_norm(max_norm: float) -> float:
+    """``max_norm`` itself; raises ValueError when it is not a positive number."""
+    if isinstance(max_norm, bool) or not isinstance(max_norm, (int, float)) or not max_norm > 0:
+        raise ValueError(f"max_norm is {max_norm!r}; a positive number is needed (leave clipping out to turn it off)")
+    return float(max_norm)
+
+
+def check_norm_type(norm_type: float) -> float:
+    """``norm_type`` itself as a float; raises ValueError when it is below 1 or no number."""
+    norm_type = float(norm_type)
+    if not norm_type >= 1:
+        raise ValueError(
+            f"norm_type is {norm_type!r}; at least 1 is needed (2 is Euclidean, math.inf the largest element)"
+        )
+    return norm_type
+
+
+def _listed(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
+    return [parameters] if isinstance(parameters, Tensor) else list(parameters)

@@ -1,0 +1,303 @@
+"""DTensors, device meshes and process groups: the only file of the optimizer that knows them.
+
+A gradient's share of the global norm is added up over the ranks that hold different parts of it. One
+:class:`NormReduction` is planned from the parameters (never from which of them have gradients), so every rank issues
+the same collectives in the same order: one all-reduce over each mesh that shards something, one over all ranks for
+the overflow flag, and none where nothing is sharded.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+
+def initialized() -> bool:
+    """Whether a default process group exists."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def rank() -> int:
+    """This process's rank in the default group; 0 without one."""
+    return dist.get_rank() if initialized() else 0
+
+
+def world_size() -> int:
+    """Ranks in the default group; 1 without one."""
+    return dist.get_world_size() if initialized() else 1
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether this is a DTensor (which may still be replicated)."""
+    return isinstance(tensor, DTensor)
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """This rank's part of a DTensor, sharing its storage and outside autograd; any other tensor as it is."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    with torch.no_grad():
+        local = _arrived(tensor.to_local())
+    return local.detach()
+
+
+def like(parameter: Tensor, local: Tensor) -> Tensor:
+    """``local`` as a DTensor placed like ``parameter`` (global shape and stride too); itself for a plain parameter.
+
+    Nothing is sent, and shards may be uneven or empty.
+    """
+    if not isinstance(parameter, DTensor):
+        return local
+    return DTensor.from_local(
+        local,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.size(),
+        stride=parameter.stride(),
+    )
+
+
+def local_gradient(parameter: Tensor, dtype: torch.dtype | None = None) -> Tensor | None:
+    """``parameter.grad`` as the plain tensor that belongs to ``local_tensor(parameter)``.
+
+    A gradient that is not placed like its parameter is brought there first: a partial one (tensor parallel norms and
+    biases) is summed over its mesh, in ``dtype`` when that is given, so that nothing is rounded on the way.
+    """
+    gradient = parameter.grad
+    if not isinstance(gradient, DTensor):
+        return None if gradient is None else gradient.detach()
+    gradient = gradient.detach()
+    if isinstance(parameter, DTensor) and not _same_placements(gradient, parameter):
+        if dtype is not None and any(placement.is_partial() for placement in gradient.placements):
+            gradient = gradient.to(dtype)
+        gradient = gradient.redistribute(parameter.device_mesh, parameter.placements)
+    elif not isinstance(parameter, DTensor):
+        gradient = gradient.redistribute(gradient.device_mesh, _replicated(gradient.device_mesh.ndim))
+    return local_tensor(gradient)
+
+
+def _same_placements(gradient: DTensor, parameter: DTensor) -> bool:
+    return gradient.device_mesh == parameter.device_mesh and tuple(gradient.placements) == tuple(parameter.placements)
+
+
+def _replicated(ndim: int) -> list[object]:
+    from torch.distributed.tensor import Replicate
+
+    return [Replicate()] * ndim
+
+
+def _arrived(tensor: Tensor) -> Tensor:
+    """The tensor itself, waited for when a functional collective is still filling it."""
+    return torch.ops._c10d_functional.wait_tensor(tensor.elem) if hasattr(tensor, "elem") and hasattr(tensor, "wait") else tensor
+
+
+# -- the reduction of partial norms ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Share:
+    """Where one parameter's part of the norm goes on this rank.
+
+    Attributes:
+        sum: index into :attr:`NormReduction.sums`.
+        counts: whether this rank adds its part. Of ranks that hold equal copies only the first one does.
+    """
+
+    sum: int
+    counts: bool
+
+
+class NormReduction:
+    """Adds partial norms over the ranks that hold different parts of the parameters.
+
+    Made once from the parameters (all ranks of a mesh at the same time, because process groups may be created);
+    then :meth:`total` and :meth:`total_and_overflow` create nothing and never wait for the device.
+
+    A plain tensor and a replicated DTensor are the same on all ranks and count once. A DTensor counts once on its own
+    mesh; slices of one mesh along the same dimension (``mesh["tp"]`` of a ``dp × tp`` mesh) hold copies of each other.
+    A DTensor on a mesh of its own that does not cover all ranks (experts), and any parameter that carries a true
+    attribute ``differs_across_ranks``, is a different one on the other ranks, and is added up over all of them.
+
+    Args:
+        parameters: the optimizer's parameters, in one order on all ranks that share a mesh.
+        everywhere: whether the overflow flag is agreed upon by all ranks of the default group. ``None``: if some
+            parameter is a DTensor on more than one rank.
+
+    Attributes:
+        shares: one :class:`Share` per parameter.
+        sums: how many partial sums :meth:`total` takes: index 0 is what nobody reduces, the last one what all ranks do.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], everywhere: bool | None = None) -> None:
+        meshes = _meshes(parameters)
+        self._own_parts = any(_differs_across_ranks(p) for p in parameters)
+        self.everywhere = initialized() and world_size() > 1 and (
+            any(mesh.size() > 1 for mesh in meshes.values()) if everywhere is None else everywhere
+        )
+        self.device = _reduction_device(parameters)
+        reduced = {
+            key: mesh
+            for key, mesh in sorted(meshes.items())
+            if mesh.get_coordinate() is not None and any(_sharded_on(p, key) for p in parameters)
+        }
+        self._groups = [_group(key[0], mesh, self.device) for key, mesh in reduced.items()]
+        index = {key: number for number, key in enumerate(reduced, start=1)}
+        self.sums = len(reduced) + 2
+        self.shares = [self._share(parameter, index) for parameter in parameters]
+        self._world = _world_group(self.device) if self.everywhere or self._own_parts else None
+
+    def _share(self, parameter: Tensor, index: dict[_MeshKey, int]) -> Share:
+        if _differs_across_ranks(parameter):
+            return Share(self.sums - 1, _first_copy(parameter))
+        if not isinstance(parameter, DTensor) or parameter.device_mesh.get_coordinate() is None:
+            return Share(0, True)
+        number = index.get(_mesh_key(parameter.device_mesh), 0)
+        return Share(number, number == 0 or _first_copy(parameter))
+
+    def total(self, sums: Sequence[Tensor], norm_type: float) -> Tensor:
+        """``sum_i |g_i| ** p`` over all ranks (the largest ``|g_i|`` for ``p = inf``), 0-dim fp64.
+
+        Args:
+            sums: this rank's partial sums, :attr:`sums` 0-dim fp64 tensors on :attr:`device`; consumed.
+            norm_type: p.
+        """
+        parts, own = self._over_meshes(sums, norm_type)
+        if self._own_parts and self._world is not None:
+            dist.all_reduce(own, op=_operation(norm_type), group=self._world)
+        return _combined([*parts, own], norm_type)
+
+    def total_and_overflow(self, sums: Sequence[Tensor], norm_type: float) -> tuple[Tensor, Tensor]:
+        """:meth:`total`, and a 0-dim bool tensor: whether the total is not finite on any rank."""
+        parts, own = self._over_meshes(sums, norm_type)
+        total = _combined([*parts, own], norm_type)
+        if self._world is None:
+            return total, ~total.isfinite()
+        everywhere = torch.stack([(~total.isfinite()).to(total.dtype), own])
+        dist.all_reduce(everywhere, op=_operation(norm_type), group=self._world)
+        return _combined([*parts, everywhere[1]], norm_type), everywhere[0] > 0
+
+    def _over_meshes(self, sums: Sequence[Tensor], norm_type: float) -> tuple[list[Tensor], Tensor]:
+        """What nobody else adds to, each mesh's sum over its ranks, and apart from them what all ranks add to."""
+        if math.isinf(norm_type):  # the largest of a NaN and a number is either one, depending on the backend
+            sums = [part.nan_to_num(nan=math.inf, posinf=math.inf) for part in sums]
+        for part, group in zip(sums[1:-1], self._groups, strict=True):
+            dist.all_reduce(part, op=_operation(norm_type), group=group)
+        return list(sums[:-1]), sums[-1]
+
+
+_MeshKey = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+def _mesh_key(mesh: DeviceMesh) -> _MeshKey:
+    """Ranks and shape: equal on all ranks of the mesh, and an order in which all of them reduce."""
+    return tuple(mesh.mesh.flatten().tolist()), tuple(mesh.mesh.shape)
+
+
+def _meshes(parameters: Sequence[Tensor]) -> dict[_MeshKey, DeviceMesh]:
+    found = {id(p.device_mesh): p.device_mesh for p in parameters if isinstance(p, DTensor)}
+    return {_mesh_key(mesh): mesh for mesh in found.values()}
+
+
+def _sharded_on(parameter: Tensor, key: _MeshKey) -> bool:
+    """Whether ranks of this mesh hold different parts of the parameter, to be added up over it."""
+    if not isinstance(parameter, DTensor) or _mesh_key(parameter.device_mesh) != key or _differs_across_ranks(parameter):
+        return False
+    return any(size > 1 for size in _sharded_sizes(parameter))
+
+
+def _sharded_sizes(parameter: DTensor) -> list[int]:
+    if any(placement.is_partial() for placement in parameter.placements):
+        raise ValueError(
+            f"a parameter of shape {tuple(parameter.shape)} has placements {parameter.placements}; partial parameters "
+            "have no norm: redistribute it to Replicate() or Shard(dim) first"
+        )
+    mesh = parameter.device_mesh
+    return [mesh.size(dim) for dim, placement in enumerate(parameter.placements) if not placement.is_replicate()]
+
+
+def _first_copy(parameter: Tensor) -> bool:
+    """Whether this rank is the first of those that hold the same part of the parameter."""
+    if not isinstance(parameter, DTensor):
+        return True
+    coordinate = parameter.device_mesh.get_coordinate()
+    if coordinate is None:
+        return False
+    return all(at == 0 for at, placement in zip(coordinate, parameter.placements, strict=True) if placement.is_replicate())
+
+
+def _differs_across_ranks(parameter: Tensor) -> bool:
+    """Whether ranks outside the parameter's mesh hold other parameters in its place."""
+    if not initialized() or world_size() == 1:
+        return False
+    if getattr(parameter, "differs_across_ranks", False):
+        return True
+    if not isinstance(parameter, DTensor) or parameter.device_mesh.size() >= world_size():
+        return False
+    return not _is_slice(parameter.device_mesh)
+
+
+def _is_slice(mesh: DeviceMesh) -> bool:
+    """Whether the mesh was cut out of a larger one. DeviceMesh has no public word for it."""
+    root = getattr(mesh, "_get_root_mesh", lambda: mesh)()
+    return root is not mesh and root.size() > mesh.size()
+
+
+def _reduction_device(parameters: Sequence[Tensor]) -> torch.device:
+    """Where norms are added up: the accelerator if any parameter is there."""
+    devices = {local_tensor(p).device for p in parameters}
+    return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
+
+
+def _operation(norm_type: float) -> dist.ReduceOp.RedOpType:
+    return dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
+
+
+def _combined(parts: Sequence[Tensor], norm_type: float) -> Tensor:
+    stacked = torch.stack(list(parts))
+    return stacked.amax() if math.isinf(norm_type) else stacked.sum()
+
+
+# -- process groups that this file had to make, once each --------------------------------------------------------------
+
+_made_groups: dict[tuple[tuple[int, ...], str | None], tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
+
+
+def _group(ranks: tuple[int, ...], mesh: DeviceMesh, device: torch.device) -> dist.ProcessGroup:
+    """One group over all ranks of the mesh that can reduce tensors of this device."""
+    if ranks == tuple(range(world_size())):
+        return _world_group(device)
+    if mesh.ndim == 1 and _carries(mesh.get_group(), device):
+        return mesh.get_group()
+    return _made_group(ranks, device)
+
+
+def _world_group(device: torch.device) -> dist.ProcessGroup:
+    world = dist.group.WORLD
+    assert world is not None
+    return world if _carries(world, device) else _made_group(tuple(range(world_size())), device)
+
+
+def _made_group(ranks: tuple[int, ...], device: torch.device) -> dist.ProcessGroup:
+    """A new group over ``ranks``, made by these ranks alone and kept as long as the default group lives."""
+    world = dist.group.WORLD
+    assert world is not None
+    backend = None if _carries(world, device) else "gloo" if device.type == "cpu" else "nccl"
+    owner, group = _made_groups.get((ranks, backend), (None, None))
+    if owner is not world or group is None:
+        group = dist.new_group(list(ranks), backend=backend, use_local_synchronization=True)
+        _made_groups[ranks, backend] = (world, group)
+    return group
+
+
+def _carries(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether the group has a backend for tensors of this device."""
+    backends = dist.get_backend_config(group)
+    return f"{device.type}:" in backends or (":" not in backends and (backends == "gloo") == (device.type == "cpu"))

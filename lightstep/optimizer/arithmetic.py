@@ -1,0 +1,208 @@
+"""The base optimizer's own arithmetic, run on pieces of staged memory.
+
+lightstep computes no update itself: the installed optimizer class does, on fp32 tensors that are handed to it for the
+duration of one call. So every element-wise torch optimizer works, and stays exact when torch changes.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightstep.state.backend import EntrySpec, Piece, Schema
+
+_NOT_ELEMENT_WISE = {"Adafactor", "Muon", "Shampoo", "SOAP", "Adam_mini"}
+
+
+class BaseArithmetic:
+    """An optimizer class with its hyper-parameters, applied to whatever pieces it is given.
+
+    Args:
+        optimizer_class: a ``torch.optim.Optimizer`` subclass.
+        hyperparameters: its keyword arguments.
+
+    Raises:
+        TypeError: not an optimizer class, or one that cannot work piece by piece (it needs closures, sparse gradients).
+        ValueError: what the class itself says of its hyper-parameters.
+    """
+
+    def __init__(self, optimizer_class: type[torch.optim.Optimizer], hyperparameters: dict[str, Any]) -> None:
+        _check_class(optimizer_class, hyperparameters)
+        self.optimizer_class = optimizer_class
+        self.hyperparameters = hyperparameters
+        self.defaults: dict[str, Any] = self._construct([torch.zeros(1)], fused=False).defaults
+        self.defaults.update({key: hyperparameters.get(key) for key in ("fused", "foreach") if key in self.defaults})
+        self._raw_step = _undecorated_step(optimizer_class)
+        self._inner: dict[torch.device, torch.optim.Optimizer] = {}
+        self._default_fused: dict[torch.device, bool] = {}
+
+    @property
+    def name(self) -> str:
+        """The optimizer class's name."""
+        return self.optimizer_class.__name__
+
+    @property
+    def whole_tensors(self) -> bool:
+        """Whether the optimizer needs whole tensors: it says so by ``whole_tensors = True``, or is known to."""
+        declared = getattr(self.optimizer_class, "whole_tensors", None)
+        return self.optimizer_class.__name__ in _NOT_ELEMENT_WISE if declared is None else bool(declared)
+
+    def prepare(self, device: torch.device) -> None:
+        """Find out how this class runs on ``device``; called at set-up, so that ``step()`` does not have to."""
+        if device not in self._inner:
+            self._default_fused[device] = self._prefers_fused(device)
+            self._inner[device] = self._construct([torch.zeros(1, device=device)], self._default_fused[device])
+
+    def skips_on_device(self, device: torch.device, groups: Sequence[dict[str, Any]]) -> bool:
+        """Whether the class takes ``found_inf`` in all these groups: skipping then needs no word from the host."""
+        if not getattr(self._inner[device], "_step_supports_amp_scaling", False):
+            return False
+        return all(self._resolved(group, device).get("fused") is not False for group in groups)
+
+    def schema(self, device: torch.device) -> Schema:
+        """The entries of the base optimizer's state, read off one update of a probe of two elements."""
+        probe = torch.zeros(2, device=device)
+        optimizer = self._construct([probe], self._default_fused[device])
+        probe.grad = torch.zeros_like(probe)
+        with torch.no_grad():
+            self._raw_step(optimizer)
+        return {key: _entry_spec(key, value, device) for key, value in optimizer.state[probe].items()}
+
+    def apply(self, pieces: Sequence[Piece], gradients: Sequence[Tensor], overflow: Tensor) -> None:
+        """One update of ``pieces`` (all on one device) by ``gradients`` (fp32, unscaled, clipped, in their shapes).
+
+        ``overflow`` (0-dim fp32) is handed to classes that take ``found_inf``: with 1 they change nothing.
+        """
+        self._create_eager_state(pieces)
+        batches: dict[bool, list[tuple[Piece, Tensor]]] = {}
+        for piece, gradient in zip(pieces, gradients, strict=True):
+            batches.setdefault(bool(piece.state), []).append((piece, gradient))
+        for batch in batches.values():  # torch's fused SGD cannot take first and later updates in one call
+            self._apply_batch(batch, overflow)
+
+    def _apply_batch(self, batch: list[tuple[Piece, Tensor]], overflow: Tensor) -> None:
+        pieces = [piece for piece, _ in batch]
+        device = pieces[0].master.device
+        inner = self._inner[device]
+        groups = self._groups(pieces, device)
+        inner.param_groups = [inner_group for _, inner_group in groups]
+        inner.state = defaultdict(dict, {piece.master: piece.state for piece in pieces})
+        on_device = self.skips_on_device(device, inner.param_groups)
+        inner.found_inf, inner.grad_scale = overflow if on_device else None, None  # type: ignore[attr-defined]
+        for piece, gradient in batch:
+            piece.master.grad = gradient
+        try:
+            with torch.no_grad():
+                self._raw_step(inner)
+            _adopt_state(inner, pieces)
+        finally:
+            for piece in pieces:
+                piece.master.grad = None
+            inner.param_groups, inner.state = [], defaultdict(dict)
+        _return_hyperparameters(groups)
+
+    def _construct(self, params: list[Any], fused: bool) -> torch.optim.Optimizer:
+        chosen = {"fused": True} if fused else {}
+        return self.optimizer_class(params, **{**self.hyperparameters, **chosen})
+
+    def _prefers_fused(self, device: torch.device) -> bool:
+        """Fused where torch has it for this class and device and neither ``fused`` nor ``foreach`` was asked for."""
+        asked = [self.hyperparameters.get(key) for key in ("fused", "foreach")]
+        accepts = "fused" in inspect.signature(self.optimizer_class).parameters
+        if not accepts or any(value is not None for value in asked):
+            return False
+        probe = torch.zeros(1, device=device)
+        probe.grad = torch.zeros_like(probe)
+        try:
+            optimizer = self._construct([probe], fused=True)
+            with torch.no_grad():
+                self._raw_step(optimizer)
+        except (RuntimeError, ValueError, NotImplementedError):
+            return False
+        return True
+
+    def _groups(self, pieces: Sequence[Piece], device: torch.device) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+        """``(live group, what the base optimizer sees of it)`` for each group that has pieces here."""
+        groups: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}
+        for piece in pieces:
+            live = piece.owner.group
+            if id(live) not in groups:
+                groups[id(live)] = (live, self._resolved(live, device))
+            groups[id(live)][1]["params"].append(piece.master)
+        return list(groups.values())
+
+    def _resolved(self, live: dict[str, Any], device: torch.device) -> dict[str, Any]:
+        group = {key: value for key, value in live.items() if key not in ("params", "param_names")}
+        if self._default_fused[device] and group.get("fused") is None and group.get("foreach") is None:
+            group["fused"] = True
+        group["params"] = []
+        return group
+
+    def _create_eager_state(self, pieces: Sequence[Piece]) -> None:
+        """Classes that create state in their constructor (Adagrad) do so here, for pieces that have none yet."""
+        new = [piece for piece in pieces if not piece.owner.updated and not piece.state]
+        if not (new and self._creates_state_eagerly):
+            return
+        device = new[0].master.device
+        groups = [inner_group for _, inner_group in self._groups(new, device)]
+        fresh = self._construct(groups, self._default_fused[device])
+        for piece in new:
+            piece.state.update(fresh.state[piece.master])
+
+    @functools.cached_property
+    def _creates_state_eagerly(self) -> bool:
+        return bool(self._construct([torch.zeros(1)], fused=False).state)
+
+
+def _undecorated_step(optimizer_class: type[torch.optim.Optimizer]) -> Callable[[torch.optim.Optimizer], Any]:
+    """``step`` without the wrapper that fires hooks: those belong to the outer optimizer, once per step."""
+    step: Any = optimizer_class.step
+    while getattr(step, "hooked", False) and hasattr(step, "__wrapped__"):
+        step = step.__wrapped__
+    return step
+
+
+def _adopt_state(inner: torch.optim.Optimizer, pieces: Sequence[Piece]) -> None:
+    """Classes may replace a parameter's state dictionary instead of filling the one they were given."""
+    for piece in pieces:
+        state = inner.state[piece.master]
+        if state is not piece.state:
+            piece.state.clear()
+            piece.state.update(state)
+
+
+def _return_hyperparameters(groups: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> None:
+    """What the base optimizer wrote into its groups (schedule-free methods do) goes back to the live ones."""
+    for live, seen in groups:
+        for key, value in seen.items():
+            if key not in ("params", "fused") and live.get(key) is not value:
+                live[key] = value
+
+
+def _entry_spec(key: str, value: Any, device: torch.device) -> EntrySpec:
+    if not isinstance(value, Tensor):
+        return EntrySpec(like_parameter=False, dtype=None, on_device=False)
+    squares = key in ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum")
+    return EntrySpec(value.numel() == 2, value.dtype, value.device.type == device.type, never_negative=squares)
+
+
+def _check_class(optimizer_class: Any, hyperparameters: dict[str, Any]) -> None:
+    if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)):
+        given = repr(optimizer_class) if isinstance(optimizer_class, type) else f"a {type(optimizer_class).__name__}"
+        raise TypeError(
+            f"optimizer_class is {given}; a subclass of torch.optim.Optimizer is needed, "
+            "for example torch.optim.AdamW (the class, not an instance)"
+        )
+    if optimizer_class.__name__ in ("LBFGS", "SparseAdam"):
+        raise TypeError(
+            f"{optimizer_class.__name__} is not supported: it re-evaluates the loss or takes sparse gradients, which "
+            "one global norm and fp32 masters cannot serve; use an element-wise optimizer such as torch.optim.AdamW"
+        )
+    if hyperparameters.get("differentiable"):
+        raise ValueError("differentiable=True is not supported: the step runs on staged memory outside autograd")

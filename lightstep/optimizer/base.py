@@ -1,0 +1,48 @@
+"""The contract every lightstep optimizer keeps, whatever does the work behind it."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightstep.optimizer.result import StepResult
+from lightstep.precision.loss_scale import LossScale
+
+
+class BaseOptimizer(torch.optim.Optimizer):
+    """A ``torch.optim.Optimizer`` that also owns backward, loss scaling, clipping and the place of its state.
+
+    ``param_groups[*]["params"]`` are the model's own parameters. Schedulers, hooks, ``zero_grad``, ``deepcopy`` and
+    ``torch.distributed.checkpoint.state_dict`` work on it as on any torch optimizer.
+    """
+
+    loss_scale: LossScale
+    """What the loss is multiplied with; ``optimizer.loss_scale.scale`` reads it."""
+
+    @abstractmethod
+    def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
+        """Scale ``loss`` (one element) and backpropagate."""
+
+    @abstractmethod
+    def step(self, closure: Callable[[], Any] | None = None) -> StepResult:  # type: ignore[override]
+        """Consume the gradients (``p.grad is None`` afterwards) and update the weights, or skip on overflow.
+
+        Never waits for the device unless the result is read (see ``docs/how-a-step-works.md`` for the exceptions).
+        """
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Wait until all deferred work has landed in the parameters and the state."""
+
+    @abstractmethod
+    def memory_report(self) -> dict[str, float]:
+        """Bytes held between steps: ``device_bytes``, ``host_bytes``, ``ring_bytes``, ``gradient_stage_bytes``,
+        ``parameters`` (local elements), ``device_bytes_per_parameter`` and ``host_bytes_per_parameter``."""
+
+    @abstractmethod
+    def refresh_master_weights(self) -> None:
+        """Rebuild the fp32 masters from the model's weights."""

@@ -1,0 +1,199 @@
+"""Which parameters an optimizer is in charge of, and their state as the rest of the world sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightstep.distributed import like, local_tensor
+from lightstep.optimizer.arithmetic import BaseArithmetic
+from lightstep.optimizer.param_groups import Place
+from lightstep.precision.master_weights import ModelWatch
+from lightstep.state.backend import Managed, StateBackend
+
+Places = Callable[[], Mapping[Tensor, Place]]
+
+
+class ManagedParameters:
+    """The trainable parameters of an optimizer's groups, set up as late as possible.
+
+    Args:
+        arithmetic: told about each device parameters are found on.
+        backend: told which parameters it is in charge of.
+        master_weights: whether 16-bit parameters get fp32 masters.
+        places: called at set-up for the name and layer of each parameter.
+    """
+
+    def __init__(
+        self, arithmetic: BaseArithmetic, backend: StateBackend, master_weights: bool, places: Places | None
+    ) -> None:
+        self._arithmetic = arithmetic
+        self._backend = backend
+        self._master_weights = master_weights
+        self._places = places
+        self._watch = ModelWatch()
+        self._items: dict[Tensor, Managed] = {}
+
+    def __iter__(self) -> Iterator[Managed]:
+        return iter(self._items.values())
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def get(self, parameter: object) -> Managed | None:
+        """The record of one parameter, or ``None`` for one that is not managed (yet)."""
+        return self._items.get(parameter)  # type: ignore[call-overload]
+
+    @property
+    def devices(self) -> set[torch.device]:
+        return {item.local.device for item in self}
+
+    # -- who is in charge of what
+
+    def set_up(self, groups: Sequence[dict[str, Any]]) -> bool:
+        """Take charge of the groups' trainable parameters; ``True`` when anything was new.
+
+        A parameter that is frozen later keeps its state, and continues from it when it is thawed.
+        """
+        every = ((p, group) for group in groups for p in group["params"])
+        listed = [(p, group) for p, group in every if p.requires_grad or p in self._items]
+        if len(listed) == len(self._items) and all(p in self._items for p, _ in listed):
+            return False
+        if not listed:
+            raise ValueError("the optimizer has no trainable parameter: requires_grad is False on all of them")
+        places = self._places() if self._places is not None else {}
+        items = [self._items.get(p) or self._manage(p, group, places.get(p), i) for i, (p, group) in enumerate(listed)]
+        for device in {item.local.device for item in items}:
+            self._arithmetic.prepare(device)
+        self._items = {item.param: item for item in items}
+        self._backend.register(items, self._arithmetic.schema(items[0].local.device))
+        for item in items:
+            self.record(item)
+        return True
+
+    def _manage(self, parameter: Tensor, group: dict[str, Any], place: Place | None, index: int) -> Managed:
+        local = local_tensor(parameter).detach()
+        name = place.name if place else f"parameter {index} of shape {tuple(parameter.shape)}"
+        if local.device.type == "meta":
+            raise ValueError(
+                f"{name} is on the meta device; materialise the model (strategy.prepare_model) before the first step"
+            )
+        if not local.dtype.is_floating_point:
+            raise TypeError(
+                f"{name} has dtype {local.dtype}; bfloat16, float16 and float32 parameters can be optimized"
+            )
+        masters = self._master_weights and local.dtype in (torch.bfloat16, torch.float16)
+        return Managed(parameter, local, group, name, place.layer if place else None, own_master=not masters)
+
+    # -- masters follow the model
+
+    def record(self, item: Managed) -> None:
+        """The parameter is now as the optimizer left it."""
+        self._watch.record(item.param, local_tensor(item.param))
+
+    def adopt_outside_changes(self) -> None:
+        """Weights that somebody else wrote since the last step become the masters."""
+        for item in self:
+            local = local_tensor(item.param)
+            if not self._watch.suspicious(item.param, local):
+                continue
+            if self._watch.moved(item.param, local):
+                item.local = local.detach()
+                if item.own_master:
+                    self._backend.refresh(item)
+            if self._backend.differs(item):
+                self._backend.refresh(item)
+            self.record(item)
+
+    def refresh(self) -> None:
+        """All masters become the parameters' values."""
+        for item in self:
+            item.local = local_tensor(item.param).detach()
+            self._backend.refresh(item)
+            self.record(item)
+
+    # -- state as the rest of the world sees it
+
+    def state_of(self, item: Managed) -> dict[str, Any]:
+        """Live entries where they can be, ``"master"`` among them; DTensors where the parameter is one."""
+        return {key: _placed_like(item, value) for key, value in self._backend.entries(item).items()}
+
+    def load_state(self, item: Managed, entries: Mapping[str, Any]) -> None:
+        """Replace one parameter's state; ``{}`` removes it.
+
+        Raises:
+            ValueError: an entry has another shape than the parameter's local shard; nothing has been changed then.
+        """
+        local = {key: local_tensor(value) if isinstance(value, Tensor) else value for key, value in entries.items()}
+        for key, value in local.items():
+            if isinstance(value, Tensor) and value.dim() and value.shape != item.local.shape:
+                raise ValueError(
+                    f"state {key!r} of {item.name} has shape {tuple(value.shape)}; the parameter's local shape is "
+                    f"{tuple(item.local.shape)}"
+                )
+        if item.own_master and "master" in local:
+            item.local.copy_(local.pop("master"))
+        self._backend.load(item, local)
+        item.updated, item.provisional = bool(local.keys() - {"master"}), False
+        # The next step looks whether master and weight agree: the model may be loaded before or after its optimizer.
+        self._watch.forget(item.param)
+
+    def mark_provisional(self, items: Sequence[Managed]) -> None:
+        """The state of these was made only for a checkpoint to fill; without one, the first update starts afresh."""
+        for item in items:
+            entries = self.state_of(item)
+            if isinstance(entries.get("step"), Tensor):
+                self.load_state(item, {**entries, "step": torch.zeros_like(entries["step"])})
+            item.provisional = True
+
+    def drop_provisional_state(self) -> None:
+        for item in self:
+            if item.provisional:
+                self._backend.load(item, {})
+                item.updated = item.provisional = False
+
+
+def _placed_like(item: Managed, value: Any) -> Any:
+    """A local entry of the parameter's shape as a DTensor where the parameter is one; others as they are."""
+    if isinstance(value, Tensor) and value.dim() and value.shape == item.local.shape:
+        return like(item.param, value)
+    return value
+
+
+class StateView(MutableMapping[Tensor, dict[str, Any]]):
+    """``optimizer.state``: parameter → entries, read from the state backend whenever somebody looks.
+
+    Assigning replaces a parameter's state. Like torch's own it answers ``{}`` for a parameter without state.
+    """
+
+    def __init__(
+        self,
+        managed: ManagedParameters,
+        read: Callable[[Tensor], dict[str, Any]],
+        write: Callable[[Tensor, Mapping[str, Any]], None],
+    ) -> None:
+        self._managed = managed
+        self._read = read
+        self._write = write
+
+    def __getitem__(self, parameter: Tensor) -> dict[str, Any]:
+        return self._read(parameter)
+
+    def __setitem__(self, parameter: Tensor, entries: dict[str, Any]) -> None:
+        self._write(parameter, entries)
+
+    def __delitem__(self, parameter: Tensor) -> None:
+        self._write(parameter, {})
+
+    def __contains__(self, parameter: object) -> bool:
+        item = self._managed.get(parameter)
+        return item is not None and item.updated
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return (item.param for item in self._managed if item.updated)
+
+    def __len__(self) -> int:
+        return sum(item.updated for item in self._managed)

@@ -1,0 +1,327 @@
+"""The one ``step()``: fp32 masters, unscaling, one global norm, clipping, skip, update, write-back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightstep.clipping import GradientNorm, clip_coefficient
+from lightstep.optimizer.arithmetic import BaseArithmetic
+from lightstep.optimizer.base import BaseOptimizer
+from lightstep.optimizer.managed_parameters import ManagedParameters, Places, StateView
+from lightstep.optimizer.param_groups import learning_rates_are_zero
+from lightstep.optimizer.result import StepResult
+from lightstep.optimizer.serialization import load_torch_state_dict, snapshot
+from lightstep.precision.gradients import GradientAccumulator, GradientStage
+from lightstep.precision.loss_scale import ConstantLossScale, LossScale
+from lightstep.state.backend import Managed, Piece, StateBackend, Unit
+from lightstep.state.resident import ResidentBackend
+
+Gradients = dict[Managed, Tensor]
+
+
+class MixedPrecisionOptimizer(BaseOptimizer):
+    """Any element-wise torch optimizer, run on fp32 masters of low-precision parameters.
+
+    Usually made by ``strategy.create_optimizer``. Set-up is lazy: nothing is allocated, and the parameters may still be
+    moved, cast, sharded or exchanged, until the first ``step()`` or ``load_state_dict()``.
+
+    Args:
+        params: parameters or group dictionaries, as for any torch optimizer.
+        optimizer_class: the class whose arithmetic updates the masters.
+        hyperparameters: its keyword arguments; with neither ``fused`` nor ``foreach`` it runs fused where torch can.
+        master_weights: keep fp32 masters for bf16 and fp16 parameters, in ``state[p]["master"]``.
+        reduce_float32: add micro-batches' gradients in fp32, not in the parameters' dtype.
+        loss_scale: ``None`` is no scaling.
+        max_norm: global norm to clip to; ``None`` is off.
+        norm_type: p of the norm; ``math.inf`` is the largest element.
+        backend: where masters and state live; ``None`` is on the device.
+        places: called at set-up for the name and layer of each parameter.
+        overflow_everywhere: whether all ranks of the process group skip a step together; ``None``: if any parameter is
+            a DTensor.
+
+    Raises:
+        TypeError: ``optimizer_class`` is not a usable optimizer class.
+        ValueError: from the class about its hyper-parameters, or from torch about the groups.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        optimizer_class: type[torch.optim.Optimizer] = torch.optim.AdamW,
+        hyperparameters: Mapping[str, Any] | None = None,
+        *,
+        master_weights: bool = True,
+        reduce_float32: bool = True,
+        loss_scale: LossScale | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        backend: StateBackend | None = None,
+        places: Places | None = None,
+        overflow_everywhere: bool | None = None,
+    ) -> None:
+        self._arithmetic = BaseArithmetic(optimizer_class, dict(hyperparameters or {}))
+        super().__init__(params, dict(self._arithmetic.defaults))
+        self.loss_scale = loss_scale or ConstantLossScale(1.0)
+        self.master_weights = master_weights
+        self.max_norm = max_norm
+        self.norm_type = norm_type
+        self._backend = backend or ResidentBackend()
+        self._overflow_everywhere = overflow_everywhere
+        self._start(reduce_float32, places)
+
+    def _start(self, reduce_float32: bool, places: Places | None) -> None:
+        """Everything that is built up while working and never saved."""
+        self.gradients = GradientAccumulator(reduce_float32)
+        self._managed = ManagedParameters(self._arithmetic, self._backend, self.master_weights, places)
+        self.state = StateView(self._managed, self.parameter_state, self.load_parameter_state)  # type: ignore[assignment]
+        self._stage = GradientStage()
+        self._norm: GradientNorm | None = None
+        self._failure: str | None = None
+        self._to_repair: set[Managed] = set()
+        self._watch_gradients()
+
+    def _watch_gradients(self) -> None:
+        self.gradients.watch(p for group in self.param_groups for p in group["params"] if p.requires_grad)
+
+    # -- one iteration
+
+    def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
+        if loss.numel() != 1:
+            raise ValueError(
+                f"the loss has shape {tuple(loss.shape)}; one element is needed (loss.mean() or loss.sum())"
+            )
+        if not self.loss_scale.is_identity:
+            loss = loss.float() * self.loss_scale.tensor(loss.device)
+        loss.backward(retain_graph=retain_graph)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> StepResult:  # type: ignore[override]
+        loss = self._evaluate(closure)
+        with torch.no_grad():
+            gradients = self._collect_gradients()
+            scaled_norm, overflow = self._gradient_norm(gradients)
+            scale = self.loss_scale.tensor(scaled_norm.device)
+            result = StepResult(scaled_norm / scale, overflow, scale.clone(), loss)
+            if self._is_state_initialisation(gradients, scaled_norm):
+                self._initialise_state(gradients, overflow)
+                return result
+            if not self._skip_known_to_host(gradients, overflow):
+                self._update(gradients, *self._scaling(result.grad_norm, scale), overflow)
+            self.loss_scale.update(overflow)
+            return result
+
+    def _update(self, gradients: Gradients, divisor: Tensor | None, factor: Tensor | None, overflow: Tensor) -> None:
+        """The walk through the units: acquire state → base optimizer's arithmetic → write back → release."""
+        self._backend.begin(gradients.keys())
+        for unit in self._backend.units():
+            try:
+                pieces = self._backend.acquire(unit)
+                active = [piece for piece in pieces if piece.owner in gradients]
+                if active:
+                    staged = self._staged(active, gradients, divisor, factor)
+                    self._arithmetic.apply(active, staged, overflow.to(active[0].master.device))
+                self._backend.release(unit, active)
+                self._after_unit(active, gradients)
+            except Exception as error:
+                raise RuntimeError(self._note_failure(unit, error)) from error
+            except BaseException as interruption:
+                self._note_failure(unit, interruption)
+                raise
+        self._backend.finish()
+
+    def _evaluate(self, closure: Callable[[], Any] | None) -> Any:
+        if self._failure is not None:
+            raise RuntimeError(
+                f"{self._failure}; weights and state may be half updated. Load a checkpoint before the next step"
+            )
+        if closure is None:
+            return None
+        if not self.loss_scale.is_identity:
+            raise ValueError(
+                f"step(closure) with {self.loss_scale!r}: the closure's own backward would not be scaled; call "
+                "optimizer.backward(loss) and then step() without a closure"
+            )
+        with torch.enable_grad():
+            return closure()
+
+    def _collect_gradients(self) -> Gradients:
+        self._set_up()
+        self._managed.drop_provisional_state()
+        self._managed.adopt_outside_changes()
+        taken = ((item, self.gradients.take(item.param)) for item in self._managed)
+        return {item: gradient for item, gradient in taken if gradient is not None}
+
+    def _gradient_norm(self, gradients: Gradients) -> tuple[Tensor, Tensor]:
+        assert self._norm is not None
+        return self._norm([gradients.get(item) for item in self._managed])
+
+    def _scaling(self, norm: Tensor, scale: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """``(divisor, factor)`` of the gradients: one multiplication, unless dividing by the scale is inexact."""
+        coefficient = None if self.max_norm is None else clip_coefficient(norm, self.max_norm)
+        if self.loss_scale.is_identity:
+            return None, coefficient
+        if not self.loss_scale.power_of_two:
+            return scale, coefficient
+        return None, scale.reciprocal() if coefficient is None else coefficient / scale
+
+    def _skip_known_to_host(self, gradients: Gradients, overflow: Tensor) -> bool:
+        """Where the base optimizer cannot skip on the device, or has no state yet, the host reads the flag."""
+        devices = {item.local.device for item in gradients}
+        on_device = all(item.updated for item in gradients) and all(
+            self._arithmetic.skips_on_device(device, self.param_groups) for device in devices
+        )
+        return not on_device and bool(overflow)
+
+    def _staged(
+        self, pieces: list[Piece], gradients: Gradients, divisor: Tensor | None, factor: Tensor | None
+    ) -> list[Tensor]:
+        device = pieces[0].master.device
+        divisor, factor = (None if value is None else value.to(device) for value in (divisor, factor))
+        staged = self._stage.scaled([piece.of(gradients[piece.owner]) for piece in pieces], divisor, factor)
+        return [value.to(piece.master.dtype) for piece, value in zip(pieces, staged, strict=True)]
+
+    def _after_unit(self, updated: list[Piece], gradients: Gradients) -> None:
+        for piece in updated:
+            item = piece.owner
+            item.updated = True
+            self._managed.record(item)
+            if piece.stop == item.local.numel():
+                gradients.pop(item, None)
+
+    def _note_failure(self, unit: Unit, error: BaseException) -> str:
+        """From now on steps are refused: some units are updated and others are not."""
+        self._failure = f"the update of {unit.label} failed ({type(error).__name__}: {error})"
+        self._to_repair = {item for item in self._managed if item.updated}
+        return self._failure
+
+    # -- set-up
+
+    def _set_up(self) -> None:
+        if self._managed.set_up(self.param_groups):
+            parameters = [item.param for item in self._managed]
+            self._norm = GradientNorm(parameters, self.norm_type, self._overflow_everywhere)
+            self._watch_gradients()
+
+    def _is_state_initialisation(self, gradients: Gradients, norm: Tensor) -> bool:
+        """``torch.distributed.checkpoint`` makes state exist by a step with zero gradients and ``lr`` 0."""
+        first = not any(item.updated for item in self._managed)
+        return first and bool(gradients) and learning_rates_are_zero(self.param_groups) and float(norm) == 0.0
+
+    def _initialise_state(self, gradients: Gradients, overflow: Tensor) -> None:
+        initialised = list(gradients)
+        self._update(gradients, None, None, overflow)
+        self._backend.synchronize()
+        self._managed.mark_provisional(initialised)
+
+    # -- the rest of the contract
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        if hasattr(self, "gradients"):  # not while the constructor adds the first groups
+            self._watch_gradients()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients, those added up in fp32 too."""
+        self.gradients.clear()
+        super().zero_grad(set_to_none)
+
+    def synchronize(self) -> None:
+        self._backend.synchronize()
+        for device in self._managed.devices:
+            if device.type != "cpu":
+                torch.accelerator.synchronize(device)
+
+    def refresh_master_weights(self) -> None:
+        self._set_up()
+        with torch.no_grad():
+            self._managed.refresh()
+
+    def memory_report(self) -> dict[str, float]:
+        parameters = sum(item.local.numel() for item in self._managed)
+        report: dict[str, float] = {**self._backend.memory(), "gradient_stage_bytes": self._stage.nbytes()}
+        report["parameters"] = parameters
+        for place in ("device", "host"):
+            report[f"{place}_bytes_per_parameter"] = report[f"{place}_bytes"] / max(parameters, 1)
+        return report
+
+    def managed(self) -> list[Managed]:
+        """The trainable parameters with their names, in group order (set up if need be)."""
+        self._set_up()
+        return list(self._managed)
+
+    def parameter_state(self, parameter: Tensor) -> dict[str, Any]:
+        """``state[parameter]``: live entries where they can be; DTensors for a DTensor. ``{}`` without state."""
+        item = self._managed.get(parameter)
+        if item is None:
+            return {}
+        self._backend.synchronize()
+        return self._managed.state_of(item)
+
+    def load_parameter_state(self, parameter: Tensor, entries: Mapping[str, Any]) -> None:
+        """Replace one parameter's state; ``{}`` removes it. Shards must be this parameter's.
+
+        Raises:
+            ValueError: an entry has another shape than the parameter's local shard, or the parameter is a stranger.
+        """
+        self._set_up()
+        item = self._managed.get(parameter)
+        if item is None:
+            raise ValueError(
+                f"a parameter of shape {tuple(parameter.shape)} is not among the optimizer's trainable ones"
+            )
+        with torch.no_grad():
+            self._managed.load_state(item, entries)
+        self._to_repair.discard(item)
+        if not self._to_repair:
+            self._failure = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """torch's layout: ``state`` by index, ``param_groups``, and ``loss_scale``; a snapshot."""
+        packed = super().state_dict()
+        packed.setdefault("loss_scale", self.loss_scale.state_dict())
+        return snapshot(packed)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue from :meth:`state_dict`, or from the state dict of the plain torch optimizer.
+
+        Raises:
+            ValueError: groups or shapes do not match; nothing has been changed then.
+        """
+        load_torch_state_dict(self, state_dict)
+
+    def __repr__(self) -> str:
+        return super().__repr__().replace(type(self).__name__, f"{type(self).__name__}[{self._arithmetic.name}]", 1)
+
+    def close(self) -> None:
+        """Give back the memory of the state backend and take the hooks off the parameters."""
+        self.gradients.close()
+        self._backend.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {
+            "defaults": self.defaults,
+            "param_groups": self.param_groups,
+            "state": {p: self.parameter_state(p) for p in self.state},
+            "loss_scale": self.loss_scale,
+            "master_weights": self.master_weights,
+            "max_norm": self.max_norm,
+            "norm_type": self.norm_type,
+            "_overflow_everywhere": self._overflow_everywhere,
+            "optimizer_class": self._arithmetic.optimizer_class,
+            "hyperparameters": self._arithmetic.hyperparameters,
+            "reduce_float32": self.gradients.float32,
+            "backend": self._backend.fresh(),
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        entries: dict[Tensor, dict[str, Any]] = state.pop("state")
+        self._backend = state.pop("backend")
+        self._arithmetic = BaseArithmetic(state.pop("optimizer_class"), state.pop("hyperparameters"))
+        reduce_float32 = state.pop("reduce_float32")
+        super().__setstate__(state)
+        self._start(reduce_float32, places=None)
+        for parameter, values in entries.items():
+            self.load_parameter_state(parameter, values)

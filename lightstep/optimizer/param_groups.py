@@ -1,0 +1,103 @@
+"""Parameters of a model by name and layer, and checks on the groups a user hands over."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+
+
+class Place(NamedTuple):
+    """Where a parameter stands in the model: its name, and the block it belongs to (``model.layers.3``)."""
+
+    name: str
+    layer: str
+
+
+def clean_name(name: str) -> str:
+    """``name`` without what ``torch.compile``, activation checkpointing and FSDP1 put between the dots."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def places(model: nn.Module) -> dict[Tensor, Place]:
+    """Name and layer of every parameter; a tied parameter has the place of its first appearance.
+
+    A layer is an element of an ``nn.ModuleList`` or ``nn.Sequential``-like run of blocks (the outermost one on the
+    path); what lies outside such a list belongs to its parent module.
+    """
+    inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+    return {
+        parameter: Place(clean_name(name), _layer(clean_name(name))) for name, parameter in inner.named_parameters()
+    }
+
+
+def _layer(name: str) -> str:
+    parts = name.split(".")
+    for index, part in enumerate(parts[:-1]):
+        if part.isdigit():
+            return ".".join(parts[: index + 1])
+    return ".".join(parts[:-1])
+
+
+def check_param_groups(groups: Any, model: nn.Module) -> list[dict[str, Any]]:
+    """``groups`` as a list of dictionaries whose ``params`` are lists of this model's parameters.
+
+    Raises:
+        TypeError: not parameters, or not dictionaries with ``params``.
+        ValueError: a parameter stands in two places, is not the model's, or nothing is trainable.
+    """
+    names = {parameter: place.name for parameter, place in places(model).items()}
+    listed = [_as_group(group) for group in _as_groups(groups, model)]
+    every = [parameter for group in listed for parameter in group["params"]]
+    _refuse_repeated(every, names)
+    foreign = [tuple(parameter.shape) for parameter in every if parameter not in names]
+    if foreign:
+        raise ValueError(
+            f"{len(foreign)} of the parameters in param_groups (shapes {foreign[:3]}) are not the model's; build the "
+            "groups from the model that strategy.prepare_model returned"
+        )
+    if not any(parameter.requires_grad for parameter in every):
+        raise ValueError(f"none of the {len(every)} parameters is trainable: requires_grad is False on all of them")
+    return listed
+
+
+def _as_groups(groups: Any, model: nn.Module) -> Sequence[Any]:
+    if groups is None:
+        return [{"params": [parameter for parameter in model.parameters() if parameter.requires_grad]}]
+    if isinstance(groups, Mapping):
+        raise TypeError("param_groups is a mapping; a list of groups is needed: [{'params': [...], 'lr': ...}, ...]")
+    listed = list(groups)
+    return [{"params": listed}] if listed and not isinstance(listed[0], Mapping) else listed
+
+
+def _as_group(group: Any) -> dict[str, Any]:
+    if not isinstance(group, Mapping) or "params" not in group:
+        raise TypeError(f"a parameter group is {group!r:.80}; a dictionary with 'params' is needed")
+    params = group["params"]
+    listed = [params] if isinstance(params, Tensor) else _tensors(params)
+    return {**group, "params": listed}
+
+
+def _tensors(params: Iterable[Any]) -> list[Tensor]:
+    listed = [item[1] if isinstance(item, tuple) else item for item in params]
+    for item in listed:
+        if not isinstance(item, Tensor):
+            raise TypeError(f"'params' of a group holds a {type(item).__name__}; tensors are needed")
+    return listed
+
+
+def _refuse_repeated(parameters: Sequence[Tensor], names: Mapping[Tensor, str]) -> None:
+    repeated = [parameter for parameter, count in Counter(parameters).items() if count > 1]
+    if repeated:
+        given = ", ".join(names.get(parameter, str(tuple(parameter.shape))) for parameter in repeated[:5])
+        raise ValueError(f"given more than once in param_groups: {given}; each parameter belongs to one group")
+
+
+def learning_rates_are_zero(groups: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether every group's ``lr`` is 0 (numbers or 0-dim tensors)."""
+    return all(float(group["lr"]) == 0.0 for group in groups if isinstance(group.get("lr"), (int, float, torch.Tensor)))

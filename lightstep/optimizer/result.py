@@ -1,0 +1,42 @@
+"""What one ``step()`` did, read from the device only when somebody asks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+
+class StepResult:
+    """The outcome of one :meth:`BaseOptimizer.step`; true when the step was applied.
+
+    Attributes:
+        grad_norm: 0-dim fp32 tensor on the gradients' device: the global norm, unscaled, before clipping.
+        loss: what the closure returned, or ``None``.
+    """
+
+    __slots__ = ("_loss_scale", "_overflow", "grad_norm", "loss")
+
+    def __init__(self, grad_norm: Tensor, overflow: Tensor, loss_scale: Tensor, loss: Any = None) -> None:
+        self.grad_norm = grad_norm
+        self.loss = loss
+        self._overflow = overflow
+        self._loss_scale = loss_scale
+
+    @property
+    def applied(self) -> bool:
+        """Whether the weights were updated; reading it waits for the device."""
+        return not bool(self._overflow)
+
+    @property
+    def loss_scale(self) -> float:
+        """The scale this step used; reading it waits for the device."""
+        return float(self._loss_scale)
+
+    def __bool__(self) -> bool:
+        return self.applied
+
+    def __repr__(self) -> str:
+        return (
+            f"StepResult(applied={self.applied}, grad_norm={float(self.grad_norm):.6g}, loss_scale={self.loss_scale:g})"
+        )

@@ -1,0 +1,1 @@
+"""Numbers: fp32 masters, fp32 gradient accumulation, loss scaling."""

@@ -1,0 +1,221 @@
+"""Gradients on their way to the optimizer: added up in fp32, scaled into fp32 staging memory.
+
+Autograd adds the gradients of several micro-batches in the parameter's dtype. :class:`GradientAccumulator` moves the
+earlier sum into an fp32 buffer just before each new gradient arrives, so that ``grad32 = float(g1) + float(g2) + ...``
+in order. With one micro-batch nothing is copied and ``p.grad`` is what autograd made.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle, unserializable_hook
+
+from lightstep.distributed import local_gradient
+from lightstep.precision.scale_kernel import scale_into
+
+
+class GradientAccumulator:
+    """The gradients of the micro-batches since the last step, one per parameter.
+
+    Args:
+        float32: add them in fp32 (``precision.reduce: float32``) instead of in the parameter's dtype.
+    """
+
+    def __init__(self, float32: bool = True) -> None:
+        self.float32 = float32
+        self._sums: dict[Tensor, Tensor] = {}
+        self._reduced: dict[Tensor, list[Tensor]] = {}
+        self._rounded: set[Tensor] = set()
+        self._uncertain: list[tuple[Tensor, Sequence[Tensor | None]]] = []
+        self._handles: dict[Tensor, RemovableHandle] = {}
+
+    def watch(self, parameters: Iterable[Tensor]) -> None:
+        """From now on keep the sums of these parameters; others are forgotten."""
+        wanted = {p for p in parameters if self.float32 and p.dtype in (torch.bfloat16, torch.float16)}
+        for parameter in self._handles.keys() - wanted:
+            self._handles.pop(parameter).remove()
+        for parameter in wanted - self._handles.keys():
+            self._handles[parameter] = parameter.register_hook(_before_accumulation(self, parameter))
+
+    def deliver(self, parameter: Tensor, gradient: Tensor) -> None:
+        """Add a local gradient that is reduced over all ranks, in fp32, and did not come through ``p.grad``.
+
+        Args:
+            gradient: fp32, shape of the local shard. Kept, not copied; the reduction may still be under way until the
+                end of this backward.
+        """
+        parts = self._reduced.setdefault(parameter, [])
+        if len(parts) == 2:
+            parts[0].add_(parts.pop())
+        parts.append(gradient)
+
+    def has_gradient(self, parameter: Tensor) -> bool:
+        """Whether ``p.grad`` holds something that is not counted yet."""
+        return parameter.grad is not None and parameter not in self._rounded
+
+    def withdraw(self, parameter: Tensor) -> Tensor | None:
+        """The fp32 sum of earlier micro-batches, handed over to a strategy that reduces it together with the last."""
+        return self._sums.pop(parameter, None)
+
+    def disregard(self, parameter: Tensor) -> None:
+        """What this backward leaves in ``p.grad`` is a rounded copy of what was delivered: to be dropped, not added."""
+        self._rounded.add(parameter)
+
+    def only_if_used(self, used: Tensor, parameters: Sequence[Tensor | None]) -> None:
+        """Forget what was delivered for those that had a gradient on no rank; the host reads which at the next step.
+
+        Args:
+            used: one element per parameter, zero where no rank had a gradient; ready at the end of this backward.
+            parameters: ``None`` where the element is nobody's.
+        """
+        self._uncertain.append((used, parameters))
+
+    def _settle(self) -> None:
+        pairs, self._uncertain = self._uncertain, []
+        used = torch.cat([flags for flags, _ in pairs]).tolist()
+        for parameter, flag in zip([p for _, parameters in pairs for p in parameters], used, strict=True):
+            if parameter is not None and not flag:
+                self._reduced.pop(parameter, None)
+                self._rounded.discard(parameter)
+
+    def bank(self, parameter: Tensor) -> None:
+        """Move ``p.grad`` into the parameter's fp32 sum."""
+        if parameter in self._rounded:
+            self._rounded.discard(parameter)
+            parameter.grad = None
+        if parameter.grad is None:
+            return
+        gradient = _local_gradient(parameter)
+        parameter.grad = None
+        if parameter in self._sums:
+            self._sums[parameter].add_(gradient)
+        else:
+            self._sums[parameter] = gradient.to(torch.float32)
+
+    def sum(self, parameter: Tensor) -> Tensor | None:
+        """The fp32 sum banked so far, live, without what is in ``p.grad``."""
+        return self._sums.get(parameter)
+
+    def take(self, parameter: Tensor) -> Tensor | None:
+        """The whole gradient of one parameter (local shard; fp32 if several were added), which is then forgotten."""
+        if self._uncertain:
+            self._settle()
+        if parameter not in self._sums and parameter not in self._reduced:
+            gradient = None if parameter.grad is None else _local_gradient(parameter)
+            parameter.grad = None
+            return gradient
+        self.bank(parameter)
+        total, *others = [*self._reduced.pop(parameter, ()), *([self._sums.pop(parameter)] if parameter in self._sums else ())]
+        for part in others:
+            total.add_(part)
+        return total
+
+    def clear(self) -> None:
+        """Forget all sums (``zero_grad``)."""
+        self._sums.clear()
+        self._reduced.clear()
+        self._rounded.clear()
+        self._uncertain.clear()
+
+    def close(self) -> None:
+        """Forget all sums and take the hooks off the parameters."""
+        self.clear()
+        self.watch(())
+
+
+def _before_accumulation(accumulator: GradientAccumulator, parameter: Tensor) -> Callable[[Tensor], None]:
+    """A tensor hook: autograd calls it with each new gradient before adding it to ``p.grad``."""
+    accumulator_ref, parameter_ref = weakref.ref(accumulator), weakref.ref(parameter)
+
+    @unserializable_hook
+    def hook(_: Tensor) -> None:
+        owner, leaf = accumulator_ref(), parameter_ref()
+        if owner is not None and leaf is not None:
+            owner.bank(leaf)
+
+    return hook
+
+
+def _local_gradient(parameter: Tensor) -> Tensor:
+    gradient = parameter.grad
+    assert gradient is not None
+    if gradient.is_sparse:
+        raise TypeError(
+            f"a parameter of shape {tuple(parameter.shape)} has a sparse gradient, which fp32 masters and one global "
+            "norm cannot take; build its layer with sparse=False"
+        )
+    local = local_gradient(parameter, torch.float32)
+    assert local is not None
+    return local
+
+
+class GradientStage:
+    """fp32 memory in which one unit's gradients stand, scaled, while the base optimizer reads them.
+
+    The memory grows to the largest unit and is kept: a steady-state step allocates nothing.
+    """
+
+    _ALIGNMENT = 64  # elements; keeps every view 256-byte aligned for vectorised kernels
+
+    def __init__(self) -> None:
+        self._buffer: Tensor | None = None
+
+    def nbytes(self) -> int:
+        """Bytes held between steps."""
+        return 0 if self._buffer is None else self._buffer.nbytes
+
+    def free(self) -> None:
+        """Give the memory back; the next use takes it again."""
+        self._buffer = None
+
+    def scaled(self, gradients: list[Tensor], divisor: Tensor | None, factor: Tensor | None) -> list[Tensor]:
+        """``gradients / divisor * factor`` in fp32, in their shapes.
+
+        fp32 gradients are scaled in place (they are consumed by the step); others are written to the stage.
+
+        Args:
+            gradients: local gradients on one device, any float dtype, contiguous or not.
+            divisor: 0-dim fp32 loss scale to divide by, or ``None``.
+            factor: 0-dim fp32 to multiply with, or ``None``.
+        """
+        own = [gradient for gradient in gradients if gradient.dtype == torch.float32]
+        foreign = [gradient for gradient in gradients if gradient.dtype != torch.float32]
+        staged = self._views(foreign)
+        if divisor is None and factor is not None:
+            one_element = factor.reshape(1)
+            for view, gradient in zip(staged, foreign, strict=True):
+                scale_into(gradient.device)(gradient.reshape(-1), one_element, view)
+            _multiply(own, factor)
+        else:
+            if foreign:
+                torch._foreach_copy_(staged, [gradient.reshape(-1) for gradient in foreign])
+            _divide([*own, *staged], divisor)
+            _multiply([*own, *staged], factor)
+        views = iter(staged)
+        return [g if g.dtype == torch.float32 else next(views).view(g.shape) for g in gradients]
+
+    def _views(self, gradients: list[Tensor]) -> list[Tensor]:
+        """One flat fp32 view of the stage for each gradient."""
+        if not gradients:
+            return []
+        sizes = [-(-gradient.numel() // self._ALIGNMENT) * self._ALIGNMENT for gradient in gradients]
+        total, device = sum(sizes), gradients[0].device
+        if self._buffer is None or self._buffer.numel() < total or self._buffer.device != device:
+            self._buffer = None
+            self._buffer = torch.empty(total, dtype=torch.float32, device=device)
+        parts = self._buffer[:total].split(sizes)
+        return [part[: gradient.numel()] for part, gradient in zip(parts, gradients, strict=True)]
+
+
+def _multiply(tensors: list[Tensor], factor: Tensor | None) -> None:
+    if tensors and factor is not None:
+        torch._foreach_mul_(tensors, factor)
+
+
+def _divide(tensors: list[Tensor], divisor: Tensor | None) -> None:
+    if tensors and divisor is not None:
+        torch._foreach_div_(tensors, divisor)

@@ -1,0 +1,70 @@
+"""``out = float(gradient) * factor`` in one pass over memory.
+
+torch has this as ``torch.mul`` with mixed dtypes, which on CUDA takes the slow path of casting kernels. The Triton twin
+below does the same IEEE operations; it is compared with torch on the spot, once per device, and steps aside where it
+differs or Triton is missing.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+ScaleInto = Callable[[Tensor, Tensor, Tensor], None]
+"""``(flat gradient, 1-element fp32 factor, flat fp32 out)``, all on one device."""
+
+_BLOCK = 4096
+_log = logging.getLogger(__name__)
+
+
+def scale_into(device: torch.device) -> ScaleInto:
+    """The fastest correct way on this device."""
+    return _checked_triton(device) if device.type == "cuda" else _by_torch
+
+
+def _by_torch(gradient: Tensor, factor: Tensor, out: Tensor) -> None:
+    # A 1-dim factor promotes to fp32 before multiplying; a 0-dim one would round the product to the gradient's dtype.
+    torch.mul(gradient, factor, out=out)
+
+
+@functools.cache
+def _checked_triton(device: torch.device) -> ScaleInto:
+    try:
+        kernel = _triton_kernel()
+        with torch.cuda.device(device):
+            same = all(_agrees(kernel, dtype, device) for dtype in (torch.bfloat16, torch.float16))
+    except Exception as error:  # Triton fails in many ways (no compiler, no driver, unknown target)
+        _log.info("Triton cannot scale gradients here (%s); torch does", error)
+        return _by_torch
+    return kernel if same else _by_torch
+
+
+def _agrees(kernel: ScaleInto, dtype: torch.dtype, device: torch.device) -> bool:
+    patterns = torch.arange(2**16, device=device, dtype=torch.int32).to(torch.int16).view(dtype)
+    factor = torch.tensor([0.37 / 65536], device=device)
+    ours, theirs = (torch.empty(patterns.numel(), device=device) for _ in range(2))
+    kernel(patterns, factor, ours)
+    _by_torch(patterns, factor, theirs)
+    return torch.equal(ours.nan_to_num(nan=1.5), theirs.nan_to_num(nan=1.5))
+
+
+def _triton_kernel() -> ScaleInto:
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def kernel(gradient: Any, factor: Any, out: Any, size: Any, block: tl.constexpr) -> None:
+        at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+        value = tl.load(gradient + at, mask=at < size).to(tl.float32)
+        tl.store(out + at, value * tl.load(factor), mask=at < size)
+
+    def launch(gradient: Tensor, factor: Tensor, out: Tensor) -> None:
+        size = gradient.numel()
+        kernel[(triton.cdiv(size, _BLOCK),)](gradient, factor, out, size, block=_BLOCK, num_warps=8)
+
+    return launch

@@ -1,0 +1,1 @@
+"""Where fp32 masters and optimizer state live between steps."""

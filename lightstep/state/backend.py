@@ -1,0 +1,170 @@
+"""The interface of a state backend, and the vocabulary it shares with ``step()``.
+
+A step walks through *units*: ``acquire`` brings a unit's masters and state to the device as *pieces*, the base
+optimizer updates the pieces, ``release`` writes them back. A backend decides what is staged when, and where it lives.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+
+@dataclass(eq=False)
+class EntrySpec:
+    """What one entry of the base optimizer's state looks like, read off a probe at set-up.
+
+    Attributes:
+        like_parameter: has the parameter's shape; otherwise it is a scalar (``step``) or a plain Python value.
+        dtype: of the tensor; ``None`` when the entry is no tensor.
+        on_device: whether torch keeps it on the parameter's device (a fused optimizer's ``step`` is, others' are not).
+        never_negative: second moments and the like: their sign bit carries no information.
+    """
+
+    like_parameter: bool
+    dtype: torch.dtype | None
+    on_device: bool
+    never_negative: bool = False
+
+
+Schema = Mapping[str, EntrySpec]
+
+
+@dataclass(eq=False)
+class Managed:
+    """One trainable parameter in a backend's charge.
+
+    Attributes:
+        param: the model's own (D)Tensor: bf16, fp16 or fp32.
+        local: its plain local shard: a detached alias of the same storage.
+        group: its live entry of ``optimizer.param_groups``.
+        name: its name in the model, when known; otherwise its place in the parameter groups.
+        layer: parameters with equal ``layer`` belong to one transformer block or FSDP module; ``None`` when unknown.
+        own_master: the parameter is its own master (fp32, or master weights are off).
+        updated: its state exists, from an update or from a checkpoint.
+        provisional: its state only stands in for the one that a checkpoint is about to bring; no update made it.
+    """
+
+    param: Tensor
+    local: Tensor
+    group: dict[str, Any]
+    name: str
+    layer: Hashable = None
+    own_master: bool = False
+    updated: bool = False
+    provisional: bool = False
+
+
+@dataclass(eq=False)
+class Piece:
+    """What the base optimizer's arithmetic is given: a parameter or a contiguous part of one.
+
+    Attributes:
+        owner: the parameter.
+        start, stop: element range of the flattened local shard; the whole shard is ``0, numel``.
+        master: fp32 on the parameter's device: shape of the shard when whole, flat ``[stop - start]`` when cut.
+        state: the base optimizer's entries, on the device; empty before the first update, which fills it.
+    """
+
+    owner: Managed
+    start: int
+    stop: int
+    master: Tensor
+    state: dict[str, Any] = field(default_factory=dict)
+
+    def of(self, gradient: Tensor) -> Tensor:
+        """This piece's part of the parameter's local gradient."""
+        if self.stop - self.start == gradient.numel():
+            return gradient
+        return gradient.reshape(-1)[self.start : self.stop]
+
+
+@dataclass(eq=False)
+class Unit:
+    """What is staged and updated together."""
+
+    index: int
+    parts: tuple[tuple[Managed, int, int], ...]
+
+    @property
+    def label(self) -> str:
+        """First and last parameter, for messages."""
+        first, last = self.parts[0][0].name, self.parts[-1][0].name
+        return first if first == last else f"{first} … {last}"
+
+
+class StateBackend(ABC):
+    """Where masters and optimizer state live between steps."""
+
+    name: ClassVar[str]
+
+    def fresh(self) -> StateBackend:
+        """A new backend with this one's settings and nothing in its charge."""
+        return type(self)()
+
+    @abstractmethod
+    def register(self, managed: Sequence[Managed], schema: Schema) -> None:
+        """Take charge of exactly these parameters: new ones join, those no longer listed leave with their state."""
+
+    @abstractmethod
+    def units(self) -> Sequence[Unit]:
+        """All units, in update order."""
+
+    def begin(self, managed: Collection[Managed]) -> None:  # noqa: B027  (an optional hook)
+        """A step that updates these parameters starts."""
+
+    @abstractmethod
+    def acquire(self, unit: Unit) -> list[Piece]:
+        """The unit's masters and state on the device, ready for work queued on the current stream."""
+
+    @abstractmethod
+    def release(self, unit: Unit, updated: Sequence[Piece]) -> None:
+        """The unit is done: ``updated`` pieces are written to their parameters and to where their state lives."""
+
+    def finish(self) -> None:  # noqa: B027  (an optional hook)
+        """The step is over: order what is still under way before the caller's next work."""
+
+    @abstractmethod
+    def entries(self, managed: Managed) -> dict[str, Any]:
+        """The state of one parameter: base optimizer's entries and ``"master"`` (unless it is its own).
+
+        Tensors have the local shard's shape (or 0 dimensions) and are live where they can be. ``{}`` without state.
+        Call :meth:`synchronize` first.
+        """
+
+    @abstractmethod
+    def load(self, managed: Managed, entries: Mapping[str, Any]) -> None:
+        """Replace the state of one parameter; a missing ``"master"`` is rebuilt from the parameter."""
+
+    @abstractmethod
+    def refresh(self, managed: Managed) -> None:
+        """The master becomes the parameter's value, brought to fp32."""
+
+    @abstractmethod
+    def differs(self, managed: Managed) -> bool:
+        """Whether the parameter is no longer its master rounded: somebody else wrote to it. May wait for the device."""
+
+    @abstractmethod
+    def memory(self) -> dict[str, int]:
+        """``device_bytes``, ``host_bytes`` and ``ring_bytes`` held between steps."""
+
+    def synchronize(self) -> None:  # noqa: B027  (an optional hook)
+        """Wait until all queued work has landed in the parameters and the state."""
+
+    def close(self) -> None:  # noqa: B027  (an optional hook)
+        """Give all memory back."""
+
+
+def adopt_entry(spec: EntrySpec | None, value: Any, device: torch.device) -> Any:
+    """A loaded entry (from a checkpoint, of any device) as a new value the base optimizer accepts on ``device``."""
+    if spec is None or spec.dtype is None:
+        return value.detach().clone() if isinstance(value, Tensor) else value
+    target = device if spec.on_device else torch.device("cpu")
+    if not isinstance(value, Tensor):
+        return torch.tensor(value, dtype=spec.dtype, device=target)
+    return value.detach().to(device=target, dtype=spec.dtype, copy=True)

@@ -1,0 +1,264 @@
+"""Host memory for optimizer state: slabs of exactly the size asked for, page-locked where a CUDA device will read them.
+
+`pin_memory=True` and torch's pinned allocator round up to powers of two (up to twice the memory); mapping pages and registering
+them with `cudaHostRegister` does not. Whoever allocates asks `require()` first, so that too little memory is a sentence before
+anything happened and not the kernel's out-of-memory killer in the middle of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import warnings
+import weakref
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+__all__ = ["CHECK_VARIABLE", "HostMemoryError", "HostSlab", "available_bytes", "require"]
+
+CHECK_VARIABLE = "LIGHTSTEP_HOST_MEMORY_CHECK"
+"""Environment variable for `require()`: `off` switches the check off, a number is taken as the free memory in GiB."""
+
+_GIB = 1 << 30
+_ADVICE = (
+    "Lower it with `optimizer_state.resident_gib` (that much stays on the device), `optimizer_state.backend: resident`, "
+    "`precision.master_weights: false`, an optimizer with less state, or by sharding over more ranks"
+)
+_UNLIMITED = 1 << 60  # cgroup v1 writes "no limit" as a number near 2^63
+_TOUCH_THREADS = 16
+_TOUCH_CHUNK = 64 << 20
+
+
+class HostMemoryError(MemoryError):
+    """The host does not have the memory that optimizer state needs."""
+
+
+def require(nbytes: int, what: str, advice: str = _ADVICE) -> None:
+    """Raise `HostMemoryError` when `nbytes` more bytes of host memory are not to be had.
+
+    Free is the smaller of `MemAvailable` and what the process's memory cgroups (v1 and v2, each level) still allow; where
+    neither can be read the check passes. Some virtual machines are given more memory as they use it, and a few report no useful
+    figure at all: the environment variable `LIGHTSTEP_HOST_MEMORY_CHECK` overrules the check (`off`, or the free GiB).
+    """
+    free = _free_by_decree()
+    if free is None:
+        free = available_bytes()
+    if free is None or nbytes <= free:
+        return
+    raise HostMemoryError(
+        f"{what} needs {nbytes / _GIB:.2f} GiB of host memory and {free / _GIB:.2f} GiB are free. {advice}. "
+        f"If this machine has more than it reports, set {CHECK_VARIABLE}=off, or to the free GiB"
+    )
+
+
+def _free_by_decree() -> float | None:
+    """Bytes that `LIGHTSTEP_HOST_MEMORY_CHECK` says are free; infinite for `off`, None when it is not set."""
+    value = os.environ.get(CHECK_VARIABLE, "").strip().lower()
+    if not value:
+        return None
+    if value == "off":
+        return float("inf")
+    try:
+        return float(value) * _GIB
+    except ValueError:
+        raise ValueError(f"{CHECK_VARIABLE}={value!r}: allowed are `off` and a number of GiB") from None
+
+
+def available_bytes(proc: str | Path = "/proc", cgroup: str | Path = "/sys/fs/cgroup") -> int | None:
+    """Bytes of host memory this process can still take, or None where the system does not say."""
+    limits = [limit for limit in (_mem_available(Path(proc)), *_cgroup_headrooms(Path(proc), Path(cgroup))) if limit is not None]
+    return min(limits, default=None)
+
+
+def _mem_available(proc: Path) -> int | None:
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        for line in (proc / "meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return None
+
+
+def _cgroup_headrooms(proc: Path, root: Path) -> Iterator[int | None]:
+    """What each memory cgroup of this process has left, from its own up to the root's (v2 and v1)."""
+    try:
+        lines = (proc / "self" / "cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            yield from _headrooms_upwards(root, path, ("memory.max", "memory.current", "inactive_file"))
+        elif "memory" in controllers.split(","):
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            yield from _headrooms_upwards(root / "memory", path, names)
+
+
+def _headrooms_upwards(root: Path, path: str, names: tuple[str, str, str]) -> Iterator[int | None]:
+    # In a container the path is often the host's and does not exist here: the mount's root is then the container's own group.
+    folder = root / path.strip("/")
+    for level in (folder, *folder.parents):
+        yield _headroom(level, *names)
+        if level == root:
+            return
+
+
+def _headroom(folder: Path, limit_name: str, usage_name: str, cache_name: str) -> int | None:
+    """Limit minus usage of one cgroup, counting its inactive page cache as free; None without a limit."""
+    with contextlib.suppress(OSError, ValueError):
+        limit = int((folder / limit_name).read_text())  # "max" is a ValueError: no limit
+        if limit >= _UNLIMITED:
+            return None
+        usage = int((folder / usage_name).read_text())
+        return max(0, limit - usage + _statistic(folder / "memory.stat", cache_name))
+    return None
+
+
+def _statistic(path: Path, name: str) -> int:
+    with contextlib.suppress(OSError, ValueError):
+        for line in path.read_text().splitlines():
+            key, _, value = line.partition(" ")
+            if key == name:
+                return int(value)
+    return 0
+
+
+class HostSlab:
+    """One contiguous piece of zeroed host memory, rounded up to whole pages and to nothing else.
+
+    `device`: where the bytes will travel. For a CUDA device the pages are locked in place (`page_locked`), so that copies reach
+    link speed and run beside the host; where that is refused they stay pageable and one warning says what it costs.
+
+    `close()` (also at exit and when the slab is collected) ends the page-locking. The memory itself lives until the last view
+    of it is gone, so a tensor from `tensor()` is never left dangling.
+    """
+
+    def __init__(self, nbytes: int, *, device: torch.device | str | None = None, what: str = "optimizer state") -> None:
+        if nbytes < 0:
+            raise ValueError(f"nbytes={nbytes}: a slab's size is 0 or more")
+        device = torch.device(device) if device is not None else torch.device("cpu")
+        self.nbytes = max(1, -(-nbytes // mmap.PAGESIZE)) * mmap.PAGESIZE
+        self._bytes: Tensor | None = _map_pages(self.nbytes, what, for_device=device.type != "cpu")
+        _first_touch(self._bytes)
+        self.page_locked = device.type != "cpu" and _page_lock(self._bytes, device)
+        self._finalizer = weakref.finalize(self, _unlock, self._bytes.data_ptr(), device, os.getpid()) if self.page_locked else None
+
+    def tensor(self, dtype: torch.dtype, shape: Sequence[int] | int, offset: int = 0) -> Tensor:
+        """A view of the slab: `shape` elements of `dtype` starting `offset` bytes in (a multiple of the element size)."""
+        if self._bytes is None:
+            raise RuntimeError("this host slab is closed")
+        shape = (shape,) if isinstance(shape, int) else tuple(shape)
+        size = dtype.itemsize * torch.Size(shape).numel()
+        if offset < 0 or offset % dtype.itemsize or offset + size > self.nbytes:
+            raise ValueError(f"bytes {offset}..{offset + size} as {dtype} do not lie in a slab of {self.nbytes} bytes")
+        return self._bytes[offset : offset + size].view(dtype).view(shape)
+
+    @property
+    def closed(self) -> bool:
+        return self._bytes is None
+
+    def close(self) -> None:
+        """Unlock the pages and let go of them; waits for the device first. A second call does nothing."""
+        if self._finalizer is not None:
+            self._finalizer()
+        self.page_locked = False
+        self._bytes = None
+
+
+def _map_pages(nbytes: int, what: str, for_device: bool) -> Tensor:
+    """`nbytes` fresh bytes as a uint8 tensor that owns its mapping (unmapped when the last view dies)."""
+    try:
+        if not hasattr(mmap, "MAP_PRIVATE"):
+            return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
+        pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, ValueError, OverflowError) as error:
+        raise HostMemoryError(f"{what}: the system refused to map {nbytes / _GIB:.2f} GiB of host memory ({error}). {_ADVICE}") from error
+    _advise(pages, "MADV_HUGEPAGE")
+    if for_device:
+        # After fork() a write would move this process to a copy of the page while the device goes on with the old one.
+        _advise(pages, "MADV_DONTFORK")
+    return torch.frombuffer(pages, dtype=torch.uint8)
+
+
+def _advise(pages: mmap.mmap, name: str) -> None:
+    advice = getattr(mmap, name, None)
+    if advice is not None:
+        with contextlib.suppress(OSError):
+            pages.madvise(advice)
+
+
+def _first_touch(pages: Tensor) -> None:
+    """Make every page exist, with several threads (torchrun sets OMP_NUM_THREADS=1, so torch's own would be one)."""
+    chunks = pages.split(_TOUCH_CHUNK)
+    threads = min(_TOUCH_THREADS, _processors(), len(chunks))
+    if threads == 1:
+        pages.zero_()
+        return
+    with ThreadPoolExecutor(threads, thread_name_prefix="lightstep-first-touch") as pool:
+        list(pool.map(Tensor.zero_, chunks))
+
+
+def _processors() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+_warned_pageable = False
+
+
+def _page_lock(pages: Tensor, device: torch.device) -> bool:
+    """Register the pages with the CUDA runtime; False, with one warning per process, when it refuses."""
+    if device.type != "cuda":
+        _warn_pageable(f"page-locking is not known for {device.type} devices")
+        return False
+    try:
+        error = _register(pages.data_ptr(), pages.numel(), device)
+    except (RuntimeError, AttributeError) as refusal:
+        error = str(refusal)
+    if error:
+        _warn_pageable(error)
+    return not error
+
+
+def _register(pointer: int, nbytes: int, device: torch.device) -> str:
+    """The empty string on success, else what the runtime says."""
+    with torch.cuda.device(device):
+        runtime = torch.cuda.cudart()
+        code = runtime.cudaHostRegister(pointer, nbytes, 0)
+        if int(code) == 0:
+            return ""
+        _swallow_last_error(device)
+        return f"cudaHostRegister: {runtime.cudaGetErrorString(code)}"
+
+
+def _swallow_last_error(device: torch.device) -> None:
+    """The refusal also stays behind as the runtime's last error, which the next kernel launch would raise as its own."""
+    with contextlib.suppress(RuntimeError):
+        torch.empty(1, device=device).fill_(0.0)
+
+
+def _unlock(pointer: int, device: torch.device, pid: int) -> None:
+    if os.getpid() != pid:  # a forked child owns neither the pages nor the CUDA context
+        return
+    with contextlib.suppress(RuntimeError), torch.cuda.device(device):
+        torch.cuda.synchronize(device)
+        torch.cuda.cudart().cudaHostUnregister(pointer)
+
+
+def _warn_pageable(reason: str) -> None:
+    global _warned_pageable
+    if _warned_pageable:
+        return
+    _warned_pageable = True
+    warnings.warn(
+        f"host memory for optimizer state could not be page-locked ({reason}); it stays pageable. Results are the same, but copies then "
+        "go through a bounce buffer and hold up the host: expect a fraction of link speed and little overlap with compute. "
+        "Raise the lock limit (`ulimit -l unlimited`, in a container `--ulimit memlock=-1`) to get it back",
+        RuntimeWarning,
+        stacklevel=4,
+    )

@@ -1,0 +1,271 @@
+"""A strategy: from one file to a prepared model, its optimizer and their checkpoints."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import math
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, ClassVar, Self, cast
+
+import torch
+from torch import nn
+
+from lightstep.config import (
+    ConfigError,
+    ConstantScale,
+    DynamicScale,
+    LossScaleConfig,
+    StrategyConfig,
+    merge_overrides,
+    parse_config,
+)
+from lightstep.optimizer.base import BaseOptimizer
+from lightstep.optimizer.mixed_precision import MixedPrecisionOptimizer
+from lightstep.optimizer.param_groups import Place, check_param_groups, places
+from lightstep.precision.loss_scale import ConstantLossScale, DynamicLossScale, LossScale
+from lightstep.state.backend import StateBackend
+from lightstep.state.bulk import BulkBackend
+from lightstep.state.resident import ResidentBackend
+from lightstep.strategy import checkpoint
+from lightstep.strategy.model_setup import checkpoint_activations, materialise
+from lightstep.strategy.presets import read_source
+
+_KINDS = {
+    "single": ("lightstep.strategy.single", "SingleDeviceStrategy"),
+    "ddp": ("lightstep.strategy.ddp", "DDPStrategy"),
+    "fsdp2": ("lightstep.strategy.fsdp2", "FSDP2Strategy"),
+}
+
+ModelSource = nn.Module | Callable[[], nn.Module]
+
+
+class Strategy(ABC):
+    """Sharding, precision, clipping and the place of optimizer state, as one object.
+
+    Make one with :meth:`load`. It holds no settings of any particular optimizer: several models and optimizers may be
+    prepared by one strategy. Usable as a context manager that calls :meth:`close`.
+
+    Attributes:
+        config: the validated, frozen configuration.
+        name: the preset's name, the file's path, or ``"strategy"`` for a mapping.
+    """
+
+    _overflow_everywhere: ClassVar[bool | None] = None
+
+    def __init__(self, config: StrategyConfig, name: str = "strategy") -> None:
+        self.config = config
+        self.name = name
+
+    @classmethod
+    def load(cls, source: str | Path | Mapping[str, Any], overrides: Mapping[str, Any] | None = None) -> Strategy:
+        """A strategy from a preset's name, a YAML file's path or a mapping.
+
+        Args:
+            source: see :func:`lightstep.available_strategies` for the names.
+            overrides: dotted keys or nested mappings laid over it, for example ``{"clipping.max_norm": 0.5}``.
+
+        Raises:
+            ConfigError: an unknown name, key or value, or a combination this build cannot do; with what is allowed.
+        """
+        name, values = read_source(source)
+        config = parse_config(merge_overrides(values, overrides), name)
+        _refuse_unbuilt(config, name)
+        module, class_name = _KINDS[config.sharding.kind]
+        return cast(Strategy, getattr(importlib.import_module(module), class_name)(config, name))
+
+    # -- where this process stands
+
+    @property
+    def device(self) -> torch.device:
+        """The device this process works on: its accelerator if there is one, else the CPU."""
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        if accelerator is None:
+            return torch.device("cpu")
+        return torch.device(
+            accelerator.type, int(os.environ.get("LOCAL_RANK", torch.accelerator.current_device_index()))
+        )
+
+    @property
+    def rank(self) -> int:
+        """This process's number among :attr:`world_size`."""
+        return 0
+
+    @property
+    def world_size(self) -> int:
+        """How many processes train together."""
+        return 1
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is the process that logs and reports."""
+        return self.rank == 0
+
+    # -- model and optimizer
+
+    def prepare_model(self, model: ModelSource, role: str = "trainer") -> nn.Module:
+        """The model on this strategy's devices, in its dtype, sharded as it says.
+
+        Parameters are cast to ``precision.parameters``; buffers keep their dtype.
+
+        Args:
+            model: a module, a module on the meta device (its weights are then initialised here), or a function that
+                makes one.
+            role: ``"trainer"``; other roles are refused by this build.
+
+        Raises:
+            ConfigError: an unknown role.
+            TypeError: ``model`` is neither a module nor a function that returns one.
+        """
+        if role != "trainer":
+            raise ConfigError(f"role is {role!r}; allowed: 'trainer'")
+        made = model if isinstance(model, nn.Module) else model() if callable(model) else model
+        if not isinstance(made, nn.Module):
+            raise TypeError(
+                f"prepare_model needs a torch.nn.Module or a function that returns one; got {type(made).__name__}"
+            )
+        return self._prepare(made)
+
+    @abstractmethod
+    def _prepare(self, model: nn.Module) -> nn.Module:
+        """Shard, move and cast."""
+
+    def _placed(self, model: nn.Module) -> nn.Module:
+        """The whole model on this process's device in its dtype, with activation checkpointing if asked for."""
+        dtype = self.parameter_dtype
+        model = materialise(model, self.device)
+        for parameter in model.parameters():
+            if parameter.is_floating_point():
+                parameter.data = parameter.data.to(dtype)
+        if getattr(self.config.sharding, "activation_checkpointing", False):
+            checkpoint_activations(model)
+        return model
+
+    @property
+    def parameter_dtype(self) -> torch.dtype:
+        """``precision.parameters`` as a torch dtype."""
+        return cast(torch.dtype, getattr(torch, self.config.precision.parameters))
+
+    def create_optimizer(
+        self,
+        model: nn.Module,
+        optimizer_class: type[torch.optim.Optimizer] = torch.optim.AdamW,
+        *,
+        param_groups: Any = None,
+        **hyperparameters: Any,
+    ) -> BaseOptimizer:
+        """``optimizer_class`` over the model's trainable parameters, under this strategy's precision and placement.
+
+        Args:
+            model: what :meth:`prepare_model` returned.
+            optimizer_class: any element-wise ``torch.optim.Optimizer`` subclass.
+            param_groups: groups of the model's parameters with their own hyper-parameters; default: all trainable ones.
+            hyperparameters: keyword arguments of ``optimizer_class``.
+
+        Raises:
+            TypeError: not an optimizer class, or malformed groups.
+            ValueError: no trainable parameter, a parameter twice or foreign, or a refused hyper-parameter.
+        """
+        config = self.config
+        return MixedPrecisionOptimizer(
+            check_param_groups(param_groups, model),
+            optimizer_class,
+            hyperparameters,
+            master_weights=config.precision.master_weights,
+            reduce_float32=config.precision.reduce == "float32",
+            loss_scale=make_loss_scale(config.precision.loss_scale),
+            max_norm=_finite(config.clipping.max_norm),
+            norm_type=config.clipping.norm_type,
+            backend=make_backend(config),
+            places=lambda: self._places(model),
+            overflow_everywhere=self._overflow_everywhere,
+        )
+
+    def _places(self, model: nn.Module) -> Mapping[torch.Tensor, Place]:
+        return places(model)
+
+    def accumulate(self, model: nn.Module, last: bool = True) -> AbstractContextManager[None]:
+        """Context of one micro-batch's forward and backward; with ``last=False`` no gradient is communicated."""
+        return contextlib.nullcontext()
+
+    def unwrap_model(self, model: nn.Module) -> nn.Module:
+        """The module the user made, without what this strategy and ``torch.compile`` wrapped around it."""
+        return cast(nn.Module, getattr(model, "_orig_mod", model))
+
+    # -- checkpoints
+
+    def save_checkpoint(
+        self,
+        path: str | Path,
+        model: nn.Module,
+        optimizer: BaseOptimizer | None = None,
+        scheduler: Any = None,
+        extra: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Write model, optimizer, scheduler, random states and ``extra`` to the directory ``path``."""
+        checkpoint.save_checkpoint(path, model, optimizer, scheduler, extra)
+
+    def load_checkpoint(
+        self, path: str | Path, model: nn.Module, optimizer: BaseOptimizer | None = None, scheduler: Any = None
+    ) -> dict[str, Any]:
+        """Continue from :meth:`save_checkpoint`; returns its ``extra``."""
+        return checkpoint.load_checkpoint(path, model, optimizer, scheduler)
+
+    def export_model(self, path: str | Path, model: nn.Module, tokenizer: Any = None) -> None:
+        """Write the weights as one Hugging Face folder (``save_pretrained``), in the model's dtype."""
+        checkpoint.export_model(path, self.unwrap_model(model), tokenizer)
+
+    # -- end
+
+    def close(self) -> None:  # noqa: B027  (most strategies start nothing)
+        """End what this strategy started (its process group, if it started one)."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.name!r})"
+
+
+def make_loss_scale(config: LossScaleConfig) -> LossScale:
+    """A new scale for one optimizer."""
+    if isinstance(config, DynamicScale):
+        return DynamicLossScale(**config.model_dump(exclude={"kind"}))
+    return ConstantLossScale(config.scale if isinstance(config, ConstantScale) else 1.0)
+
+
+def make_backend(config: StrategyConfig) -> StateBackend:
+    """A new state backend for one optimizer."""
+    return {"resident": ResidentBackend, "bulk": BulkBackend}[config.optimizer_state.backend]()
+
+
+def _finite(max_norm: float | None) -> float | None:
+    return None if max_norm is None or math.isinf(max_norm) else max_norm
+
+
+def _refuse_unbuilt(config: StrategyConfig, name: str) -> None:
+    """Say clearly what this version of lightstep does not do yet, before anything starts."""
+    state = config.optimizer_state
+    if config.sharding.kind not in _KINDS:
+        raise ConfigError(
+            f"{name}: sharding.kind {config.sharding.kind!r} is not in this version; it has {', '.join(_KINDS)}"
+        )
+    if state.backend == "stream":
+        raise ConfigError(f"{name}: optimizer_state.backend 'stream' is not in this version; it has resident and bulk")
+    if state.update != "at_step":
+        raise ConfigError(f"{name}: optimizer_state.update {state.update!r} is not in this version; it has at_step")
+    if state.resident_gib != 0:
+        raise ConfigError(
+            f"{name}: optimizer_state.resident_gib is {state.resident_gib!r}; it needs backend: stream, "
+            "which is not in this version"
+        )

@@ -1,0 +1,64 @@
+"""Every rank holds the whole model; ``DistributedDataParallel`` averages the gradients."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from contextlib import AbstractContextManager
+from typing import cast
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lightstep.config import DDPSharding
+from lightstep.strategy.model_names import unwrap_model
+from lightstep.strategy.process_group import ProcessGroupStrategy
+from lightstep.strategy.reduced_gradients import ReplicatedGradients
+
+
+class DDPStrategy(ProcessGroupStrategy):
+    """One all-reduce per bucket of gradients, in the last micro-batch's backward.
+
+    Communicates: the model once from rank 0, gradients (fp32 with ``precision.reduce: float32``), one overflow flag.
+    """
+
+    _overflow_everywhere = True
+
+    def _prepare(self, model: nn.Module) -> nn.Module:
+        sharding = cast(DDPSharding, self.config.sharding)
+        replica = DistributedDataParallel(
+            self._placed(model),
+            bucket_cap_mb=sharding.bucket_mib,
+            find_unused_parameters=sharding.find_unused_parameters,
+            static_graph=sharding.static_graph,
+            gradient_as_bucket_view=True,
+        )
+        if self.config.precision.reduce == "float32" and self.parameter_dtype != torch.float32:
+            _gradients[replica] = ReplicatedGradients(replica, sharding.find_unused_parameters)
+        return replica
+
+    def accumulate(self, model: nn.Module, last: bool = True) -> AbstractContextManager[None]:
+        """With ``last=False`` DDP's ``no_sync``: gradients are added up on their rank."""
+        replica = _replica(model)
+        return contextlib.nullcontext() if last or replica is None else replica.no_sync()
+
+    def _fp32_gradients(self, model: nn.Module) -> ReplicatedGradients | None:
+        replica = _replica(model)
+        return None if replica is None else _gradients.get(replica)
+
+    def unwrap_model(self, model: nn.Module) -> nn.Module:
+        return unwrap_model(model)
+
+
+_gradients: weakref.WeakKeyDictionary[nn.Module, ReplicatedGradients] = weakref.WeakKeyDictionary()
+
+
+def _replica(model: nn.Module) -> DistributedDataParallel | None:
+    """The DDP module in or under ``model`` (``torch.compile`` may lie around it)."""
+    while not isinstance(model, DistributedDataParallel):
+        inner = getattr(model, "_orig_mod", None)
+        if not isinstance(inner, nn.Module):
+            return None
+        model = inner
+    return model

@@ -1,0 +1,185 @@
+"""``torch.distributed.fsdp.fully_shard`` on every transformer block and the root; also HSDP."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from lightstep.config import ConfigError, FSDP2Sharding
+from lightstep.distributed import is_sharded, local_tensor
+from lightstep.strategy.model_names import unwrap_model
+from lightstep.strategy.model_setup import checkpoint_activations, initialise_weights
+from lightstep.strategy.process_group import ProcessGroupStrategy, broadcast_from_first
+from lightstep.strategy.reduced_gradients import ShardedGradients
+from lightstep.strategy.sharding_units import sharding_units
+
+
+class FSDP2Strategy(ProcessGroupStrategy):
+    """Parameters, gradients and optimizer state in shards over the ranks; with ``replicate > 1`` in as many copies.
+
+    Communicates: each unit's weights before its forward and backward, its gradients after its backward (in fp32 with
+    ``precision.reduce: float32``, and handed to the optimizer unrounded), one number per step for the norm and one for
+    the overflow flag.
+    """
+
+    _overflow_everywhere = True
+
+    @property
+    def _sharding(self) -> FSDP2Sharding:
+        return cast(FSDP2Sharding, self.config.sharding)
+
+    def _prepare(self, model: nn.Module) -> nn.Module:
+        mesh = self.mesh()
+        inner = unwrap_model(model)
+        units = self._units(inner)
+        for parameter in inner.parameters():
+            if parameter.is_floating_point():
+                parameter.data = parameter.data.to(self.parameter_dtype)
+        loaded = self._someone_has_weights(inner)
+        for unit in [*units, inner]:
+            if loaded:
+                self._bring_weights(unit)
+            self._shard(unit, mesh, is_root=unit is inner)
+        if not loaded:
+            self._initialise(inner, mesh)
+        return model
+
+    def mesh(self) -> DeviceMesh:
+        """1-D ``(shard,)``, or ``(replicate, shard)`` for HSDP, over all ranks.
+
+        Raises:
+            ConfigError: the mesh of the strategy file does not fit the number of ranks.
+        """
+        replicate, shard = self._mesh_sizes()
+        if replicate == 1:
+            return init_device_mesh(self.device.type, (shard,), mesh_dim_names=("shard",))
+        return init_device_mesh(self.device.type, (replicate, shard), mesh_dim_names=("replicate", "shard"))
+
+    def _mesh_sizes(self) -> tuple[int, int]:
+        ranks = self.world_size
+        replicate, shard = self._sharding.mesh.replicate, self._sharding.mesh.shard
+        fixed = shard if replicate == "auto" else replicate
+        assert isinstance(fixed, int)
+        if ranks % fixed:
+            side = "shard" if replicate == "auto" else "replicate"
+            raise ConfigError(f"{self.name}: sharding.mesh.{side} is {fixed}, which does not divide the {ranks} ranks")
+        sizes = (ranks // fixed, fixed) if replicate == "auto" else (fixed, ranks // fixed if shard == "auto" else shard)
+        if sizes[0] * sizes[1] != ranks:
+            raise ConfigError(
+                f"{self.name}: sharding.mesh is {sizes[0]} × {sizes[1]} (replicate × shard) = {sizes[0] * sizes[1]} "
+                f"ranks, and {ranks} are running; set one of the two to auto"
+            )
+        after_forward = self._sharding.reshard_after_forward
+        if not isinstance(after_forward, bool) and (after_forward >= sizes[1] or sizes[1] % after_forward):
+            raise ConfigError(
+                f"{self.name}: sharding.reshard_after_forward is {after_forward}; true, false or a divisor between 1 "
+                f"and {sizes[1]} (the shards) is needed"
+            )
+        return sizes
+
+    def _units(self, model: nn.Module) -> list[nn.Module]:
+        if self._sharding.activation_checkpointing:
+            checkpoint_activations(model)
+        return sharding_units(model, self._sharding.wrap)
+
+    def _shard(self, unit: nn.Module, mesh: DeviceMesh, is_root: bool) -> None:
+        after_forward = self._sharding.reshard_after_forward
+        compute, reduce = self._sharding.compute, self.config.precision.reduce
+        policy = MixedPrecisionPolicy(
+            param_dtype=None if compute == "parameters" else getattr(torch, compute),
+            reduce_dtype=torch.float32 if reduce == "float32" else self.parameter_dtype,
+        )
+        # The root is needed again at once when backward starts: torch keeps it gathered unless told otherwise.
+        resharding = None if is_root and after_forward is True else after_forward
+        fully_shard(unit, mesh=mesh, reshard_after_forward=resharding, mp_policy=policy)
+
+    # -- weights
+
+    def _someone_has_weights(self, model: nn.Module) -> bool:
+        """Whether rank 0 has the weights. Other ranks may hold the model on the meta device, or other weights.
+
+        Raises:
+            ValueError: rank 0 has only part of them, or none while others have them.
+        """
+        on_meta = [parameter.is_meta for parameter in model.parameters()]
+        mine = None if any(on_meta) and not all(on_meta) else not any(on_meta)
+        everybody: list[bool | None] = [None] * self.world_size
+        dist.all_gather_object(everybody, mine)
+        if everybody[0] is None or (not everybody[0] and any(everybody)):
+            raise ValueError(
+                "rank 0 has the model on the meta device, wholly or in part, and other ranks do not; build it on a real "
+                "device on rank 0 at least, or on the meta device on all ranks"
+            )
+        return bool(everybody[0])
+
+    def _bring_weights(self, unit: nn.Module) -> None:
+        """Rank 0's weights of one unit on every rank's device, to be cut into shards next."""
+        _to_device(unit, self.device)
+        tensors = [*unit.parameters(), *unit.buffers()]
+        broadcast_from_first(tensor for tensor in tensors if not is_sharded(tensor))
+
+    def _initialise(self, model: nn.Module, mesh: DeviceMesh) -> None:
+        """Memory for the shards of a model made on the meta device, and initial weights by its own rules."""
+        model.to_empty(device=self.device)
+        seed = torch.tensor([torch.initial_seed() % 2**31], device=self.device)
+        dist.broadcast(seed, src=0)
+        with torch.random.fork_rng(devices=[], enabled=self.device.type == "cpu"):
+            if self.device.type == "cpu":  # DTensors draw alike on all ranks of a GPU mesh, but not on the CPU
+                torch.manual_seed(int(seed) + mesh.get_local_rank(mesh.ndim - 1))
+            initialise_weights(model)
+        broadcast_from_first(buffer for buffer in model.buffers() if not is_sharded(buffer))
+        if mesh.ndim == 2:
+            self._equal_copies(model, mesh)
+
+    @staticmethod
+    def _equal_copies(model: nn.Module, mesh: DeviceMesh) -> None:
+        broadcast_from_first((local_tensor(parameter) for parameter in model.parameters()), mesh.get_group(0))
+
+    # -- training
+
+    def accumulate(self, model: nn.Module, last: bool = True) -> AbstractContextManager[None]:
+        """With ``last=False`` gradients are added up unsharded on their rank, in the dtype of the reduction."""
+        return contextlib.nullcontext() if last else _without_reduction(model)
+
+    def _fp32_gradients(self, model: nn.Module) -> ShardedGradients | None:
+        return ShardedGradients.of(unwrap_model(model)) if self.config.precision.reduce == "float32" else None
+
+    def unwrap_model(self, model: nn.Module) -> nn.Module:
+        return unwrap_model(model)
+
+
+@contextlib.contextmanager
+def _without_reduction(model: nn.Module) -> Iterator[None]:
+    roots = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for module in roots:
+        module.set_requires_gradient_sync(False, recurse=False)
+    try:
+        yield
+    finally:
+        for module in roots:
+            module.set_requires_gradient_sync(True, recurse=False)
+
+
+def _to_device(unit: nn.Module, device: torch.device) -> None:
+    """Bring what is no shard yet to the device; what is on the meta device gets uninitialised memory, once if tied."""
+    made: dict[Tensor, Tensor] = {}
+    for module in unit.modules():
+        for name, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
+            if is_sharded(tensor):
+                continue
+            if not tensor.is_meta:
+                tensor.data = tensor.data.to(device)
+                continue
+            if tensor not in made:
+                empty = torch.empty_like(tensor, device=device)
+                trains = tensor.requires_grad
+                made[tensor] = nn.Parameter(empty, trains) if isinstance(tensor, nn.Parameter) else empty
+            setattr(module, name, made[tensor])

@@ -1,0 +1,84 @@
+"""What every strategy does to a model before it is trained: real memory, initial weights, blocks, checkpointing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    apply_activation_checkpointing,
+    checkpoint_wrapper,
+)
+
+
+def materialise(model: nn.Module, device: torch.device) -> nn.Module:
+    """The model on ``device``; one made on the meta device gets memory there and its initial weights.
+
+    Raises:
+        ValueError: only part of the model is on the meta device, or it has no way to initialise itself.
+    """
+    on_meta = [name for name, tensor in model.named_parameters() if tensor.is_meta]
+    if not on_meta:
+        return model.to(device)
+    if len(on_meta) < sum(1 for _ in model.parameters()):
+        raise ValueError(f"{len(on_meta)} parameters are on the meta device and others are not (first: {on_meta[0]})")
+    model.to_empty(device=device)
+    initialise_weights(model)
+    return model
+
+
+def initialise_weights(model: nn.Module) -> None:
+    """Initial weights for a model whose memory is uninitialised, by the model's own rules.
+
+    transformers models know how; other modules do if each that owns parameters or buffers has ``reset_parameters``.
+    """
+    if hasattr(model, "init_weights"):
+        model.init_weights()
+        return
+    for name, module in model.named_modules():
+        owns = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+        if not owns:
+            continue
+        if not callable(getattr(module, "reset_parameters", None)):
+            raise ValueError(
+                f"the model is on the meta device and {name or 'its root'} ({type(module).__name__}) has no "
+                "reset_parameters(): add one, or build the model on a real device"
+            )
+        module.reset_parameters()
+
+
+def transformer_blocks(model: nn.Module) -> list[nn.Module]:
+    """The model's repeated blocks: ``_no_split_modules`` if it names them, else its largest list of equal modules."""
+    named = set(getattr(model, "_no_split_modules", None) or ())
+    blocks = [module for module in model.modules() if type(module).__name__ in named]
+    if blocks:
+        return blocks
+    lists = [list(m) for m in model.modules() if isinstance(m, (nn.ModuleList, nn.Sequential)) and _alike(list(m))]
+    return max(lists, key=_size, default=[])
+
+
+def checkpoint_activations(model: nn.Module) -> None:
+    """Recompute each block in backward: by the model's own switch if it has one, else by wrapping its blocks.
+
+    Raises:
+        ValueError: the model has neither the switch nor repeated blocks.
+    """
+    enable = getattr(model, "gradient_checkpointing_enable", None)
+    if callable(enable):
+        enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        return
+    blocks = set(transformer_blocks(model))
+    if not blocks:
+        raise ValueError(
+            f"activation_checkpointing: {type(model).__name__} has no repeated blocks to recompute; turn it off"
+        )
+    apply_activation_checkpointing(model, checkpoint_wrapper_fn=checkpoint_wrapper, check_fn=blocks.__contains__)
+
+
+def _alike(modules: Sequence[nn.Module]) -> bool:
+    return len(modules) > 1 and len({type(module) for module in modules}) == 1 and _size(modules) > 0
+
+
+def _size(modules: Sequence[nn.Module]) -> int:
+    return sum(parameter.numel() for module in modules for parameter in module.parameters())

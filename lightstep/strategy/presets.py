@@ -1,0 +1,66 @@
+"""The ready-made strategy files, found from a wheel, an editable install and a bare checkout alike."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import resources
+from importlib.resources.abc import Traversable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lightstep.config import ConfigError, suggest
+
+
+def available_strategies() -> list[str]:
+    """The names ``Strategy.load`` knows, sorted."""
+    return sorted(entry.name.removesuffix(".yaml") for entry in _folder().iterdir() if entry.name.endswith(".yaml"))
+
+
+def read_source(source: str | Path | Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """``(what to call it in messages, its values)`` of a preset's name, a path or a mapping.
+
+    Raises:
+        ConfigError: no such name or file, unreadable YAML, or a file that holds no mapping.
+        TypeError: ``source`` is none of the three.
+    """
+    if isinstance(source, Mapping):
+        return "strategy", dict(source)
+    if not isinstance(source, (str, Path)):
+        raise TypeError(f"a strategy is a name, a path or a mapping; a {type(source).__name__} was given")
+    if str(source) in available_strategies():
+        return str(source), _parse((_folder() / f"{source}.yaml").read_text(encoding="utf-8"), str(source))
+    path = Path(source).expanduser()
+    if not path.is_file():
+        names = available_strategies()
+        raise ConfigError(
+            f"{str(source)!r} is no strategy and no file{suggest(str(source), names)}; allowed: {', '.join(names)}, "
+            "or the path of a YAML file"
+        )
+    try:
+        return str(path), _parse(path.read_text(encoding="utf-8"), str(path))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+
+
+def _parse(text: str, source: str) -> dict[str, Any]:
+    try:
+        values = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{source} is not valid YAML: {' '.join(str(error).split())}") from error
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise ConfigError(
+            f"{source} holds a {type(values).__name__}; a mapping of keys is needed (sharding:, precision:, …)"
+        )
+    return {str(key): value for key, value in values.items()}
+
+
+def _folder() -> Traversable:
+    """``lightstep/strategies`` where the package was installed, else the checkout's ``strategies``."""
+    installed = resources.files("lightstep") / "strategies"
+    if installed.is_dir():
+        return installed
+    return Path(__file__).resolve().parents[2] / "strategies"

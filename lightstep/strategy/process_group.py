@@ -1,0 +1,134 @@
+"""What strategies of several processes share: the process group, and where this process stands in it."""
+
+from __future__ import annotations
+
+import os
+import sys
+import weakref
+from abc import abstractmethod
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightstep.config import ConfigError, StrategyConfig
+from lightstep.distributed import initialized
+from lightstep.optimizer.base import BaseOptimizer
+from lightstep.optimizer.mixed_precision import MixedPrecisionOptimizer
+from lightstep.optimizer.param_groups import Place
+from lightstep.strategy.base import ModelSource, Strategy
+from lightstep.strategy.reduced_gradients import FP32Gradients
+
+_TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+class ProcessGroupStrategy(Strategy):
+    """A strategy over the ranks of the default process group.
+
+    The group is the user's, or is started from torchrun's environment by :meth:`prepare_model` and ended by
+    :meth:`close`.
+    """
+
+    def __init__(self, config: StrategyConfig, name: str = "strategy") -> None:
+        super().__init__(config, name)
+        self._started = False
+        self._optimizers: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[MixedPrecisionOptimizer]] = (
+            weakref.WeakKeyDictionary()
+        )
+
+    def create_optimizer(
+        self,
+        model: nn.Module,
+        optimizer_class: type[torch.optim.Optimizer] = torch.optim.AdamW,
+        *,
+        param_groups: Any = None,
+        **hyperparameters: Any,
+    ) -> BaseOptimizer:
+        optimizer = super().create_optimizer(model, optimizer_class, param_groups=param_groups, **hyperparameters)
+        if isinstance(optimizer, MixedPrecisionOptimizer):
+            self._optimizers.setdefault(model, weakref.WeakSet()).add(optimizer)
+        self._connect(model)
+        return optimizer
+
+    def _places(self, model: nn.Module) -> Mapping[Tensor, Place]:
+        self._connect(model)  # set-up happens again when parameters were exchanged or thawed
+        return super()._places(model)
+
+    def _connect(self, model: nn.Module) -> None:
+        """Have the model's gradients delivered to its optimizers in fp32."""
+        gradients = self._fp32_gradients(model)
+        for optimizer in self._optimizers.get(model, ()) if gradients is not None else ():
+            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            gradients.connect(parameters, optimizer.gradients)
+
+    @abstractmethod
+    def _fp32_gradients(self, model: nn.Module) -> FP32Gradients | None:
+        """What takes this model's gradients out of the reduction; ``None`` where ``p.grad`` is what it should be."""
+
+    def prepare_model(self, model: ModelSource, role: str = "trainer") -> nn.Module:
+        self.start()
+        return super().prepare_model(model, role)
+
+    def start(self) -> None:
+        """Make sure there is a default process group.
+
+        Raises:
+            ConfigError: there is none, and this process was not started by torchrun.
+        """
+        if initialized():
+            return
+        missing = [name for name in _TORCHRUN if name not in os.environ]
+        if missing:
+            raise ConfigError(
+                f"{self.name}: sharding.kind {self.config.sharding.kind} needs a process per device, and this one has "
+                f"no {missing[0]} in its environment; start it with: {_command()}"
+            )
+        if torch.cuda.is_available():
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+            dist.init_process_group("cpu:gloo,cuda:nccl")
+        else:
+            dist.init_process_group("gloo")
+        self._started = True
+
+    def close(self) -> None:
+        """End the process group, if this strategy started it."""
+        if self._started and initialized():
+            dist.destroy_process_group()
+        self._started = False
+
+    @property
+    def device(self) -> torch.device:
+        """This process's GPU if the process group can use it, else the CPU."""
+        on_gpu = torch.cuda.is_available() and (not initialized() or _has_nccl())
+        return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+
+    @property
+    def rank(self) -> int:
+        return dist.get_rank() if initialized() else int(os.environ.get("RANK", "0"))
+
+    @property
+    def world_size(self) -> int:
+        return dist.get_world_size() if initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def broadcast_from_first(tensors: Iterable[Tensor], group: dist.ProcessGroup | None = None) -> None:
+    """Every rank of the group gets its first rank's values; in place, any dtype, one tensor after the other."""
+    for tensor in tensors:
+        if tensor.numel():
+            values = tensor.detach().contiguous()
+            dist.broadcast(values.view(-1).view(torch.uint8), group=group, group_src=0)
+            if values.data_ptr() != tensor.data_ptr():
+                tensor.detach().copy_(values)
+
+
+def _has_nccl() -> bool:
+    backends = dist.get_backend_config()
+    return "nccl" in backends
+
+
+def _command() -> str:
+    script = os.path.basename(sys.argv[0]) if sys.argv and sys.argv[0] else "train.py"
+    devices = torch.cuda.device_count() if torch.cuda.is_available() else 2
+    return f"torchrun --nproc-per-node {max(devices, 2)} {script or 'train.py'}"

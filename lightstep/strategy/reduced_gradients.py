@@ -1,0 +1,164 @@
+"""How fp32 gradients of 16-bit parameters get from the reduction over ranks to the optimizer without being rounded.
+
+FSDP2 and DDP both end a reduction by writing the parameter's dtype into ``p.grad``. The classes here take the fp32
+result one moment earlier and hand it to the optimizer's :class:`~lightstep.precision.gradients.GradientAccumulator`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from lightstep.distributed import local_tensor
+from lightstep.precision.gradients import GradientAccumulator
+
+_LOW = (torch.bfloat16, torch.float16)
+
+
+class Listeners:
+    """Which accumulator wants which parameter's gradient. Keeps neither alive."""
+
+    def __init__(self) -> None:
+        self._by_parameter = WeakTensorKeyDictionary()  # parameter -> weakref of its accumulator
+
+    def add(self, parameters: Iterable[Tensor], accumulator: GradientAccumulator) -> list[Tensor]:
+        """Those of the parameters whose gradients need this way to stay fp32; listed from now on. Returns new ones."""
+        wanted = [p for p in parameters if accumulator.float32 and p.requires_grad and p.dtype in _LOW]
+        new = [p for p in wanted if p not in self._by_parameter]
+        for parameter in wanted:
+            self._by_parameter[parameter] = weakref.ref(accumulator)
+        return new
+
+    def of(self, parameter: Tensor) -> GradientAccumulator | None:
+        """The accumulator, if it still lives."""
+        reference = self._by_parameter.get(parameter)
+        return None if reference is None else reference()
+
+
+class FP32Gradients(Protocol):
+    """Takes gradients out of the reduction."""
+
+    def connect(self, parameters: Iterable[Tensor], accumulator: GradientAccumulator) -> None:
+        """From the next backward on, deliver the gradients of 16-bit parameters to ``accumulator``."""
+
+
+class ShardedGradients:
+    """FSDP2: ``set_all_reduce_hook`` sees each group's flat fp32 result before FSDP rounds it to the shards' dtype.
+
+    Right after it and on the same stream FSDP sets one ``p.grad`` after the other, views of the rounded copy, and calls
+    each parameter's post-accumulate hook: a gradient's place in the rounded copy is its place in the fp32 buffer.
+    Use :meth:`of`, so that a model has only one of these.
+
+    Args:
+        model: anything with FSDP modules in it.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._listeners = Listeners()
+        self._flat: Tensor | None = None
+        self._delivered: weakref.ref[Tensor] | None = None
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_all_reduce_hook(self._take_flat)
+
+    @staticmethod
+    def of(model: nn.Module) -> ShardedGradients:
+        """The model's own, made when first asked for."""
+        if model not in _sharded:
+            _sharded[model] = ShardedGradients(model)
+        return _sharded[model]
+
+    def connect(self, parameters: Iterable[Tensor], accumulator: GradientAccumulator) -> None:
+        """From the next backward on, deliver the gradients of 16-bit parameters to ``accumulator``."""
+        for parameter in self._listeners.add(parameters, accumulator):
+            parameter.register_post_accumulate_grad_hook(self._deliver)
+
+    def _take_flat(self, flat: Tensor) -> None:
+        self._flat, self._delivered = (flat, None) if flat.dtype == torch.float32 else (None, None)
+        if flat.is_cuda:  # allocated on FSDP's reduce-scatter stream and read on this one
+            flat.record_stream(torch.cuda.current_stream(flat.device))
+
+    def _fp32_source(self) -> Tensor | None:
+        """Some tensor over the whole current buffer. A delivered part will do, so that nothing is kept alive here."""
+        return self._flat if self._delivered is None else self._delivered()
+
+    @torch.no_grad()
+    def _deliver(self, parameter: Tensor) -> None:
+        accumulator, source = self._listeners.of(parameter), self._fp32_source()
+        if accumulator is None or source is None or parameter.grad is None:
+            return
+        rounded = local_tensor(parameter.grad)
+        if rounded.device != source.device:  # FSDP offloads gradients to the host
+            return
+        buffer = rounded.untyped_storage().nbytes() // rounded.element_size()
+        assert buffer * source.element_size() == source.untyped_storage().nbytes(), "FSDP2 views gradients otherwise"
+        parameter.grad = None
+        part = source.as_strided(rounded.size(), rounded.stride(), rounded.storage_offset())
+        accumulator.deliver(parameter, part)
+        self._flat, self._delivered = None, weakref.ref(part)
+
+
+_sharded: weakref.WeakKeyDictionary[nn.Module, ShardedGradients] = weakref.WeakKeyDictionary()
+
+
+class ReplicatedGradients:
+    """DDP: a communication hook that averages in fp32 what each rank has added up in fp32.
+
+    ``p.grad`` is left with the rounded average, which the accumulator knows to disregard.
+
+    Args:
+        model: the hook is registered here, once and for all.
+        find_unused: parameters may have a gradient on no rank; the host then reads, once per step, which.
+    """
+
+    def __init__(self, model: nn.parallel.DistributedDataParallel, find_unused: bool) -> None:
+        self._listeners = Listeners()
+        self._find_unused = find_unused
+        self._group = model.process_group
+        # DDP compares annotations with types, and in this file they are strings: give it a function without any.
+        model.register_comm_hook(None, lambda state, bucket: self._reduce(bucket))
+
+    def connect(self, parameters: Iterable[Tensor], accumulator: GradientAccumulator) -> None:
+        """From the next backward on, deliver the gradients of 16-bit parameters to ``accumulator``."""
+        self._listeners.add(parameters, accumulator)
+
+    @torch.no_grad()
+    def _reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        rounded, parameters = bucket.buffer(), bucket.parameters()
+        size = rounded.numel()
+        flags = len(parameters) if self._find_unused else 0
+        flat = torch.zeros(size + flags, dtype=torch.float32, device=rounded.device)
+        flat[:size].copy_(rounded)
+        listening = [self._listeners.of(parameter) for parameter in parameters]
+        for index, (parameter, view) in enumerate(zip(parameters, bucket.gradients(), strict=True)):
+            accumulator = listening[index]
+            if accumulator is not None:
+                part = flat.as_strided(view.size(), view.stride(), view.storage_offset() - rounded.storage_offset())
+                used = _add_earlier(part, parameter, accumulator)
+                if flags and used:
+                    flat[size + index] = 1.0
+                accumulator.deliver(parameter, part)
+                accumulator.disregard(parameter)
+        for accumulator in {id(a): a for a in listening if a is not None}.values() if flags else ():
+            mine = [p if a is accumulator else None for p, a in zip(parameters, listening, strict=True)]
+            accumulator.only_if_used(flat[size:], mine)
+        flat.div_(self._group.size())
+        work = dist.all_reduce(flat, group=self._group, async_op=True)
+        assert work is not None
+        return work.get_future().then(lambda future: rounded.copy_(future.value()[0][:size]))
+
+
+def _add_earlier(part: Tensor, parameter: Tensor, accumulator: GradientAccumulator) -> bool:
+    """Add the sum of earlier micro-batches; whether this rank has any gradient of the parameter."""
+    used = accumulator.has_gradient(parameter)
+    earlier = accumulator.withdraw(parameter)
+    if earlier is not None:
+        part.add_(earlier)
+    return used or earlier is not None

@@ -1,0 +1,13 @@
+"""What every test gets: one thread (bitwise repeatable sums, many workers on few cores) and a fixed seed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def fixed_seed() -> None:
+    torch.manual_seed(0)

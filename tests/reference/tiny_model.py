@@ -1,0 +1,58 @@
+"""The smallest model that holds everything an optimizer can meet.
+
+A 0-dim parameter, sizes that are no multiple of a vector register, a frozen layer, a layer that never gets a gradient,
+one whose first gradient comes late and one that has a gradient only now and then.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+VOCABULARY = 11
+CLASSES = 5
+
+
+class TinyModel(nn.Module):
+    """Tokens [batch] -> logits [batch, 5]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, 6)
+        self.frozen = nn.Linear(6, 6, bias=False).requires_grad_(False)
+        self.hidden = nn.Linear(6, 13)
+        self.gain = nn.Parameter(torch.tensor(1.25))
+        self.sometimes = nn.Linear(13, 13, bias=False)
+        self.late = nn.Linear(13, CLASSES)
+        self.dead = nn.Linear(7, 3)
+        self.head = nn.Linear(13, CLASSES)
+
+    def forward(self, tokens: Tensor, *, sometimes: bool = True, late: bool = True) -> Tensor:
+        hidden = torch.tanh(self.hidden(self.frozen(self.embed(tokens)))) * self.gain
+        if sometimes:
+            hidden = hidden + self.sometimes(hidden)
+        logits = self.head(hidden)
+        if late:
+            logits = logits + self.late(hidden)
+        return logits
+
+    def split(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+        """Two groups: matrices, and the rest. The frozen and the dead layer are in them, as in most scripts."""
+        parameters = list(self.parameters())
+        return [p for p in parameters if p.dim() >= 2], [p for p in parameters if p.dim() < 2]
+
+
+def batch(step: int, micro: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The same tokens [6] and targets [6] for the same ``step`` and ``micro``, always."""
+    generator = torch.Generator().manual_seed(1000 * step + micro)
+    tokens = torch.randint(VOCABULARY, (6,), generator=generator)
+    targets = torch.randint(CLASSES, (6,), generator=generator)
+    return tokens.to(device), targets.to(device)
+
+
+def loss_of(model: nn.Module, step: int, micro: int = 0, *, late_from: int = 0, intermittent: bool = False) -> Tensor:
+    """fp32 loss of one micro-batch."""
+    tokens, targets = batch(step, micro, next(model.parameters()).device)
+    sometimes = not intermittent or (step + micro) % 2 == 1
+    logits = model(tokens, sometimes=sometimes, late=step >= late_from)
+    return nn.functional.cross_entropy(logits.float(), targets)

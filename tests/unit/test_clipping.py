@@ -1,0 +1,221 @@
+"""One global norm over everything, held against fp64, and the factor it turns into."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import lightstep
+from lightstep import Strategy, clip_grad_norm_, global_grad_norm
+from tests.reference.pair import BACKENDS, strategy_values
+from tests.reference.plain_loop import check_norm, exact_norm
+
+NORM_TYPES = [1.0, 2.0, 3.0, math.inf]
+SIX = [3.0, 1.0, 4.0, 1.0, 5.0, 9.0]
+
+norm_types = pytest.mark.parametrize("norm_type", NORM_TYPES)
+
+
+def with_grads(*grads: Tensor | None) -> list[nn.Parameter]:
+    """Parameters of any shape with exactly these gradients."""
+    parameters = []
+    for grad in grads:
+        parameter = nn.Parameter(torch.zeros(3) if grad is None else torch.zeros_like(grad))
+        parameter.grad = grad
+        parameters.append(parameter)
+    return parameters
+
+
+def mixed(seed: int = 0) -> list[nn.Parameter]:
+    """bf16, fp16 and fp32 gradients, an empty one, a 0-dim one, a strided one and a missing one."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    return with_grads(
+        normal(37, 11).bfloat16(),
+        None,
+        normal(129).half(),
+        normal(4, 5, 6) * 1e-3,
+        torch.zeros(0, 7),
+        torch.zeros(0, dtype=torch.bfloat16),
+        normal(1)[0],
+        normal(8, 9).t(),
+    )
+
+
+def grads_of(parameters: list[nn.Parameter]) -> list[Tensor]:
+    return [p.grad for p in parameters if p.grad is not None]
+
+
+@norm_types
+@pytest.mark.parametrize("seed", range(4))
+def test_the_norm_of_mixed_gradients_is_that_of_fp64(norm_type: float, seed: int) -> None:
+    parameters = mixed(seed)
+    check_norm(global_grad_norm(parameters, norm_type=norm_type), grads_of(parameters), norm_type)
+
+
+@norm_types
+def test_many_elements_lose_no_digits(norm_type: float) -> None:
+    """A plain running fp32 sum of a million squares is off by far more than 2e-6."""
+    parameters = with_grads(torch.full((1_000_000,), 0.1), torch.rand(300_001), torch.full((5,), 1e3))
+    check_norm(global_grad_norm(parameters, norm_type=norm_type), grads_of(parameters), norm_type)
+
+
+@norm_types
+@pytest.mark.parametrize("magnitude", [1e-30, 1e-25, 1e25, 1e30])
+def test_squares_that_fit_no_fp32(norm_type: float, magnitude: float) -> None:
+    """The norm fits fp32 although its elements' powers do not: neither an overflow nor a zero."""
+    parameters = with_grads(torch.tensor([3.0, 4.0]) * magnitude, (torch.tensor([-5.0]) * magnitude).bfloat16())
+    check_norm(global_grad_norm(parameters, norm_type=norm_type), grads_of(parameters), norm_type)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(st.lists(st.floats(-1e4, 1e4, width=32, allow_subnormal=False), max_size=9), min_size=1, max_size=5),
+    st.sampled_from(NORM_TYPES),
+)
+def test_any_gradients(values: list[list[float]], norm_type: float) -> None:
+    parameters = with_grads(*[torch.tensor(value, dtype=torch.float32) for value in values])
+    check_norm(global_grad_norm(parameters, norm_type=norm_type), grads_of(parameters), norm_type)
+
+
+@norm_types
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_one_bad_element_is_seen(norm_type: float, bad: float, dtype: torch.dtype) -> None:
+    grad = torch.ones(100, dtype=dtype)
+    grad[77] = bad
+    norm = global_grad_norm(with_grads(torch.ones(5), grad, torch.ones(0)), norm_type=norm_type)
+    assert not math.isfinite(float(norm))
+
+
+@norm_types
+def test_a_nan_is_not_hidden_behind_a_larger_element(norm_type: float) -> None:
+    norm = global_grad_norm(with_grads(torch.tensor([math.nan, 1e30]), torch.tensor([2e30])), norm_type=norm_type)
+    assert not math.isfinite(float(norm))
+
+
+@norm_types
+@pytest.mark.parametrize("grads", [[], [None], [None, torch.zeros(0)], [torch.zeros(4)]], ids=str)
+def test_nothing_has_norm_zero(norm_type: float, grads: list[Tensor | None]) -> None:
+    norm = global_grad_norm(with_grads(*grads), norm_type=norm_type)
+    assert norm.dim() == 0
+    assert norm.dtype == torch.float32
+    assert float(norm) == 0.0
+
+
+def test_a_generator_and_a_single_tensor_will_do() -> None:
+    parameters = mixed()
+    assert torch.equal(global_grad_norm(p for p in parameters), global_grad_norm(parameters))
+    check_norm(global_grad_norm(parameters[0]), [parameters[0].grad])
+
+
+def test_the_norm_changes_no_gradient() -> None:
+    parameters = mixed()
+    before = [grad.clone() for grad in grads_of(parameters)]
+    global_grad_norm(parameters)
+    assert all(torch.equal(grad, old) for grad, old in zip(grads_of(parameters), before, strict=True))
+
+
+@norm_types
+def test_clip_returns_the_norm_before_and_scales_once(norm_type: float) -> None:
+    parameters = mixed()
+    before = [grad.clone() for grad in grads_of(parameters)]
+    norm = clip_grad_norm_(parameters, 0.5, norm_type=norm_type)
+    check_norm(norm, before, norm_type)
+    coefficient = torch.clamp(0.5 / (norm + 1e-6), max=1.0)
+    assert coefficient < 1
+    for grad, old in zip(grads_of(parameters), before, strict=True):
+        assert torch.equal(grad, old * coefficient)
+
+
+def test_a_small_norm_is_left_alone() -> None:
+    parameters = mixed()
+    before = [grad.clone() for grad in grads_of(parameters)]
+    clip_grad_norm_(parameters, 1e6)
+    assert all(torch.equal(grad, old) for grad, old in zip(grads_of(parameters), before, strict=True))
+
+
+def test_six_parameters_and_three_and_a_half() -> None:
+    parameters = with_grads(*[torch.tensor([x]) for x in SIX])
+    norm = clip_grad_norm_(parameters, 3.5)
+    check_norm(norm, [torch.tensor(SIX)])
+    coefficient = 3.5 / (norm + 1e-6)
+    clipped = torch.cat(grads_of(parameters))
+    assert torch.equal(clipped, torch.tensor(SIX) * coefficient)
+    assert abs(exact_norm([clipped]) - 3.5) < 1e-5
+
+
+class Six(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.values = nn.ParameterList([nn.Parameter(torch.zeros(1)) for _ in SIX])
+
+
+@pytest.mark.parametrize("backend", list(BACKENDS))
+@pytest.mark.parametrize("groups", [1, 2, 6])
+@pytest.mark.parametrize("max_norm", [3.5, 100.0, None])
+def test_the_step_clips_over_all_groups_together(max_norm: float | None, groups: int, backend: str) -> None:
+    """SGD with lr 1 on zero weights: the new weights are minus the clipped gradients."""
+    strategy = Strategy.load(strategy_values("float32", backend, max_norm=max_norm))
+    model = strategy.prepare_model(Six())
+    parameters = list(model.parameters())
+    size = len(SIX) // groups
+    layout = [{"params": parameters[i : i + size]} for i in range(0, len(SIX), size)]
+    optimizer = strategy.create_optimizer(model, torch.optim.SGD, param_groups=layout, lr=1.0)
+    for parameter, x in zip(parameters, SIX, strict=True):
+        parameter.grad = torch.full_like(parameter, x)
+    result = optimizer.step()
+    check_norm(result.grad_norm.cpu(), [torch.tensor(SIX)])
+    assert result.applied
+    assert float(result.loss_scale) == 1.0
+    expected = torch.tensor(SIX)
+    if max_norm is not None:
+        expected = expected * torch.clamp(max_norm / (result.grad_norm.cpu() + 1e-6), max=1.0)
+    assert torch.equal(torch.cat([p.detach() for p in parameters]).cpu(), -expected)
+
+
+@pytest.mark.parametrize("backend", list(BACKENDS))
+def test_the_reported_norm_is_unscaled(backend: str) -> None:
+    scale = {"kind": "constant", "scale": 1024.0}
+    strategy = Strategy.load(strategy_values("float32", backend, max_norm=3.5, loss_scale=scale))
+    model = strategy.prepare_model(Six())
+    optimizer = strategy.create_optimizer(model, torch.optim.SGD, lr=1.0)
+    weights = torch.tensor(SIX)
+    loss = sum(w * p.sum() for w, p in zip(weights, model.parameters(), strict=True))
+    optimizer.backward(loss)
+    result = optimizer.step()
+    check_norm(result.grad_norm.cpu(), [weights])
+    assert float(result.loss_scale) == 1024.0
+
+
+@pytest.mark.parametrize("bad", [0, 0.0, -1.0, math.nan])
+def test_max_norm_must_be_positive(bad: float) -> None:
+    parameters = mixed()
+    before = [grad.clone() for grad in grads_of(parameters)]
+    with pytest.raises(ValueError, match="max_norm"):
+        clip_grad_norm_(parameters, bad)
+    assert all(torch.equal(grad, old) for grad, old in zip(grads_of(parameters), before, strict=True))
+    with pytest.raises(lightstep.ConfigError, match=r"clipping\.max_norm"):
+        Strategy.load({"clipping": {"max_norm": bad}})
+
+
+@pytest.mark.parametrize("bad", [0.0, -2.0, math.nan])
+def test_norm_type_must_be_a_norm(bad: float) -> None:
+    with pytest.raises(ValueError, match="norm_type"):
+        global_grad_norm(mixed(), norm_type=bad)
+    with pytest.raises(lightstep.ConfigError, match=r"clipping\.norm_type"):
+        Strategy.load({"clipping": {"norm_type": bad}})
+
+
+@pytest.mark.parametrize("norm_type", ["inf", ".inf", math.inf])
+def test_infinity_may_be_written_in_a_file(norm_type: Any) -> None:
+    assert Strategy.load({"clipping": {"norm_type": norm_type}}).config.clipping.norm_type == math.inf

@@ -1,0 +1,247 @@
+"""Host slabs: size, views, life time, the up-front check, and the one warning when pages cannot be locked."""
+
+from __future__ import annotations
+
+import gc
+import mmap
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightstep.state import host_memory
+from lightstep.state.host_memory import CHECK_VARIABLE, HostMemoryError, HostSlab, available_bytes, require
+
+GIB = 1 << 30
+
+
+@pytest.fixture(autouse=True)
+def no_override(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(CHECK_VARIABLE, raising=False)
+    monkeypatch.setattr(host_memory, "_warned_pageable", False)
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, mmap.PAGESIZE, mmap.PAGESIZE + 1, 5 * mmap.PAGESIZE + 17, (1 << 20) + 1])
+def test_a_slab_is_rounded_to_pages_and_to_nothing_else(nbytes: int) -> None:
+    slab = HostSlab(nbytes)
+    assert nbytes <= slab.nbytes <= max(nbytes, 1) + mmap.PAGESIZE - 1
+    assert slab.nbytes % mmap.PAGESIZE == 0
+    assert torch.count_nonzero(slab.tensor(torch.uint8, slab.nbytes)) == 0
+    slab.close()
+
+
+def test_several_threads_touch_every_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_memory, "_TOUCH_CHUNK", mmap.PAGESIZE)
+    monkeypatch.setattr(host_memory, "_processors", lambda: 3)
+    pages = torch.full((7 * mmap.PAGESIZE + 5,), 255, dtype=torch.uint8)
+    host_memory._first_touch(pages)
+    assert torch.count_nonzero(pages) == 0
+
+
+def test_views_share_the_slab_and_do_not_overlap() -> None:
+    slab = HostSlab(4096)
+    low = slab.tensor(torch.int16, 8)
+    moment = slab.tensor(torch.float32, (2, 4), 16)
+    low.fill_(-1)
+    moment.copy_(torch.arange(8.0).view(2, 4))
+    assert torch.equal(slab.tensor(torch.uint8, 16), torch.full((16,), 255, dtype=torch.uint8))
+    assert torch.equal(slab.tensor(torch.float32, 8, 16), torch.arange(8.0))
+    assert moment.data_ptr() == slab.tensor(torch.uint8, 1).data_ptr() + 16
+
+
+@pytest.mark.parametrize(("dtype", "shape", "offset"), [(torch.float32, 1025, 0), (torch.float32, 1, 2), (torch.uint8, 1, -1), (torch.int16, 1, 4096)])
+def test_a_view_outside_the_slab_is_refused(dtype: torch.dtype, shape: int, offset: int) -> None:
+    with pytest.raises(ValueError, match="do not lie in a slab of 4096 bytes"):
+        HostSlab(4096).tensor(dtype, shape, offset)
+
+
+def test_close_refuses_new_views_and_keeps_the_memory_of_old_ones() -> None:
+    slab = HostSlab(4096)
+    view = slab.tensor(torch.float32, 4)
+    view.fill_(3.0)
+    slab.close()
+    slab.close()
+    gc.collect()
+    assert slab.closed and not slab.page_locked
+    assert torch.equal(view, torch.full((4,), 3.0))
+    with pytest.raises(RuntimeError, match="closed"):
+        slab.tensor(torch.uint8, 1)
+
+
+def test_a_negative_size_is_refused() -> None:
+    with pytest.raises(ValueError, match="nbytes=-1"):
+        HostSlab(-1)
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux's /proc")
+def test_memory_goes_back_to_the_system() -> None:
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+    before = resident()
+    slab = HostSlab(64 << 20)
+    held = resident() - before
+    slab.close()
+    del slab
+    gc.collect()
+    assert held > 56 << 20
+    assert resident() - before < 16 << 20
+
+
+# ---- page-locking, with a runtime that is not there -------------------------------------------------------------------------
+
+
+class FakeRuntime:
+    """Stands in for the CUDA runtime: remembers what is registered, refuses when told to."""
+
+    def __init__(self, code: int = 0) -> None:
+        self.code = code
+        self.registered: dict[int, int] = {}
+
+    def register(self, pointer: int, nbytes: int, device: torch.device) -> str:
+        if self.code:
+            return "cudaHostRegister: out of memory"
+        self.registered[pointer] = nbytes
+        return ""
+
+    def unlock(self, pointer: int, device: torch.device, pid: int) -> None:
+        del self.registered[pointer]
+
+
+@pytest.fixture
+def runtime(monkeypatch: pytest.MonkeyPatch) -> FakeRuntime:
+    fake = FakeRuntime()
+    monkeypatch.setattr(host_memory, "_register", fake.register)
+    monkeypatch.setattr(host_memory, "_unlock", fake.unlock)
+    return fake
+
+
+def test_pages_for_a_cuda_device_are_locked_exactly_and_unlocked_once(runtime: FakeRuntime) -> None:
+    slab = HostSlab(3 * mmap.PAGESIZE + 1, device="cuda")
+    assert slab.page_locked
+    assert list(runtime.registered.values()) == [4 * mmap.PAGESIZE]
+    slab.close()
+    slab.close()
+    assert runtime.registered == {} and not slab.page_locked
+
+
+def test_a_collected_slab_is_unlocked(runtime: FakeRuntime) -> None:
+    HostSlab(1, device="cuda")
+    gc.collect()
+    assert runtime.registered == {}
+
+
+def test_refused_page_locking_warns_once_and_works_pageable(runtime: FakeRuntime) -> None:
+    runtime.code = 2
+    with pytest.warns(RuntimeWarning, match=r"cudaHostRegister: out of memory.*stays pageable.*fraction of link speed.*ulimit -l"):
+        slab = HostSlab(4096, device="cuda")
+    assert not slab.page_locked
+    slab.tensor(torch.float32, 4).fill_(1.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        HostSlab(4096, device="cuda").close()
+    slab.close()
+
+
+def test_memory_for_the_cpu_is_not_locked_and_does_not_warn() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not HostSlab(1).page_locked
+
+
+def test_a_slab_left_open_is_unlocked_at_exit() -> None:
+    code = (
+        "from lightstep.state import host_memory as h\n"
+        "h._register = lambda *a: ''\n"
+        "h._unlock = lambda *a: print('unlocked', flush=True)\n"
+        "slab = h.HostSlab(1, device='cuda')\n"
+    )
+    root = Path(host_memory.__file__).parents[2]
+    environment = {**os.environ, "PYTHONPATH": str(root)}
+    output = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True, timeout=120)
+    assert output.stdout.split() == ["unlocked"]
+
+
+# ---- the up-front check -----------------------------------------------------------------------------------------------------
+
+
+def fake_system(root: Path, *, available_kib: int | None, cgroup: str = "", files: dict[str, str] | None = None) -> dict[str, Path]:
+    proc, groups = root / "proc", root / "cgroup"
+    (proc / "self").mkdir(parents=True)
+    if available_kib is not None:
+        (proc / "meminfo").write_text(f"MemTotal: 99999999 kB\nMemAvailable: {available_kib} kB\n")
+    if cgroup:
+        (proc / "self" / "cgroup").write_text(cgroup)
+    for name, text in (files or {}).items():
+        (groups / name).parent.mkdir(parents=True, exist_ok=True)
+        (groups / name).write_text(text)
+    return {"proc": proc, "cgroup": groups}
+
+
+def test_free_memory_without_any_source_is_unknown(tmp_path: Path) -> None:
+    assert available_bytes(**fake_system(tmp_path, available_kib=None)) is None
+
+
+def test_free_memory_without_cgroups_is_mem_available(tmp_path: Path) -> None:
+    assert available_bytes(**fake_system(tmp_path, available_kib=1000)) == 1000 * 1024
+
+
+def test_cgroup_v2_limits_count_at_every_level(tmp_path: Path) -> None:
+    files = {
+        "a/b/memory.max": "max\n",
+        "a/b/memory.current": "5\n",
+        "a/memory.max": "1000000\n",
+        "a/memory.current": "700000\n",
+        "a/memory.stat": "anon 1\ninactive_file 50000\n",
+    }
+    assert available_bytes(**fake_system(tmp_path, available_kib=9999, cgroup="0::/a/b\n", files=files)) == 350000
+
+
+def test_cgroup_v1_limits_count_also_when_the_path_is_the_hosts(tmp_path: Path) -> None:
+    files = {
+        "memory/memory.limit_in_bytes": "500000\n",
+        "memory/memory.usage_in_bytes": "600000\n",
+        "memory/memory.stat": "total_inactive_file 150000\n",
+    }
+    system = fake_system(tmp_path, available_kib=9999, cgroup="9:cpu:/x\n4:memory:/docker/abc\n", files=files)
+    assert available_bytes(**system) == 50000
+
+
+def test_an_unlimited_cgroup_v1_is_no_limit(tmp_path: Path) -> None:
+    files = {"memory/memory.limit_in_bytes": "9223372036854771712\n", "memory/memory.usage_in_bytes": "1\n"}
+    assert available_bytes(**fake_system(tmp_path, available_kib=7, cgroup="4:memory:/\n", files=files)) == 7 * 1024
+
+
+def test_this_machine_gives_an_answer_or_none() -> None:
+    free = available_bytes()
+    assert free is None or free >= 0
+
+
+def test_too_little_memory_is_a_sentence_with_numbers_and_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_memory, "available_bytes", lambda: 3 * GIB)
+    require(3 * GIB, "streamed optimizer state")
+    with pytest.raises(HostMemoryError, match=r"streamed optimizer state needs 4\.50 GiB of host memory and 3\.00 GiB are free.*resident_gib.*=off") as raised:
+        require(9 * GIB // 2, "streamed optimizer state")
+    assert isinstance(raised.value, MemoryError)
+
+
+def test_the_environment_overrules_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_memory, "available_bytes", lambda: 0)
+    monkeypatch.setenv(CHECK_VARIABLE, "off")
+    require(1 << 50, "state")
+    monkeypatch.setenv(CHECK_VARIABLE, "2")
+    require(2 * GIB, "state")
+    with pytest.raises(HostMemoryError, match=r"2\.00 GiB are free"):
+        require(2 * GIB + 1, "state")
+    monkeypatch.setenv(CHECK_VARIABLE, "plenty")
+    with pytest.raises(ValueError, match="LIGHTSTEP_HOST_MEMORY_CHECK='plenty': allowed are `off` and a number of GiB"):
+        require(1, "state")
+
+
+def test_a_mapping_the_system_refuses_is_a_host_memory_error() -> None:
+    with pytest.raises(HostMemoryError, match="refused to map"):
+        HostSlab(1 << 62)

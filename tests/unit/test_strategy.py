@@ -1,0 +1,433 @@
+"""Strategies: loading by name, path, mapping and overrides; every mistake gets one clear sentence."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import lightstep
+from lightstep import ConfigError, Strategy, available_strategies
+from tests.reference.tiny_model import TinyModel, loss_of
+
+PRESETS = ["bulk", "fp16", "fp32", "resident"]
+YAML = """
+description: a file of my own
+precision: {parameters: float32}
+clipping: {max_norm: 2.5}
+optimizer_state: {backend: bulk}
+"""
+
+
+def refusal(source: Any, overrides: Any = None) -> str:
+    """The sentence with which ``source`` is refused; warnings on the way are not the point."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(ConfigError) as error:
+            Strategy.load(source, overrides=overrides)
+    text = str(error.value)
+    assert "\n" not in text
+    assert len(text) < 600, text
+    assert "pydantic" not in text.lower()
+    assert "errors.pydantic.dev" not in text
+    assert error.value.__suppress_context__ or error.value.__cause__ is not None or error.value.__context__ is None
+    return text
+
+
+def one_step(strategy: Strategy) -> Any:
+    model = strategy.prepare_model(TinyModel())
+    optimizer = strategy.create_optimizer(model, torch.optim.AdamW, lr=1e-3)
+    before = model.head.weight.detach().clone()
+    with strategy.accumulate(model, last=True):
+        optimizer.backward(loss_of(model, 0))
+    result = optimizer.step()
+    assert result
+    assert not torch.equal(model.head.weight, before)
+    return model, optimizer, result
+
+
+# -- loading ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_ready_strategies_are_listed() -> None:
+    names = available_strategies()
+    assert set(PRESETS) <= set(names)
+    assert names == sorted(names)
+    assert all(isinstance(name, str) and not name.endswith(".yaml") for name in names)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_ready_strategy_trains(name: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        strategy = Strategy.load(name)
+    assert strategy.config.description
+    model, _, result = one_step(strategy)
+    expected = {"fp16": torch.float16, "fp32": torch.float32}.get(name, torch.bfloat16)
+    assert model.head.weight.dtype == expected
+    assert (float(result.loss_scale) > 1) == (name == "fp16")
+    assert strategy.config.optimizer_state.backend == ("bulk" if name == "bulk" else "resident")
+
+
+def test_a_file_a_string_path_and_a_mapping_say_the_same(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(YAML)
+    mapping = {
+        "description": "a file of my own",
+        "precision": {"parameters": "float32"},
+        "clipping": {"max_norm": 2.5},
+        "optimizer_state": {"backend": "bulk"},
+    }
+    configs = [Strategy.load(source).config for source in (path, str(path), mapping)]
+    assert configs[0] == configs[1] == configs[2]
+    assert configs[0].clipping.max_norm == 2.5
+    one_step(Strategy.load(path))
+
+
+def test_every_key_is_optional(tmp_path: Path) -> None:
+    (tmp_path / "empty.yaml").write_text("")
+    for source in ({}, tmp_path / "empty.yaml"):
+        config = Strategy.load(source).config
+        assert config.sharding.kind == "single"
+        assert config.precision.parameters == "bfloat16"
+        assert config.precision.master_weights is True
+        assert config.precision.reduce == "float32"
+        assert config.clipping.max_norm == 1.0
+        assert config.clipping.norm_type == 2.0
+        assert config.optimizer_state.backend == "resident"
+        assert config.optimizer_state.update == "at_step"
+
+
+def test_overrides_by_dotted_key_and_by_nested_mapping() -> None:
+    for overrides in ({"clipping.max_norm": 0.5}, {"clipping": {"max_norm": 0.5}}):
+        config = Strategy.load("bulk", overrides=overrides).config
+        assert config.clipping.max_norm == 0.5
+        assert config.optimizer_state.backend == "bulk"
+    assert Strategy.load("bulk", overrides={"clipping.max_norm": None}).config.clipping.max_norm is None
+
+
+def test_overrides_do_not_stay() -> None:
+    mapping = {"clipping": {"max_norm": 2.0}}
+    Strategy.load(mapping, overrides={"clipping.max_norm": 0.5})
+    assert mapping == {"clipping": {"max_norm": 2.0}}
+    before = Strategy.load("resident").config
+    Strategy.load("resident", overrides={"clipping.max_norm": 0.125})
+    assert Strategy.load("resident").config == before
+
+
+def test_a_loss_scale_may_be_exchanged_by_an_override() -> None:
+    config = Strategy.load("fp16", overrides={"precision.loss_scale": {"kind": "constant", "scale": 64}}).config
+    assert config.precision.loss_scale.kind == "constant"
+    assert config.precision.loss_scale.scale == 64
+
+
+def test_a_configuration_is_frozen() -> None:
+    config = Strategy.load("resident").config
+    with pytest.raises((ValueError, AttributeError, TypeError)):
+        config.clipping.max_norm = 7.0
+    with pytest.raises((ValueError, AttributeError, TypeError)):
+        config.clipping = None
+
+
+def test_two_optimizers_of_one_strategy_share_nothing() -> None:
+    strategy = Strategy.load("fp16")
+    optimizers = []
+    for _ in range(2):
+        model = strategy.prepare_model(TinyModel())
+        optimizers.append((model, strategy.create_optimizer(model, torch.optim.SGD, lr=0.1)))
+    (model, first), (_, second) = optimizers
+    model.head.weight.grad = torch.full_like(model.head.weight, math.inf)
+    scale = float(second.loss_scale.scale)
+    assert not first.step()
+    assert float(first.loss_scale.scale) < scale
+    assert float(second.loss_scale.scale) == scale
+
+
+def test_one_device_is_the_whole_world() -> None:
+    strategy = Strategy.load("resident")
+    assert (strategy.rank, strategy.world_size, strategy.is_main) == (0, 1, True)
+    assert isinstance(strategy.device, torch.device)
+    model = TinyModel()
+    assert strategy.unwrap_model(strategy.prepare_model(model)) is model
+    strategy.close()
+    assert not torch.distributed.is_initialized()
+
+
+def test_a_model_may_be_meta_or_a_factory() -> None:
+    strategy = Strategy.load("fp32")
+    torch.manual_seed(3)
+    expected = TinyModel()
+    torch.manual_seed(3)
+    made = strategy.prepare_model(TinyModel)
+    for tested, value in zip(made.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(tested.cpu(), value)
+    with torch.device("meta"):
+        meta = nn.Linear(4, 3)
+    model = strategy.prepare_model(meta)
+    assert all(p.device == strategy.device for p in model.parameters())
+    assert all(bool(torch.isfinite(p).all()) for p in model.parameters())
+    assert float(model.weight.detach().abs().max()) > 0
+
+
+# -- mistakes ---------------------------------------------------------------------------------------------------------
+
+
+def test_an_unknown_name_suggests_the_nearest() -> None:
+    text = refusal("residnt")
+    assert "residnt" in text
+    assert "resident" in text
+    text = refusal("nothing-like-it")
+    assert all(name in text for name in PRESETS)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    for source in (tmp_path / "none.yaml", str(tmp_path / "none.yaml")):
+        assert "none.yaml" in refusal(source)
+
+
+@pytest.mark.parametrize(
+    "content", ["clipping: {max_norm: 1.0", "- a\n- list", "just a word", "a: 1\na: 2\n  b: 3"], ids=repr
+)
+def test_a_file_that_is_no_mapping_is_named(content: str, tmp_path: Path) -> None:
+    path = tmp_path / "broken.yaml"
+    path.write_text(content)
+    assert "broken.yaml" in refusal(path)
+
+
+@pytest.mark.parametrize(
+    ("values", "key", "nearest"),
+    [
+        ({"cliping": {"max_norm": 1.0}}, "cliping", "clipping"),
+        ({"clipping": {"max_nrom": 1.0}}, "max_nrom", "max_norm"),
+        ({"precision": {"loss_scal": "none"}}, "loss_scal", "loss_scale"),
+        ({"optimizer_state": {"back_end": "bulk"}}, "back_end", "backend"),
+        ({"sharding": {"kind": "fsdp2", "reshard_after": True}}, "reshard_after", "reshard_after_forward"),
+        ({"precision": {"loss_scale": {"kind": "dynamic", "init": 4.0}}}, "init", "init_scale"),
+        ({"precision": {"loss_scale": {"kind": "constant", "scal": 4.0}}}, "scal", "scale"),
+    ],
+)
+def test_an_unknown_key_suggests_the_nearest(values: dict[str, Any], key: str, nearest: str) -> None:
+    text = refusal(values)
+    assert repr(key)[1:-1] in text
+    assert f"'{nearest}'" in text
+
+
+@pytest.mark.parametrize(
+    ("values", "parts"),
+    [
+        ({"precision": {"parameters": "bf16"}}, ["precision.parameters", "bf16", "bfloat16", "float16", "float32"]),
+        ({"precision": {"reduce": "float16"}}, ["precision.reduce", "float16", "float32", "parameters"]),
+        ({"precision": {"loss_scale": "dinamic"}}, ["precision.loss_scale", "dinamic", "dynamic", "constant", "none"]),
+        ({"precision": {"loss_scale": {"kind": "static"}}}, ["precision.loss_scale", "static", "dynamic", "constant"]),
+        ({"precision": {"loss_scale": {"scale": 2.0}}}, ["precision.loss_scale", "kind", "dynamic", "constant"]),
+        ({"precision": {"loss_scale": {"kind": "constant"}}}, ["precision.loss_scale", "scale"]),
+        ({"precision": {"loss_scale": {"kind": "constant", "scale": 0}}}, ["precision.loss_scale", "scale", "0"]),
+        ({"precision": {"master_weights": "perhaps"}}, ["precision.master_weights", "perhaps"]),
+        ({"sharding": {"kind": "fsdp3"}}, ["sharding.kind", "fsdp3", "fsdp2", "single", "ddp", "deepspeed"]),
+        ({"sharding": "tp"}, ["sharding", "tp"]),
+        ({"optimizer_state": {"backend": "streem"}}, ["optimizer_state.backend", "streem", "stream", "bulk"]),
+        ({"optimizer_state": {"update": "later"}}, ["optimizer_state.update", "later", "at_step"]),
+        ({"optimizer_state": {"ring_mib": -1}}, ["optimizer_state.ring_mib", "-1"]),
+        ({"optimizer_state": {"ring_mib": 0}}, ["optimizer_state.ring_mib", "0"]),
+        ({"optimizer_state": {"prefetch_layers": -1}}, ["optimizer_state.prefetch_layers", "-1"]),
+        ({"optimizer_state": {"prefetch_layers": 1.5}}, ["optimizer_state.prefetch_layers", "1.5"]),
+        ({"optimizer_state": {"resident_gib": -2}}, ["optimizer_state.resident_gib", "-2"]),
+        ({"optimizer_state": None}, ["optimizer_state", "None"]),
+        ({"clipping": {"max_norm": "small"}}, ["clipping.max_norm", "small"]),
+        ({"clipping": {"max_norm": True}}, ["clipping.max_norm", "True"]),
+        ({"clipping": {"max_norm": [1.0]}}, ["clipping.max_norm", "[1.0]"]),
+        ({"clipping": {"max_norm": 0}}, ["clipping.max_norm", "0", "positive"]),
+        ({"clipping": {"max_norm": -1.5}}, ["clipping.max_norm", "-1.5", "positive"]),
+        ({"clipping": {"max_norm": math.nan}}, ["clipping.max_norm", "nan", "positive"]),
+        ({"clipping": {"norm_type": 0}}, ["clipping.norm_type", "0"]),
+        ({"clipping": 3}, ["clipping", "3"]),
+        ({"description": 3}, ["description", "3"]),
+    ],
+    ids=str,
+)
+def test_a_wrong_value_is_named_with_what_is_allowed(values: dict[str, Any], parts: list[str]) -> None:
+    text = refusal(values)
+    for part in parts:
+        assert part in text, f"{part!r} is missing in: {text}"
+
+
+def test_dynamic_scaling_with_min_above_max() -> None:
+    scale = {"kind": "dynamic", "min_scale": 64.0, "max_scale": 2.0, "init_scale": 16.0}
+    text = refusal({"precision": {"parameters": "float16", "loss_scale": scale}})
+    assert all(part in text for part in ("min_scale", "max_scale", "64", "2"))
+
+
+def test_every_mistake_is_told_at_once() -> None:
+    text = refusal({"clipping": {"max_norm": -1}, "precision": {"parameters": "int8"}, "cliping": 1})
+    assert all(part in text for part in ("clipping.max_norm", "precision.parameters", "cliping"))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "parts"),
+    [
+        ({"cliping.max_norm": 0.5}, ["cliping", "clipping"]),
+        ({"clipping.max_nrom": 0.5}, ["max_nrom", "max_norm"]),
+        ({"clipping.max_norm": 0}, ["clipping.max_norm", "0"]),
+        ({"clipping.max_norm.deep": 0}, ["clipping.max_norm"]),
+    ],
+    ids=str,
+)
+def test_overrides_are_checked_too(overrides: dict[str, Any], parts: list[str]) -> None:
+    text = refusal("resident", overrides)
+    for part in parts:
+        assert part in text, f"{part!r} is missing in: {text}"
+
+
+@pytest.mark.parametrize("source", [None, 3, ["resident"]])
+def test_a_source_of_the_wrong_type(source: Any) -> None:
+    with pytest.raises((ConfigError, TypeError)) as error:
+        Strategy.load(source)
+    assert repr(source) in str(error.value) or type(source).__name__ in str(error.value)
+
+
+# -- warnings ---------------------------------------------------------------------------------------------------------
+
+
+def test_fp16_without_loss_scale_warns_what_to_set() -> None:
+    with pytest.warns(UserWarning, match=r"loss_scale.*dynamic") as seen:
+        strategy = Strategy.load({"precision": {"parameters": "float16"}})
+    assert len(seen) == 1
+    one_step(strategy)
+
+
+@pytest.mark.parametrize("parameters", ["bfloat16", "float16"])
+def test_16_bits_without_masters_warns_why(parameters: str) -> None:
+    scale = {"kind": "constant", "scale": 8.0}
+    values = {"precision": {"parameters": parameters, "master_weights": False, "loss_scale": scale}}
+    with pytest.warns(UserWarning, match="master_weights") as seen:
+        strategy = Strategy.load(values)
+    assert len(seen) == 1
+    _, optimizer, _ = one_step(strategy)
+    assert all("master" not in state for state in optimizer.state.values())
+
+
+def test_what_is_right_warns_nothing() -> None:
+    good = [
+        {"precision": {"parameters": "float32", "master_weights": False}},
+        {"precision": {"parameters": "float16", "loss_scale": {"kind": "dynamic"}}},
+        {"precision": {"parameters": "float16", "loss_scale": {"kind": "constant", "scale": 128}}},
+        {"precision": {"loss_scale": "none"}, "clipping": {"max_norm": None}},
+    ]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for values in good:
+            Strategy.load(values)
+
+
+# -- create_optimizer -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def strategy() -> Strategy:
+    return Strategy.load("resident")
+
+
+@pytest.mark.parametrize("bad", [nn.Linear, "AdamW", None, torch.optim.lr_scheduler.StepLR, 3])
+def test_an_optimizer_class_that_is_none(strategy: Strategy, bad: Any) -> None:
+    with pytest.raises(TypeError, match=f"{getattr(bad, '__name__', bad)}|{type(bad).__name__}") as error:
+        strategy.create_optimizer(strategy.prepare_model(TinyModel()), bad, lr=0.1)
+    assert "\n" not in str(error.value)
+    assert "Optimizer" in str(error.value)
+
+
+def test_an_optimizer_instance_is_no_class(strategy: Strategy) -> None:
+    model = strategy.prepare_model(TinyModel())
+    with pytest.raises(TypeError, match="Optimizer") as error:
+        strategy.create_optimizer(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert "\n" not in str(error.value)
+
+
+def test_a_parameter_given_twice_is_named(strategy: Strategy) -> None:
+    model = strategy.prepare_model(TinyModel())
+    for groups in (
+        [{"params": [model.gain, model.head.weight, model.gain]}],
+        [{"params": [model.gain]}, {"params": [model.head.weight, model.gain]}],
+    ):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            with pytest.raises(ValueError, match=r"gain") as error:
+                strategy.create_optimizer(model, torch.optim.SGD, param_groups=groups, lr=0.1)
+        assert "\n" not in str(error.value)
+
+
+def test_no_trainable_parameter(strategy: Strategy) -> None:
+    frozen = strategy.prepare_model(TinyModel().requires_grad_(False))
+    for model in (frozen, strategy.prepare_model(nn.Identity())):
+        with pytest.raises(ValueError, match="trainable") as error:
+            strategy.create_optimizer(model, torch.optim.SGD, lr=0.1)
+        assert "\n" not in str(error.value)
+
+
+def test_a_refused_hyper_parameter_is_named(strategy: Strategy) -> None:
+    model = strategy.prepare_model(TinyModel())
+    with pytest.raises((TypeError, ValueError), match="momentun"):
+        strategy.create_optimizer(model, torch.optim.SGD, lr=0.1, momentun=0.9)
+    with pytest.raises(ValueError, match="-1"):
+        strategy.create_optimizer(model, torch.optim.SGD, lr=-1.0)
+
+
+def test_the_default_is_adamw_over_everything_trainable(strategy: Strategy) -> None:
+    model = strategy.prepare_model(TinyModel())
+    optimizer = strategy.create_optimizer(model, lr=1e-3)
+    assert [id(p) for group in optimizer.param_groups for p in group["params"]] == [
+        id(p) for p in model.parameters() if p.requires_grad
+    ]
+    assert "AdamW" in repr(optimizer)
+
+
+def test_a_role_or_a_model_that_is_none(strategy: Strategy) -> None:
+    with pytest.raises(ConfigError, match="trainr"):
+        strategy.prepare_model(TinyModel(), role="trainr")
+    with pytest.raises(TypeError, match="str"):
+        strategy.prepare_model("model")
+
+
+# -- what may not be built yet ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("values", "word"),
+    [
+        ({"optimizer_state": {"backend": "stream"}}, "stream"),
+        ({"optimizer_state": {"backend": "stream", "update": "next_forward"}}, "stream"),
+        ({"optimizer_state": {"backend": "resident", "update": "in_backward"}}, "in_backward"),
+    ],
+    ids=str,
+)
+def test_what_this_build_cannot_do_is_said_at_once(values: dict[str, Any], word: str) -> None:
+    """Either it trains or loading says so by name: never a setting that is silently ignored."""
+    try:
+        strategy = Strategy.load(values)
+    except ConfigError as error:
+        text = str(error)
+        assert word in text
+        assert "\n" not in text
+        assert "version" in text
+    else:
+        one_step(strategy)
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2", "deepspeed"])
+def test_sharding_this_build_cannot_do_is_said_at_once(kind: str) -> None:
+    try:
+        strategy = Strategy.load({"sharding": {"kind": kind}})
+    except ConfigError as error:
+        assert kind in str(error)
+        assert "\n" not in str(error)
+    else:
+        assert strategy.config.sharding.kind == kind
+
+
+def test_lightstep_is_imported_from_one_public_face() -> None:
+    for name in lightstep.__all__:
+        assert hasattr(lightstep, name)
