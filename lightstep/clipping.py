@@ -41,9 +41,9 @@ class GradientNorm:
     def _partial_sums(self, gradients: Sequence[Tensor | None]) -> list[Tensor]:
         """This rank's ``sum |g|^p`` for each sum of the reduction, 0-dim fp64 on the reduction's device."""
         parts: list[list[Tensor]] = [[] for _ in range(self._reduction.sums)]
-        for gradient, share in zip(gradients, self._reduction.shares, strict=True):
-            if gradient is not None and gradient.numel() and share.counts:
-                parts[share.sum].append(gradient)
+        for gradient, place in zip(gradients, self._reduction.places, strict=True):
+            if gradient is not None and gradient.numel():
+                parts[place].append(gradient)
         return [self._sum(part) for part in parts]
 
     def _sum(self, gradients: list[Tensor]) -> Tensor:
@@ -57,19 +57,18 @@ class GradientNorm:
 def tensor_norms(gradients: Sequence[Tensor], norm_type: float) -> list[Tensor]:
     """The norm of each gradient, as one 1-dim fp64 tensor per device.
 
-    On the CPU, whose fp32 sums lose digits in large tensors, the elements are added in fp64; the accelerator's
-    fused kernel adds fp32 in a tree.
+    The elements are added in fp64: fp32 sums lose digits in large tensors and squares leave its range.
     """
     by_device: dict[torch.device, list[Tensor]] = {}
     for gradient in gradients:
         by_device.setdefault(gradient.device, []).append(gradient)
-    return [torch.stack(_norms(listed, norm_type)).double() for listed in by_device.values()]
+    return [torch.stack(_norms(listed, norm_type)) for listed in by_device.values()]
 
 
 def _norms(gradients: list[Tensor], norm_type: float) -> list[Tensor] | tuple[Tensor, ...]:
     if gradients[0].device.type == "cpu":
         return [torch.linalg.vector_norm(gradient, norm_type, dtype=torch.float64) for gradient in gradients]
-    return torch._foreach_norm(gradients, norm_type, dtype=torch.float32)
+    return torch._foreach_norm(gradients, norm_type, dtype=torch.float64)
 
 
 def _root(total: Tensor, norm_type: float) -> Tensor:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -96,23 +95,14 @@ def _replicated(ndim: int) -> list[object]:
 
 def _arrived(tensor: Tensor) -> Tensor:
     """The tensor itself, waited for when a functional collective is still filling it."""
-    return torch.ops._c10d_functional.wait_tensor(tensor.elem) if hasattr(tensor, "elem") and hasattr(tensor, "wait") else tensor
+    return (
+        torch.ops._c10d_functional.wait_tensor(tensor.elem)
+        if hasattr(tensor, "elem") and hasattr(tensor, "wait")
+        else tensor
+    )
 
 
 # -- the reduction of partial norms ------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, eq=False)
-class Share:
-    """Where one parameter's part of the norm goes on this rank.
-
-    Attributes:
-        sum: index into :attr:`NormReduction.sums`.
-        counts: whether this rank adds its part. Of ranks that hold equal copies only the first one does.
-    """
-
-    sum: int
-    counts: bool
 
 
 class NormReduction:
@@ -132,15 +122,18 @@ class NormReduction:
             parameter is a DTensor on more than one rank.
 
     Attributes:
-        shares: one :class:`Share` per parameter.
-        sums: how many partial sums :meth:`total` takes: index 0 is what nobody reduces, the last one what all ranks do.
+        places: for each parameter the index of the partial sum that its gradient on this rank belongs to.
+        sums: how many partial sums there are: what is alike on all ranks, one for each mesh, what differs on all ranks,
+            and copies. A copy (of ranks that hold the same, all but the first) is looked at for overflow only.
     """
 
     def __init__(self, parameters: Sequence[Tensor], everywhere: bool | None = None) -> None:
         meshes = _meshes(parameters)
         self._own_parts = any(_differs_across_ranks(p) for p in parameters)
-        self.everywhere = initialized() and world_size() > 1 and (
-            any(mesh.size() > 1 for mesh in meshes.values()) if everywhere is None else everywhere
+        self.everywhere = (
+            initialized()
+            and world_size() > 1
+            and (any(mesh.size() > 1 for mesh in meshes.values()) if everywhere is None else everywhere)
         )
         self.device = _reduction_device(parameters)
         reduced = {
@@ -150,17 +143,18 @@ class NormReduction:
         }
         self._groups = [_group(key[0], mesh, self.device) for key, mesh in reduced.items()]
         index = {key: number for number, key in enumerate(reduced, start=1)}
-        self.sums = len(reduced) + 2
-        self.shares = [self._share(parameter, index) for parameter in parameters]
+        self.sums = len(reduced) + 3
+        self.places = [self._place(parameter, index) for parameter in parameters]
         self._world = _world_group(self.device) if self.everywhere or self._own_parts else None
 
-    def _share(self, parameter: Tensor, index: dict[_MeshKey, int]) -> Share:
+    def _place(self, parameter: Tensor, index: dict[_MeshKey, int]) -> int:
+        own_part, copy = self.sums - 2, self.sums - 1
         if _differs_across_ranks(parameter):
-            return Share(self.sums - 1, _first_copy(parameter))
+            return own_part if _first_copy(parameter) else copy
         if not isinstance(parameter, DTensor) or parameter.device_mesh.get_coordinate() is None:
-            return Share(0, True)
+            return 0
         number = index.get(_mesh_key(parameter.device_mesh), 0)
-        return Share(number, number == 0 or _first_copy(parameter))
+        return number if number == 0 or _first_copy(parameter) else copy
 
     def total(self, sums: Sequence[Tensor], norm_type: float) -> Tensor:
         """``sum_i |g_i| ** p`` over all ranks (the largest ``|g_i|`` for ``p = inf``), 0-dim fp64.
@@ -169,28 +163,29 @@ class NormReduction:
             sums: this rank's partial sums, :attr:`sums` 0-dim fp64 tensors on :attr:`device`; consumed.
             norm_type: p.
         """
-        parts, own = self._over_meshes(sums, norm_type)
+        parts, own, _ = self._over_meshes(sums, norm_type)
         if self._own_parts and self._world is not None:
             dist.all_reduce(own, op=_operation(norm_type), group=self._world)
         return _combined([*parts, own], norm_type)
 
     def total_and_overflow(self, sums: Sequence[Tensor], norm_type: float) -> tuple[Tensor, Tensor]:
-        """:meth:`total`, and a 0-dim bool tensor: whether the total is not finite on any rank."""
-        parts, own = self._over_meshes(sums, norm_type)
-        total = _combined([*parts, own], norm_type)
+        """:meth:`total`, and a 0-dim bool tensor: whether anything is not finite, the total included, on any rank."""
+        parts, own, copies = self._over_meshes(sums, norm_type)
+        overflow = ~_combined([*parts, own, copies], norm_type).isfinite()
         if self._world is None:
-            return total, ~total.isfinite()
-        everywhere = torch.stack([(~total.isfinite()).to(total.dtype), own])
+            return _combined([*parts, own], norm_type), overflow
+        everywhere = torch.stack([overflow.to(own.dtype), own])
         dist.all_reduce(everywhere, op=_operation(norm_type), group=self._world)
         return _combined([*parts, everywhere[1]], norm_type), everywhere[0] > 0
 
-    def _over_meshes(self, sums: Sequence[Tensor], norm_type: float) -> tuple[list[Tensor], Tensor]:
-        """What nobody else adds to, each mesh's sum over its ranks, and apart from them what all ranks add to."""
+    def _over_meshes(self, sums: Sequence[Tensor], norm_type: float) -> tuple[list[Tensor], Tensor, Tensor]:
+        """What this rank knows now in full, each mesh's sum among it; its part of what all ranks add up; its copies."""
         if math.isinf(norm_type):  # the largest of a NaN and a number is either one, depending on the backend
             sums = [part.nan_to_num(nan=math.inf, posinf=math.inf) for part in sums]
-        for part, group in zip(sums[1:-1], self._groups, strict=True):
+        *parts, own, copies = sums
+        for part, group in zip(parts[1:], self._groups, strict=True):
             dist.all_reduce(part, op=_operation(norm_type), group=group)
-        return list(sums[:-1]), sums[-1]
+        return parts, own, copies
 
 
 _MeshKey = tuple[tuple[int, ...], tuple[int, ...]]
@@ -208,7 +203,11 @@ def _meshes(parameters: Sequence[Tensor]) -> dict[_MeshKey, DeviceMesh]:
 
 def _sharded_on(parameter: Tensor, key: _MeshKey) -> bool:
     """Whether ranks of this mesh hold different parts of the parameter, to be added up over it."""
-    if not isinstance(parameter, DTensor) or _mesh_key(parameter.device_mesh) != key or _differs_across_ranks(parameter):
+    if (
+        not isinstance(parameter, DTensor)
+        or _mesh_key(parameter.device_mesh) != key
+        or _differs_across_ranks(parameter)
+    ):
         return False
     return any(size > 1 for size in _sharded_sizes(parameter))
 
@@ -230,7 +229,9 @@ def _first_copy(parameter: Tensor) -> bool:
     coordinate = parameter.device_mesh.get_coordinate()
     if coordinate is None:
         return False
-    return all(at == 0 for at, placement in zip(coordinate, parameter.placements, strict=True) if placement.is_replicate())
+    return all(
+        at == 0 for at, placement in zip(coordinate, parameter.placements, strict=True) if placement.is_replicate()
+    )
 
 
 def _differs_across_ranks(parameter: Tensor) -> bool:

@@ -65,14 +65,17 @@ class BaseArithmetic:
             return False
         return all(self._resolved(group, device).get("fused") is not False for group in groups)
 
-    def schema(self, device: torch.device) -> Schema:
-        """The entries of the base optimizer's state, read off one update of a probe of two elements."""
-        probe = torch.zeros(2, device=device)
-        optimizer = self._construct([probe], self._default_fused[device])
-        probe.grad = torch.zeros_like(probe)
+    def schema(self, device: torch.device, groups: Sequence[dict[str, Any]]) -> Schema:
+        """The entries of the base optimizer's state under any of ``groups``, read off one update of small probes."""
+        probed = [{**self._resolved(group, device), "params": [torch.zeros(2, device=device)]} for group in groups]
+        optimizer = self._construct(probed, self._default_fused[device])
+        probes = [group["params"][0] for group in probed]
+        for probe in probes:
+            probe.grad = torch.zeros_like(probe)
         with torch.no_grad():
             self._raw_step(optimizer)
-        return {key: _entry_spec(key, value, device) for key, value in optimizer.state[probe].items()}
+        states = (optimizer.state[probe] for probe in probes)
+        return {key: _entry_spec(key, value, device) for state in states for key, value in state.items()}
 
     def apply(self, pieces: Sequence[Piece], gradients: Sequence[Tensor], overflow: Tensor) -> None:
         """One update of ``pieces`` (all on one device) by ``gradients`` (fp32, unscaled, clipped, in their shapes).

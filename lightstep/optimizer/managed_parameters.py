@@ -69,7 +69,7 @@ class ManagedParameters:
         for device in {item.local.device for item in items}:
             self._arithmetic.prepare(device)
         self._items = {item.param: item for item in items}
-        self._backend.register(items, self._arithmetic.schema(items[0].local.device))
+        self._backend.register(items, self._arithmetic.schema(items[0].local.device, groups))
         for item in items:
             self.record(item)
         return True

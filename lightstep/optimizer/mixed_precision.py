@@ -247,6 +247,11 @@ class MixedPrecisionOptimizer(BaseOptimizer):
             report[f"{place}_bytes_per_parameter"] = report[f"{place}_bytes"] / max(parameters, 1)
         return report
 
+    @property
+    def optimizer_class(self) -> type[torch.optim.Optimizer]:
+        """The class whose arithmetic updates the masters."""
+        return self._arithmetic.optimizer_class
+
     def managed(self) -> list[Managed]:
         """The trainable parameters with their names, in group order (set up if need be)."""
         self._set_up()

@@ -8,14 +8,19 @@ in order. With one micro-batch nothing is copied and ``p.grad`` is what autograd
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle, unserializable_hook
+from torch.utils.weak import WeakIdKeyDictionary
 
 from lightstep.distributed import local_gradient
 from lightstep.precision.scale_kernel import scale_into
+
+_collectors: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""Parameter → weak reference to the accumulator whose hook it carries."""
 
 
 class GradientAccumulator:
@@ -39,7 +44,16 @@ class GradientAccumulator:
         for parameter in self._handles.keys() - wanted:
             self._handles.pop(parameter).remove()
         for parameter in wanted - self._handles.keys():
+            self._take_over(parameter)
             self._handles[parameter] = parameter.register_hook(_before_accumulation(self, parameter))
+
+    def _take_over(self, parameter: Tensor) -> None:
+        """The newest optimizer of a parameter gets its gradients; an abandoned one may live on until it is collected."""
+        previous = _collectors.get(parameter, lambda: None)()
+        if previous is not None and previous is not self and parameter in previous._handles:
+            previous._handles.pop(parameter).remove()
+            previous._sums.pop(parameter, None)
+        _collectors[parameter] = weakref.ref(self)
 
     def deliver(self, parameter: Tensor, gradient: Tensor) -> None:
         """Add a local gradient that is reduced over all ranks, in fp32, and did not come through ``p.grad``.
@@ -109,7 +123,10 @@ class GradientAccumulator:
             parameter.grad = None
             return gradient
         self.bank(parameter)
-        total, *others = [*self._reduced.pop(parameter, ()), *([self._sums.pop(parameter)] if parameter in self._sums else ())]
+        total, *others = [
+            *self._reduced.pop(parameter, ()),
+            *([self._sums.pop(parameter)] if parameter in self._sums else ()),
+        ]
         for part in others:
             total.add_(part)
         return total
@@ -173,17 +190,19 @@ class GradientStage:
         self._buffer = None
 
     def scaled(self, gradients: list[Tensor], divisor: Tensor | None, factor: Tensor | None) -> list[Tensor]:
-        """``gradients / divisor * factor`` in fp32, in their shapes.
+        """``gradients / divisor * factor`` in fp32, in their shapes, row-major.
 
-        fp32 gradients are scaled in place (they are consumed by the step); others are written to the stage.
+        fp32 gradients are scaled in place (they are consumed by the step) unless they are strided or share memory;
+        others are written to the stage.
 
         Args:
             gradients: local gradients on one device, any float dtype, contiguous or not.
             divisor: 0-dim fp32 loss scale to divide by, or ``None``.
             factor: 0-dim fp32 to multiply with, or ``None``.
         """
-        own = [gradient for gradient in gradients if gradient.dtype == torch.float32]
-        foreign = [gradient for gradient in gradients if gradient.dtype != torch.float32]
+        in_place = _scalable_in_place(gradients)
+        own = [gradient for gradient, here in zip(gradients, in_place, strict=True) if here]
+        foreign = [gradient for gradient, here in zip(gradients, in_place, strict=True) if not here]
         staged = self._views(foreign)
         if divisor is None and factor is not None:
             one_element = factor.reshape(1)
@@ -196,7 +215,7 @@ class GradientStage:
             _divide([*own, *staged], divisor)
             _multiply([*own, *staged], factor)
         views = iter(staged)
-        return [g if g.dtype == torch.float32 else next(views).view(g.shape) for g in gradients]
+        return [g if here else next(views).view(g.shape) for g, here in zip(gradients, in_place, strict=True)]
 
     def _views(self, gradients: list[Tensor]) -> list[Tensor]:
         """One flat fp32 view of the stage for each gradient."""
@@ -209,6 +228,12 @@ class GradientStage:
             self._buffer = torch.empty(total, dtype=torch.float32, device=device)
         parts = self._buffer[:total].split(sizes)
         return [part[: gradient.numel()] for part, gradient in zip(parts, gradients, strict=True)]
+
+
+def _scalable_in_place(gradients: Sequence[Tensor]) -> list[bool]:
+    """fp32, row-major and nobody else's memory: users may set one tensor as two parameters' gradient, or an expanded one."""
+    addresses = Counter(gradient.data_ptr() for gradient in gradients)
+    return [g.dtype == torch.float32 and g.is_contiguous() and addresses[g.data_ptr()] == 1 for g in gradients]
 
 
 def _multiply(tensors: list[Tensor], factor: Tensor | None) -> None:

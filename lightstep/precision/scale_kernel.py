@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +17,6 @@ from torch import Tensor
 ScaleInto = Callable[[Tensor, Tensor, Tensor], None]
 """``(flat gradient, 1-element fp32 factor, flat fp32 out)``, all on one device."""
 
-_BLOCK = 4096
 _log = logging.getLogger(__name__)
 
 
@@ -35,13 +33,16 @@ def _by_torch(gradient: Tensor, factor: Tensor, out: Tensor) -> None:
 @functools.cache
 def _checked_triton(device: torch.device) -> ScaleInto:
     try:
-        kernel = _triton_kernel()
+        from lightstep.precision.scale_triton import scale
+
         with torch.cuda.device(device):
-            same = all(_agrees(kernel, dtype, device) for dtype in (torch.bfloat16, torch.float16))
-    except Exception as error:  # Triton fails in many ways (no compiler, no driver, unknown target)
-        _log.info("Triton cannot scale gradients here (%s); torch does", error)
-        return _by_torch
-    return kernel if same else _by_torch
+            if all(_agrees(scale, dtype, device) for dtype in (torch.bfloat16, torch.float16)):
+                return scale
+        reason = "its result differs"
+    except Exception as error:  # Triton fails in many ways: not installed, no compiler, no driver, unknown target
+        reason = f"{type(error).__name__}: {error}"
+    _log.warning("gradients are scaled by torch.mul on %s, not by a fused kernel (%s)", device, reason)
+    return _by_torch
 
 
 def _agrees(kernel: ScaleInto, dtype: torch.dtype, device: torch.device) -> bool:
@@ -51,20 +52,3 @@ def _agrees(kernel: ScaleInto, dtype: torch.dtype, device: torch.device) -> bool
     kernel(patterns, factor, ours)
     _by_torch(patterns, factor, theirs)
     return torch.equal(ours.nan_to_num(nan=1.5), theirs.nan_to_num(nan=1.5))
-
-
-def _triton_kernel() -> ScaleInto:
-    import triton
-    import triton.language as tl
-
-    @triton.jit
-    def kernel(gradient: Any, factor: Any, out: Any, size: Any, block: tl.constexpr) -> None:
-        at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
-        value = tl.load(gradient + at, mask=at < size).to(tl.float32)
-        tl.store(out + at, value * tl.load(factor), mask=at < size)
-
-    def launch(gradient: Tensor, factor: Tensor, out: Tensor) -> None:
-        size = gradient.numel()
-        kernel[(triton.cdiv(size, _BLOCK),)](gradient, factor, out, size, block=_BLOCK, num_warps=8)
-
-    return launch

@@ -163,7 +163,9 @@ class StateBackend(ABC):
 def adopt_entry(spec: EntrySpec | None, value: Any, device: torch.device) -> Any:
     """A loaded entry (from a checkpoint, of any device) as a new value the base optimizer accepts on ``device``."""
     if spec is None or spec.dtype is None:
-        return value.detach().clone() if isinstance(value, Tensor) else value
+        if not isinstance(value, Tensor):
+            return value
+        return value.detach().to(device=device if value.dim() else value.device, copy=True)
     target = device if spec.on_device else torch.device("cpu")
     if not isinstance(value, Tensor):
         return torch.tensor(value, dtype=spec.dtype, device=target)

@@ -71,7 +71,11 @@ def _free_by_decree() -> float | None:
 
 def available_bytes(proc: str | Path = "/proc", cgroup: str | Path = "/sys/fs/cgroup") -> int | None:
     """Bytes of host memory this process can still take, or None where the system does not say."""
-    limits = [limit for limit in (_mem_available(Path(proc)), *_cgroup_headrooms(Path(proc), Path(cgroup))) if limit is not None]
+    limits = [
+        limit
+        for limit in (_mem_available(Path(proc)), *_cgroup_headrooms(Path(proc), Path(cgroup)))
+        if limit is not None
+    ]
     return min(limits, default=None)
 
 
@@ -145,7 +149,9 @@ class HostSlab:
         self._bytes: Tensor | None = _map_pages(self.nbytes, what, for_device=device.type != "cpu")
         _first_touch(self._bytes)
         self.page_locked = device.type != "cpu" and _page_lock(self._bytes, device)
-        self._finalizer = weakref.finalize(self, _unlock, self._bytes.data_ptr(), device, os.getpid()) if self.page_locked else None
+        self._finalizer = (
+            weakref.finalize(self, _unlock, self._bytes.data_ptr(), device, os.getpid()) if self.page_locked else None
+        )
 
     def tensor(self, dtype: torch.dtype, shape: Sequence[int] | int, offset: int = 0) -> Tensor:
         """A view of the slab: `shape` elements of `dtype` starting `offset` bytes in (a multiple of the element size)."""
@@ -176,7 +182,9 @@ def _map_pages(nbytes: int, what: str, for_device: bool) -> Tensor:
             return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
         pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, ValueError, OverflowError) as error:
-        raise HostMemoryError(f"{what}: the system refused to map {nbytes / _GIB:.2f} GiB of host memory ({error}). {_ADVICE}") from error
+        raise HostMemoryError(
+            f"{what}: the system refused to map {nbytes / _GIB:.2f} GiB of host memory ({error}). {_ADVICE}"
+        ) from error
     _advise(pages, "MADV_HUGEPAGE")
     if for_device:
         # After fork() a write would move this process to a copy of the page while the device goes on with the old one.

@@ -12,7 +12,7 @@ from lightstep.state.backend import EntrySpec, Managed, Piece, Schema, StateBack
 
 
 class ResidentBackend(StateBackend):
-    """One piece per parameter, kept where the parameter is.
+    """One piece per parameter, kept where the parameter is; row-major, whatever the parameter's strides.
 
     Units only bound the fp32 gradient staging of one update; they are whole parameters, ``unit_elements`` together.
     """
@@ -34,10 +34,17 @@ class ResidentBackend(StateBackend):
         return self._units
 
     def acquire(self, unit: Unit) -> list[Piece]:
-        return [self._pieces[item] for item, _, _ in unit.parts]
+        pieces = [self._pieces[item] for item, _, _ in unit.parts]
+        for piece in pieces:
+            if piece.owner.own_master:
+                piece.master = piece.owner.local.contiguous()  # itself, but for a strided parameter
+        return pieces
 
     def release(self, unit: Unit, updated: Sequence[Piece]) -> None:
         write_back(updated)
+        for item, _, _ in unit.parts:
+            if item.own_master:
+                self._pieces[item].master = item.local
 
     def entries(self, managed: Managed) -> dict[str, Any]:
         piece = self._pieces.get(managed)
@@ -78,8 +85,8 @@ class ResidentBackend(StateBackend):
 
 
 def write_back(pieces: Sequence[Piece]) -> None:
-    """``parameter.copy_(master)`` for whole pieces, rounding to nearest even."""
-    rounded = [piece for piece in pieces if not piece.owner.own_master]
+    """``parameter.copy_(master)`` for whole pieces that are not the parameter itself, rounding to nearest even."""
+    rounded = [piece for piece in pieces if piece.master.data_ptr() != piece.owner.local.data_ptr()]
     if rounded:
         torch._foreach_copy_([piece.owner.local for piece in rounded], [piece.master for piece in rounded])
 

@@ -35,6 +35,7 @@ from lightstep.state.resident import ResidentBackend
 from lightstep.strategy import checkpoint
 from lightstep.strategy.model_setup import checkpoint_activations, materialise
 from lightstep.strategy.presets import read_source
+from lightstep.strategy.pretrained import load_pretrained
 
 _KINDS = {
     "single": ("lightstep.strategy.single", "SingleDeviceStrategy"),
@@ -108,7 +109,7 @@ class Strategy(ABC):
 
     # -- model and optimizer
 
-    def prepare_model(self, model: ModelSource, role: str = "trainer") -> nn.Module:
+    def prepare_model(self, model: ModelSource, role: str = "trainer", weights: str | Path | None = None) -> nn.Module:
         """The model on this strategy's devices, in its dtype, sharded as it says.
 
         Parameters are cast to ``precision.parameters``; buffers keep their dtype.
@@ -117,9 +118,12 @@ class Strategy(ABC):
             model: a module, a module on the meta device (its weights are then initialised here), or a function that
                 makes one.
             role: ``"trainer"``; other roles are refused by this build.
+            weights: a Hugging Face folder whose safetensors are read into the prepared model, each rank its own part:
+                with a model made on the meta device no rank ever holds the whole model.
 
         Raises:
             ConfigError: an unknown role.
+            ValueError: ``weights`` does not fit the model.
             TypeError: ``model`` is neither a module nor a function that returns one.
         """
         if role != "trainer":
@@ -129,7 +133,10 @@ class Strategy(ABC):
             raise TypeError(
                 f"prepare_model needs a torch.nn.Module or a function that returns one; got {type(made).__name__}"
             )
-        return self._prepare(made)
+        prepared = self._prepare(made)
+        if weights is not None:
+            load_pretrained(self.unwrap_model(prepared), weights)
+        return prepared
 
     @abstractmethod
     def _prepare(self, model: nn.Module) -> nn.Module:

@@ -53,19 +53,22 @@ def begin(path: Path) -> Path:
 
 def commit(temporary: Path, path: Path) -> None:
     """Put the whole checkpoint in ``temporary`` in the place of ``path``. A failure leaves ``path`` as it was."""
-    replaced = None
+    aside = None
     if path.exists() and any(path.iterdir()):
-        replaced = path.parent / f".{path.name}.replaced-{secrets.token_hex(4)}"
-        os.replace(path, replaced)
+        aside = path.parent / f".{path.name}.replaced-{secrets.token_hex(4)}"
     try:
+        if aside is not None:
+            os.replace(path, aside)
         os.replace(temporary, path)
+        sync(path.parent)
     except BaseException:
-        if replaced is not None:
-            os.replace(replaced, path)
+        if not temporary.exists():
+            os.replace(path, temporary)
+        if aside is not None and aside.exists():
+            os.replace(aside, path)
         raise
-    sync(path.parent)
-    if replaced is not None:
-        shutil.rmtree(replaced, ignore_errors=True)
+    if aside is not None:
+        shutil.rmtree(aside, ignore_errors=True)
 
 
 def settle(path: Path) -> None:

@@ -278,5 +278,7 @@ def _beside(parameter: Tensor, value: Tensor, step_on_device: bool) -> Tensor:
     local = local_tensor(parameter)
     if value.dim() == 0:
         return value.to(local.device) if step_on_device else value
-    placed = value.to(local.device)
-    return like(parameter, placed) if value.shape == local.shape else placed
+    if value.shape != local.shape:
+        return value.to(local.device)
+    # With the parameter's strides: fused optimizers walk both side by side.
+    return like(parameter, torch.empty_like(local, dtype=value.dtype).copy_(value))

@@ -167,6 +167,8 @@ class _Writer(dcp.FileSystemWriter):
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, single_file_per_rank=True, sync_files=False, thread_count=1, overwrite=False)
+        if torch.cuda.is_available() and not torch.cuda.is_initialized():
+            self.per_thread_copy_ahead = 0  # nothing to copy ahead, and torch would start CUDA for it
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         try:

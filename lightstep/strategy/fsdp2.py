@@ -71,7 +71,9 @@ class FSDP2Strategy(ProcessGroupStrategy):
         if ranks % fixed:
             side = "shard" if replicate == "auto" else "replicate"
             raise ConfigError(f"{self.name}: sharding.mesh.{side} is {fixed}, which does not divide the {ranks} ranks")
-        sizes = (ranks // fixed, fixed) if replicate == "auto" else (fixed, ranks // fixed if shard == "auto" else shard)
+        sizes = (
+            (ranks // fixed, fixed) if replicate == "auto" else (fixed, ranks // fixed if shard == "auto" else shard)
+        )
         if sizes[0] * sizes[1] != ranks:
             raise ConfigError(
                 f"{self.name}: sharding.mesh is {sizes[0]} × {sizes[1]} (replicate × shard) = {sizes[0] * sizes[1]} "

@@ -7,6 +7,7 @@ import sys
 import weakref
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -67,9 +68,9 @@ class ProcessGroupStrategy(Strategy):
     def _fp32_gradients(self, model: nn.Module) -> FP32Gradients | None:
         """What takes this model's gradients out of the reduction; ``None`` where ``p.grad`` is what it should be."""
 
-    def prepare_model(self, model: ModelSource, role: str = "trainer") -> nn.Module:
+    def prepare_model(self, model: ModelSource, role: str = "trainer", weights: str | Path | None = None) -> nn.Module:
         self.start()
-        return super().prepare_model(model, role)
+        return super().prepare_model(model, role, weights)
 
     def start(self) -> None:
         """Make sure there is a default process group.

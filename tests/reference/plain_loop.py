@@ -87,7 +87,7 @@ class ReferenceLoop:
     ) -> None:
         groups = [dict(group) for group in param_groups]
         self.parameters: list[Tensor] = [param for group in groups for param in group["params"]]
-        self.masters = {param: param.detach().clone().float() for param in self.parameters}
+        self.masters = {param: contiguous32(param) for param in self.parameters}
         if not {"fused", "foreach"} & hyperparameters.keys() and has_fused(optimizer_class, self.parameters[0].device):
             hyperparameters["fused"] = True
         self.optimizer = optimizer_class(
@@ -112,12 +112,12 @@ class ReferenceLoop:
         for param in self.parameters:
             if param.grad is None:
                 continue
-            grad = param.grad.detach().float()
+            grad = contiguous32(param.grad)
             if self.reduce == "float32":
-                self.sums[param] = self.sums[param] + grad if param in self.sums else grad.clone()
+                self.sums[param] = self.sums[param] + grad if param in self.sums else grad
                 param.grad = None
             else:
-                self.sums[param] = grad.clone()
+                self.sums[param] = grad
 
     @torch.no_grad()
     def step(self, norm: Tensor) -> bool:
@@ -165,7 +165,7 @@ class ReferenceLoop:
         """As torch's; ``group["params"]`` are the reference model's own."""
         for param in group["params"]:
             self.parameters.append(param)
-            self.masters[param] = param.detach().clone().float()
+            self.masters[param] = contiguous32(param)
         self.optimizer.add_param_group({**group, "params": [self.masters[param] for param in group["params"]]})
 
     @torch.no_grad()
@@ -176,6 +176,11 @@ class ReferenceLoop:
     def state(self, param: Tensor) -> dict[str, Any]:
         """The base optimizer's entries for ``param``; empty before its first update."""
         return dict(self.optimizer.state.get(self.masters[param], {}))
+
+
+def contiguous32(tensor: Tensor) -> Tensor:
+    """An fp32 copy in row-major order: torch's fused CPU kernels ignore strides and mix up elements without a word."""
+    return tensor.detach().clone(memory_format=torch.contiguous_format).float()
 
 
 def has_fused(optimizer_class: type[Optimizer], device: torch.device) -> bool:

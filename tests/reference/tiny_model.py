@@ -33,7 +33,7 @@ class TinyModel(nn.Module):
             hidden = hidden + self.sometimes(hidden)
         logits = self.head(hidden)
         if late:
-            logits = logits + self.late(hidden)
+            logits = logits + self.late(hidden.to(self.late.weight.dtype))
         return logits
 
     def split(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
+from lightstep.state.resident import ResidentBackend
 from tests.reference.lion import Lion
 from tests.reference.pair import BACKENDS, DTYPES, FP16_SCALE, TWO_GROUPS, Pair, scale_for
-from tests.reference.tiny_model import loss_of
+from tests.reference.tiny_model import TinyModel, loss_of
 
 OVERFLOWS = (3, 10, 11, 20)
 MAX_NORM = 0.35
@@ -273,3 +276,155 @@ def test_a_layer_may_be_frozen_and_thawed(parameters: str, backend: str) -> None
             model.get_submodule(thawed).requires_grad_(True)
             model.get_submodule(frozen).requires_grad_(False)
         pair.train(3)
+
+
+# -- models that expose what the tiny one does not --------------------------------------------------------------------
+
+
+class Transposed(TinyModel):
+    """A dense parameter in column-major order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden.weight = nn.Parameter(self.hidden.weight.detach().t().contiguous().t())
+
+
+class Sliced(TinyModel):
+    """A parameter that is a window of a larger tensor: not dense."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed.weight = nn.Parameter(torch.randn(11, 9)[:, 2:8])
+
+
+class ChannelsLast(TinyModel):
+    """A convolution as vision code keeps it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last)
+
+    def forward(self, tokens: torch.Tensor, *, sometimes: bool = True, late: bool = True) -> torch.Tensor:
+        logits = super().forward(tokens, sometimes=sometimes, late=late)
+        image = torch.arange(27.0, device=logits.device).sin().view(1, 3, 3, 3).to(logits.dtype)
+        return logits + self.conv(image.contiguous(memory_format=torch.channels_last)).mean() * logits
+
+
+class Tied(TinyModel):
+    """Two layers share one weight, and a parameter has no elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.late.weight = self.head.weight
+        self.empty = nn.Parameter(torch.zeros(0, 13))
+
+    def forward(self, tokens: torch.Tensor, *, sometimes: bool = True, late: bool = True) -> torch.Tensor:
+        return super().forward(tokens, sometimes=sometimes, late=late) + self.empty.sum()
+
+
+@backends
+@dtypes
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("name", ["AdamW", "SGD-momentum", "RMSprop"])
+@pytest.mark.parametrize("make_model", [Transposed, Sliced, ChannelsLast, Tied])
+def test_odd_memory_layouts(
+    make_model: type[TinyModel], name: str, micro_batches: int, parameters: str, backend: str
+) -> None:
+    pair = Pair(
+        *TWO_GROUPS[name],
+        make_model=make_model,
+        parameters=parameters,
+        backend=backend,
+        micro_batches=micro_batches,
+        max_norm=MAX_NORM,
+        overflow_at=(3,),
+        **scale_for(parameters),
+    )
+    pair.train(5)
+    pair.resume()
+    pair.train(3)
+
+
+class SomeLayersInFp32(Pair):
+    """bf16 with two fp32 layers, as models with fp32 norms or heads have; the user casts after ``prepare_model``."""
+
+    def build_model(self, strategy: Any) -> nn.Module:
+        model = super().build_model(strategy)
+        model.late.float()
+        model.gain.data = model.gain.data.float()
+        return model
+
+
+@backends
+@optimizers
+def test_dtypes_may_be_mixed_in_one_model(name: str, backend: str) -> None:
+    pair = SomeLayersInFp32(
+        *TWO_GROUPS[name], backend=backend, micro_batches=3, max_norm=MAX_NORM, overflow_at=(4,), intermittent=True
+    )
+    assert {p.dtype for p in pair.model.parameters()} == {torch.bfloat16, torch.float32}
+    pair.train(7)
+    pair.resume()
+    pair.train(5)
+
+
+@backends
+@dtypes
+@pytest.mark.parametrize("name", ["AdamW", "SGD-momentum", "NAdam"])
+def test_the_division_into_units_changes_nothing(
+    name: str, parameters: str, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ResidentBackend, "unit_elements", 64)
+    pair = Pair(
+        *TWO_GROUPS[name],
+        parameters=parameters,
+        backend=backend,
+        micro_batches=2,
+        max_norm=MAX_NORM,
+        overflow_at=(3,),
+        late_from=5,
+        intermittent=True,
+        **scale_for(parameters),
+    )
+    pair.train(10)
+
+
+@backends
+def test_a_long_run(backend: str) -> None:
+    pair = Pair(
+        *TWO_GROUPS["AdamW"], backend=backend, max_norm=MAX_NORM, overflow_at=range(50, 300, 37), intermittent=True
+    )
+    pair.train(300)
+
+
+@backends
+@dtypes
+def test_the_same_optimizer_on_the_default_group(parameters: str, backend: str) -> None:
+    """No ``param_groups``: one group of everything that is trainable."""
+
+    class OneGroup(Pair):
+        def param_groups(self, model: nn.Module) -> list[dict[str, Any]]:
+            return [{"params": [p for p in model.parameters() if p.requires_grad], **copy.deepcopy(self.groups[0])}]
+
+        def build_optimizer(self, strategy: Any, model: nn.Module) -> Any:
+            return strategy.create_optimizer(model, self.optimizer_class, **self.groups[0])
+
+    first = TWO_GROUPS["AdamW"][1]
+    scale = scale_for(parameters)
+    pair = OneGroup(torch.optim.AdamW, first, first, parameters=parameters, backend=backend, max_norm=MAX_NORM, **scale)
+    pair.train(6)
+    pair.resume()
+    pair.train(4)
+
+
+@backends
+@dtypes
+def test_gradients_that_share_memory(parameters: str, backend: str) -> None:
+    """Gradients written by hand may be one tensor for two parameters, or a broadcast view of one number."""
+    pair = Pair(*TWO_GROUPS["AdamW"], parameters=parameters, backend=backend, max_norm=0.01, **scale_for(parameters))
+    for model in (pair.model, pair.reference_model):
+        shared = torch.linspace(-1, 1, 5).to(model.head.bias)
+        model.head.bias.grad, model.late.bias.grad = shared, shared
+        model.hidden.bias.grad = torch.ones_like(model.gain).expand(13)
+    pair.reference.collect()
+    pair.finish()
+    pair.check()

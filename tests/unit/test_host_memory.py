@@ -53,7 +53,10 @@ def test_views_share_the_slab_and_do_not_overlap() -> None:
     assert moment.data_ptr() == slab.tensor(torch.uint8, 1).data_ptr() + 16
 
 
-@pytest.mark.parametrize(("dtype", "shape", "offset"), [(torch.float32, 1025, 0), (torch.float32, 1, 2), (torch.uint8, 1, -1), (torch.int16, 1, 4096)])
+@pytest.mark.parametrize(
+    ("dtype", "shape", "offset"),
+    [(torch.float32, 1025, 0), (torch.float32, 1, 2), (torch.uint8, 1, -1), (torch.int16, 1, 4096)],
+)
 def test_a_view_outside_the_slab_is_refused(dtype: torch.dtype, shape: int, offset: int) -> None:
     with pytest.raises(ValueError, match="do not lie in a slab of 4096 bytes"):
         HostSlab(4096).tensor(dtype, shape, offset)
@@ -137,7 +140,9 @@ def test_a_collected_slab_is_unlocked(runtime: FakeRuntime) -> None:
 
 def test_refused_page_locking_warns_once_and_works_pageable(runtime: FakeRuntime) -> None:
     runtime.code = 2
-    with pytest.warns(RuntimeWarning, match=r"cudaHostRegister: out of memory.*stays pageable.*fraction of link speed.*ulimit -l"):
+    with pytest.warns(
+        RuntimeWarning, match=r"cudaHostRegister: out of memory.*stays pageable.*fraction of link speed.*ulimit -l"
+    ):
         slab = HostSlab(4096, device="cuda")
     assert not slab.page_locked
     slab.tensor(torch.float32, 4).fill_(1.0)
@@ -162,14 +167,18 @@ def test_a_slab_left_open_is_unlocked_at_exit() -> None:
     )
     root = Path(host_memory.__file__).parents[2]
     environment = {**os.environ, "PYTHONPATH": str(root)}
-    output = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True, timeout=120)
+    output = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True, timeout=120
+    )
     assert output.stdout.split() == ["unlocked"]
 
 
 # ---- the up-front check -----------------------------------------------------------------------------------------------------
 
 
-def fake_system(root: Path, *, available_kib: int | None, cgroup: str = "", files: dict[str, str] | None = None) -> dict[str, Path]:
+def fake_system(
+    root: Path, *, available_kib: int | None, cgroup: str = "", files: dict[str, str] | None = None
+) -> dict[str, Path]:
     proc, groups = root / "proc", root / "cgroup"
     (proc / "self").mkdir(parents=True)
     if available_kib is not None:
@@ -224,7 +233,10 @@ def test_this_machine_gives_an_answer_or_none() -> None:
 def test_too_little_memory_is_a_sentence_with_numbers_and_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_memory, "available_bytes", lambda: 3 * GIB)
     require(3 * GIB, "streamed optimizer state")
-    with pytest.raises(HostMemoryError, match=r"streamed optimizer state needs 4\.50 GiB of host memory and 3\.00 GiB are free.*resident_gib.*=off") as raised:
+    with pytest.raises(
+        HostMemoryError,
+        match=r"streamed optimizer state needs 4\.50 GiB of host memory and 3\.00 GiB are free.*resident_gib.*=off",
+    ) as raised:
         require(9 * GIB // 2, "streamed optimizer state")
     assert isinstance(raised.value, MemoryError)
 

@@ -194,4 +194,4 @@ def test_updates_smaller_than_a_bf16_digit_add_up(backend: str) -> None:
     for _ in range(400):
         gain.grad = torch.full_like(gain, 0.25)
         pair.optimizer.step()
-    assert float(gain) == float(torch.tensor(1 - 400 * 2.0**-15).bfloat16())
+    assert gain.item() == float(torch.tensor(1 - 400 * 2.0**-15).bfloat16())

@@ -128,8 +128,9 @@ def test_a_step_without_gradients_moves_nothing(parameters: str, backend: str) -
 def test_zero_grad_forgets_what_was_added_up(set_to_none: bool, reduce: str, parameters: str, backend: str) -> None:
     pair = build(parameters, backend, reduce=reduce)
     pair.train(2)
-    with pair.strategy.accumulate(pair.model, last=False):
-        pair.optimizer.backward(loss_of(pair.model, 77))
+    for micro in range(3):  # the first two are in the fp32 sum by now, the third is in p.grad
+        with pair.strategy.accumulate(pair.model, last=False):
+            pair.optimizer.backward(loss_of(pair.model, 77, micro))
     pair.optimizer.zero_grad(set_to_none)
     for p in pair.model.parameters():
         assert p.grad is None or (not set_to_none and not bool(p.grad.any()))
@@ -162,6 +163,28 @@ def test_backward_may_keep_the_graph() -> None:
     pair.check()
     with pytest.raises(RuntimeError, match="second time"):
         pair.optimizer.backward(loss)
+
+
+@backends
+@dtypes
+def test_an_optimizer_that_was_replaced_takes_no_gradients(parameters: str, backend: str) -> None:
+    """A notebook cell run twice: the first optimizer is forgotten by its user, not yet by the garbage collector."""
+    pair = build(parameters, backend, micro_batches=3)
+    forgotten = pair.optimizer
+    pair.optimizer = pair.build_optimizer(pair.strategy, pair.model)
+    pair.train(4)
+    assert not forgotten.state
+
+
+@backends
+@dtypes
+def test_a_sparse_gradient_is_refused_by_name(parameters: str, backend: str) -> None:
+    pair = build(parameters, backend, micro_batches=1)
+    pair.model.embed.sparse = True
+    pair.optimizer.backward(loss_of(pair.model, 0))
+    with pytest.raises((TypeError, ValueError), match="sparse") as error:
+        pair.optimizer.step()
+    assert "\n" not in str(error.value)
 
 
 @backends

@@ -1,0 +1,182 @@
+"""Peers that libraries bring: FSDP2's `CPUOffloadPolicy`, torchao's `CPUOffloadOptimizer`, DeepSpeed's `CPUAdam`."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightstep.bench.contender import ADAMW, MAX_NORM, Contender, Setup, Skipped, clip_coefficient, total_norm
+from lightstep.bench.model import LlamaStack
+from lightstep.bench.peers import CpuAdamW, HostSlot
+from lightstep.distributed import local_tensor, world_size
+
+
+class _Hand(torch.autograd.Function):
+    """Identity whose backward hands prepared gradients to parameters: a backward pass without any arithmetic."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gradients: Sequence[Tensor], *parameters: Tensor) -> Tensor:
+        ctx.gradients = gradients
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        return grad, None, *ctx.gradients
+
+
+class HandedModule(nn.Module):
+    """Some parameters, whose backward is `_Hand`."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        super().__init__()
+        for i, parameter in enumerate(parameters):
+            self.register_parameter(f"p{i}", parameter)
+        self.gradients: Sequence[Tensor] = ()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = _Hand.apply(x, self.gradients, *self.parameters())
+        return out
+
+
+class Fsdp2Offload(Contender):
+    """FSDP2 with `CPUOffloadPolicy`: fp32 shards on the CPU, fused AdamW there.
+
+    FSDP moves weights and gradients in forward and backward, so these belong to what is timed; the passes do no
+    arithmetic.
+    """
+
+    name = "fsdp2-offload"
+    about = "fully_shard(CPUOffloadPolicy), fp32 shards, bf16 compute, fused CPU AdamW; includes FSDP's own gathers"
+
+    def __init__(self, setup: Setup) -> None:
+        self._shapes = setup.stack()  # bf16, only for the gradients' shapes
+        self._units = _handed_units(setup.stack(torch.float32))
+        self._model = nn.Sequential(*self._units)
+        _shard_to_host(self._model, setup.device)
+        self._optimizer = torch.optim.AdamW(self._model.parameters(), fused=True, **ADAMW)
+        self._order = [i for layer in self._shapes.layer_indices() for i in layer]
+        self._input = torch.zeros(1, device=setup.device, requires_grad=True)
+        self._shapes.to("meta")
+
+    def step(self, gradients: Sequence[Tensor]) -> None:
+        ordered = iter([gradients[i] for i in self._order])
+        for unit in self._units:
+            unit.gradients = [next(ordered) for _ in unit.parameters()]
+        self._model(self._input).sum().backward()
+        torch.nn.utils.clip_grad_norm_(self._model.parameters(), MAX_NORM)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+    def weights(self) -> list[Tensor]:
+        shards = dict(zip(self._order, self._model.parameters(), strict=True))
+        return [local_tensor(shards[i].detach()) for i in sorted(shards)]
+
+    def gradient_weights(self) -> list[Tensor]:
+        return list(self._shapes.parameters())
+
+    def device_weights(self) -> list[Tensor]:
+        return []
+
+    def host_tensors(self) -> list[Tensor]:
+        state = [t for entries in self._optimizer.state.values() for t in entries.values()]
+        return [*self.weights(), *(local_tensor(t) for t in state)]
+
+
+def _handed_units(stack: LlamaStack) -> list[HandedModule]:
+    parameters = list(stack.parameters())
+    return [HandedModule([parameters[i] for i in layer]) for layer in stack.layer_indices()]
+
+
+def _shard_to_host(model: nn.Sequential, device: torch.device) -> None:
+    """`fully_shard` with fp32 shards on the CPU. Weights stay gathered between forward and backward: one trip."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
+    settings: dict[str, Any] = {
+        "mesh": init_device_mesh(device.type, (world_size(),)),
+        "reshard_after_forward": False,
+        "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+        "offload_policy": CPUOffloadPolicy(pin_memory=device.type == "cuda"),
+    }
+    model.to("cpu")
+    for unit in model:
+        fully_shard(unit, **settings)
+    fully_shard(model, **settings)
+
+
+class TorchaoOffload(Contender):
+    """torchao's `CPUOffloadOptimizer` over fp32 weights: gradients leave in hooks, AdamW on the CPU, weights return.
+
+
+
+    Its hooks copy gradients before a global norm could be known, so they are clipped first and handed over after.
+    """
+
+    name = "torchao"
+    about = "torchao CPUOffloadOptimizer(AdamW), fp32 weights and gradients on the device, clipped before its hooks run"
+    gradient_dtype = torch.float32
+
+    def __init__(self, setup: Setup) -> None:
+        module = _installed("torchao.optim", "torchao.prototype.low_bit_optim")
+        if setup.device.type != "cuda":
+            raise Skipped("needs a GPU")
+        self._module = HandedModule(list(setup.stack(torch.float32).parameters()))
+        self._weights = [parameter.detach().bfloat16() for parameter in self._module.parameters()]
+        parameters = list(self._module.parameters())
+        self._optimizer = module.CPUOffloadOptimizer(parameters, torch.optim.AdamW, fused=True, **ADAMW)
+        self._input = torch.zeros(1, device=setup.device, requires_grad=True)
+
+    def step(self, gradients: Sequence[Tensor]) -> None:
+        torch._foreach_mul_(list(gradients), clip_coefficient(total_norm(gradients)))
+        self._module.gradients = gradients
+        self._module(self._input).sum().backward()
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        torch._foreach_copy_(self._weights, [parameter.detach() for parameter in self._module.parameters()])
+
+    def weights(self) -> list[Tensor]:
+        return self._weights
+
+    def device_weights(self) -> list[Tensor]:
+        return [*self._weights, *(parameter.detach() for parameter in self._module.parameters())]
+
+    def host_tensors(self) -> list[Tensor]:
+        hosts = list(self._optimizer.param_d2h_map.values())
+        states = [t for o in self._optimizer.optim_dict.values() for s in o.state.values() for t in s.values()]
+        return [*hosts, *(host.grad for host in hosts), *states]
+
+
+class DeepSpeedCpuAdam(CpuAdamW):
+    """`CpuAdamW` with DeepSpeed's kernel, which takes no scale: clipping is a pass over the staged gradient."""
+
+    name = "deepspeed"
+    about = "DeepSpeed CPUAdam with the transfers of cpu-adamw"
+
+    def __init__(self, setup: Setup) -> None:
+        self._library = _installed("deepspeed.ops.adam")
+        super().__init__(setup)
+
+    def make_optimizer(self, masters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        optimizer: torch.optim.Optimizer = self._library.DeepSpeedCPUAdam(masters, adamw_mode=True, **ADAMW)
+        return optimizer
+
+    def apply(self, slot: HostSlot) -> None:
+        assert slot.master.grad is not None
+        slot.master.grad.mul_(self._coefficient)
+        slot.optimizer.step()
+
+
+def _installed(*names: str) -> ModuleType:
+    """The first of these modules that can be imported."""
+    for name in names:
+        try:
+            return importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if error.name is None or not name.startswith(error.name):
+                raise
+    raise Skipped("not installed")

@@ -1,0 +1,101 @@
+"""How fast this machine's link between host and device is: each way alone, and both at once, with the same buffers.
+
+The host buffers are page-locked and exactly registered, as lightstep's own are. "Both at once" is what a streaming
+optimizer can reach: equal bytes each way, over the time until both ways are done. Under torchrun all ranks copy at the
+same time and the slowest counts.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightstep.bench.ranks import Ranks
+from lightstep.state.host_memory import HostSlab
+
+_BYTES = 256 << 20  # per buffer: far more than any cache or queue, little against what is being stepped
+_COPIES = 4  # per sample and way
+_SAMPLES = 7
+
+
+@dataclass(frozen=True)
+class Link:
+    """Rates in GB/s (10⁹ bytes) per rank; `duplex` is each way's while both run."""
+
+    to_device: float
+    to_host: float
+    duplex: float
+    page_locked: bool
+
+    def or_faster(self, other: Link) -> Link:
+        """The faster of two, figure by figure: percentages are given of the best the link was seen to do."""
+        return Link(
+            max(self.to_device, other.to_device),
+            max(self.to_host, other.to_host),
+            max(self.duplex, other.duplex),
+            self.page_locked and other.page_locked,
+        )
+
+
+@dataclass(frozen=True)
+class _Buffers:
+    host_source: Tensor
+    host_target: Tensor
+    device_source: Tensor
+    device_target: Tensor
+
+    def to_device(self) -> None:
+        self.device_target.copy_(self.host_source, non_blocking=True)
+
+    def to_host(self) -> None:
+        self.host_target.copy_(self.device_source, non_blocking=True)
+
+
+def measure_link(device: torch.device, ranks: Ranks, nbytes: int = _BYTES) -> Link | None:
+    """None on a CPU: there is no link."""
+    if device.type != "cuda":
+        return None
+    slab = HostSlab(2 * nbytes, device=device, what="the link measurement")
+    try:
+        return _measure(slab, nbytes, device, ranks)
+    finally:
+        slab.close()
+
+
+def _measure(slab: HostSlab, nbytes: int, device: torch.device, ranks: Ranks) -> Link:
+    device_bytes = torch.empty(2, nbytes, dtype=torch.uint8, device=device).random_()
+    host_bytes = slab.tensor(torch.uint8, (2, nbytes))
+    buffers = _Buffers(host_bytes[0], host_bytes[1], device_bytes[0], device_bytes[1])
+    buffers.to_host()
+    buffers.host_source.copy_(buffers.host_target)
+    streams = torch.cuda.Stream(device), torch.cuda.Stream(device)
+    both = (buffers.to_device, buffers.to_host)
+    ways = (both[:1], both[1:], both)
+    samples = [[_rate(copies, streams, nbytes, ranks) for copies in ways] for _ in range(_SAMPLES + 1)]
+    medians = [statistics.median(column) for column in zip(*samples[1:], strict=True)]  # the first sample warms up
+    to_device, to_host, duplex = ranks.minimum(medians)
+    return Link(to_device, to_host, duplex, slab.page_locked)
+
+
+def _rate(
+    copies: Sequence[Callable[[], None]], streams: Sequence[torch.cuda.Stream], nbytes: int, ranks: Ranks
+) -> float:
+    """GB/s each way from a common start until every lane is done."""
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize()
+    ranks.barrier()
+    start.record()
+    for copy, stream in zip(copies, streams, strict=False):
+        stream.wait_event(start)
+        with torch.cuda.stream(stream):
+            for _ in range(_COPIES):
+                copy()
+        torch.cuda.current_stream().wait_stream(stream)
+    end.record()
+    end.synchronize()
+    milliseconds: float = start.elapsed_time(end)
+    return _COPIES * nbytes / milliseconds / 1e6

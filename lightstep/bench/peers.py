@@ -1,0 +1,114 @@
+"""Peers written by hand with what torch has: state on the GPU, and AdamW on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightstep.bench.contender import ADAMW, MAX_NORM, Contender, Setup, clip_coefficient, total_norm
+from lightstep.bench.lane import Lane, pinned_like, synchronize
+
+
+class TorchResident(Contender):
+    """The loop that everybody writes: fp32 masters, `clip_grad_norm_`, `AdamW(fused=True)`, copy back."""
+
+    name = "torch"
+    about = "by hand: bf16 gradients cast to fp32, clip_grad_norm_, AdamW(fused=True), copy; all state on the device"
+
+    def __init__(self, setup: Setup) -> None:
+        self._weights = [parameter.detach() for parameter in setup.stack().parameters()]
+        self._masters = [torch.nn.Parameter(weight.float()) for weight in self._weights]
+        self._optimizer = torch.optim.AdamW(self._masters, fused=True, **ADAMW)
+
+    def step(self, gradients: Sequence[Tensor]) -> None:
+        for master, gradient in zip(self._masters, gradients, strict=True):
+            master.grad = gradient.float()
+        torch.nn.utils.clip_grad_norm_(self._masters, MAX_NORM)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        with torch.no_grad():
+            torch._foreach_copy_(self._weights, [master.detach() for master in self._masters])
+
+    def weights(self) -> list[Tensor]:
+        return self._weights
+
+
+class TorchResidentFloatGradients(TorchResident):
+    """The same when the gradients already are fp32 (`float()` then copies nothing)."""
+
+    name = "torch-fp32-grads"
+    about = "the same loop given fp32 gradients"
+    gradient_dtype = torch.float32
+
+
+@dataclass(eq=False)
+class HostSlot:
+    """One parameter's buffers on the host."""
+
+    gradient: Tensor  # bf16, page-locked
+    weight: Tensor  # bf16, page-locked
+    master: torch.nn.Parameter  # fp32
+    optimizer: torch.optim.Optimizer
+
+
+class CpuAdamW(Contender):
+    """Gradients to the host, fused AdamW there on each tensor as it arrives, weights back; page-locked copies."""
+
+    name = "cpu-adamw"
+    about = "torch's fused CPU AdamW, gradients and weights sent per tensor from page-locked memory, overlapped"
+
+    def __init__(self, setup: Setup) -> None:
+        self._weights = [parameter.detach() for parameter in setup.stack().parameters()]
+        self._lanes = Lane(setup.device), Lane(setup.device)
+        self._slots = [self._slot(weight) for weight in self._weights]
+        self._scratch = torch.empty(max(weight.numel() for weight in self._weights))
+        self._coefficient = pinned_like(torch.empty((), device=setup.device))
+
+    def _slot(self, weight: Tensor) -> HostSlot:
+        master = torch.nn.Parameter(weight.cpu().float())
+        return HostSlot(pinned_like(weight), pinned_like(weight), master, self.make_optimizer([master]))
+
+    def make_optimizer(self, masters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(masters, fused=True, **ADAMW)
+
+    def step(self, gradients: Sequence[Tensor]) -> None:
+        to_host, to_device = self._lanes
+        self._coefficient.copy_(clip_coefficient(total_norm(gradients)), non_blocking=True)
+        to_host.follow()
+        arrivals = [self._fetch(slot, gradient) for slot, gradient in zip(self._slots, gradients, strict=True)]
+        for slot, weight, arrival in zip(self._slots, self._weights, arrivals, strict=True):
+            synchronize(arrival)
+            self._update(slot)
+            with to_device.queue():
+                weight.copy_(slot.weight, non_blocking=True)
+        to_device.join()
+
+    def _fetch(self, slot: HostSlot, gradient: Tensor) -> torch.cuda.Event | None:
+        with self._lanes[0].queue():
+            slot.gradient.copy_(gradient, non_blocking=True)
+        return self._lanes[0].mark()
+
+    @torch.no_grad()
+    def _update(self, slot: HostSlot) -> None:
+        # One fp32 scratch for all tensors: fused AdamW refuses an fp32 parameter with a bf16 gradient.
+        slot.master.grad = self._scratch[: slot.master.numel()].view_as(slot.master).copy_(slot.gradient)
+        self.apply(slot)
+        slot.master.grad = None
+        slot.weight.copy_(slot.master)
+
+    def apply(self, slot: HostSlot) -> None:
+        # The fused kernel divides by `grad_scale`: no extra pass to clip.
+        slot.optimizer.grad_scale = 1.0 / self._coefficient  # type: ignore[attr-defined]
+        slot.optimizer.step()
+
+    def weights(self) -> list[Tensor]:
+        return self._weights
+
+    def host_tensors(self) -> list[Tensor]:
+        entries = [value for slot in self._slots for value in slot.optimizer.state[slot.master].values()]
+        state = [value for value in entries if torch.is_tensor(value)]
+        slots = [t for slot in self._slots for t in (slot.gradient, slot.weight, slot.master.detach())]
+        return [*slots, *state, self._scratch]

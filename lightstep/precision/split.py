@@ -1,0 +1,250 @@
+"""An fp32 master as the bf16 weight on the device, 16 low bits, and one bit more.
+
+The bf16 weight is the master rounded to nearest even. Where rounding went down, the weight is the master's upper half;
+where it went up, the upper half plus one. So ``(weight, low half, went up)`` is the master exactly, and the third is
+needed: low bits ``0x8000`` with an even weight belong to two masters. It is kept where a bit is free, in the sign of
+a second moment that is never negative (Adam's ``exp_avg_sq``), or else in a bitmap.
+
+The rule covers all 2^32 bit patterns: ±0, denormals, and finite masters that round to infinity are the same addition.
+A NaN is truncated instead, and counted as rounded up (by one, which leaves a NaN) when its upper half alone would read
+as infinity. Only the NaN's payload in the bf16 weight is then another one than ``param.copy_(master)`` writes.
+
+fp16 parameters cannot be split this way: their exponent is shorter.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+__all__ = ["Splitter"]
+
+logger = logging.getLogger(__name__)
+
+_CHUNK = 1 << 18  # elements per pass: the scratch stays small, and in cache; a multiple of 8 for the bitmap
+_GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)  # 2^64 / golden ratio, as int64: spreads positions over 64 bits
+_POSITION_SHIFT = 17
+
+
+class Splitter:
+    """Splits and joins masters of one device; flat contiguous tensors, everything written in place.
+
+    Shapes are ``[n]`` throughout; ``extra`` is either the fp32 second moment (``[n]``, its signs carry the bits) or a
+    uint8 bitmap (``[ceil(n / 8)]``). On CUDA one fused Triton kernel does each direction, after it has been checked
+    against the torch version on this very device; without it, or should it differ, the torch version stays.
+
+    Nothing is allocated after the first call.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._scratch: _Scratch | None = None
+        self._fused = _checked_twin(device) if device.type == "cuda" else None
+
+    def nbytes(self) -> int:
+        """Bytes of scratch held on the device."""
+        return 0 if self._scratch is None else self._scratch.nbytes
+
+    def split(self, master: Tensor, weight: Tensor, low: Tensor, extra: Tensor) -> None:
+        """Write ``master`` (fp32) to ``weight`` (bf16), ``low`` (int16) and the bits of ``extra``.
+
+        A sign-carrying ``extra`` keeps its magnitudes; its signs before do not matter (it is never negative).
+        """
+        if self._fused is not None:
+            self._fused.split(master, weight, low, extra)
+            return
+        for a, b in _chunks(master.numel()):
+            _split(master[a:b], weight[a:b], low[a:b], _part_of(extra, a, b), self._room(b - a))
+
+    def join(self, weight: Tensor, low: Tensor, extra: Tensor, master: Tensor) -> None:
+        """Write the fp32 ``master`` that :meth:`split` was given; clears the signs of a sign-carrying ``extra``."""
+        if self._fused is not None:
+            self._fused.join(weight, low, extra, master)
+            return
+        for a, b in _chunks(master.numel()):
+            _join(weight[a:b], low[a:b], _part_of(extra, a, b), master[a:b], self._room(b - a))
+
+    def fingerprint(self, weight: Tensor, out: Tensor) -> None:
+        """Write a 64-bit sum over ``weight`` (16-bit, ``[n]``) that depends on values and places to ``out`` (int64, 0-dim).
+
+        A master cannot show that somebody else wrote to the weight, since the weight is its upper half; this can.
+        """
+        out.zero_()
+        if self._fused is not None:
+            self._fused.fingerprint(weight, out)
+            return
+        for a, b in _chunks(weight.numel()):
+            _add_fingerprint(weight[a:b], a, out, self._room(b - a))
+
+    def _room(self, n: int) -> _Scratch:
+        if self._scratch is None or self._scratch.a.numel() < n:
+            self._scratch = _Scratch(n, self.device)
+        return self._scratch
+
+
+class _Scratch:
+    """Working memory of the torch version. Operands are brought to one dtype here: mixed ones would allocate."""
+
+    def __init__(self, n: int, device: torch.device) -> None:
+        n = min(_CHUNK, -(-n // 8) * 8)
+        self.a, self.b, self.c = (torch.empty(n, dtype=torch.int32, device=device) for _ in range(3))
+        self.flag = torch.empty(n, dtype=torch.bool, device=device)
+        self.product, self.codes = (torch.empty(n, dtype=torch.int64, device=device) for _ in range(2))
+        self.places = torch.arange(n, dtype=torch.int64, device=device).mul_(_GOLDEN)
+        self.total = torch.empty((), dtype=torch.int64, device=device)
+        self.nbytes = n * (3 * 4 + 1 + 3 * 8) + 8
+
+
+def _chunks(n: int) -> list[tuple[int, int]]:
+    return [(start, min(start + _CHUNK, n)) for start in range(0, n, _CHUNK)]
+
+
+def _part_of(extra: Tensor, a: int, b: int) -> Tensor:
+    return extra[a // 8 : -(-b // 8)] if extra.dtype == torch.uint8 else extra[a:b]
+
+
+def _split(master: Tensor, weight: Tensor, low: Tensor, extra: Tensor, room: _Scratch) -> None:
+    n = master.numel()
+    bits, upper, code = master.view(torch.int32), room.a[:n], room.b[:n]
+    low.copy_(bits)  # int32 → int16 keeps the low half
+    torch.bitwise_right_shift(bits, 16, out=upper)
+    # Round to nearest even: add half a unit, or a hair less when the upper half is even.
+    torch.bitwise_and(upper, 1, out=code)
+    code.add_(bits).add_(0x7FFF).bitwise_right_shift_(16)
+    _truncate_nan(master, upper, code, room)
+    weight.view(torch.int16).copy_(code)
+    _store_bits(code.sub_(upper), extra, room)
+
+
+def _truncate_nan(master: Tensor, upper: Tensor, code: Tensor, room: _Scratch) -> None:
+    n = master.numel()
+    kept, flag = room.c[:n], room.flag[:n]
+    torch.bitwise_and(upper, 0x7F, out=kept)
+    torch.eq(kept, 0, out=flag)  # the payload is in the low half alone
+    kept.copy_(flag)
+    kept.add_(upper)
+    torch.ne(master, master, out=flag)
+    torch.where(flag, kept, code, out=code)
+
+
+def _join(weight: Tensor, low: Tensor, extra: Tensor, master: Tensor, room: _Scratch) -> None:
+    n = master.numel()
+    bits, upper = master.view(torch.int32), room.a[:n]
+    upper.copy_(weight.view(torch.int16))
+    upper.sub_(_take_bits(extra, n, room)).bitwise_left_shift_(16)
+    bits.copy_(low)
+    bits.bitwise_and_(0xFFFF).bitwise_or_(upper)
+
+
+def _store_bits(ones: Tensor, extra: Tensor, room: _Scratch) -> None:
+    """``ones`` (int32 0/1, the front of ``room.b``) into the signs or the bitmap of ``extra``."""
+    n = ones.numel()
+    if extra.dtype != torch.uint8:
+        extra.view(torch.int32).bitwise_and_(0x7FFFFFFF).bitwise_or_(ones.bitwise_left_shift_(31))
+        return
+    columns, byte = room.b[: extra.numel() * 8].view(-1, 8), room.a[: extra.numel()]
+    room.b[n : extra.numel() * 8].zero_()
+    byte.copy_(columns[:, 0])
+    for bit in range(1, 8):
+        byte.add_(columns[:, bit], alpha=1 << bit)
+    extra.copy_(byte)
+
+
+def _take_bits(extra: Tensor, n: int, room: _Scratch) -> Tensor:
+    """The bits of ``extra`` as int32 0/1 in ``room.b``; signs are cleared on the way."""
+    ones = room.b[:n]
+    if extra.dtype != torch.uint8:
+        torch.bitwise_right_shift(extra.view(torch.int32), 31, out=ones)
+        extra.view(torch.int32).bitwise_and_(0x7FFFFFFF)
+        return ones.bitwise_and_(1)
+    columns, byte = room.b[: extra.numel() * 8].view(-1, 8), room.c[: extra.numel()]
+    byte.copy_(extra)
+    for bit in range(8):
+        torch.bitwise_right_shift(byte, bit, out=columns[:, bit])
+    return ones.bitwise_and_(1)
+
+
+def _add_fingerprint(weight: Tensor, start: int, out: Tensor, room: _Scratch) -> None:
+    """Add Σ code · odd(place) mod 2^64, with ``odd(i) = (i · golden >> 17) | 1``."""
+    product, codes = room.product[: weight.numel()], room.codes[: weight.numel()]
+    codes.copy_(weight.view(torch.int16))
+    torch.add(room.places[: weight.numel()], _wrap(start * _GOLDEN), out=product)
+    product.bitwise_right_shift_(_POSITION_SHIFT).bitwise_or_(1).mul_(codes)
+    out.add_(torch.sum(product, dim=0, out=room.total))
+
+
+def _wrap(value: int) -> int:
+    """``value`` modulo 2^64, as a signed 64-bit number."""
+    return (value + (1 << 63)) % (1 << 64) - (1 << 63)
+
+
+@functools.cache
+def _checked_twin(device: torch.device) -> ModuleType | None:
+    """The fused kernels, once they have given the torch version's bits on this device."""
+    try:
+        from lightstep.precision import split_triton
+
+        if split_triton.available and _agrees(split_triton, device):
+            return split_triton
+        reason = "they differ from the torch version" if split_triton.available else "Triton is not installed"
+    except Exception as error:  # a compiler or driver that fails in its own way: the torch version works
+        reason = f"{type(error).__name__}: {error}"
+    logger.warning("masters are split by plain torch operations on %s, not by fused kernels (%s)", device, reason)
+    return None
+
+
+def _agrees(twin: ModuleType, device: torch.device) -> bool:
+    """Whether split, join and fingerprint of ``twin`` equal the torch version's, bit for bit, on every kind of number."""
+    master = probe_masters(device)
+    n = master.numel()
+    for extra in (torch.rand(n, device=device), torch.zeros(-(-n // 8), dtype=torch.uint8, device=device)):
+        expected, found = (_round_trip(one, master, extra.clone()) for one in (_plain(device), twin))
+        if not all(torch.equal(x, y) for x, y in zip(expected, found, strict=True)):
+            return False
+    return True
+
+
+def _plain(device: torch.device) -> Splitter:
+    splitter = Splitter.__new__(Splitter)
+    splitter.device, splitter._scratch, splitter._fused = device, None, None
+    return splitter
+
+
+def _round_trip(splitter: Splitter | ModuleType, master: Tensor, extra: Tensor) -> list[Tensor]:
+    n, device = master.numel(), master.device
+    weight, low = torch.empty(n, dtype=torch.bfloat16, device=device), torch.empty(n, dtype=torch.int16, device=device)
+    back, mark = torch.empty_like(master), torch.zeros((), dtype=torch.int64, device=device)
+    splitter.split(master, weight, low, extra)
+    stored = extra.clone()
+    splitter.fingerprint(weight, mark)
+    splitter.join(weight, low, extra, back)
+    return [
+        weight.view(torch.int16),
+        low,
+        stored.view(torch.uint8),
+        extra.view(torch.uint8),
+        back.view(torch.int32),
+        mark,
+    ]
+
+
+def probe_masters(device: torch.device) -> Tensor:
+    """fp32 numbers of every kind (``[n]``, n odd): around each tie, zero, denormal, infinity and NaN, and random bits."""
+    exponents = [0, 1, 2, 126, 127, 253, 254, 255]
+    uppers = {(e << 7) | m for e in exponents for m in (0, 1, 2, 0x3F, 0x40, 0x7E, 0x7F)}
+    uppers |= {upper | 0x8000 for upper in uppers}
+    lows = [0, 1, 2, 0x3FFF, 0x7FFE, 0x7FFF, 0x8000, 0x8001, 0x8002, 0xC000, 0xFFFE, 0xFFFF]
+    edges = torch.tensor(
+        [_as_int32((upper << 16) | low) for upper in sorted(uppers) for low in lows], dtype=torch.int32
+    )
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.randint(-(2**31), 2**31, (_CHUNK + 4099 - edges.numel() % 2,), generator=generator).to(torch.int32)
+    return torch.cat([edges, noise]).to(device).view(torch.float32)
+
+
+def _as_int32(bits: int) -> int:
+    return bits - (1 << 32) if bits >= 1 << 31 else bits

@@ -1,0 +1,96 @@
+"""The fused twins of :class:`~lightstep.precision.split.Splitter`: one kernel for each direction.
+
+Used only where they gave the torch version's bits on the spot. ``available`` is False without Triton.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:
+    triton = None
+
+available = triton is not None
+_BLOCK = 2048
+
+
+def split(master: Tensor, weight: Tensor, low: Tensor, extra: Tensor) -> None:
+    """See :meth:`Splitter.split`."""
+    arguments = (master.view(torch.int32), weight.view(torch.int16), low, _bits_of(extra))
+    _launch(_split_kernel, master.numel(), arguments, BITMAP=extra.dtype == torch.uint8)
+
+
+def join(weight: Tensor, low: Tensor, extra: Tensor, master: Tensor) -> None:
+    """See :meth:`Splitter.join`."""
+    arguments = (weight.view(torch.int16), low, _bits_of(extra), master.view(torch.int32))
+    _launch(_join_kernel, master.numel(), arguments, BITMAP=extra.dtype == torch.uint8)
+
+
+def fingerprint(weight: Tensor, out: Tensor) -> None:
+    """Add the sum of :meth:`Splitter.fingerprint` to ``out``."""
+    _launch(_fingerprint_kernel, weight.numel(), (weight.view(torch.int16), out))
+
+
+def _bits_of(extra: Tensor) -> Tensor:
+    return extra if extra.dtype == torch.uint8 else extra.view(torch.int32)
+
+
+def _launch(kernel: Any, n: int, arguments: tuple[Tensor, ...], **constants: Any) -> None:
+    if n == 0:
+        return
+    with torch.cuda.device_of(arguments[0]):  # Triton launches on the current device; nothing to do on the CPU
+        kernel[(triton.cdiv(n, _BLOCK),)](*arguments, n, BLOCK=_BLOCK, **constants)
+
+
+if available:
+
+    @triton.jit(do_not_specialize=["n"])
+    def _split_kernel(master, weight, low, extra, n, BITMAP: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+        first = tl.program_id(0).to(tl.int64) * BLOCK
+        place = first + tl.arange(0, BLOCK)
+        inside = place < n
+        bits = tl.load(master + place, mask=inside, other=0)
+        upper = bits >> 16
+        rounded = (bits + 0x7FFF + (upper & 1)) >> 16
+        truncated = upper + ((upper & 0x7F) == 0).to(tl.int32)
+        is_nan = (bits & 0x7FFFFFFF) > 0x7F800000
+        code = tl.where(is_nan, truncated, rounded)
+        tl.store(weight + place, code.to(tl.int16), mask=inside)
+        tl.store(low + place, bits.to(tl.int16), mask=inside)
+        went_up = (code - upper) & 1
+        if BITMAP:
+            columns = tl.reshape(went_up, (BLOCK // 8, 8)) << tl.arange(0, 8)[None, :]
+            byte_place = first // 8 + tl.arange(0, BLOCK // 8)
+            tl.store(extra + byte_place, tl.sum(columns, axis=1).to(tl.uint8), mask=byte_place < (n + 7) // 8)
+        else:
+            moment = tl.load(extra + place, mask=inside, other=0)
+            tl.store(extra + place, (moment & 0x7FFFFFFF) | (went_up << 31), mask=inside)
+
+    @triton.jit(do_not_specialize=["n"])
+    def _join_kernel(weight, low, extra, master, n, BITMAP: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+        place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        inside = place < n
+        code = tl.load(weight + place, mask=inside, other=0).to(tl.int32)
+        lower = tl.load(low + place, mask=inside, other=0).to(tl.int32) & 0xFFFF
+        if BITMAP:
+            byte = tl.load(extra + place // 8, mask=inside, other=0).to(tl.int32)
+            went_up = (byte >> (place % 8).to(tl.int32)) & 1
+        else:
+            moment = tl.load(extra + place, mask=inside, other=0)
+            went_up = (moment >> 31) & 1
+            tl.store(extra + place, moment & 0x7FFFFFFF, mask=inside)
+        tl.store(master + place, ((code - went_up) << 16) | lower, mask=inside)
+
+    @triton.jit(do_not_specialize=["n"])
+    def _fingerprint_kernel(weight, out, n, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+        place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        code = tl.load(weight + place, mask=place < n, other=0).to(tl.int64)
+        # The constants of split.py (_GOLDEN, _POSITION_SHIFT): a kernel reads no globals.
+        odd = ((place * -7046029254386353131) >> 17) | 1
+        tl.atomic_add(out, tl.sum(code * odd, axis=0))

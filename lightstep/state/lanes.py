@@ -1,0 +1,311 @@
+"""Three lanes of ordered work: host→device copies, compute, device→host copies.
+
+A lane does what it is given in the order it was given. Across lanes only events order anything: ``record`` marks a place
+in one lane, ``wait`` holds another back until that place is reached, and the host never waits. On an accelerator a lane is
+a stream, and jobs are queued by the calling thread. On the CPU a lane is a thread with the same rules, so that whatever
+is ordered wrongly there is ordered wrongly here.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+__all__ = ["COMPUTE", "DEVICE_TO_HOST", "HOST_TO_DEVICE", "Lane", "LaneError", "Lanes"]
+
+HOST_TO_DEVICE = "host_to_device"
+COMPUTE = "compute"
+DEVICE_TO_HOST = "device_to_host"
+
+Event = Any  # torch.Event, or ThreadEvent on the CPU: made by `Lanes.event()`
+Delay = Callable[[str], None]
+
+
+class LaneError(RuntimeError):
+    """A job in a lane failed (its exception is the cause), or lanes are used after such a failure."""
+
+
+class Lane(ABC):
+    """Work that runs in the order it is submitted."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    @abstractmethod
+    def run(self, job: Callable[[], object], label: str = "") -> None:
+        """Submit ``job``; ``label`` names it in errors."""
+
+    @abstractmethod
+    def record(self, event: Event) -> Event:
+        """Mark this place in the lane; an earlier mark of the same event no longer counts for waits made from now on."""
+
+    @abstractmethod
+    def wait(self, event: Event) -> None:
+        """What is submitted from now on starts after the event's latest mark; nothing for an event without one."""
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """The calling thread waits until all submitted work is done."""
+
+
+class Lanes:
+    """The three lanes of one device, made once and kept.
+
+    ``delay`` is for tests: called with the lane's name in front of every job, in that lane.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.delay: Delay | None = None
+        self._fate = _Fate()
+        self.host_to_device, self.compute, self.device_to_host = (
+            self._lane(name) for name in (HOST_TO_DEVICE, COMPUTE, DEVICE_TO_HOST)
+        )
+
+    def _lane(self, name: str) -> Lane:
+        if self.device.type == "cpu":
+            return ThreadLane(name, self)
+        return StreamLane(name, torch.Stream(self.device), self)
+
+    def event(self) -> Event:
+        """A new event for this device's lanes. Events are meant to be kept and recorded again."""
+        return self._fate.event() if self.device.type == "cpu" else torch.Event(self.device)
+
+    def caller(self) -> Lane:
+        """What the calling thread does itself, as a lane: its current stream; on the CPU the thread, which really waits."""
+        if self.device.type == "cpu":
+            return CallerLane(COMPUTE, self)
+        return CallerStream(COMPUTE, torch.accelerator.current_stream(self.device), self)
+
+    def synchronize(self) -> None:
+        """Wait for everything in all lanes; raises what failed there."""
+        for lane in self._all():
+            lane.synchronize()
+        self.check()
+
+    def check(self) -> None:
+        """Raise the failure of a job if there was one; once itself, and from then on as a refusal."""
+        self._fate.check()
+
+    @property
+    def failed(self) -> bool:
+        return self._fate.error is not None
+
+    def reset(self) -> None:
+        """Forget a failure, and everything that was still waiting behind it."""
+        for lane in self._all():
+            lane.synchronize()
+        self._fate.reset()
+
+    def close(self) -> None:
+        """Finish what is submitted and end the lanes' threads."""
+        for lane in self._all():
+            lane.synchronize()
+            if isinstance(lane, ThreadLane):
+                lane.close()
+
+    def _all(self) -> tuple[Lane, Lane, Lane]:
+        return self.host_to_device, self.compute, self.device_to_host
+
+
+class StreamLane(Lane):
+    """A stream of an accelerator. Jobs are queued by the calling thread and raise there."""
+
+    def __init__(self, name: str, stream: torch.Stream, lanes: Lanes) -> None:
+        super().__init__(name)
+        self.stream = stream
+        self._lanes = lanes
+
+    def run(self, job: Callable[[], object], label: str = "") -> None:
+        self._lanes.check()
+        try:
+            with self.stream:
+                if self._lanes.delay is not None:
+                    self._lanes.delay(self.name)
+                job()
+        except Exception as error:
+            self._lanes._fate.fail(self.name, label, error)
+            self._lanes.check()
+
+    def record(self, event: Event) -> Event:
+        self.stream.record_event(event)
+        return event
+
+    def wait(self, event: Event) -> None:
+        self.stream.wait_event(event)
+
+    def synchronize(self) -> None:
+        self.stream.synchronize()
+
+
+class CallerStream(StreamLane):
+    """The calling thread's current stream: what fails is the caller's own and stops no lane."""
+
+    def run(self, job: Callable[[], object], label: str = "") -> None:
+        self._lanes.check()
+        if self._lanes.delay is not None:
+            self._lanes.delay(self.name)
+        job()
+
+    def synchronize(self) -> None:
+        self._lanes.check()
+        super().synchronize()
+
+
+class ThreadEvent:
+    """A mark in a thread's work, with the meaning of a stream's event: each wait is for the latest mark made before it."""
+
+    def __init__(self, fate: _Fate) -> None:
+        self._fate = fate
+        self.marks = 0  # made so far
+        self.reached = 0  # of them
+
+    def reach(self, mark: int) -> None:
+        with self._fate.changed:
+            self.reached = max(self.reached, mark)
+            self._fate.changed.notify_all()
+
+    def hold(self, mark: int) -> None:
+        """Block the calling thread until ``mark`` is reached, or a lane has failed."""
+        with self._fate.changed:
+            self._fate.changed.wait_for(lambda: self.reached >= mark or self._fate.error is not None)
+
+    def synchronize(self) -> None:
+        """As ``torch.Event.synchronize``."""
+        self.hold(self.marks)
+        self._fate.check()
+
+
+class _Fate:
+    """What lanes of threads share: whether one has failed, and the condition on which they all wait."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.error: LaneError | None = None
+        self._raised = False
+        self._events: weakref.WeakSet[ThreadEvent] = weakref.WeakSet()
+
+    def event(self) -> ThreadEvent:
+        event = ThreadEvent(self)
+        self._events.add(event)
+        return event
+
+    def fail(self, lane: str, label: str, cause: BaseException) -> None:
+        with self.changed:
+            if self.error is None:
+                what = f"{label} failed" if label else "a job failed"
+                self.error = LaneError(f"{what} in the {lane} lane: {type(cause).__name__}: {cause}")
+                self.error.__cause__ = cause
+            self.changed.notify_all()
+
+    def check(self) -> None:
+        if self.error is None:
+            return
+        if self._raised:
+            raise LaneError(f"the lanes stopped because {self.error}; load a checkpoint to go on")
+        self._raised = True
+        raise self.error
+
+    def reset(self) -> None:
+        with self.changed:
+            self.error, self._raised = None, False
+            for event in self._events:
+                event.reached = event.marks
+
+
+class CallerLane(Lane):
+    """The calling thread on the CPU: jobs run at once, waits block it."""
+
+    def __init__(self, name: str, lanes: Lanes) -> None:
+        super().__init__(name)
+        self._lanes = lanes
+
+    def run(self, job: Callable[[], object], label: str = "") -> None:
+        self._lanes.check()
+        if self._lanes.delay is not None:
+            self._lanes.delay(self.name)
+        job()
+
+    def record(self, event: Event) -> Event:
+        event.marks += 1
+        event.reach(event.marks)
+        return event
+
+    def wait(self, event: Event) -> None:
+        event.hold(event.marks)
+        self._lanes.check()
+
+    def synchronize(self) -> None:
+        self._lanes.check()
+
+
+class ThreadLane(Lane):
+    """A thread on the CPU that does its jobs in order; after a failure in any lane the rest is dropped."""
+
+    def __init__(self, name: str, lanes: Lanes) -> None:
+        super().__init__(name)
+        self._lanes = weakref.proxy(lanes)
+        self._fate = lanes._fate
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        arguments = (self._jobs, self._fate, name)
+        # Started with nothing that refers to this lane, so that a forgotten lane is collected and its thread ends.
+        self._thread = threading.Thread(target=_work, args=arguments, name=f"lightstep-{name}", daemon=True)
+        self._thread.start()
+        self._finalizer = weakref.finalize(self, self._jobs.put, None)
+
+    def run(self, job: Callable[[], object], label: str = "") -> None:
+        self._lanes.check()
+        delay, name = self._lanes.delay, self.name
+        if delay is None:
+            self._jobs.put(_Job(job, label))
+        else:
+            self._jobs.put(_Job(lambda: (delay(name), job()), label))
+
+    def record(self, event: Event) -> Event:
+        event.marks += 1
+        mark = event.marks
+        self._jobs.put(_Job(lambda: event.reach(mark)))
+        return event
+
+    def wait(self, event: Event) -> None:
+        mark = event.marks
+        self._jobs.put(_Job(lambda: event.hold(mark)))
+
+    def synchronize(self) -> None:
+        if threading.current_thread() is self._thread or not self._thread.is_alive():
+            return
+        done = threading.Event()
+        self._jobs.put(_Job(done.set, always=True))
+        done.wait()
+
+    def close(self) -> None:
+        self._finalizer()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+
+class _Job:
+    """One thing for a lane's thread to do; ``always``: also after a failure."""
+
+    __slots__ = ("always", "do", "label")
+
+    def __init__(self, do: Callable[[], object], label: str = "", always: bool = False) -> None:
+        self.do, self.label, self.always = do, label, always
+
+
+def _work(jobs: queue.SimpleQueue[_Job | None], fate: _Fate, name: str) -> None:
+    """The body of a lane's thread."""
+    while (job := jobs.get()) is not None:
+        if fate.error is not None and not job.always:
+            continue
+        try:
+            job.do()
+        except BaseException as error:
+            fate.fail(name, job.label, error)
+        del job  # a job refers to whoever submitted it, who may be waiting to be collected

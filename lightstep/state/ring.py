@@ -1,0 +1,147 @@
+"""The ring: a few device buffers through which the records of all units pass, fetched ahead and written back behind.
+
+The host only submits. What may touch a slot when is said by three events per slot: ``staged`` (host→device), ``updated``
+(compute) and ``drained`` (device→host). A slot is refilled as soon as it is drained, for the next step too.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from lightstep.state.lanes import Lanes
+from lightstep.state.records import Record
+
+__all__ = ["Ring", "Slot"]
+
+
+class Slot:
+    """One device buffer and the events that order its use."""
+
+    def __init__(self, nbytes: int, lanes: Lanes) -> None:
+        self.buffer = torch.empty(nbytes, dtype=torch.uint8, device=lanes.device)
+        self.staged, self.updated, self.drained = lanes.event(), lanes.event(), lanes.event()
+
+
+class Ring:
+    """``count`` slots of ``slot_bytes``. One unit at a time is out of the ring: taken, and not yet given back.
+
+    Raises:
+        torch.OutOfMemoryError: the device has no room for it.
+    """
+
+    def __init__(self, lanes: Lanes, count: int, slot_bytes: int) -> None:
+        self._lanes = lanes
+        self._staged: deque[tuple[Record, Slot]] = deque()
+        self._upcoming: deque[Record] = deque()
+        self._free: deque[Slot] = deque()
+        self.slots: list[Slot] = []
+        self._make_slots(count, slot_bytes)
+
+    def _make_slots(self, count: int, slot_bytes: int) -> None:
+        """New slots in place of the old ones; nothing may be under way on the device."""
+        self._free.clear()
+        self.slots.clear()
+        self.slot_bytes = slot_bytes
+        try:
+            self.slots.extend(Slot(slot_bytes, self._lanes) for _ in range(count))
+        except torch.OutOfMemoryError as error:
+            raise torch.OutOfMemoryError(
+                f"no room on {self._lanes.device} for a ring of {count} × {slot_bytes / 2**20:.0f} MiB; "
+                "lower optimizer_state.ring_mib"
+            ) from error
+        self._order_after_allocation()
+        self._free.extend(self.slots)
+
+    def nbytes(self) -> int:
+        return sum(slot.buffer.nbytes for slot in self.slots)
+
+    def staged(self) -> list[Record]:
+        """The records that are fetched or being fetched, next one first."""
+        return [record for record, _ in self._staged]
+
+    def expect(self, records: Sequence[Record]) -> None:
+        """These will be taken next, in this order: fetch as many as there are free slots."""
+        ahead = self.staged()
+        if ahead != list(records[: len(ahead)]):
+            self.drop()
+            ahead = []
+        self._upcoming = deque(records[len(ahead) :])
+        self._fill()
+
+    def take(self, record: Record) -> Slot:
+        """The slot with ``record``, ready for what the caller does next (on its current stream or thread)."""
+        self._lanes.check()
+        if not self._staged or self._staged[0][0] is not record:
+            self.drop()
+            if record in self._upcoming:
+                self._upcoming.remove(record)
+            self._stage(record, self._free.popleft())
+        _, slot = self._staged.popleft()
+        caller = self._lanes.caller()
+        caller.wait(slot.staged)
+        caller.wait(slot.drained)
+        return slot
+
+    def grow(self, count: int, slot_bytes: int) -> Slot:
+        """Larger slots, while one is taken: what stood in the old ones is gone. Returns the new slot to go on with."""
+        self.drop()
+        self._make_slots(count, slot_bytes)
+        return self._free.popleft()
+
+    def write_back(self, slot: Slot, record: Record) -> None:
+        """The caller has updated what is in ``slot``: copy it to the host behind that, and refill the slot behind the copy."""
+        caller, lane = self._lanes.caller(), self._lanes.device_to_host
+        caller.record(slot.updated)
+        source, target = slot.buffer[: record.nbytes], record.bytes
+        lane.wait(slot.updated)
+        if target is not None:
+            lane.run(lambda: target.copy_(source, non_blocking=True), f"writing back {record.unit.label}")
+        record.landed = lane.record(slot.drained)
+        self._give_back(slot)
+
+    def discard(self, slot: Slot) -> None:
+        """Nothing in ``slot`` was changed: refill it once the caller is done reading."""
+        self._lanes.caller().record(slot.updated)
+        self._give_back(slot)
+
+    def drop(self) -> None:
+        """Forget what is fetched (the records were edited, or others are needed); it stands in line again."""
+        while self._staged:
+            record, slot = self._staged.pop()
+            self._upcoming.appendleft(record)
+            self._free.append(slot)
+
+    def reset(self) -> None:
+        """After a failure: every slot is free, nothing is expected."""
+        self._free, self._staged, self._upcoming = deque(self.slots), deque(), deque()
+
+    def _give_back(self, slot: Slot) -> None:
+        self._free.append(slot)
+        self._fill()
+
+    def _fill(self) -> None:
+        while self._free and self._upcoming:
+            self._stage(self._upcoming.popleft(), self._free.popleft())
+
+    def _stage(self, record: Record, slot: Slot) -> None:
+        """Queue the copy of ``record`` into ``slot``: after the slot's last user and the record's last write."""
+        lane = self._lanes.host_to_device
+        source, target = record.bytes, slot.buffer[: record.nbytes]
+        if source is not None:
+            for event in (slot.updated, slot.drained, record.landed):
+                if event is not None:
+                    lane.wait(event)
+            lane.run(lambda: target.copy_(source, non_blocking=True), f"fetching {record.unit.label}")
+            lane.record(slot.staged)
+        self._staged.append((record, slot))
+
+    def _order_after_allocation(self) -> None:
+        """Fresh device memory may still be read by what was queued when its last owner let go of it."""
+        allocated: Any = self._lanes.event()
+        self._lanes.caller().record(allocated)
+        for lane in (self._lanes.host_to_device, self._lanes.compute, self._lanes.device_to_host):
+            lane.wait(allocated)

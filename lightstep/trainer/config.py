@@ -1,0 +1,232 @@
+"""The training file's schema: frozen models, unknown keys refused. Nothing here imports torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from lightstep.config import ConfigError, StrategyConfig, describe_errors, merge_overrides
+
+DEVICES = ("cpu", "cuda")
+STDLIB = "stdlib"
+
+Count = Annotated[int, Field(ge=1)]
+CountOrZero = Annotated[int, Field(ge=0)]
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
+
+
+def _numbers(value: Any) -> Any:
+    """YAML 1.1 reads ``1e-3`` as text (it wants ``1.0e-3``); people mean the number."""
+    if isinstance(value, Mapping):
+        return {key: _numbers(entry) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [_numbers(entry) for entry in value]
+    if isinstance(value, str):
+        try:
+            return float(value)
+        except ValueError:
+            return value
+    return value
+
+
+Arguments = Annotated[dict[str, Any], BeforeValidator(_numbers)]
+
+
+class Model(_Frozen):
+    """What is trained: a new model, or one from a folder. A plain string is ``path``."""
+
+    config: dict[str, Any] | None = None
+    """Of a new byte-level model: ``model_type`` and the keys of its transformers configuration."""
+    path: str | None = None
+    """A local Hugging Face folder with weights and tokenizer."""
+
+    @model_validator(mode="after")
+    def _one(self) -> Model:
+        if (self.config is None) == (self.path is None):
+            raise ValueError("give either config (a new model) or path (a local Hugging Face folder)")
+        if self.config is not None and not isinstance(self.config.get("model_type"), str):
+            raise ValueError("config needs model_type, for example model_type: llama")
+        return self
+
+
+class Data(_Frozen):
+    """What it is trained on. A plain string is ``path``."""
+
+    path: str = STDLIB
+    """A folder, a text file, a JSONL file, or ``stdlib``: sources and docs of the Python that runs this."""
+    text_key: str = "text"
+    """JSONL: the key that holds the text."""
+    suffixes: list[str] | None = None
+    """Folder: the file names' ends, for example ``[.py, .md]``. Default: every file that is text."""
+    validation: Annotated[float, Field(gt=0, lt=1)] = 0.05
+    """Share of the documents that is held out."""
+
+
+class Batch(_Frozen):
+    """What one optimizer step sees, over all ranks."""
+
+    sequences: Count = 8
+    length: Annotated[int, Field(ge=2)] = 256
+    """Tokens per sequence."""
+    accumulation: Count = 1
+    """Micro-batches that a step's sequences are cut into."""
+
+
+class Optimizer(_Frozen):
+    """The optimizer class, by its name in ``torch.optim`` or as ``package.module.Class``."""
+
+    name: str = "AdamW"
+    lr: Annotated[float, Field(gt=0)] = 1e-3
+    weight_decay: Annotated[float, Field(ge=0)] | None = None
+    """Left to the class when not given."""
+    arguments: Arguments = {}
+    """Further keyword arguments of the class."""
+
+
+class Scheduler(_Frozen):
+    """The learning rate over the run, as ``transformers.get_scheduler`` names it."""
+
+    name: str = "cosine"
+    warmup_steps: CountOrZero = 0
+    arguments: Arguments = {}
+    """``scheduler_specific_kwargs``, for example ``{min_lr_rate: 0.1}``."""
+
+
+class Validation(_Frozen):
+    """How the held-out text is used."""
+
+    sequences: Count = 128
+    every: CountOrZero = 0
+    """Steps between validations during the run; 0: only before and after it."""
+
+
+class Checkpoint(_Frozen):
+    """When checkpoints are written, beside the one at the end."""
+
+    every: CountOrZero = 500
+    """Steps between checkpoints; 0: only at the end."""
+    keep: Count = 2
+    """How many of the newest are kept."""
+
+
+class Sample(_Frozen):
+    """Text that the model writes at the end."""
+
+    prompts: Annotated[list[str], Field(min_length=1)] = ["def ", "import "]
+    tokens: Count = 120
+    temperature: Annotated[float, Field(gt=0)] = 0.8
+    top_k: CountOrZero = 50
+    """The most likely tokens that are drawn from; 0: all."""
+
+
+def _path_alone(value: Any) -> Any:
+    return {"path": value} if isinstance(value, str) else value
+
+
+class TrainConfig(_Frozen):
+    """Everything a training file says."""
+
+    name: Annotated[str, Field(pattern=r"^[\w][\w.\-]*$")] = "train"
+    """The run's folder in ``output``."""
+    output: Path = Path("runs")
+    seed: CountOrZero = 0
+    strategy: str | dict[str, Any] = "resident"
+    """A strategy's name, path or content; or one for each kind of device: ``{cuda: resident, cpu: fp32}``."""
+    strategy_overrides: dict[str, Any] = {}
+    """Dotted keys laid over the strategy: ``{clipping.max_norm: 0.5}``."""
+    model: Annotated[Model, BeforeValidator(_path_alone)]
+    data: Annotated[Data, BeforeValidator(_path_alone)] = Data()
+    steps: Count = 1000
+    batch: Batch = Batch()
+    optimizer: Optimizer = Optimizer()
+    scheduler: Scheduler = Scheduler()
+    validation: Validation = Validation()
+    checkpoint: Checkpoint = Checkpoint()
+    log_every: Count = 10
+    """Steps between looks at loss and norm; every step is recorded, but looking waits for the device."""
+    sample: Sample | None = Sample()
+
+    @field_validator("strategy")
+    @classmethod
+    def _every_device(cls, value: str | dict[str, Any]) -> str | dict[str, Any]:
+        if per_device(value) and set(value) != set(DEVICES):
+            raise ValueError(f"a strategy for each of {', '.join(DEVICES)} is needed")
+        return value
+
+    @property
+    def folder(self) -> Path:
+        """Where this run writes."""
+        return self.output / self.name
+
+    def strategy_for(self, device: str) -> str | dict[str, Any]:
+        """The strategy on this type of device."""
+        if isinstance(self.strategy, dict) and per_device(self.strategy):
+            return self.strategy["cpu" if device == "cpu" else "cuda"]
+        return self.strategy
+
+
+def per_device(strategy: str | Mapping[str, Any]) -> bool:
+    """Whether this is ``{cuda: ..., cpu: ...}``."""
+    return isinstance(strategy, Mapping) and bool(strategy) and set(strategy) <= set(DEVICES)
+
+
+def load_config(path: Path, strategy: str | None = None, assignments: Sequence[str] = ()) -> TrainConfig:
+    """A training file with what the command line lays over it.
+
+    Args:
+        strategy: replaces the file's strategy and its overrides.
+        assignments: ``key=value`` with dotted keys and YAML values; ``strategy.<key>`` overrides a key of the strategy.
+
+    Raises:
+        ConfigError: no such file, no valid YAML, or an unknown or wrong key; with what is allowed.
+    """
+    values = _read(path)
+    if strategy is not None:
+        values = {**values, "strategy": strategy, "strategy_overrides": {}}
+    for assignment in assignments:
+        values = _assigned(values, assignment)
+    try:
+        return TrainConfig.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError(describe_errors(error, TrainConfig, str(path))) from None
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{path} does not exist; give the path of a training file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path} holds {type(values).__name__}; a mapping of keys is needed (model:, data:, ...)")
+    return {str(key): value for key, value in values.items()}
+
+
+def _assigned(values: dict[str, Any], assignment: str) -> dict[str, Any]:
+    key, found, text = assignment.partition("=")
+    key = key.strip()
+    if not found or not key:
+        raise ConfigError(f"--set {assignment}: key=value is needed, for example --set steps=100")
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        raise ConfigError(f"--set {assignment}: {text!r} is not a valid YAML value") from None
+    head, _, rest = key.partition(".")
+    if head == "strategy" and rest and rest.split(".")[0] not in DEVICES:
+        return {**values, "strategy_overrides": {**(values.get("strategy_overrides") or {}), rest: value}}
+    if head in StrategyConfig.model_fields and head not in TrainConfig.model_fields:
+        raise ConfigError(f"--set {assignment}: {head!r} is a key of the strategy; write --set strategy.{assignment}")
+    for name in ("data", "model"):  # a plain string is the path
+        if head == name and rest and isinstance(values.get(name), str):
+            values = {**values, name: {"path": values[name]}}
+    return merge_overrides(values, {key: value})

@@ -1,0 +1,115 @@
+"""Where the text comes from: one document per file of a folder, per line of a JSONL file, or one text file."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sysconfig
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from lightstep.config import ConfigError
+from lightstep.trainer.config import STDLIB, Data
+
+STDLIB_SUFFIXES = (".py", ".pyi", ".rst", ".md", ".txt")
+_NOT_OURS = {"site-packages", "dist-packages", "__pycache__"}
+_LOOK_AT = 8192
+"""Bytes at the start of a file that tell text from anything else, as git and grep do."""
+
+
+def split_documents(data: Data) -> tuple[list[bytes], list[bytes]]:
+    """All documents for training and for validation, in a fixed order.
+
+    Which side a document is on depends on its own bytes alone: it stays there when others come and go, and copies of it
+    go with it. A single document is cut in two.
+
+    Raises:
+        ConfigError: nothing is there, or nothing that can be read.
+    """
+    documents = [document for document in _read(data) if document.strip()]
+    if not documents:
+        raise ConfigError(f"data.path {data.path} holds no text")
+    if len(documents) == 1:
+        cut = int(len(documents[0]) * (1 - data.validation))
+        return [documents[0][:cut]], [documents[0][cut:]]
+    places = [_place(document) for document in documents]
+    known = sorted(set(places))
+    if len(known) == 1:
+        raise ConfigError(f"data.path {data.path} holds only copies of one text; nothing is left to validate with")
+    edge = min(max(data.validation, known[0]), known[-2])  # both sides get something
+    training = [document for document, place in zip(documents, places, strict=True) if place > edge]
+    validation = [document for document, place in zip(documents, places, strict=True) if place <= edge]
+    return training, validation
+
+
+def check_source(data: Data) -> None:
+    """Raise :class:`ConfigError` when there is nothing at ``data.path``; reads nothing."""
+    if data.path != STDLIB and not Path(data.path).expanduser().exists():
+        raise ConfigError(
+            f"data.path {data.path} does not exist; a folder, a text file, a JSONL file or stdlib is needed"
+        )
+
+
+def _read(data: Data) -> Iterator[bytes]:
+    check_source(data)
+    if data.path == STDLIB:
+        return _folder(Path(sysconfig.get_path("stdlib")), data.suffixes or STDLIB_SUFFIXES)
+    path = Path(data.path).expanduser()
+    if path.is_dir():
+        return _folder(path, data.suffixes)
+    return _file(path, data)
+
+
+def _file(path: Path, data: Data) -> Iterator[bytes]:
+    if path.suffix in (".jsonl", ".ndjson"):
+        yield from _json_lines(path, data.text_key)
+        return
+    content = _content(path)
+    if content is None:
+        raise ConfigError(f"data.path {path} is not text")
+    yield content
+
+
+def _folder(root: Path, suffixes: Sequence[str] | None) -> Iterator[bytes]:
+    """The text files under ``root`` by relative path; hidden ones and installed packages are left out."""
+    for path in sorted(root.rglob("*"), key=lambda path: path.relative_to(root).as_posix()):
+        parts = path.relative_to(root).parts
+        if any(part.startswith(".") or part in _NOT_OURS for part in parts):
+            continue
+        if (suffixes is None or path.name.endswith(tuple(suffixes))) and path.is_file():
+            content = _content(path)
+            if content is not None:
+                yield content
+
+
+def _content(path: Path) -> bytes | None:
+    """A text file's bytes; ``None`` for any other file."""
+    try:
+        with path.open("rb") as stream:
+            start = stream.read(_LOOK_AT)
+            return None if b"\0" in start else start + stream.read()
+    except OSError as error:
+        raise ConfigError(f"data: {path} cannot be read: {error.strerror}") from error
+
+
+def _json_lines(path: Path, key: str) -> Iterator[bytes]:
+    with path.open(encoding="utf-8", errors="replace") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                record = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise ConfigError(f"data.path {path}, line {number}: not JSON ({error.msg})") from None
+            text = record.get(key) if isinstance(record, dict) else None
+            if not isinstance(text, str):
+                keys = ", ".join(record) if isinstance(record, dict) else f"a {type(record).__name__}"
+                raise ConfigError(
+                    f"data.path {path}, line {number}: no text under {key!r} (data.text_key); it has {keys or 'none'}"
+                )
+            yield text.encode()
+
+
+def _place(document: bytes) -> float:
+    """A fixed number in [0, 1), evenly spread over documents."""
+    return int.from_bytes(hashlib.sha256(document).digest()[:8], "big") / 2**64

@@ -1,0 +1,40 @@
+"""Ctrl-C and SIGTERM, kept until the step is done."""
+
+from __future__ import annotations
+
+import signal
+from types import FrameType, TracebackType
+from typing import Any
+
+from lightstep.trainer.ranks import highest
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class Interrupt:
+    """Within this context a signal is noted instead of raised, so that no step and no save is cut in two."""
+
+    def __init__(self) -> None:
+        self._received = 0
+        self._previous: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Interrupt:
+        try:
+            self._previous = {number: signal.signal(number, self._note) for number in _SIGNALS}
+        except ValueError:  # not the main thread: signals go elsewhere
+            self._previous = {}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._received = self._received or number
+
+    def received(self) -> signal.Signals | None:
+        """The signal that any rank has got; every rank asks after every step."""
+        number = highest(self._received)
+        return signal.Signals(number) if number else None

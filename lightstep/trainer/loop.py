@@ -1,0 +1,215 @@
+"""The loop: batches through the model, steps of the optimizer, and what happens every so many of them."""
+
+from __future__ import annotations
+
+import resource
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightstep.optimizer.base import BaseOptimizer
+from lightstep.optimizer.result import StepResult
+from lightstep.strategy import Strategy
+from lightstep.strategy.checkpoint import CheckpointError, latest_checkpoint
+from lightstep.trainer import ranks
+from lightstep.trainer.batches import Batches
+from lightstep.trainer.config import TrainConfig
+from lightstep.trainer.display import Display, Figures
+from lightstep.trainer.interrupt import Interrupt
+from lightstep.trainer.logs import TRAINING, VALIDATION, Logs
+from lightstep.trainer.run_folder import checkpoint_path, remove_old_checkpoints
+
+
+@dataclass
+class Pieces:
+    """All that is trained and saved, and what it is trained on."""
+
+    strategy: Strategy
+    model: nn.Module
+    optimizer: BaseOptimizer
+    scheduler: Any
+    batches: Batches
+    validation_rows: Tensor
+    """This rank's held-out windows, int64 ``[rows, length]``."""
+    bytes_per_token: tuple[float, float]
+    """Of the training and of the validation text."""
+    fingerprint: str
+    """Of the text."""
+
+
+@dataclass
+class _Unread:
+    """A step whose figures are still on the device."""
+
+    step: int
+    loss: Tensor
+    learning_rate: float
+    result: StepResult
+
+
+@dataclass
+class Loop:
+    """Trains from ``step`` to ``config.steps``."""
+
+    config: TrainConfig
+    pieces: Pieces
+    logs: Logs
+    display: Display
+    step: int = 0
+    losses: dict[int, float] = field(default_factory=dict)
+    """Mean loss over the ranks, nats per byte, by step (from 1)."""
+    saved: Path | None = None
+    _unsettled: StepResult | None = None
+    _unread: list[_Unread] = field(default_factory=list)
+    _skipped: int = 0
+    _clock: float = 0.0
+    _seen: int = 0
+
+    def run(self, interrupt: Interrupt) -> signal.Signals | None:
+        """Train until the last step, or until a signal: the step is then finished and saved. Returns the signal."""
+        config, stopped = self.config, None
+        self._restart_clock()
+        with self.display.training(self.step, config.steps):
+            while self.step < config.steps and stopped is None:
+                self._train_step()
+                self.display.advance(self.step)
+                stopped = interrupt.received()
+                ends = stopped is not None or self.step == config.steps
+                if ends or self._due(config.log_every):
+                    self._look()
+                if not ends and self._due(config.validation.every):
+                    self._apart_from_the_clock(self.validate)
+                if ends or self._due(config.checkpoint.every):
+                    self._apart_from_the_clock(self.save)
+        return stopped
+
+    def _due(self, every: int) -> bool:
+        return every > 0 and self.step % every == 0
+
+    # -- one step
+
+    def _train_step(self) -> None:
+        optimizer = self.pieces.optimizer
+        loss = self._accumulate(self.pieces.batches.step(self.step))
+        self._settle()
+        learning_rate = float(optimizer.param_groups[0]["lr"])
+        result = optimizer.step()
+        self.step += 1
+        self._unsettled = result
+        self._unread.append(_Unread(self.step, loss, learning_rate, result))
+
+    def _accumulate(self, micro_batches: Tensor) -> Tensor:
+        """Forward and backward of ``[accumulation, rows, length]``; the mean loss, still on the device."""
+        pieces = self.pieces
+        pieces.model.train()
+        total = torch.zeros((), device=pieces.strategy.device)
+        for index, tokens in enumerate(micro_batches):
+            with pieces.strategy.accumulate(pieces.model, last=index == len(micro_batches) - 1):
+                loss = _loss(pieces.model, tokens.to(pieces.strategy.device)) / len(micro_batches)
+                pieces.optimizer.backward(loss)
+            total += loss.detach()
+        return total
+
+    def _settle(self) -> None:
+        """Advance the learning rate for the last step, if that was applied.
+
+        Read as late as possible: right before the next step, when the device has that one's backward to work on.
+        """
+        result, self._unsettled = self._unsettled, None
+        if result is None:
+            return
+        if result:
+            self.pieces.scheduler.step()
+        else:
+            self._skipped += 1
+
+    # -- every so often
+
+    def _look(self) -> None:
+        """Read the figures of all steps since the last look; the only place where training waits for the device."""
+        self._settle()
+        unread, self._unread = self._unread, []
+        losses = ranks.mean([value / self.pieces.bytes_per_token[0] for value in _read([u.loss for u in unread])])
+        norms = _read([u.result.grad_norm for u in unread])
+        rate, memory = self._tokens_per_second(), self._memory_gib()
+        for seen, loss, norm in zip(unread, losses, norms, strict=True):
+            self.losses[seen.step] = loss
+            scalars = {TRAINING: loss, "step/gradient_norm": norm, "step/learning_rate": seen.learning_rate}
+            self.logs.write(seen.step, scalars | {"step/loss_scale": seen.result.loss_scale})
+        self.logs.write(self.step, {"speed/tokens_per_second": rate, "speed/memory_gib": memory})
+        scale = unread[-1].result.loss_scale
+        self.display.show(self.step, Figures(losses[-1], norms[-1], scale, rate, memory, self._skipped))
+
+    @torch.no_grad()
+    def validate(self) -> float:
+        """Mean loss over the held-out windows, nats per byte."""
+        pieces = self.pieces
+        pieces.model.eval()
+        rows = pieces.validation_rows
+        size = max(self.config.batch.sequences // (self.config.batch.accumulation * pieces.strategy.world_size), 1)
+        losses = [_loss(pieces.model, part.to(pieces.strategy.device)) * len(part) for part in rows.split(size)]
+        total = ranks.mean([sum(_read(losses)) / len(rows)])[0] / pieces.bytes_per_token[1]
+        self.logs.write(self.step, {VALIDATION: total})
+        return total
+
+    def save(self) -> None:
+        """Write a checkpoint of this step, then remove the oldest ones."""
+        self._settle()
+        pieces, folder = self.pieces, self.config.folder
+        path = checkpoint_path(folder, self.step)
+        extra = {
+            "step": self.step,
+            "config": self.config.model_dump(mode="json"),
+            "text": pieces.fingerprint,
+        }
+        try:
+            pieces.strategy.save_checkpoint(path, pieces.model, pieces.optimizer, pieces.scheduler, extra)
+        except CheckpointError as error:
+            kept = latest_checkpoint(folder)
+            raise CheckpointError(f"{error}; {f'{kept} is kept' if kept else 'there is no earlier one'}") from error
+        self.saved = path
+        if pieces.strategy.is_main:
+            remove_old_checkpoints(folder, self.config.checkpoint.keep)
+
+    # -- speed and memory
+
+    def _apart_from_the_clock(self, action: Callable[[], Any]) -> None:
+        started = time.perf_counter()
+        action()
+        self._clock += time.perf_counter() - started
+
+    def _restart_clock(self) -> None:
+        self._clock, self._seen = time.perf_counter(), self.step
+
+    def _tokens_per_second(self) -> float:
+        """Over all ranks, since the last look."""
+        batch = self.config.batch
+        tokens = (self.step - self._seen) * batch.sequences * batch.length
+        rate = tokens / max(time.perf_counter() - self._clock, 1e-9)
+        self._restart_clock()
+        return rate
+
+    def _memory_gib(self) -> float:
+        """The most so far: of the GPU's memory if there is one, else of this process's."""
+        device = self.pieces.strategy.device
+        if device.type == "cuda":
+            return torch.cuda.max_memory_allocated(device) / 2**30
+        unit = 1 if sys.platform == "darwin" else 1024
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
+
+
+def _loss(model: nn.Module, tokens: Tensor) -> Tensor:
+    """Mean over the predicted tokens, nats; 0-dim fp32."""
+    return model(input_ids=tokens, labels=tokens, use_cache=False).loss.float()
+
+
+def _read(values: list[Tensor]) -> list[float]:
+    """Many 0-dim tensors in one transfer."""
+    return torch.stack([value.float() for value in values]).tolist() if values else []

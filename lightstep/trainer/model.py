@@ -1,0 +1,100 @@
+"""The model and its tokenizer: a new byte-level model, or a Hugging Face folder. Nothing is ever downloaded."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, ByT5Tokenizer
+
+from lightstep.config import ConfigError, suggest
+from lightstep.trainer.config import Model
+
+
+def load_tokenizer(model: Model) -> Any:
+    """The folder's tokenizer; for a new model one token per byte (transformers' ByT5 tokenizer: 256 + pad, eos, unk).
+
+    Raises:
+        ConfigError: no folder, or no tokenizer in it.
+    """
+    if model.path is None:
+        return ByT5Tokenizer(extra_ids=0)
+    folder = _folder(model.path)
+    with _as_config_error(f"model.path {folder}: its tokenizer cannot be loaded"):
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+
+
+def model_config(model: Model, tokenizer: Any, length: int) -> Any:
+    """The transformers configuration of what is trained.
+
+    Raises:
+        ConfigError: an unknown key or wrong value, or one that does not fit the tokenizer or ``batch.length``.
+    """
+    if model.path is not None:
+        with _as_config_error(f"model.path {model.path}: its configuration cannot be loaded"):
+            config = AutoConfig.from_pretrained(_folder(model.path), local_files_only=True)
+    else:
+        config = _new_config(dict(model.config or {}), tokenizer, length)
+    text = config.get_text_config()
+    if text.vocab_size < len(tokenizer):
+        raise ConfigError(f"model: vocab_size is {text.vocab_size}; its tokenizer needs at least {len(tokenizer)}")
+    longest = getattr(text, "max_position_embeddings", None)
+    if longest is not None and longest < length:
+        raise ConfigError(f"batch.length is {length}; the model reads at most {longest} (max_position_embeddings)")
+    return config
+
+
+def make_model(model: Model, config: Any, meta: bool = False) -> nn.Module:
+    """New weights from torch's current seed, or the folder's in their own dtype.
+
+    Args:
+        meta: without weights, for a rank that gets them from another one.
+    """
+    if model.path is not None and not meta:
+        with _as_config_error(f"model.path {model.path}: its weights cannot be loaded"):
+            return AutoModelForCausalLM.from_pretrained(_folder(model.path), local_files_only=True, dtype="auto")
+    with torch.device("meta") if meta else contextlib.nullcontext(), _as_config_error("model.config"):
+        return AutoModelForCausalLM.from_config(config)
+
+
+def _new_config(keys: dict[str, Any], tokenizer: Any, length: int) -> Any:
+    kind = keys.pop("model_type")
+    with _as_config_error(f"model.config.model_type is {kind!r}"):
+        known = AutoConfig.for_model(kind).to_dict()
+    unknown = [key for key in keys if key not in known]
+    if unknown:
+        raise ConfigError(f"model.config: {kind} has no key {unknown[0]!r}{suggest(unknown[0], sorted(known))}")
+    end = tokenizer.eos_token_id
+    defaults = {
+        "vocab_size": len(tokenizer),
+        "max_position_embeddings": length,
+        "bos_token_id": end,
+        "eos_token_id": end,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    with _as_config_error("model.config"):
+        return AutoConfig.for_model(kind, **{key: value for key, value in defaults.items() if key in known} | keys)
+
+
+def _folder(path: str) -> Path:
+    folder = Path(path).expanduser()
+    if not (folder / "config.json").is_file():
+        what = "has no config.json" if folder.is_dir() else "is no folder"
+        raise ConfigError(f"model.path {path} {what}; a local Hugging Face folder with weights and tokenizer is needed")
+    return folder
+
+
+@contextlib.contextmanager
+def _as_config_error(what: str) -> Any:
+    """transformers raises all kinds of errors about a bad folder or configuration, many lines long: one sentence."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as error:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        reason = " ".join(lines[:2]) if lines else type(error).__name__
+        raise ConfigError(f"{what}: {reason if len(reason) < 300 else reason[:300] + ' ...'}") from error

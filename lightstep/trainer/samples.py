@@ -1,0 +1,36 @@
+"""Text that the trained model writes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import set_seed
+
+from lightstep.trainer.config import Sample
+
+
+@torch.no_grad()
+def write_samples(model: nn.Module, tokenizer: Any, sample: Sample, seed: int) -> list[str]:
+    """One text per prompt. Called by every rank of a sharded model: all of them draw the same.
+
+    Args:
+        model: anything with transformers' ``generate``.
+    """
+    set_seed(seed)
+    model.eval()
+    texts = []
+    for prompt in sample.prompts:
+        tokens = tokenizer(prompt, add_special_tokens=False, return_tensors="pt").to(next(model.parameters()).device)
+        written: Any = model.generate(  # type: ignore[operator]
+            input_ids=tokens["input_ids"],
+            attention_mask=tokens["attention_mask"],
+            max_new_tokens=sample.tokens,
+            do_sample=True,
+            temperature=sample.temperature,
+            top_k=sample.top_k,
+            pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
+        )
+        texts.append(tokenizer.decode(written[0].tolist(), skip_special_tokens=True))
+    return texts

@@ -1,0 +1,200 @@
+"""One run of `lightstep train`, from the file to the samples."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from rich.console import Console
+from torch import nn
+from transformers import set_seed
+
+from lightstep.config import ConfigError
+from lightstep.strategy import Strategy
+from lightstep.strategy.checkpoint import CheckpointError
+from lightstep.trainer.batches import Batches, validation_rows
+from lightstep.trainer.config import TrainConfig
+from lightstep.trainer.display import Display
+from lightstep.trainer.documents import check_source
+from lightstep.trainer.interrupt import Interrupt
+from lightstep.trainer.logs import Logs
+from lightstep.trainer.loop import Loop, Pieces
+from lightstep.trainer.model import load_tokenizer, make_model, model_config
+from lightstep.trainer.optimization import make_optimizer, make_scheduler
+from lightstep.trainer.ranks import check_world
+from lightstep.trainer.run_folder import newest_checkpoint, start_run
+from lightstep.trainer.samples import write_samples
+from lightstep.trainer.tokens import Corpus, load_corpus
+
+_FREE_TO_CHANGE = {"steps", "log_every", "strategy", "strategy_overrides", "output", "name", "sample"}
+"""Settings that a resumed run may change without a word."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run did."""
+
+    step: int
+    """Steps done, those before a resume included."""
+    losses: Mapping[int, float]
+    """Training loss of each step of this run, nats per byte."""
+    validation_before: float
+    validation_after: float | None
+    """``None`` when the run was interrupted."""
+    checkpoint: Path | None
+    stopped_by: signal.Signals | None = None
+    samples: list[str] = field(default_factory=list)
+
+
+def train(config: TrainConfig, resume: bool = False, console: Console | None = None) -> Outcome:
+    """Train as ``config`` says, and report on ``console``.
+
+    Under torchrun it is called by every rank.
+
+    Args:
+        resume: continue from the newest complete checkpoint in the run's folder.
+
+    Raises:
+        ConfigError: something in the file cannot be used.
+        CheckpointError: a checkpoint could not be written; the one before it is kept.
+    """
+    with _quiet_transformers(), load_strategy(config) as strategy:
+        check_world(strategy)
+        check_source(config.data)
+        display = Display(console or Console(), strategy.is_main)
+        checkpoint = newest_checkpoint(config.folder) if resume else None
+        pieces, tokenizer = _assemble(config, strategy, display)
+        start = 0 if checkpoint is None else _resume(config, pieces, checkpoint, display)
+        if strategy.is_main and (moved := start_run(config, resume)) is not None:
+            display.say(f"an earlier run was in {config.folder}; it is now {moved}")
+        with Logs(config.folder if strategy.is_main else None, start) as logs:
+            loop = Loop(config, pieces, logs, display, step=start, saved=checkpoint)
+            return _run(loop, tokenizer)
+
+
+def load_strategy(config: TrainConfig) -> Strategy:
+    """The strategy for this machine's kind of device."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    source = config.strategy_for("cpu" if accelerator is None else accelerator.type)
+    return Strategy.load(source, config.strategy_overrides)
+
+
+def _assemble(config: TrainConfig, strategy: Strategy, display: Display) -> tuple[Pieces, Any]:
+    tokenizer = load_tokenizer(config.model)
+    architecture = model_config(config.model, tokenizer, config.batch.length)
+    display.say(f"reading {config.data.path}")
+    corpus = load_corpus(config.data, tokenizer, config.batch.length)
+    set_seed(config.seed)
+    sharded = strategy.config.sharding.kind == "fsdp2"  # there the other ranks get rank 0's weights
+    model = strategy.prepare_model(
+        lambda: make_model(config.model, architecture, meta=sharded and not strategy.is_main)
+    )
+    set_seed(config.seed + strategy.rank)
+    display.say(_introduction(config, strategy, model, corpus))
+    optimizer = make_optimizer(strategy, model, config.optimizer)
+    place = (strategy.rank, strategy.world_size)
+    pieces = Pieces(
+        strategy,
+        model,
+        optimizer,
+        make_scheduler(optimizer, config.scheduler, config.steps),
+        Batches(corpus.training, config.batch, config.seed, *place),
+        validation_rows(corpus.validation, config.validation.sequences, *place),
+        (corpus.training.bytes_per_token, corpus.validation.bytes_per_token),
+        corpus.fingerprint,
+    )
+    return pieces, tokenizer
+
+
+def _introduction(config: TrainConfig, strategy: Strategy, model: nn.Module, corpus: Corpus) -> str:
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    sides = [side.tokens.size / 1e6 for side in (corpus.training, corpus.validation)]
+    where = f"{strategy.world_size} × {strategy.device.type}" if strategy.world_size > 1 else str(strategy.device)
+    return (
+        f"{parameters / 1e6:.2f} M parameters, strategy {strategy.name} on {where}; "
+        f"{sides[0]:.1f} M tokens to train on, {sides[1]:.1f} M to validate with"
+    )
+
+
+def _resume(config: TrainConfig, pieces: Pieces, checkpoint: Path, display: Display) -> int:
+    """Load everything; the step to continue from."""
+    try:
+        extra = pieces.strategy.load_checkpoint(checkpoint, pieces.model, pieces.optimizer, pieces.scheduler)
+    except CheckpointError as error:
+        raise ConfigError(f"--resume: {error}") from error
+    if not isinstance(extra.get("step"), int):
+        raise ConfigError(f"--resume: {checkpoint} was not written by lightstep train: it does not say its step")
+    display.say(f"continuing from {checkpoint}")
+    if extra.get("text") != pieces.fingerprint:
+        display.say("warning: the text is not the one that the checkpoint was trained on; batches will differ")
+    if changed := _changes(extra.get("config") or {}, config.model_dump(mode="json")):
+        display.say(
+            f"warning: settings differ from the checkpoint's: {', '.join(changed)}; "
+            "optimizer and learning-rate settings stay the checkpoint's"
+        )
+    return int(extra["step"])
+
+
+def _changes(before: Mapping[str, Any], after: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """``key (old → new)`` for every setting that differs."""
+    changed: list[str] = []
+    for key in sorted(before.keys() | after.keys()):
+        old, new = before.get(key), after.get(key)
+        if old == new or (not prefix and key in _FREE_TO_CHANGE):
+            continue
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            changed += _changes(old, new, f"{prefix}{key}.")
+        else:
+            changed.append(f"{prefix}{key} ({old} → {new})")
+    return changed
+
+
+def _run(loop: Loop, tokenizer: Any) -> Outcome:
+    config, display = loop.config, loop.display
+    with Interrupt() as interrupt:
+        before = loop.validate()
+        display.say(f"validation loss before: {before:.3f} nats per byte")
+        if loop.step >= config.steps:
+            display.say(f"{loop.saved} is at step {loop.step} of {config.steps} (steps): nothing left to train")
+        stopped = loop.run(interrupt)
+    if stopped is not None:
+        display.say(f"{stopped.name}: stopped after step {loop.step}; continue from {loop.saved} with --resume")
+        return Outcome(loop.step, loop.losses, before, None, loop.saved, stopped)
+    after = loop.validate()
+    display.say(f"validation loss after: {after:.3f} nats per byte (before: {before:.3f})")
+    samples = _finish(loop, tokenizer)
+    return Outcome(loop.step, loop.losses, before, after, loop.saved, None, samples)
+
+
+def _finish(loop: Loop, tokenizer: Any) -> list[str]:
+    """Export the model, and let it write."""
+    config, strategy, model = loop.config, loop.pieces.strategy, loop.pieces.model
+    strategy.export_model(config.folder / "model", model, tokenizer)
+    samples: list[str] = []
+    if config.sample is not None:
+        samples = write_samples(strategy.unwrap_model(model), tokenizer, config.sample, config.seed)
+        for number, text in enumerate(samples, 1):
+            loop.display.say(f"--- sample {number} of {len(samples)}\n{text}")
+    loop.display.say(f"--- {config.folder}: {loop.saved and loop.saved.name}, model, tensorboard, loss.png")
+    return samples
+
+
+@contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """Its remarks and bars would break ours."""
+    log = transformers.utils.logging
+    level, bars = log.get_verbosity(), log.is_progress_bar_enabled()
+    log.set_verbosity_error()
+    log.disable_progress_bar()
+    try:
+        yield
+    finally:
+        log.set_verbosity(level)
+        if bars:
+            log.enable_progress_bar()

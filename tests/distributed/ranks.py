@@ -1,0 +1,149 @@
+"""A pool of rank processes: started once, then any check runs on any number of them within a second or so.
+
+A check is a module-level function ``check(rank, world_size, **arguments)``; it runs on ranks ``0 … world_size - 1``
+inside a fresh process group: nccl with one GPU per rank where the machine has that many, else gloo. There is no way to
+skip: a check that does not run is a failure. A rank that fails or hangs takes the pool down with it, and the next check
+gets a new one.
+"""
+
+from __future__ import annotations
+
+import datetime
+import importlib
+import multiprocessing
+import os
+import socket
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+TIMEOUT = datetime.timedelta(seconds=60)
+"""Of one collective. A rank that waits longer for the others fails."""
+
+CHECK_SECONDS = 150.0
+"""Of one whole check, the start of its processes included."""
+
+
+class Pool:
+    """Rank processes, started when first needed."""
+
+    def __init__(self) -> None:
+        self._processes: list[BaseProcess] = []
+        self._pipes: list[Connection] = []
+
+    def run(self, check: Callable[..., Any], world_size: int, *, group: bool = True, **arguments: Any) -> list[Any]:
+        """What ``check`` returned, by rank.
+
+        Args:
+            check: importable; called with ``rank``, ``world_size`` and ``arguments`` on every rank.
+            group: start the default process group before and end it afterwards; else only torchrun's variables are set.
+
+        Raises:
+            AssertionError: with every failed rank's traceback.
+        """
+        self._grow(world_size)
+        task = (check.__module__, check.__qualname__, world_size, _free_port(), group, arguments)
+        for rank in range(world_size):
+            self._pipes[rank].send((rank, *task))
+        outcomes = self._outcomes(world_size)
+        failures = [f"--- rank {rank} of {world_size} ---\n{text}" for rank, (ok, text) in outcomes.items() if not ok]
+        if failures or len(outcomes) < world_size:
+            silent = sorted(set(range(world_size)) - outcomes.keys())
+            self.close()
+            raise AssertionError("\n".join([*failures, *(f"rank {rank} did not answer" for rank in silent)]))
+        return [outcomes[rank][1] for rank in range(world_size)]
+
+    def _outcomes(self, world_size: int) -> dict[int, tuple[bool, Any]]:
+        """Answers by rank. After the first failure the others have a short time left to tell theirs."""
+        outcomes: dict[int, tuple[bool, Any]] = {}
+        seconds = CHECK_SECONDS
+        while len(outcomes) < world_size:
+            waiting = {self._pipes[rank]: rank for rank in range(world_size) if rank not in outcomes}
+            ready = wait(list(waiting), seconds)
+            if not ready:
+                break
+            for pipe in ready:
+                outcomes[waiting[pipe]] = _answer(pipe)  # type: ignore[index]
+            if not all(ok for ok, _ in outcomes.values()):
+                seconds = 5.0
+        return outcomes
+
+    def _grow(self, world_size: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        while len(self._processes) < world_size:
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs,), daemon=True)
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._pipes.append(ours)
+
+    def close(self) -> None:
+        """End the processes."""
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+        self._processes, self._pipes = [], []
+
+
+def device_of(rank: int, world_size: int) -> torch.device:
+    """The rank's own GPU if every rank has one, else the CPU."""
+    return torch.device("cuda", rank) if torch.cuda.device_count() >= world_size else torch.device("cpu")
+
+
+def _answer(pipe: Connection) -> tuple[bool, Any]:
+    try:
+        ok, value = pipe.recv()
+    except EOFError:
+        return False, "the process ended"
+    return ok, value
+
+
+def _serve(pipe: Connection) -> None:
+    """A rank process: check after check until the pipe closes."""
+    torch.set_num_threads(1)
+    while True:
+        try:
+            rank, module, name, world_size, port, group, arguments = pipe.recv()
+        except EOFError:
+            return
+        try:
+            check: Any = importlib.import_module(module)
+            for part in name.split("."):
+                check = getattr(check, part)
+            pipe.send((True, _run(check, rank, world_size, port, group, arguments)))
+        except BaseException:
+            pipe.send((False, traceback.format_exc()))
+
+
+def _run(check: Any, rank: int, world_size: int, port: int, group: bool, arguments: dict[str, Any]) -> Any:
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    device = device_of(rank, world_size)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    torch.manual_seed(0)
+    if group:
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=TIMEOUT)
+    try:
+        return check(rank, world_size, **arguments)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,196 @@
+"""The textbook loop over several ranks, written by hand with plain tensors and five collectives.
+
+Every rank holds the whole model in its training dtype and computes its own gradients; they are brought to fp32, added
+over the micro-batches, and averaged over the ranks in fp32. ``ShardedLoop`` keeps a shard of the masters and of the
+optimizer state per rank (``shard`` ranks apart, ``replicate`` copies); ``ReplicatedLoop`` keeps all of them everywhere.
+Nothing here imports lightstep, FSDP or DDP.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tests.reference.plain_loop import ReferenceScale, check_norm, has_fused
+
+
+class DistributedLoop(ABC):
+    """What both loops share: local gradients in, updated weights out.
+
+    Args:
+        model: this rank's whole model.
+        param_groups: groups of its parameters.
+        units: its parameters as they are reduced together, in the order of the reduction.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        param_groups: Iterable[Mapping[str, Any]],
+        optimizer_class: type[torch.optim.Optimizer],
+        *,
+        units: Sequence[Sequence[Tensor]],
+        loss_scale: str | Mapping[str, Any] = "none",
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        reduce: str = "float32",
+        **hyperparameters: Any,
+    ) -> None:
+        self.model, self.units, self.reduce = model, units, reduce
+        self.max_norm, self.norm_type = max_norm, norm_type
+        self.loss_scale = ReferenceScale(loss_scale)
+        self.sums: dict[Tensor, Tensor] = {}
+        groups = [dict(group) for group in param_groups]
+        self.masters = {p: self.part(p.detach()).float().clone() for group in groups for p in group["params"]}
+        device = next(iter(self.masters.values())).device
+        if not {"fused", "foreach"} & hyperparameters.keys() and has_fused(optimizer_class, device):
+            hyperparameters["fused"] = True
+        self.optimizer = optimizer_class(
+            [{**group, "params": [self.masters[p] for p in group["params"]]} for group in groups], **hyperparameters
+        )
+
+    @abstractmethod
+    def part(self, whole: Tensor) -> Tensor:
+        """This rank's part of a tensor that it has whole."""
+
+    @abstractmethod
+    def average(self, gradients: dict[Tensor, Tensor]) -> dict[Tensor, Tensor]:
+        """This rank's parts of the gradients averaged over all ranks."""
+
+    @abstractmethod
+    def restore(self, parameter: Tensor, part: Tensor) -> None:
+        """Write the whole parameter from the ranks' parts."""
+
+    @abstractmethod
+    def everywhere(self, gradients: Iterable[Tensor]) -> list[Tensor]:
+        """All distinct parts of all ranks, for the norm in fp64."""
+
+    def backward(self, loss: Tensor) -> None:
+        (loss * self.loss_scale.scale).backward()
+        dtype = torch.float32 if self.reduce == "float32" else None
+        for parameter in self.masters:
+            if parameter.grad is not None:
+                gradient = parameter.grad.to(dtype or parameter.dtype)
+                self.sums[parameter] = self.sums[parameter] + gradient if parameter in self.sums else gradient.clone()
+                parameter.grad = None
+
+    @torch.no_grad()
+    def step(self, norm: Tensor) -> bool:
+        """Finish the step with the norm the tested optimizer reported; False when it is skipped."""
+        scale = self.loss_scale.scale
+        gradients = {p: g.float() / scale for p, g in self.average(self.sums).items()}
+        self.sums = {}
+        check_norm(norm.cpu(), self.everywhere(gradients.values()), self.norm_type)
+        applied = math.isfinite(float(norm))
+        if applied:
+            coefficient = 1.0 if self.max_norm is None else torch.clamp(self.max_norm / (norm + 1e-6), max=1.0)
+            for parameter, gradient in gradients.items():
+                self.masters[parameter].grad = gradient * coefficient
+            self.optimizer.step()
+            for parameter, master in self.masters.items():
+                master.grad = None
+                self.restore(parameter, master.to(parameter.dtype))
+        self.loss_scale.update(overflow=not applied)
+        return applied
+
+    def state(self, parameter: Tensor) -> dict[str, Any]:
+        return dict(self.optimizer.state.get(self.masters[parameter], {}))
+
+
+class ShardedLoop(DistributedLoop):
+    """Shards along dimension 0 over groups of ``shard`` consecutive ranks; the groups are copies of each other."""
+
+    def __init__(self, *arguments: Any, shard: int | None = None, **keywords: Any) -> None:
+        world_size, rank = dist.get_world_size(), dist.get_rank()
+        self.shard = shard or world_size
+        self.copies = world_size // self.shard
+        self.place = rank % self.shard
+        self.shards, self.replicas = self._groups(rank, world_size)
+        super().__init__(*arguments, **keywords)
+
+    def _groups(self, rank: int, world_size: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+        rows = [list(range(first, first + self.shard)) for first in range(0, world_size, self.shard)]
+        columns = [list(range(place, world_size, self.shard)) for place in range(self.shard)]
+        groups = {tuple(ranks): dist.new_group(ranks) for ranks in [*rows, *columns]}
+        mine = [next(ranks for ranks in kind if rank in ranks) for kind in (rows, columns)]
+        return groups[tuple(mine[0])], groups[tuple(mine[1])]
+
+    def _rows(self, whole: Tensor) -> int:
+        return -(-whole.shape[0] // self.shard)
+
+    def part(self, whole: Tensor) -> Tensor:
+        rows = self._rows(whole)
+        return whole[self.place * rows : (self.place + 1) * rows]
+
+    def average(self, gradients: dict[Tensor, Tensor]) -> dict[Tensor, Tensor]:
+        averaged: dict[Tensor, Tensor] = {}
+        for unit in self.units:
+            members = [parameter for parameter in unit if parameter in gradients]
+            if members:
+                averaged |= self._average_unit(members, gradients)
+        return averaged
+
+    def _average_unit(self, members: list[Tensor], gradients: dict[Tensor, Tensor]) -> dict[Tensor, Tensor]:
+        padded = [self._padded(gradients[parameter]) for parameter in members]
+        sent = torch.cat([rows.flatten(1) for rows in padded], dim=1).contiguous()
+        received = torch.empty_like(sent[0])
+        if self.shard == 1:
+            received.copy_(sent[0])
+        else:
+            only = self.copies == 1
+            dist.reduce_scatter_tensor(
+                received, sent.flatten(), op=dist.ReduceOp.AVG, group=None if only else self.shards
+            )
+        if self.copies > 1:
+            dist.all_reduce(received, op=dist.ReduceOp.AVG, group=self.replicas)
+        parts = received.split([rows[0].numel() for rows in padded])
+        return {p: part[: self.part(p).numel()].view_as(self.part(p)) for p, part in zip(members, parts, strict=True)}
+
+    def _padded(self, gradient: Tensor) -> Tensor:
+        """[shard, rows * ...]: zero rows at the end."""
+        rows = self._rows(gradient)
+        padded = gradient.new_zeros((self.shard * rows, *gradient.shape[1:]))
+        padded[: gradient.shape[0]] = gradient
+        return padded.view(self.shard, rows, *gradient.shape[1:])
+
+    def restore(self, parameter: Tensor, part: Tensor) -> None:
+        rows = self._rows(parameter)
+        padded = parameter.new_zeros((rows, *parameter.shape[1:]))
+        padded[: part.shape[0]] = part
+        gathered = [torch.empty_like(padded) for _ in range(self.shard)]
+        dist.all_gather(gathered, padded, group=self.shards)
+        parameter.copy_(torch.cat(gathered)[: parameter.shape[0]])
+
+    def everywhere(self, gradients: Iterable[Tensor]) -> list[Tensor]:
+        flat = torch.cat([gradient.flatten() for gradient in gradients])
+        sizes: list[Any] = [None] * self.shard
+        dist.all_gather_object(sizes, flat.cpu(), group=self.shards)
+        return sizes
+
+
+class ReplicatedLoop(DistributedLoop):
+    """The whole optimizer on every rank; one all-reduce per unit."""
+
+    def part(self, whole: Tensor) -> Tensor:
+        return whole
+
+    def average(self, gradients: dict[Tensor, Tensor]) -> dict[Tensor, Tensor]:
+        averaged: dict[Tensor, Tensor] = {}
+        for unit in self.units:
+            for parameter in unit:
+                if parameter in gradients:
+                    averaged[parameter] = gradients[parameter] / dist.get_world_size()
+                    dist.all_reduce(averaged[parameter])
+        return averaged
+
+    def restore(self, parameter: Tensor, part: Tensor) -> None:
+        parameter.copy_(part)
+
+    def everywhere(self, gradients: Iterable[Tensor]) -> list[Tensor]:
+        return list(gradients)

@@ -1,0 +1,228 @@
+"""Checkpoints saved on N ranks and loaded on M, between FSDP2, HSDP, DDP and one device: masters and state bit for bit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import lightstep
+from lightstep import CheckpointError
+from lightstep.distributed import local_tensor
+from tests.distributed.models import TinyTransformer, loss_of
+from tests.distributed.ranks import Pool
+from tests.distributed.test_sharding import full, same_weights, tiny_llama, weights_of
+
+Content = dict[str, dict[str, Tensor]]
+
+FP16 = {"parameters": "float16", "loss_scale": {"kind": "dynamic", "init_scale": 1024.0, "growth_interval": 2}}
+
+LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
+    "fsdp2-1": (1, {"kind": "fsdp2"}, {}),
+    "fsdp2-2": (2, {"kind": "fsdp2"}, {"backend": "bulk"}),
+    "fsdp2-3": (3, {"kind": "fsdp2"}, {}),
+    "fsdp2-4": (4, {"kind": "fsdp2"}, {}),
+    "fsdp2-8": (8, {"kind": "fsdp2"}, {}),
+    "hsdp-4": (4, {"kind": "fsdp2", "mesh": {"replicate": 2}}, {"backend": "bulk"}),
+    "ddp-2": (2, {"kind": "ddp", "find_unused_parameters": True}, {}),
+    "single": (1, {"kind": "single"}, {"backend": "bulk"}),
+}
+"""World size, sharding, and where the state lives."""
+
+
+class Run:
+    """One model, optimizer and scheduler under one layout."""
+
+    def __init__(self, layout: str, seed: int) -> None:
+        _, sharding, state = LAYOUTS[layout]
+        sections = {"sharding": sharding, "precision": FP16, "optimizer_state": state, "clipping": {"max_norm": 0.5}}
+        self.strategy = lightstep.Strategy.load(sections)
+        torch.manual_seed(seed)
+        self.model = self.strategy.prepare_model(TinyTransformer())
+        groups = self.strategy.unwrap_model(self.model).split()
+        self.optimizer = self.strategy.create_optimizer(self.model, param_groups=groups, lr=1e-2)
+        self.scheduler = torch.optim.lr_scheduler.LinearLR(self.optimizer, 0.5, total_iters=10)
+
+    def train(self, steps: int) -> None:
+        for step in range(steps):
+            self.optimizer.backward(loss_of(self.model, step, 0, self.strategy.rank, self.strategy.device))
+            if self.optimizer.step():
+                self.scheduler.step()
+
+    def content(self) -> Content:
+        """Weights, masters and state of every parameter, whole, on the CPU."""
+        self.optimizer.synchronize()
+        found: Content = {}
+        for name, parameter in self.strategy.unwrap_model(self.model).named_parameters():
+            entries = dict(self.optimizer.state[parameter]) if parameter in self.optimizer.state else {}
+            found[name] = {
+                key: (full(value).cpu() if isinstance(value, Tensor) else torch.tensor(value))
+                for key, value in {"weight": parameter, **entries}.items()
+            }
+        return found
+
+    def settings(self) -> dict[str, Any]:
+        groups = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
+        scheduler = {k: v for k, v in self.scheduler.state_dict().items() if not k.startswith("_")}
+        return {"groups": groups, "scheduler": scheduler, "loss_scale": self.optimizer.loss_scale.state_dict()}
+
+    def save(self, folder: Path) -> None:
+        self.strategy.save_checkpoint(folder, self.model, self.optimizer, self.scheduler, {"epoch": 3})
+
+    def load(self, folder: Path) -> dict[str, Any]:
+        return self.strategy.load_checkpoint(folder, self.model, self.optimizer, self.scheduler)
+
+
+def check_save(rank: int, world_size: int, folder: str, layout: str) -> None:
+    run = Run(layout, seed=0)
+    run.train(3)
+    run.save(Path(folder, layout))
+    content, settings = run.content(), run.settings()
+    drawn = torch.rand(3)
+    if rank == 0:
+        torch.save({"content": content, "settings": settings}, Path(folder, f"{layout}.pt"))
+    torch.save(drawn, Path(folder, f"{layout}-{rank}.rng"))
+
+
+def check_load(rank: int, world_size: int, folder: str, layout: str, saved_by: list[str]) -> None:
+    for other in saved_by:
+        expected = torch.load(Path(folder, f"{other}.pt"), weights_only=False)
+        run = Run(layout, seed=1 + rank)
+        assert run.load(Path(folder, other)) == {"epoch": 3}, other
+        check_content(f"{other} loaded by {layout}", run.content(), expected["content"])
+        assert run.settings() == expected["settings"], other
+        drawn = Path(folder, f"{other}-{rank}.rng")
+        if drawn.exists():
+            assert torch.equal(torch.rand(3), torch.load(drawn)), f"{other}: random numbers of rank {rank}"
+        run.train(1)
+        assert all(parameter.grad is None for parameter in run.model.parameters())
+
+
+def check_content(where: str, found: Content, expected: Content) -> None:
+    assert found.keys() == expected.keys()
+    for name, entries in expected.items():
+        assert found[name].keys() == entries.keys(), f"{where}: {name} has {sorted(found[name])}, not {sorted(entries)}"
+        for key, value in entries.items():
+            assert found[name][key].dtype == value.dtype, f"{where}: {key} of {name}"
+            assert torch.equal(found[name][key], value), f"{where}: {key} of {name}"
+
+
+@pytest.fixture(scope="module")
+def checkpoints(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One checkpoint of every layout."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    for layout, (world_size, sharding, _) in LAYOUTS.items():
+        pool.run(check_save, world_size, group=sharding["kind"] != "single", folder=str(folder), layout=layout)
+    return folder
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_loads_every_checkpoint(pool: Pool, checkpoints: Path, layout: str) -> None:
+    world_size, sharding, _ = LAYOUTS[layout]
+    group = sharding["kind"] != "single"
+    arguments = {"folder": str(checkpoints), "layout": layout, "saved_by": list(LAYOUTS)}
+    pool.run(check_load, world_size, group=group, **arguments)
+
+
+def check_resume(rank: int, world_size: int, folder: str, layout: str) -> None:
+    """Saved in the middle and continued in a new run: the weights of the run that was not interrupted."""
+    run = Run(layout, seed=0)
+    run.train(2)
+    run.save(Path(folder, "middle"))
+    run.train(3)
+    again = Run(layout, seed=7)
+    again.load(Path(folder, "middle"))
+    again.train(3)
+    check_content(layout, again.content(), run.content())
+
+
+@pytest.mark.parametrize("layout", ["fsdp2-2", "fsdp2-4", "hsdp-4", "ddp-2"])
+def test_resume(pool: Pool, tmp_path: Path, layout: str) -> None:
+    pool.run(check_resume, LAYOUTS[layout][0], folder=str(tmp_path), layout=layout)
+
+
+def check_model_only(rank: int, world_size: int, folder: str) -> None:
+    """Loading only the weights rebuilds the masters from them."""
+    run = Run("fsdp2-2", seed=0)
+    run.train(2)
+    run.strategy.save_checkpoint(Path(folder, "model"), run.model)
+    other = Run("fsdp2-2", seed=5)
+    other.train(2)
+    other.strategy.load_checkpoint(Path(folder, "model"), other.model)
+    same_weights(weights_of(other.strategy, other.model), weights_of(run.strategy, run.model))
+    before = {p: local_tensor(p).float().clone() for p in other.model.parameters()}
+    for group in other.optimizer.param_groups:
+        group["lr"] = 0.0
+    other.train(1)
+    for parameter in other.model.parameters():
+        if parameter in other.optimizer.state:
+            assert torch.equal(
+                local_tensor(other.optimizer.state[parameter]["master"]).to(before[parameter].device), before[parameter]
+            )
+
+
+def test_model_only_load_refreshes_the_masters(pool: Pool, tmp_path: Path) -> None:
+    pool.run(check_model_only, 2, folder=str(tmp_path))
+
+
+def check_other_shapes(rank: int, world_size: int, folder: str) -> None:
+    run = Run("fsdp2-2", seed=0)
+    run.train(1)
+    run.save(Path(folder, "narrow"))
+    wide = run.strategy.prepare_model(TinyTransformer(width=9))
+    before = weights_of(run.strategy, wide)
+    with pytest.raises(CheckpointError, match="shape"):
+        run.strategy.load_checkpoint(Path(folder, "narrow"), wide)
+    same_weights(weights_of(run.strategy, wide), before)
+
+
+def test_checkpoint_of_other_shapes(pool: Pool, tmp_path: Path) -> None:
+    pool.run(check_other_shapes, 2, folder=str(tmp_path))
+
+
+def check_plain_torch(rank: int, world_size: int, folder: str) -> None:
+    """A plain AdamW's state dict of one device, loaded by sharded and replicated optimizers."""
+    saved = torch.load(Path(folder, "adamw.pt"))
+    strategy = lightstep.Strategy.load({"sharding": {"kind": "ddp", "find_unused_parameters": True}})
+    torch.manual_seed(0)
+    model = strategy.prepare_model(TinyTransformer())
+    optimizer = strategy.create_optimizer(model, param_groups=list(model.parameters()), lr=1.0)
+    optimizer.load_state_dict(saved)
+    assert optimizer.param_groups[0]["lr"] == 1e-2
+    for index, parameter in enumerate(model.parameters()):
+        entries = saved["state"].get(index, {})
+        for key, value in entries.items():
+            assert torch.equal(torch.as_tensor(optimizer.state[parameter][key]).cpu(), value), key
+
+
+def test_plain_torch_state_dict(pool: Pool, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = TinyTransformer()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    loss_of(model, 0, 0, 0, torch.device("cpu")).backward()
+    optimizer.step()
+    torch.save(optimizer.state_dict(), tmp_path / "adamw.pt")
+    pool.run(check_plain_torch, 2, folder=str(tmp_path))
+
+
+def check_export(rank: int, world_size: int, folder: str, sharding: dict[str, Any]) -> None:
+    """One folder that ``from_pretrained`` reads, equal to the model."""
+    strategy = lightstep.Strategy.load({"sharding": sharding})
+    torch.manual_seed(0)
+    model = strategy.prepare_model(tiny_llama())
+    strategy.export_model(Path(folder, "out"), model)
+    expected = {name: value.cpu() for name, value in weights_of(strategy, model).items()}
+    dist.barrier()
+    read: nn.Module = type(tiny_llama()).from_pretrained(Path(folder, "out"), dtype="auto")
+    same_weights({name: p.detach() for name, p in read.named_parameters()}, expected)
+    assert json.loads(Path(folder, "out", "config.json").read_text())["tie_word_embeddings"] is True
+
+
+@pytest.mark.parametrize("sharding", [{"kind": "fsdp2"}, {"kind": "ddp"}], ids=["fsdp2", "ddp"])
+def test_export(pool: Pool, tmp_path: Path, sharding: dict[str, Any]) -> None:
+    pool.run(check_export, 2, folder=str(tmp_path), sharding=sharding)

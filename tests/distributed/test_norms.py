@@ -1,0 +1,293 @@
+"""The global norm over every mix of placements equals the unsharded model's, with the promised number of collectives."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
+
+import lightstep
+from lightstep.clipping import GradientNorm
+from lightstep.distributed import like, local_gradient, local_tensor
+from tests.distributed.collectives import collectives
+from tests.distributed.ranks import Pool, device_of
+from tests.reference.plain_loop import NORM_TOLERANCE
+
+NORM_TYPES = (1.0, 2.0, 3.0, math.inf)
+Layout = Callable[[torch.device, int], list[tuple[tuple[int, ...], DeviceMesh | None, list[Any]]]]
+
+
+def plain(device: torch.device, world_size: int) -> list[Any]:
+    """Nothing sharded."""
+    return [((5, 3), None, []), ((7,), None, [])]
+
+
+def fully_sharded(device: torch.device, world_size: int) -> list[Any]:
+    """Shards: even, uneven, and empty on the last ranks."""
+    mesh = init_device_mesh(device.type, (world_size,))
+    return [((8, 3), mesh, [Shard(0)]), ((5, 3), mesh, [Shard(0)]), ((1, 4), mesh, [Shard(0)])]
+
+
+def mixed(device: torch.device, world_size: int) -> list[Any]:
+    """Plain, sharded along both dimensions, and replicated on one mesh."""
+    mesh = init_device_mesh(device.type, (world_size,))
+    return [
+        ((5, 3), None, []),
+        ((6, 5), mesh, [Shard(0)]),
+        ((3, 7), mesh, [Shard(1)]),
+        ((4, 2), mesh, [Replicate()]),
+        ((9,), mesh, [Shard(0)]),
+    ]
+
+
+def hybrid(device: torch.device, world_size: int) -> list[Any]:
+    """HSDP, with a parameter that is replicated on both dimensions."""
+    mesh = init_device_mesh(device.type, (2, world_size // 2), mesh_dim_names=("replicate", "shard"))
+    return [((5, 3), mesh, [Replicate(), Shard(0)]), ((4, 3), mesh, [Replicate(), Replicate()]), ((7,), None, [])]
+
+
+def tensor_parallel(device: torch.device, world_size: int) -> list[Any]:
+    """FSDP × TP: both dimensions shard, or only one of them."""
+    mesh = init_device_mesh(device.type, (world_size // 2, 2), mesh_dim_names=("fsdp", "tp"))
+    return [
+        ((8, 6), mesh, [Shard(0), Shard(1)]),
+        ((6, 4), mesh, [Shard(0), Replicate()]),
+        ((6, 4), mesh, [Replicate(), Shard(0)]),
+        ((3, 6), mesh["tp"], [Shard(1)]),
+    ]
+
+
+def experts(device: torch.device, world_size: int) -> list[Any]:
+    """Dense parameters on all ranks; experts on a mesh of their own, sharded over it or whole on each part of it."""
+    dense = init_device_mesh(device.type, (world_size,))
+    mesh = init_device_mesh(device.type, (world_size // 2, 2), mesh_dim_names=("copies", "experts"))
+    return [
+        ((6, 5), dense, [Shard(0)]),
+        ((4, 3, 2), mesh, [Shard(1), Shard(0)]),
+        ((4, 3), mesh["experts"], [Shard(0)]),
+        ((5,), None, []),
+    ]
+
+
+def sub_mesh(device: torch.device, world_size: int) -> list[Any]:
+    """A two-dimensional slice, which has no process group of its own over all its ranks."""
+    mesh = init_device_mesh(device.type, (world_size // 2, 1, 2), mesh_dim_names=("copies", "fsdp", "tp"))
+    return [((6, 5), mesh["fsdp", "tp"], [Shard(0), Shard(1)]), ((4, 3), mesh["fsdp", "tp"], [Shard(0), Replicate()])]
+
+
+def separate_meshes(device: torch.device, world_size: int) -> list[Any]:
+    """One expert on the first half of the ranks, another one on the second half; each half has nothing of the other's."""
+    half = world_size // 2
+    first = DeviceMesh(device.type, list(range(half)))
+    second = DeviceMesh(device.type, list(range(half, world_size)))
+    whole = init_device_mesh(device.type, (world_size,))
+    return [((6, 5), whole, [Shard(0)]), ((4, 3), first, [Shard(0)]), ((5, 3), second, [Shard(0)]), ((3,), None, [])]
+
+
+LAYOUTS: dict[str, tuple[Layout, dict[int, int]]] = {
+    "plain": (plain, {2: 0, 4: 0}),
+    "fully_sharded": (fully_sharded, {2: 1, 4: 1}),
+    "mixed": (mixed, {2: 1, 4: 1}),
+    "hybrid": (hybrid, {2: 0, 4: 1}),
+    "tensor_parallel": (tensor_parallel, {2: 2, 4: 2}),
+    "experts": (experts, {2: 2, 4: 3}),
+    "sub_mesh": (sub_mesh, {2: 1, 4: 1}),
+    "separate_meshes": (separate_meshes, {2: 2, 4: 2}),
+}
+"""Layout, and by world size the all-reduces of one norm: one per distinct mesh that shards (on two ranks some meshes
+are the same or shard nothing; the halves of ``separate_meshes`` share one)."""
+
+
+def whole_values(layout: list[Any], device: torch.device, seed: int = 0) -> list[Tensor]:
+    """The unsharded gradients, the same on all ranks."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator).to(device) for shape, _, _ in layout]
+
+
+def make_parameters(layout: list[Any], values: list[Tensor]) -> list[nn.Parameter]:
+    """Parameters whose gradients are the values, placed as the layout says."""
+    parameters = []
+    for (shape, mesh, placements), value in zip(layout, values, strict=True):
+        tensor = torch.zeros(shape, device=value.device)
+        place = (lambda t, m=mesh, p=placements: t) if mesh is None else _placer(mesh, placements)
+        parameter = nn.Parameter(place(tensor))
+        parameter.grad = place(value)
+        parameters.append(parameter)
+    return parameters
+
+
+def _placer(mesh: DeviceMesh, placements: list[Any]) -> Callable[[Tensor], Tensor]:
+    return lambda tensor: distribute_tensor(tensor, mesh, placements, src_data_rank=None)
+
+
+def exact(values: list[Tensor], norm_type: float) -> float:
+    return float(torch.linalg.vector_norm(torch.cat([v.double().flatten().cpu() for v in values]), norm_type))
+
+
+def close(norm: Tensor, expected: float) -> bool:
+    return norm.dtype == torch.float32 and norm.dim() == 0 and abs(float(norm) - expected) <= NORM_TOLERANCE * expected
+
+
+def check_layout(rank: int, world_size: int, layout: str) -> None:
+    device = device_of(rank, world_size)
+    make, expected_calls = LAYOUTS[layout]
+    placed, all_reduces = make(device, world_size), expected_calls[world_size]
+    values = whole_values(placed, device)
+    parameters = make_parameters(placed, values)
+    for norm_type in NORM_TYPES:
+        expected = exact(values, norm_type)
+        with collectives() as counted:
+            norm = lightstep.global_grad_norm(parameters, norm_type)
+        assert close(norm, expected), f"p = {norm_type}: {float(norm)}, expected {expected}"
+        assert counted == Counter({"allreduce_": all_reduces} if all_reduces else {}), counted
+        planned = GradientNorm(parameters, norm_type)
+        with collectives() as counted:
+            norm, overflow = planned([local_gradient(parameter) for parameter in parameters])
+        flag = 0 if layout == "plain" else 1
+        own = 1 if layout == "separate_meshes" else 0  # its halves travel with the flag
+        assert close(norm, expected)
+        assert float(overflow) == 0.0
+        assert sum(counted.values()) == counted["allreduce_"] == all_reduces - own + flag, counted
+    check_clipping(parameters, values)
+    check_overflow_anywhere(rank, world_size, placed, device)
+
+
+def check_clipping(parameters: list[nn.Parameter], values: list[Tensor]) -> None:
+    before = [local_tensor(p.grad).clone() for p in parameters]
+    norm = lightstep.clip_grad_norm_(parameters, 1.5)
+    coefficient = torch.clamp(1.5 / (norm + 1e-6), max=1.0)
+    for parameter, old in zip(parameters, before, strict=True):
+        assert torch.equal(local_tensor(parameter.grad), old * coefficient)
+    assert abs(float(lightstep.global_grad_norm(parameters)) - 1.5) < 1e-5
+
+
+def check_overflow_anywhere(rank: int, world_size: int, placed: list[Any], device: torch.device) -> None:
+    """An inf or NaN on one rank, in each parameter it has a part of, is an overflow on all."""
+    sharded = [number for number, (_, mesh, _) in enumerate(placed) if mesh is not None]
+    for number in sharded:
+        for norm_type in (2.0, math.inf):
+            for value in (math.inf, math.nan):
+                parameters = make_parameters(placed, whole_values(placed, device))
+                local = local_tensor(parameters[number].grad)
+                has_part = torch.tensor([float(local.numel() > 0)] * world_size, device=device)
+                if rank == world_size - 1 and local.numel():
+                    local.view(-1)[0] = value
+                dist.broadcast(has_part, src=world_size - 1)
+                gradients = [local_gradient(parameter) for parameter in parameters]
+                _, overflow = GradientNorm(parameters, norm_type)(gradients)
+                assert float(overflow) == float(has_part[0]), (number, norm_type, value)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_norm_of_every_layout(pool: Pool, layout: str, world_size: int) -> None:
+    pool.run(check_layout, world_size, layout=layout)
+
+
+def check_missing_gradients(rank: int, world_size: int) -> None:
+    """Ranks without a gradient take part in the collectives all the same."""
+    device = device_of(rank, world_size)
+    placed = [*mixed(device, world_size), *hybrid(device, world_size)]
+    values = whole_values(placed, device)
+    parameters = make_parameters(placed, values)
+    squares = sum((local_tensor(p.grad).double() ** 2).sum() for p in parameters[1:3] if rank % 2 == 0)
+    total = torch.as_tensor(squares, dtype=torch.float64, device=device)
+    dist.all_reduce(total)
+    for number, parameter in enumerate(parameters):
+        if number not in (1, 2) or rank % 2:
+            parameter.grad = None
+    assert close(lightstep.global_grad_norm(parameters), float(total.sqrt()))
+    for parameter in parameters:
+        parameter.grad = None
+    assert float(lightstep.global_grad_norm(parameters)) == 0.0
+
+
+def test_missing_gradients(pool: Pool) -> None:
+    pool.run(check_missing_gradients, 4)
+
+
+def check_partial_gradient(rank: int, world_size: int) -> None:
+    """A partial gradient is added up over its mesh in fp32, without rounding on the way."""
+    device = device_of(rank, world_size)
+    mesh = init_device_mesh(device.type, (world_size,))
+    parameter = nn.Parameter(
+        distribute_tensor(torch.zeros(3, device=device, dtype=torch.bfloat16), mesh, [Replicate()])
+    )
+    parts = [torch.tensor([1.0, 2.0**-9, 3.0 + r], dtype=torch.bfloat16) for r in range(world_size)]
+    partial = torch.distributed.tensor.DTensor.from_local(parts[rank].to(device), mesh, [Partial()])
+    parameter.grad = partial
+    expected = torch.stack([part.float() for part in parts]).sum(0).to(device)
+    found = local_gradient(parameter, torch.float32)
+    assert found is not None
+    assert found.dtype == torch.float32
+    assert torch.equal(found, expected)
+    assert close(lightstep.global_grad_norm([parameter]), exact([expected], 2.0))
+
+
+def test_partial_gradient(pool: Pool) -> None:
+    pool.run(check_partial_gradient, 2)
+
+
+def check_host_gradients(rank: int, world_size: int) -> None:
+    """Shards on the host, on a mesh whose own group may know only GPUs."""
+    device = device_of(rank, world_size)
+    mesh = init_device_mesh(device.type, (world_size,))
+    generator = torch.Generator().manual_seed(0)
+    whole = torch.randn(6, 4, generator=generator)
+    parameter = nn.Parameter(distribute_tensor(torch.zeros(6, 4, device=device), mesh, [Shard(0)], src_data_rank=None))
+    local = distribute_tensor(whole.to(device), mesh, [Shard(0)], src_data_rank=None).to_local().cpu()
+    host = nn.Parameter(like(parameter, torch.zeros_like(local)).detach())
+    host.grad = like(host, local)
+    for norm_type in NORM_TYPES:
+        norm = lightstep.global_grad_norm([host], norm_type)
+        assert norm.device.type == "cpu"
+        assert close(norm, exact([whole], norm_type))
+
+
+def test_host_gradients(pool: Pool) -> None:
+    pool.run(check_host_gradients, 2)
+
+
+def check_marked_experts(rank: int, world_size: int) -> None:
+    """Plain tensors that are a different expert on each rank, when they say so."""
+    device = device_of(rank, world_size)
+    shared, expert = nn.Parameter(torch.zeros(3, device=device)), nn.Parameter(torch.zeros(2, 2, device=device))
+    expert.differs_across_ranks = True  # type: ignore[attr-defined]
+    shared.grad = torch.tensor([1.0, 2.0, 3.0], device=device)
+    expert.grad = torch.full((2, 2), float(rank + 1), device=device)
+    values = [shared.grad, *(torch.full((2, 2), float(r + 1)) for r in range(world_size))]
+    for norm_type in NORM_TYPES:
+        assert close(
+            lightstep.global_grad_norm([shared, expert], norm_type), exact([v.cpu() for v in values], norm_type)
+        )
+
+
+def test_marked_experts(pool: Pool) -> None:
+    pool.run(check_marked_experts, 4)
+
+
+def check_single_parameter_models(rank: int, world_size: int) -> None:
+    """Models of one parameter each, max_norm 3.5: the norm of [3, 1, 4, 1, 5, 9] one at a time."""
+    device = device_of(rank, world_size)
+    mesh = init_device_mesh(device.type, (world_size,))
+    for value in (3.0, 1.0, 4.0, 1.0, 5.0, 9.0):
+        parameter = nn.Parameter(distribute_tensor(torch.zeros(1, device=device), mesh, [Shard(0)]))
+        parameter.grad = distribute_tensor(torch.tensor([value], device=device), mesh, [Shard(0)])
+        norm = lightstep.clip_grad_norm_([parameter], 3.5)
+        assert float(norm) == value
+        expected = value * float(torch.clamp(3.5 / (torch.tensor(value) + 1e-6), max=1.0))
+        clipped = parameter.grad.full_tensor()
+        assert abs(float(clipped) - expected) < 1e-6
+        assert float(clipped) <= 3.5
+
+
+def test_single_parameter_models(pool: Pool) -> None:
+    pool.run(check_single_parameter_models, 2)

@@ -1,0 +1,585 @@
+"""What FSDP2 and DDP strategies do to a model, and what they send."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+import lightstep
+from lightstep.config import ConfigError
+from lightstep.distributed import like, local_tensor
+from tests.distributed.collectives import collectives
+from tests.distributed.models import TinyTransformer, loss_of
+from tests.distributed.ranks import Pool, device_of
+
+REDUCTIONS = {"allreduce_", "_reduce_scatter_base_", "reduce_scatter_tensor_coalesced_", "reduce_scatter_", "reduce_"}
+
+FSDP2 = {"kind": "fsdp2"}
+HSDP = {"kind": "fsdp2", "mesh": {"replicate": 2, "shard": "auto"}}
+DDP = {"kind": "ddp", "find_unused_parameters": True}
+
+
+def load(sharding: dict[str, Any], **sections: Any) -> lightstep.Strategy:
+    return lightstep.Strategy.load({"sharding": sharding, **sections})
+
+
+def train(
+    strategy: lightstep.Strategy,
+    model: nn.Module,
+    optimizer: Any,
+    steps: int = 2,
+    micro_batches: int = 2,
+    on_step: Callable[[Any], None] | None = None,
+) -> list[Any]:
+    results = []
+    for step in range(steps):
+        for micro in range(micro_batches):
+            with strategy.accumulate(model, last=micro == micro_batches - 1):
+                optimizer.backward(loss_of(model, step, micro, strategy.rank, strategy.device) / micro_batches)
+        results.append(optimizer.step())
+    return results
+
+
+def full(parameter: Tensor) -> Tensor:
+    whole = parameter.detach()
+    return whole.full_tensor() if isinstance(whole, DTensor) else whole.clone()
+
+
+def weights_of(strategy: lightstep.Strategy, model: nn.Module) -> dict[str, Tensor]:
+    return {name: full(parameter) for name, parameter in strategy.unwrap_model(model).named_parameters()}
+
+
+def same_weights(first: dict[str, Tensor], second: dict[str, Tensor]) -> None:
+    assert first.keys() == second.keys()
+    for name, value in first.items():
+        assert torch.equal(value, second[name]), name
+
+
+# -- gradients
+
+
+class Slope(nn.Module):
+    """A gradient that the caller dictates: ``loss = sum(weight * slope)``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 5, bias=False)
+        self.weight = nn.Parameter(torch.zeros(5, 3))
+
+    def forward(self, slope: Tensor) -> Tensor:
+        return (self.weight * slope.to(self.weight.dtype)).sum() + self.inner(
+            slope.T[:1, :3].to(self.weight.dtype)
+        ).sum()
+
+
+def check_never_rounded(rank: int, world_size: int, sharding: dict[str, Any]) -> None:
+    """Ranks and micro-batches whose sum needs more than bf16's 8 bits."""
+    for synced in ([False, False, True], [True, True], [True]):
+        strategy = load(sharding, clipping={"max_norm": None})
+        model = strategy.prepare_model(Slope())
+        weight = strategy.unwrap_model(model).weight
+        optimizer = strategy.create_optimizer(model, torch.optim.SGD, lr=1.0)
+        expected = torch.zeros(5, 3)
+        for micro, last in enumerate(synced):
+            values = [torch.full((5, 3), 2.0 ** (-5 * micro - (0 if r == 0 else 9))) for r in range(world_size)]
+            with strategy.accumulate(model, last=last):
+                optimizer.backward(model(values[rank].to(strategy.device)))
+            expected += torch.stack(values).sum(0) / world_size
+        assert not torch.equal(expected, expected.bfloat16().float())
+        optimizer.step()
+        found = full(optimizer.state[weight]["master"]).cpu()
+        assert torch.equal(-found, expected), (synced, found, expected)
+
+
+@pytest.mark.parametrize("sharding", [FSDP2, HSDP, {"kind": "ddp"}], ids=["fsdp2", "hsdp", "ddp"])
+def test_gradients_are_never_rounded(pool: Pool, sharding: dict[str, Any]) -> None:
+    pool.run(check_never_rounded, 4 if sharding is HSDP else 2, sharding=sharding)
+
+
+def check_collectives(rank: int, world_size: int, sharding: dict[str, Any], reductions: int, norm: int) -> None:
+    strategy = load(sharding)
+    model = strategy.prepare_model(TinyTransformer())
+    optimizer = strategy.create_optimizer(model)
+    train(strategy, model, optimizer)
+    with collectives() as counted, strategy.accumulate(model, last=False):
+        optimizer.backward(loss_of(model, 0, 0, rank, strategy.device))
+    assert not REDUCTIONS & counted.keys(), counted
+    if sharding["kind"] == "ddp":
+        assert not counted, counted
+    with collectives() as counted, strategy.accumulate(model, last=True):
+        optimizer.backward(loss_of(model, 0, 1, rank, strategy.device))
+    assert sum(counted[name] for name in REDUCTIONS) >= reductions, counted
+    with collectives() as counted:
+        optimizer.step()
+    assert counted == Counter({"allreduce_": norm + 1}), counted
+
+
+@pytest.mark.parametrize(
+    ("sharding", "reductions", "norm"), [(FSDP2, 4, 1), (HSDP, 8, 1), (DDP, 1, 0)], ids=["fsdp2", "hsdp", "ddp"]
+)
+def test_what_is_sent(pool: Pool, sharding: dict[str, Any], reductions: int, norm: int) -> None:
+    """No reduction before the last micro-batch; in ``step`` one all-reduce on the one mesh and one for the flag."""
+    pool.run(check_collectives, 4, sharding=sharding, reductions=reductions, norm=norm)
+
+
+def check_same_norms(rank: int, world_size: int) -> None:
+    """FSDP2's and HSDP's norms are DDP's, over ten iterations that clip."""
+    for norm_type in (1.0, 2.0, "inf"):
+        norms = []
+        for sharding in (DDP, FSDP2, HSDP):
+            sections = {"precision": {"parameters": "float32"}, "clipping": {"max_norm": 1.0, "norm_type": norm_type}}
+            strategy = load(sharding, **sections)
+            torch.manual_seed(0)
+            model = strategy.prepare_model(TinyTransformer())
+            optimizer = strategy.create_optimizer(model, lr=1e-2)
+            norms.append([float(r.grad_norm) for r in train(strategy, model, optimizer, steps=10, micro_batches=1)])
+        for other in norms[1:]:
+            assert other == pytest.approx(norms[0], rel=1e-5)
+
+
+def test_norms_are_those_of_ddp(pool: Pool) -> None:
+    pool.run(check_same_norms, 4)
+
+
+def check_overflow_on_one_rank(rank: int, world_size: int, sharding: dict[str, Any]) -> None:
+    """An inf that only the last rank has, in its shard or in its copy."""
+    strategy = load(sharding)
+    model = strategy.prepare_model(TinyTransformer())
+    optimizer = strategy.create_optimizer(model, lr=1e-2)
+    train(strategy, model, optimizer, steps=1)
+    before = weights_of(strategy, model)
+    for name, parameter in strategy.unwrap_model(model).named_parameters():
+        if name.startswith(("dead", "frozen")):
+            continue
+        local = torch.zeros_like(local_tensor(parameter))
+        if rank == world_size - 1 and local.numel():
+            local.view(-1)[-1] = torch.inf
+        parameter.grad = like(parameter, local)
+        on_last = torch.tensor(float(local.numel() > 0), device=strategy.device)
+        dist.broadcast(on_last, src=world_size - 1)
+        result = optimizer.step()
+        assert bool(result) is (float(on_last) == 0.0), name
+    if sharding["kind"] == "ddp":
+        same_weights(before, weights_of(strategy, model))
+
+
+@pytest.mark.parametrize("sharding", [FSDP2, HSDP, DDP], ids=["fsdp2", "hsdp", "ddp"])
+def test_overflow_on_one_rank_skips_on_all(pool: Pool, sharding: dict[str, Any]) -> None:
+    pool.run(check_overflow_on_one_rank, 4, sharding=sharding)
+
+
+def check_deterministic(rank: int, world_size: int, sharding: dict[str, Any]) -> None:
+    runs = []
+    for _ in range(2):
+        strategy = load(sharding)
+        torch.manual_seed(0)
+        model = strategy.prepare_model(TinyTransformer())
+        optimizer = strategy.create_optimizer(model, lr=1e-2)
+        results = train(strategy, model, optimizer, steps=3)
+        runs.append((weights_of(strategy, model), [result.grad_norm for result in results]))
+    same_weights(runs[0][0], runs[1][0])
+    assert all(torch.equal(a, b) for a, b in zip(runs[0][1], runs[1][1], strict=True))
+
+
+@pytest.mark.parametrize("sharding", [FSDP2, HSDP, DDP], ids=["fsdp2", "hsdp", "ddp"])
+def test_two_runs_are_equal(pool: Pool, sharding: dict[str, Any]) -> None:
+    pool.run(check_deterministic, 4, sharding=sharding)
+
+
+def check_ddp_unused(rank: int, world_size: int) -> None:
+    """A parameter used on one rank only, one used in an early micro-batch only, and one used nowhere."""
+
+    class Branches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.always, self.first_rank, self.early, self.never = (nn.Parameter(torch.ones(3)) for _ in range(4))
+
+        def forward(self, early: bool) -> Tensor:
+            loss = self.always.sum()
+            if rank == 0:
+                loss = loss + 3 * self.first_rank.sum()
+            return loss + (rank + 1) * self.early.sum() if early else loss
+
+    strategy = load(DDP, clipping={"max_norm": None})
+    model = strategy.prepare_model(Branches())
+    optimizer = strategy.create_optimizer(model, torch.optim.SGD, lr=1.0, momentum=0.5)
+    for _ in range(2):
+        for micro in range(2):
+            with strategy.accumulate(model, last=micro == 1):
+                optimizer.backward(model(early=micro == 0))
+        optimizer.step()
+    inner = strategy.unwrap_model(model)
+    master = {name: optimizer.state[p].get("master") for name, p in inner.named_parameters() if p in optimizer.state}
+    assert master.keys() == {"always", "first_rank", "early"}
+    for name, gradient in {"always": 2.0, "first_rank": 6.0 / world_size, "early": (world_size + 1) / 2}.items():
+        expected = 1.0 - gradient - 1.5 * gradient
+        assert torch.allclose(master[name], torch.full((3,), expected, device=strategy.device)), (name, master[name])
+
+
+def test_ddp_with_unused_parameters(pool: Pool) -> None:
+    pool.run(check_ddp_unused, 2)
+
+
+# -- the model
+
+
+def units_of(model: nn.Module) -> list[str]:
+    return [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
+
+
+class Named(TinyTransformer):
+    _no_split_modules = ["LayerNorm"]
+
+
+def check_units(rank: int, world_size: int) -> None:
+    blocks = [f"blocks.{i}" for i in range(3)]
+    assert units_of(load(FSDP2).prepare_model(TinyTransformer())) == ["", *blocks]
+    assert units_of(load(FSDP2).prepare_model(Named())) == ["", *(f"{block}.norm" for block in blocks)]
+    chosen = load({**FSDP2, "wrap": ["Block", "embed", "blocks.1.up"]}).prepare_model(TinyTransformer())
+    assert units_of(chosen) == ["", "embed", "blocks.0", "blocks.1", "blocks.1.up", "blocks.2"]
+    checkpointed = load({**FSDP2, "activation_checkpointing": True}).prepare_model(TinyTransformer())
+    assert units_of(checkpointed) == ["", *blocks]
+    tied = load(FSDP2).prepare_model(TinyTransformer(tied=True))
+    assert tied.head.weight is tied.embed.weight
+    with pytest.raises(
+        ConfigError, match="'Blok' is neither a class nor a module of TinyTransformer, did you mean 'Block'"
+    ):
+        load({**FSDP2, "wrap": ["Blok"]}).prepare_model(TinyTransformer())
+    with pytest.raises(ConfigError, match="embed shares a weight with head.weight"):
+        load({**FSDP2, "wrap": ["embed"]}).prepare_model(TinyTransformer(tied=True))
+
+
+def test_units(pool: Pool) -> None:
+    pool.run(check_units, 2)
+
+
+def check_meshes(rank: int, world_size: int) -> None:
+    sizes = {
+        (1, "auto"): (4,),
+        (2, "auto"): (2, 2),
+        ("auto", 1): (4, 1),
+        ("auto", 4): (4,),
+    }
+    for (replicate, shard), expected in sizes.items():
+        strategy = load({**FSDP2, "mesh": {"replicate": replicate, "shard": shard}})
+        assert tuple(strategy.mesh().shape) == expected
+        model = strategy.prepare_model(TinyTransformer())
+        optimizer = strategy.create_optimizer(model)
+        assert all(train(strategy, model, optimizer))
+    for mesh, message in {
+        (3, "auto"): "mesh.replicate is 3, which does not divide the 4 ranks",
+        ("auto", 3): "mesh.shard is 3, which does not divide the 4 ranks",
+        (2, 4): r"mesh is 2 × 4 \(replicate × shard\) = 8 ranks, and 4 are running",
+    }.items():
+        with pytest.raises(ConfigError, match=message):
+            load({**FSDP2, "mesh": {"replicate": mesh[0], "shard": mesh[1]}}).prepare_model(TinyTransformer())
+    for bad in (3, 4):
+        with pytest.raises(ConfigError, match=f"reshard_after_forward is {bad}; true, false or a divisor"):
+            load({**FSDP2, "reshard_after_forward": bad}).prepare_model(TinyTransformer())
+    halves = load({**FSDP2, "reshard_after_forward": 2})
+    model = halves.prepare_model(TinyTransformer())
+    assert all(train(halves, model, halves.create_optimizer(model)))
+
+
+def test_meshes(pool: Pool) -> None:
+    pool.run(check_meshes, 4)
+
+
+def check_first_rank_wins(rank: int, world_size: int) -> None:
+    """Ranks that built different weights, or none, train rank 0's."""
+    torch.manual_seed(0)
+    expected = {name: p.detach().bfloat16() for name, p in TinyTransformer().named_parameters()}
+    for sharding in (FSDP2, HSDP, DDP):
+        torch.manual_seed(rank)
+        strategy = load(sharding)
+        made = weights_of(strategy, strategy.prepare_model(TinyTransformer()))
+        same_weights({name: value.cpu() for name, value in made.items()}, expected)
+    for tied in (False, True):
+        torch.manual_seed(0)
+        expected = {name: p.detach().bfloat16() for name, p in TinyTransformer(tied=tied).named_parameters()}
+        torch.manual_seed(0)
+        with torch.device("cpu" if rank == 0 else "meta"):
+            model = TinyTransformer(tied=tied)
+        strategy = load(FSDP2)
+        made = weights_of(strategy, strategy.prepare_model(model))
+        same_weights({name: value.cpu() for name, value in made.items()}, expected)
+    with torch.device("meta" if rank == 0 else "cpu"):
+        model = TinyTransformer()
+    with pytest.raises(ValueError, match="rank 0 has the model on the meta device"):
+        load(FSDP2).prepare_model(model)
+
+
+def test_weights_of_the_first_rank(pool: Pool) -> None:
+    pool.run(check_first_rank_wins, 4)
+
+
+def check_meta(rank: int, world_size: int, sharding: dict[str, Any]) -> None:
+    torch.manual_seed(rank)
+    strategy = load(sharding)
+    with torch.device("meta"):
+        model = TinyTransformer()
+    prepared = strategy.prepare_model(model)
+    shapes = {name: parameter.shape for name, parameter in TinyTransformer().named_parameters()}
+    made = weights_of(strategy, prepared)
+    assert {name: value.shape for name, value in made.items()} == shapes
+    for name, value in made.items():
+        everybody = [torch.empty_like(value) for _ in range(world_size)]
+        dist.all_gather(everybody, value)
+        assert all(torch.equal(value, other) for other in everybody), name
+        if value.dim() == 2:
+            assert 0 < value.float().std() < 2, name
+            assert len({tuple(row.tolist()) for row in value}) == len(value), f"{name} repeats rows"
+    assert all(train(strategy, prepared, strategy.create_optimizer(prepared)))
+
+
+@pytest.mark.parametrize("sharding", [FSDP2, HSDP, DDP], ids=["fsdp2", "hsdp", "ddp"])
+def test_meta_device(pool: Pool, sharding: dict[str, Any]) -> None:
+    pool.run(check_meta, 4, sharding=sharding)
+
+
+def check_factory(rank: int, world_size: int) -> None:
+    strategy = load(FSDP2)
+    model = strategy.prepare_model(TinyTransformer)
+    assert isinstance(model, TinyTransformer)
+    assert isinstance(model, FSDPModule)
+
+
+def test_factory(pool: Pool) -> None:
+    pool.run(check_factory, 2)
+
+
+def tiny_llama(tied: bool = True) -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=31, hidden_size=12, intermediate_size=20, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=32, tie_word_embeddings=tied,
+    )  # fmt: skip
+    return LlamaForCausalLM(config)
+
+
+def llama_step(strategy: lightstep.Strategy, model: nn.Module, optimizer: Any) -> Any:
+    tokens = torch.randint(31, (2, 8), generator=torch.Generator().manual_seed(strategy.rank)).to(strategy.device)
+    optimizer.backward(model(input_ids=tokens, labels=tokens).loss)
+    return optimizer.step()
+
+
+def check_hugging_face_folder(rank: int, world_size: int, folder: str, sharding: dict[str, Any], tied: bool) -> None:
+    """From the meta device and a folder: the same weights and the same training as from a loaded model."""
+    torch.manual_seed(rank)
+    path = Path(folder)
+    if rank == 0:
+        tiny_llama(tied).save_pretrained(path, max_shard_size="4KB")
+    dist.barrier()
+    runs = []
+    for on_meta in (True, False):
+        strategy = load(sharding)
+        if on_meta:
+            with torch.device("meta"):
+                empty = tiny_llama(tied)
+            model = strategy.prepare_model(empty, weights=path)
+        else:
+            model = strategy.prepare_model(type(tiny_llama()).from_pretrained(path))
+        assert (model.lm_head.weight is model.model.embed_tokens.weight) is tied
+        optimizer = strategy.create_optimizer(model, lr=1e-2)
+        first = weights_of(strategy, model)
+        results = [llama_step(strategy, model, optimizer) for _ in range(2)]
+        runs.append((first, weights_of(strategy, model), [float(r.grad_norm) for r in results]))
+    same_weights(runs[0][0], runs[1][0])
+    same_weights(runs[0][1], runs[1][1])
+    assert runs[0][2] == runs[1][2]
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(
+    "sharding",
+    [FSDP2, {**FSDP2, "activation_checkpointing": True}],
+    ids=["fsdp2", "checkpointed"],
+)
+def test_hugging_face_folder(pool: Pool, tmp_path: Path, sharding: dict[str, Any], tied: bool) -> None:
+    pool.run(check_hugging_face_folder, 2, folder=str(tmp_path), sharding=sharding, tied=tied)
+
+
+def check_wrong_folder(rank: int, world_size: int, folder: str) -> None:
+    with torch.device("meta"):
+        model = tiny_llama()
+    with pytest.raises(FileNotFoundError, match=r"neither model\.safetensors nor"):
+        load(FSDP2).prepare_model(model, weights=folder)
+
+
+def test_wrong_folder(pool: Pool, tmp_path: Path) -> None:
+    pool.run(check_wrong_folder, 2, folder=str(tmp_path))
+
+
+def check_compute_dtype(rank: int, world_size: int) -> None:
+    """fp32 shards that compute in bf16: fp32 gradients, no masters, the weights of a plain FSDP2 run."""
+    strategy = load({**FSDP2, "compute": "bfloat16"}, precision={"parameters": "float32"}, clipping={"max_norm": None})
+    torch.manual_seed(0)
+    model = strategy.prepare_model(TinyTransformer())
+    seen = []
+    model.blocks[0].up.register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))
+    optimizer = strategy.create_optimizer(model, lr=1e-2)
+    train(strategy, model, optimizer)
+    assert set(seen) == {torch.bfloat16}
+    for parameter in model.parameters():
+        assert parameter.dtype == torch.float32
+        assert "master" not in optimizer.state[parameter]
+
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    torch.manual_seed(0)
+    plain = TinyTransformer().to(strategy.device)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for module in [*plain.blocks, plain]:
+        fully_shard(module, mesh=strategy.mesh(), mp_policy=policy)
+    reference = torch.optim.AdamW([p for p in plain.parameters() if p.requires_grad], lr=1e-2, fused=True)
+    for step in range(2):
+        for micro in range(2):
+            plain.set_requires_gradient_sync(micro == 1)
+            (loss_of(plain, step, micro, rank, strategy.device) / 2).backward()
+        reference.step()
+        reference.zero_grad()
+    same_weights(weights_of(strategy, model), weights_of(strategy, plain))
+
+
+def test_fp32_shards_that_compute_in_bf16(pool: Pool) -> None:
+    pool.run(check_compute_dtype, 2)
+
+
+def check_compiled(rank: int, world_size: int, sharding: dict[str, Any]) -> None:
+    """``model.compile()`` and ``torch.compile(model)``, before and after; the backend runs the graph as it is."""
+
+    def run(before: Callable[[nn.Module], nn.Module], after: Callable[[nn.Module], nn.Module]) -> dict[str, Tensor]:
+        torch._dynamo.reset()
+        strategy = load(sharding)
+        torch.manual_seed(0)
+        model = after(strategy.prepare_model(before(TinyTransformer())))
+        optimizer = strategy.create_optimizer(model, lr=1e-2)
+        assert all(train(strategy, model, optimizer))
+        return weights_of(strategy, model)
+
+    def nothing(model: nn.Module) -> nn.Module:
+        return model
+
+    def in_place(model: nn.Module) -> nn.Module:
+        model.compile(backend="eager")
+        return model
+
+    def wrapped(model: nn.Module) -> nn.Module:
+        return torch.compile(model, backend="eager")
+
+    expected = run(nothing, nothing)
+    for before, after in ((in_place, nothing), (nothing, in_place), (wrapped, nothing), (nothing, wrapped)):
+        same_weights(run(before, after), expected)
+
+
+@pytest.mark.parametrize("sharding", [FSDP2, {"kind": "ddp", "find_unused_parameters": True}], ids=["fsdp2", "ddp"])
+def test_compiled_before_and_after(pool: Pool, sharding: dict[str, Any]) -> None:
+    pool.run(check_compiled, 2, sharding=sharding)
+
+
+def check_swapped_parameters(rank: int, world_size: int) -> None:
+    """An optimizer built before sharding, given the sharded parameters afterwards, as accelerate does."""
+    from torch.distributed.fsdp import fully_shard
+
+    runs = []
+    for late in (False, True):
+        strategy = load(FSDP2, precision={"parameters": "float32"})
+        torch.manual_seed(0)
+        if late:
+            model: nn.Module = TinyTransformer()
+            optimizer: Any = lightstep.MixedPrecisionOptimizer(
+                model.parameters(), hyperparameters={"lr": 1e-2}, max_norm=1.0
+            )
+            model.to(strategy.device)
+            for module in [*model.blocks, model]:  # type: ignore[misc]
+                fully_shard(module, mesh=strategy.mesh())
+            optimizer.param_groups[0]["params"] = list(model.parameters())
+        else:
+            model = strategy.prepare_model(TinyTransformer())
+            optimizer = strategy.create_optimizer(model, lr=1e-2)
+        train(strategy, model, optimizer)
+        runs.append(weights_of(strategy, model))
+    same_weights(*runs)
+
+
+def test_parameters_swapped_after_building(pool: Pool) -> None:
+    pool.run(check_swapped_parameters, 2)
+
+
+def check_tensor_parallel(rank: int, world_size: int) -> None:
+    """Plain modules whose parameters ``parallelize_module`` made DTensors: the unsharded model's norm and training."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+
+    sections = {"precision": {"parameters": "float32"}, "clipping": {"max_norm": 0.1}}
+    strategy = load({"kind": "single"}, **sections)
+    device = device_of(rank, world_size)
+    models, norms = [], []
+    for parallel in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 12), nn.Tanh(), nn.Linear(12, 6)).to(device)
+        if parallel:
+            mesh = init_device_mesh(device.type, (world_size,), mesh_dim_names=("tp",))
+            from torch.distributed.tensor import Replicate, Shard
+
+            plan = {
+                "0": SequenceParallel(sequence_dim=0),
+                "1": ColwiseParallel(input_layouts=Shard(0)),
+                "3": RowwiseParallel(output_layouts=Replicate()),
+            }
+            parallelize_module(model, mesh, plan)
+        model = strategy.prepare_model(model)
+        optimizer = strategy.create_optimizer(model, lr=1e-2)
+        found = []
+        for step in range(3):
+            inputs = torch.randn(4, 8, generator=torch.Generator().manual_seed(step)).to(device)
+            if parallel:
+                inputs = inputs.chunk(world_size)[rank]
+            loss = model(inputs).square().mean()
+            optimizer.backward(loss)
+            with collectives() as counted:
+                found.append(float(optimizer.step().grad_norm))
+        norms.append(found)
+        models.append(weights_of(strategy, model))
+    assert norms[1] == pytest.approx(norms[0], rel=1e-5)
+    for name, value in models[0].items():
+        assert torch.allclose(value, models[1][name], atol=1e-5), name
+
+
+def test_tensor_parallel(pool: Pool) -> None:
+    pool.run(check_tensor_parallel, 2)
+
+
+# -- the process group
+
+
+def check_process_group(rank: int, world_size: int) -> None:
+    """Started by the strategy from torchrun's environment, and ended by it; left alone when it was somebody else's."""
+    strategy = load(FSDP2)
+    assert (strategy.rank, strategy.world_size, strategy.is_main) == (rank, world_size, rank == 0)
+    assert not dist.is_initialized()
+    with strategy:
+        model = strategy.prepare_model(TinyTransformer())
+        assert dist.is_initialized()
+        train(strategy, model, strategy.create_optimizer(model))
+    assert not dist.is_initialized()
+    os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
+    dist.init_process_group("gloo")
+    with load(FSDP2) as other:
+        other.start()
+    assert dist.is_initialized()
+
+
+def test_process_group(pool: Pool) -> None:
+    pool.run(check_process_group, 2, group=False)

@@ -1,0 +1,74 @@
+"""The bench's instruments on a CUDA device: do they count what was done, and does every row come out measured."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightstep.bench.command import measure
+from lightstep.bench.link import measure_link
+from lightstep.bench.probes import HostSyncs, link_traffic
+from lightstep.bench.ranks import Ranks
+
+pytestmark = pytest.mark.gpu
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def device() -> torch.device:
+    assert torch.cuda.is_available(), "tests/gpu needs a CUDA device"
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def test_the_link_is_measured_with_page_locked_buffers(device: torch.device) -> None:
+    link = measure_link(device, Ranks(device), nbytes=64 * MIB)
+    assert link is not None and link.page_locked
+    assert 1 < link.duplex <= 1.05 * max(link.to_device, link.to_host)
+
+
+def test_host_syncs_are_seen_one_by_one(device: torch.device) -> None:
+    x = torch.ones(1000, device=device)
+    pinned = torch.empty(1000, pin_memory=True)
+    event, stream = torch.cuda.Event(), torch.cuda.Stream()
+    with HostSyncs() as quiet:
+        y = x * 2
+        pinned.copy_(y, non_blocking=True)
+        event.record()
+        torch.cuda.current_stream().wait_event(event)
+    assert (quiet.count, quiet.first) == (0, None)
+    for wait in (event.synchronize, stream.synchronize, torch.cuda.synchronize, y.sum().item):
+        with HostSyncs() as syncs:
+            wait()
+        assert syncs.count == 1, wait
+
+
+def test_traffic_is_counted_to_the_byte(device: torch.device) -> None:
+    source, target = torch.ones(3 * MIB, pin_memory=True), torch.empty(2 * MIB, pin_memory=True)
+    there, back = torch.empty(3 * MIB, device=device), torch.ones(2 * MIB, device=device)
+
+    def step() -> None:
+        there.copy_(source, non_blocking=True)
+        target.copy_(back, non_blocking=True)
+
+    assert link_traffic(step, device) == (12 * MIB, 8 * MIB)
+
+
+def test_every_row_is_measured_and_moves_what_it_should(device: torch.device, tmp_path: Path) -> None:
+    asked = {"params": 3e7, "steps": 3, "warmup": 1}
+    measure("default", "all", asked, 4, 1, tmp_path, str(device), 0)
+    values = json.loads((tmp_path / "bench.json").read_text())
+    rows = {row["name"]: row for row in values["rows"] if not row["skipped"]}
+    assert all(row["note"] is None for row in rows.values()), {name: row["note"] for name, row in rows.items()}
+    billions = values["model"]["parameters"] / 1e9
+    for name, each_way in {"torch": 0, "resident": 0, "layer-stream": 8, "cpu-adamw": 2}.items():
+        moved = rows[name]["gb_to_device"] / billions, rows[name]["gb_to_host"] / billions
+        assert moved == pytest.approx((each_way, each_way), rel=0.01, abs=0.01), name
+    for name, row in rows.items():
+        assert row["largest_weight_difference"] <= 2**-11, name
+        assert row["peak_device_bytes_beyond"] > 0, name
+    assert rows["torch"]["host_syncs"] == 0 and rows["resident"]["host_syncs"] == 0
+    assert rows["layer-stream"]["host_syncs"] >= 1  # it waits for its last copy

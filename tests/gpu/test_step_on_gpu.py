@@ -1,0 +1,121 @@
+"""The step on a CUDA device: the textbook loop's bits, no host sync, no memory taken, the fused kernel's bits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import lightstep
+from lightstep.clipping import GradientNorm
+from lightstep.precision.scale_kernel import _by_torch, _checked_triton
+from tests.reference.pair import BACKENDS, DTYPES, TWO_GROUPS, Pair, scale_for
+
+pytestmark = pytest.mark.gpu
+
+STEPS = 30
+
+
+@contextmanager
+def host_syncs_refused() -> Iterator[None]:
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("parameters", DTYPES)
+@pytest.mark.parametrize("name", TWO_GROUPS)
+@pytest.mark.parametrize("micro_batches", [1, 4])
+def test_thirty_steps_equal_the_textbook_loop(name: str, parameters: str, backend: str, micro_batches: int) -> None:
+    optimizer_class, first, second = TWO_GROUPS[name]
+    overflow_at = (3, 11, 12) if parameters == "float16" else ()
+    pair = Pair(
+        optimizer_class,
+        first,
+        second,
+        micro_batches=micro_batches,
+        overflow_at=overflow_at,
+        parameters=parameters,
+        backend=backend,
+        max_norm=0.5,
+        **scale_for(parameters),
+    )
+    pair.train(STEPS)
+
+
+def build(backend: str, optimizer_class: type[torch.optim.Optimizer] = torch.optim.AdamW, **settings: Any) -> Any:
+    strategy = lightstep.Strategy.load({"optimizer_state": BACKENDS[backend], **settings})
+    model = strategy.prepare_model(nn.Sequential(*[nn.Linear(512, 512) for _ in range(8)]))
+    return model, strategy.create_optimizer(model, optimizer_class, lr=1e-3)
+
+
+def set_gradients(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+
+
+@pytest.mark.parametrize("backend", ["resident", "stream"] if "stream" in BACKENDS else ["resident"])
+@pytest.mark.parametrize("optimizer_class", [torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD])
+@pytest.mark.parametrize("loss_scale", ["none", "dynamic"])
+def test_a_steady_step_never_waits_and_keeps_no_memory(backend: str, optimizer_class: Any, loss_scale: str) -> None:
+    model, optimizer = build(backend, optimizer_class, precision={"loss_scale": loss_scale})
+    for _ in range(3):
+        set_gradients(model)
+        optimizer.step()
+    set_gradients(model)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_stats()
+    with host_syncs_refused():
+        result = optimizer.step()
+    after = torch.cuda.memory_stats()
+    assert after["segment.all.allocated"] == before["segment.all.allocated"]
+    gradient_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    assert after["allocated_bytes.all.current"] <= before["allocated_bytes.all.current"] - gradient_bytes + 64 * 512
+    assert result.applied
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_fused_scaling_gives_torchs_bits(dtype: torch.dtype) -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    fused = _checked_triton(device)
+    assert fused is not _by_torch, "Triton is installed here and must have passed its check"
+    gradient = torch.randn(1_000_003, device=device).to(dtype)
+    for value in (1.0, 0.3, 1e-20, 2.0**-16):
+        factor = torch.tensor([value], device=device)
+        ours, theirs = torch.empty(gradient.numel(), device=device), torch.empty(gradient.numel(), device=device)
+        fused(gradient, factor, ours)
+        _by_torch(gradient, factor, theirs)
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, float("inf")])
+def test_the_norm_is_accurate_on_the_device(norm_type: float) -> None:
+    gradients = [torch.randn(size, device="cuda", dtype=torch.bfloat16) for size in (10_000_019, 1, 4096)]
+    parameters = [torch.zeros_like(gradient) for gradient in gradients]
+    norm, overflow = GradientNorm(parameters, norm_type)(gradients)
+    exact = torch.linalg.vector_norm(torch.cat([gradient.double() for gradient in gradients]), norm_type)
+    assert abs(norm.double() - exact) <= 2e-6 * exact
+    assert overflow == 0
+
+
+def test_norms_outside_fp32_squares_are_right() -> None:
+    for size in (1e25, 1e-25):
+        gradient = torch.full((1000,), size, device="cuda")
+        norm, overflow = GradientNorm([gradient], 2.0)([gradient])
+        assert abs(float(norm) / (size * 1000**0.5) - 1) < 2e-6
+        assert overflow == 0
+
+
+def test_importing_touches_no_device() -> None:
+    import subprocess
+    import sys
+
+    code = "import lightstep, torch; assert not torch.cuda.is_initialized()"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

@@ -1,0 +1,166 @@
+"""The house rules that no type checker sees: which way imports run, and what importing lightstep does not do."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import lightstep
+
+PACKAGE = Path(lightstep.__file__).resolve().parent
+
+# What each part of the package may import of the others. Data flows YAML → config → strategy → optimizer →
+# {precision, clipping, state} → distributed, and imports run the same way. "lightstep" stands for the public names.
+CORE = {"distributed"}
+SIBLINGS = {"precision", "clipping", "state"}
+MAY_IMPORT: dict[str, set[str]] = {
+    "distributed": set(),
+    "config": set(),
+    "precision": CORE,
+    "clipping": CORE,
+    "state": CORE,
+    "optimizer": CORE | SIBLINGS,
+    "strategy": CORE | SIBLINGS | {"optimizer", "config"},
+}
+MAY_IMPORT["lightstep"] = MAY_IMPORT["strategy"] | {"strategy"}
+MAY_IMPORT["integrations"] = MAY_IMPORT["lightstep"] | {"lightstep"}
+MAY_IMPORT["trainer"] = MAY_IMPORT["integrations"] | {"integrations"}
+MAY_IMPORT["bench"] = MAY_IMPORT["trainer"] | {"trainer"}
+MAY_IMPORT["cli"] = MAY_IMPORT["bench"] | {"bench"}
+MAY_IMPORT["__main__"] = {"cli"}
+
+# Libraries that are kept out of the lower parts. distributed.py alone knows DTensors, meshes and process groups there.
+MAY_NOT_IMPORT: dict[str, tuple[str, ...]] = {
+    "config": ("torch",),
+    **dict.fromkeys([*SIBLINGS, "optimizer"], ("torch.distributed", "pydantic", "yaml")),
+    "distributed": ("pydantic", "yaml"),
+}
+
+
+def _part(module: str) -> str:
+    """``lightstep.state.bulk`` belongs to ``state``; the package itself is ``lightstep``."""
+    return module.split(".")[1] if "." in module else module
+
+
+def _module_name(path: Path, package: Path) -> str:
+    parts = [package.name, *path.relative_to(package).with_suffix("").parts]
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def _imports(path: Path, package: Path) -> Iterator[tuple[int, str]]:
+    """``(line, full module name)`` of every import in a file, those inside functions too."""
+    here = _module_name(path, package).split(".")
+    if path.name != "__init__.py":
+        here = here[:-1]
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = here[: len(here) + 1 - node.level] if node.level else []
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            for alias in node.names:
+                ours = module.split(".")[0] == package.name
+                inner = package.joinpath(*module.split(".")[1:], alias.name) if ours else None
+                is_module = inner is not None and (inner.is_dir() or inner.with_suffix(".py").is_file())
+                yield node.lineno, f"{module}.{alias.name}" if is_module else module
+
+
+def _violations(package: Path) -> list[str]:
+    found = []
+    for path in sorted(package.rglob("*.py")):
+        part = _part(_module_name(path, package))
+        where = path.relative_to(package.parent).as_posix()
+        if part not in MAY_IMPORT:
+            found.append(f"{where}: {part!r} has no row in MAY_IMPORT; say what it may import")
+            continue
+        for line, module in _imports(path, package):
+            target = _part(module)
+            if module.split(".")[0] == package.name and target != part and target not in MAY_IMPORT[part]:
+                allowed = ", ".join(sorted(MAY_IMPORT[part])) or "nothing of lightstep"
+                found.append(f"{where}:{line} imports {module}; {part} may import {allowed}")
+            if any(module == name or module.startswith(f"{name}.") for name in MAY_NOT_IMPORT.get(part, ())):
+                found.append(f"{where}:{line} imports {module}, which {part} does not know")
+    return found
+
+
+def test_imports_run_in_one_direction() -> None:
+    assert not _violations(PACKAGE), "\n" + "\n".join(_violations(PACKAGE))
+
+
+@pytest.mark.parametrize(
+    ("file", "line", "message"),
+    [
+        ("config.py", "import torch.distributed as dist", "config.py:1 imports torch.distributed"),
+        (
+            "precision/split.py",
+            "from lightstep.clipping import clip_coefficient",
+            "split.py:1 imports lightstep.clipping",
+        ),
+        ("clipping.py", "from lightstep import state", "clipping.py:1 imports lightstep.state"),
+        ("state/bulk.py", "from ..precision import split", "bulk.py:1 imports lightstep.precision.split"),
+        ("state/bulk.py", "def f():\n    import lightstep.optimizer", "bulk.py:2 imports lightstep.optimizer"),
+        ("optimizer/base.py", "from lightstep.config import StrategyConfig", "base.py:1 imports lightstep.config"),
+        ("optimizer/base.py", "from torch.distributed.tensor import DTensor", "imports torch.distributed.tensor"),
+        ("distributed.py", "from lightstep.state import bulk", "distributed.py:1 imports lightstep.state.bulk"),
+        ("strategy/base.py", "from lightstep.trainer import loop", "base.py:1 imports lightstep.trainer"),
+        ("optimizer/base.py", "from lightstep import Strategy", "base.py:1 imports lightstep;"),
+        ("helpers.py", "import math", "helpers.py: 'helpers' has no row in MAY_IMPORT"),
+    ],
+)
+def test_a_wrong_import_is_named(tmp_path: Path, file: str, line: str, message: str) -> None:
+    package = tmp_path / "lightstep"
+    for name in ("clipping.py", "state/bulk.py", "precision/split.py", "trainer/loop.py", file):
+        (package / name).parent.mkdir(parents=True, exist_ok=True)
+        (package / name).write_text("")
+    (package / file).write_text(line + "\n")
+    (violation,) = _violations(package)
+    assert message in violation
+
+
+# Modules that need one of these are imported only where it is installed.
+OPTIONAL_LIBRARIES = ("deepspeed", "torchao", "triton")
+
+# Every way to a device or a process group is closed before lightstep is imported, so that the test can fail on a
+# machine without a GPU too.
+IMPORT_WITHOUT_DEVICES = """
+import importlib, pkgutil, torch, torch.distributed
+
+def forbidden(name):
+    def call(*args, **kwargs):
+        raise AssertionError(f"importing lightstep called {name}")
+    return call
+
+torch.cuda._lazy_init = forbidden("torch.cuda._lazy_init")
+torch.accelerator.current_device_index = forbidden("torch.accelerator.current_device_index")
+torch.distributed.init_process_group = forbidden("torch.distributed.init_process_group")
+torch.distributed.new_group = forbidden("torch.distributed.new_group")
+
+import lightstep
+if %(everything)r:
+    for module in pkgutil.walk_packages(lightstep.__path__, "lightstep."):
+        if not module.name.endswith("__main__"):
+            try:
+                importlib.import_module(module.name)
+            except ModuleNotFoundError as error:
+                if error.name not in %(optional)r:
+                    raise
+assert not torch.cuda.is_initialized(), "CUDA was initialised"
+assert not torch.distributed.is_initialized(), "a process group was started"
+"""
+
+
+@pytest.mark.parametrize("everything", [False, True], ids=["lightstep", "every module"])
+def test_importing_touches_no_device_and_prints_nothing(everything: bool) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORT_WITHOUT_DEVICES % {"everything": everything, "optional": OPTIONAL_LIBRARIES}],
+        cwd=PACKAGE.parent,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

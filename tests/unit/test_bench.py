@@ -1,0 +1,364 @@
+"""`lightstep bench` at sizes where times mean nothing: its rows, that all do the same work, what it writes, refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import typer
+from rich.console import Console
+from typer.testing import CliRunner
+
+from lightstep.bench.chart import draw
+from lightstep.bench.command import bench
+from lightstep.bench.contender import Contender, Setup, Skipped
+from lightstep.bench.link import Link, measure_link
+from lightstep.bench.measure import Effort, Measurement
+from lightstep.bench.model import GradientSets, LlamaShape, LlamaStack
+from lightstep.bench.probes import HostSyncs, link_traffic, traffic_of
+from lightstep.bench.ranks import Ranks, local_device
+from lightstep.bench.registry import PEERS
+from lightstep.bench.report import as_json, print_table, size
+from lightstep.bench.run import Row, Run, measure_all, start
+
+CPU = torch.device("cpu")
+TINY = ("--params", "60000", "--layers", "2", "--steps", "2", "--warmup", "1", "--device", "cpu")
+HERE = {"layer-stream", "cpu-adamw", "torch", "torch-fp32-grads", "fsdp2-offload"}  # peers that need nothing but torch
+
+app = typer.Typer()
+app.command()(bench)
+
+
+@app.callback()
+def _several_commands() -> None:
+    """So that `bench` is a subcommand, as it is in lightstep's own command line."""
+
+
+def run_bench(*arguments: str) -> Any:
+    return CliRunner().invoke(app, ["bench", *arguments], catch_exceptions=False)
+
+
+@pytest.fixture(scope="module")
+def result(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path, str]:
+    """The values, the folder and the output of one small run of everything."""
+    folder = tmp_path_factory.mktemp("bench")
+    done = run_bench(*TINY, "--strategies", "resident,bulk", "--output", str(folder))
+    assert done.exit_code == 0, done.output
+    return json.loads((folder / "bench.json").read_text()), folder, done.output
+
+
+def rows_of(values: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {row["name"]: row for row in values["rows"]}
+
+
+# -- the whole command -------------------------------------------------------------------------------------------
+
+
+def test_every_strategy_and_peer_has_a_row(result: tuple[dict[str, Any], Path, str]) -> None:
+    values, _, output = result
+    assert list(rows_of(values)) == ["resident", "bulk", *PEERS]
+    assert all(name in output for name in rows_of(values))
+
+
+def test_what_can_run_here_was_measured(result: tuple[dict[str, Any], Path, str]) -> None:
+    values, _, _ = result
+    for name in HERE | {"resident", "bulk"}:
+        row = rows_of(values)[name]
+        assert row["note"] is None, f"{name}: {row['note']}"
+        assert row["step_ms"] > 0 and len(row["step_ms_all"]) == 2
+        assert row["ms_per_1e9_parameters"] == pytest.approx(row["step_ms"] / row["parameters_per_rank"] * 1e9)
+        assert row["parameters_per_rank"] == values["model"]["parameters"]
+
+
+def test_a_peer_that_is_not_installed_is_skipped_visibly(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "deepspeed", None)
+    done = run_bench(*TINY, "--strategies", "none", "--peers", "deepspeed", "--output", str(tmp_path))
+    row = json.loads((tmp_path / "bench.json").read_text())["rows"][0]
+    assert done.exit_code == 0 and "skipped" in done.output and "deepspeed: not installed" in done.output
+    assert row["skipped"] and row["note"] == "not installed"
+
+
+def test_all_do_the_same_work(result: tuple[dict[str, Any], Path, str]) -> None:
+    values, _, _ = result
+    measured = {name: row for name, row in rows_of(values).items() if row["note"] is None}
+    for name, row in measured.items():
+        # Weights near 0.02 · 4: one unit of bf16's last place there is 2⁻¹¹. The reference itself moves by up to 10⁻³.
+        assert row["largest_weight_difference"] <= 2**-11, name
+    assert measured["resident"]["largest_weight_difference"] == 0.0
+
+
+def test_a_contender_that_does_less_is_seen(tmp_path: Path) -> None:
+    class Lazy(PEERS["torch"]):  # type: ignore[misc, name-defined]
+        def step(self, gradients: Any) -> None:
+            pass
+
+    run = tiny_run(["torch", "lazy"])
+    measure_all(run, {"torch": PEERS["torch"], "lazy": Lazy}, lambda *_: None)
+    assert rows_of(as_json(run))["lazy"]["largest_weight_difference"] > 0
+
+
+def test_host_memory_is_told(result: tuple[dict[str, Any], Path, str]) -> None:
+    rows = rows_of(result[0])
+    assert rows["torch"]["host_bytes_per_parameter"] == 0
+    assert 12 <= rows["bulk"]["host_bytes_per_parameter"] < 16  # master and two moments, in whole pages
+    assert rows["layer-stream"]["host_bytes_per_parameter"] == pytest.approx(8, rel=0.01)
+    assert rows["cpu-adamw"]["host_bytes_per_parameter"] >= 16
+
+
+def test_the_json_says_where_and_how(result: tuple[dict[str, Any], Path, str]) -> None:
+    values, _, _ = result
+    assert values["command"].startswith("lightstep")
+    assert values["versions"]["torch"] == torch.__version__
+    assert values["hardware"]["device"] == "CPU" and values["hardware"]["cores"] >= 1
+    assert values["steps"] == 2 and values["warmup"] == 1 and values["rounds"] == 2 and values["ranks"] == 1
+    assert values["link_gb_per_s"] is None and "No GPU" in result[2]
+
+
+def test_the_chart_is_a_png(result: tuple[dict[str, Any], Path, str]) -> None:
+    data = (result[1] / "bench.png").read_bytes()
+    assert data.startswith(b"\x89PNG\r\n\x1a\n") and len(data) > 10_000
+    assert not list(result[1].glob("*.part"))
+
+
+def test_the_chart_shows_memory_and_the_link_where_there_are_any(
+    result: tuple[dict[str, Any], Path, str], tmp_path: Path
+) -> None:
+    link = {"to_device": 53.0, "to_host": 55.0, "duplex": 46.0, "page_locked": True}
+    rows = [{**row, "peak_device_bytes_beyond": 10**6} for row in result[0]["rows"]]
+    draw({**result[0], "rows": rows, "link_gb_per_s": link}, tmp_path / "gpu.png")
+    assert (tmp_path / "gpu.png").stat().st_size > (result[1] / "bench.png").stat().st_size
+    draw({**result[0], "rows": []}, tmp_path / "empty.png")
+    assert (tmp_path / "empty.png").is_file()
+
+
+def test_two_ranks_measure_together(tmp_path: Path) -> None:
+    code = "import typer; from lightstep.bench.command import bench; typer.run(bench)"
+    script = tmp_path / "bench.py"
+    script.write_text(code)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    arguments = [*TINY, "--rounds", "1", "--strategies", "resident", "--peers", "fsdp2-offload,torch"]
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run(
+        [*torchrun, *arguments, "--output", str(tmp_path / "out")],
+        cwd=root,
+        env={**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    values = json.loads((tmp_path / "out" / "bench.json").read_text())
+    rows = rows_of(values)
+    assert values["ranks"] == 2 and done.stdout.count("One optimizer step") == 1
+    assert all(row["note"] is None for row in rows.values())
+    assert rows["resident"]["parameters_per_rank"] == values["model"]["parameters"]
+    assert rows["fsdp2-offload"]["parameters_per_rank"] == pytest.approx(values["model"]["parameters"] / 2, rel=0.01)
+
+
+# -- bad input ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--peers", "torhc"], "did you mean torch?"),
+        (["--strategies", "residnet"], "residnet"),
+        (["--strategies", "none", "--peers", "none"], "nothing to measure"),
+        (["--params", "100"], "smallest stack"),
+        (["--layers", "0"], "at least 1"),
+        (["--device", "meta"], "allowed are cpu, cuda"),
+        (["--steps", "0"], "'--steps'"),
+    ],
+)
+def test_bad_input_is_one_sentence(arguments: list[str], message: str, tmp_path: Path) -> None:
+    done = run_bench(*arguments, "--output", str(tmp_path / "out"))
+    assert done.exit_code == 2
+    assert message in " ".join(done.output.replace("│", " ").split())
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there to be had")
+def test_a_gpu_that_is_not_there_is_refused() -> None:
+    with pytest.raises(ValueError, match="no GPU here"):
+        local_device("cuda")
+
+
+# -- one failing contender ---------------------------------------------------------------------------------------
+
+
+def tiny_run(names: list[str], rounds: int = 1) -> Run:
+    setup = Setup(LlamaShape.near(60_000, 2), CPU)
+    return start(setup, Effort(steps=2, warmup=1), rounds, Ranks(CPU), dict.fromkeys(names, "peer"))
+
+
+class Counting(Contender):
+    """Does nothing but count."""
+
+    name = about = "counting"
+    built: list[str]
+
+    def __init__(self, setup: Setup) -> None:
+        self._weights = [torch.zeros(4)]
+
+    def step(self, gradients: Any) -> None:
+        return
+
+    def weights(self) -> list[torch.Tensor]:
+        return self._weights
+
+
+class Failing(Counting):
+    def step(self, gradients: Any) -> None:
+        raise MemoryError("no room\nat all")
+
+
+class Absent(Counting):
+    def __init__(self, setup: Setup) -> None:
+        raise Skipped("not for this machine")
+
+
+def test_a_failure_is_a_row_and_the_run_goes_on() -> None:
+    run = tiny_run(["a", "b", "c"], rounds=2)
+    seen: list[str] = []
+    measure_all(run, {"a": Failing, "b": Absent, "c": Counting}, lambda sentence, _: seen.append(sentence))
+    rows = rows_of(as_json(run))
+    assert rows["a"]["note"] == "MemoryError: no room" and not rows["a"]["skipped"]
+    assert rows["b"]["note"] == "not for this machine" and rows["b"]["skipped"]
+    assert rows["c"]["note"] is None and len(rows["c"]["step_ms_all"]) == 2
+    assert sum("a" in sentence.split(": ")[-1] for sentence in seen if "round" in sentence) == 1  # not tried again
+
+
+def test_rounds_run_forth_and_back() -> None:
+    run = tiny_run(["a", "b"], rounds=2)
+    seen: list[str] = []
+    measure_all(run, {"a": Counting, "b": Counting}, lambda sentence, _: seen.append(sentence.split(": ")[-1]))
+    assert [name for name in seen if name in "ab"] == ["a", "b", "b", "a"]
+
+
+# -- the model ---------------------------------------------------------------------------------------------------
+
+
+def test_eight_billion_parameters_are_llama_3s() -> None:
+    shape = LlamaShape.near(8_030_000_000, 32)
+    assert (shape.hidden, shape.feed_forward, shape.key_value, shape.vocabulary) == (4096, 14_336, 1024, 128_256)
+    assert shape.parameters == pytest.approx(8.03e9, rel=1e-3)
+
+
+@pytest.mark.parametrize(("parameters", "layers"), [(60_000, 2), (2_000_000, None), (10**9, None), (3 * 10**9, 28)])
+def test_a_stack_is_about_as_large_as_asked_for(parameters: int, layers: int | None) -> None:
+    shape = LlamaShape.near(parameters, layers)
+    assert shape.parameters == pytest.approx(parameters, rel=0.25)
+    assert layers is None or shape.layers == layers
+
+
+def test_the_stack_has_the_shapes_size() -> None:
+    shape = LlamaShape.near(60_000, 2)
+    stack = LlamaStack(shape, CPU)
+    assert sum(parameter.numel() for parameter in stack.parameters()) == shape.parameters
+    assert sorted(i for layer in stack.layer_indices() for i in layer) == list(range(len(list(stack.parameters()))))
+    assert all(bool(parameter.any()) for parameter in stack.parameters())
+
+
+def test_gradients_are_random_fresh_and_the_same_for_every_dtype() -> None:
+    weights = [torch.zeros(3, 5), torch.zeros(7)]
+    low = GradientSets(weights, torch.bfloat16, CPU)
+    high = GradientSets(weights, torch.float32, CPU)
+    low.refresh(1)
+    high.refresh(1)
+    assert all(torch.equal(a.float(), b) for a, b in zip(low[0], high[0], strict=True))
+    assert not torch.equal(low[0][0], low[1][0]) and bool(low[0][1].any())
+    before = low[0][0].clone()
+    low.refresh(2)
+    assert not torch.equal(before, low[0][0])
+
+
+# -- the figures -------------------------------------------------------------------------------------------------
+
+
+def test_percent_of_the_link_is_the_busier_ways() -> None:
+    seen = Measurement(
+        parameters=10**9,
+        step_ms=[200.0, 250.0, 220.0],
+        block_ms=[230.0],
+        to_device_bytes=10 * 10**9,
+        to_host_bytes=9 * 10**9,
+        peak_bytes=10**9,
+        host_syncs=2,
+        first_sync="somewhere.py:3",
+    )
+    run = tiny_run(["x"])
+    run.rows = [Row("x", "x", "lightstep", seen), Row("y", "y", "peer", note="not installed", skipped=True)]
+    run.link = Link(to_device=55.0, to_host=54.0, duplex=50.0, page_locked=True)
+    values = as_json(run)
+    row = values["rows"][0]
+    assert row["step_ms"] == 220.0 and row["ms_per_1e9_parameters"] == 220.0
+    assert row["gb_per_s_to_device"] == pytest.approx(10 / 0.22) and row["gb_to_host"] == 9.0
+    assert row["percent_of_duplex"] == pytest.approx(100 * (10 / 0.22) / 50)
+    with (console := Console(width=200, force_terminal=True)).capture() as output:
+        print_table(values, console)
+    assert "91" in output.get() and "page-locked" in output.get() and "somewhere.py:3" in output.get()
+
+
+@pytest.mark.parametrize("width", [80, 100, 200])
+def test_the_table_fits(width: int, result: tuple[dict[str, Any], Path, str]) -> None:
+    console = Console(width=width, force_terminal=True, color_system=None)
+    with console.capture() as output:
+        print_table(result[0], console)
+    assert all(len(line) <= width for line in output.get().splitlines())
+    assert width < 100 or "…" not in output.get()
+
+
+def test_sizes_are_written_for_people() -> None:
+    assert (size(1_003_000_000), size(1_814_624)) == ("1 B", "1.81 M")
+
+
+def test_the_faster_link_counts() -> None:
+    fast = Link(50, 40, 45, True).or_faster(Link(49, 41, 44, True))
+    assert (fast.to_device, fast.to_host, fast.duplex) == (50, 41, 45)
+
+
+# -- what is only measurable on a GPU ----------------------------------------------------------------------------
+
+
+def test_a_cpu_has_no_link_and_no_traffic() -> None:
+    assert measure_link(CPU, Ranks(CPU)) is None
+    assert link_traffic(lambda: None, CPU) is None
+
+
+def test_traffic_is_read_from_a_trace() -> None:
+    events = [
+        {"cat": "gpu_memcpy", "name": "Memcpy HtoD (Pinned -> Device)", "args": {"bytes": 100}},
+        {"cat": "gpu_memcpy", "name": "Memcpy DtoH (Device -> Pinned)", "args": {"bytes": 30}},
+        {"cat": "gpu_memcpy", "name": "Memcpy DtoD (Device -> Device)", "args": {"bytes": 7}},
+        {"cat": "cuda_runtime", "name": "cudaMemcpyAsync", "args": {}},
+    ]
+    assert traffic_of(events) == (100, 30)
+    assert traffic_of([{"cat": "kernel", "name": "k"}]) == (0, 0)
+    assert traffic_of(events[3:]) is None
+
+
+def test_host_waits_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    modes: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+    call = SimpleNamespace(__name__="synchronize")
+    with HostSyncs() as syncs:
+        warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
+        warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
+        warnings.warn("something else", stacklevel=1)
+        sys.setprofile(None)
+        syncs._profile(sys._getframe(), "c_call", call)
+        warnings.warn("called a synchronizing CUDA operation", stacklevel=1)  # torch's word about the same wait
+        syncs._profile(sys._getframe(), "c_return", call)
+    assert syncs.count == 3 and modes == ["warn", 0]
+    assert syncs.first is not None and syncs.first.startswith("test_bench.py:")
+    assert sys.getprofile() is None

@@ -1,0 +1,897 @@
+"""Checkpoints: bitwise resume, refusal of what does not fit, and one whole checkpoint whatever happens while saving."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import pickle
+import random
+import resource
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts, LambdaLR, MultiStepLR, OneCycleLR, SequentialLR
+
+import lightstep
+from lightstep.strategy import checkpoint_tensors
+from lightstep.strategy.checkpoint import (
+    CheckpointError,
+    export_model,
+    latest_checkpoint,
+    load_checkpoint,
+    save_checkpoint,
+    to_torch_state_dict,
+)
+from tests.reference.pair import BACKENDS, TWO_GROUPS, Pair, same_tree, scale_for, strategy_values
+from tests.reference.tiny_model import TinyModel, loss_of
+
+# -- helpers -----------------------------------------------------------------------------------------------------------
+
+
+def small_model(value: float = 0.0) -> nn.Sequential:
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(value)
+    return model
+
+
+def value_of(model: nn.Module) -> float:
+    """The one value that all parameters have."""
+    (value,) = {float(x) for parameter in model.parameters() for x in parameter.detach().flatten()}
+    return value
+
+
+def trained(parameters: str = "bfloat16", backend: str = "resident", steps: int = 3, **changes: Any) -> tuple[Any, ...]:
+    """A strategy, and a model and optimizer after some steps."""
+    strategy = lightstep.Strategy.load(strategy_values(parameters, backend, **scale_for(parameters), **changes))
+    model = strategy.prepare_model(TinyModel())
+    first, second = model.split()
+    groups = [{"params": first, "lr": 3e-3}, {"params": second, "lr": 1e-3, "weight_decay": 0.0}]
+    optimizer = strategy.create_optimizer(model, torch.optim.AdamW, param_groups=groups)
+    for step in range(steps):
+        optimizer.backward(loss_of(model, step))
+        optimizer.step()
+    return strategy, model, optimizer
+
+
+def everything(model: nn.Module, optimizer: Any) -> dict[str, Any]:
+    """Weights and optimizer state by name, as copies."""
+    optimizer.synchronize()
+    found: dict[str, Any] = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    for name, parameter in model.named_parameters():
+        for key, value in optimizer.state.get(parameter, {}).items():
+            found[f"{name}.{key}"] = value.clone() if isinstance(value, Tensor) else value
+    return found
+
+
+def contents(folder: Path) -> list[str]:
+    return sorted(entry.name for entry in folder.iterdir())
+
+
+def resize_in_manifest(folder: Path, name: str) -> None:
+    """Make the manifest agree with a file that was tampered with."""
+    manifest = json.loads((folder / "lightstep.json").read_text())
+    manifest["files"][name] = (folder / name).stat().st_size
+    (folder / "lightstep.json").write_text(json.dumps(manifest))
+
+
+# -- resuming ----------------------------------------------------------------------------------------------------------
+
+
+class CheckpointedPair(Pair):
+    """Resumes through a checkpoint folder."""
+
+    folder: Path
+
+    def resume(self, order: str = "model first") -> None:
+        self.strategy.save_checkpoint(self.folder, self.model, self.optimizer)
+        torch.manual_seed(12345)
+        self.strategy, self.model, self.optimizer = self.build()
+        self.arm(self.model)
+        self.strategy.load_checkpoint(self.folder, self.model, self.optimizer)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("parameters", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("name", ["AdamW", "SGD-momentum", "NAdam", "Adagrad"])
+def test_training_goes_on_bit_for_bit(tmp_path: Path, name: str, parameters: str, backend: str) -> None:
+    pair = CheckpointedPair(
+        *TWO_GROUPS[name],
+        micro_batches=2,
+        overflow_at={2, 6} if parameters == "float16" else (),
+        late_from=6,
+        max_norm=0.1,
+        parameters=parameters,
+        backend=backend,
+        **scale_for(parameters),
+    )
+    pair.folder = tmp_path / "step-4"
+    pair.train(4)
+    pair.resume()
+    pair.check()
+    pair.train(4)
+
+
+@pytest.mark.parametrize("saved", BACKENDS)
+@pytest.mark.parametrize("loaded", BACKENDS)
+def test_state_moves_between_backends(tmp_path: Path, saved: str, loaded: str) -> None:
+    strategy, model, optimizer = trained(backend=saved)
+    strategy.save_checkpoint(tmp_path / "a", model, optimizer)
+    other, model2, optimizer2 = trained(backend=loaded, steps=1)
+    other.load_checkpoint(tmp_path / "a", model2, optimizer2)
+    same_tree("state", everything(model2, optimizer2), everything(model, optimizer))
+
+
+def test_parameters_without_state_stay_without(tmp_path: Path) -> None:
+    strategy, model, optimizer = trained(steps=0)
+    strategy.save_checkpoint(tmp_path / "a", model, optimizer)
+    _, model2, optimizer2 = trained(steps=2)
+    assert optimizer2.state
+    strategy.load_checkpoint(tmp_path / "a", model2, optimizer2)
+    assert not optimizer2.state
+    strategy, model, optimizer = trained(steps=1)
+    strategy.save_checkpoint(tmp_path / "b", model, optimizer)
+    strategy.load_checkpoint(tmp_path / "b", model2, optimizer2)
+    assert model2.dead.weight not in optimizer2.state
+    assert model2.head.weight in optimizer2.state
+
+
+SCHEDULERS: dict[str, Callable[[Any], Any]] = {
+    "LambdaLR": lambda o: LambdaLR(o, lambda step: 0.9**step),
+    "MultiStepLR": lambda o: MultiStepLR(o, [2, 4], gamma=0.5),
+    "OneCycleLR": lambda o: OneCycleLR(o, max_lr=0.1, total_steps=20, cycle_momentum=False),
+    "SequentialLR": lambda o: SequentialLR(
+        o, [LambdaLR(o, lambda step: 0.1 * step), CosineAnnealingWarmRestarts(o, T_0=2)], milestones=[3]
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The epoch parameter")
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_schedulers_and_group_settings_go_on(tmp_path: Path, name: str) -> None:
+    def run(optimizer: Any, scheduler: Any, model: Any, steps: range) -> list[list[float]]:
+        rates = []
+        for step in steps:
+            optimizer.backward(loss_of(model, step))
+            optimizer.step()
+            scheduler.step()
+            rates.append([float(group["lr"]) for group in optimizer.param_groups])
+        return rates
+
+    strategy, model, optimizer = trained(steps=0)
+    scheduler = SCHEDULERS[name](optimizer)
+    run(optimizer, scheduler, model, range(4))
+    strategy.save_checkpoint(tmp_path / "a", model, optimizer, scheduler)
+    expected = run(optimizer, scheduler, model, range(4, 8))
+
+    _, model2, optimizer2 = trained(steps=0)
+    optimizer2.param_groups[1]["weight_decay"] = 0.7
+    scheduler2 = SCHEDULERS[name](optimizer2)
+    strategy.load_checkpoint(tmp_path / "a", model2, optimizer2, scheduler2)
+    assert optimizer2.param_groups[1]["weight_decay"] == 0.0
+    assert [g["initial_lr"] for g in optimizer2.param_groups] == [g["initial_lr"] for g in optimizer.param_groups]
+    assert run(optimizer2, scheduler2, model2, range(4, 8)) == expected
+    same_tree("state", everything(model2, optimizer2), everything(model, optimizer))
+
+
+def test_a_tensor_learning_rate_is_filled_in_place(tmp_path: Path) -> None:
+    model, model2 = small_model(1.0), small_model()
+    save_checkpoint(tmp_path / "a", model, torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.25)))
+    rate = torch.tensor(0.5)
+    optimizer = torch.optim.AdamW(model2.parameters(), lr=rate)
+    load_checkpoint(tmp_path / "a", model2, optimizer)
+    assert optimizer.param_groups[0]["lr"] is rate
+    assert float(rate) == 0.25
+
+
+def draw() -> tuple[Any, ...]:
+    return random.random(), numpy.random.rand(3).tolist(), numpy.random.randn(), torch.rand(3).tolist()
+
+
+def test_random_states_go_on(tmp_path: Path) -> None:
+    strategy, model, optimizer = trained()
+    draw()
+    numpy.random.randn()
+    strategy.save_checkpoint(tmp_path / "a", model, optimizer)
+    expected = draw()
+    strategy.load_checkpoint(tmp_path / "a", model, optimizer)
+    assert draw() == expected
+    strategy.load_checkpoint(tmp_path / "a", model)
+    assert draw() != expected, "a model loaded on its own leaves the random states alone"
+
+
+def test_extra_comes_back(tmp_path: Path) -> None:
+    extra = {"epoch": 3, "seen": {"files": ["a", None, True]}, "loss": torch.tensor(0.5), "at": (1, 2.5)}
+    save_checkpoint(tmp_path / "a", small_model(), extra=extra)
+    same_tree("extra", load_checkpoint(tmp_path / "a", small_model()), extra)
+
+
+def test_loss_scale_goes_on(tmp_path: Path) -> None:
+    strategy, model, optimizer = trained("float16", steps=5)
+    strategy.save_checkpoint(tmp_path / "a", model, optimizer)
+    _, model2, optimizer2 = trained("float16", steps=0)
+    strategy.load_checkpoint(tmp_path / "a", model2, optimizer2)
+    assert optimizer2.loss_scale.state_dict() == optimizer.loss_scale.state_dict()
+    assert optimizer.loss_scale.scale == 2.0**11
+
+
+# -- changing the dtype ------------------------------------------------------------------------------------------------
+
+
+def test_fp32_weights_become_the_masters(tmp_path: Path) -> None:
+    strategy, model, optimizer = trained("float32")
+    strategy.save_checkpoint(tmp_path / "a", model, optimizer)
+    other, model2, optimizer2 = trained("bfloat16", steps=1)
+    other.load_checkpoint(tmp_path / "a", model2, optimizer2)
+    for (name, parameter), source in zip(model2.named_parameters(), model.parameters(), strict=True):
+        assert torch.equal(parameter, source.to(torch.bfloat16)), name
+        if source in optimizer.state:
+            assert torch.equal(optimizer2.state[parameter]["master"], source), name
+            assert torch.equal(optimizer2.state[parameter]["exp_avg_sq"], optimizer.state[source]["exp_avg_sq"]), name
+    before = everything(model2, optimizer2)
+    optimizer2.refresh_master_weights()
+    assert any(not torch.equal(value, before[key]) for key, value in everything(model2, optimizer2).items())
+
+
+@pytest.mark.parametrize("target", ["float32", "float16"])
+def test_masters_become_the_weights(tmp_path: Path, target: str) -> None:
+    strategy, model, optimizer = trained("bfloat16")
+    strategy.save_checkpoint(tmp_path / "a", model, optimizer)
+    other, model2, optimizer2 = trained(target, steps=1)
+    other.load_checkpoint(tmp_path / "a", model2, optimizer2)
+    for (name, parameter), source in zip(model2.named_parameters(), model.parameters(), strict=True):
+        master = optimizer.state[source]["master"] if source in optimizer.state else source
+        assert torch.equal(parameter, master.to(parameter.dtype)), name
+        if target == "float16" and source in optimizer.state:
+            assert torch.equal(optimizer2.state[parameter]["master"], master), name
+    other.load_checkpoint(tmp_path / "a", model2)
+    assert torch.equal(model2.head.weight, model.head.weight.to(model2.head.weight.dtype)), "without an optimizer"
+
+
+def test_a_model_loaded_alone_refreshes_the_masters(tmp_path: Path) -> None:
+    strategy, model, _ = trained(steps=5)
+    strategy.save_checkpoint(tmp_path / "a", model)
+    for pass_optimizer in (True, False):
+        _, model2, optimizer2 = trained(steps=2)
+        strategy.load_checkpoint(tmp_path / "a", model2, optimizer2 if pass_optimizer else None)
+        if pass_optimizer:
+            assert torch.equal(optimizer2.state[model2.head.weight]["master"], model.head.weight.float())
+        optimizer2.param_groups[0]["lr"] = optimizer2.param_groups[1]["lr"] = 0.0
+        optimizer2.backward(loss_of(model2, 0))
+        optimizer2.step()
+        assert torch.equal(model2.head.weight, model.head.weight)
+
+
+# -- plain torch -------------------------------------------------------------------------------------------------------
+
+
+def test_a_plain_torch_run_continues_in_lightstep_and_back(tmp_path: Path) -> None:
+    _, model, optimizer = trained("float32", steps=0)
+    plain = torch.optim.AdamW([{"params": g["params"], "lr": g["lr"]} for g in optimizer.param_groups], fused=True)
+    for step in range(3):
+        loss_of(model, step).backward()
+        plain.step()
+        plain.zero_grad()
+    save_checkpoint(tmp_path / "plain", model, plain)
+    _, model2, optimizer2 = trained("float32", steps=1)
+    load_checkpoint(tmp_path / "plain", model2, optimizer2)
+    same_tree("state", everything(model2, optimizer2), {**everything_plain(model, plain)})
+
+    save_checkpoint(tmp_path / "ours", model2, optimizer2)
+    _, model3, optimizer3 = trained("float32", steps=0)
+    groups = [{"params": g["params"], "lr": 0.5} for g in optimizer3.param_groups]
+    plain3 = torch.optim.AdamW(groups, fused=True)
+    load_checkpoint(tmp_path / "ours", model3, plain3)
+    assert [g["lr"] for g in plain3.param_groups] == [3e-3, 1e-3]
+    for run, weights in ((plain, model), (plain3, model3)):
+        loss_of(weights, 3).backward()
+        run.step()
+    same_tree("state", everything_plain(model3, plain3), everything_plain(model, plain))
+
+
+def everything_plain(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    found = dict(model.state_dict())
+    for name, parameter in model.named_parameters():
+        found |= {f"{name}.{key}": value for key, value in optimizer.state.get(parameter, {}).items()}
+    return found
+
+
+@pytest.mark.parametrize("parameters", ["plain torch", "float32", "bfloat16"])
+def test_strided_parameters_go_on_bit_for_bit(tmp_path: Path, parameters: str) -> None:
+    """Fused optimizers walk parameter and state side by side in memory."""
+
+    def build() -> tuple[nn.Module, Any]:
+        torch.manual_seed(0)
+        model = nn.Linear(6, 4, bias=False)
+        dtype = torch.bfloat16 if parameters == "bfloat16" else torch.float32
+        model.weight = nn.Parameter(torch.randn(6, 4).to(dtype).t())
+        if parameters == "plain torch":
+            return model, torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+        return model, lightstep.MixedPrecisionOptimizer(model.parameters(), torch.optim.AdamW, {"lr": 0.1})
+
+    def train(model: nn.Module, optimizer: Any) -> None:
+        for number in range(3):
+            model(torch.full((1, 6), 1.0 + number, dtype=model.weight.dtype)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    model, optimizer = build()
+    train(model, optimizer)
+    save_checkpoint(tmp_path / "a", model, optimizer)
+    model2, optimizer2 = build()
+    load_checkpoint(tmp_path / "a", model2, optimizer2)
+    train(model, optimizer)
+    train(model2, optimizer2)
+    assert torch.equal(model.weight, model2.weight)
+
+
+def test_our_state_as_a_torch_state_dict(tmp_path: Path) -> None:
+    strategy, model, optimizer = trained("bfloat16")
+    packed = to_torch_state_dict(optimizer)
+    assert set(packed) == {"state", "param_groups"}
+    assert all(set(entries) == {"step", "exp_avg", "exp_avg_sq"} for entries in packed["state"].values())
+    strategy.save_checkpoint(tmp_path / "a", model, optimizer)
+    _, model2, optimizer2 = trained("float32", steps=0)
+    load_checkpoint(tmp_path / "a", model2, optimizer2)
+    plain = torch.optim.AdamW([{"params": group["params"]} for group in optimizer2.param_groups])
+    plain.load_state_dict(packed)
+    for name, parameter in model2.named_parameters():
+        for key, value in plain.state.get(parameter, {}).items():
+            assert torch.equal(value, optimizer2.state[parameter][key]), (name, key)
+
+
+# -- names -------------------------------------------------------------------------------------------------------------
+
+
+class Tied(nn.Module):
+    def __init__(self, tie: bool = True) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(5, 4)
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.head = nn.Linear(4, 5, bias=False)
+        self.register_buffer("scratch", torch.zeros(2), persistent=False)
+        if tie:
+            self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.embed(tokens)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(hidden)
+
+
+def compiled(model: nn.Module) -> nn.Module:
+    return torch.compile(model, backend="eager")  # type: ignore[no-any-return]
+
+
+def recomputing(model: Tied) -> Tied:
+    for number, block in enumerate(model.blocks):
+        model.blocks[number] = checkpoint_wrapper(block)
+    return model
+
+
+def compiled_blocks(model: Tied) -> Tied:
+    for number, block in enumerate(model.blocks):
+        model.blocks[number] = compiled(block)
+    return model
+
+
+WRAPPINGS: dict[str, Callable[[Tied], nn.Module]] = {
+    "plain": lambda model: model,
+    "compiled": compiled,
+    "compiled in place": lambda model: (model.compile(backend="eager"), model)[1],
+    "compiled blocks": compiled_blocks,
+    "activation checkpointing": recomputing,
+    "both": lambda model: compiled(recomputing(model)),
+}
+
+
+@pytest.mark.parametrize("saved", WRAPPINGS)
+@pytest.mark.parametrize("loaded", ["plain", "both"])
+def test_wrappers_leave_no_trace_in_names(tmp_path: Path, saved: str, loaded: str) -> None:
+    source, target = Tied(), Tied()
+    save_checkpoint(tmp_path / "a", WRAPPINGS[saved](source))
+    load_checkpoint(tmp_path / "a", WRAPPINGS[loaded](target))
+    assert [p.tolist() for p in target.parameters()] == [p.tolist() for p in source.parameters()]
+
+
+def test_tied_weights_are_saved_once_and_load_into_untied_ones(tmp_path: Path) -> None:
+    source, target = Tied(), Tied(tie=False)
+    save_checkpoint(tmp_path / "a", source)
+    manifest = json.loads((tmp_path / "a" / "lightstep.json").read_text())
+    assert manifest["aliases"] == {"head.weight": "embed.weight"}
+    assert "head.weight" not in manifest["tensors"]
+    assert "scratch" not in manifest["tensors"]
+    load_checkpoint(tmp_path / "a", target)
+    assert torch.equal(target.head.weight, source.embed.weight)
+    assert torch.equal(target.embed.weight, source.embed.weight)
+
+
+def test_module_extra_state_comes_back(tmp_path: Path) -> None:
+    class Counting(nn.Linear):
+        calls = 0
+
+        def get_extra_state(self) -> Any:
+            return {"calls": self.calls}
+
+        def set_extra_state(self, state: Any) -> None:
+            self.calls = state["calls"]
+
+    source, target = nn.Sequential(Counting(2, 2)), nn.Sequential(Counting(2, 2))
+    source[0].calls = 7
+    save_checkpoint(tmp_path / "a", source)
+    load_checkpoint(tmp_path / "a", target)
+    assert target[0].calls == 7
+
+
+# -- refusals ----------------------------------------------------------------------------------------------------------
+
+
+def test_another_model_is_refused_by_name_and_left_alone(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "a", small_model(1.0))
+    other = small_model(2.0)
+    other[2] = nn.Linear(4, 3)
+    other.append(nn.Linear(1, 1))
+    before = {name: tensor.clone() for name, tensor in other.state_dict().items()}
+    with pytest.raises(CheckpointError) as raised:
+        load_checkpoint(tmp_path / "a", other)
+    for part in (str(tmp_path / "a"), "3.weight", "3.bias", "2.weight is [2, 4] in the checkpoint and [3, 4]"):
+        assert part in str(raised.value)
+    same_tree("model", dict(other.state_dict()), before)
+    smaller = nn.Sequential(nn.Linear(3, 4))
+    with pytest.raises(CheckpointError, match=r"not in the model: 1\.bias, 1\.num_batches_tracked"):
+        load_checkpoint(tmp_path / "a", smaller)
+
+
+def test_another_optimizer_is_refused_and_left_alone(tmp_path: Path) -> None:
+    model = small_model(1.0)
+    save_checkpoint(tmp_path / "a", model, torch.optim.AdamW(model.parameters()))
+    target = small_model(2.0)
+    for optimizer, message in [
+        (torch.optim.AdamW(target[0].parameters()), r"another optimizer \(not in the optimizer: 1\.bias"),
+        (torch.optim.SGD(target.parameters()), "holds the state of AdamW, the optimizer is SGD"),
+        (torch.optim.AdamW(small_model().parameters()), "6 parameters of the optimizer .* are not the model's"),
+    ]:
+        with pytest.raises(CheckpointError, match=message):
+            load_checkpoint(tmp_path / "a", target, optimizer)
+    assert value_of(target) == 2.0
+    save_checkpoint(tmp_path / "b", model, torch.optim.AdamW(model[0].parameters()))
+    with pytest.raises(CheckpointError, match=r"another optimizer \(not in the checkpoint: 1\.bias"):
+        load_checkpoint(tmp_path / "b", target, torch.optim.AdamW(target.parameters()))
+
+
+def test_groups_are_matched_by_name(tmp_path: Path) -> None:
+    model, target = small_model(), small_model()
+    rates = [{"params": model[0].parameters(), "lr": 0.1}, {"params": model[2].parameters(), "lr": 0.2}]
+    save_checkpoint(tmp_path / "a", nn.Sequential(model[0], model[2]), torch.optim.SGD(rates))
+    swapped = torch.optim.SGD([{"params": target[2].parameters()}, {"params": target[0].parameters()}])
+    load_checkpoint(tmp_path / "a", nn.Sequential(target[0], target[2]), swapped)
+    assert [group["lr"] for group in swapped.param_groups] == [0.2, 0.1]
+    joined = torch.optim.SGD([*target[0].parameters(), *target[2].parameters()])
+    with pytest.raises(CheckpointError, match=r"group 0 .* joins groups \[0, 1\]"):
+        load_checkpoint(tmp_path / "a", nn.Sequential(target[0], target[2]), joined)
+
+
+@pytest.mark.parametrize("name", ["lightstep.json", "tensors.json", "state.pt", "__0_0_0.distcp"])
+@pytest.mark.parametrize("damage", ["removed", "cut", "emptied"])
+def test_an_incomplete_checkpoint_is_refused(tmp_path: Path, name: str, damage: str) -> None:
+    save_checkpoint(tmp_path / "a", small_model(1.0))
+    file = tmp_path / "a" / name
+    if damage == "removed":
+        file.unlink()
+    else:
+        os.truncate(file, 0 if damage == "emptied" else file.stat().st_size - 1)
+    target = small_model(2.0)
+    with pytest.raises(CheckpointError, match=name):
+        load_checkpoint(tmp_path / "a", target)
+    assert value_of(target) == 2.0
+    assert latest_checkpoint(tmp_path) is None
+
+
+def test_what_is_no_checkpoint_is_named(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="does not exist"):
+        load_checkpoint(tmp_path / "none", small_model())
+    with pytest.raises(CheckpointError, match=r"it has no lightstep\.json"):
+        load_checkpoint(tmp_path, small_model())
+    save_checkpoint(tmp_path / "run" / "a", small_model())
+    with pytest.raises(CheckpointError, match=r"run is a folder of checkpoints; the newest is .*run/a"):
+        load_checkpoint(tmp_path / "run", small_model())
+    (tmp_path / "run" / "a" / "lightstep.json").write_text('{"format": 99, "files": {}}')
+    with pytest.raises(CheckpointError, match="format 99"):
+        load_checkpoint(tmp_path / "run" / "a", small_model())
+
+
+def test_a_folder_that_is_no_checkpoint_is_not_replaced(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    save_checkpoint(tmp_path / "a", small_model())
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "thesis.tex").write_text("precious")
+    (tmp_path / "c").write_text("a file")
+    for name in ("b", "c"):
+        with pytest.raises(CheckpointError, match=f"{name} exists and is not a checkpoint"):
+            save_checkpoint(tmp_path / name, small_model())
+    assert contents(tmp_path) == ["a", "b", "c"]
+    assert contents(tmp_path / "b") == ["thesis.tex"]
+
+
+class Unloadable:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("extra", "named"),
+    [
+        ({"a": {"b": [1, Unloadable()]}}, r"extra\['a'\]\['b'\]\[1\] is a .*Unloadable"),
+        ({"loss": numpy.float64(0.5)}, r"extra\['loss'\] is a numpy\.float64"),
+        ({"hook": lambda: 0}, r"extra\['hook'\] is a builtins\.function"),
+        ({"where": Path("a")}, r"extra\['where'\] is a pathlib"),
+    ],
+)
+def test_what_could_not_be_loaded_again_is_refused_before_writing(tmp_path: Path, extra: Any, named: str) -> None:
+    with pytest.raises(TypeError, match=named):
+        save_checkpoint(tmp_path / "a", small_model(), extra=extra)
+    assert contents(tmp_path) == []
+
+
+def test_a_scheduler_that_could_not_be_loaded_again_is_refused(tmp_path: Path) -> None:
+    class Schedule:
+        def state_dict(self) -> dict[str, Any]:
+            return {"last": 3, "plan": Unloadable()}
+
+    with pytest.raises(TypeError, match=r"scheduler\['plan'\]"):
+        save_checkpoint(tmp_path / "a", small_model(), scheduler=Schedule())
+
+
+# -- malice ------------------------------------------------------------------------------------------------------------
+
+_fired: list[str] = []
+
+
+class Evil:
+    """Runs when unpickled."""
+
+    def __init__(self, where: str) -> None:
+        self.where = where
+
+    def __reduce__(self) -> Any:
+        return fire, (self.where,)
+
+
+def fire(where: str) -> None:
+    _fired.append(where)
+
+
+@pytest.fixture(autouse=True)
+def nothing_fires() -> Iterator[None]:
+    _fired.clear()
+    yield
+    assert _fired == []
+
+
+def test_pickles_of_a_stranger_are_not_executed(tmp_path: Path) -> None:
+    folder = tmp_path / "a"
+    save_checkpoint(folder, small_model(1.0), extra={"epoch": 1})
+    evil = pickle.dumps(Evil("metadata"))
+    assert (pickle.loads(evil), _fired.pop()) == (None, "metadata"), "the trap works"
+
+    (folder / ".metadata").write_bytes(evil)
+    with pytest.raises(CheckpointError, match=r"\.metadata has \d+ bytes of \d+"):
+        load_checkpoint(folder, small_model())
+    resize_in_manifest(folder, ".metadata")
+    model = small_model()
+    assert load_checkpoint(folder, model) == {"epoch": 1}, "torch's index is not read at all"
+    assert value_of(model) == 1.0
+
+    index = (folder / "tensors.json").read_text()
+    torch.save(Evil("tensor"), folder / "__0_0_0.distcp")
+    size = (folder / "__0_0_0.distcp").stat().st_size
+    entries = json.loads(index)
+    for tensor in entries["tensors"].values():
+        tensor["chunks"][0][3:] = [0, size]
+    (folder / "tensors.json").write_text(json.dumps(entries))
+    for name in ("__0_0_0.distcp", "tensors.json"):
+        resize_in_manifest(folder, name)
+    with pytest.raises(CheckpointError, match=r"Unpickl|Weights only"):
+        load_checkpoint(folder, small_model())
+
+    torch.save({"extra": Evil("state")}, folder / "state.pt")
+    resize_in_manifest(folder, "state.pt")
+    with pytest.raises(CheckpointError, match=r"state\.pt cannot be read"):
+        load_checkpoint(folder, small_model())
+
+
+def test_an_index_does_not_lead_out_of_the_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "a"
+    save_checkpoint(folder, small_model())
+    (folder / "__0_0_0.distcp").rename(tmp_path / "outside.distcp")
+    for name in ("tensors.json", "lightstep.json"):
+        text = (folder / name).read_text().replace("__0_0_0.distcp", "../outside.distcp")
+        (folder / name).write_text(text)
+    resize_in_manifest(folder, "tensors.json")
+    with pytest.raises(CheckpointError, match=r"'\.\./outside\.distcp', which is no file name"):
+        load_checkpoint(folder, small_model())
+
+
+# -- whole or not at all -----------------------------------------------------------------------------------------------
+
+
+def save_and_die(folder: Path, count: int, model: nn.Module) -> bool:
+    """Save in a forked child that dies without a word at its ``count``-th file operation; whether it got that far."""
+    child = os.fork()
+    if child == 0:
+        remaining = [count]
+
+        def watch(event: str, args: tuple[Any, ...]) -> None:
+            changes = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir")
+            if event in changes and str(folder.parent) in f"{args[0]!r} {args[1:2]!r}":
+                remaining[0] -= 1
+                if remaining[0] == 0:
+                    os._exit(9)
+
+        sys.addaudithook(watch)
+        save_checkpoint(folder, model)
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) in (0, 9)
+    return os.waitstatus_to_exitcode(status) == 9
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("replacing", [True, False], ids=["replacing", "first"])
+def test_a_crash_at_any_file_operation_leaves_one_whole_checkpoint(tmp_path: Path, replacing: bool) -> None:
+    results = []
+    for count in range(1, 200):
+        folder = tmp_path / str(count) / "step"
+        folder.parent.mkdir()
+        if replacing:
+            save_checkpoint(folder, small_model(1.0))
+        died = save_and_die(folder, count, small_model(2.0))
+        model = small_model()
+        if replacing or latest_checkpoint(folder.parent) is not None:
+            assert latest_checkpoint(folder.parent) == folder
+            load_checkpoint(folder, model)
+        else:
+            with pytest.raises(CheckpointError, match="does not exist"):
+                load_checkpoint(folder, model)
+        results.append(value_of(model))
+        save_checkpoint(folder, small_model(3.0))
+        load_checkpoint(folder, model)
+        assert value_of(model) == 3.0
+        assert contents(folder.parent) == ["step"], "what the crash left is gone after the next save"
+        if not died:
+            break
+    else:
+        pytest.fail("the save never finished")
+    assert results == sorted(results), "the old one, then the new one"
+    assert set(results) == ({1.0, 2.0} if replacing else {0.0, 2.0})
+    assert len(results) > 10
+
+
+def test_saving_right_after_a_crash_between_the_renames_keeps_a_checkpoint_all_the_time(tmp_path: Path) -> None:
+    folder = tmp_path / "step"
+    save_checkpoint(folder, small_model(1.0))
+    os.replace(folder, tmp_path / ".step.replaced-00000000")
+    with limited_file_size(100), pytest.raises(CheckpointError):
+        save_checkpoint(folder, small_model(2.0))
+    model = small_model()
+    load_checkpoint(folder, model)
+    assert value_of(model) == 1.0
+    assert contents(tmp_path) == ["step"]
+
+
+class limited_file_size:
+    """A disk on which no file can be larger than ``limit`` bytes."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+
+    def __enter__(self) -> None:
+        self.before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (self.limit, self.before[1]))
+
+    def __exit__(self, *_: Any) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, self.before)
+
+
+@pytest.mark.parametrize("limit", [0, 1000, 5000])
+def test_a_full_disk_is_one_sentence_and_nothing_is_lost(tmp_path: Path, limit: int) -> None:
+    folder = tmp_path / "step"
+    save_checkpoint(folder, small_model(1.0))
+    with limited_file_size(limit), pytest.raises(CheckpointError) as raised:
+        save_checkpoint(folder, small_model(2.0))
+    assert str(raised.value) == f"{folder} was not saved: {os.strerror(errno.EFBIG)}"
+    model = small_model()
+    load_checkpoint(folder, model)
+    assert value_of(model) == 1.0
+    assert contents(tmp_path) == ["step"]
+
+
+@pytest.mark.parametrize("call", ["fsync", "replace", "mkdir"])
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), KeyboardInterrupt()])
+def test_a_failing_call_leaves_everything_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, error: BaseException
+) -> None:
+    folder = tmp_path / "step"
+    save_checkpoint(folder, small_model(1.0))
+    real = getattr(os, call)
+    for number in range(50):
+        left = [number]
+
+        def failing(*args: Any, left: list[int] = left, **kwargs: Any) -> Any:
+            left[0] -= 1
+            if left[0] == -1:
+                raise error
+            return real(*args, **kwargs)
+
+        monkeypatch.setattr(os, call, failing)
+        expected = 1.0
+        try:
+            save_checkpoint(folder, small_model(2.0))
+            expected = 2.0
+        except CheckpointError as caught:
+            assert str(caught) == f"{folder} was not saved: No space left on device"
+        except KeyboardInterrupt:
+            assert isinstance(error, KeyboardInterrupt)
+        monkeypatch.setattr(os, call, real)
+        assert contents(tmp_path) == ["step"]
+        model = small_model()
+        load_checkpoint(folder, model)
+        assert value_of(model) == expected
+        if left[0] >= 0:
+            assert number > 0, f"{call} was never called"
+            break
+        save_checkpoint(folder, small_model(1.0))
+
+
+def test_latest_checkpoint(tmp_path: Path) -> None:
+    assert latest_checkpoint(tmp_path / "none") is None
+    assert latest_checkpoint(tmp_path) is None
+    for name in ("step-9", "step-10", "a"):
+        save_checkpoint(tmp_path / name, small_model())
+        assert latest_checkpoint(tmp_path) == tmp_path / name
+    (tmp_path / "a" / "state.pt").unlink()
+    (tmp_path / "logs").mkdir()
+    assert latest_checkpoint(tmp_path) == tmp_path / "step-10"
+    os.replace(tmp_path / "step-10", tmp_path / ".step-10.saving-01234567")
+    assert latest_checkpoint(tmp_path) == tmp_path / "step-10"
+    load_checkpoint(tmp_path / "step-10", small_model())
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+class BuiltOnAccess(torch.optim.Optimizer):
+    """Its state is made whenever somebody looks, as a streaming backend does."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+        self.alive: weakref.WeakSet[Tensor] = weakref.WeakSet()
+        self.most = 0
+        outer = self
+
+        class View(dict[Tensor, Any]):
+            def get(self, parameter: Tensor, default: Any = None) -> dict[str, Tensor]:
+                built = {key: torch.full_like(parameter, 0.5) for key in ("exp_avg", "exp_avg_sq")}
+                outer.alive.update(built.values())
+                outer.most = max(outer.most, len(outer.alive))
+                return built
+
+        self.state = View()
+
+
+def test_state_that_is_built_on_access_is_fetched_piece_by_piece(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(20)))
+    optimizer = BuiltOnAccess(model.parameters())
+    monkeypatch.setattr(checkpoint_tensors, "FILE_BYTES", 4096)
+    save_checkpoint(tmp_path / "a", model, optimizer)
+    assert optimizer.most <= 8, "more tensors alive than one file and two parameters have"
+    assert len(list((tmp_path / "a").glob("*.distcp"))) == 15
+
+
+# -- export ------------------------------------------------------------------------------------------------------------
+
+
+def test_export_of_a_plain_module(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    model = Tied()
+    export_model(tmp_path / "m", compiled(model))
+    weights = load_file(tmp_path / "m" / "model.safetensors")
+    assert set(weights) == {name for name, _ in model.named_parameters()}
+    assert torch.equal(weights["embed.weight"], model.embed.weight)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_export_of_a_transformers_model(tmp_path: Path, tied: bool) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        tie_word_embeddings=tied,
+    )
+    model = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
+    (tmp_path / "m").mkdir()
+    for stale in ("model-00001-of-00002.safetensors", "model.safetensors.index.json", "notes.txt"):
+        (tmp_path / "m" / stale).write_text("old")
+    export_model(tmp_path / "m", model)
+    assert contents(tmp_path / "m") == ["config.json", "generation_config.json", "model.safetensors", "notes.txt"]
+    assert contents(tmp_path) == ["m"]
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "m", dtype="auto")
+    assert loaded.dtype == torch.bfloat16
+    same_tree("weights", dict(loaded.state_dict()), dict(model.state_dict()))
+
+
+# -- two ranks ---------------------------------------------------------------------------------------------------------
+
+
+def two_ranks(rank: int, root: str) -> None:
+    """A sharded model saved by two ranks; then the second one's disk is full, and both raise."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{root}/rendezvous", rank=rank, world_size=2)
+    torch.manual_seed(3)
+    model, mesh = Tied(), init_device_mesh("cpu", (2,))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(torch.arange(5)).square().sum().backward()
+    optimizer.step()
+    folder = Path(root) / "checkpoints" / "step"
+    random.seed(rank)
+    save_checkpoint(folder, model, optimizer)
+    drawn = random.random()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with torch.no_grad():
+        model.embed.weight.zero_()
+    full = limited_file_size(100 if rank == 1 else resource.RLIM_INFINITY)
+    with full, pytest.raises(CheckpointError, match="rank 1: File too large"):
+        save_checkpoint(folder, model, optimizer)
+    with pytest.raises(TypeError, match="extra"):
+        save_checkpoint(folder, model, optimizer, extra={"a": Unloadable()} if rank == 1 else {})
+    dist.barrier()
+    assert contents(folder.parent) == ["step"]
+    load_checkpoint(folder, model, optimizer)
+    assert random.random() == drawn
+    assert all(torch.equal(value.to_local(), before[name].to_local()) for name, value in model.state_dict().items())
+    export_model(Path(root) / "export", model)
+    dist.destroy_process_group()
+
+
+def test_two_ranks_save_together_and_fail_together(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    mp.spawn(two_ranks, args=(str(tmp_path),), nprocs=2)
+    model = Tied()
+    optimizer = torch.optim.AdamW(model.parameters())
+    random.seed(5)
+    load_checkpoint(tmp_path / "checkpoints" / "step", model, optimizer)
+    torch.manual_seed(3)
+    expected = Tied()
+    reference = torch.optim.AdamW(expected.parameters(), lr=0.1)
+    expected(torch.arange(5)).square().sum().backward()
+    reference.step()
+    torch.testing.assert_close(dict(model.state_dict()), dict(expected.state_dict()))
+    weights = load_file(tmp_path / "export" / "model.safetensors")
+    assert all(torch.equal(weights[name], value) for name, value in model.named_parameters())
+    random.seed(0)
+    assert random.random() == pytest.approx(0.8444218515250481), "rank 0 started from its own seed"

@@ -1,0 +1,202 @@
+"""The lanes' ordering rules, as threads: the same rules that streams keep on an accelerator."""
+
+from __future__ import annotations
+
+import gc
+import random
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from lightstep.state.lanes import COMPUTE, DEVICE_TO_HOST, HOST_TO_DEVICE, LaneError, Lanes
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def lanes() -> Iterator[Lanes]:
+    made = Lanes(CPU)
+    yield made
+    if made.failed:
+        made.reset()
+    made.close()
+
+
+def test_a_lane_keeps_the_order_it_was_given(lanes: Lanes) -> None:
+    done: list[int] = []
+    for i in range(100):
+        lanes.compute.run(lambda i=i: done.append(i))
+    lanes.synchronize()
+    assert done == list(range(100))
+
+
+def test_lanes_run_beside_each_other_and_beside_the_caller(lanes: Lanes) -> None:
+    """Each of three jobs needs the other two to be running: in one thread they would wait for ever."""
+    meeting = threading.Barrier(4, timeout=20)
+    for lane in (lanes.host_to_device, lanes.compute, lanes.device_to_host):
+        lane.run(meeting.wait)
+    meeting.wait()
+    lanes.synchronize()
+
+
+def test_a_wait_holds_a_lane_back_until_the_event_and_not_longer(lanes: Lanes) -> None:
+    gate, log = threading.Event(), []
+    event = lanes.event()
+    lanes.host_to_device.run(gate.wait)
+    lanes.host_to_device.run(lambda: log.append("copied"))
+    lanes.host_to_device.record(event)
+    lanes.compute.wait(event)
+    lanes.compute.run(lambda: log.append("computed"))
+    time.sleep(0.02)
+    assert log == []
+    gate.set()
+    lanes.synchronize()
+    assert log == ["copied", "computed"]
+
+
+def test_an_event_that_was_never_recorded_holds_nothing_back(lanes: Lanes) -> None:
+    done = []
+    lanes.compute.wait(lanes.event())
+    lanes.caller().wait(lanes.event())
+    lanes.compute.run(lambda: done.append(1))
+    lanes.synchronize()
+    assert done == [1]
+
+
+def test_a_wait_is_for_the_latest_record_before_it(lanes: Lanes) -> None:
+    """As on a stream: recording the event again later does not make an earlier wait wait for it."""
+    gate, log = threading.Event(), []
+    event = lanes.event()
+    lanes.host_to_device.record(event)
+    lanes.compute.wait(event)
+    lanes.compute.run(lambda: log.append("first"))
+    lanes.compute.synchronize()
+    lanes.host_to_device.run(gate.wait)
+    lanes.host_to_device.record(event)
+    lanes.device_to_host.wait(event)
+    lanes.device_to_host.run(lambda: log.append("second"))
+    time.sleep(0.02)
+    assert log == ["first"]
+    gate.set()
+    lanes.synchronize()
+    assert log == ["first", "second"]
+
+
+def test_the_caller_is_a_lane_too(lanes: Lanes) -> None:
+    log, event, back = [], lanes.event(), lanes.event()
+    lanes.host_to_device.run(lambda: (time.sleep(0.02), log.append("copied")))
+    lanes.host_to_device.record(event)
+    caller = lanes.caller()
+    caller.wait(event)
+    caller.run(lambda: log.append("computed"))
+    caller.record(back)
+    lanes.device_to_host.wait(back)
+    lanes.device_to_host.run(lambda: log.append("written"))
+    lanes.synchronize()
+    assert log == ["copied", "computed", "written"]
+
+
+def test_delays_come_before_every_job_in_its_own_lane(lanes: Lanes) -> None:
+    seen: list[tuple[str, str]] = []
+    lanes.delay = lambda name: seen.append((name, threading.current_thread().name))
+    for lane in (lanes.host_to_device, lanes.compute, lanes.device_to_host, lanes.caller()):
+        lane.run(lambda: None)
+    lanes.synchronize()
+    names = [HOST_TO_DEVICE, COMPUTE, DEVICE_TO_HOST]
+    assert sorted(seen) == sorted([*((n, f"lightstep-{n}") for n in names), (COMPUTE, threading.current_thread().name)])
+
+
+def test_events_order_the_lanes_under_random_delays() -> None:
+    """A two-slot ring of plain numbers through three lanes, 50 seeds: each value arrives, once, transformed."""
+    for seed in range(50):
+        generator = random.Random(seed)
+        lanes = Lanes(CPU)
+        lanes.delay = lambda _, generator=generator: time.sleep(generator.random() * 2e-4)
+        slots, host = [0, 0], list(range(12))
+        ready, used, free = ([lanes.event() for _ in slots] for _ in range(3))
+        for k in range(len(host)):
+            s = k % 2
+            lanes.host_to_device.wait(free[s])
+            lanes.host_to_device.run(lambda k=k, s=s: slots.__setitem__(s, host[k]))
+            lanes.host_to_device.record(ready[s])
+            lanes.compute.wait(ready[s])
+            lanes.compute.run(lambda s=s: slots.__setitem__(s, slots[s] * 10))
+            lanes.compute.record(used[s])
+            lanes.device_to_host.wait(used[s])
+            lanes.device_to_host.run(lambda k=k, s=s: host.__setitem__(k, slots[s]))
+            lanes.device_to_host.record(free[s])
+        lanes.close()
+        assert host == [10 * k for k in range(12)], f"seed {seed}"
+
+
+def fail() -> None:
+    raise ValueError("no such page")
+
+
+def test_a_failure_is_raised_once_with_its_name_and_stops_all_lanes(lanes: Lanes) -> None:
+    event, done = lanes.event(), []
+    lanes.host_to_device.run(fail, label="fetching layers.3")
+    lanes.host_to_device.record(event)
+    lanes.compute.wait(event)  # never reached; must not hang
+    lanes.compute.run(lambda: done.append(1))
+    with pytest.raises(
+        LaneError, match=r"fetching layers\.3 failed in the host_to_device lane: ValueError: no such page"
+    ) as raised:
+        lanes.synchronize()
+    assert isinstance(raised.value.__cause__, ValueError)
+    assert lanes.failed
+    assert done == []
+    for use in (lanes.synchronize, lambda: lanes.compute.run(fail), lambda: lanes.caller().wait(event)):
+        with pytest.raises(LaneError, match=r"the lanes stopped because fetching layers\.3 failed.*load a checkpoint"):
+            use()
+
+
+def test_a_caller_that_waits_for_a_failed_lane_is_woken(lanes: Lanes) -> None:
+    event, gate = lanes.event(), threading.Event()
+    lanes.host_to_device.run(gate.wait)
+    lanes.host_to_device.run(fail)
+    lanes.host_to_device.record(event)
+    threading.Timer(0.02, gate.set).start()
+    with pytest.raises(LaneError, match="a job failed in the host_to_device lane"):
+        lanes.caller().wait(event)
+
+
+def test_lanes_work_again_after_a_reset(lanes: Lanes) -> None:
+    event, done = lanes.event(), []
+    lanes.host_to_device.run(fail)
+    lanes.host_to_device.record(event)
+    lanes.host_to_device.synchronize()
+    lanes.reset()
+    assert not lanes.failed
+    lanes.caller().wait(event)  # the record behind the failure was dropped; it must not hold anybody back now
+    lanes.compute.wait(event)
+    lanes.compute.run(lambda: done.append(1))
+    lanes.synchronize()
+    assert done == [1]
+
+
+def test_forgotten_lanes_end_their_threads() -> None:
+    lanes = Lanes(CPU)
+    lanes.compute.run(lambda: None)
+    lanes.synchronize()
+    threads = [lane._thread for lane in lanes._all()]
+    gone = weakref.ref(lanes)
+    del lanes
+    gc.collect()
+    assert gone() is None
+    for thread in threads:
+        thread.join(timeout=20)
+        assert not thread.is_alive()
+
+
+def test_closed_lanes_have_done_their_work() -> None:
+    lanes, done = Lanes(CPU), []
+    lanes.device_to_host.run(lambda: (time.sleep(0.02), done.append(1)))
+    lanes.close()
+    assert done == [1]
+    assert not any(lane._thread.is_alive() for lane in lanes._all())
+    lanes.close()

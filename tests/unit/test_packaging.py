@@ -1,0 +1,95 @@
+"""What users install: all modules, the presets and the types, from a wheel, an editable install and a bare checkout."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from pathlib import Path
+
+import pytest
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+PRESETS = sorted(path.stem for path in (CHECKOUT / "strategies").glob("*.yaml"))
+
+# Run without `site` (-S), which would bring in whatever lightstep this interpreter has installed.
+LIST_PRESETS = """
+import site, sys
+from pathlib import Path
+where, *libraries = sys.argv[1:]
+sys.path += libraries
+sys.path.insert(0, where)
+site.addsitedir(where)
+import lightstep
+assert Path(lightstep.__file__).resolve().is_relative_to(Path(where).parent.resolve()), lightstep.__file__
+for name in lightstep.available_strategies():
+    lightstep.Strategy.load(name)
+    print(name)
+"""
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A copy of the checkout as git would make it: building leaves files beside the sources."""
+    copy = tmp_path / "checkout"
+    copy.mkdir()
+    for name in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(CHECKOUT / name, copy)
+    for name in ("lightstep", "strategies"):
+        shutil.copytree(CHECKOUT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+    return copy
+
+
+def _build(checkout: Path, kind: str) -> Path:
+    """Build a wheel (``kind`` is ``wheel`` or ``editable``) with this environment's setuptools, and unpack it."""
+    call = f"import sys; from setuptools import build_meta; build_meta.build_{kind}(sys.argv[1])"
+    built = checkout.parent / "built"
+    built.mkdir()
+    done = subprocess.run(
+        [sys.executable, "-c", call, str(built)], cwd=checkout, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    (wheel,) = built.glob("*.whl")
+    unpacked = checkout.parent / "unpacked"
+    zipfile.ZipFile(wheel).extractall(unpacked)
+    return unpacked
+
+
+def _presets_found(where: Path) -> list[str]:
+    libraries = [sysconfig.get_path(name) for name in ("purelib", "platlib")]
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", LIST_PRESETS, str(where), *libraries],
+        cwd=where,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
+def test_a_wheel_holds_every_module_preset_and_the_type_marker(checkout: Path) -> None:
+    unpacked = _build(checkout, "wheel")
+    files = {path.relative_to(unpacked).as_posix() for path in unpacked.rglob("*") if path.is_file()}
+    packaged = {name for name in files if ".dist-info/" not in name}
+    modules = {path.relative_to(checkout).as_posix() for path in (checkout / "lightstep").rglob("*.py")}
+    presets = {f"lightstep/strategies/{name}.yaml" for name in PRESETS}
+    assert packaged == modules | presets | {"lightstep/py.typed"}
+    assert PRESETS
+    assert _presets_found(unpacked) == PRESETS
+
+
+def test_an_editable_install_finds_the_presets(checkout: Path) -> None:
+    assert _presets_found(_build(checkout, "editable")) == PRESETS
+
+
+def test_a_bare_checkout_finds_the_presets(checkout: Path) -> None:
+    assert _presets_found(checkout) == PRESETS
+
+
+def test_nothing_but_torch_is_held_to_a_version() -> None:
+    """Other requirements stay open, so that lightstep fits into environments that exist."""
+    lines = (CHECKOUT / "setup.cfg").read_text().split("install_requires =")[1].split("\n\n")[0].split()
+    assert [line for line in lines if any(sign in line for sign in "<>=~!")] == ["torch>=2.11"]

@@ -1,0 +1,241 @@
+"""fp32 = bf16 + 16 bits + 1 bit: exactly, for every kind of number, in both places for the bit."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightstep.precision import split, split_triton
+from lightstep.precision.split import Splitter, probe_masters
+
+CPU = torch.device("cpu")
+PLACES = ("sign", "bitmap")
+
+
+def from_bits(bits: Tensor) -> Tensor:
+    """int64 bit patterns 0 … 2^32-1 as fp32."""
+    return torch.where(bits >= 2**31, bits - 2**32, bits).to(torch.int32).view(torch.float32)
+
+
+def extra_for(place: str, n: int) -> Tensor:
+    """Somewhere to keep n bits: never-negative fp32 numbers, or bytes."""
+    if place == "bitmap":
+        return torch.full((-(-n // 8),), 0xA5, dtype=torch.uint8)
+    moments = torch.rand(n, generator=torch.Generator().manual_seed(n))
+    moments[::7] = 0.0
+    return moments
+
+
+def split_of(master: Tensor, place: str, splitter: Splitter | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    n = master.numel()
+    weight, low, extra = torch.empty(n, dtype=torch.bfloat16), torch.empty(n, dtype=torch.int16), extra_for(place, n)
+    (splitter or Splitter(CPU)).split(master, weight, low, extra)
+    return weight, low, extra
+
+
+def assert_exact(master: Tensor, place: str, splitter: Splitter | None = None) -> None:
+    splitter = splitter or Splitter(CPU)
+    before = master.clone()
+    weight, low, extra = split_of(master, place, splitter)
+    assert torch.equal(master.view(torch.int32), before.view(torch.int32)), "split changed its input"
+    rounded, nan = before.to(torch.bfloat16), before.isnan()
+    assert torch.equal(weight.view(torch.int16)[~nan], rounded.view(torch.int16)[~nan])
+    assert torch.equal(weight.isnan(), nan)
+    back = torch.empty_like(master)
+    splitter.join(weight, low, extra, back)
+    assert torch.equal(back.view(torch.int32), before.view(torch.int32))
+    if place == "sign":
+        assert torch.equal(extra, extra_for(place, master.numel())), "the second moment did not come back"
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_all_low_halves_under_chosen_upper_halves(place: str) -> None:
+    """2^16 low halves under zeros, denormals, ordinary numbers, the largest finite ones, infinities and NaNs."""
+    low = torch.arange(2**16)
+    splitter = Splitter(CPU)
+    uppers = [
+        0x0000,
+        0x0001,
+        0x007F,
+        0x0080,
+        0x3F7F,
+        0x3F80,
+        0x3F81,
+        0x7F7E,
+        0x7F7F,
+        0x7F80,
+        0x7F81,
+        0x7FBF,
+        0x7FC0,
+        0x7FFF,
+    ]
+    for upper in [*uppers, *(u | 0x8000 for u in uppers)]:
+        assert_exact(from_bits((upper << 16) | low), place, splitter)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_all_upper_halves_under_the_low_halves_that_matter(place: str) -> None:
+    upper = torch.arange(2**16) << 16
+    splitter = Splitter(CPU)
+    for low in (0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF):
+        assert_exact(from_bits(upper | low), place, splitter)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_random_bits(place: str) -> None:
+    assert_exact(probe_masters(CPU), place)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("n", [0, 1, 7, 8, 9, 63, 1000])
+def test_any_length(place: str, n: int) -> None:
+    bits = torch.randint(0, 2**32, (n,), generator=torch.Generator().manual_seed(n))
+    assert_exact(from_bits(bits), place)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_several_chunks(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(split, "_CHUNK", 64)
+    splitter = Splitter(CPU)
+    for n in (64, 65, 127, 64 * 5 + 3):
+        assert_exact(probe_masters(CPU)[:n].clone(), place, splitter)
+
+
+def test_different_masters_never_have_the_same_parts() -> None:
+    """Around the tie the parts of two masters are the same in weight and low bits: the extra bit tells them apart."""
+    down, up = from_bits(torch.tensor([0x3F808000, 0x3F818000])).split(1)
+    one, two = split_of(down, "sign"), split_of(up, "sign")
+    assert one[0].view(torch.int16).item() == 0x3F80
+    assert two[0].view(torch.int16).item() == 0x3F82
+    # 0x3F7F8000 rounds up to the same even weight as 0x3F808000 rounds down to, with the same low bits.
+    three = split_of(from_bits(torch.tensor([0x3F7F8000])), "sign")
+    assert torch.equal(one[0], three[0])
+    assert torch.equal(one[1], three[1])
+    assert torch.signbit(one[2]).item() != torch.signbit(three[2]).item()
+
+
+def test_zeroed_low_bits_make_the_weight_the_master() -> None:
+    weight = probe_masters(CPU).to(torch.bfloat16)
+    low, moments, master = (torch.zeros(weight.numel(), dtype=d) for d in (torch.int16, torch.float32, torch.float32))
+    Splitter(CPU).join(weight, low, moments, master)
+    finite = ~weight.isnan()
+    assert torch.equal(master[finite].view(torch.int32), weight.float()[finite].view(torch.int32))
+
+
+def test_a_sign_that_a_moment_should_not_have_does_no_harm() -> None:
+    """-0.0 and negative NaN (x86's default) appear in second moments; the bit must be the master's all the same."""
+    master = from_bits(torch.tensor([0x3F800000, 0x3F80FFFF, 0x3F800001]))
+    weight, low = torch.empty(3, dtype=torch.bfloat16), torch.empty(3, dtype=torch.int16)
+    moments = torch.tensor([-0.0, -0.0, -torch.nan])
+    back = torch.empty(3)
+    Splitter(CPU).split(master, weight, low, moments)
+    Splitter(CPU).join(weight, low, moments, back)
+    assert torch.equal(back, master)
+    assert torch.equal(moments[:2], torch.zeros(2))
+
+
+def test_nothing_is_allocated_after_the_first_call() -> None:
+    splitter, master = Splitter(CPU), probe_masters(CPU)
+    parts = split_of(master, "bitmap", splitter)
+    mark = torch.empty((), dtype=torch.int64)
+    splitter.fingerprint(parts[0], mark)
+    scratch, held = splitter._scratch, splitter.nbytes()
+    with torch.profiler.profile(profile_memory=True) as profile:
+        splitter.split(master, *parts)
+        splitter.fingerprint(parts[0], mark)
+        splitter.join(*parts, master)
+    assert splitter._scratch is scratch
+    assert splitter.nbytes() == held < 10 << 20
+    assert (
+        max((abs(event.cpu_memory_usage) for event in profile.events()), default=0) <= 64
+    )  # scalars of the dispatcher
+
+
+# ---- fingerprints -----------------------------------------------------------------------------------------------------------
+
+
+def fingerprint_of(weight: Tensor) -> int:
+    mark = torch.full((), 7, dtype=torch.int64)
+    Splitter(CPU).fingerprint(weight, mark)
+    return int(mark)
+
+
+def expected_fingerprint(weight: Tensor) -> int:
+    golden, total = 0x9E3779B97F4A7C15, 0
+    for place, code in enumerate(weight.view(torch.int16).tolist()):
+        spread = (place * golden + 2**63) % 2**64 - 2**63
+        total += code * ((spread >> 17) | 1)
+    return (total + 2**63) % 2**64 - 2**63
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_fingerprint_is_the_sum_it_says_it_is(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = torch.randn(1000, generator=torch.Generator().manual_seed(0)).to(dtype)
+    assert fingerprint_of(weight) == expected_fingerprint(weight)
+    monkeypatch.setattr(split, "_CHUNK", 64)
+    assert fingerprint_of(weight) == expected_fingerprint(weight)
+    assert fingerprint_of(weight[:0]) == 0
+
+
+def test_a_fingerprint_notices_one_bit_an_exchange_and_a_shift() -> None:
+    weight = torch.randn(4096, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    marks = {fingerprint_of(weight)}
+    for place in range(0, 4096, 255):
+        changed = weight.clone()
+        changed.view(torch.int16)[place] ^= 1
+        marks.add(fingerprint_of(changed))
+    exchanged = weight.clone()
+    exchanged[[5, 77]] = exchanged[[77, 5]]
+    others = [
+        exchanged,
+        weight.roll(1),
+        weight * 2,
+        -weight,
+        torch.zeros_like(weight),
+        weight.view(64, 64).t().reshape(-1),
+    ]
+    marks |= {fingerprint_of(other) for other in others}
+    assert len(marks) == 1 + 17 + len(others)
+
+
+# ---- the fused twin steps aside -----------------------------------------------------------------------------------------------
+
+
+def test_a_twin_that_agrees_is_accepted() -> None:
+    assert split._agrees(split._plain(CPU), CPU)
+
+
+@pytest.mark.parametrize("wrong", ["split", "join", "fingerprint"])
+def test_a_twin_that_differs_in_one_bit_is_refused(wrong: str) -> None:
+    plain = split._plain(CPU)
+
+    def off_by_one_bit(*arguments: Tensor) -> None:
+        getattr(plain, wrong)(*arguments)
+        target = arguments[{"split": 2, "join": 3, "fingerprint": 1}[wrong]]
+        target.reshape(-1).view(torch.uint8)[-8] ^= 1
+
+    twin = SimpleNamespace(split=plain.split, join=plain.join, fingerprint=plain.fingerprint)
+    setattr(twin, wrong, off_by_one_bit)
+    assert not split._agrees(twin, CPU)
+
+
+@pytest.mark.parametrize("failure", ["absent", "differs", "raises"])
+def test_without_a_usable_twin_the_torch_version_works_and_says_so(
+    failure: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def agrees(*_: object) -> bool:
+        if failure == "raises":
+            raise RuntimeError("no compiler")
+        return False
+
+    monkeypatch.setattr(split_triton, "available", failure != "absent")
+    monkeypatch.setattr(split, "_agrees", agrees)
+    split._checked_twin.cache_clear()
+    splitter = Splitter(torch.device("cuda"))  # makes no CUDA tensor before its first use
+    split._checked_twin.cache_clear()
+    assert splitter._fused is None
+    expected = {"absent": "Triton is not installed", "differs": "they differ", "raises": "RuntimeError: no compiler"}
+    assert expected[failure] in caplog.text

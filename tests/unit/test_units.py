@@ -1,0 +1,153 @@
+"""Which parameters are staged together, and where large tensors are cut."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Hashable
+
+import pytest
+import torch
+
+from lightstep.state.backend import Managed, Unit
+from lightstep.state.units import CUT_ELEMENTS, RingError, group_by_layer, plan_units
+
+
+def managed(name: str, elements: int, layer: Hashable = None, *, shape: tuple[int, ...] | None = None) -> Managed:
+    """A parameter without memory of its own: planning looks at sizes only."""
+    local = torch.empty(1, dtype=torch.bfloat16).expand(elements) if shape is None else torch.empty(shape)
+    if shape is None:
+        local = torch.empty(elements, dtype=torch.bfloat16, device="meta")
+    return Managed(local, local, {}, name, layer)
+
+
+def ten(owner: Managed, elements: int) -> int:
+    """Ten bytes for each element, as Adam on bf16 takes."""
+    return 10 * elements
+
+
+def names(units: list[Unit]) -> list[list[str]]:
+    return [[owner.name for owner, _, _ in unit.parts] for unit in units]
+
+
+def assert_a_partition(units: list[Unit], items: list[Managed], capacity: int) -> None:
+    """Every element of every parameter once, in order; aligned cuts; nothing larger than a slot."""
+    covered = dict.fromkeys(items, 0)
+    for index, unit in enumerate(units):
+        assert unit.index == index
+        assert unit.parts
+        assert sum(ten(owner, stop - start) for owner, start, stop in unit.parts) <= capacity
+        for owner, start, stop in unit.parts:
+            assert start == covered[owner]
+            assert start % CUT_ELEMENTS == 0
+            assert stop > start or owner.local.numel() == 0
+            covered[owner] = stop
+    assert all(covered[item] == item.local.numel() for item in items)
+
+
+def test_one_unit_for_each_layer_in_model_order() -> None:
+    items = [managed(f"{layer}.{part}", 1000, layer) for layer in "abc" for part in ("w", "b")]
+    assert names(plan_units(items, ten, 1 << 20)) == [["a.w", "a.b"], ["b.w", "b.b"], ["c.w", "c.b"]]
+
+
+def test_layers_are_gathered_across_parameter_groups() -> None:
+    """Weights in one group, biases in another: the layers are the same."""
+    items = [managed(f"{layer}.{part}", 1000, layer) for part in ("w", "b") for layer in "ab"]
+    assert names(plan_units(items, ten, 1 << 20)) == [["a.w", "a.b"], ["b.w", "b.b"]]
+
+
+def test_the_remainder_is_grouped_before_and_behind_the_layers() -> None:
+    items = [
+        managed("embed", 9),
+        managed("position", 9),
+        managed("0.w", 9, 0),
+        managed("1.w", 9, 1),
+        managed("norm", 9),
+        managed("head", 9),
+    ]
+    assert [[item.name for item in group] for group in group_by_layer(items)] == [
+        ["embed", "position"],
+        ["0.w"],
+        ["1.w"],
+        ["norm", "head"],
+    ]
+
+
+def test_a_layer_called_like_the_remainder_is_another_one() -> None:
+    items = [managed("embed", 9), managed("w", 9, ("remainder", 0))]
+    assert len(group_by_layer(items)) == 2
+
+
+def test_tied_parameters_come_once() -> None:
+    embed = managed("embed", 100)
+    head = Managed(embed.param, embed.local, {}, "head")
+    assert names(plan_units([embed, managed("w", 100, 0), head], ten, 1 << 20)) == [["embed"], ["w"]]
+
+
+def test_a_tensor_of_525_million_elements_is_cut_into_equal_aligned_pieces() -> None:
+    embed, capacity = managed("embed", 128256 * 4096), 120 << 20
+    units = plan_units([embed], ten, capacity)
+    assert_a_partition(units, [embed], capacity)
+    sizes = [ten(*unit.parts[0][:1], unit.parts[0][2] - unit.parts[0][1]) for unit in units]
+    assert len(units) == -(-ten(embed, embed.local.numel()) // capacity)
+    assert max(sizes) - min(sizes) < len(units) * ten(embed, CUT_ELEMENTS) + 1
+
+
+def test_a_large_layer_becomes_several_units_of_about_one_size() -> None:
+    shapes = {"q": 4096 * 4096, "k": 4096 * 1024, "v": 4096 * 1024, "o": 4096 * 4096}
+    shapes |= dict.fromkeys(("gate", "up", "down"), 4096 * 14336) | {"norm1": 4096, "norm2": 4096}
+    items = [managed(name, elements, 0) for name, elements in shapes.items()]
+    units = plan_units(items, ten, 120 << 20)
+    assert_a_partition(units, items, 120 << 20)
+    sizes = [sum(ten(owner, stop - start) for owner, start, stop in unit.parts) for unit in units]
+    assert len(units) == 18
+    assert min(sizes) > 0.8 * max(sizes)  # equal pieces: none is too small for link speed
+
+
+def test_units_do_not_cross_layers() -> None:
+    items = [managed(f"{layer}.w", 5000, layer) for layer in range(3)]
+    for unit in plan_units(items, ten, 30_000):
+        assert len({owner.layer for owner, _, _ in unit.parts}) == 1
+
+
+def test_whole_tensors_are_not_cut() -> None:
+    items = [managed(f"w{i}", elements, 0) for i, elements in enumerate((500, 2000, 700, 100, 3000))]
+    units = plan_units(items, ten, 30_000, whole_tensors=True)
+    assert names(units) == [["w0", "w1"], ["w2", "w3"], ["w4"]]
+    assert_a_partition(units, items, 30_000)
+
+
+def test_tensors_that_are_not_contiguous_are_not_cut() -> None:
+    window = managed("window", 0, 0, shape=(50, 40))
+    window.local = window.local[:, :30]
+    units = plan_units([managed("w", 4000, 0), window], ten, 16_000)
+    assert [(start, stop) for unit in units for owner, start, stop in unit.parts if owner is window] == [(0, 1500)]
+
+
+def test_an_empty_shard_is_a_part_of_its_layers_unit() -> None:
+    items = [managed("w", 100, 0), managed("empty", 0, 0), managed("alone", 0, 1)]
+    units = plan_units(items, ten, 2000)
+    assert names(units) == [["w", "empty"], ["alone"]]
+    assert units[1].parts[0][1:] == (0, 0)
+
+
+def test_a_slot_too_small_for_a_piece_is_refused_with_the_numbers() -> None:
+    with pytest.raises(RingError, match="big needs 1280 bytes in one piece, and a slot of the ring has 1279"):
+        plan_units([managed("big", 1000)], ten, 1279)
+    assert len(plan_units([managed("big", 1000)], ten, 1280)) == 8
+    assert len(plan_units([managed("small", 100)], ten, 1279)) == 1
+    with pytest.raises(RingError, match="big needs 10000 bytes"):
+        plan_units([managed("big", 1000)], ten, 9999, whole_tensors=True)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_any_model_is_partitioned(seed: int) -> None:
+    generator = random.Random(seed)
+    sizes = [generator.choice([0, 1, 7, 128, 129, 1000, 4096, 40_000]) for _ in range(generator.randint(1, 12))]
+    items = [managed(f"p{i}", size, generator.choice([None, 0, 1, 2])) for i, size in enumerate(sizes)]
+    capacity = generator.choice([1280, 1500, 5000, 100_000])
+    assert_a_partition(plan_units(items, ten, capacity), items, capacity)
+
+
+def test_a_unit_is_named_by_its_first_and_last_parameter() -> None:
+    unit = plan_units([managed("layers.0.q", 9, 0), managed("layers.0.down", 9, 0)], ten, 2000)[0]
+    assert unit.label == "layers.0.q … layers.0.down"
