@@ -94,7 +94,7 @@ def _strategies_table() -> Table:
     from lightstep.trainer.cost import cost
 
     table = Table(
-        caption="bytes per parameter with AdamW between steps: weights, master weights and state; gradients come on top",
+        caption="bytes per parameter with AdamW, between steps: weights, master weights, state; gradients come on top",
         caption_justify="left",
     )
     for heading in ("name", "description", "sharding", "precision"):
@@ -114,7 +114,7 @@ def _strategies_table() -> Table:
 def _one_sentence(debug: bool = False) -> Iterator[None]:
     """Errors that people can do something about become one sentence on stderr and an exit code."""
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
-    warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
+    formatted, warnings.formatwarning = warnings.formatwarning, lambda message, *_, **__: f"warning: {message}\n"
     try:
         yield
     except KeyboardInterrupt:
@@ -128,6 +128,8 @@ def _one_sentence(debug: bool = False) -> Iterator[None]:
         if type(error).__name__ != "CheckpointError":  # without importing torch for it
             raise
         _fail(str(error), FAILED, debug)
+    finally:
+        warnings.formatwarning = formatted
 
 
 def _fail(sentence: str, code: int, debug: bool) -> None:

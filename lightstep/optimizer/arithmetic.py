@@ -20,6 +20,12 @@ from lightstep.state.backend import EntrySpec, Piece, Schema
 _NOT_ELEMENT_WISE = {"Adafactor", "Muon", "Shampoo", "SOAP", "Adam_mini"}
 
 
+def needs_whole_tensors(optimizer_class: type) -> bool:
+    """Whether an optimizer is not element-wise: it says so by ``whole_tensors = True``, or is known to be."""
+    declared = getattr(optimizer_class, "whole_tensors", None)
+    return getattr(optimizer_class, "__name__", "") in _NOT_ELEMENT_WISE if declared is None else bool(declared)
+
+
 class BaseArithmetic:
     """An optimizer class with its hyper-parameters, applied to whatever pieces it is given.
 
@@ -49,9 +55,8 @@ class BaseArithmetic:
 
     @property
     def whole_tensors(self) -> bool:
-        """Whether the optimizer needs whole tensors: it says so by ``whole_tensors = True``, or is known to."""
-        declared = getattr(self.optimizer_class, "whole_tensors", None)
-        return self.optimizer_class.__name__ in _NOT_ELEMENT_WISE if declared is None else bool(declared)
+        """See :func:`needs_whole_tensors`."""
+        return needs_whole_tensors(self.optimizer_class)
 
     def prepare(self, device: torch.device) -> None:
         """Find out how this class runs on ``device``; called at set-up, so that ``step()`` does not have to."""

@@ -15,7 +15,7 @@ from lightstep.optimizer.managed_parameters import ManagedParameters, Places, St
 from lightstep.optimizer.param_groups import learning_rates_are_zero
 from lightstep.optimizer.result import StepResult
 from lightstep.optimizer.serialization import load_torch_state_dict, snapshot
-from lightstep.precision.gradients import GradientAccumulator, GradientStage
+from lightstep.precision.gradients import GradientAccumulator, GradientStage, unshared
 from lightstep.precision.loss_scale import ConstantLossScale, LossScale
 from lightstep.state.backend import Managed, Piece, StateBackend, Unit
 from lightstep.state.resident import ResidentBackend
@@ -152,7 +152,7 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         self._managed.drop_provisional_state()
         self._managed.adopt_outside_changes()
         taken = ((item, self.gradients.take(item.param)) for item in self._managed)
-        return {item: gradient for item, gradient in taken if gradient is not None}
+        return unshared({item: gradient for item, gradient in taken if gradient is not None})
 
     def _gradient_norm(self, gradients: Gradients) -> tuple[Tensor, Tensor]:
         assert self._norm is not None

@@ -8,8 +8,8 @@ in order. With one micro-batch nothing is copied and ``p.grad`` is what autograd
 from __future__ import annotations
 
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -18,6 +18,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from lightstep.distributed import local_gradient
 from lightstep.precision.scale_kernel import scale_into
+
+Key = TypeVar("Key")
 
 _collectors: WeakIdKeyDictionary = WeakIdKeyDictionary()
 """Parameter → weak reference to the accumulator whose hook it carries."""
@@ -48,7 +50,7 @@ class GradientAccumulator:
             self._handles[parameter] = parameter.register_hook(_before_accumulation(self, parameter))
 
     def _take_over(self, parameter: Tensor) -> None:
-        """The newest optimizer of a parameter gets its gradients; an abandoned one may live on until it is collected."""
+        """The newest optimizer of a parameter gets its gradients; an abandoned one may live on for a while."""
         previous = _collectors.get(parameter, lambda: None)()
         if previous is not None and previous is not self and parameter in previous._handles:
             previous._handles.pop(parameter).remove()
@@ -170,6 +172,16 @@ def _local_gradient(parameter: Tensor) -> Tensor:
     return local
 
 
+def unshared(gradients: dict[Key, Tensor]) -> dict[Key, Tensor]:
+    """The same gradients, none of them another's memory: users may set one tensor as two parameters' gradient."""
+    seen: set[int] = set()
+    for key, gradient in gradients.items():
+        if gradient.data_ptr() in seen and gradient.numel():
+            gradients[key] = gradient.clone()
+        seen.add(gradient.data_ptr())
+    return gradients
+
+
 class GradientStage:
     """fp32 memory in which one unit's gradients stand, scaled, while the base optimizer reads them.
 
@@ -192,8 +204,7 @@ class GradientStage:
     def scaled(self, gradients: list[Tensor], divisor: Tensor | None, factor: Tensor | None) -> list[Tensor]:
         """``gradients / divisor * factor`` in fp32, in their shapes, row-major.
 
-        fp32 gradients are scaled in place (they are consumed by the step) unless they are strided or share memory;
-        others are written to the stage.
+        Row-major fp32 gradients are scaled in place (they are consumed by the step); others are written to the stage.
 
         Args:
             gradients: local gradients on one device, any float dtype, contiguous or not.
@@ -231,9 +242,7 @@ class GradientStage:
 
 
 def _scalable_in_place(gradients: Sequence[Tensor]) -> list[bool]:
-    """fp32, row-major and nobody else's memory: users may set one tensor as two parameters' gradient, or an expanded one."""
-    addresses = Counter(gradient.data_ptr() for gradient in gradients)
-    return [g.dtype == torch.float32 and g.is_contiguous() and addresses[g.data_ptr()] == 1 for g in gradients]
+    return [gradient.dtype == torch.float32 and gradient.is_contiguous() for gradient in gradients]
 
 
 def _multiply(tensors: list[Tensor], factor: Tensor | None) -> None:

@@ -69,7 +69,8 @@ class Splitter:
             _join(weight[a:b], low[a:b], _part_of(extra, a, b), master[a:b], self._room(b - a))
 
     def fingerprint(self, weight: Tensor, out: Tensor) -> None:
-        """Write a 64-bit sum over ``weight`` (16-bit, ``[n]``) that depends on values and places to ``out`` (int64, 0-dim).
+        """Write a 64-bit sum over ``weight`` (16-bit, ``[n]``) that depends on values and places to ``out`` (int64,
+        0-dim).
 
         A master cannot show that somebody else wrote to the weight, since the weight is its upper half; this can.
         """
@@ -198,7 +199,7 @@ def _checked_twin(device: torch.device) -> ModuleType | None:
 
 
 def _agrees(twin: ModuleType, device: torch.device) -> bool:
-    """Whether split, join and fingerprint of ``twin`` equal the torch version's, bit for bit, on every kind of number."""
+    """Whether ``twin`` gives the torch version's bits in split, join and fingerprint, on every kind of number."""
     master = probe_masters(device)
     n = master.numel()
     for extra in (torch.rand(n, device=device), torch.zeros(-(-n // 8), dtype=torch.uint8, device=device)):
@@ -233,7 +234,7 @@ def _round_trip(splitter: Splitter | ModuleType, master: Tensor, extra: Tensor) 
 
 
 def probe_masters(device: torch.device) -> Tensor:
-    """fp32 numbers of every kind (``[n]``, n odd): around each tie, zero, denormal, infinity and NaN, and random bits."""
+    """fp32 numbers of every kind (``[n]``, n odd): ties, zeros, denormals, infinities, NaN, and random bits."""
     exponents = [0, 1, 2, 126, 127, 253, 254, 255]
     uppers = {(e << 7) | m for e in exponents for m in (0, 1, 2, 0x3F, 0x40, 0x7E, 0x7F)}
     uppers |= {upper | 0x8000 for upper in uppers}

@@ -1,8 +1,8 @@
 """Host memory for optimizer state: slabs of exactly the size asked for, page-locked where a CUDA device will read them.
 
-`pin_memory=True` and torch's pinned allocator round up to powers of two (up to twice the memory); mapping pages and registering
-them with `cudaHostRegister` does not. Whoever allocates asks `require()` first, so that too little memory is a sentence before
-anything happened and not the kernel's out-of-memory killer in the middle of it.
+`pin_memory=True` and torch's pinned allocator round up to powers of two (up to twice the memory); mapping pages and
+registering them with `cudaHostRegister` does not. Whoever allocates asks `require()` first, so that too little memory
+is a sentence before anything happened and not the kernel's out-of-memory killer in the middle of it.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ CHECK_VARIABLE = "LIGHTSTEP_HOST_MEMORY_CHECK"
 
 _GIB = 1 << 30
 _ADVICE = (
-    "Lower it with `optimizer_state.resident_gib` (that much stays on the device), `optimizer_state.backend: resident`, "
-    "`precision.master_weights: false`, an optimizer with less state, or by sharding over more ranks"
+    "Lower it with `optimizer_state.resident_gib` (that much stays on the device), `optimizer_state.backend: "
+    "resident`, `precision.master_weights: false`, an optimizer with less state, or by sharding over more ranks"
 )
 _UNLIMITED = 1 << 60  # cgroup v1 writes "no limit" as a number near 2^63
 _TOUCH_THREADS = 16
@@ -41,9 +41,10 @@ class HostMemoryError(MemoryError):
 def require(nbytes: int, what: str, advice: str = _ADVICE) -> None:
     """Raise `HostMemoryError` when `nbytes` more bytes of host memory are not to be had.
 
-    Free is the smaller of `MemAvailable` and what the process's memory cgroups (v1 and v2, each level) still allow; where
-    neither can be read the check passes. Some virtual machines are given more memory as they use it, and a few report no useful
-    figure at all: the environment variable `LIGHTSTEP_HOST_MEMORY_CHECK` overrules the check (`off`, or the free GiB).
+    Free is the smaller of `MemAvailable` and what the process's memory cgroups (v1 and v2, each level) still allow;
+    where neither can be read the check passes. Some virtual machines are given more memory as they use it, and a few
+    report no useful figure at all: the environment variable `LIGHTSTEP_HOST_MEMORY_CHECK` overrules the check (`off`,
+    or the free GiB).
     """
     free = _free_by_decree()
     if free is None:
@@ -103,7 +104,8 @@ def _cgroup_headrooms(proc: Path, root: Path) -> Iterator[int | None]:
 
 
 def _headrooms_upwards(root: Path, path: str, names: tuple[str, str, str]) -> Iterator[int | None]:
-    # In a container the path is often the host's and does not exist here: the mount's root is then the container's own group.
+    # In a container the path is often the host's and does not exist here: the mount's root is then the container's
+    # own group.
     folder = root / path.strip("/")
     for level in (folder, *folder.parents):
         yield _headroom(level, *names)
@@ -134,11 +136,12 @@ def _statistic(path: Path, name: str) -> int:
 class HostSlab:
     """One contiguous piece of zeroed host memory, rounded up to whole pages and to nothing else.
 
-    `device`: where the bytes will travel. For a CUDA device the pages are locked in place (`page_locked`), so that copies reach
-    link speed and run beside the host; where that is refused they stay pageable and one warning says what it costs.
+    `device`: where the bytes will travel. For a CUDA device the pages are locked in place (`page_locked`), so that
+    copies reach link speed and run beside the host; where that is refused they stay pageable and one warning says
+    what it costs.
 
-    `close()` (also at exit and when the slab is collected) ends the page-locking. The memory itself lives until the last view
-    of it is gone, so a tensor from `tensor()` is never left dangling.
+    `close()` (also at exit and when the slab is collected) ends the page-locking. The memory itself lives until the
+    last view of it is gone, so a tensor from `tensor()` is never left dangling.
     """
 
     def __init__(self, nbytes: int, *, device: torch.device | str | None = None, what: str = "optimizer state") -> None:
@@ -154,7 +157,7 @@ class HostSlab:
         )
 
     def tensor(self, dtype: torch.dtype, shape: Sequence[int] | int, offset: int = 0) -> Tensor:
-        """A view of the slab: `shape` elements of `dtype` starting `offset` bytes in (a multiple of the element size)."""
+        """A view of the slab: `shape` elements of `dtype`, `offset` bytes in (a multiple of the element size)."""
         if self._bytes is None:
             raise RuntimeError("this host slab is closed")
         shape = (shape,) if isinstance(shape, int) else tuple(shape)
@@ -245,7 +248,7 @@ def _register(pointer: int, nbytes: int, device: torch.device) -> str:
 
 
 def _swallow_last_error(device: torch.device) -> None:
-    """The refusal also stays behind as the runtime's last error, which the next kernel launch would raise as its own."""
+    """The refusal stays behind as the runtime's last error, which the next kernel launch would raise as its own."""
     with contextlib.suppress(RuntimeError):
         torch.empty(1, device=device).fill_(0.0)
 
@@ -264,8 +267,9 @@ def _warn_pageable(reason: str) -> None:
         return
     _warned_pageable = True
     warnings.warn(
-        f"host memory for optimizer state could not be page-locked ({reason}); it stays pageable. Results are the same, but copies then "
-        "go through a bounce buffer and hold up the host: expect a fraction of link speed and little overlap with compute. "
+        f"host memory for optimizer state could not be page-locked ({reason}); it stays pageable. Results are "
+        "the same, but copies then go through a bounce buffer and hold up the host: expect a fraction of link speed "
+        "and little overlap with compute. "
         "Raise the lock limit (`ulimit -l unlimited`, in a container `--ulimit memlock=-1`) to get it back",
         RuntimeWarning,
         stacklevel=4,

@@ -1,9 +1,9 @@
 """Three lanes of ordered work: host→device copies, compute, device→host copies.
 
-A lane does what it is given in the order it was given. Across lanes only events order anything: ``record`` marks a place
-in one lane, ``wait`` holds another back until that place is reached, and the host never waits. On an accelerator a lane is
-a stream, and jobs are queued by the calling thread. On the CPU a lane is a thread with the same rules, so that whatever
-is ordered wrongly there is ordered wrongly here.
+A lane does what it is given in the order it was given. Across lanes only events order anything: ``record`` marks a
+place in one lane, ``wait`` holds another back until that place is reached, and the host never waits. On an
+accelerator a lane is a stream, and jobs are queued by the calling thread. On the CPU a lane is a thread with the same
+rules, so that whatever is ordered wrongly there is ordered wrongly here.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Lane(ABC):
 
     @abstractmethod
     def record(self, event: Event) -> Event:
-        """Mark this place in the lane; an earlier mark of the same event no longer counts for waits made from now on."""
+        """Mark this place in the lane; for waits made from now on an earlier mark of the event no longer counts."""
 
     @abstractmethod
     def wait(self, event: Event) -> None:
@@ -78,7 +78,7 @@ class Lanes:
         return self._fate.event() if self.device.type == "cpu" else torch.Event(self.device)
 
     def caller(self) -> Lane:
-        """What the calling thread does itself, as a lane: its current stream; on the CPU the thread, which really waits."""
+        """What the calling thread does itself, as a lane: its current stream; on the CPU the thread itself."""
         if self.device.type == "cpu":
             return CallerLane(COMPUTE, self)
         return CallerStream(COMPUTE, torch.accelerator.current_stream(self.device), self)
@@ -159,7 +159,7 @@ class CallerStream(StreamLane):
 
 
 class ThreadEvent:
-    """A mark in a thread's work, with the meaning of a stream's event: each wait is for the latest mark made before it."""
+    """A mark in a thread's work that means what a stream's does: a wait is for the latest mark made before it."""
 
     def __init__(self, fate: _Fate) -> None:
         self._fate = fate

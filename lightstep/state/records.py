@@ -1,14 +1,15 @@
 """The host record of a unit: exactly the bytes its state needs, in one stretch, so that one copy moves it.
 
-Part after part: ``[low half or whole master | entries of the base optimizer | bitmap]``. With Adam-like state that is 10
-bytes per bf16 parameter, 12 per fp16 parameter and 8 per fp32 parameter. 0-dim entries (``step``) are not in the record.
+Part after part: ``[low half or whole master | entries of the base optimizer | bitmap]``. With Adam-like state that is
+10 bytes per bf16 parameter, 12 per fp16 parameter and 8 per fp32 parameter. 0-dim entries (``step``) are not in the
+record.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -16,7 +17,19 @@ from torch import Tensor
 from lightstep.state.backend import Managed, Schema, Unit
 from lightstep.state.host_memory import HostSlab
 
-__all__ = ["Field", "Layout", "Part", "Record", "is_staged", "lay_out", "record_bytes"]
+__all__ = [
+    "Field",
+    "Layout",
+    "MasterSplitter",
+    "Part",
+    "Record",
+    "coding_of",
+    "is_staged",
+    "kinds_of",
+    "lay_out",
+    "plain_values",
+    "record_bytes",
+]
 
 ALIGNMENT = 16  # bytes; keeps vectorised kernels on their fast path
 
@@ -24,14 +37,22 @@ Coding = Literal["own", "split", "whole"]
 Kind = tuple[torch.dtype, tuple[int, ...]]
 
 
+class MasterSplitter(Protocol):
+    """fp32 masters as bf16 weights and what is missing, and back; see ``lightstep.precision.split``."""
+
+    def split(self, master: Tensor, weight: Tensor, low: Tensor, extra: Tensor) -> None: ...
+    def join(self, weight: Tensor, low: Tensor, extra: Tensor, master: Tensor) -> None: ...
+    def fingerprint(self, weight: Tensor, out: Tensor) -> None: ...
+    def nbytes(self) -> int: ...
+
+
 @dataclass(frozen=True)
 class Field:
-    """Where one tensor lies, counted from the beginning of its part; ``stride`` unless it is contiguous."""
+    """Where one (contiguous) tensor lies, counted from the beginning of its part."""
 
     offset: int
     dtype: torch.dtype
     shape: tuple[int, ...]
-    stride: tuple[int, ...] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -39,8 +60,7 @@ class Field:
 
     def view(self, buffer: Tensor, base: int) -> Tensor:
         """This tensor in ``buffer`` (uint8), whose part begins at byte ``base``."""
-        flat = buffer[base + self.offset : base + self.offset + self.nbytes].view(self.dtype)
-        return flat.view(self.shape) if self.stride is None else flat.as_strided(self.shape, self.stride)
+        return buffer[base + self.offset : base + self.offset + self.nbytes].view(self.dtype).view(self.shape)
 
 
 @dataclass(frozen=True)
@@ -128,6 +148,16 @@ def is_staged(key: str, value: Any, schema: Schema) -> bool:
     return value.dim() > 0 or (spec is not None and spec.like_parameter)
 
 
+def kinds_of(state: Mapping[str, Any], schema: Schema) -> dict[str, Kind]:
+    """Dtypes and shapes of the entries that belong into the record."""
+    return {k: (v.dtype, tuple(v.shape)) for k, v in state.items() if is_staged(k, v, schema)}
+
+
+def plain_values(state: Mapping[str, Any], schema: Schema) -> dict[str, Any]:
+    """The other entries: 0-dim tensors and plain values."""
+    return {key: value for key, value in state.items() if not is_staged(key, value, schema)}
+
+
 def expected_kinds(owner: Managed, shape: tuple[int, ...], schema: Schema) -> dict[str, Kind]:
     """What the record will hold for a part of this shape, as far as the probe at set-up tells."""
     return {
@@ -149,45 +179,29 @@ def lay_out(part: Part, kinds: Mapping[str, Kind], schema: Schema, *, bits_in_si
         for key, (_, shape) in kinds.items():
             if torch.Size(shape).numel() != part.elements:
                 raise ValueError(
-                    f"state {key!r} of {part.owner.name} has shape {shape} for a piece of {part.elements} elements: this optimizer "
-                    "needs whole tensors; let its class say so (whole_tensors = True)"
+                    f"state {key!r} of {part.owner.name} has shape {shape} for a piece of {part.elements} "
+                    "elements: this optimizer needs whole tensors; let its class say so (whole_tensors = True)"
                 )
     carriers = _never_negative(schema) if bits_in_signs else ()
-    local = part.owner.local
-    stride = local.stride() if part.coding == "own" and _is_permuted(local) else None
-    return _layout(part.coding, part.elements, kinds, carriers, part.shape, stride)
+    return _layout(part.coding, part.elements, kinds, carriers)
 
 
 def _never_negative(schema: Schema) -> Collection[str]:
     return [key for key, spec in schema.items() if spec.never_negative and spec.like_parameter]
 
 
-def _is_permuted(local: Tensor) -> bool:
-    """Dense, but not in the order of its dimensions (channels last, a transpose). Fused kernels want state like it."""
-    span = 1 + sum((size - 1) * stride for size, stride in zip(local.shape, local.stride(), strict=True))
-    return not local.is_contiguous() and span == local.numel()
-
-
-def _layout(
-    coding: Coding,
-    elements: int,
-    kinds: Mapping[str, Kind],
-    carriers: Collection[str],
-    like: tuple[int, ...] = (),
-    stride: tuple[int, ...] | None = None,
-) -> Layout:
-    """``stride`` is for entries of the shape ``like``."""
+def _layout(coding: Coding, elements: int, kinds: Mapping[str, Kind], carriers: Collection[str]) -> Layout:
     cursor = 0
 
-    def place(dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...] | None = None) -> Field:
+    def place(dtype: torch.dtype, shape: tuple[int, ...]) -> Field:
         nonlocal cursor
-        placed = Field(cursor, dtype, shape, stride)
+        placed = Field(cursor, dtype, shape)
         cursor += -(-placed.nbytes // ALIGNMENT) * ALIGNMENT
         return placed
 
     low = place(torch.int16, (elements,)) if coding == "split" else None
     master = place(torch.float32, (elements,)) if coding == "whole" else None
-    entries = {k: place(dtype, shape, stride if shape == like else None) for k, (dtype, shape) in kinds.items()}
+    entries = {key: place(dtype, shape) for key, (dtype, shape) in kinds.items()}
     carrier = None
     if coding == "split":
         able = (
@@ -255,6 +269,11 @@ class Record:
         if buffer is None:  # a record without a single byte
             return torch.empty(where.shape, dtype=where.dtype)
         return where.view(buffer, self.bases[part])
+
+    def region(self, part: Part, buffer: Tensor) -> Tensor:
+        """All bytes of the part in a slot."""
+        assert part.layout is not None
+        return buffer[self.bases[part] :][: part.layout.nbytes]
 
     def extra(self, part: Part, buffer: Tensor | None = None) -> Tensor:
         """Where the split master's extra bits are: flat fp32 (signs) or uint8 (bitmap)."""

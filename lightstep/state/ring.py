@@ -1,7 +1,8 @@
 """The ring: a few device buffers through which the records of all units pass, fetched ahead and written back behind.
 
-The host only submits. What may touch a slot when is said by three events per slot: ``staged`` (host→device), ``updated``
-(compute) and ``drained`` (device→host). A slot is refilled as soon as it is drained, for the next step too.
+The host only submits. What may touch a slot when is said by three events per slot: ``staged`` (host→device),
+``updated`` (compute) and ``drained`` (device→host). A slot is refilled as soon as it is drained, for the next step
+too.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ class Ring:
         return self._free.popleft()
 
     def write_back(self, slot: Slot, record: Record) -> None:
-        """The caller has updated what is in ``slot``: copy it to the host behind that, and refill the slot behind the copy."""
+        """The caller has updated what is in ``slot``: copy it to the host after that, then refill the slot."""
         caller, lane = self._lanes.caller(), self._lanes.device_to_host
         caller.record(slot.updated)
         source, target = slot.buffer[: record.nbytes], record.bytes

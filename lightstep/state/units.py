@@ -9,7 +9,7 @@ from lightstep.state.backend import Managed, Unit
 __all__ = ["CUT_ELEMENTS", "RingError", "group_by_layer", "plan_units"]
 
 CUT_ELEMENTS = 128
-"""Tensors are cut at multiples of this many elements: every dtype's part then starts on a 128-byte boundary or better."""
+"""Tensors are cut at multiples of this many elements: every part then starts on a 128-byte boundary or better."""
 
 _WORTH_A_CUT = 16  # the rest of a unit is filled with a piece of the next tensor only from 1/16 of a slot on
 
@@ -25,9 +25,9 @@ class RingError(ValueError):
 def group_by_layer(managed: Iterable[Managed]) -> list[list[Managed]]:
     """Parameters with equal ``layer`` together, layers in order of first appearance, each parameter once.
 
-    Layers are gathered also when they are not consecutive (one parameter group for weights and one for biases). Parameters
-    without a layer form the remainder: each run of them is a group, so that what stands before the first block (the
-    embedding) and what stands behind the last (norm, head) stay apart.
+    Layers are gathered also when they are not consecutive (one parameter group for weights and one for biases).
+    Parameters without a layer form the remainder: each run of them is a group, so that what stands before the first
+    block (the embedding) and what stands behind the last (norm, head) stay apart.
     """
     groups: dict[Hashable, list[Managed]] = {}
     seen: set[int] = set()

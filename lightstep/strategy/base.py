@@ -21,17 +21,21 @@ from lightstep.config import (
     ConstantScale,
     DynamicScale,
     LossScaleConfig,
+    OptimizerState,
     StrategyConfig,
     merge_overrides,
     parse_config,
 )
+from lightstep.optimizer.arithmetic import needs_whole_tensors
 from lightstep.optimizer.base import BaseOptimizer
 from lightstep.optimizer.mixed_precision import MixedPrecisionOptimizer
 from lightstep.optimizer.param_groups import Place, check_param_groups, places
 from lightstep.precision.loss_scale import ConstantLossScale, DynamicLossScale, LossScale
+from lightstep.precision.split import Splitter
 from lightstep.state.backend import StateBackend
 from lightstep.state.bulk import BulkBackend
 from lightstep.state.resident import ResidentBackend
+from lightstep.state.stream import StreamBackend
 from lightstep.strategy import checkpoint
 from lightstep.strategy.model_setup import checkpoint_activations, materialise
 from lightstep.strategy.presets import read_source
@@ -188,7 +192,7 @@ class Strategy(ABC):
             loss_scale=make_loss_scale(config.precision.loss_scale),
             max_norm=_finite(config.clipping.max_norm),
             norm_type=config.clipping.norm_type,
-            backend=make_backend(config),
+            backend=make_backend(config.optimizer_state, needs_whole_tensors(optimizer_class)),
             places=lambda: self._places(model),
             overflow_everywhere=self._overflow_everywhere,
         )
@@ -251,9 +255,16 @@ def make_loss_scale(config: LossScaleConfig) -> LossScale:
     return ConstantLossScale(config.scale if isinstance(config, ConstantScale) else 1.0)
 
 
-def make_backend(config: StrategyConfig) -> StateBackend:
-    """A new state backend for one optimizer."""
-    return {"resident": ResidentBackend, "bulk": BulkBackend}[config.optimizer_state.backend]()
+def make_backend(config: OptimizerState, whole_tensors: bool = False) -> StateBackend:
+    """A new state backend for one optimizer; ``whole_tensors`` if that is not element-wise."""
+    if config.backend == "stream":
+        return StreamBackend(
+            Splitter,
+            prefetch_layers=config.prefetch_layers,
+            ring_mib=config.ring_mib,
+            whole_tensors=whole_tensors,
+        )
+    return ResidentBackend() if config.backend == "resident" else BulkBackend()
 
 
 def _finite(max_norm: float | None) -> float | None:
@@ -267,12 +278,9 @@ def _refuse_unbuilt(config: StrategyConfig, name: str) -> None:
         raise ConfigError(
             f"{name}: sharding.kind {config.sharding.kind!r} is not in this version; it has {', '.join(_KINDS)}"
         )
-    if state.backend == "stream":
-        raise ConfigError(f"{name}: optimizer_state.backend 'stream' is not in this version; it has resident and bulk")
     if state.update != "at_step":
         raise ConfigError(f"{name}: optimizer_state.update {state.update!r} is not in this version; it has at_step")
     if state.resident_gib != 0:
         raise ConfigError(
-            f"{name}: optimizer_state.resident_gib is {state.resident_gib!r}; it needs backend: stream, "
-            "which is not in this version"
+            f"{name}: optimizer_state.resident_gib is {state.resident_gib!r}; this version has 0: all state is streamed"
         )

@@ -1,4 +1,4 @@
-"""What a strategy holds per parameter between steps: weights, masters and AdamW's two moments. Gradients come on top."""
+"""What a strategy holds per parameter between steps: weights, masters, AdamW's moments. Gradients come on top."""
 
 from __future__ import annotations
 

@@ -32,5 +32,10 @@ def write_samples(model: nn.Module, tokenizer: Any, sample: Sample, seed: int) -
             top_k=sample.top_k,
             pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
         )
-        texts.append(tokenizer.decode(written[0].tolist(), skip_special_tokens=True))
+        texts.append(_printable(tokenizer.decode(written[0].tolist(), skip_special_tokens=True)))
     return texts
+
+
+def _printable(text: str) -> str:
+    """Without what would steer the terminal."""
+    return "".join(sign if sign.isprintable() or sign in "\n\t" else "�" for sign in text)

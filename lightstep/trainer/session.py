@@ -114,11 +114,10 @@ def _assemble(config: TrainConfig, strategy: Strategy, display: Display) -> tupl
 
 def _introduction(config: TrainConfig, strategy: Strategy, model: nn.Module, corpus: Corpus) -> str:
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    sides = [side.tokens.size / 1e6 for side in (corpus.training, corpus.validation)]
     where = f"{strategy.world_size} × {strategy.device.type}" if strategy.world_size > 1 else str(strategy.device)
     return (
-        f"{parameters / 1e6:.2f} M parameters, strategy {strategy.name} on {where}; "
-        f"{sides[0]:.1f} M tokens to train on, {sides[1]:.1f} M to validate with"
+        f"{parameters:,} parameters, strategy {strategy.name} on {where}; {corpus.training.tokens.size:,} tokens to "
+        f"train on, {corpus.validation.tokens.size:,} to validate with"
     )
 
 

@@ -62,7 +62,7 @@ def load_corpus(data: Data, tokenizer: Any, length: int) -> Corpus:
             )
     digest = hashlib.sha256()
     for windows in sides:
-        digest.update(memoryview(windows.tokens))
+        digest.update(windows.tokens.data)
     return Corpus(sides[0], sides[1], digest.hexdigest()[:16])
 
 

@@ -20,6 +20,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 BACKENDS: dict[str, dict[str, Any]] = {
     "resident": {"backend": "resident"},
     "bulk": {"backend": "bulk"},
+    "stream": {"backend": "stream", "ring_mib": 0.02},
 }
 """What a strategy file says under ``optimizer_state``; a new backend joins every test by one line here."""
 

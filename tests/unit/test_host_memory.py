@@ -95,7 +95,8 @@ def test_memory_goes_back_to_the_system() -> None:
     assert resident() - before < 16 << 20
 
 
-# ---- page-locking, with a runtime that is not there -------------------------------------------------------------------------
+# ---- page-locking, with a runtime that is not there
+# -------------------------------------------------------------------------
 
 
 class FakeRuntime:
@@ -173,7 +174,8 @@ def test_a_slab_left_open_is_unlocked_at_exit() -> None:
     assert output.stdout.split() == ["unlocked"]
 
 
-# ---- the up-front check -----------------------------------------------------------------------------------------------------
+# ---- the up-front check
+# -----------------------------------------------------------------------------------------------------
 
 
 def fake_system(

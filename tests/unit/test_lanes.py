@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import random
 import threading
@@ -110,27 +111,58 @@ def test_delays_come_before_every_job_in_its_own_lane(lanes: Lanes) -> None:
     assert sorted(seen) == sorted([*((n, f"lightstep-{n}") for n in names), (COMPUTE, threading.current_thread().name)])
 
 
+def ring_of_numbers(lanes: Lanes, count: int, host: list[int]) -> None:
+    """``host`` through ``count`` slots and three lanes, times ten on the way."""
+    slots = [0] * count
+    ready, used, free = ([lanes.event() for _ in slots] for _ in range(3))
+
+    def fetch(k: int, s: int) -> None:
+        slots[s] = host[k]
+
+    def compute(s: int) -> None:
+        slots[s] *= 10
+
+    def write(k: int, s: int) -> None:
+        host[k] = slots[s]
+
+    for k in range(len(host)):
+        s = k % count
+        lanes.host_to_device.wait(free[s])
+        lanes.host_to_device.run(functools.partial(fetch, k, s))
+        lanes.host_to_device.record(ready[s])
+        lanes.compute.wait(ready[s])
+        lanes.compute.run(functools.partial(compute, s))
+        lanes.compute.record(used[s])
+        lanes.device_to_host.wait(used[s])
+        lanes.device_to_host.run(functools.partial(write, k, s))
+        lanes.device_to_host.record(free[s])
+
+
 def test_events_order_the_lanes_under_random_delays() -> None:
-    """A two-slot ring of plain numbers through three lanes, 50 seeds: each value arrives, once, transformed."""
+    """A ring of plain numbers, 50 seeds: each value arrives, once, transformed."""
     for seed in range(50):
         generator = random.Random(seed)
-        lanes = Lanes(CPU)
+        lanes, host = Lanes(CPU), list(range(12))
         lanes.delay = lambda _, generator=generator: time.sleep(generator.random() * 2e-4)
-        slots, host = [0, 0], list(range(12))
-        ready, used, free = ([lanes.event() for _ in slots] for _ in range(3))
-        for k in range(len(host)):
-            s = k % 2
-            lanes.host_to_device.wait(free[s])
-            lanes.host_to_device.run(lambda k=k, s=s: slots.__setitem__(s, host[k]))
-            lanes.host_to_device.record(ready[s])
-            lanes.compute.wait(ready[s])
-            lanes.compute.run(lambda s=s: slots.__setitem__(s, slots[s] * 10))
-            lanes.compute.record(used[s])
-            lanes.device_to_host.wait(used[s])
-            lanes.device_to_host.run(lambda k=k, s=s: host.__setitem__(k, slots[s]))
-            lanes.device_to_host.record(free[s])
+        ring_of_numbers(lanes, 1 + seed % 4, host)
         lanes.close()
         assert host == [10 * k for k in range(12)], f"seed {seed}"
+
+
+@pytest.mark.parametrize("idle", ["host_to_device", "compute", "device_to_host"])
+def test_the_delays_find_a_missing_wait(idle: str) -> None:
+    """The same without the waits of one lane goes wrong in some seed."""
+
+    def arrives(seed: int) -> bool:
+        generator = random.Random(seed)
+        lanes, host = Lanes(CPU), list(range(12))
+        getattr(lanes, idle).wait = lambda _: None
+        lanes.delay = lambda _: time.sleep(generator.random() * 1e-3)
+        ring_of_numbers(lanes, 2, host)
+        lanes.close()
+        return host == [10 * k for k in range(12)]
+
+    assert not all(arrives(seed) for seed in range(20))
 
 
 def fail() -> None:

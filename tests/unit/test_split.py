@@ -154,7 +154,8 @@ def test_nothing_is_allocated_after_the_first_call() -> None:
     )  # scalars of the dispatcher
 
 
-# ---- fingerprints -----------------------------------------------------------------------------------------------------------
+# ---- fingerprints
+# -----------------------------------------------------------------------------------------------------------
 
 
 def fingerprint_of(weight: Tensor) -> int:
@@ -201,7 +202,8 @@ def test_a_fingerprint_notices_one_bit_an_exchange_and_a_shift() -> None:
     assert len(marks) == 1 + 17 + len(others)
 
 
-# ---- the fused twin steps aside -----------------------------------------------------------------------------------------------
+# ---- the fused twin steps aside
+# -----------------------------------------------------------------------------------------------
 
 
 def test_a_twin_that_agrees_is_accepted() -> None:

@@ -398,8 +398,8 @@ def test_a_role_or_a_model_that_is_none(strategy: Strategy) -> None:
 @pytest.mark.parametrize(
     ("values", "word"),
     [
-        ({"optimizer_state": {"backend": "stream"}}, "stream"),
-        ({"optimizer_state": {"backend": "stream", "update": "next_forward"}}, "stream"),
+        ({"optimizer_state": {"backend": "stream", "update": "next_forward"}}, "next_forward"),
+        ({"optimizer_state": {"backend": "stream", "resident_gib": 4}}, "resident_gib"),
         ({"optimizer_state": {"backend": "resident", "update": "in_backward"}}, "in_backward"),
     ],
     ids=str,

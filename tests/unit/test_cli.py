@@ -1,0 +1,216 @@
+"""The command: one sentence and an exit code for every mistake, the strategies' table, a signal while training."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from torch import nn
+from typer.testing import CliRunner, Result
+
+import lightstep
+from lightstep import Strategy, available_strategies
+from lightstep.cli import app
+from lightstep.strategy import checkpoint
+from lightstep.trainer.config import load_config
+from lightstep.trainer.cost import cost
+from tests.unit.test_trainer import MODEL, _fails_after
+
+ROOT = Path(lightstep.__file__).resolve().parents[1]
+EXAMPLE = ROOT / "examples" / "train.yaml"
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """A training file of a tiny run."""
+    (tmp_path / "text.txt").write_text("".join(f"line {n} says {n * n % 97}\n" for n in range(200)))
+    values = {
+        "output": str(tmp_path / "runs"),
+        "strategy": "fp32",
+        "model": {"config": MODEL},
+        "data": str(tmp_path / "text.txt"),
+        "steps": 4,
+        "batch": {"sequences": 2, "length": 32},
+        "checkpoint": {"every": 2},
+        "sample": {"prompts": ["line"], "tokens": 3},
+    }
+    path = tmp_path / "train.yaml"
+    path.write_text(yaml.safe_dump(values))
+    return path
+
+
+def _run(*arguments: Any) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments], env={"COLUMNS": "200"})
+
+
+def _sentence(result: Result, code: int) -> str:
+    """The one line that a mistake gets."""
+    assert result.exit_code == code, result.output
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("lightstep: ")
+    return line
+
+
+# -- train
+
+
+def test_train_and_resume(file: Path, tmp_path: Path) -> None:
+    result = _run("train", file, "--strategy", "resident", "--set", "name=a", "--set", "strategy.clipping.max_norm=0.5")
+    assert result.exit_code == 0, result.output
+    for said in ("strategy resident", "validation loss before", "step 4/4", "validation loss after", "sample 1 of 1"):
+        assert said in result.stdout
+    settings = yaml.safe_load((tmp_path / "runs/a/config.yaml").read_text())
+    assert settings["strategy"] == "resident" and settings["strategy_overrides"] == {"clipping.max_norm": 0.5}
+    again = _run("train", file, "--resume", "--set", "name=a", "--set", "steps=5")
+    assert again.exit_code == 0 and "checkpoint-4" in again.stdout and "step 5/5" in again.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--strategy", "residnt"], "'residnt' is no strategy and no file, did you mean 'resident'"),
+        (["--set", "stepz=3"], "unknown key 'stepz' (value 3), did you mean 'steps'"),
+        (["--set", "batch.size=3"], "unknown key 'batch.size' (value 3)"),
+        (["--set", "steps=many"], "'steps' is 'many'"),
+        (["--set", "steps"], "--set steps: key=value is needed"),
+        (["--set", "steps=[1"], "is not a valid YAML value"),
+        (["--set", "clipping.max_norm=1"], "write --set strategy.clipping.max_norm=1"),
+        (["--set", "strategy.clipping.max_norm=0"], "'clipping.max_norm' is 0"),
+        (["--set", "strategy.cliping.max_norm=1"], "unknown key 'cliping'"),
+        (["--set", "data=nowhere"], "data.path nowhere does not exist"),
+        (["--set", "data.text_key=body", "--set", "data.path=/dev/null"], "data.path /dev/null holds no text"),
+        (["--set", "model.path=x"], "give either config (a new model) or path"),
+        (["--set", "model.config.model_type=3"], "config needs model_type"),
+        (["--set", "name=../x"], "'name' is '../x'"),
+        (["--resume"], "holds no complete checkpoint; start without --resume"),
+        (["--set", "optimizer.name=Adamm"], "optimizer.name is 'Adamm', did you mean"),
+        (["--set", "strategy={cuda: resident}"], "a strategy for each of cpu, cuda is needed"),
+    ],
+)
+def test_a_mistake_gets_one_sentence(file: Path, tmp_path: Path, arguments: list[str], message: str) -> None:
+    assert message in _sentence(_run("train", file, *arguments), 2)
+    assert not (tmp_path / "runs").exists(), "nothing is written before everything is known to be usable"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "does not exist; give the path of a training file"),
+        ("model: [", "is not valid YAML"),
+        ("- 1", "holds list; a mapping of keys is needed"),
+        ("steps: 3", "'model' is {'steps': 3}: field required"),
+    ],
+)
+def test_an_unusable_file_gets_one_sentence(tmp_path: Path, content: str | None, message: str) -> None:
+    path = tmp_path / "train.yaml"
+    if content is not None:
+        path.write_text(content)
+    assert message in _sentence(_run("train", path), 2)
+
+
+def test_a_full_disk_gets_one_sentence(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint, "write_tensors", _fails_after(checkpoint.write_tensors, 1))
+    sentence = _sentence(_run("train", file), 1)
+    assert "checkpoint-4 was not saved: No space left on device" in sentence and "checkpoint-2 is kept" in sentence
+
+
+def test_debug_shows_where_an_error_comes_from(file: Path) -> None:
+    assert isinstance(_run("train", file, "--set", "data=nowhere", "--debug").exception, lightstep.ConfigError)
+
+
+def test_a_strategy_for_each_kind_of_device(file: Path) -> None:
+    config = load_config(file, None, ["strategy={cuda: resident, cpu: fp32}", "strategy.cpu=bulk"])
+    assert (config.strategy_for("cpu"), config.strategy_for("cuda")) == ("bulk", "resident")
+    config = load_config(file, "fp16", ["strategy.precision.loss_scale.init_scale=256"])
+    assert config.strategy_for("cpu") == "fp16"
+    assert config.strategy_overrides == {"precision.loss_scale.init_scale": 256}
+
+
+def test_the_example_is_valid_and_uses_ready_strategies() -> None:
+    config = load_config(EXAMPLE)
+    assert {config.strategy_for("cpu"), config.strategy_for("cuda")} <= set(available_strategies())
+    assert config.data.path == "stdlib"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_saves_and_exits(file: Path, tmp_path: Path, number: signal.Signals) -> None:
+    command = [sys.executable, "-m", "lightstep", "train", str(file), "--set", "steps=100000", "--set", "log_every=1"]
+    command += ["--set", "checkpoint.every=0"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    with subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert any("step 1/" in line for line in process.stdout)
+        process.send_signal(number)
+        said, errors = process.communicate(timeout=60)
+    assert process.returncode == 128 + number and errors == ""
+    found = re.search(rf"{number.name}: stopped after step (\d+); continue from .*checkpoint-\1 with --resume", said)
+    assert found and (tmp_path / "runs/train" / f"checkpoint-{found[1]}" / "lightstep.json").is_file()
+
+
+# -- strategies, bench, help
+
+
+def test_the_table_names_every_strategy_with_its_costs() -> None:
+    result = _run("strategies")
+    assert result.exit_code == 0
+    rows = {cells[0]: cells for line in result.stdout.splitlines() if len(cells := re.findall(r"[^│┃]+", line)) == 6}
+    rows = {name.strip(): [cell.strip() for cell in cells] for name, cells in rows.items()}
+    assert set(available_strategies()) <= set(rows)
+    assert rows["resident"][3:] == ["bfloat16", "14", "0"] and rows["bulk"][4:] == ["2", "12"]
+    assert rows["fp16"][3:] == ["float16, dynamic loss scale", "14", "0"] and rows["fp32"][4:] == ["12", "0"]
+
+
+@pytest.mark.parametrize("name", [n for n in ("resident", "bulk", "fp16", "fp32") if n in available_strategies()])
+def test_costs_are_what_the_optimizer_reports(name: str) -> None:
+    strategy = Strategy.load(name)
+    model = strategy.prepare_model(nn.Linear(512, 512))
+    optimizer = strategy.create_optimizer(model, torch.optim.AdamW, lr=1e-3)
+    first = next(model.parameters())
+    optimizer.backward(model(torch.ones(2, 512, dtype=first.dtype, device=first.device)).float().mean())
+    assert optimizer.step()
+    report, held = optimizer.memory_report(), cost(strategy.config)
+    assert report["device_bytes_per_parameter"] + first.element_size() == held.device
+    assert report["host_bytes_per_parameter"] == pytest.approx(held.host, rel=0.01), "but for whole pages"
+
+
+@pytest.mark.parametrize(
+    ("values", "device", "host"),
+    [
+        ({"sharding": {"kind": "fsdp2"}}, "14/ranks", "0"),
+        ({"sharding": {"kind": "fsdp2"}, "optimizer_state": {"backend": "stream"}}, "2/ranks", "10/ranks"),
+        ({"sharding": {"kind": "ddp"}, "precision": {"parameters": "float32"}}, "12", "0"),
+        ({"optimizer_state": {"backend": "stream"}}, "2", "10"),
+        ({"sharding": {"kind": "deepspeed", "stage": 2}}, "2 + 12/ranks", "0"),
+        ({"sharding": {"kind": "deepspeed", "stage": 3, "offload": "cpu"}}, "2/ranks", "12/ranks"),
+    ],
+)
+def test_costs_of_sharded_and_streamed_strategies(values: dict[str, Any], device: str, host: str) -> None:
+    held = cost(lightstep.config.StrategyConfig.model_validate(values))
+    assert (held.text("device"), held.text("host")) == (device, host)
+
+
+def test_help_imports_no_more_than_the_package() -> None:
+    script = (
+        "import sys; from lightstep.cli import app\n"
+        "try: app(['train', '--help'])\n"
+        "except SystemExit as done: assert not done.code\n"
+        "assert not {'transformers', 'matplotlib', 'tensorboard', 'lightstep.bench'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "") and "--resume" in done.stdout
+
+
+def test_bench_takes_its_own_options() -> None:
+    result = _run("bench", "--help")
+    assert result.exit_code == 0 and "--strategies" in result.output and "--peers" in result.output
+    assert _run("bench", "--strategies", "nonsense").exit_code == 2

@@ -1,0 +1,372 @@
+"""Training runs: resumed ones equal uninterrupted ones, interrupted ones resume, and nothing is lost on the way."""
+
+from __future__ import annotations
+
+import errno
+import signal
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from lightstep import CheckpointError, ConfigError
+from lightstep.strategy import checkpoint
+from lightstep.strategy.checkpoint_format import is_complete
+from lightstep.trainer import session
+from lightstep.trainer.config import TrainConfig
+from lightstep.trainer.logs import TRAINING, VALIDATION, read_scalars
+from lightstep.trainer.loop import Loop
+from lightstep.trainer.session import Outcome, train
+from tests.unit.test_trainer_data import word_tokenizer
+
+MODEL = {
+    "model_type": "llama",
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "attention_dropout": 0.1,
+}
+EASY_OVERFLOW = {"kind": "dynamic", "init_scale": 2.0**19, "max_scale": 2.0**19, "growth_interval": 2}
+"""Some of six steps are skipped, and some are not."""
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_text("".join(f"line {n} of a text that says {n * n % 97}\n" for n in range(200)))
+    return path
+
+
+@pytest.fixture
+def configured(tmp_path: Path, text: Path) -> Callable[..., TrainConfig]:
+    """A tiny run of six steps, with changes."""
+
+    def make(**changes: Any) -> TrainConfig:
+        values: dict[str, Any] = {
+            "output": tmp_path / "runs",
+            "name": "run",
+            "strategy": "fp32",
+            "model": {"config": MODEL},
+            "data": str(text),
+            "steps": 6,
+            "batch": {"sequences": 4, "length": 32, "accumulation": 2},
+            "optimizer": {"lr": 0.01},
+            "scheduler": {"warmup_steps": 2},
+            "validation": {"sequences": 4},
+            "checkpoint": {"every": 2, "keep": 3},
+            "log_every": 2,
+            "sample": None,
+        }
+        return TrainConfig.model_validate(values | changes)
+
+    return make
+
+
+@pytest.fixture
+def loops(monkeypatch: pytest.MonkeyPatch) -> list[Loop]:
+    """Every loop that was started, with all it trained."""
+    started: list[Loop] = []
+    run = session._run
+    monkeypatch.setattr(session, "_run", lambda loop, tokenizer: (started.append(loop), run(loop, tokenizer))[1])
+    return started
+
+
+def _train(config: TrainConfig, resume: bool = False) -> tuple[Outcome, str]:
+    console = Console(record=True, quiet=False, file=open("/dev/null", "w"), width=200)  # noqa: SIM115
+    outcome = train(config, resume, console)
+    return outcome, console.export_text()
+
+
+def _everything(loop: Loop) -> dict[str, Any]:
+    pieces = loop.pieces
+    return {
+        "model": pieces.model.state_dict(),
+        "optimizer": pieces.optimizer.state_dict(),
+        "scheduler": pieces.scheduler.state_dict(),
+        "random": torch.get_rng_state(),
+    }
+
+
+def _assert_same(first: Any, second: Any, where: str = "") -> None:
+    if isinstance(first, Tensor):
+        assert torch.equal(first, second), where
+    elif isinstance(first, Mapping):
+        assert first.keys() == second.keys(), where
+        for key in first:
+            _assert_same(first[key], second[key], f"{where}.{key}")
+    elif isinstance(first, list | tuple):
+        assert len(first) == len(second), where
+        for number, (one, other) in enumerate(zip(first, second, strict=True)):
+            _assert_same(one, other, f"{where}[{number}]")
+    else:
+        assert first == second, where
+
+
+def _stop_at(monkeypatch: pytest.MonkeyPatch, step: int, number: signal.Signals) -> None:
+    """The process gets a signal in the middle of a step."""
+    accumulate = Loop._accumulate
+
+    def interrupted(loop: Loop, micro_batches: Tensor) -> Tensor:
+        if loop.step + 1 == step:
+            signal.raise_signal(number)
+        return accumulate(loop, micro_batches)
+
+    monkeypatch.setattr(Loop, "_accumulate", interrupted)
+
+
+# -- resuming
+
+
+@pytest.mark.parametrize(
+    ("strategy", "overrides"),
+    [
+        ("fp32", {}),
+        ("resident", {}),
+        ("bulk", {}),
+        ("fp16", {"precision.loss_scale": EASY_OVERFLOW}),
+    ],
+)
+def test_a_resumed_run_equals_an_uninterrupted_one(
+    configured: Callable[..., TrainConfig],
+    loops: list[Loop],
+    monkeypatch: pytest.MonkeyPatch,
+    strategy: str,
+    overrides: dict[str, Any],
+) -> None:
+    chosen = {"strategy": strategy, "strategy_overrides": overrides}
+    whole, _ = _train(configured(name="whole", **chosen))
+    uninterrupted = _everything(loops[-1])
+    with monkeypatch.context() as patch:
+        _stop_at(patch, 3, signal.SIGTERM)
+        first, said = _train(configured(**chosen))
+    assert first.stopped_by == signal.SIGTERM and first.step == 3 and "SIGTERM: stopped after step 3" in said
+    torch.rand(7)  # nothing that happens in between matters
+    second, said = _train(configured(**chosen), resume=True)
+    assert "continuing from" in said and "checkpoint-3" in said and "warning" not in said
+    assert first.losses | second.losses == whole.losses and set(second.losses) == {4, 5, 6}
+    assert second.validation_after == whole.validation_after
+    _assert_same(_everything(loops[-1]), uninterrupted)
+    if strategy == "fp16":
+        assert loops[0]._skipped not in (0, 6)
+
+
+def test_a_skipped_step_does_not_advance_the_learning_rate(
+    configured: Callable[..., TrainConfig], loops: list[Loop]
+) -> None:
+    _, said = _train(configured(strategy="fp16", strategy_overrides={"precision.loss_scale": EASY_OVERFLOW}))
+    (loop,) = loops
+    assert 0 < loop._skipped < 6 and f"{loop._skipped} skipped" in said
+    assert loop.pieces.scheduler.last_epoch == 6 - loop._skipped
+
+
+def test_how_often_figures_are_read_changes_nothing(configured: Callable[..., TrainConfig], loops: list[Loop]) -> None:
+    fp16 = {"strategy": "fp16", "strategy_overrides": {"precision.loss_scale": EASY_OVERFLOW}}
+    often, seldom = (_train(configured(log_every=every, name=f"every-{every}", **fp16))[0] for every in (1, 100))
+    assert often.losses == seldom.losses
+    _assert_same(_everything(loops[0]), _everything(loops[1]))
+
+
+def test_resuming_goes_past_an_incomplete_checkpoint(configured: Callable[..., TrainConfig], tmp_path: Path) -> None:
+    _train(configured())
+    (tmp_path / "runs/run/checkpoint-6/state.pt").unlink()
+    outcome, said = _train(configured(), resume=True)
+    assert "checkpoint-4" in said and set(outcome.losses) == {5, 6}
+    assert is_complete(tmp_path / "runs/run/checkpoint-6")
+
+
+def test_resuming_a_finished_run_says_so_and_a_longer_one_goes_on(configured: Callable[..., TrainConfig]) -> None:
+    _train(configured())
+    outcome, said = _train(configured(), resume=True)
+    assert "nothing left to train" in said and not outcome.losses
+    outcome, said = _train(configured(steps=8), resume=True)
+    assert set(outcome.losses) == {7, 8} and "warning" not in said
+
+
+def test_resuming_with_other_settings_or_text_warns(configured: Callable[..., TrainConfig], text: Path) -> None:
+    _train(configured(steps=2))
+    text.write_text(text.read_text().replace("7", "8"))
+    _, said = _train(configured(optimizer={"lr": 0.02}), resume=True)
+    assert "optimizer.lr (0.01 → 0.02)" in said and "the text is not the one" in said
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"name": "other"}, "holds no complete checkpoint; start without --resume"),
+        (
+            {"model": {"config": {"model_type": "llama", "hidden_size": 8, "num_attention_heads": 2}}},
+            "--resume: .*belongs to another model",
+        ),
+    ],
+)
+def test_nothing_to_resume_from_is_refused(
+    configured: Callable[..., TrainConfig], change: dict[str, Any], message: str
+) -> None:
+    _train(configured(steps=1))
+    with pytest.raises(ConfigError, match=message):
+        _train(configured(**change), resume=True)
+
+
+# -- what a run leaves behind
+
+
+def test_logs_curve_and_checkpoints(configured: Callable[..., TrainConfig], tmp_path: Path) -> None:
+    config = configured(checkpoint={"every": 1, "keep": 2}, validation={"sequences": 4, "every": 3})
+    outcome, _ = _train(config)
+    folder = tmp_path / "runs/run"
+    assert sorted(path.name for path in folder.glob("checkpoint-*")) == ["checkpoint-5", "checkpoint-6"]
+    assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
+    scalars = read_scalars(folder / "tensorboard", (TRAINING, VALIDATION, "step/learning_rate"))
+    assert dict(scalars[TRAINING]) == pytest.approx(dict(outcome.losses), rel=1e-6)
+    assert [step for step, _ in scalars[VALIDATION]] == [0, 3, 6]
+    rates = [rate for _, rate in scalars["step/learning_rate"]]
+    assert rates[:3] == pytest.approx([0.0, 0.005, 0.01]) and rates[-1] < rates[3], "warm-up, then cosine"
+
+
+def test_logs_of_a_resumed_run_are_one_curve(
+    configured: Callable[..., TrainConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "write_tensors", _fails_after(checkpoint.write_tensors, 1))
+        with pytest.raises(CheckpointError):
+            _train(configured())
+    resumed, _ = _train(configured(), resume=True)
+    scalars = read_scalars(tmp_path / "runs/run/tensorboard", (TRAINING,))[TRAINING]
+    assert [step for step, _ in scalars] == [1, 2, 3, 4, 5, 6]
+    assert dict(scalars)[3] == pytest.approx(resumed.losses[3], rel=1e-6)
+
+
+def test_an_earlier_run_is_moved_aside(configured: Callable[..., TrainConfig], tmp_path: Path) -> None:
+    for _ in range(2):
+        _train(configured(steps=1))
+    _, said = _train(configured(steps=2))
+    assert f"it is now {tmp_path / 'runs/run.2'}" in said
+    assert [(tmp_path / "runs" / name / "checkpoint-1").is_dir() for name in ("run", "run.1", "run.2")] == [0, 1, 1]
+
+
+def test_a_folder_that_is_no_run_is_left_alone(configured: Callable[..., TrainConfig], tmp_path: Path) -> None:
+    (tmp_path / "runs/run").mkdir(parents=True)
+    (tmp_path / "runs/run/thesis.txt").write_text("precious")
+    with pytest.raises(ConfigError, match="is no run of lightstep"):
+        _train(configured())
+    assert (tmp_path / "runs/run/thesis.txt").read_text() == "precious"
+
+
+def test_a_full_disk_keeps_the_checkpoint_before(
+    configured: Callable[..., TrainConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "write_tensors", _fails_after(checkpoint.write_tensors, 1))
+        with pytest.raises(CheckpointError, match=r"checkpoint-4 was not saved: No space left .*checkpoint-2 is kept"):
+            _train(configured())
+    assert sorted(p.name for p in (tmp_path / "runs/run").glob("*checkpoint*")) == ["checkpoint-2"]
+    outcome, _ = _train(configured(), resume=True)
+    assert set(outcome.losses) == {3, 4, 5, 6}
+
+
+def _fails_after(function: Callable[..., Any], good_calls: int) -> Callable[..., Any]:
+    calls = iter(range(10**6))
+
+    def limited(*arguments: Any, **options: Any) -> Any:
+        if next(calls) >= good_calls:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return function(*arguments, **options)
+
+    return limited
+
+
+# -- models
+
+
+def test_samples_are_written_and_the_exported_model_trains_on(
+    configured: Callable[..., TrainConfig], tmp_path: Path
+) -> None:
+    sample = {"prompts": ["line ", "a"], "tokens": 5}
+    outcome, said = _train(configured(sample=sample))
+    assert [text[:1] for text in outcome.samples] == ["l", "a"] and "sample 2 of 2" in said
+    again, _ = _train(configured(name="again", model=str(tmp_path / "runs/run/model")))
+    assert again.validation_before == outcome.validation_after
+
+
+def test_a_hugging_face_folder_with_its_own_tokenizer(
+    configured: Callable[..., TrainConfig], tmp_path: Path, text: Path
+) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    folder = tmp_path / "pretrained"
+    keys = {key: value for key, value in MODEL.items() if key != "model_type"}
+    LlamaForCausalLM(LlamaConfig(vocab_size=16, **keys)).save_pretrained(folder)
+    with pytest.raises(ConfigError, match="tokenizer cannot be loaded"):
+        _train(configured(model=str(folder)))
+    word_tokenizer().save_pretrained(folder)
+    text.write_text("red green blue " * 400)
+    outcome, _ = _train(configured(model=str(folder), sample={"prompts": ["red"], "tokens": 3}))
+    assert outcome.validation_before == pytest.approx(torch.tensor(16.0).log().item() / 5, rel=0.1), "per byte"
+    assert outcome.validation_after is not None and outcome.validation_after < outcome.validation_before
+    assert outcome.samples[0].startswith("red")
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("nowhere", "model.path nowhere is no folder"),
+        ({"config": {"model_type": "lama"}}, "model.config.model_type is 'lama'"),
+        (
+            {"config": {"model_type": "llama", "hiden_size": 8}},
+            "llama has no key 'hiden_size', did you mean 'hidden_size'",
+        ),
+        ({"config": {"model_type": "llama", "hidden_size": 10, "num_attention_heads": 3}}, "not a multiple"),
+        ({"config": {"model_type": "llama", "vocab_size": 100}}, "vocab_size is 100; its tokenizer needs at least 259"),
+        (
+            {"config": {"model_type": "llama", "max_position_embeddings": 16}},
+            "batch.length is 32; the model reads at most 16",
+        ),
+    ],
+)
+def test_a_model_that_cannot_be_made_is_refused(
+    configured: Callable[..., TrainConfig], tmp_path: Path, model: Any, message: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        _train(configured(model=model))
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"optimizer": {"name": "AdmW"}}, "optimizer.name is 'AdmW', did you mean 'AdamW'"),
+        ({"optimizer": {"name": "collections.OrderedDict"}}, "import path of an Optimizer class is needed"),
+        ({"optimizer": {"name": "no.such.Thing"}}, "No module named 'no'"),
+        ({"optimizer": {"arguments": {"beta": 0.9}}}, "optimizer: .*beta"),
+        ({"scheduler": {"name": "cosin"}}, "scheduler.name is 'cosin', did you mean 'cosine'"),
+        ({"scheduler": {"name": "cosine", "arguments": {"nonsense": 1}}}, "scheduler: .*nonsense"),
+        ({"batch": {"sequences": 4, "length": 32, "accumulation": 3}}, "multiple of 3"),
+    ],
+)
+def test_optimization_that_cannot_be_set_up_is_refused(
+    configured: Callable[..., TrainConfig], change: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        _train(configured(**change))
+
+
+def test_optimizers_of_torch_and_of_others(configured: Callable[..., TrainConfig], loops: list[Loop]) -> None:
+    _train(configured(steps=1, optimizer={"name": "SGD", "lr": 0.1, "arguments": {"momentum": "9e-1"}}))
+    assert loops[-1].pieces.optimizer.param_groups[0]["momentum"] == 0.9
+    _train(configured(steps=1, optimizer={"name": "tests.reference.lion.Lion", "lr": 0.001}))
+    assert "Lion" in repr(loops[-1].pieces.optimizer)
+
+
+def test_several_processes_need_a_sharded_strategy(
+    configured: Callable[..., TrainConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="torchrun started 2 processes, and strategy fp32 is for one"):
+        _train(configured())

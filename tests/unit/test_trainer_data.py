@@ -1,0 +1,216 @@
+"""Text into documents, documents into two sides, sides into windows, windows into every step's batches."""
+
+from __future__ import annotations
+
+import json
+import sysconfig
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
+
+from lightstep import ConfigError
+from lightstep.trainer.batches import Batches, validation_rows
+from lightstep.trainer.config import Batch, Data
+from lightstep.trainer.documents import split_documents
+from lightstep.trainer.tokens import Windows, load_corpus
+
+
+def _folder(tmp_path: Path, count: int = 40) -> Path:
+    root = tmp_path / "text"
+    root.mkdir()
+    for number in range(count):
+        (root / f"{number:02}.txt").write_text(f"file {number} " + "says é and so on. " * (number + 3))
+    return root
+
+
+def _all(data: Data) -> list[bytes]:
+    training, validation = split_documents(data)
+    return training + validation
+
+
+def _windows(count: int) -> Windows:
+    return Windows(np.arange(count * 4, dtype=np.uint16).reshape(count, 4), 1.0)
+
+
+# -- documents
+
+
+def test_a_document_stays_on_its_side_when_others_come(tmp_path: Path) -> None:
+    root = _folder(tmp_path)
+    before = split_documents(Data(path=str(root), validation=0.3))
+    (root / "00-new.txt").write_text("something new")
+    (root / "copy.txt").write_bytes(before[1][0])
+    after = split_documents(Data(path=str(root), validation=0.3))
+    assert set(before[0]) <= set(after[0]) and set(before[1]) == set(after[1]) - {b"something new"}
+    assert not set(after[0]) & set(after[1])
+    assert len(after[1]) > 4, "the share that is held out"
+
+
+def test_both_sides_get_something_of_very_few_documents(tmp_path: Path) -> None:
+    for number in range(60):
+        root = tmp_path / str(number)
+        root.mkdir()
+        (root / "a.txt").write_text(f"first {number}")
+        (root / "b.txt").write_text(f"second {number}")
+        assert [len(side) for side in split_documents(Data(path=str(root)))] == [1, 1]
+
+
+def test_one_text_file_is_cut_in_two(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text("0123456789" * 10)
+    training, validation = split_documents(Data(path=str(path), validation=0.1))
+    assert training[0] + validation[0] == path.read_bytes() and len(validation[0]) == 10
+
+
+def test_a_folder_gives_its_text_files_in_order(tmp_path: Path) -> None:
+    root = tmp_path / "text"
+    for name in ("b/z.md", "a.py", "c", ".git/config", "b/.hidden.txt", "site-packages/other.py"):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(name)
+    (root / "image.txt").write_bytes(b"\x89PNG\0\0")
+    (root / "empty.txt").write_text(" \n")
+    assert sorted(_all(Data(path=str(root)))) == [b"a.py", b"b/z.md", b"c"]
+    assert sorted(_all(Data(path=str(root), suffixes=[".md", ".py"]))) == [b"a.py", b"b/z.md"]
+
+
+def test_the_default_text_is_the_standard_library_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("json/decoder.py", "doc/intro.rst", "notes.txt", "site-packages/torch/nn.py", "lib.so", "x/a.pyc"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    monkeypatch.setattr(sysconfig, "get_path", {"stdlib": str(tmp_path)}.__getitem__)
+    assert sorted(_all(Data())) == [b"doc/intro.rst", b"json/decoder.py", b"notes.txt"]
+
+
+def test_json_lines_hold_one_document_each(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text("\n".join(json.dumps({"text": f"line {n}", "body": f"body {n}"}) for n in range(5)) + "\n\n")
+    assert sorted(_all(Data(path=str(path)))) == [f"line {n}".encode() for n in range(5)]
+    assert sorted(_all(Data(path=str(path), text_key="body"))) == [f"body {n}".encode() for n in range(5)]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        (None, b"", "missing does not exist"),
+        ("empty.txt", b"", "empty.txt holds no text"),
+        ("binary.bin", b"ab\0cd", "binary.bin is not text"),
+        (
+            "a.jsonl",
+            b'{"text": "x"}\n{"body": "y", "id": 1}\n',
+            "line 2: no text under 'text' (data.text_key); it has body, id",
+        ),
+        ("a.jsonl", b'{"text": 3}\n', "line 1: no text under 'text'"),
+        ("a.jsonl", b"[1]\n", "line 1: no text under 'text' (data.text_key); it has a list"),
+        ("a.jsonl", b'{"text": "x"}\nnonsense\n', "line 2: not JSON"),
+        ("a.jsonl", b'{"text": "x"}\n{"text": "x"}\n', "only copies of one text"),
+    ],
+)
+def test_unusable_text_is_refused_in_one_sentence(
+    tmp_path: Path, name: str | None, content: bytes, message: str
+) -> None:
+    path = tmp_path / (name or "missing")
+    if name is not None:
+        path.write_bytes(content)
+    with pytest.raises(ConfigError) as caught:
+        split_documents(Data(path=str(path)))
+    assert message in str(caught.value) and str(path) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_an_empty_folder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="holds no text"):
+        split_documents(Data(path=str(tmp_path)))
+
+
+# -- tokens
+
+
+def test_byte_tokens_are_those_of_the_tokenizer(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    text = "def f(x):\n\treturn 'é→x'\n" * 20
+    path.write_text(text)
+    tokenizer = ByT5Tokenizer(extra_ids=0)
+    corpus = load_corpus(Data(path=str(path), validation=0.5), tokenizer, 8)
+    expected = tokenizer(text).input_ids
+    rows = corpus.training.rows(range(len(corpus.training)))
+    assert rows.dtype == torch.int64 and rows.reshape(-1).tolist() == expected[: rows.numel()]
+    assert corpus.training.bytes_per_token == corpus.validation.bytes_per_token == 1.0
+
+
+def test_documents_are_separated_and_fingerprinted(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps({"text": f"{n:03}"}) + "\n" for n in range(50)))
+    tokenizer = ByT5Tokenizer(extra_ids=0)
+    corpus = load_corpus(Data(path=str(path), validation=0.3), tokenizer, 4)
+    assert (corpus.training.rows(range(3))[:, -1] == tokenizer.eos_token_id).all()
+    assert corpus.fingerprint == load_corpus(Data(path=str(path), validation=0.3), tokenizer, 4).fingerprint
+    path.write_text(path.read_text().replace("007", "070"))
+    assert corpus.fingerprint != load_corpus(Data(path=str(path), validation=0.3), tokenizer, 4).fingerprint
+
+
+def test_another_tokenizer_counts_its_bytes(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text("red green blue " * 40)
+    corpus = load_corpus(Data(path=str(path), validation=0.5), word_tokenizer(), 4)
+    assert corpus.training.rows([0]).tolist() == [[1, 2, 3, 1]]
+    assert corpus.training.bytes_per_token == pytest.approx(5.0, rel=0.05)
+
+
+def test_too_little_text_for_one_window_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text("x" * 100)
+    with pytest.raises(ConfigError, match=r"less than one window of 64 tokens \(batch.length\) for validation"):
+        load_corpus(Data(path=str(path)), ByT5Tokenizer(extra_ids=0), 64)
+
+
+def word_tokenizer() -> PreTrainedTokenizerFast:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = Tokenizer(models.WordLevel({"<end>": 0, "red": 1, "green": 2, "blue": 3, "<unk>": 4}, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>", unk_token="<unk>")
+
+
+# -- batches
+
+
+def test_an_epoch_sees_every_window_once_and_each_in_its_own_order() -> None:
+    batches = Batches(_windows(12), Batch(sequences=4, length=4), seed=1, rank=0, world_size=1)
+    epochs = [[int(i) for step in range(3 * e, 3 * e + 3) for i in batches.indices(step)] for e in range(2)]
+    assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(12)) and epochs[0] != epochs[1]
+
+
+def test_a_step_is_the_same_whatever_was_read_before() -> None:
+    def fresh() -> Batches:
+        return Batches(_windows(10), Batch(sequences=4, length=4), seed=7, rank=0, world_size=1)
+
+    batches = fresh()
+    in_order = [batches.step(step) for step in range(12)]
+    assert all(torch.equal(fresh().step(step), in_order[step]) for step in (11, 0, 5))
+    other = Batches(_windows(10), Batch(sequences=4, length=4), seed=8, rank=0, world_size=1)
+    assert not torch.equal(other.step(0), in_order[0])
+
+
+@pytest.mark.parametrize(("world_size", "accumulation"), [(1, 4), (2, 1), (2, 2), (4, 2)])
+def test_ranks_share_one_global_batch(world_size: int, accumulation: int) -> None:
+    windows = _windows(30)
+    whole = windows.rows(Batches(windows, Batch(sequences=8, length=4), 3, 0, 1).indices(2))
+    batch = Batch(sequences=8, length=4, accumulation=accumulation)
+    parts = [Batches(windows, batch, 3, rank, world_size).step(2) for rank in range(world_size)]
+    assert {tuple(part.shape) for part in parts} == {(accumulation, 8 // world_size // accumulation, 4)}
+    assert torch.equal(torch.stack(parts, 1).reshape(8, 4), whole)
+
+
+def test_sequences_that_do_not_divide_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"batch.sequences is 8; .* multiple of 6 \(batch.accumulation 3 × 2 ranks\)"):
+        Batches(_windows(9), Batch(sequences=8, length=4, accumulation=3), 0, 0, 2)
+
+
+def test_ranks_validate_with_equally_many_windows_and_all_of_them_together() -> None:
+    windows = _windows(9)
+    parts = [validation_rows(windows, 8, rank, 2) for rank in range(2)]
+    assert len(parts[0]) == len(parts[1]) == 4
+    assert torch.equal(torch.stack(parts, 1).reshape(8, 4), validation_rows(windows, 8, 0, 1))
+    assert len(validation_rows(_windows(1), 8, 1, 2)) == 1, "fewer windows than ranks"
