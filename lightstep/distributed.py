@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 
 def initialized() -> bool:
@@ -50,10 +52,12 @@ def local_tensor(tensor: Tensor) -> Tensor:
 def like(parameter: Tensor, local: Tensor) -> Tensor:
     """``local`` as a DTensor placed like ``parameter`` (global shape and stride too); itself for a plain parameter.
 
-    Nothing is sent, and shards may be uneven or empty.
+    Nothing is sent or copied, and shards may be uneven or empty. State of GPU shards may lie on the host.
     """
     if not isinstance(parameter, DTensor):
         return local
+    if local.device.type != parameter.device_mesh.device_type:
+        return _on_another_device(parameter, local)
     return DTensor.from_local(
         local,
         parameter.device_mesh,
@@ -64,33 +68,33 @@ def like(parameter: Tensor, local: Tensor) -> Tensor:
     )
 
 
+def _on_another_device(parameter: DTensor, local: Tensor) -> DTensor:
+    """What FSDP2 makes for offloaded shards; ``from_local`` would copy the tensor to the mesh's device."""
+    meta = TensorMeta(parameter.size(), parameter.stride(), local.dtype)
+    spec = DTensorSpec(parameter.device_mesh, tuple(parameter.placements), tensor_meta=meta)
+    return DTensor(local, spec, requires_grad=False)
+
+
 def local_gradient(parameter: Tensor, dtype: torch.dtype | None = None) -> Tensor | None:
     """``parameter.grad`` as the plain tensor that belongs to ``local_tensor(parameter)``.
 
     A gradient that is not placed like its parameter is brought there first: a partial one (tensor parallel norms and
     biases) is summed over its mesh, in ``dtype`` when that is given, so that nothing is rounded on the way.
     """
-    gradient = parameter.grad
-    if not isinstance(gradient, DTensor):
-        return None if gradient is None else gradient.detach()
-    gradient = gradient.detach()
+    if not isinstance(parameter.grad, DTensor):
+        return None if parameter.grad is None else parameter.grad.detach()
+    gradient = cast(DTensor, parameter.grad.detach())
     if isinstance(parameter, DTensor) and not _same_placements(gradient, parameter):
         if dtype is not None and any(placement.is_partial() for placement in gradient.placements):
-            gradient = gradient.to(dtype)
+            gradient = cast(DTensor, gradient.to(dtype))
         gradient = gradient.redistribute(parameter.device_mesh, parameter.placements)
     elif not isinstance(parameter, DTensor):
-        gradient = gradient.redistribute(gradient.device_mesh, _replicated(gradient.device_mesh.ndim))
+        gradient = gradient.redistribute(placements=[Replicate()] * gradient.device_mesh.ndim)
     return local_tensor(gradient)
 
 
 def _same_placements(gradient: DTensor, parameter: DTensor) -> bool:
     return gradient.device_mesh == parameter.device_mesh and tuple(gradient.placements) == tuple(parameter.placements)
-
-
-def _replicated(ndim: int) -> list[object]:
-    from torch.distributed.tensor import Replicate
-
-    return [Replicate()] * ndim
 
 
 def _arrived(tensor: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from lightstep.distributed import like, local_tensor
 from lightstep.optimizer.arithmetic import BaseArithmetic
 from lightstep.optimizer.param_groups import Place
 from lightstep.precision.master_weights import ModelWatch
-from lightstep.state.backend import Managed, StateBackend
+from lightstep.state.backend import Managed, Schema, StateBackend
 
 Places = Callable[[], Mapping[Tensor, Place]]
 
@@ -36,6 +36,7 @@ class ManagedParameters:
         self._places = places
         self._watch = ModelWatch()
         self._items: dict[Tensor, Managed] = {}
+        self._schema: Schema = {}
 
     def __iter__(self) -> Iterator[Managed]:
         return iter(self._items.values())
@@ -69,7 +70,8 @@ class ManagedParameters:
         for device in {item.local.device for item in items}:
             self._arithmetic.prepare(device)
         self._items = {item.param: item for item in items}
-        self._backend.register(items, self._arithmetic.schema(items[0].local.device, groups))
+        self._schema = self._arithmetic.schema(items[0].local.device, groups)
+        self._backend.register(items, self._schema)
         for item in items:
             self.record(item)
         return True
@@ -124,10 +126,14 @@ class ManagedParameters:
     def load_state(self, item: Managed, entries: Mapping[str, Any]) -> None:
         """Replace one parameter's state; ``{}`` removes it.
 
+        Entries are kept in the order in which the base optimizer makes them, whatever order they arrive in: ranks walk
+        through them with collectives.
+
         Raises:
             ValueError: an entry has another shape than the parameter's local shard; nothing has been changed then.
         """
-        local = {key: local_tensor(value) if isinstance(value, Tensor) else value for key, value in entries.items()}
+        order = [*(key for key in self._schema if key in entries), *sorted(entries.keys() - self._schema.keys())]
+        local = {key: local_tensor(entries[key]) if isinstance(entries[key], Tensor) else entries[key] for key in order}
         for key, value in local.items():
             if isinstance(value, Tensor) and value.dim() and value.shape != item.local.shape:
                 raise ValueError(

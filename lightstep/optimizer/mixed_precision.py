@@ -235,7 +235,6 @@ class MixedPrecisionOptimizer(BaseOptimizer):
                 torch.accelerator.synchronize(device)
 
     def refresh_master_weights(self) -> None:
-        self._set_up()
         with torch.no_grad():
             self._managed.refresh()
 

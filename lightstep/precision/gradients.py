@@ -112,10 +112,6 @@ class GradientAccumulator:
         else:
             self._sums[parameter] = gradient.to(torch.float32)
 
-    def sum(self, parameter: Tensor) -> Tensor | None:
-        """The fp32 sum banked so far, live, without what is in ``p.grad``."""
-        return self._sums.get(parameter)
-
     def take(self, parameter: Tensor) -> Tensor | None:
         """The whole gradient of one parameter (local shard; fp32 if several were added), which is then forgotten."""
         if self._uncertain:
@@ -125,13 +121,12 @@ class GradientAccumulator:
             parameter.grad = None
             return gradient
         self.bank(parameter)
-        total, *others = [
-            *self._reduced.pop(parameter, ()),
-            *([self._sums.pop(parameter)] if parameter in self._sums else ()),
-        ]
-        for part in others:
-            total.add_(part)
-        return total
+        parts = self._reduced.pop(parameter, [])
+        if parameter in self._sums:
+            parts = [*parts, self._sums.pop(parameter)]
+        for part in parts[1:]:
+            parts[0].add_(part)
+        return parts[0]
 
     def clear(self) -> None:
         """Forget all sums (``zero_grad``)."""

@@ -117,8 +117,8 @@ class FSDP2Strategy(ProcessGroupStrategy):
         dist.all_gather_object(everybody, mine)
         if everybody[0] is None or (not everybody[0] and any(everybody)):
             raise ValueError(
-                "rank 0 has the model on the meta device, wholly or in part, and other ranks do not; build it on a real "
-                "device on rank 0 at least, or on the meta device on all ranks"
+                "rank 0 has the model on the meta device, wholly or in part, and other ranks do not; build it on a "
+                "real device on rank 0 at least, or on the meta device on all ranks"
             )
         return bool(everybody[0])
 

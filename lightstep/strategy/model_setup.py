@@ -33,8 +33,9 @@ def initialise_weights(model: nn.Module) -> None:
 
     transformers models know how; other modules do if each that owns parameters or buffers has ``reset_parameters``.
     """
-    if hasattr(model, "init_weights"):
-        model.init_weights()
+    own_rules = getattr(model, "init_weights", None)
+    if callable(own_rules):
+        own_rules()
         return
     for name, module in model.named_modules():
         owns = [*module.parameters(recurse=False), *module.buffers(recurse=False)]

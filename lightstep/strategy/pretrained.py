@@ -1,4 +1,4 @@
-"""Weights of a Hugging Face folder into a model that is already sharded: every rank reads its own part of each tensor."""
+"""Weights of a Hugging Face folder into a model that is already sharded: every rank reads its own part of a tensor."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def load_pretrained(model: nn.Module, folder: str | Path) -> None:
     if missing:
         raise ValueError(
             f"{folder} has no {', '.join(missing[:5])}{' …' if len(missing) > 5 else ''} "
-            f"({len(missing)} of the model's parameters, among {len(files)} tensors there); where transformers converts "
+            f"({len(missing)} of the model's parameters; {len(files)} tensors are there); where transformers converts "
             "names, call from_pretrained on rank 0 and build the model on the meta device on the others"
         )
     _check_shapes(folder, files, wanted)

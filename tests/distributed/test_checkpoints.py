@@ -1,4 +1,4 @@
-"""Checkpoints saved on N ranks and loaded on M, between FSDP2, HSDP, DDP and one device: masters and state bit for bit."""
+"""Checkpoints saved on N ranks and loaded on M, between FSDP2, HSDP, DDP and one device: state bit for bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""FSDP2, HSDP and DDP against the hand-written loops with the same sharding: weights, masters and state, bit for bit."""
+"""FSDP2, HSDP and DDP against hand-written loops with the same sharding: weights, masters and state, bit for bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The global norm over every mix of placements equals the unsharded model's, with the promised number of collectives."""
+"""The global norm of every mix of placements is the unsharded model's, with the promised number of collectives."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def sub_mesh(device: torch.device, world_size: int) -> list[Any]:
 
 
 def separate_meshes(device: torch.device, world_size: int) -> list[Any]:
-    """One expert on the first half of the ranks, another one on the second half; each half has nothing of the other's."""
+    """One expert on the first half of the ranks, another one on the second half; neither has anything of the other."""
     half = world_size // 2
     first = DeviceMesh(device.type, list(range(half)))
     second = DeviceMesh(device.type, list(range(half, world_size)))

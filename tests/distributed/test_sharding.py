@@ -238,7 +238,7 @@ def units_of(model: nn.Module) -> list[str]:
 
 
 class Named(TinyTransformer):
-    _no_split_modules = ["LayerNorm"]
+    _no_split_modules = ("LayerNorm",)
 
 
 def check_units(rank: int, world_size: int) -> None:
@@ -255,7 +255,7 @@ def check_units(rank: int, world_size: int) -> None:
         ConfigError, match="'Blok' is neither a class nor a module of TinyTransformer, did you mean 'Block'"
     ):
         load({**FSDP2, "wrap": ["Blok"]}).prepare_model(TinyTransformer())
-    with pytest.raises(ConfigError, match="embed shares a weight with head.weight"):
+    with pytest.raises(ConfigError, match=r"embed shares a weight with head\.weight"):
         load({**FSDP2, "wrap": ["embed"]}).prepare_model(TinyTransformer(tied=True))
 
 
@@ -548,8 +548,7 @@ def check_tensor_parallel(rank: int, world_size: int) -> None:
                 inputs = inputs.chunk(world_size)[rank]
             loss = model(inputs).square().mean()
             optimizer.backward(loss)
-            with collectives() as counted:
-                found.append(float(optimizer.step().grad_norm))
+            found.append(float(optimizer.step().grad_norm))
         norms.append(found)
         models.append(weights_of(strategy, model))
     assert norms[1] == pytest.approx(norms[0], rel=1e-5)
