@@ -1,4 +1,4 @@
-"""Peers written by hand with what torch has: state on the GPU, and AdamW on the CPU."""
+"""Peers written by hand with what torch has: state on the GPU, whole or in shards, and AdamW on the CPU."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
-from lightstep.bench.contender import ADAMW, MAX_NORM, Contender, Setup, clip_coefficient, total_norm
+from lightstep.bench.contender import ADAMW, MAX_NORM, Contender, Setup, Skipped, clip_coefficient, total_norm
 from lightstep.bench.lane import Lane, pinned_like, synchronize
+from lightstep.distributed import like, local_tensor, world_size
 
 
 class TorchResident(Contender):
@@ -42,6 +45,34 @@ class TorchResidentFloatGradients(TorchResident):
     name = "torch-fp32-grads"
     about = "the same loop given fp32 gradients"
     gradient_dtype = torch.float32
+
+
+class TorchFsdp2(Contender):
+    """What people write for FSDP2: fp32 shards, `clip_grad_norm_`, `AdamW(fused=True)`."""
+
+    name = "torch-fsdp2"
+    about = "by hand: fully_shard, fp32 shards and state on the device, clip_grad_norm_, AdamW(fused=True)"
+    gradient_dtype = torch.float32
+
+    def __init__(self, setup: Setup) -> None:
+        if world_size() == 1:
+            raise Skipped("shards over several ranks; start the bench with torchrun")
+        stack = setup.stack(torch.float32)
+        mesh = init_device_mesh(setup.device.type, (world_size(),))
+        for module in (*stack.layers, stack):
+            fully_shard(module, mesh=mesh)
+        self._shards = list(stack.parameters())
+        self._optimizer = torch.optim.AdamW(self._shards, fused=True, **ADAMW)
+
+    def step(self, gradients: Sequence[Tensor]) -> None:
+        for shard, gradient in zip(self._shards, gradients, strict=True):
+            shard.grad = like(shard, gradient)
+        torch.nn.utils.clip_grad_norm_(self._shards, MAX_NORM)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+    def weights(self) -> list[Tensor]:
+        return [local_tensor(shard.detach()) for shard in self._shards]
 
 
 @dataclass(eq=False)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from lightstep.bench.contender import Contender, Setup
 from lightstep.bench.layer_stream import LayerStream
 from lightstep.bench.libraries import DeepSpeedCpuAdam, Fsdp2Offload, TorchaoOffload
-from lightstep.bench.peers import CpuAdamW, TorchResident, TorchResidentFloatGradients
+from lightstep.bench.peers import CpuAdamW, TorchFsdp2, TorchResident, TorchResidentFloatGradients
 from lightstep.bench.strategies import StrategyContender, default_strategies, load
 
 Build = Callable[[Setup], Contender]
@@ -18,6 +18,7 @@ PEERS: dict[str, type[Contender]] = {
     for peer in (
         TorchResident,
         TorchResidentFloatGradients,
+        TorchFsdp2,
         LayerStream,
         CpuAdamW,
         Fsdp2Offload,

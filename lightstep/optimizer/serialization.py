@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from lightstep.distributed import local_tensor
+
 if TYPE_CHECKING:
     from lightstep.optimizer.mixed_precision import MixedPrecisionOptimizer
 
@@ -35,6 +37,8 @@ def load_torch_state_dict(optimizer: MixedPrecisionOptimizer, state_dict: Mappin
     saved_ids = [index for group in groups for index in group["params"]]
     parameters = dict(zip(saved_ids, (p for group in optimizer.param_groups for p in group["params"]), strict=True))
     _check_shapes(parameters, incoming["state"])
+    for index, entries in incoming["state"].items():
+        refuse_nan(f"parameter {index}", entries)
     for live, saved in zip(optimizer.param_groups, groups, strict=True):
         live.update({key: value for key, value in saved.items() if key not in ("params", "param_names")})
     _load_states(optimizer, parameters, incoming["state"])
@@ -42,6 +46,23 @@ def load_torch_state_dict(optimizer: MixedPrecisionOptimizer, state_dict: Mappin
         optimizer.loss_scale.load_state_dict(incoming["loss_scale"])
     for post_hook in optimizer._optimizer_load_state_dict_post_hooks.values():
         post_hook(optimizer)
+
+
+def refuse_nan(name: str, entries: Mapping[str, Any]) -> None:
+    """Optimizer state with NaN in it (masters aside) would turn the weights into NaN at the next step.
+
+    Raises:
+        ValueError: naming the entry and how much of it is NaN.
+    """
+    for key, value in entries.items():
+        if key == "master" or not isinstance(value, Tensor) or not value.is_floating_point():
+            continue
+        count = int(local_tensor(value).isnan().sum())
+        if count:
+            raise ValueError(
+                f"state {key!r} of {name} holds {count} NaN (of {value.numel()}): the run that wrote it had broken "
+                "down; load an earlier checkpoint, or only the weights"
+            )
 
 
 def _load_states(

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightstep.distributed import local_tensor
+from lightstep.optimizer.serialization import refuse_nan
 from lightstep.strategy.checkpoint_format import CheckpointError, read_manifest
 from lightstep.strategy.checkpoint_state import (
     OptimizerContent,
@@ -281,6 +282,10 @@ class _ParameterLoader:
 
     def finish_if_whole(self) -> None:
         if self._missing == 0:
+            try:
+                refuse_nan(self._name, self._entries)
+            except ValueError as error:
+                raise CheckpointError(str(error)) from error
             self._optimizer.load(self._name, self._entries)
             self._entries = {}
 

@@ -26,11 +26,11 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "fsdp2-1": (1, {"kind": "fsdp2"}, {}),
     "fsdp2-2": (2, {"kind": "fsdp2"}, {"backend": "bulk"}),
     "fsdp2-3": (3, {"kind": "fsdp2"}, {}),
-    "fsdp2-4": (4, {"kind": "fsdp2"}, {}),
+    "fsdp2-4": (4, {"kind": "fsdp2"}, {"backend": "stream"}),
     "fsdp2-8": (8, {"kind": "fsdp2"}, {}),
     "hsdp-4": (4, {"kind": "fsdp2", "mesh": {"replicate": 2}}, {"backend": "bulk"}),
     "ddp-2": (2, {"kind": "ddp", "find_unused_parameters": True}, {}),
-    "single": (1, {"kind": "single"}, {"backend": "bulk"}),
+    "single": (1, {"kind": "single"}, {"backend": "stream"}),
 }
 """World size, sharding, and where the state lives."""
 

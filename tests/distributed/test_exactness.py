@@ -23,6 +23,15 @@ CASES: dict[str, dict[str, Any]] = {
     "bf16-shards": {"precision": {"parameters": "bfloat16"}},
     "bf16-shards-kept-gathered": {"sharding": {"reshard_after_forward": False}},
     "bf16-shards-bulk": {"optimizer_state": {"backend": "bulk"}},
+    "bf16-shards-streamed": {"optimizer_state": {"backend": "stream", "ring_mib": 0.01}},
+    "fp16-shards-streamed": {
+        "precision": {"parameters": "float16", "loss_scale": FP16_SCALE},
+        "optimizer_state": {"backend": "stream", "prefetch_layers": 0, "ring_mib": 0.01},
+    },
+    "fp32-shards-streamed": {
+        "precision": {"parameters": "float32"},
+        "optimizer_state": {"backend": "stream", "ring_mib": 0.01},
+    },
     "bf16-shards-reduced-in-bf16": {"precision": {"parameters": "bfloat16", "reduce": "parameters"}},
     "fp16-shards": {"precision": {"parameters": "float16", "loss_scale": FP16_SCALE}},
     "fp32-shards": {"precision": {"parameters": "float32"}},

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import pickle
 import random
+import re
 import resource
 import sys
 import weakref
@@ -469,6 +471,17 @@ def test_another_optimizer_is_refused_and_left_alone(tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "b", model, torch.optim.AdamW(model[0].parameters()))
     with pytest.raises(CheckpointError, match=r"another optimizer \(not in the checkpoint: 1\.bias"):
         load_checkpoint(tmp_path / "b", target, torch.optim.AdamW(target.parameters()))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_state_with_nan_is_refused_by_name(tmp_path: Path, backend: str) -> None:
+    strategy, model, optimizer = trained(backend="resident")
+    name, parameter = next((n, p) for n, p in model.named_parameters() if p in optimizer.state)
+    optimizer.state[parameter]["exp_avg_sq"].view(-1)[-1] = math.nan
+    strategy.save_checkpoint(tmp_path / "a", model, optimizer)
+    strategy, model, optimizer = trained(backend=backend)
+    with pytest.raises(CheckpointError, match=rf"state 'exp_avg_sq' of {re.escape(name)} holds 1 NaN .*load an"):
+        strategy.load_checkpoint(tmp_path / "a", model, optimizer)
 
 
 def test_groups_are_matched_by_name(tmp_path: Path) -> None:

@@ -614,7 +614,7 @@ def test_16_bit_moments_become_fp32(backend: str) -> None:
 
 
 @backends
-@pytest.mark.parametrize("damage", ["a group too few", "a parameter too many", "a wrong shape"])
+@pytest.mark.parametrize("damage", ["a group too few", "a parameter too many", "a wrong shape", "NaN"])
 def test_a_state_dict_that_does_not_fit_changes_nothing(damage: str, backend: str) -> None:
     pair = build(backend=backend)
     pair.train(3)
@@ -623,12 +623,13 @@ def test_a_state_dict_that_does_not_fit_changes_nothing(damage: str, backend: st
         saved["param_groups"].pop()
     elif damage == "a parameter too many":
         saved["param_groups"][0]["params"].append(999)
+    elif damage == "a wrong shape":
+        saved["state"][max(saved["state"])]["exp_avg"] = torch.zeros(2, 3)
     else:
-        last = max(saved["state"])
-        saved["state"][last]["exp_avg"] = torch.zeros(2, 3)
+        saved["state"][max(saved["state"])]["exp_avg"].view(-1)[-1] = float("nan")
     for entries in saved["state"].values():
         entries["step"] = entries["step"] + 1000
-    with pytest.raises(ValueError, match=r"group|shape|size"):
+    with pytest.raises(ValueError, match=r"group|shape|size|holds 1 NaN"):
         pair.optimizer.load_state_dict(saved)
     pair.check()
     pair.train(2)
