@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import math
 import os
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -66,6 +67,9 @@ class Strategy(ABC):
     def __init__(self, config: StrategyConfig, name: str = "strategy") -> None:
         self.config = config
         self.name = name
+        self._optimizers: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[BaseOptimizer]] = (
+            weakref.WeakKeyDictionary()
+        )
 
     @classmethod
     def load(cls, source: str | Path | Mapping[str, Any], overrides: Mapping[str, Any] | None = None) -> Strategy:
@@ -183,7 +187,7 @@ class Strategy(ABC):
             ValueError: no trainable parameter, a parameter twice or foreign, or a refused hyper-parameter.
         """
         config = self.config
-        return MixedPrecisionOptimizer(
+        optimizer = MixedPrecisionOptimizer(
             check_param_groups(param_groups, model),
             optimizer_class,
             hyperparameters,
@@ -196,6 +200,12 @@ class Strategy(ABC):
             places=lambda: self._places(model),
             overflow_everywhere=self._overflow_everywhere,
         )
+        self._optimizers.setdefault(self.unwrap_model(model), weakref.WeakSet()).add(optimizer)
+        return optimizer
+
+    def _optimizers_of(self, model: nn.Module) -> list[BaseOptimizer]:
+        """What :meth:`create_optimizer` made for this model and is still in use."""
+        return list(self._optimizers.get(self.unwrap_model(model), ()))
 
     def _places(self, model: nn.Module) -> Mapping[torch.Tensor, Place]:
         return places(model)
@@ -224,8 +234,15 @@ class Strategy(ABC):
     def load_checkpoint(
         self, path: str | Path, model: nn.Module, optimizer: BaseOptimizer | None = None, scheduler: Any = None
     ) -> dict[str, Any]:
-        """Continue from :meth:`save_checkpoint`; returns its ``extra``."""
-        return checkpoint.load_checkpoint(path, model, optimizer, scheduler)
+        """Continue from :meth:`save_checkpoint`; returns its ``extra``.
+
+        Without ``optimizer`` only the weights are loaded, and the masters of the model's optimizers are rebuilt from
+        them.
+        """
+        extra = checkpoint.load_checkpoint(path, model, optimizer, scheduler)
+        for follower in self._optimizers_of(model) if optimizer is None else ():
+            follower.refresh_master_weights()
+        return extra
 
     def export_model(self, path: str | Path, model: nn.Module, tokenizer: Any = None) -> None:
         """Write the weights as one Hugging Face folder (``save_pretrained``), in the model's dtype."""

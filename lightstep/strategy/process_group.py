@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import weakref
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -35,9 +34,6 @@ class ProcessGroupStrategy(Strategy):
     def __init__(self, config: StrategyConfig, name: str = "strategy") -> None:
         super().__init__(config, name)
         self._started = False
-        self._optimizers: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[MixedPrecisionOptimizer]] = (
-            weakref.WeakKeyDictionary()
-        )
 
     def create_optimizer(
         self,
@@ -48,8 +44,6 @@ class ProcessGroupStrategy(Strategy):
         **hyperparameters: Any,
     ) -> BaseOptimizer:
         optimizer = super().create_optimizer(model, optimizer_class, param_groups=param_groups, **hyperparameters)
-        if isinstance(optimizer, MixedPrecisionOptimizer):
-            self._optimizers.setdefault(model, weakref.WeakSet()).add(optimizer)
         self._connect(model)
         return optimizer
 
@@ -60,9 +54,12 @@ class ProcessGroupStrategy(Strategy):
     def _connect(self, model: nn.Module) -> None:
         """Have the model's gradients delivered to its optimizers in fp32."""
         gradients = self._fp32_gradients(model)
-        for optimizer in self._optimizers.get(model, ()) if gradients is not None else ():
-            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-            gradients.connect(parameters, optimizer.gradients)
+        if gradients is None:
+            return
+        for optimizer in self._optimizers_of(model):
+            if isinstance(optimizer, MixedPrecisionOptimizer):
+                parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+                gradients.connect(parameters, optimizer.gradients)
 
     @abstractmethod
     def _fp32_gradients(self, model: nn.Module) -> FP32Gradients | None:
