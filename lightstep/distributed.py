@@ -9,8 +9,8 @@ the overflow flag, and none where nothing is sharded.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import cast
+from collections.abc import Iterable, Sequence
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -44,9 +44,11 @@ def local_tensor(tensor: Tensor) -> Tensor:
     """This rank's part of a DTensor, sharing its storage and outside autograd; any other tensor as it is."""
     if not isinstance(tensor, DTensor):
         return tensor
-    with torch.no_grad():
-        local = _arrived(tensor.to_local())
-    return local.detach()
+    if torch.is_grad_enabled():
+        with torch.no_grad():
+            return local_tensor(tensor)
+    local = _arrived(tensor.to_local())
+    return local.detach() if local.requires_grad else local
 
 
 def like(parameter: Tensor, local: Tensor) -> Tensor:
@@ -83,12 +85,14 @@ def local_gradient(parameter: Tensor, dtype: torch.dtype | None = None) -> Tenso
     """
     if not isinstance(parameter.grad, DTensor):
         return None if parameter.grad is None else parameter.grad.detach()
+    if isinstance(parameter, DTensor) and _same_placements(parameter.grad, parameter):
+        return local_tensor(parameter.grad)
     gradient = cast(DTensor, parameter.grad.detach())
-    if isinstance(parameter, DTensor) and not _same_placements(gradient, parameter):
+    if isinstance(parameter, DTensor):
         if dtype is not None and any(placement.is_partial() for placement in gradient.placements):
             gradient = cast(DTensor, gradient.to(dtype))
         gradient = gradient.redistribute(parameter.device_mesh, parameter.placements)
-    elif not isinstance(parameter, DTensor):
+    else:
         gradient = gradient.redistribute(placements=[Replicate()] * gradient.device_mesh.ndim)
     return local_tensor(gradient)
 
@@ -268,6 +272,77 @@ def _operation(norm_type: float) -> dist.ReduceOp.RedOpType:
 def _combined(parts: Sequence[Tensor], norm_type: float) -> Tensor:
     stacked = torch.stack(list(parts))
     return stacked.amax() if math.isinf(norm_type) else stacked.sum()
+
+
+# -- replicas ----------------------------------------------------------------------------------------------------------
+
+
+class Replicas:
+    """The ranks that hold the same part of the model, and what they send each other.
+
+    Each method that sends is called by all of them, in the same order, with tensors of equal shapes.
+
+    Args:
+        group: these ranks, and this one among them.
+
+    Attributes:
+        rank: this process's place among them.
+        size: how many there are.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self._group = group
+
+    @classmethod
+    def of_shards(cls, parameters: Iterable[Tensor]) -> Replicas | None:
+        """The ranks with copies of this rank's shards, where all parameters are DTensors copied along one mesh dimension."""
+        listed = list(parameters)
+        meshes = {p.device_mesh if isinstance(p, DTensor) else None for p in listed}
+        mesh = meshes.pop() if len(meshes) == 1 else None
+        if mesh is None:
+            return None
+        placements = zip(*(cast(DTensor, parameter).placements for parameter in listed), strict=True)
+        copied = [dim for dim, placed in enumerate(placements) if all(one.is_replicate() for one in placed)]
+        return cls(mesh.get_group(copied[0])) if len(copied) == 1 else None
+
+    def broadcast(self, tensor: Tensor, owner: int) -> dist.Work | None:
+        """Start to fill ``tensor`` (contiguous, any dtype and device) with the owner's values; to be waited for."""
+        values = tensor.view(-1).view(torch.uint8)
+        return dist.broadcast(values, group=self._carrier(tensor.device), group_src=owner, async_op=True)
+
+    @staticmethod
+    def wait(works: Iterable[dist.Work | None]) -> None:
+        """What is done next sees the values: the current stream waits, on the CPU the caller does."""
+        for work in works:
+            if work is not None:
+                work.wait()
+
+    def broadcast_object(self, value: Any, owner: int) -> Any:
+        """The owner's ``value``, which can be pickled. The host waits."""
+        values = [value]
+        dist.broadcast_object_list(values, group=self._carrier(torch.device("cpu")), group_src=owner)
+        return values[0]
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Everybody's ``value``, by rank. The host waits."""
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self._carrier(torch.device("cpu")))
+        return values
+
+    def _carrier(self, device: torch.device) -> dist.ProcessGroup:
+        """The group, or one over the same ranks that can send tensors of this device."""
+        if _carries(self._group, device):
+            return self._group
+        return _made_group(tuple(dist.get_process_group_ranks(self._group)), device)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Replicas:
+        return self
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "an optimizer whose replicas share the work cannot be pickled: save optimizer.state_dict(), or a checkpoint"
+        )
 
 
 # -- process groups that this file had to make, once each --------------------------------------------------------------

@@ -26,6 +26,9 @@ _Steps = Annotated[int | None, typer.Option(min=1, help="Timed steps per round. 
 _Warmup = Annotated[int | None, typer.Option(min=1, help="Untimed steps before them. Default: 2 on a GPU, 1 on a CPU.")]
 _Rounds = Annotated[int, typer.Option(min=1, help="How often each is built and timed, in alternating order.")]
 _Output = Annotated[Path, typer.Option(help="Folder for bench.json and bench.png.")]
+_Checkpoints = Annotated[
+    Path | None, typer.Option(help="Also save every strategy's checkpoint in this folder, timed beside plain files.")
+]
 _Device = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N. Default: the GPU if there is one.")]
 _Seed = Annotated[int, typer.Option(help="Of weights and gradients.")]
 
@@ -39,6 +42,7 @@ def bench(
     warmup: _Warmup = None,
     rounds: _Rounds = 2,
     output: _Output = Path("runs/bench"),
+    checkpoints: _Checkpoints = None,
     device: _Device = None,
     seed: _Seed = 0,
 ) -> None:
@@ -51,7 +55,7 @@ def bench(
 
     asked = {"params": params, "steps": steps, "warmup": warmup}
     try:
-        measure(strategies, peers, asked, layers, rounds, output, device, seed)
+        measure(strategies, peers, asked, layers, rounds, output, device, seed, checkpoints)
     except (ConfigError, ValueError) as error:
         raise typer.BadParameter(str(error)) from error
 
@@ -65,6 +69,7 @@ def measure(
     output: Path,
     device_name: str | None,
     seed: int,
+    checkpoints: Path | None = None,
 ) -> dict[str, Any]:
     """What `bench` does; returns `bench.json`'s values. `asked`: params, steps and warmup, None for the defaults."""
     from lightstep.bench import registry
@@ -82,11 +87,13 @@ def measure(
     if not builds:
         raise ValueError("--strategies none --peers none: nothing to measure")
     setup = Setup(LlamaShape.near(int(sizes["params"]), layers), device, seed)
-    output.mkdir(parents=True, exist_ok=True)
+    for folder in (output, *([checkpoints] if checkpoints is not None else [])):
+        folder.mkdir(parents=True, exist_ok=True)
     ranks = Ranks(device)
     try:
         kinds = {name: "lightstep" if name in ours else "peer" for name in builds}
-        run = start(setup, Effort(int(sizes["steps"]), int(sizes["warmup"])), rounds, ranks, kinds)
+        effort = Effort(int(sizes["steps"]), int(sizes["warmup"]))
+        run = start(setup, effort, rounds, ranks, kinds, checkpoints)
         with _Progress(ranks.is_main, output) as progress:
             measure_all(run, builds, progress.show)
         return _publish(run, output)

@@ -17,6 +17,7 @@ import torch
 
 from lightstep.bench.clock import Clock
 from lightstep.bench.contender import Contender
+from lightstep.bench.disk import DiskTime
 from lightstep.bench.model import GradientSets
 from lightstep.bench.probes import HostSyncs, allocation_counts, link_traffic, pinned_bytes
 
@@ -40,6 +41,7 @@ class Measurement:
     host_syncs: int | None = None
     first_sync: str | None = None
     sample: torch.Tensor | None = None
+    disk: DiskTime | None = None
 
     @property
     def median_ms(self) -> float:

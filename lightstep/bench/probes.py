@@ -51,9 +51,11 @@ class HostSyncs:
             self._seen(f"{Path(filename).name}:{lineno}")
 
     def _profile(self, frame: FrameType, event: str, argument: Any) -> None:
+        if getattr(argument, "__name__", "") not in _WAITS:
+            return
         if event in ("c_return", "c_exception"):
             self._inside = False
-        elif event == "c_call" and getattr(argument, "__name__", "") in _WAITS:
+        elif event == "c_call":
             self._inside = True
             self._seen(f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}")
 

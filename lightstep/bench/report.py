@@ -17,6 +17,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from lightstep.bench.disk import DiskTime
 from lightstep.bench.run import Row, Run, device_name
 
 Values = dict[str, Any]
@@ -87,6 +88,17 @@ def _figures(run: Run, row: Row) -> Values:
         "first_sync": seen.first_sync,
         "allocations_per_step": seen.allocations,
         "driver_allocations": seen.driver_allocations,
+        "checkpoint": None if seen.disk is None else _checkpoint(seen.disk),
+    }
+
+
+def _checkpoint(disk: DiskTime) -> Values:
+    gigabytes = disk.nbytes / 1e9
+    return {
+        "gb": gigabytes,
+        "save_s": disk.save_s,
+        "gb_per_s": gigabytes / disk.save_s,
+        "plain_files_gb_per_s": gigabytes / disk.plain_s,
     }
 
 
@@ -145,6 +157,9 @@ def print_table(values: Values, console: Console | None = None) -> None:
         elif row["host_syncs"] and row["kind"] == "lightstep":
             where = row["first_sync"]
             console.print(f"  {row['name']}: the host waits for the device, first at {where}", highlight=False)
+        if saved := row.get("checkpoint"):
+            rates = f"{saved['gb_per_s']:.2f} GB/s; plain files: {saved['plain_files_gb_per_s']:.2f} GB/s"
+            console.print(f"  {row['name']}: checkpoint of {saved['gb']:.2f} GB saved at {rates}", highlight=False)
 
 
 def size(parameters: int) -> str:

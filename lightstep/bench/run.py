@@ -5,15 +5,18 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 
 from lightstep.bench.contender import Contender, Setup, Skipped
+from lightstep.bench.disk import time_saving
 from lightstep.bench.link import Link, measure_link
 from lightstep.bench.measure import Baseline, Effort, Measurement, free_memory, probe, time_steps
 from lightstep.bench.model import GradientSets
 from lightstep.bench.ranks import Ranks
 from lightstep.bench.registry import NEEDS_GROUP, PEERS, Build
+from lightstep.bench.strategies import StrategyContender
 
 logger = logging.getLogger(__name__)
 
@@ -36,20 +39,28 @@ class Row:
 
 @dataclass
 class Run:
-    """Everything measured so far. `rows` are in the order asked for."""
+    """Everything measured so far. `rows` are in the order asked for; `checkpoints` is a folder to save them in."""
 
     setup: Setup
     effort: Effort
     rounds: int
     ranks: Ranks
     rows: list[Row]
+    checkpoints: Path | None = None
     link: Link | None = None
 
 
-def start(setup: Setup, effort: Effort, rounds: int, ranks: Ranks, names: Mapping[str, str]) -> Run:
+def start(
+    setup: Setup,
+    effort: Effort,
+    rounds: int,
+    ranks: Ranks,
+    names: Mapping[str, str],
+    checkpoints: Path | None = None,
+) -> Run:
     """A run over `names` (contender name to kind) that has measured nothing yet."""
     rows = [Row(name, PEERS[name].about if name in PEERS else name, kind) for name, kind in names.items()]
-    return Run(setup, effort, rounds, ranks, rows)
+    return Run(setup, effort, rounds, ranks, rows, checkpoints)
 
 
 def measure_all(run: Run, builds: Mapping[str, Build], progress: Callable[[str, Run], None]) -> None:
@@ -126,8 +137,11 @@ class Visit:
 
     def probe(self) -> None:
         assert self._contender is not None and self._gradients is not None
-        if self._number == self._run.rounds - 1:
-            probe(self._contender, self._gradients, self._run.setup.device, self._row.measurement)
+        run, contender = self._run, self._contender
+        if self._number == run.rounds - 1:
+            probe(contender, self._gradients, run.setup.device, self._row.measurement)
+            if run.checkpoints is not None and isinstance(contender, StrategyContender):
+                self._row.measurement.disk = time_saving(contender.save, run.checkpoints, run.ranks)
 
     def close(self) -> None:
         if self._contender is not None:

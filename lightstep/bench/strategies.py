@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -42,6 +43,10 @@ class StrategyContender(Contender):
 
     def host_bytes(self) -> int:
         return int(self._optimizer.memory_report()["host_bytes"])
+
+    def save(self, path: Path) -> None:
+        """A checkpoint of weights, masters and state."""
+        self._strategy.save_checkpoint(path, self._model, self._optimizer)
 
     def finish(self) -> None:
         self._optimizer.synchronize()

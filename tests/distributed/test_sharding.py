@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +22,7 @@ from lightstep.config import ConfigError
 from lightstep.distributed import like, local_tensor
 from tests.distributed.collectives import collectives
 from tests.distributed.models import TinyTransformer, loss_of
-from tests.distributed.ranks import Pool, device_of
+from tests.distributed.ranks import TIMEOUT, Pool, device_of
 
 REDUCTIONS = {"allreduce_", "_reduce_scatter_base_", "reduce_scatter_tensor_coalesced_", "reduce_scatter_", "reduce_"}
 
@@ -582,3 +584,30 @@ def check_process_group(rank: int, world_size: int) -> None:
 
 def test_process_group(pool: Pool) -> None:
     pool.run(check_process_group, 2, group=False)
+
+
+def check_dying_rank(rank: int, world_size: int, folder: str, sharding: dict[str, Any]) -> None:
+    """The last rank goes away without a word in the second step; the first one writes down what it is told, and when."""
+    strategy = load(sharding)
+    model = strategy.prepare_model(TinyTransformer())
+    optimizer = strategy.create_optimizer(model)
+    train(strategy, model, optimizer, steps=1)
+    if rank == world_size - 1:
+        os._exit(1)
+    began = time.monotonic()
+    try:
+        train(strategy, model, optimizer, steps=1)
+        strategy.save_checkpoint(Path(folder, "after"), model, optimizer)
+    except Exception as error:
+        Path(folder, f"{rank}.json").write_text(json.dumps([type(error).__name__, time.monotonic() - began]))
+        raise
+
+
+@pytest.mark.parametrize("sharding", [FSDP2, DDP], ids=["fsdp2", "ddp"])
+def test_a_rank_that_dies_ends_the_others(pool: Pool, tmp_path: Path, sharding: dict[str, Any]) -> None:
+    with pytest.raises(AssertionError, match="the process ended"):
+        pool.run(check_dying_rank, 2, folder=str(tmp_path), sharding=sharding)
+    assert not (tmp_path / "after").exists()
+    if torch.cuda.device_count() < 2:  # nccl's watchdog ends the process itself
+        _, seconds = json.loads((tmp_path / "0.json").read_text())
+        assert seconds < TIMEOUT.total_seconds()

@@ -144,7 +144,9 @@ def test_two_ranks_measure_together(tmp_path: Path) -> None:
     script = tmp_path / "bench.py"
     script.write_text(code)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
-    arguments = [*TINY, "--rounds", "1", "--strategies", "resident", "--peers", "fsdp2-offload,torch"]
+    names = ["--strategies", "resident,fsdp2-stream", "--peers", "fsdp2-offload,torch,torch-fsdp2"]
+    saving = ["--checkpoints", str(tmp_path / "saved")]
+    arguments = [*TINY, "--rounds", "1", *names, *saving]
     root = Path(__file__).resolve().parents[2]
     done = subprocess.run(
         [*torchrun, *arguments, "--output", str(tmp_path / "out")],
@@ -161,7 +163,14 @@ def test_two_ranks_measure_together(tmp_path: Path) -> None:
     assert values["ranks"] == 2 and done.stdout.count("One optimizer step") == 1
     assert all(row["note"] is None for row in rows.values())
     assert rows["resident"]["parameters_per_rank"] == values["model"]["parameters"]
-    assert rows["fsdp2-offload"]["parameters_per_rank"] == pytest.approx(values["model"]["parameters"] / 2, rel=0.01)
+    for name in ("fsdp2-stream", "fsdp2-offload", "torch-fsdp2"):
+        assert rows[name]["parameters_per_rank"] == pytest.approx(values["model"]["parameters"] / 2, rel=0.01), name
+    assert rows["torch"]["checkpoint"] is None
+    whole = rows["fsdp2-stream"]["checkpoint"]  # fp32 masters and both moments, bf16 weights, over all ranks
+    assert whole["gb"] * 1e9 == pytest.approx(14 * values["model"]["parameters"], rel=0.7)
+    assert whole["gb_per_s"] > 0 and whole["plain_files_gb_per_s"] > 0
+    assert "fsdp2-stream: checkpoint of 0.00 GB saved at" in done.stdout
+    assert list((tmp_path / "saved").iterdir()) == []
 
 
 # -- bad input ---------------------------------------------------------------------------------------------------
