@@ -13,6 +13,7 @@ import importlib
 import multiprocessing
 import os
 import socket
+import tempfile
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
@@ -47,10 +48,12 @@ class Pool:
             AssertionError: with every failed rank's traceback.
         """
         self._grow(world_size)
-        task = (check.__module__, check.__qualname__, world_size, _free_port(), group, arguments)
-        for rank in range(world_size):
-            self._pipes[rank].send((rank, *task))
-        outcomes = self._outcomes(world_size)
+        with tempfile.TemporaryDirectory() as meeting_place:
+            place = meeting_place if group else None  # a file: a port may be taken between its choice and its use
+            task = (check.__module__, check.__qualname__, world_size, _free_port(), place, arguments)
+            for rank in range(world_size):
+                self._pipes[rank].send((rank, *task))
+            outcomes = self._outcomes(world_size)
         failures = [f"--- rank {rank} of {world_size} ---\n{text}" for rank, (ok, text) in outcomes.items() if not ok]
         if failures or len(outcomes) < world_size:
             silent = sorted(set(range(world_size)) - outcomes.keys())
@@ -110,19 +113,21 @@ def _serve(pipe: Connection) -> None:
     torch.set_num_threads(1)
     while True:
         try:
-            rank, module, name, world_size, port, group, arguments = pipe.recv()
+            rank, module, name, world_size, port, meeting_place, arguments = pipe.recv()
         except EOFError:
             return
         try:
             check: Any = importlib.import_module(module)
             for part in name.split("."):
                 check = getattr(check, part)
-            pipe.send((True, _run(check, rank, world_size, port, group, arguments)))
+            pipe.send((True, _run(check, rank, world_size, port, meeting_place, arguments)))
         except BaseException:
             pipe.send((False, traceback.format_exc()))
 
 
-def _run(check: Any, rank: int, world_size: int, port: int, group: bool, arguments: dict[str, Any]) -> Any:
+def _run(
+    check: Any, rank: int, world_size: int, port: int, meeting_place: str | None, arguments: dict[str, Any]
+) -> Any:
     os.environ |= {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -134,8 +139,11 @@ def _run(check: Any, rank: int, world_size: int, port: int, group: bool, argumen
     if device.type == "cuda":
         torch.cuda.set_device(device)
     torch.manual_seed(0)
-    if group:
-        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=TIMEOUT)
+    if meeting_place is not None:
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(
+            backend, f"file://{meeting_place}/store", timeout=TIMEOUT, rank=rank, world_size=world_size
+        )
     try:
         return check(rank, world_size, **arguments)
     finally:

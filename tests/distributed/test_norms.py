@@ -119,7 +119,8 @@ def make_parameters(layout: list[Any], values: list[Tensor]) -> list[nn.Paramete
         tensor = torch.zeros(shape, device=value.device)
         place = (lambda t, m=mesh, p=placements: t) if mesh is None else _placer(mesh, placements)
         parameter = nn.Parameter(place(tensor))
-        parameter.grad = place(value)
+        if mesh is None or mesh.get_coordinate() is not None:  # elsewhere there is nothing to have a gradient of
+            parameter.grad = place(value)
         parameters.append(parameter)
     return parameters
 
