@@ -162,10 +162,11 @@ def check_layout(rank: int, world_size: int, layout: str) -> None:
 
 
 def check_clipping(parameters: list[nn.Parameter], values: list[Tensor]) -> None:
-    before = [local_tensor(p.grad).clone() for p in parameters]
+    here = [parameter for parameter in parameters if parameter.grad is not None]
+    before = [local_tensor(p.grad).clone() for p in here]
     norm = lightstep.clip_grad_norm_(parameters, 1.5)
     coefficient = torch.clamp(1.5 / (norm + 1e-6), max=1.0)
-    for parameter, old in zip(parameters, before, strict=True):
+    for parameter, old in zip(here, before, strict=True):
         assert torch.equal(local_tensor(parameter.grad), old * coefficient)
     assert abs(float(lightstep.global_grad_norm(parameters)) - 1.5) < 1e-5
 
@@ -177,7 +178,8 @@ def check_overflow_anywhere(rank: int, world_size: int, placed: list[Any], devic
         for norm_type in (2.0, math.inf):
             for value in (math.inf, math.nan):
                 parameters = make_parameters(placed, whole_values(placed, device))
-                local = local_tensor(parameters[number].grad)
+                gradient = parameters[number].grad
+                local = torch.empty(0) if gradient is None else local_tensor(gradient)
                 has_part = torch.tensor([float(local.numel() > 0)] * world_size, device=device)
                 if rank == world_size - 1 and local.numel():
                     local.view(-1)[0] = value
