@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -65,7 +65,7 @@ def train(
 
 @app.command()
 def strategies() -> None:
-    """List the ready strategies, and what each costs per parameter."""
+    """List the ready strategies, and the bytes per parameter that each takes with AdamW."""
     from rich.console import Console
 
     with _one_sentence():
@@ -87,6 +87,7 @@ def bench(context: typer.Context) -> None:
 
 
 def _strategies_table() -> Table:
+    from rich import box
     from rich.table import Table
 
     from lightstep.config import parse_config
@@ -94,19 +95,22 @@ def _strategies_table() -> Table:
     from lightstep.trainer.cost import cost
 
     table = Table(
-        caption="bytes per parameter with AdamW, between steps: weights, master weights, state; gradients come on top",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+        caption="Bytes per parameter with AdamW. Gradients: from backward to the step, without accumulation. State: "
+        "between steps, master weights included.",
         caption_justify="left",
     )
-    for heading in ("name", "description", "sharding", "precision"):
-        table.add_column(heading, overflow="fold", no_wrap=heading == "name")
-    for place in ("device", "host"):
-        table.add_column(f"{place}\nbytes", justify="right")
+    table.add_column("name", no_wrap=True)
+    table.add_column("description")
+    for heading in ("weights", "gradients", "state,\ndevice", "state,\nhost"):
+        table.add_column(heading, justify="right", no_wrap=True)
     for name in available_strategies():
         config = parse_config(read_source(name)[1], name)
-        precision, scale = config.precision, config.precision.loss_scale.kind
-        dtypes = precision.parameters + (f", {scale} loss scale" if scale != "none" else "")
         held = cost(config)
-        table.add_row(name, config.description, config.sharding.kind, dtypes, held.text("device"), held.text("host"))
+        figures = (held.weights, held.gradients, held.device_state, held.host_state)
+        table.add_row(name, config.description, *map(str, figures))
     return table
 
 
@@ -114,7 +118,7 @@ def _strategies_table() -> Table:
 def _one_sentence(debug: bool = False) -> Iterator[None]:
     """Errors that people can do something about become one sentence on stderr and an exit code."""
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
-    formatted, warnings.formatwarning = warnings.formatwarning, lambda message, *_, **__: f"warning: {message}\n"
+    formatted, warnings.formatwarning = warnings.formatwarning, _warning
     try:
         yield
     except KeyboardInterrupt:
@@ -124,17 +128,26 @@ def _one_sentence(debug: bool = False) -> Iterator[None]:
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
         _fail(f"{where}{error.strerror or error}", FAILED, debug)
-    except RuntimeError as error:
-        if type(error).__name__ != "CheckpointError":  # without importing torch for it
+    except Exception as error:
+        if type(error).__name__ not in ("CheckpointError", "ElsewhereError"):  # without importing torch for it
             raise
         _fail(str(error), FAILED, debug)
     finally:
         warnings.formatwarning = formatted
 
 
+def _warning(message: Warning | str, *_: Any, **__: Any) -> str:
+    return f"warning: {message}\n" if _first_on_this_machine() else ""
+
+
 def _fail(sentence: str, code: int, debug: bool) -> None:
+    """Under torchrun the ranks fail together, and one of each machine says why."""
     if debug:
         raise
-    rank = os.environ.get("RANK", "0") if os.environ.get("WORLD_SIZE", "1") != "1" else None
-    sys.stderr.write(f"lightstep: {sentence}\n" if rank is None else f"lightstep, rank {rank}: {sentence}\n")
+    if _first_on_this_machine():
+        sys.stderr.write(f"lightstep: {sentence}\n")
     raise typer.Exit(code)
+
+
+def _first_on_this_machine() -> bool:
+    return os.environ.get("LOCAL_RANK", "0") == "0"

@@ -1,10 +1,10 @@
-"""What a strategy holds per parameter between steps: weights, masters, AdamW's moments. Gradients come on top."""
+"""What a strategy takes per parameter with AdamW: weights, gradients, and the state with its master weights."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lightstep.config import DeepSpeedSharding, FSDP2Sharding, StrategyConfig
+from lightstep.config import DDPSharding, DeepSpeedSharding, FSDP2Sharding, StrategyConfig
 
 _BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 _MOMENTS = 8
@@ -14,34 +14,62 @@ _SPLIT_MASTER = 2
 
 
 @dataclass(frozen=True)
+class Bytes:
+    """Per parameter, on every rank."""
+
+    count: float
+    divided_by: str = ""
+    """``ranks`` or ``shards``; empty: every rank has all of it."""
+
+    def __str__(self) -> str:
+        return f"{self.count:g}/{self.divided_by}" if self.count and self.divided_by else f"{self.count:g}"
+
+
+@dataclass(frozen=True)
 class Cost:
-    """Bytes per parameter, and over how many processes they are divided."""
+    """All but the activations, and what a step moves through the device."""
 
-    device: float
-    """The same on every rank."""
-    host: float
-    device_shared: float = 0.0
-    """Divided by the number of ranks (of shards, for HSDP)."""
-    host_shared: float = 0.0
-
-    def text(self, place: str) -> str:
-        """``14``, ``2 + 12/ranks``, ..."""
-        own, shared = getattr(self, place), getattr(self, f"{place}_shared")
-        parts = ([f"{own:g}"] if own or not shared else []) + ([f"{shared:g}/ranks"] if shared else [])
-        return " + ".join(parts)
+    weights: Bytes
+    gradients: Bytes
+    """From backward to the step, without accumulation."""
+    device_state: Bytes
+    """Between steps; master weights included."""
+    host_state: Bytes
 
 
 def cost(config: StrategyConfig) -> Cost:
     """Per parameter with AdamW."""
-    weights, state = _BYTES[config.precision.parameters], _state_bytes(config)
+    weights, gradients, state = _divisors(config)
     on_host = config.optimizer_state.backend != "resident"
+    if isinstance(config.sharding, DeepSpeedSharding):
+        on_host = config.sharding.offload == "cpu"
+    held = _state_bytes(config)
+    return Cost(
+        Bytes(_BYTES[config.precision.parameters], weights),
+        Bytes(_gradient_bytes(config), gradients),
+        Bytes(0 if on_host else held, state),
+        Bytes(held if on_host else 0, state),
+    )
+
+
+def _divisors(config: StrategyConfig) -> tuple[str, str, str]:
+    """What divides weights, gradients and state."""
     sharding = config.sharding
     if isinstance(sharding, DeepSpeedSharding):
-        on_host = sharding.offload == "cpu"
-        own, shared = (0, weights) if sharding.stage == 3 else (weights, 0)
-        return Cost(own, 0, shared + (0 if on_host else state), state if on_host else 0)
-    device, host = weights + (0 if on_host else state), state if on_host else 0
-    return Cost(0, 0, device, host) if isinstance(sharding, FSDP2Sharding) else Cost(device, host)
+        return ("ranks" if sharding.stage == 3 else "", "ranks" if sharding.stage > 1 else "", "ranks")
+    if isinstance(sharding, FSDP2Sharding):
+        shared = "ranks" if sharding.mesh.replicate == 1 else "shards"
+        return shared, shared, shared
+    return "", "", ""
+
+
+def _gradient_bytes(config: StrategyConfig) -> int:
+    own = _BYTES[config.precision.parameters]
+    if own == 4 or config.precision.reduce == "parameters":
+        return own
+    if isinstance(config.sharding, FSDP2Sharding):
+        return 4  # the reduction's fp32 result takes the place of what FSDP2 would round it to
+    return own + 4 if isinstance(config.sharding, DDPSharding) else own  # DDP keeps its buckets beside it
 
 
 def _state_bytes(config: StrategyConfig) -> int:

@@ -42,19 +42,14 @@ def split_documents(data: Data) -> tuple[list[bytes], list[bytes]]:
     return training, validation
 
 
-def check_source(data: Data) -> None:
-    """Raise :class:`ConfigError` when there is nothing at ``data.path``; reads nothing."""
-    if data.path != STDLIB and not Path(data.path).expanduser().exists():
-        raise ConfigError(
-            f"data.path {data.path} does not exist; a folder, a text file, a JSONL file or stdlib is needed"
-        )
-
-
 def _read(data: Data) -> Iterator[bytes]:
-    check_source(data)
     if data.path == STDLIB:
         return _folder(Path(sysconfig.get_path("stdlib")), data.suffixes or STDLIB_SUFFIXES)
     path = Path(data.path).expanduser()
+    if not path.exists():
+        raise ConfigError(
+            f"data.path {data.path} does not exist; a folder, a text file, a JSONL file or stdlib is needed"
+        )
     if path.is_dir():
         return _folder(path, data.suffixes)
     return _file(path, data)

@@ -82,11 +82,12 @@ class Loop:
                 self.display.advance(self.step)
                 stopped = interrupt.received()
                 ends = stopped is not None or self.step == config.steps
-                if ends or self._due(config.log_every):
+                saves = ends or self._due(config.checkpoint.every)
+                if saves or self._due(config.log_every):  # a resumed run does not log what was before its checkpoint
                     self._look()
                 if not ends and self._due(config.validation.every):
                     self._apart_from_the_clock(self.validate)
-                if ends or self._due(config.checkpoint.every):
+                if saves:
                     self._apart_from_the_clock(self.save)
         return stopped
 

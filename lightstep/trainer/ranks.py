@@ -3,24 +3,50 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 from lightstep.config import ConfigError
-from lightstep.distributed import world_size
+from lightstep.distributed import initialized, world_size
 from lightstep.strategy import Strategy
+from lightstep.strategy.agreement import Ranks
+from lightstep.strategy.process_group import ProcessGroupStrategy
+
+Result = TypeVar("Result")
 
 
-def check_world(strategy: Strategy) -> None:
-    """Raises :class:`ConfigError` when torchrun started several processes and the strategy is for one."""
-    started = int(os.environ.get("WORLD_SIZE", "1"))
-    if started > 1 and strategy.world_size == 1:
+def join(strategy: Strategy) -> None:
+    """Have the ranks find each other, where the strategy is for several.
+
+    Raises:
+        ConfigError: torchrun started several processes and the strategy is for one, or the other way round.
+    """
+    if isinstance(strategy, ProcessGroupStrategy):
+        if not initialized() and "RANK" not in os.environ:
+            devices = max(torch.cuda.device_count(), 2)
+            raise ConfigError(
+                f"strategy {strategy.name} (sharding.kind {strategy.config.sharding.kind}) needs a process per device; "
+                f"start it with: torchrun --nproc-per-node {devices} -m lightstep train CONFIG"
+            )
+        strategy.start()
+    elif (started := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
         raise ConfigError(
             f"torchrun started {started} processes, and strategy {strategy.name} is for one; "
             "choose a sharded strategy (sharding.kind ddp or fsdp2) or start without torchrun"
         )
+
+
+def together(action: Callable[[], Result], only_first: bool = False) -> Result:
+    """Do what may fail on one rank alone, so that a failure ends all of them: none is left waiting for the others.
+
+    Args:
+        action: without communication.
+        only_first: on the first rank; all get its result.
+    """
+    return Ranks().together(action, only_first)
 
 
 def mean(values: Sequence[float]) -> list[float]:

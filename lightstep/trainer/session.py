@@ -21,13 +21,12 @@ from lightstep.strategy.checkpoint import CheckpointError
 from lightstep.trainer.batches import Batches, validation_rows
 from lightstep.trainer.config import TrainConfig
 from lightstep.trainer.display import Display
-from lightstep.trainer.documents import check_source
 from lightstep.trainer.interrupt import Interrupt
 from lightstep.trainer.logs import Logs
 from lightstep.trainer.loop import Loop, Pieces
 from lightstep.trainer.model import load_tokenizer, make_model, model_config
 from lightstep.trainer.optimization import make_optimizer, make_scheduler
-from lightstep.trainer.ranks import check_world
+from lightstep.trainer.ranks import join, together
 from lightstep.trainer.run_folder import newest_checkpoint, start_run
 from lightstep.trainer.samples import write_samples
 from lightstep.trainer.tokens import Corpus, load_corpus
@@ -65,13 +64,13 @@ def train(config: TrainConfig, resume: bool = False, console: Console | None = N
         CheckpointError: a checkpoint could not be written; the one before it is kept.
     """
     with _quiet_transformers(), load_strategy(config) as strategy:
-        check_world(strategy)
-        check_source(config.data)
+        join(strategy)
         display = Display(console or Console(), strategy.is_main)
-        checkpoint = newest_checkpoint(config.folder) if resume else None
+        checkpoint = together(lambda: newest_checkpoint(config.folder), only_first=True) if resume else None
         pieces, tokenizer = _assemble(config, strategy, display)
         start = 0 if checkpoint is None else _resume(config, pieces, checkpoint, display)
-        if strategy.is_main and (moved := start_run(config, resume)) is not None:
+        moved = together(lambda: start_run(config, resume), only_first=True)
+        if moved is not None:
             display.say(f"an earlier run was in {config.folder}; it is now {moved}")
         with Logs(config.folder if strategy.is_main else None, start) as logs:
             loop = Loop(config, pieces, logs, display, step=start, saved=checkpoint)
@@ -86,15 +85,11 @@ def load_strategy(config: TrainConfig) -> Strategy:
 
 
 def _assemble(config: TrainConfig, strategy: Strategy, display: Display) -> tuple[Pieces, Any]:
-    tokenizer = load_tokenizer(config.model)
-    architecture = model_config(config.model, tokenizer, config.batch.length)
-    display.say(f"reading {config.data.path}")
-    corpus = load_corpus(config.data, tokenizer, config.batch.length)
+    tokenizer, architecture, corpus = together(lambda: _read_inputs(config, display))
     set_seed(config.seed)
     sharded = strategy.config.sharding.kind == "fsdp2"  # there the other ranks get rank 0's weights
-    model = strategy.prepare_model(
-        lambda: make_model(config.model, architecture, meta=sharded and not strategy.is_main)
-    )
+    made = together(lambda: make_model(config.model, architecture, meta=sharded and not strategy.is_main))
+    model = strategy.prepare_model(made)
     set_seed(config.seed + strategy.rank)
     display.say(_introduction(config, strategy, model, corpus))
     optimizer = make_optimizer(strategy, model, config.optimizer)
@@ -110,6 +105,14 @@ def _assemble(config: TrainConfig, strategy: Strategy, display: Display) -> tupl
         corpus.fingerprint,
     )
     return pieces, tokenizer
+
+
+def _read_inputs(config: TrainConfig, display: Display) -> tuple[Any, Any, Corpus]:
+    """Tokenizer, configuration of the model, text."""
+    tokenizer = load_tokenizer(config.model)
+    architecture = model_config(config.model, tokenizer, config.batch.length)
+    display.say(f"reading {config.data.path}")
+    return tokenizer, architecture, load_corpus(config.data, tokenizer, config.batch.length)
 
 
 def _introduction(config: TrainConfig, strategy: Strategy, model: nn.Module, corpus: Corpus) -> str:
@@ -134,8 +137,8 @@ def _resume(config: TrainConfig, pieces: Pieces, checkpoint: Path, display: Disp
         display.say("warning: the text is not the one that the checkpoint was trained on; batches will differ")
     if changed := _changes(extra.get("config") or {}, config.model_dump(mode="json")):
         display.say(
-            f"warning: settings differ from the checkpoint's: {', '.join(changed)}; "
-            "optimizer and learning-rate settings stay the checkpoint's"
+            f"warning: settings differ from the checkpoint's: {', '.join(changed)}; those of the optimizer, its "
+            "learning rate included, stay the checkpoint's"
         )
     return int(extra["step"])
 

@@ -19,10 +19,13 @@ from typer.testing import CliRunner, Result
 import lightstep
 from lightstep import Strategy, available_strategies
 from lightstep.cli import app
+from lightstep.config import StrategyConfig, parse_config
 from lightstep.strategy import checkpoint
+from lightstep.strategy.presets import read_source
 from lightstep.trainer.config import load_config
 from lightstep.trainer.cost import cost
-from tests.unit.test_trainer import MODEL, _fails_after
+from lightstep.trainer.logs import TRAINING, read_scalars
+from tests.unit.test_trainer import MODEL, _assert_same, _fails_after
 
 ROOT = Path(lightstep.__file__).resolve().parents[1]
 EXAMPLE = ROOT / "examples" / "train.yaml"
@@ -93,6 +96,7 @@ def test_train_and_resume(file: Path, tmp_path: Path) -> None:
         (["--resume"], "holds no complete checkpoint; start without --resume"),
         (["--set", "optimizer.name=Adamm"], "optimizer.name is 'Adamm', did you mean"),
         (["--set", "strategy={cuda: resident}"], "a strategy for each of cpu, cuda is needed"),
+        (["--strategy", "fsdp2"], "needs a process per device; start it with: torchrun --nproc-per-node"),
     ],
 )
 def test_a_mistake_gets_one_sentence(file: Path, tmp_path: Path, arguments: list[str], message: str) -> None:
@@ -122,6 +126,12 @@ def test_a_full_disk_gets_one_sentence(file: Path, tmp_path: Path, monkeypatch: 
     assert "checkpoint-4 was not saved: No space left on device" in sentence and "checkpoint-2 is kept" in sentence
 
 
+def test_only_one_rank_of_a_machine_tells(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    result = _run("train", file, "--set", "data=nowhere")
+    assert (result.exit_code, result.stderr) == (2, "")
+
+
 def test_debug_shows_where_an_error_comes_from(file: Path) -> None:
     assert isinstance(_run("train", file, "--set", "data=nowhere", "--debug").exception, lightstep.ConfigError)
 
@@ -138,6 +148,33 @@ def test_the_example_is_valid_and_uses_ready_strategies() -> None:
     config = load_config(EXAMPLE)
     assert {config.strategy_for("cpu"), config.strategy_for("cuda")} <= set(available_strategies())
     assert config.data.path == "stdlib"
+
+
+def test_a_process_that_is_killed_while_saving_resumes_from_the_checkpoint_before(file: Path, tmp_path: Path) -> None:
+    """The whole run, and one that `kill -9` ends in the middle of its second checkpoint: the last ones are equal."""
+    script = (
+        "import os, signal, sys, torch; from lightstep.cli import app; from lightstep.strategy import checkpoint\n"
+        "torch.set_num_threads(1)\n"
+        "write, saves = checkpoint.write_tensors, []\n"
+        "def killed(*arguments):\n"
+        "    write(*arguments); saves.append(1)\n"
+        "    if len(saves) == 2: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "checkpoint.write_tensors = killed; app(sys.argv[1:])"
+    )
+    command = [sys.executable, "-c", script, "train", str(file), "--set", "steps=6", "--set", "name=killed"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    folder = tmp_path / "runs/killed"
+    assert done.returncode == -signal.SIGKILL and any(folder.glob(".checkpoint-4*")), done.stderr
+    assert [path.name for path in folder.glob("checkpoint-*")] == ["checkpoint-2"]
+    resumed = _run("train", file, "--set", "steps=6", "--set", "name=killed", "--resume")
+    assert resumed.exit_code == 0 and "checkpoint-2" in resumed.stdout and (folder / "loss.png").is_file()
+    assert not any(folder.glob(".checkpoint-4*")), "what the killed save left is gone"
+    assert [step for step, _ in read_scalars(folder / "tensorboard", (TRAINING,))[TRAINING]] == list(range(1, 7))
+    assert _run("train", file, "--set", "steps=6", "--set", "name=whole").exit_code == 0
+    state = [torch.load(tmp_path / "runs" / name / "checkpoint-6/state.pt") for name in ("killed", "whole")]
+    _assert_same(*[{key: value for key, value in each.items() if key != "extra"} for each in state])
+    for tensors in (tmp_path / "runs/whole/checkpoint-6").glob("*.distcp"):
+        assert tensors.read_bytes() == (folder / "checkpoint-6" / tensors.name).read_bytes()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -160,43 +197,51 @@ def test_a_signal_saves_and_exits(file: Path, tmp_path: Path, number: signal.Sig
 # -- strategies, bench, help
 
 
+SINGLE = [name for name in available_strategies() if parse_config(read_source(name)[1], name).sharding.kind == "single"]
+
+
 def test_the_table_names_every_strategy_with_its_costs() -> None:
     result = _run("strategies")
     assert result.exit_code == 0
-    rows = {cells[0]: cells for line in result.stdout.splitlines() if len(cells := re.findall(r"[^│┃]+", line)) == 6}
-    rows = {name.strip(): [cell.strip() for cell in cells] for name, cells in rows.items()}
+    rows = {cells[0]: cells[-4:] for line in result.stdout.splitlines() if (cells := line.split())}
     assert set(available_strategies()) <= set(rows)
-    assert rows["resident"][3:] == ["bfloat16", "14", "0"] and rows["bulk"][4:] == ["2", "12"]
-    assert rows["fp16"][3:] == ["float16, dynamic loss scale", "14", "0"] and rows["fp32"][4:] == ["12", "0"]
+    assert rows["resident"] == ["2", "2", "12", "0"] and rows["stream"] == ["2", "2", "0", "10"]
+    assert rows["ddp"] == ["2", "6", "12", "0"] and rows["fsdp2-stream"] == ["2/ranks", "4/ranks", "0", "10/ranks"]
+    assert rows["hsdp"] == ["2/shards", "4/shards", "12/shards", "0"]
 
 
-@pytest.mark.parametrize("name", [n for n in ("resident", "bulk", "fp16", "fp32") if n in available_strategies()])
+@pytest.mark.parametrize("name", SINGLE)
 def test_costs_are_what_the_optimizer_reports(name: str) -> None:
     strategy = Strategy.load(name)
     model = strategy.prepare_model(nn.Linear(512, 512))
     optimizer = strategy.create_optimizer(model, torch.optim.AdamW, lr=1e-3)
     first = next(model.parameters())
     optimizer.backward(model(torch.ones(2, 512, dtype=first.dtype, device=first.device)).float().mean())
+    held = cost(strategy.config)
+    assert first.element_size() == held.weights.count
+    assert first.grad is not None and first.grad.element_size() == held.gradients.count
     assert optimizer.step()
-    report, held = optimizer.memory_report(), cost(strategy.config)
-    assert report["device_bytes_per_parameter"] + first.element_size() == held.device
-    assert report["host_bytes_per_parameter"] == pytest.approx(held.host, rel=0.01), "but for whole pages"
+    report = optimizer.memory_report()
+    assert report["device_bytes_per_parameter"] == held.device_state.count
+    assert report["host_bytes_per_parameter"] == pytest.approx(held.host_state.count, rel=0.01), "but for whole pages"
 
 
 @pytest.mark.parametrize(
-    ("values", "device", "host"),
+    ("values", "expected"),
     [
-        ({"sharding": {"kind": "fsdp2"}}, "14/ranks", "0"),
-        ({"sharding": {"kind": "fsdp2"}, "optimizer_state": {"backend": "stream"}}, "2/ranks", "10/ranks"),
-        ({"sharding": {"kind": "ddp"}, "precision": {"parameters": "float32"}}, "12", "0"),
-        ({"optimizer_state": {"backend": "stream"}}, "2", "10"),
-        ({"sharding": {"kind": "deepspeed", "stage": 2}}, "2 + 12/ranks", "0"),
-        ({"sharding": {"kind": "deepspeed", "stage": 3, "offload": "cpu"}}, "2/ranks", "12/ranks"),
+        ({"sharding": {"kind": "fsdp2"}}, "2/ranks 4/ranks 12/ranks 0"),
+        ({"sharding": {"kind": "fsdp2"}, "precision": {"reduce": "parameters"}}, "2/ranks 2/ranks 12/ranks 0"),
+        ({"sharding": {"kind": "fsdp2"}, "precision": {"parameters": "float32"}}, "4/ranks 4/ranks 8/ranks 0"),
+        ({"sharding": {"kind": "ddp"}}, "2 6 12 0"),
+        ({"sharding": {"kind": "ddp"}, "precision": {"parameters": "float32"}}, "4 4 8 0"),
+        ({"optimizer_state": {"backend": "stream"}}, "2 2 0 10"),
+        ({"sharding": {"kind": "deepspeed", "stage": 1}}, "2 2 12/ranks 0"),
+        ({"sharding": {"kind": "deepspeed", "stage": 3, "offload": "cpu"}}, "2/ranks 2/ranks 0 12/ranks"),
     ],
 )
-def test_costs_of_sharded_and_streamed_strategies(values: dict[str, Any], device: str, host: str) -> None:
-    held = cost(lightstep.config.StrategyConfig.model_validate(values))
-    assert (held.text("device"), held.text("host")) == (device, host)
+def test_costs_of_sharded_and_streamed_strategies(values: dict[str, Any], expected: str) -> None:
+    held = cost(StrategyConfig.model_validate(values))
+    assert f"{held.weights} {held.gradients} {held.device_state} {held.host_state}" == expected
 
 
 def test_help_imports_no_more_than_the_package() -> None:

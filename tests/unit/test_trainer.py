@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import logging
 import signal
+import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
+from tensorboard.summary.writer.record_writer import RecordWriter
 from torch import Tensor
 
 from lightstep import CheckpointError, ConfigError
@@ -129,6 +132,7 @@ def _stop_at(monkeypatch: pytest.MonkeyPatch, step: int, number: signal.Signals)
         ("fp32", {}),
         ("resident", {}),
         ("bulk", {}),
+        ("stream", {}),
         ("fp16", {"precision.loss_scale": EASY_OVERFLOW}),
     ],
 )
@@ -188,11 +192,14 @@ def test_resuming_a_finished_run_says_so_and_a_longer_one_goes_on(configured: Ca
     assert set(outcome.losses) == {7, 8} and "warning" not in said
 
 
-def test_resuming_with_other_settings_or_text_warns(configured: Callable[..., TrainConfig], text: Path) -> None:
+def test_resuming_with_other_settings_or_text_warns(
+    configured: Callable[..., TrainConfig], loops: list[Loop], text: Path
+) -> None:
     _train(configured(steps=2))
     text.write_text(text.read_text().replace("7", "8"))
     _, said = _train(configured(optimizer={"lr": 0.02}), resume=True)
     assert "optimizer.lr (0.01 → 0.02)" in said and "the text is not the one" in said
+    assert loops[-1].pieces.scheduler.base_lrs == [0.01]
 
 
 @pytest.mark.parametrize(
@@ -230,7 +237,10 @@ def test_logs_curve_and_checkpoints(configured: Callable[..., TrainConfig], tmp_
 
 
 def test_logs_of_a_resumed_run_are_one_curve(
-    configured: Callable[..., TrainConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    configured: Callable[..., TrainConfig],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint, "write_tensors", _fails_after(checkpoint.write_tensors, 1))
@@ -240,6 +250,7 @@ def test_logs_of_a_resumed_run_are_one_curve(
     scalars = read_scalars(tmp_path / "runs/run/tensorboard", (TRAINING,))[TRAINING]
     assert [step for step, _ in scalars] == [1, 2, 3, 4, 5, 6]
     assert dict(scalars)[3] == pytest.approx(resumed.losses[3], rel=1e-6)
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
 def test_an_earlier_run_is_moved_aside(configured: Callable[..., TrainConfig], tmp_path: Path) -> None:
@@ -268,6 +279,22 @@ def test_a_full_disk_keeps_the_checkpoint_before(
     assert sorted(p.name for p in (tmp_path / "runs/run").glob("*checkpoint*")) == ["checkpoint-2"]
     outcome, _ = _train(configured(), resume=True)
     assert set(outcome.losses) == {3, 4, 5, 6}
+
+
+def test_logs_that_cannot_be_written_stop_nothing(
+    configured: Callable[..., TrainConfig],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(RecordWriter, "write", _fails_after(RecordWriter.write, 3))
+    hook = threading.excepthook
+    outcome, _ = _train(configured())
+    assert outcome.step == 6 and is_complete(tmp_path / "runs/run/checkpoint-6")
+    (warning,) = [record.message for record in caplog.records if record.name.startswith("lightstep")]
+    assert "No space left on device; nothing more is logged" in warning
+    assert "Traceback" not in capfd.readouterr().err and threading.excepthook is hook
 
 
 def _fails_after(function: Callable[..., Any], good_calls: int) -> Callable[..., Any]:

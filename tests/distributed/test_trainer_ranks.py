@@ -1,0 +1,166 @@
+"""`lightstep train` on two ranks: one batch shared, one report, and a resumed run that equals the uninterrupted one."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from rich.console import Console
+from torch import Tensor
+
+import lightstep
+from lightstep.config import ConfigError
+from lightstep.strategy.agreement import ElsewhereError
+from lightstep.trainer.config import TrainConfig
+from lightstep.trainer.loop import Loop
+from lightstep.trainer.session import train
+from tests.distributed.ranks import Pool
+from tests.unit.test_trainer import MODEL
+
+ROOT = Path(lightstep.__file__).resolve().parents[1]
+
+
+@pytest.fixture
+def values(tmp_path: Path) -> dict[str, Any]:
+    """A tiny run of six steps."""
+    (tmp_path / "text.txt").write_text("".join(f"line {n} of a text that says {n * n % 97}\n" for n in range(200)))
+    return {
+        "output": str(tmp_path / "runs"),
+        "model": {"config": MODEL},
+        "data": str(tmp_path / "text.txt"),
+        "steps": 6,
+        "batch": {"sequences": 8, "length": 32, "accumulation": 2},
+        "optimizer": {"lr": 0.01},
+        "scheduler": {"warmup_steps": 2},
+        "validation": {"sequences": 4},
+        "checkpoint": {"every": 2, "keep": 3},
+        "log_every": 2,
+        "sample": {"prompts": ["line"], "tokens": 3},
+    }
+
+
+# -- what the ranks do
+
+
+def run(
+    rank: int, world_size: int, values: dict[str, Any], resume: bool = False, stop_at: int | None = None
+) -> dict[str, Any]:
+    """One call of `train`; ``stop_at``: SIGTERM reaches the last rank, and no other, in the middle of that step."""
+    accumulate = Loop._accumulate
+
+    def interrupted(loop: Loop, micro_batches: Tensor) -> Tensor:
+        if loop.step + 1 == stop_at and rank == world_size - 1:
+            signal.raise_signal(signal.SIGTERM)
+        return accumulate(loop, micro_batches)
+
+    Loop._accumulate = interrupted  # type: ignore[method-assign]
+    console = Console(record=True, file=open(os.devnull, "w"), width=200)  # noqa: SIM115
+    try:
+        outcome = train(TrainConfig.model_validate(values), resume, console)
+    finally:
+        Loop._accumulate = accumulate  # type: ignore[method-assign]
+    return {
+        "losses": dict(outcome.losses),
+        "step": outcome.step,
+        "before": outcome.validation_before,
+        "after": outcome.validation_after,
+        "stopped": outcome.stopped_by,
+        "said": console.export_text(),
+    }
+
+
+def refused(rank: int, world_size: int, values: dict[str, Any], missing_on: int | None) -> str:
+    """What the rank is told when the text is missing on one of them."""
+    if rank == missing_on:
+        values = {**values, "data": "nowhere"}
+    with pytest.raises((ConfigError, ElsewhereError)) as caught:
+        train(TrainConfig.model_validate(values))
+    return str(caught.value)
+
+
+# -- tests
+
+
+def _contents(checkpoint: Path) -> dict[str, str]:
+    """A digest of every file but those with the time or the run's name in it."""
+    return {
+        path.name: hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in checkpoint.iterdir()
+        if path.suffix == ".distcp" or path.name == "tensors.json"
+    }
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "hsdp", "ddp-stream", "fsdp2-stream"])
+def test_a_resumed_run_equals_an_uninterrupted_one(
+    pool: Pool, values: dict[str, Any], tmp_path: Path, strategy: str
+) -> None:
+    values["strategy"] = strategy
+    whole, other = pool.run(run, 2, group=False, values={**values, "name": "whole"})
+    assert whole["losses"] == other["losses"] and whole["after"] == other["after"], "means over the ranks"
+    assert "validation loss after" in whole["said"] and "sample 1 of 1" in whole["said"] and other["said"] == ""
+    first, _ = pool.run(run, 2, group=False, values={**values, "name": "cut"}, stop_at=3)
+    assert (first["stopped"], first["step"]) == (signal.SIGTERM, 3) and "stopped after step 3" in first["said"]
+    second, _ = pool.run(run, 2, group=False, values={**values, "name": "cut"}, resume=True)
+    assert "checkpoint-3" in second["said"] and "warning" not in second["said"]
+    assert first["losses"] | second["losses"] == whole["losses"] and second["after"] == whole["after"]
+    ends = [_contents(tmp_path / "runs" / name / "checkpoint-6") for name in ("whole", "cut")]
+    assert ends[0] == ends[1] and len(ends[0]) > 1
+
+
+def test_two_ranks_train_on_the_batch_of_one(pool: Pool, values: dict[str, Any]) -> None:
+    quiet = {**MODEL, "attention_dropout": 0.0}  # each rank draws its own
+    values |= {"model": {"config": quiet}, "strategy_overrides": {"precision.parameters": "float32"}}
+    several = [pool.run(run, 2, group=False, values={**values, "name": s, "strategy": s})[0] for s in ("ddp", "fsdp2")]
+    values |= {"name": "one", "strategy": "fp32", "strategy_overrides": {}}
+    (one,) = pool.run(run, 1, group=False, values=values)
+    for outcome in several:
+        assert outcome["losses"] == pytest.approx(one["losses"], rel=1e-4)
+        assert [outcome["before"], outcome["after"]] == pytest.approx([one["before"], one["after"]], rel=1e-4)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_text_that_is_missing_on_one_rank_ends_all(pool: Pool, values: dict[str, Any], rank: int) -> None:
+    values["strategy"] = "fsdp2"
+    told = pool.run(refused, 2, group=False, values=values, missing_on=rank)
+    assert all("data.path nowhere does not exist" in text for text in told)
+    assert told[1 - rank].startswith(f"rank {rank}: ")
+
+
+def test_a_folder_that_is_no_run_ends_all(pool: Pool, values: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "runs/train").mkdir(parents=True)
+    (tmp_path / "runs/train/thesis.txt").write_text("precious")
+    told = pool.run(refused, 2, group=False, values={**values, "strategy": "fsdp2"}, missing_on=None)
+    assert all("is no run of lightstep" in text for text in told)
+    assert [path.name for path in (tmp_path / "runs/train").iterdir()] == ["thesis.txt"]
+
+
+def test_torchrun_reports_once_and_passes_a_signal_on(values: dict[str, Any], tmp_path: Path) -> None:
+    file = tmp_path / "train.yaml"
+    file.write_text(yaml.safe_dump({**values, "steps": 100_000, "checkpoint": {"every": 0}, "log_every": 1}))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["-m", "lightstep", "train", str(file), "--strategy", "fsdp2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "CUDA_VISIBLE_DEVICES": ""}
+    with subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        lines = []
+        for line in process.stdout:
+            lines.append(line)
+            if "step 1/" in line:
+                break
+        process.send_signal(signal.SIGTERM)
+        said, errors = process.communicate(timeout=60)
+    said = "".join(lines) + said
+    assert process.returncode != 0
+    found = re.findall(r"SIGTERM: stopped after step (\d+); continue from \S*checkpoint-\1 with --resume", said)
+    assert len(found) == said.count("validation loss before") == 1, said + errors
+    assert (tmp_path / "runs/train" / f"checkpoint-{found[0]}" / "lightstep.json").is_file()
