@@ -293,10 +293,11 @@ class Replicas:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self._group = group
+        self._carriers: dict[str, dist.ProcessGroup] = {}
 
     @classmethod
     def of_shards(cls, parameters: Iterable[Tensor]) -> Replicas | None:
-        """The ranks with copies of this rank's shards, where all parameters are DTensors copied along one mesh dimension."""
+        """Those with the same shards: all parameters are DTensors, with copies along one dimension of one mesh."""
         listed = list(parameters)
         meshes = {p.device_mesh if isinstance(p, DTensor) else None for p in listed}
         mesh = meshes.pop() if len(meshes) == 1 else None
@@ -332,9 +333,11 @@ class Replicas:
 
     def _carrier(self, device: torch.device) -> dist.ProcessGroup:
         """The group, or one over the same ranks that can send tensors of this device."""
-        if _carries(self._group, device):
-            return self._group
-        return _made_group(tuple(dist.get_process_group_ranks(self._group)), device)
+        if device.type not in self._carriers:
+            ranks = tuple(dist.get_process_group_ranks(self._group))
+            carries = _carries(self._group, device)
+            self._carriers[device.type] = self._group if carries else _made_group(ranks, device)
+        return self._carriers[device.type]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Replicas:
         return self

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,34 @@ def needs_whole_tensors(optimizer_class: type) -> bool:
     """Whether an optimizer is not element-wise: it says so by ``whole_tensors = True``, or is known to be."""
     declared = getattr(optimizer_class, "whole_tensors", None)
     return getattr(optimizer_class, "__name__", "") in _NOT_ELEMENT_WISE if declared is None else bool(declared)
+
+
+class GroupValues:
+    """The hyper-parameters of every group as one step reads them, and what the base optimizer writes into them.
+
+    All units of a step see the values it began with. So a class that counts in its groups (schedule-free methods do)
+    counts steps, not units.
+    """
+
+    def __init__(self, groups: Sequence[dict[str, Any]]) -> None:
+        self._groups = list(groups)
+        self._read = {id(group): _settings(group) for group in groups}
+        self._written: dict[int, dict[str, Any]] = {}
+
+    def of(self, live: dict[str, Any]) -> dict[str, Any]:
+        """A copy of one group's settings, to be handed out."""
+        return dict(self._read[id(live)])
+
+    def note(self, live: dict[str, Any], seen: Mapping[str, Any]) -> None:
+        """The settings of one group, as the base optimizer left them."""
+        read = self._read[id(live)]
+        changed = {k: v for k, v in seen.items() if k not in ("params", "fused") and read.get(k) is not v}
+        self._written.setdefault(id(live), {}).update(changed)
+
+    def give_back(self) -> None:
+        """The step is over: the live groups take over what was written."""
+        for group in self._groups:
+            group.update(self._written.get(id(group), {}))
 
 
 class BaseArithmetic:
@@ -82,23 +110,25 @@ class BaseArithmetic:
         states = (optimizer.state[probe] for probe in probes)
         return {key: _entry_spec(key, value, device) for state in states for key, value in state.items()}
 
-    def apply(self, pieces: Sequence[Piece], gradients: Sequence[Tensor], overflow: Tensor) -> None:
+    def apply(
+        self, pieces: Sequence[Piece], gradients: Sequence[Tensor], overflow: Tensor, values: GroupValues
+    ) -> None:
         """One update of ``pieces`` (all on one device) by ``gradients`` (fp32, unscaled, clipped, in their shapes).
 
         ``overflow`` (0-dim fp32) is handed to classes that take ``found_inf``: with 1 they change nothing.
         """
-        self._create_eager_state(pieces)
+        self._create_eager_state(pieces, values)
         batches: dict[bool, list[tuple[Piece, Tensor]]] = {}
         for piece, gradient in zip(pieces, gradients, strict=True):
             batches.setdefault(bool(piece.state), []).append((piece, gradient))
         for batch in batches.values():  # torch's fused SGD cannot take first and later updates in one call
-            self._apply_batch(batch, overflow)
+            self._apply_batch(batch, overflow, values)
 
-    def _apply_batch(self, batch: list[tuple[Piece, Tensor]], overflow: Tensor) -> None:
+    def _apply_batch(self, batch: list[tuple[Piece, Tensor]], overflow: Tensor, values: GroupValues) -> None:
         pieces = [piece for piece, _ in batch]
         device = pieces[0].master.device
         inner = self._inner[device]
-        groups = self._groups(pieces, device)
+        groups = self._groups(pieces, device, values)
         inner.param_groups = [inner_group for _, inner_group in groups]
         inner.state = defaultdict(dict, {piece.master: piece.state for piece in pieces})
         on_device = self.skips_on_device(device, inner.param_groups)
@@ -113,7 +143,8 @@ class BaseArithmetic:
             for piece in pieces:
                 piece.master.grad = None
             inner.param_groups, inner.state = [], defaultdict(dict)
-        _return_hyperparameters(groups)
+        for live, seen in groups:
+            values.note(live, seen)
 
     def _construct(self, params: list[Any], fused: bool) -> torch.optim.Optimizer:
         chosen = {"fused": True} if fused else {}
@@ -135,30 +166,32 @@ class BaseArithmetic:
             return False
         return True
 
-    def _groups(self, pieces: Sequence[Piece], device: torch.device) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    def _groups(
+        self, pieces: Sequence[Piece], device: torch.device, values: GroupValues
+    ) -> list[tuple[dict[str, Any], dict[str, Any]]]:
         """``(live group, what the base optimizer sees of it)`` for each group that has pieces here."""
         groups: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}
         for piece in pieces:
             live = piece.owner.group
             if id(live) not in groups:
-                groups[id(live)] = (live, self._resolved(live, device))
+                groups[id(live)] = (live, self._resolved(values.of(live), device))
             groups[id(live)][1]["params"].append(piece.master)
         return list(groups.values())
 
-    def _resolved(self, live: dict[str, Any], device: torch.device) -> dict[str, Any]:
-        group = {key: value for key, value in live.items() if key not in ("params", "param_names")}
+    def _resolved(self, settings: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+        group = _settings(settings)
         if self._default_fused[device] and group.get("fused") is None and group.get("foreach") is None:
             group["fused"] = True
         group["params"] = []
         return group
 
-    def _create_eager_state(self, pieces: Sequence[Piece]) -> None:
+    def _create_eager_state(self, pieces: Sequence[Piece], values: GroupValues) -> None:
         """Classes that create state in their constructor (Adagrad) do so here, for pieces that have none yet."""
         new = [piece for piece in pieces if not piece.owner.updated and not piece.state]
         if not (new and self._creates_state_eagerly):
             return
         device = new[0].master.device
-        groups = [inner_group for _, inner_group in self._groups(new, device)]
+        groups = [inner_group for _, inner_group in self._groups(new, device, values)]
         fresh = self._construct(groups, self._default_fused[device])
         for piece in new:
             piece.state.update(fresh.state[piece.master])
@@ -185,12 +218,8 @@ def _adopt_state(inner: torch.optim.Optimizer, pieces: Sequence[Piece]) -> None:
             piece.state.update(state)
 
 
-def _return_hyperparameters(groups: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> None:
-    """What the base optimizer wrote into its groups (schedule-free methods do) goes back to the live ones."""
-    for live, seen in groups:
-        for key, value in seen.items():
-            if key not in ("params", "fused") and live.get(key) is not value:
-                live[key] = value
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
 def _entry_spec(key: str, value: Any, device: torch.device) -> EntrySpec:

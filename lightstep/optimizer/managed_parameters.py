@@ -119,9 +119,13 @@ class ManagedParameters:
 
     # -- state as the rest of the world sees it
 
-    def state_of(self, item: Managed) -> dict[str, Any]:
-        """Live entries where they can be, ``"master"`` among them; DTensors where the parameter is one."""
-        return {key: _placed_like(item, value) for key, value in self._backend.entries(item).items()}
+    def state_of(self, item: Managed, kept_only: bool = False) -> dict[str, Any]:
+        """Live entries where they can be, ``"master"`` among them; DTensors where the parameter is one.
+
+        Where replicas share the work, all of them call this, unless ``kept_only``: what this process keeps.
+        """
+        entries = self._backend.entries(item) if kept_only else self._backend.gather(item)
+        return {key: _placed_like(item, value) for key, value in entries.items()}
 
     def load_state(self, item: Managed, entries: Mapping[str, Any]) -> None:
         """Replace one parameter's state; ``{}`` removes it.
@@ -150,7 +154,7 @@ class ManagedParameters:
     def mark_provisional(self, items: Sequence[Managed]) -> None:
         """The state of these was made only for a checkpoint to fill; without one, the first update starts afresh."""
         for item in items:
-            entries = self.state_of(item)
+            entries = self.state_of(item, kept_only=True)
             if isinstance(entries.get("step"), Tensor):
                 self.load_state(item, {**entries, "step": torch.zeros_like(entries["step"])})
             item.provisional = True

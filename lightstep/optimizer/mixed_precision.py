@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightstep.clipping import GradientNorm, clip_coefficient
-from lightstep.optimizer.arithmetic import BaseArithmetic
+from lightstep.optimizer.arithmetic import BaseArithmetic, GroupValues
 from lightstep.optimizer.base import BaseOptimizer
 from lightstep.optimizer.managed_parameters import ManagedParameters, Places, StateView
 from lightstep.optimizer.param_groups import learning_rates_are_zero
@@ -17,7 +18,7 @@ from lightstep.optimizer.result import StepResult
 from lightstep.optimizer.serialization import load_torch_state_dict, snapshot
 from lightstep.precision.gradients import GradientAccumulator, GradientStage, unshared
 from lightstep.precision.loss_scale import ConstantLossScale, LossScale
-from lightstep.state.backend import Managed, Piece, StateBackend, Unit
+from lightstep.state.backend import Managed, Piece, StateBackend
 from lightstep.state.resident import ResidentBackend
 
 Gradients = dict[Managed, Tensor]
@@ -94,6 +95,7 @@ class MixedPrecisionOptimizer(BaseOptimizer):
             raise ValueError(
                 f"the loss has shape {tuple(loss.shape)}; one element is needed (loss.mean() or loss.sum())"
             )
+        self._watch_gradients()  # parameters may have been frozen or thawed
         if not self.loss_scale.is_identity:
             loss = loss.float() * self.loss_scale.tensor(loss.device)
         loss.backward(retain_graph=retain_graph)
@@ -115,22 +117,37 @@ class MixedPrecisionOptimizer(BaseOptimizer):
 
     def _update(self, gradients: Gradients, divisor: Tensor | None, factor: Tensor | None, overflow: Tensor) -> None:
         """The walk through the units: acquire state → base optimizer's arithmetic → write back → release."""
+        values = GroupValues(self.param_groups)
         self._backend.begin(gradients.keys())
+        elsewhere = self._left_to_others(gradients)
         for unit in self._backend.units():
-            try:
+            with self._refusing_further_steps(f"the update of {unit.label}"):
                 pieces = self._backend.acquire(unit)
                 active = [piece for piece in pieces if piece.owner in gradients]
                 if active:
                     staged = self._staged(active, gradients, divisor, factor)
-                    self._arithmetic.apply(active, staged, overflow.to(active[0].master.device))
+                    self._arithmetic.apply(active, staged, overflow.to(active[0].master.device), values)
                 self._backend.release(unit, active)
                 self._after_unit(active, gradients)
-            except Exception as error:
-                raise RuntimeError(self._note_failure(unit, error)) from error
-            except BaseException as interruption:
-                self._note_failure(unit, interruption)
-                raise
-        self._backend.finish()
+        with self._refusing_further_steps("the end of the update"):
+            self._backend.finish()
+        values.give_back()
+        for item in elsewhere:
+            item.updated = True
+            self._managed.record(item)
+
+    @contextlib.contextmanager
+    def _refusing_further_steps(self, what: str) -> Iterator[None]:
+        """After an error in here some units are updated and others are not."""
+        try:
+            yield
+        except Exception as error:
+            message = self._note_failure(what, error)
+            self._backend.abandon()
+            raise RuntimeError(message) from error
+        except BaseException as interruption:
+            self._note_failure(what, interruption)
+            raise
 
     def _evaluate(self, closure: Callable[[], Any] | None) -> Any:
         if self._failure is not None:
@@ -191,9 +208,16 @@ class MixedPrecisionOptimizer(BaseOptimizer):
             if piece.stop == item.local.numel():
                 gradients.pop(item, None)
 
-    def _note_failure(self, unit: Unit, error: BaseException) -> str:
-        """From now on steps are refused: some units are updated and others are not."""
-        self._failure = f"the update of {unit.label} failed ({type(error).__name__}: {error})"
+    @staticmethod
+    def _left_to_others(gradients: Gradients) -> list[Managed]:
+        """The parameters that other replicas update; their gradients are not needed here any more."""
+        elsewhere = [item for item in gradients if item.elsewhere]
+        for item in elsewhere:
+            del gradients[item]
+        return elsewhere
+
+    def _note_failure(self, what: str, error: BaseException) -> str:
+        self._failure = f"{what} failed ({type(error).__name__}: {error})"
         self._to_repair = {item for item in self._managed if item.updated}
         return self._failure
 
@@ -257,15 +281,35 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         return list(self._managed)
 
     def parameter_state(self, parameter: Tensor) -> dict[str, Any]:
-        """``state[parameter]``: live entries where they can be; DTensors for a DTensor. ``{}`` without state."""
+        """``state[parameter]``: live entries where they can be; DTensors for a DTensor. ``{}`` without state.
+
+        Where replicas share the work, all of them call this, and those that do not keep the state get a copy.
+        """
+        return self._state_of(parameter, kept_only=False)
+
+    def kept_state(self, parameter: Tensor) -> dict[str, Any]:
+        """:meth:`parameter_state` without communication: ``{}`` where another replica keeps the state."""
+        return self._state_of(parameter, kept_only=True)
+
+    def keeps_state(self, parameter: Tensor) -> bool:
+        """Whether this process keeps the parameter's state, and not another replica (set up if need be)."""
+        if parameter.requires_grad:
+            self._set_up()
+        item = self._managed.get(parameter)
+        return item is None or not item.elsewhere
+
+    def _state_of(self, parameter: Tensor, kept_only: bool) -> dict[str, Any]:
         item = self._managed.get(parameter)
         if item is None:
             return {}
         self._backend.synchronize()
-        return self._managed.state_of(item)
+        return self._managed.state_of(item, kept_only)
 
     def load_parameter_state(self, parameter: Tensor, entries: Mapping[str, Any]) -> None:
         """Replace one parameter's state; ``{}`` removes it. Shards must be this parameter's.
+
+        Where replicas share the work, all of them call this; of a parameter whose state another one keeps
+        (:meth:`keeps_state`) only the entries' names count.
 
         Raises:
             ValueError: an entry has another shape than the parameter's local shard, or the parameter is a stranger.
@@ -283,7 +327,11 @@ class MixedPrecisionOptimizer(BaseOptimizer):
             self._failure = None
 
     def state_dict(self) -> dict[str, Any]:
-        """torch's layout: ``state`` by index, ``param_groups``, and ``loss_scale``; a snapshot."""
+        """torch's layout: ``state`` by index, ``param_groups``, and ``loss_scale``; a snapshot.
+
+        Complete on every rank. Where replicas share the work (``optimizer_state.backend: stream`` under DDP and HSDP)
+        all of them call it, and each has all the state in memory then; ``strategy.save_checkpoint`` does without.
+        """
         packed = super().state_dict()
         packed.setdefault("loss_scale", self.loss_scale.state_dict())
         return snapshot(packed)

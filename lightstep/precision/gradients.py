@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +23,13 @@ Key = TypeVar("Key")
 
 _collectors: WeakIdKeyDictionary = WeakIdKeyDictionary()
 """Parameter → weak reference to the accumulator whose hook it carries."""
+
+
+class ReducedGradients(Protocol):
+    """Takes gradients out of the reduction over ranks before they are rounded to the parameters' dtype."""
+
+    def connect(self, parameters: Iterable[Tensor], accumulator: GradientAccumulator) -> None:
+        """From the next backward on, deliver the gradients of 16-bit parameters to ``accumulator``."""
 
 
 class GradientAccumulator:
@@ -39,15 +46,25 @@ class GradientAccumulator:
         self._rounded: set[Tensor] = set()
         self._uncertain: list[tuple[Tensor, Sequence[Tensor | None]]] = []
         self._handles: dict[Tensor, RemovableHandle] = {}
+        self._reduction: ReducedGradients | None = None
+
+    def comes_from(self, reduction: ReducedGradients) -> None:
+        """Gradients of parameters watched now or later are delivered by this."""
+        self._reduction = reduction
+        reduction.connect(self._handles, self)
 
     def watch(self, parameters: Iterable[Tensor]) -> None:
         """From now on keep the sums of these parameters; others are forgotten."""
         wanted = {p for p in parameters if self.float32 and p.dtype in (torch.bfloat16, torch.float16)}
+        if wanted == self._handles.keys():
+            return
         for parameter in self._handles.keys() - wanted:
             self._handles.pop(parameter).remove()
         for parameter in wanted - self._handles.keys():
             self._take_over(parameter)
             self._handles[parameter] = parameter.register_hook(_before_accumulation(self, parameter))
+        if self._reduction is not None:
+            self._reduction.connect(wanted, self)
 
     def _take_over(self, parameter: Tensor) -> None:
         """The newest optimizer of a parameter gets its gradients; an abandoned one may live on for a while."""

@@ -48,6 +48,7 @@ class Managed:
         own_master: the parameter is its own master (fp32, or master weights are off).
         updated: its state exists, from an update or from a checkpoint.
         provisional: its state only stands in for the one that a checkpoint is about to bring; no update made it.
+        elsewhere: another replica keeps its state and updates it; here only its weight arrives. Set by the backend.
     """
 
     param: Tensor
@@ -58,6 +59,7 @@ class Managed:
     own_master: bool = False
     updated: bool = False
     provisional: bool = False
+    elsewhere: bool = False
 
 
 @dataclass(eq=False)
@@ -129,17 +131,27 @@ class StateBackend(ABC):
     def finish(self) -> None:  # noqa: B027  (an optional hook)
         """The step is over: order what is still under way before the caller's next work."""
 
+    def abandon(self) -> None:  # noqa: B027  (an optional hook)
+        """The step broke off with an error: do what other processes wait for. Raises nothing."""
+
     @abstractmethod
     def entries(self, managed: Managed) -> dict[str, Any]:
         """The state of one parameter: base optimizer's entries and ``"master"`` (unless it is its own).
 
-        Tensors have the local shard's shape (or 0 dimensions) and are live where they can be. ``{}`` without state.
-        Call :meth:`synchronize` first.
+        Tensors have the local shard's shape (or 0 dimensions) and are live where they can be. ``{}`` without state, and
+        where the state is elsewhere. Call :meth:`synchronize` first.
         """
+
+    def gather(self, managed: Managed) -> dict[str, Any]:
+        """:meth:`entries` of whoever keeps them: where replicas share the work, every one of them calls this."""
+        return self.entries(managed)
 
     @abstractmethod
     def load(self, managed: Managed, entries: Mapping[str, Any]) -> None:
-        """Replace the state of one parameter; a missing ``"master"`` is rebuilt from the parameter."""
+        """Replace the state of one parameter; a missing ``"master"`` is rebuilt from the parameter.
+
+        Nothing is done for one whose state is elsewhere: it is loaded there.
+        """
 
     @abstractmethod
     def refresh(self, managed: Managed) -> None:

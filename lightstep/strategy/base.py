@@ -196,16 +196,24 @@ class Strategy(ABC):
             loss_scale=make_loss_scale(config.precision.loss_scale),
             max_norm=_finite(config.clipping.max_norm),
             norm_type=config.clipping.norm_type,
-            backend=make_backend(config.optimizer_state, needs_whole_tensors(optimizer_class)),
+            backend=self._make_backend(model, needs_whole_tensors(optimizer_class)),
             places=lambda: self._places(model),
             overflow_everywhere=self._overflow_everywhere,
         )
         self._optimizers.setdefault(self.unwrap_model(model), weakref.WeakSet()).add(optimizer)
+        self._connect(model, optimizer)
         return optimizer
+
+    def _connect(self, model: nn.Module, optimizer: BaseOptimizer) -> None:  # noqa: B027  (most need nothing)
+        """Have the model's gradients delivered to the optimizer as ``precision.reduce`` says."""
 
     def _optimizers_of(self, model: nn.Module) -> list[BaseOptimizer]:
         """What :meth:`create_optimizer` made for this model and is still in use."""
         return list(self._optimizers.get(self.unwrap_model(model), ()))
+
+    def _make_backend(self, model: nn.Module, whole_tensors: bool) -> StateBackend:
+        """Where a new optimizer of this model keeps its state."""
+        return make_backend(self.config.optimizer_state, whole_tensors)
 
     def _places(self, model: nn.Module) -> Mapping[torch.Tensor, Place]:
         return places(model)

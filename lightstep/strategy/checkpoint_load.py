@@ -248,6 +248,9 @@ def _apply_optimizer(matched: Matched, optimizer: OptimizerContent) -> None:
     targets = []
     for name, wanted in matched.entries.items():
         values = dict(saved["values"].get(matched.called[name], {}))
+        if not optimizer.keeps(name):
+            optimizer.load(name, dict.fromkeys([*values, *wanted]))
+            continue
         loader = _ParameterLoader(optimizer, name, values, len(wanted))
         targets += [loader.target(entry, key, matched.saved.index[key]) for entry, key in wanted.items()]
         loader.finish_if_whole()

@@ -127,7 +127,8 @@ def _accelerator() -> str | None:
 class OptimizerContent:
     """An optimizer's parameters by name, and its state entry by entry.
 
-    Any ``torch.optim.Optimizer`` will do; one with ``load_parameter_state`` places what it is given itself.
+    Any ``torch.optim.Optimizer`` will do; one with ``load_parameter_state`` places what it is given itself. One with
+    ``kept_state`` and ``keeps_state`` may share its state with other ranks: each saves and loads what it keeps.
 
     Raises:
         CheckpointError: it has parameters that the model has not.
@@ -161,6 +162,10 @@ class OptimizerContent:
         """Whether it can take an fp32 master for a low-precision parameter."""
         return hasattr(self.optimizer, "load_parameter_state")
 
+    def keeps(self, name: str) -> bool:
+        """Whether this rank loads the parameter's state; otherwise a replica of this rank does."""
+        return not hasattr(self.optimizer, "keeps_state") or self.optimizer.keeps_state(self.parameters[name])
+
     def hyperparameters(self) -> list[dict[str, Any]]:
         """Each group's settings, ``initial_lr`` and tensor learning rates included."""
         return [
@@ -169,11 +174,11 @@ class OptimizerContent:
         ]
 
     def sources(self) -> list[Source]:
-        """Every tensor of the state, fetched when it is written."""
+        """Every tensor of the state that this rank keeps, fetched when it is written."""
         return [source for name in self.parameters for source in self._sources_of(name)]
 
     def values(self) -> dict[str, dict[str, Any]]:
-        """State entries that are no tensors, by parameter and key."""
+        """State entries that are no tensors and that this rank keeps, by parameter and key."""
         found: dict[str, dict[str, Any]] = {}
         for name in self.parameters:
             plain = {key: value for key, value in self._entries(name).items() if not isinstance(value, Tensor)}
@@ -182,7 +187,10 @@ class OptimizerContent:
         return found
 
     def load(self, name: str, entries: dict[str, Any]) -> None:
-        """Replace one parameter's state by these (local shards on the host); ``{}`` removes it."""
+        """Replace one parameter's state by these (local shards on the host); ``{}`` removes it.
+
+        Of a parameter that this rank does not keep (:meth:`keeps`) only the names of the entries matter.
+        """
         parameter = self.parameters[name]
         if self.keeps_masters:
             if parameter.requires_grad:
@@ -227,7 +235,8 @@ class OptimizerContent:
         """State of one parameter. It may be built on access, so the last one asked for is kept, and only that."""
         if self._last[0] != name:
             self._last = ("", {})
-            self._last = (name, dict(self.optimizer.state.get(self.parameters[name]) or {}))
+            read = getattr(self.optimizer, "kept_state", self.optimizer.state.get)
+            self._last = (name, dict(read(self.parameters[name]) or {}))
         return self._last[1]
 
 

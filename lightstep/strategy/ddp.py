@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightstep.config import DDPSharding
+from lightstep.distributed import Replicas
 from lightstep.strategy.model_names import unwrap_model
 from lightstep.strategy.process_group import ProcessGroupStrategy
 from lightstep.strategy.reduced_gradients import ReplicatedGradients
@@ -21,6 +22,7 @@ class DDPStrategy(ProcessGroupStrategy):
     """One all-reduce per bucket of gradients, in the last micro-batch's backward.
 
     Communicates: the model once from rank 0, gradients (fp32 with ``precision.reduce: float32``), one overflow flag.
+    With ``optimizer_state.backend: stream`` each rank updates its share, and sends it to the others during the step.
     """
 
     _overflow_everywhere = True
@@ -42,6 +44,10 @@ class DDPStrategy(ProcessGroupStrategy):
         """With ``last=False`` DDP's ``no_sync``: gradients are added up on their rank."""
         replica = _replica(model)
         return contextlib.nullcontext() if last or replica is None else replica.no_sync()
+
+    def _replicas(self, model: nn.Module) -> Replicas | None:
+        replica = _replica(model)
+        return None if replica is None else Replicas(replica.process_group)
 
     def _fp32_gradients(self, model: nn.Module) -> ReplicatedGradients | None:
         replica = _replica(model)

@@ -66,7 +66,7 @@ def to_torch_state_dict(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """The optimizer's state as the plain torch class would save it for fp32 parameters: without masters and loss scale.
 
     For ``optimizer_class(params).load_state_dict(...)`` over the same groups. The fp32 weights that go with it are the
-    masters: load the checkpoint into a model in fp32 to get them.
+    masters: load the checkpoint into a model in fp32 to get them. Every rank calls it, as ``optimizer.state_dict()``.
     """
     packed = optimizer.state_dict()
     state = {

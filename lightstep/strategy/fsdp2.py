@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from lightstep.config import ConfigError, FSDP2Sharding
-from lightstep.distributed import is_sharded, local_tensor
+from lightstep.distributed import Replicas, is_sharded, local_tensor
 from lightstep.strategy.model_names import unwrap_model
 from lightstep.strategy.model_setup import checkpoint_activations, initialise_weights
 from lightstep.strategy.process_group import ProcessGroupStrategy, broadcast_from_first
@@ -27,7 +27,8 @@ class FSDP2Strategy(ProcessGroupStrategy):
 
     Communicates: each unit's weights before its forward and backward, its gradients after its backward (in fp32 with
     ``precision.reduce: float32``, and handed to the optimizer unrounded), one number per step for the norm and one for
-    the overflow flag.
+    the overflow flag. With copies and ``optimizer_state.backend: stream`` each copy updates its share of every shard,
+    and sends it to the others during the step.
     """
 
     _overflow_everywhere = True
@@ -150,6 +151,9 @@ class FSDP2Strategy(ProcessGroupStrategy):
     def accumulate(self, model: nn.Module, last: bool = True) -> AbstractContextManager[None]:
         """With ``last=False`` gradients are added up unsharded on their rank, in the dtype of the reduction."""
         return contextlib.nullcontext() if last else _without_reduction(model)
+
+    def _replicas(self, model: nn.Module) -> Replicas | None:
+        return Replicas.of_shards(model.parameters())
 
     def _fp32_gradients(self, model: nn.Module) -> ShardedGradients | None:
         return ShardedGradients.of(unwrap_model(model)) if self.config.precision.reduce == "float32" else None

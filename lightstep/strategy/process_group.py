@@ -7,19 +7,21 @@ import sys
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightstep.config import ConfigError, StrategyConfig
-from lightstep.distributed import initialized
+from lightstep.distributed import Replicas, initialized
 from lightstep.optimizer.base import BaseOptimizer
 from lightstep.optimizer.mixed_precision import MixedPrecisionOptimizer
 from lightstep.optimizer.param_groups import Place
+from lightstep.precision.gradients import ReducedGradients
+from lightstep.state.backend import StateBackend
+from lightstep.state.replicas import SharedByReplicas
+from lightstep.state.stream import StreamBackend
 from lightstep.strategy.base import ModelSource, Strategy
-from lightstep.strategy.reduced_gradients import FP32Gradients
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -35,34 +37,27 @@ class ProcessGroupStrategy(Strategy):
         super().__init__(config, name)
         self._started = False
 
-    def create_optimizer(
-        self,
-        model: nn.Module,
-        optimizer_class: type[torch.optim.Optimizer] = torch.optim.AdamW,
-        *,
-        param_groups: Any = None,
-        **hyperparameters: Any,
-    ) -> BaseOptimizer:
-        optimizer = super().create_optimizer(model, optimizer_class, param_groups=param_groups, **hyperparameters)
-        self._connect(model)
-        return optimizer
-
-    def _places(self, model: nn.Module) -> Mapping[Tensor, Place]:
-        self._connect(model)  # set-up happens again when parameters were exchanged or thawed
-        return super()._places(model)
-
-    def _connect(self, model: nn.Module) -> None:
-        """Have the model's gradients delivered to its optimizers in fp32."""
-        gradients = self._fp32_gradients(model)
-        if gradients is None:
-            return
-        for optimizer in self._optimizers_of(model):
-            if isinstance(optimizer, MixedPrecisionOptimizer):
-                parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-                gradients.connect(parameters, optimizer.gradients)
+    def _make_backend(self, model: nn.Module, whole_tensors: bool) -> StateBackend:
+        backend = super()._make_backend(model, whole_tensors)
+        replicas = self._replicas(model) if isinstance(backend, StreamBackend) else None
+        return backend if replicas is None or replicas.size == 1 else SharedByReplicas(backend, replicas)
 
     @abstractmethod
-    def _fp32_gradients(self, model: nn.Module) -> FP32Gradients | None:
+    def _replicas(self, model: nn.Module) -> Replicas | None:
+        """The ranks that hold the same part of a prepared model as this one; ``None`` where no other does."""
+
+    def _places(self, model: nn.Module) -> Mapping[Tensor, Place]:
+        for optimizer in self._optimizers_of(model):  # built before the model was sharded
+            self._connect(model, optimizer)
+        return super()._places(model)
+
+    def _connect(self, model: nn.Module, optimizer: BaseOptimizer) -> None:
+        gradients = self._fp32_gradients(model)
+        if gradients is not None and isinstance(optimizer, MixedPrecisionOptimizer):
+            optimizer.gradients.comes_from(gradients)
+
+    @abstractmethod
+    def _fp32_gradients(self, model: nn.Module) -> ReducedGradients | None:
         """What takes this model's gradients out of the reduction; ``None`` where ``p.grad`` is what it should be."""
 
     def prepare_model(self, model: ModelSource, role: str = "trainer", weights: str | Path | None = None) -> nn.Module:

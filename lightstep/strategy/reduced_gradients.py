@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -40,13 +39,6 @@ class Listeners:
         """The accumulator, if it still lives."""
         reference = self._by_parameter.get(parameter)
         return None if reference is None else reference()
-
-
-class FP32Gradients(Protocol):
-    """Takes gradients out of the reduction."""
-
-    def connect(self, parameters: Iterable[Tensor], accumulator: GradientAccumulator) -> None:
-        """From the next backward on, deliver the gradients of 16-bit parameters to ``accumulator``."""
 
 
 class ShardedGradients:

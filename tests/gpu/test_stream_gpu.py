@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightstep.optimizer.arithmetic import BaseArithmetic
+from lightstep.optimizer.arithmetic import BaseArithmetic, GroupValues
 from lightstep.optimizer.mixed_precision import MixedPrecisionOptimizer
 from lightstep.precision import split, split_triton
 from lightstep.precision.split import Splitter, probe_masters
@@ -172,7 +172,7 @@ class Walk:
         local = [torch.randn(shape, generator=generator, device=device).bfloat16() for shape in SMALL]
         self.items = [Managed(w, w, group, f"p{i}", i) for i, w in enumerate(local)]
         backend.register(self.items, self.arithmetic.schema(device, [group]))
-        self.no_overflow = torch.zeros((), device=device)
+        self.no_overflow, self.values = torch.zeros((), device=device), GroupValues([group])
         self.gradients = [
             {item: torch.randn(item.local.shape, generator=generator, device=device) for item in self.items}
             for _ in range(4)
@@ -183,7 +183,8 @@ class Walk:
         self.backend.begin(gradients.keys())
         for unit in self.backend.units():
             pieces = self.backend.acquire(unit)
-            self.arithmetic.apply(pieces, [piece.of(gradients[piece.owner]) for piece in pieces], self.no_overflow)
+            own = [piece.of(gradients[piece.owner]) for piece in pieces]
+            self.arithmetic.apply(pieces, own, self.no_overflow, self.values)
             self.backend.release(unit, pieces)
         self.backend.finish()
         for item in self.items:

@@ -22,6 +22,7 @@ from torch.optim import Optimizer, lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import lightstep
+from lightstep.state.resident import ResidentBackend
 from tests.reference.pair import (
     BACKENDS,
     DTYPES,
@@ -633,6 +634,43 @@ def test_a_state_dict_that_does_not_fit_changes_nothing(damage: str, backend: st
         pair.optimizer.load_state_dict(saved)
     pair.check()
     pair.train(2)
+
+
+class Counting(Optimizer):
+    """Counts its steps in its groups, as schedule-free methods do, and lets its step size depend on it."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr, "k": 0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["k"] += 1
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.add_(parameter.grad, alpha=-group["lr"] / group["k"])
+
+
+@backends
+def test_what_an_optimizer_counts_in_its_groups_counts_steps(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ResidentBackend, "unit_elements", 1)
+    values = {"precision": {"parameters": "float32"}, "clipping": {"max_norm": None}}
+    strategy = lightstep.Strategy.load({**values, "optimizer_state": {"backend": backend, "ring_mib": 0.01}})
+    model = strategy.prepare_model(nn.Sequential(nn.Linear(20, 30), nn.Linear(30, 1)))
+    plain_model = copy.deepcopy(model)
+    optimizer = strategy.create_optimizer(model, Counting, lr=0.05)
+    plain = Counting(plain_model.parameters(), lr=0.05)
+    for step in range(1, 5):
+        inputs = torch.randn(3, 20, generator=torch.Generator().manual_seed(step))
+        optimizer.backward(model(inputs).mean())
+        optimizer.step()
+        plain_model(inputs).mean().backward()
+        plain.step()
+        plain.zero_grad()
+        assert optimizer.param_groups[0]["k"] == step
+    optimizer.synchronize()
+    for parameter, expected in zip(model.parameters(), plain_model.parameters(), strict=True):
+        assert torch.equal(parameter, expected)
 
 
 # -- torch.distributed.checkpoint.state_dict --------------------------------------------------------------------------

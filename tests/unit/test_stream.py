@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightstep.optimizer.arithmetic import BaseArithmetic
+from lightstep.optimizer.arithmetic import BaseArithmetic, GroupValues
 from lightstep.optimizer.mixed_precision import MixedPrecisionOptimizer
 from lightstep.precision.split import Splitter
 from lightstep.state import stream as stream_module
@@ -92,7 +92,8 @@ class Run:
         pieces = [piece for piece in self.backend.acquire(unit) if piece.owner in gradients]
         if pieces:
             scaled = [piece.of(gradients[piece.owner]).to(piece.master.dtype) for piece in pieces]
-            self.arithmetic.apply(pieces, scaled, torch.tensor(overflow))
+            groups = list({id(piece.owner.group): piece.owner.group for piece in pieces}.values())
+            self.arithmetic.apply(pieces, scaled, torch.tensor(overflow), GroupValues(groups))
         self.backend.release(unit, pieces)
         for piece in pieces:
             if piece.stop == piece.owner.local.numel():

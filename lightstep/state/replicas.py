@@ -1,0 +1,269 @@
+"""Replicas share the work: each keeps and streams the state of its share of the parameters, and sends the weights on.
+
+Replicas (ranks under DDP, the copies of HSDP) have equal gradients and would all do the same update. Here each
+parameter has one owner among them. The owner alone keeps its masters and state, fetches, updates and writes them back;
+the others receive the new weight. So host memory and traffic over each link fall by the number of replicas.
+
+All replicas must have gradients for the same parameters, as DDP and FSDP2 see to.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from lightstep.distributed import Replicas
+from lightstep.state.backend import Managed, Piece, Schema, StateBackend, Unit
+from lightstep.state.records import record_bytes
+from lightstep.state.units import group_by_layer
+
+__all__ = ["SharedByReplicas", "share_out"]
+
+Cost = Callable[[Managed], int]
+Owners = Mapping[Managed, int]
+
+
+class SharedByReplicas(StateBackend):
+    """``inner`` with this replica's share of the parameters; the others' weights are received.
+
+    A step communicates every parameter's weight once, whatever happened to it, in one order on all replicas. Set-up
+    communicates whether every replica could take its share; :meth:`gather` the state of one parameter.
+
+    Args:
+        inner: keeps and updates the share.
+        replicas: the ranks that hold the same part of the model.
+    """
+
+    name: ClassVar[str] = "stream"
+
+    def __init__(self, inner: StateBackend, replicas: Replicas) -> None:
+        self.inner = inner
+        self._replicas = replicas
+        self._owners: dict[Managed, int] = {}
+        self._own: list[Managed] = []
+        self._exchange = _Exchange(replicas)
+
+    def fresh(self) -> SharedByReplicas:
+        return type(self)(self.inner.fresh(), self._replicas)
+
+    # -- set-up
+
+    def register(self, managed: Sequence[Managed], schema: Schema) -> None:
+        def cost(item: Managed) -> int:
+            return record_bytes(item, item.local.numel(), schema)
+
+        self._owners = share_out(managed, cost, self._owners, self._replicas.size)
+        for item, owner in self._owners.items():
+            item.elsewhere = owner != self._replicas.rank
+        self._own = [item for item in managed if not item.elsewhere]
+        self._exchange.plan(managed, self._owners, cost)
+        self._together(lambda: self._register_own(schema))
+
+    def _register_own(self, schema: Schema) -> None:
+        if self._own:
+            self.inner.register(self._own, schema)
+        else:
+            self.inner.close()
+
+    def _together(self, step: Callable[[], None]) -> None:
+        """Run ``step``; when it fails on one replica all of them raise, and none waits for the weights of another."""
+        failure: Exception | None = None
+        try:
+            step()
+        except Exception as error:
+            failure = error
+        texts = self._replicas.gather_objects(None if failure is None else f"{type(failure).__name__}: {failure}")
+        if failure is not None:
+            raise failure
+        for rank, text in enumerate(texts):
+            if text is not None:
+                raise RuntimeError(f"replica {rank} could not take its share of the optimizer state: {text}")
+
+    # -- one step
+
+    def units(self) -> Sequence[Unit]:
+        """Those of this replica's own parameters."""
+        return self.inner.units()
+
+    def begin(self, managed: Collection[Managed]) -> None:
+        self._exchange.begin()
+        if self._own:
+            self.inner.begin([item for item in managed if not item.elsewhere])
+
+    def acquire(self, unit: Unit) -> list[Piece]:
+        return self.inner.acquire(unit)
+
+    def release(self, unit: Unit, updated: Sequence[Piece]) -> None:
+        self.inner.release(unit, updated)
+        self._exchange.updated(item for item, _, stop in unit.parts if stop == item.local.numel())
+
+    def finish(self) -> None:
+        self._exchange.send_all()
+        if self._own:
+            self.inner.finish()
+        self._exchange.arrive()
+
+    def abandon(self) -> None:
+        """Send what the others wait for: their step ends, and the next collective means the same on all replicas."""
+        with contextlib.suppress(Exception):
+            self._exchange.send_all()
+            self._exchange.arrive()
+
+    # -- state seen from outside
+
+    def entries(self, managed: Managed) -> dict[str, Any]:
+        return {} if managed.elsewhere else self.inner.entries(managed)
+
+    def gather(self, managed: Managed) -> dict[str, Any]:
+        """The owner's :meth:`entries`, live there and copies on the others; every replica calls this."""
+        owner = self._owners[managed]
+        kept = self.entries(managed)
+        described = {key: _Description.of(value) for key, value in kept.items()}
+        described = self._replicas.broadcast_object(described, owner)
+        found = kept or {key: description.make(managed.local.device) for key, description in described.items()}
+        tensors = [found[key].contiguous() for key, description in described.items() if description.is_tensor]
+        self._replicas.wait([self._replicas.broadcast(tensor, owner) for tensor in tensors if tensor.numel()])
+        return found
+
+    def load(self, managed: Managed, entries: Mapping[str, Any]) -> None:
+        if not managed.elsewhere:
+            self.inner.load(managed, entries)
+
+    def refresh(self, managed: Managed) -> None:
+        if not managed.elsewhere:
+            self.inner.refresh(managed)
+
+    def differs(self, managed: Managed) -> bool:
+        return not managed.elsewhere and self.inner.differs(managed)
+
+    def memory(self) -> dict[str, int]:
+        """This replica's."""
+        held = self.inner.memory()
+        return {**held, "ring_bytes": held["ring_bytes"] + self._exchange.nbytes()}
+
+    def synchronize(self) -> None:
+        self.inner.synchronize()
+
+    def close(self) -> None:
+        self.inner.close()
+        self._owners, self._own, self._exchange = {}, [], _Exchange(self._replicas)
+
+
+def share_out(managed: Sequence[Managed], cost: Cost, known: Owners, replicas: int) -> dict[Managed, int]:
+    """The owner of each parameter, the same on all replicas: of the new ones the most costly goes to who has least.
+
+    Args:
+        known: owners of parameters that have one already; they keep it.
+        replicas: how many there are.
+    """
+    shared = {item: known[item] for item in managed if item in known}
+    loads = [sum(cost(item) for item, owner in shared.items() if owner == replica) for replica in range(replicas)]
+    for item in sorted((item for item in managed if item not in shared), key=cost, reverse=True):
+        shared[item] = loads.index(min(loads))
+        loads[shared[item]] += cost(item)
+    return {item: shared[item] for item in managed}
+
+
+class _Exchange:
+    """The weights of one step on their way from their owners to everybody.
+
+    They are sent in the order in which the replicas get done with them when all work equally fast. Others' weights wait
+    for the next one of this replica's own, so that on a GPU no receiving kernel stands waiting from the beginning.
+    """
+
+    def __init__(self, replicas: Replicas) -> None:
+        self._replicas = replicas
+        self._order: list[tuple[Managed, int]] = []
+        self._started = 0  # of them
+        self._own_left: deque[tuple[int, Managed]] = deque()
+        self._updated: set[Managed] = set()
+        self._works: list[Any] = []
+        self._row_major: dict[Managed, Tensor] = {}
+
+    def plan(self, managed: Sequence[Managed], owners: Owners, cost: Cost) -> None:
+        """These parameters from now on."""
+        reached: list[tuple[int, int, Managed]] = []
+        for replica in range(self._replicas.size):
+            progress = 0
+            for layer in group_by_layer([item for item in managed if owners[item] == replica]):
+                for item in layer:
+                    progress += cost(item)
+                    reached.append((progress, replica, item))
+        reached.sort(key=lambda entry: entry[:2])
+        self._order = [(item, replica) for _, replica, item in reached if item.local.numel()]
+        self._row_major = {item: buffer for item, buffer in self._row_major.items() if item in owners}
+
+    def begin(self) -> None:
+        self._started = 0
+        self._works.clear()
+        self._updated.clear()
+        self._own_left = deque((place, item) for place, (item, _) in enumerate(self._order) if not item.elsewhere)
+
+    def updated(self, items: Iterable[Managed]) -> None:
+        """What is done with these is queued; send them when it is their turn."""
+        self._updated.update(items)
+        while self._own_left and self._own_left[0][1] in self._updated:
+            self._send(self._own_left.popleft()[0] + 1)
+
+    def send_all(self) -> None:
+        """Whatever has not been sent yet, updated or not."""
+        self._send(len(self._order))
+
+    def arrive(self) -> None:
+        """What is queued next finds all weights in their places."""
+        self._replicas.wait(self._works)
+        self._works.clear()
+        for item, buffer in self._row_major.items():
+            if item.elsewhere:
+                item.local.copy_(buffer)
+
+    def nbytes(self) -> int:
+        """Device memory held between steps."""
+        return sum(buffer.nbytes for buffer in self._row_major.values())
+
+    def _send(self, stop: int) -> None:
+        while self._started < stop:
+            item, owner = self._order[self._started]
+            self._started += 1
+            self._works.append(self._replicas.broadcast(self._sendable(item), owner))
+
+    def _sendable(self, item: Managed) -> Tensor:
+        """The weight itself, or a row-major copy that is kept for the next step."""
+        if item.local.is_contiguous():
+            return item.local
+        if item not in self._row_major:
+            self._row_major[item] = torch.empty_like(item.local, memory_format=torch.contiguous_format)
+        buffer = self._row_major[item]
+        return buffer if item.elsewhere else buffer.copy_(item.local)
+
+
+@dataclass(frozen=True)
+class _Description:
+    """A state entry as the owner tells of it: a tensor that follows, or a plain value."""
+
+    value: Any = None
+    dtype: torch.dtype | None = None
+    shape: tuple[int, ...] = ()
+    on_device: bool = False
+
+    @classmethod
+    def of(cls, value: Any) -> _Description:
+        if not isinstance(value, Tensor):
+            return cls(value)
+        return cls(None, value.dtype, tuple(value.shape), value.device.type != "cpu")
+
+    @property
+    def is_tensor(self) -> bool:
+        return self.dtype is not None
+
+    def make(self, device: torch.device) -> Any:
+        """The value, or uninitialised memory for the tensor."""
+        if not self.is_tensor:
+            return self.value
+        return torch.empty(self.shape, dtype=self.dtype, device=device if self.on_device else "cpu")

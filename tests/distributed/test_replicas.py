@@ -1,0 +1,629 @@
+"""Replicas that share the streamed work: the bits of the resident backend, and each of them a share of it."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import datetime
+import pickle
+import random
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+
+import lightstep
+from lightstep.distributed import Replicas, local_tensor
+from lightstep.state.backend import Managed
+from lightstep.state.replicas import SharedByReplicas, share_out
+from lightstep.state.ring import Ring
+from lightstep.state.units import RingError
+from tests.distributed.collectives import collectives
+from tests.distributed.models import TinyTransformer, loss_of
+from tests.distributed.ranks import Pool, device_of
+from tests.distributed.test_checkpoints import check_content
+from tests.distributed.test_sharding import full
+from tests.reference.pair import FP16_SCALE, same_tree, through_bytes
+
+DDP = {"kind": "ddp", "find_unused_parameters": True}
+HSDP = {"kind": "fsdp2", "mesh": {"replicate": 2, "shard": "auto"}}
+
+RESIDENT = {"backend": "resident"}
+STREAM = {"backend": "stream", "ring_mib": 1}
+CUT = {"backend": "stream", "ring_mib": 0.01}
+"""A ring so small that tensors go through it in parts."""
+
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "bf16": {"parameters": "bfloat16"},
+    "fp16": {"parameters": "float16", "loss_scale": FP16_SCALE},
+    "fp32": {"parameters": "float32"},
+}
+
+
+class Turned(TinyTransformer):
+    """With a weight that is not row-major, which FSDP2 refuses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turned = nn.Parameter(0.1 * torch.randn(5, 7).t())
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits = super().forward(tokens)
+        return logits + logits @ self.turned[:5].t()
+
+
+class Run:
+    """A model and its optimizer on this rank."""
+
+    def __init__(
+        self,
+        sharding: dict[str, Any],
+        state: dict[str, Any],
+        precision: str = "bf16",
+        *,
+        make_model: Callable[[], nn.Module] | None = None,
+        groups: Callable[[Any], Any] | None = None,
+        optimizer_class: type[torch.optim.Optimizer] = torch.optim.AdamW,
+        seed: int = 0,
+    ) -> None:
+        self.strategy = lightstep.Strategy.load(
+            {
+                "sharding": sharding,
+                "precision": PRECISIONS[precision],
+                "optimizer_state": state,
+                "clipping": {"max_norm": 0.5},
+            }
+        )
+        torch.manual_seed(seed)
+        make_model = make_model or (TinyTransformer if sharding["kind"] == "fsdp2" else Turned)
+        self.model = self.strategy.prepare_model(make_model())
+        self.inner: Any = self.strategy.unwrap_model(self.model)
+        param_groups = (groups or (lambda model: model.split()))(self.inner)
+        self.optimizer: Any = self.strategy.create_optimizer(
+            self.model, optimizer_class, param_groups=param_groups, lr=1e-2
+        )
+        self.steps, self.overflow = 0, False
+        self.inner.register_forward_hook(
+            lambda module, inputs, output: output + 0 * output * (float("inf") if self.overflow else 0.0)
+        )
+
+    @property
+    def backend(self) -> Any:
+        return self.optimizer._backend
+
+    def step(self, micro_batches: int = 2, overflow: bool = False) -> Any:
+        for micro in range(micro_batches):
+            last = micro == micro_batches - 1
+            self.overflow = overflow and last and self.strategy.rank == 1
+            with self.strategy.accumulate(self.model, last=last):
+                loss = loss_of(self.model, self.steps, micro, self.strategy.rank, self.strategy.device)
+                self.optimizer.backward(loss / micro_batches)
+        self.overflow = False
+        self.steps += 1
+        return self.optimizer.step()
+
+    def train(self, steps: int) -> None:
+        for _ in range(steps):
+            assert self.step()
+
+    def content(self) -> dict[str, dict[str, Tensor]]:
+        """Weights, masters and state of every parameter, whole, on the CPU."""
+        self.optimizer.synchronize()
+        found = {}
+        for name, parameter in self.inner.named_parameters():
+            entries = dict(self.optimizer.state[parameter]) if parameter in self.optimizer.state else {}
+            found[name] = {
+                key: full(value).cpu() if isinstance(value, Tensor) else torch.tensor(value)
+                for key, value in {"weight": parameter, **entries}.items()
+            }
+        return found
+
+    def owned(self) -> list[Managed]:
+        return [item for item in self.optimizer.managed() if not item.elsewhere]
+
+
+def same_weights(where: str, first: Run, second: Run) -> None:
+    for (name, tested), expected in zip(first.inner.named_parameters(), second.inner.parameters(), strict=True):
+        assert torch.equal(local_tensor(tested), local_tensor(expected)), f"{where}: {name} differs"
+
+
+def same_runs(where: str, tested: Run, expected: Run) -> None:
+    """Weights and everything in the state dict, on this rank."""
+    tested.optimizer.synchronize()
+    same_weights(where, tested, expected)
+    found, wanted = tested.optimizer.state_dict(), expected.optimizer.state_dict()
+    assert len(tested.optimizer.state) == len(expected.optimizer.state) == len(wanted["state"])
+    same_tree(where, _local(found), _local(wanted))
+
+
+def _local(tree: Any) -> Any:
+    """Shards on the host as plain tensors."""
+    if isinstance(tree, dict):
+        return {key: _local(value) for key, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        return [_local(value) for value in tree]
+    return local_tensor(tree).cpu() if isinstance(tree, Tensor) else tree
+
+
+# -- the same bits
+
+
+def check_equal(rank: int, world_size: int, sharding: dict[str, Any], precision: str, state: dict[str, Any]) -> None:
+    overflows = (0, 4) if precision == "fp16" else (4,)
+    tested, expected = Run(sharding, state, precision), Run(sharding, RESIDENT, precision)
+    assert isinstance(tested.backend, SharedByReplicas)
+    for step in range(10):
+        results = [run.step(overflow=step in overflows) for run in (tested, expected)]
+        assert bool(results[0]) is bool(results[1]) is (step not in overflows)
+        assert torch.equal(results[0].grad_norm.nan_to_num(), results[1].grad_norm.nan_to_num())
+        assert all(parameter.grad is None for parameter in tested.model.parameters())
+        same_weights(f"rank {rank}, step {step}", tested, expected)
+        if step == 1:
+            _delay_lanes(tested.backend.inner.lanes, seed=rank)
+    assert 0 < len(tested.owned()) < len(tested.optimizer.managed())
+    same_runs(f"rank {rank}", tested, expected)
+
+
+def _delay_lanes(lanes: Any, seed: int) -> None:
+    generator = random.Random(seed)
+
+    def delay(lane: str) -> None:
+        if lanes.device.type == "cpu":
+            time.sleep(generator.random() * 1e-3)
+        else:
+            torch.cuda._sleep(generator.randrange(200_000))
+
+    lanes.delay = delay
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize(
+    ("sharding", "state", "world_size"),
+    [(DDP, CUT, 2), (DDP, STREAM, 4), (HSDP, CUT, 4)],
+    ids=["ddp-2", "ddp-4", "hsdp-4"],
+)
+def test_equal_to_resident(
+    pool: Pool, sharding: dict[str, Any], state: dict[str, Any], world_size: int, precision: str
+) -> None:
+    pool.run(check_equal, world_size, sharding=sharding, precision=precision, state=state)
+
+
+def check_edits(rank: int, world_size: int, sharding: dict[str, Any]) -> None:
+    """Weights that the user writes on all replicas, through torch and behind its back; weights of one replica only."""
+    tested, expected = Run(sharding, CUT), Run(sharding, RESIDENT)
+    for run in (tested, expected):
+        run.train(2)
+        with torch.no_grad():
+            for index, parameter in enumerate(run.inner.parameters()):
+                local = local_tensor(parameter)
+                if index % 3 == 0:
+                    local.mul_(0.75)
+                elif index % 3 == 1:
+                    local.data.add_(0.125)
+        run.optimizer.refresh_master_weights()
+        run.train(1)
+    same_runs("edited everywhere", tested, expected)
+    with torch.no_grad():
+        for item in tested.optimizer.managed():
+            if item.elsewhere:
+                item.param.add_(1.0)
+    tested.train(1)
+    for item in tested.optimizer.managed():
+        values = tested.backend._replicas.gather_objects(local_tensor(item.param).detach().cpu())
+        assert all(torch.equal(values[0], value) for value in values), "replicas differ"
+
+
+@pytest.mark.parametrize(("sharding", "world_size"), [(DDP, 2), (HSDP, 4)], ids=["ddp", "hsdp"])
+def test_weights_edited_by_the_user(pool: Pool, sharding: dict[str, Any], world_size: int) -> None:
+    pool.run(check_edits, world_size, sharding=sharding)
+
+
+def _without_blocks(model: Any) -> list[dict[str, Any]]:
+    inside = {id(parameter) for parameter in model.blocks.parameters()}
+    return [{"params": [parameter for parameter in model.parameters() if id(parameter) not in inside]}]
+
+
+def check_new_group(rank: int, world_size: int, sharding: dict[str, Any]) -> None:
+    """Parameters that join; those that were there stay with their owners."""
+    tested, expected = (Run(sharding, state, groups=_without_blocks) for state in (CUT, RESIDENT))
+    owned: list[Managed] = []
+    for run in (tested, expected):
+        run.train(2)
+        if run is tested:
+            owned = run.owned()
+        run.optimizer.add_param_group({"params": list(run.inner.blocks.parameters()), "lr": 5e-3})
+        if sharding["kind"] == "fsdp2":
+            run.inner.frozen.requires_grad_(True)
+        run.model.zero_grad()
+        assert run.step(micro_batches=1)
+        run.train(2)
+    assert set(owned) < set(tested.owned())
+    same_runs("joined", tested, expected)
+
+
+@pytest.mark.parametrize(("sharding", "world_size"), [(DDP, 2), (HSDP, 4)], ids=["ddp", "hsdp"])
+def test_parameters_that_join(pool: Pool, sharding: dict[str, Any], world_size: int) -> None:
+    pool.run(check_new_group, world_size, sharding=sharding)
+
+
+class OneWeight(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(5, 11))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.weight.t()[tokens]
+
+
+def check_without_share(rank: int, world_size: int) -> None:
+    """More replicas than parameters."""
+    runs = [
+        Run(DDP, state, make_model=OneWeight, groups=lambda model: [{"params": list(model.parameters())}])
+        for state in (STREAM, RESIDENT)
+    ]
+    for run in runs:
+        run.train(3)
+    assert len(runs[0].owned()) == (rank == 0)
+    same_runs(f"rank {rank}", *runs)
+    loaded = through_bytes(runs[0].optimizer.state_dict())
+    runs[0].optimizer.load_state_dict(loaded)
+    for run in runs:
+        run.train(1)
+    same_runs(f"rank {rank}, loaded", *runs)
+    runs[0].optimizer.close()
+
+
+def test_a_replica_without_parameters(pool: Pool) -> None:
+    pool.run(check_without_share, 2)
+
+
+# -- the share
+
+
+def check_share(rank: int, world_size: int, sharding: dict[str, Any], replicas: int) -> None:
+    """Host bytes, and bytes fetched per step; the sum over the replicas is what one process would have."""
+    run = Run(sharding, STREAM, make_model=lambda: TinyTransformer(width=64))
+    run.train(2)
+    fetched: list[int] = []
+    stage = Ring._stage
+
+    def counting(ring: Ring, record: Any, slot: Any) -> None:
+        fetched.append(record.nbytes)
+        stage(ring, record, slot)
+
+    with replaced(Ring, "_stage", counting):
+        run.train(3)
+    kept, report = _record_bytes(run.backend.inner), run.optimizer.memory_report()
+    assert sum(fetched) == 3 * kept > 0
+    assert report["parameters"] == sum(local_tensor(p).numel() for p in run.inner.parameters() if p.requires_grad)
+    assert report["host_bytes_per_parameter"] == report["host_bytes"] / report["parameters"]
+
+    undivided = run.backend.inner.fresh()
+    items = [copy.copy(item) for item in run.optimizer.managed()]
+    undivided.register(items, run.optimizer._managed._schema)
+    for item in items:
+        undivided.load(item, {key: local_tensor(value) for key, value in run.optimizer.state[item.param].items()})
+    whole, whole_on_host = _record_bytes(undivided), undivided.memory()["host_bytes"]
+    undivided.close()
+    assert sum(run.backend._replicas.gather_objects(kept)) == whole
+    assert abs(report["host_bytes"] / whole_on_host - 1 / replicas) < 0.1
+
+
+def _record_bytes(backend: Any) -> int:
+    return sum(record.nbytes for record in backend._records.values())
+
+
+@contextlib.contextmanager
+def replaced(owner: type, name: str, function: Any) -> Iterator[None]:
+    """A method of a class, in this process; the processes of the pool go on to other checks."""
+    original = getattr(owner, name)
+    setattr(owner, name, function)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
+
+
+@pytest.mark.parametrize(
+    ("sharding", "world_size", "replicas"), [(DDP, 2, 2), (DDP, 4, 4), (HSDP, 4, 2)], ids=["ddp-2", "ddp-4", "hsdp-4"]
+)
+def test_each_replica_has_its_share(pool: Pool, sharding: dict[str, Any], world_size: int, replicas: int) -> None:
+    pool.run(check_share, world_size, sharding=sharding, replicas=replicas)
+
+
+def check_sent(rank: int, world_size: int, sharding: dict[str, Any]) -> None:
+    """One broadcast per weight that has elements, also where nothing was updated."""
+    run = Run(sharding, STREAM)
+    run.train(2)
+    weights = [p for p in run.inner.parameters() if p.requires_grad and local_tensor(p).numel()]
+    reductions = 2 if sharding["kind"] == "fsdp2" else 1
+    run.optimizer.backward(loss_of(run.model, 0, 0, rank, run.strategy.device))
+    with collectives() as counted:
+        assert run.optimizer.step()
+    assert counted == {"allreduce_": reductions, "broadcast_": len(weights)}, counted
+    if sharding["kind"] == "ddp":
+        run.optimizer.backward(0 * loss_of(run.model, 0, 0, rank, run.strategy.device))
+        run.optimizer.zero_grad()
+        with collectives() as counted:
+            run.optimizer.step()
+        assert counted == {"allreduce_": reductions, "broadcast_": len(weights)}, counted
+
+
+@pytest.mark.parametrize(("sharding", "world_size"), [(DDP, 2), (HSDP, 4)], ids=["ddp", "hsdp"])
+def test_what_is_sent(pool: Pool, sharding: dict[str, Any], world_size: int) -> None:
+    pool.run(check_sent, world_size, sharding=sharding)
+
+
+def items_of(sizes: list[int]) -> list[Managed]:
+    return [Managed(torch.zeros(size), torch.zeros(size), {}, f"p{i}") for i, size in enumerate(sizes)]
+
+
+def test_share_out() -> None:
+    def cost(item: Managed) -> int:
+        return item.local.numel()
+
+    items = items_of([4, 4, 9, 1, 0, 6, 6])
+    shared = share_out(items, cost, {}, 3)
+    assert list(shared) == items
+    assert list(shared.values()) == [1, 2, 0, 0, 0, 1, 2]
+    assert _loads(shared, cost, 3) == [10, 10, 10]
+    more = items_of([30, 5])
+    grown = share_out([*items[1:], *more], cost, shared, 3)
+    assert all(grown[item] == shared[item] for item in items[1:])
+    assert _loads(share_out(items_of([7]), cost, {}, 2), cost, 2) == [7, 0]
+
+
+def _loads(shared: dict[Managed, int], cost: Callable[[Managed], int], replicas: int) -> list[int]:
+    return [sum(cost(item) for item, owner in shared.items() if owner == replica) for replica in range(replicas)]
+
+
+# -- state seen from outside
+
+
+def check_state_dict(rank: int, world_size: int, sharding: dict[str, Any]) -> None:
+    """Complete on every rank; every rank loads all of it and keeps its share."""
+    tested, expected = Run(sharding, CUT), Run(sharding, RESIDENT)
+    for run in (tested, expected):
+        run.train(2)
+    saved = tested.optimizer.state_dict()
+    for state, seed in ((CUT, 3), (RESIDENT, 4)):
+        loaded = Run(sharding, state, seed=seed)
+        loaded.model.load_state_dict(tested.model.state_dict())
+        loaded.optimizer.load_state_dict(copy.deepcopy(saved))
+        same_runs(f"loaded into {state['backend']}", loaded, expected)
+        loaded.steps = tested.steps
+        loaded.train(2)
+    for run in (tested, expected):
+        run.train(2)
+    same_runs("continued", tested, expected)
+    same_runs("loaded and continued", loaded, expected)
+
+    parameter = next(p for p in tested.inner.parameters() if p in tested.optimizer.state)
+    assert bool(tested.optimizer.kept_state(parameter)) is tested.optimizer.keeps_state(parameter)
+
+
+@pytest.mark.parametrize(("sharding", "world_size"), [(DDP, 2), (HSDP, 4)], ids=["ddp", "hsdp"])
+def test_state_dict_is_complete(pool: Pool, sharding: dict[str, Any], world_size: int) -> None:
+    pool.run(check_state_dict, world_size, sharding=sharding)
+
+
+def check_copies(rank: int, world_size: int) -> None:
+    """``deepcopy`` shares the work as its original does; the ranks it is shared with cannot be pickled."""
+    run = Run(DDP, CUT)
+    run.train(2)
+    twin = copy.deepcopy(run.optimizer)
+    assert isinstance(twin._backend, SharedByReplicas)
+    assert len(run.owned()) == sum(not item.elsewhere for item in twin.managed()) < len(twin.managed())
+    same_tree("deepcopy", twin.state_dict(), run.optimizer.state_dict())
+    with pytest.raises(TypeError, match=r"cannot be pickled: save optimizer\.state_dict"):
+        pickle.dumps(run.optimizer)
+
+
+def test_copies(pool: Pool) -> None:
+    pool.run(check_copies, 2)
+
+
+class AllTrained(TinyTransformer):
+    """torch wants state for every parameter that requires a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dead.requires_grad_(False)
+
+
+def check_torch_interface(rank: int, world_size: int, sharding: dict[str, Any]) -> None:
+    tested, expected = (Run(sharding, state, make_model=AllTrained) for state in (CUT, RESIDENT))
+    for run in (tested, expected):
+        run.train(2)
+    saved = get_optimizer_state_dict(tested.model, tested.optimizer)
+    same_tree("saved", _local(saved), _local(get_optimizer_state_dict(expected.model, expected.optimizer)))
+    loaded = Run(sharding, CUT, make_model=AllTrained, seed=5)
+    loaded.model.load_state_dict(tested.model.state_dict())
+    set_optimizer_state_dict(loaded.model, loaded.optimizer, saved)
+    same_runs("loaded", loaded, expected)
+    loaded.steps = expected.steps
+    for run in (loaded, expected):
+        run.train(2)
+    same_runs("continued", loaded, expected)
+
+
+@pytest.mark.parametrize(("sharding", "world_size"), [(DDP, 2), (HSDP, 4)], ids=["ddp", "hsdp"])
+def test_state_dict_of_torch_distributed_checkpoint(pool: Pool, sharding: dict[str, Any], world_size: int) -> None:
+    pool.run(check_torch_interface, world_size, sharding=sharding)
+
+
+LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
+    "ddp-1": (1, DDP, STREAM),
+    "ddp-2": (2, DDP, STREAM),
+    "ddp-2-bulk": (2, DDP, {"backend": "bulk"}),
+    "ddp-4": (4, DDP, CUT),
+    "hsdp-4": (4, HSDP, CUT),
+    "fsdp2-2": (2, {"kind": "fsdp2"}, STREAM),
+    "single": (1, {"kind": "single"}, RESIDENT),
+}
+SAVING = ["ddp-2", "hsdp-4", "single"]
+
+
+def _layout(name: str, seed: int) -> Run:
+    _, sharding, state = LAYOUTS[name]
+    return Run(sharding, state, "fp16", make_model=TinyTransformer, seed=seed)
+
+
+def _refuse_to_gather(backend: SharedByReplicas, managed: Managed) -> Any:
+    raise AssertionError(f"the state of {managed.name} was gathered")
+
+
+def check_save(rank: int, world_size: int, folder: str, layout: str) -> None:
+    """Every replica writes what it keeps; nobody gathers."""
+    run = _layout(layout, 0)
+    run.train(2)
+    with replaced(SharedByReplicas, "gather", _refuse_to_gather):
+        run.strategy.save_checkpoint(Path(folder, layout), run.model, run.optimizer)
+    content = run.content()
+    run.train(1)
+    after = run.content()
+    if rank == 0:
+        torch.save({"content": content, "after": after}, Path(folder, f"{layout}.pt"))
+
+
+def check_load(rank: int, world_size: int, folder: str, layout: str) -> None:
+    for other in SAVING:
+        expected = torch.load(Path(folder, f"{other}.pt"))
+        run = _layout(layout, 1 + rank)
+        with replaced(SharedByReplicas, "gather", _refuse_to_gather):
+            run.strategy.load_checkpoint(Path(folder, other), run.model, run.optimizer)
+        check_content(f"{other} loaded by {layout}", run.content(), expected["content"])
+        run.steps = 2
+        run.train(1)
+        if other == layout:
+            check_content(f"{other} continued", run.content(), expected["after"])
+
+
+@pytest.fixture(scope="module")
+def checkpoints(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("checkpoints")
+    for layout in SAVING:
+        world_size, sharding, _ = LAYOUTS[layout]
+        pool.run(check_save, world_size, group=sharding["kind"] != "single", folder=str(folder), layout=layout)
+    return folder
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_checkpoints(pool: Pool, checkpoints: Path, layout: str) -> None:
+    world_size, sharding, _ = LAYOUTS[layout]
+    group = sharding["kind"] != "single"
+    pool.run(check_load, world_size, group=group, folder=str(checkpoints), layout=layout)
+
+
+# -- what goes wrong
+
+
+class Breaking(torch.optim.AdamW):
+    """Raises ``error`` in the next update."""
+
+    error: BaseException | None = None
+
+    def step(self, closure: Any = None) -> Any:
+        if Breaking.error is not None:
+            error, Breaking.error = Breaking.error, None
+            raise error
+        return super().step(closure)
+
+
+def check_failure(rank: int, world_size: int) -> None:
+    """An update that fails on one replica: the others finish the step; all load what was saved, and go on."""
+    tested, expected = Run(DDP, CUT, optimizer_class=Breaking), Run(DDP, RESIDENT)
+    for run in (tested, expected):
+        run.train(2)
+    weights = {name: value.clone() for name, value in tested.model.state_dict().items()}
+    saved = tested.optimizer.state_dict()
+    Breaking.error = ValueError("out of luck") if rank == 1 else None
+    if rank == 1:
+        with pytest.raises(RuntimeError, match=r"the update of .* failed \(ValueError: out of luck\)"):
+            tested.step()
+        with pytest.raises(RuntimeError, match="Load a checkpoint before the next step"):
+            tested.optimizer.step()
+    else:
+        assert tested.step()
+    tested.model.load_state_dict(weights)
+    tested.optimizer.load_state_dict(saved)
+    tested.steps = 2
+    for run in (tested, expected):
+        run.train(2)
+    same_runs("after a failure", tested, expected)
+
+
+def test_an_update_that_fails_on_one_replica(pool: Pool) -> None:
+    pool.run(check_failure, 2)
+
+
+def check_lost_replica(rank: int, world_size: int) -> None:
+    """A replica that is gone before it has sent its weights: the others are told, and refuse to go on."""
+    if device_of(rank, world_size).type != "cpu":
+        return  # nccl's watchdog ends the process itself
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=8))
+    run = Run(DDP, CUT, optimizer_class=Breaking)
+    run.train(2)
+    if rank == 1:
+        Breaking.error = KeyboardInterrupt()
+        with pytest.raises(KeyboardInterrupt):
+            run.step()
+        return
+    with pytest.raises(RuntimeError, match=r"the end of the update failed"):
+        run.step()
+    with pytest.raises(RuntimeError, match="Load a checkpoint before the next step"):
+        run.optimizer.step()
+
+
+def test_a_replica_that_is_gone(pool: Pool) -> None:
+    pool.run(check_lost_replica, 2, group=False)
+
+
+class WholeTensors(torch.optim.AdamW):
+    whole_tensors = True
+
+
+class Uneven(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.large, self.small = nn.Linear(64, 64, bias=False), nn.Linear(64, 1, bias=False)
+
+
+def check_share_too_large(rank: int, world_size: int) -> None:
+    """The ring of one replica is too small for its share: all of them raise at the first step."""
+    run = Run(
+        {"kind": "ddp"},
+        {"backend": "stream", "ring_mib": 0.1},
+        make_model=Uneven,
+        groups=lambda model: [{"params": list(model.parameters())}],
+        optimizer_class=WholeTensors,
+    )
+    expected = RingError if rank == 0 else RuntimeError
+    with pytest.raises(expected, match=r"optimizer_state\.ring_mib is 0\.1"):
+        run.optimizer.step()
+
+
+def test_a_share_that_does_not_fit(pool: Pool) -> None:
+    pool.run(check_share_too_large, 2)
+
+
+def check_groups(rank: int, world_size: int) -> None:
+    """Which ranks share, and where nobody does."""
+    assert not isinstance(Run({"kind": "fsdp2"}, STREAM).backend, SharedByReplicas)
+    assert not isinstance(Run(DDP, RESIDENT).backend, SharedByReplicas)
+    replicas = Run(HSDP, STREAM).backend._replicas
+    assert replicas.gather_objects(dist.get_rank()) == ([0, 2] if rank % 2 == 0 else [1, 3])
+    plain = Run(DDP, STREAM)
+    assert plain.backend._replicas.size == world_size
+    assert Replicas.of_shards(plain.inner.parameters()) is None
+    assert Replicas.of_shards([]) is None
+
+
+def test_who_shares(pool: Pool) -> None:
+    pool.run(check_groups, 4)
