@@ -9,6 +9,7 @@ the overflow flag, and none where nothing is sharded.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
@@ -33,6 +34,16 @@ def rank() -> int:
 def world_size() -> int:
     """Ranks in the default group; 1 without one."""
     return dist.get_world_size() if initialized() else 1
+
+
+def end_process_group() -> None:
+    """End the default process group and all others.
+
+    gloo's threads still let go of the last tensors they sent, for which they need the interpreter: should it end
+    before they are done, the process aborts (https://github.com/pytorch/pytorch/pull/179291). They are given a moment.
+    """
+    dist.destroy_process_group()
+    time.sleep(0.1)
 
 
 def is_sharded(tensor: Tensor) -> bool:

@@ -7,6 +7,8 @@ import os
 import torch
 import torch.distributed as dist
 
+from lightstep.distributed import end_process_group
+
 
 class Ranks:
     """The processes of this run; one without torchrun.
@@ -64,7 +66,7 @@ class Ranks:
 
     def close(self) -> None:
         if self._started and dist.is_initialized():
-            dist.destroy_process_group()
+            end_process_group()
         self._started = False
 
 

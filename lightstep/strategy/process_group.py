@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightstep.config import ConfigError, StrategyConfig
-from lightstep.distributed import Replicas, initialized
+from lightstep.distributed import Replicas, end_process_group, initialized
 from lightstep.optimizer.base import BaseOptimizer
 from lightstep.optimizer.mixed_precision import MixedPrecisionOptimizer
 from lightstep.optimizer.param_groups import Place
@@ -88,7 +88,7 @@ class ProcessGroupStrategy(Strategy):
     def close(self) -> None:
         """End the process group, if this strategy started it."""
         if self._started and initialized():
-            dist.destroy_process_group()
+            end_process_group()
         self._started = False
 
     @property

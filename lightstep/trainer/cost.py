@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lightstep.config import DDPSharding, DeepSpeedSharding, FSDP2Sharding, StrategyConfig
+from lightstep.config import DDPSharding, FSDP2Sharding, SingleSharding, StrategyConfig
 
 _BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 _MOMENTS = 8
@@ -41,8 +41,6 @@ def cost(config: StrategyConfig) -> Cost:
     """Per parameter with AdamW."""
     weights, gradients, state = _divisors(config)
     on_host = config.optimizer_state.backend != "resident"
-    if isinstance(config.sharding, DeepSpeedSharding):
-        on_host = config.sharding.offload == "cpu"
     held = _state_bytes(config)
     return Cost(
         Bytes(_BYTES[config.precision.parameters], weights),
@@ -55,12 +53,11 @@ def cost(config: StrategyConfig) -> Cost:
 def _divisors(config: StrategyConfig) -> tuple[str, str, str]:
     """What divides weights, gradients and state."""
     sharding = config.sharding
-    if isinstance(sharding, DeepSpeedSharding):
-        return ("ranks" if sharding.stage == 3 else "", "ranks" if sharding.stage > 1 else "", "ranks")
+    held = ""
     if isinstance(sharding, FSDP2Sharding):
-        shared = "ranks" if sharding.mesh.replicate == 1 else "shards"
-        return shared, shared, shared
-    return "", "", ""
+        held = "ranks" if sharding.mesh.replicate == 1 else "shards"
+    shared = not isinstance(sharding, SingleSharding) and config.optimizer_state.backend == "stream"
+    return held, held, "ranks" if shared else held
 
 
 def _gradient_bytes(config: StrategyConfig) -> int:

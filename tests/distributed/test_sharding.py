@@ -587,7 +587,7 @@ def test_process_group(pool: Pool) -> None:
 
 
 def check_dying_rank(rank: int, world_size: int, folder: str, sharding: dict[str, Any]) -> None:
-    """The last rank goes away without a word in the second step; the first one writes down what it is told, and when."""
+    """The last rank goes away without a word in the second step; the first one writes down what it is told."""
     strategy = load(sharding)
     model = strategy.prepare_model(TinyTransformer())
     optimizer = strategy.create_optimizer(model)

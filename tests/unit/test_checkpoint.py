@@ -19,7 +19,6 @@ from typing import Any
 import numpy
 import pytest
 import torch
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts, LambdaLR, MultiStepLR, OneCycleLR, SequentialLR
@@ -34,6 +33,7 @@ from lightstep.strategy.checkpoint import (
     save_checkpoint,
     to_torch_state_dict,
 )
+from tests.distributed.ranks import Pool
 from tests.reference.pair import BACKENDS, TWO_GROUPS, Pair, same_tree, scale_for, strategy_values
 from tests.reference.tiny_model import TinyModel, loss_of
 
@@ -853,14 +853,12 @@ def test_export_of_a_transformers_model(tmp_path: Path, tied: bool) -> None:
 # -- two ranks ---------------------------------------------------------------------------------------------------------
 
 
-def two_ranks(rank: int, root: str) -> None:
+def two_ranks(rank: int, world_size: int, root: str) -> None:
     """A sharded model saved by two ranks; then the second one's disk is full, and both raise."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{root}/rendezvous", rank=rank, world_size=2)
     torch.manual_seed(3)
     model, mesh = Tied(), init_device_mesh("cpu", (2,))
     for block in model.blocks:
@@ -887,13 +885,16 @@ def two_ranks(rank: int, root: str) -> None:
     assert random.random() == drawn
     assert all(torch.equal(value.to_local(), before[name].to_local()) for name, value in model.state_dict().items())
     export_model(Path(root) / "export", model)
-    dist.destroy_process_group()
 
 
 def test_two_ranks_save_together_and_fail_together(tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
-    mp.spawn(two_ranks, args=(str(tmp_path),), nprocs=2)
+    pool = Pool()
+    try:
+        pool.run(two_ranks, 2, root=str(tmp_path))
+    finally:
+        pool.close()
     model = Tied()
     optimizer = torch.optim.AdamW(model.parameters())
     random.seed(5)
