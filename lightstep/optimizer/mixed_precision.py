@@ -356,7 +356,7 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         return {
             "defaults": self.defaults,
             "param_groups": self.param_groups,
-            "state": {p: self.parameter_state(p) for p in self.state},
+            "state": {p: snapshot(self.parameter_state(p)) for p in self.state},  # DTensor views cannot be deep-copied
             "loss_scale": self.loss_scale,
             "master_weights": self.master_weights,
             "max_norm": self.max_norm,

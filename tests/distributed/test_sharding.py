@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import time
@@ -196,6 +197,35 @@ def check_deterministic(rank: int, world_size: int, sharding: dict[str, Any]) ->
 @pytest.mark.parametrize("sharding", [FSDP2, HSDP, DDP], ids=["fsdp2", "hsdp", "ddp"])
 def test_two_runs_are_equal(pool: Pool, sharding: dict[str, Any]) -> None:
     pool.run(check_deterministic, 4, sharding=sharding)
+
+
+def check_deepcopy(rank: int, world_size: int, sharding: dict[str, Any], backend: str) -> None:
+    strategy = load(sharding, optimizer_state={"backend": backend})
+    model = strategy.prepare_model(TinyTransformer())
+    optimizer = strategy.create_optimizer(model, torch.optim.AdamW, lr=1e-2)
+    train(strategy, model, optimizer)
+    twin = copy.deepcopy(optimizer)
+    pairs = [
+        (p, q)
+        for group, other in zip(optimizer.param_groups, twin.param_groups, strict=True)
+        for p, q in zip(group["params"], other["params"], strict=True)
+    ]
+    for _ in range(2):
+        for parameter, copied in pairs:
+            parameter.grad = like(parameter, torch.ones_like(local_tensor(parameter)))
+            copied.grad = like(copied, torch.ones_like(local_tensor(copied)))
+        assert optimizer.step() and twin.step()
+    for parameter, copied in pairs:
+        assert parameter is not copied and torch.equal(local_tensor(parameter), local_tensor(copied))
+        ours, its = optimizer.parameter_state(parameter), twin.parameter_state(copied)
+        assert ours.keys() == its.keys() > {"master", "exp_avg"}
+        assert all(torch.equal(local_tensor(ours[key]), local_tensor(its[key])) for key in ours)
+
+
+@pytest.mark.parametrize("backend", ["resident", "bulk", "stream"])
+@pytest.mark.parametrize("sharding", [FSDP2, HSDP], ids=["fsdp2", "hsdp"])
+def test_a_deep_copy_goes_on_by_itself(pool: Pool, sharding: dict[str, Any], backend: str) -> None:
+    pool.run(check_deepcopy, 4 if sharding is HSDP else 2, sharding=sharding, backend=backend)
 
 
 def check_ddp_unused(rank: int, world_size: int) -> None:
