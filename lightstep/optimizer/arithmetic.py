@@ -38,6 +38,11 @@ class GroupValues:
         self._read = {id(group): _settings(group) for group in groups}
         self._written: dict[int, dict[str, Any]] = {}
 
+    def detach(self) -> None:
+        """What happens to the groups' tensors (a learning rate) from now on is not seen by this step."""
+        for settings in self._read.values():
+            settings.update({k: v.clone() for k, v in settings.items() if isinstance(v, Tensor)})
+
     def of(self, live: dict[str, Any]) -> dict[str, Any]:
         """A copy of one group's settings, to be handed out."""
         return dict(self._read[id(live)])

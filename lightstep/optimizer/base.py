@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -32,6 +32,14 @@ class BaseOptimizer(torch.optim.Optimizer):
         """Consume the gradients (``p.grad is None`` afterwards) and update the weights, or skip on overflow.
 
         Never waits for the device unless the result is read (see ``docs/how-a-step-works.md`` for the exceptions).
+        """
+
+    @abstractmethod
+    def land(self, parameters: Iterable[Tensor] | None = None) -> None:
+        """What is done next sees these parameters updated (``None``: all of them) when a step's updates are deferred.
+
+        On an accelerator the current stream waits and the host does not. Forwards, ``state_dict`` and checkpoints call
+        this by themselves.
         """
 
     @abstractmethod

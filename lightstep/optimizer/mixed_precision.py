@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -16,12 +16,12 @@ from lightstep.optimizer.managed_parameters import ManagedParameters, Places, St
 from lightstep.optimizer.param_groups import learning_rates_are_zero
 from lightstep.optimizer.result import StepResult
 from lightstep.optimizer.serialization import load_torch_state_dict, snapshot
-from lightstep.precision.gradients import GradientAccumulator, GradientStage, unshared
+from lightstep.optimizer.updates import AtStep, Updates
+from lightstep.optimizer.walk import Gradients, UnitWalk, Update
+from lightstep.precision.gradients import GradientAccumulator, unshared
 from lightstep.precision.loss_scale import ConstantLossScale, LossScale
-from lightstep.state.backend import Managed, Piece, StateBackend
+from lightstep.state.backend import Managed, StateBackend
 from lightstep.state.resident import ResidentBackend
-
-Gradients = dict[Managed, Tensor]
 
 
 class MixedPrecisionOptimizer(BaseOptimizer):
@@ -43,6 +43,7 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         places: called at set-up for the name and layer of each parameter.
         overflow_everywhere: whether all ranks of the process group skip a step together; ``None``: if any parameter is
             a DTensor.
+        update_time: when the updates that a step decides upon are done.
 
     Raises:
         TypeError: ``optimizer_class`` is not a usable optimizer class.
@@ -63,6 +64,7 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         backend: StateBackend | None = None,
         places: Places | None = None,
         overflow_everywhere: bool | None = None,
+        update_time: type[Updates] = AtStep,
     ) -> None:
         self._arithmetic = BaseArithmetic(optimizer_class, dict(hyperparameters or {}))
         super().__init__(params, dict(self._arithmetic.defaults))
@@ -72,6 +74,7 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         self.norm_type = norm_type
         self._backend = backend or ResidentBackend()
         self._overflow_everywhere = overflow_everywhere
+        self._update_time = update_time
         self._start(reduce_float32, places)
 
     def _start(self, reduce_float32: bool, places: Places | None) -> None:
@@ -79,7 +82,8 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         self.gradients = GradientAccumulator(reduce_float32)
         self._managed = ManagedParameters(self._arithmetic, self._backend, self.master_weights, places)
         self.state = StateView(self._managed, self.parameter_state, self.load_parameter_state)  # type: ignore[assignment]
-        self._stage = GradientStage()
+        self._walk = UnitWalk(self._arithmetic, self._backend, self._refusing_further_steps, self._managed.record)
+        self._updates = self._update_time(self._walk, self._backend)
         self._norm: GradientNorm | None = None
         self._failure: str | None = None
         self._to_repair: set[Managed] = set()
@@ -95,6 +99,7 @@ class MixedPrecisionOptimizer(BaseOptimizer):
             raise ValueError(
                 f"the loss has shape {tuple(loss.shape)}; one element is needed (loss.mean() or loss.sum())"
             )
+        self._updates.land()  # gradients that it still reads may stand where the next ones will be put
         self._watch_gradients()  # parameters may have been frozen or thawed
         if not self.loss_scale.is_identity:
             loss = loss.float() * self.loss_scale.tensor(loss.device)
@@ -103,38 +108,22 @@ class MixedPrecisionOptimizer(BaseOptimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> StepResult:  # type: ignore[override]
         loss = self._evaluate(closure)
         with torch.no_grad():
+            self._updates.land()
             gradients = self._collect_gradients()
             scaled_norm, overflow = self._gradient_norm(gradients)
-            scale = self.loss_scale.tensor(scaled_norm.device)
-            result = StepResult(scaled_norm / scale, overflow, scale.clone(), loss)
+            scale = self.loss_scale.tensor(scaled_norm.device).clone()
+            result = StepResult(scaled_norm / scale, overflow, scale, loss)
             if self._is_state_initialisation(gradients, scaled_norm):
                 self._initialise_state(gradients, overflow)
                 return result
             if not self._skip_known_to_host(gradients, overflow):
-                self._update(gradients, *self._scaling(result.grad_norm, scale), overflow)
+                divisor, factor = self._scaling(result.grad_norm, scale)
+                self._updates.start(self._update(gradients, divisor, factor, overflow))
             self.loss_scale.update(overflow)
             return result
 
-    def _update(self, gradients: Gradients, divisor: Tensor | None, factor: Tensor | None, overflow: Tensor) -> None:
-        """The walk through the units: acquire state → base optimizer's arithmetic → write back → release."""
-        values = GroupValues(self.param_groups)
-        self._backend.begin(gradients.keys())
-        elsewhere = self._left_to_others(gradients)
-        for unit in self._backend.units():
-            with self._refusing_further_steps(f"the update of {unit.label}"):
-                pieces = self._backend.acquire(unit)
-                active = [piece for piece in pieces if piece.owner in gradients]
-                if active:
-                    staged = self._staged(active, gradients, divisor, factor)
-                    self._arithmetic.apply(active, staged, overflow.to(active[0].master.device), values)
-                self._backend.release(unit, active)
-                self._after_unit(active, gradients)
-        with self._refusing_further_steps("the end of the update"):
-            self._backend.finish()
-        values.give_back()
-        for item in elsewhere:
-            item.updated = True
-            self._managed.record(item)
+    def _update(self, gradients: Gradients, divisor: Tensor | None, factor: Tensor | None, overflow: Tensor) -> Update:
+        return Update(gradients, divisor, factor, overflow, GroupValues(self.param_groups))
 
     @contextlib.contextmanager
     def _refusing_further_steps(self, what: str) -> Iterator[None]:
@@ -192,30 +181,6 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         )
         return not on_device and bool(overflow)
 
-    def _staged(
-        self, pieces: list[Piece], gradients: Gradients, divisor: Tensor | None, factor: Tensor | None
-    ) -> list[Tensor]:
-        device = pieces[0].master.device
-        divisor, factor = (None if value is None else value.to(device) for value in (divisor, factor))
-        staged = self._stage.scaled([piece.of(gradients[piece.owner]) for piece in pieces], divisor, factor)
-        return [value.to(piece.master.dtype) for piece, value in zip(pieces, staged, strict=True)]
-
-    def _after_unit(self, updated: list[Piece], gradients: Gradients) -> None:
-        for piece in updated:
-            item = piece.owner
-            item.updated = True
-            self._managed.record(item)
-            if piece.stop == item.local.numel():
-                gradients.pop(item, None)
-
-    @staticmethod
-    def _left_to_others(gradients: Gradients) -> list[Managed]:
-        """The parameters that other replicas update; their gradients are not needed here any more."""
-        elsewhere = [item for item in gradients if item.elsewhere]
-        for item in elsewhere:
-            del gradients[item]
-        return elsewhere
-
     def _note_failure(self, what: str, error: BaseException) -> str:
         self._failure = f"{what} failed ({type(error).__name__}: {error})"
         self._to_repair = {item for item in self._managed if item.updated}
@@ -224,6 +189,7 @@ class MixedPrecisionOptimizer(BaseOptimizer):
     # -- set-up
 
     def _set_up(self) -> None:
+        self._updates.land()
         if self._managed.set_up(self.param_groups):
             parameters = [item.param for item in self._managed]
             self._norm = GradientNorm(parameters, self.norm_type, self._overflow_everywhere)
@@ -236,7 +202,7 @@ class MixedPrecisionOptimizer(BaseOptimizer):
 
     def _initialise_state(self, gradients: Gradients, overflow: Tensor) -> None:
         initialised = list(gradients)
-        self._update(gradients, None, None, overflow)
+        self._walk.run(self._update(gradients, None, None, overflow))
         self._backend.synchronize()
         self._managed.mark_provisional(initialised)
 
@@ -252,7 +218,13 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         self.gradients.clear()
         super().zero_grad(set_to_none)
 
+    def land(self, parameters: Iterable[Tensor] | None = None) -> None:
+        with torch.no_grad():
+            found = None if parameters is None else (self._managed.get(parameter) for parameter in parameters)
+            self._updates.land(None if found is None else (item for item in found if item is not None))
+
     def synchronize(self) -> None:
+        self._updates.land()
         self._backend.synchronize()
         for device in self._managed.devices:
             if device.type != "cpu":
@@ -260,11 +232,12 @@ class MixedPrecisionOptimizer(BaseOptimizer):
 
     def refresh_master_weights(self) -> None:
         with torch.no_grad():
+            self._updates.land()
             self._managed.refresh()
 
     def memory_report(self) -> dict[str, float]:
         parameters = sum(item.local.numel() for item in self._managed)
-        report: dict[str, float] = {**self._backend.memory(), "gradient_stage_bytes": self._stage.nbytes()}
+        report: dict[str, float] = {**self._backend.memory(), "gradient_stage_bytes": self._walk.stage.nbytes()}
         report["parameters"] = parameters
         for place in ("device", "host"):
             report[f"{place}_bytes_per_parameter"] = report[f"{place}_bytes"] / max(parameters, 1)
@@ -302,6 +275,7 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         item = self._managed.get(parameter)
         if item is None:
             return {}
+        self._updates.land()
         self._backend.synchronize()
         return self._managed.state_of(item, kept_only)
 
@@ -332,6 +306,7 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         Complete on every rank. Where replicas share the work (``optimizer_state.backend: stream`` under DDP and HSDP)
         all of them call it, and each has all the state in memory then; ``strategy.save_checkpoint`` does without.
         """
+        self._updates.land()
         packed = super().state_dict()
         packed.setdefault("loss_scale", self.loss_scale.state_dict())
         return snapshot(packed)
@@ -349,10 +324,12 @@ class MixedPrecisionOptimizer(BaseOptimizer):
 
     def close(self) -> None:
         """Give back the memory of the state backend and take the hooks off the parameters."""
+        self._updates.land()
         self.gradients.close()
         self._backend.close()
 
     def __getstate__(self) -> dict[str, Any]:
+        self._updates.land()
         return {
             "defaults": self.defaults,
             "param_groups": self.param_groups,
@@ -362,6 +339,7 @@ class MixedPrecisionOptimizer(BaseOptimizer):
             "max_norm": self.max_norm,
             "norm_type": self.norm_type,
             "_overflow_everywhere": self._overflow_everywhere,
+            "_update_time": self._update_time,
             "optimizer_class": self._arithmetic.optimizer_class,
             "hyperparameters": self._arithmetic.hyperparameters,
             "reduce_float32": self.gradients.float32,

@@ -14,6 +14,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from lightstep.state.lanes import Lanes
+
 
 @dataclass(eq=False)
 class EntrySpec:
@@ -112,6 +114,11 @@ class StateBackend(ABC):
     @abstractmethod
     def register(self, managed: Sequence[Managed], schema: Schema) -> None:
         """Take charge of exactly these parameters: new ones join, those no longer listed leave with their state."""
+
+    @property
+    def lanes(self) -> Lanes:
+        """Where updates beside the caller's own work are queued."""
+        raise NotImplementedError(f"the {self.name} backend has no lanes")
 
     @abstractmethod
     def units(self) -> Sequence[Unit]:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from lightstep.distributed import Replicas
 from lightstep.state.backend import Managed, Piece, Schema, StateBackend, Unit
+from lightstep.state.lanes import Lanes
 from lightstep.state.records import record_bytes
 from lightstep.state.units import group_by_layer
 
@@ -86,6 +87,11 @@ class SharedByReplicas(StateBackend):
                 raise RuntimeError(f"replica {rank} could not take its share of the optimizer state: {text}")
 
     # -- one step
+
+    @property
+    def lanes(self) -> Lanes:
+        """This replica's."""
+        return self.inner.lanes
 
     def units(self) -> Sequence[Unit]:
         """Those of this replica's own parameters."""

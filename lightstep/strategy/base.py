@@ -31,6 +31,7 @@ from lightstep.optimizer.arithmetic import needs_whole_tensors
 from lightstep.optimizer.base import BaseOptimizer
 from lightstep.optimizer.mixed_precision import MixedPrecisionOptimizer
 from lightstep.optimizer.param_groups import Place, check_param_groups, places
+from lightstep.optimizer.updates import AtStep, NextForward, Updates
 from lightstep.precision.loss_scale import ConstantLossScale, DynamicLossScale, LossScale
 from lightstep.precision.split import Splitter
 from lightstep.state.backend import StateBackend
@@ -38,6 +39,7 @@ from lightstep.state.bulk import BulkBackend
 from lightstep.state.resident import ResidentBackend
 from lightstep.state.stream import StreamBackend
 from lightstep.strategy import checkpoint
+from lightstep.strategy.forward_gates import gate_forwards
 from lightstep.strategy.model_setup import checkpoint_activations, materialise
 from lightstep.strategy.presets import read_source
 from lightstep.strategy.pretrained import load_pretrained
@@ -47,6 +49,8 @@ _KINDS = {
     "ddp": ("lightstep.strategy.ddp", "DDPStrategy"),
     "fsdp2": ("lightstep.strategy.fsdp2", "FSDP2Strategy"),
 }
+
+_UPDATE_TIMES: dict[str, type[Updates]] = {"at_step": AtStep, "next_forward": NextForward}
 
 ModelSource = nn.Module | Callable[[], nn.Module]
 
@@ -199,17 +203,25 @@ class Strategy(ABC):
             backend=self._make_backend(model, needs_whole_tensors(optimizer_class)),
             places=lambda: self._places(model),
             overflow_everywhere=self._overflow_everywhere,
+            update_time=_UPDATE_TIMES[config.optimizer_state.update],
         )
         self._optimizers.setdefault(self.unwrap_model(model), weakref.WeakSet()).add(optimizer)
         self._connect(model, optimizer)
         return optimizer
 
-    def _connect(self, model: nn.Module, optimizer: BaseOptimizer) -> None:  # noqa: B027  (most need nothing)
-        """Have the model's gradients delivered to the optimizer as ``precision.reduce`` says."""
+    def _connect(self, model: nn.Module, optimizer: BaseOptimizer) -> None:
+        """Have gradients delivered as ``precision.reduce`` says, and forwards wait for updates that are deferred."""
+        if self.config.optimizer_state.update == "next_forward":
+            gate_forwards(self.unwrap_model(model), optimizer)
 
     def _optimizers_of(self, model: nn.Module) -> list[BaseOptimizer]:
         """What :meth:`create_optimizer` made for this model and is still in use."""
         return list(self._optimizers.get(self.unwrap_model(model), ()))
+
+    def _land(self, model: nn.Module) -> None:
+        """Updates that are still under way come first."""
+        for optimizer in self._optimizers_of(model):
+            optimizer.land()
 
     def _make_backend(self, model: nn.Module, whole_tensors: bool) -> StateBackend:
         """Where a new optimizer of this model keeps its state."""
@@ -237,6 +249,7 @@ class Strategy(ABC):
         extra: Mapping[str, Any] | None = None,
     ) -> None:
         """Write model, optimizer, scheduler, random states and ``extra`` to the directory ``path``."""
+        self._land(model)
         checkpoint.save_checkpoint(path, model, optimizer, scheduler, extra)
 
     def load_checkpoint(
@@ -247,6 +260,7 @@ class Strategy(ABC):
         Without ``optimizer`` only the weights are loaded, and the masters of the model's optimizers are rebuilt from
         them.
         """
+        self._land(model)
         extra = checkpoint.load_checkpoint(path, model, optimizer, scheduler)
         for follower in self._optimizers_of(model) if optimizer is None else ():
             follower.refresh_master_weights()
@@ -254,6 +268,7 @@ class Strategy(ABC):
 
     def export_model(self, path: str | Path, model: nn.Module, tokenizer: Any = None) -> None:
         """Write the weights as one Hugging Face folder (``save_pretrained``), in the model's dtype."""
+        self._land(model)
         checkpoint.export_model(path, self.unwrap_model(model), tokenizer)
 
     # -- end
@@ -303,8 +318,10 @@ def _refuse_unbuilt(config: StrategyConfig, name: str) -> None:
         raise ConfigError(
             f"{name}: sharding.kind {config.sharding.kind!r} is not in this version; it has {', '.join(_KINDS)}"
         )
-    if state.update != "at_step":
-        raise ConfigError(f"{name}: optimizer_state.update {state.update!r} is not in this version; it has at_step")
+    if state.update not in _UPDATE_TIMES:
+        raise ConfigError(
+            f"{name}: optimizer_state.update {state.update!r} is not in this version; it has {', '.join(_UPDATE_TIMES)}"
+        )
     if state.resident_gib != 0:
         raise ConfigError(
             f"{name}: optimizer_state.resident_gib is {state.resident_gib!r}; this version has 0: all state is streamed"

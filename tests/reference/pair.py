@@ -21,6 +21,7 @@ BACKENDS: dict[str, dict[str, Any]] = {
     "resident": {"backend": "resident"},
     "bulk": {"backend": "bulk"},
     "stream": {"backend": "stream", "ring_mib": 0.02},
+    "stream-overlap": {"backend": "stream", "ring_mib": 0.02, "update": "next_forward"},
 }
 """What a strategy file says under ``optimizer_state``; a new backend joins every test by one line here."""
 
@@ -126,6 +127,7 @@ class Pair:
         self.micro_batches, self.overflow_at = micro_batches, frozenset(overflow_at)
         self.late_from, self.intermittent = late_from, intermittent
         self.values = strategy_values(**strategy)
+        self.deferred = self.values["optimizer_state"].get("update", "at_step") != "at_step"
         self.steps = 0
         self.overflow = False
         torch.manual_seed(seed)
@@ -174,7 +176,9 @@ class Pair:
         """``steps`` steps of both; weights, scale and verdict compared after each, everything at the end."""
         for _ in range(steps):
             self.step()
-            self.check_weights()
+            if not self.deferred or self.steps % 3 == 0:
+                self.optimizer.synchronize()
+                self.check_weights()
             if after_each is not None:
                 after_each(self.steps)
         self.check()

@@ -1,0 +1,226 @@
+"""Updates that finish during the next forward: the same bits, whoever looks at the weights and whenever."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lightstep
+from lightstep.config import ConfigError
+from lightstep.state import units as units_module
+from lightstep.state.lanes import COMPUTE, LaneError, ThreadLane
+from lightstep.strategy.forward_gates import gate_forwards
+from tests.distributed.models import CLASSES, VOCABULARY, TinyTransformer
+from tests.unit.test_stream import random_delays
+
+OVERLAP = {"backend": "stream", "update": "next_forward", "ring_mib": 0.02}
+
+
+@pytest.fixture(autouse=True)
+def small_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cut tiny tensors as large ones are cut."""
+    monkeypatch.setattr(units_module, "CUT_ELEMENTS", 64)
+
+
+class Training:
+    """A tiny transformer under one strategy; batches depend on the step alone."""
+
+    def __init__(self, state: dict[str, Any], parameters: str = "bfloat16", make: Callable[[], nn.Module] | None = None):
+        torch.manual_seed(0)
+        scale = {"kind": "dynamic", "init_scale": 2.0**10, "growth_interval": 3} if parameters == "float16" else "none"
+        self.strategy = lightstep.Strategy.load(
+            {
+                "precision": {"parameters": parameters, "loss_scale": scale},
+                "clipping": {"max_norm": 0.5},
+                "optimizer_state": state,
+            }
+        )
+        self.model = self.strategy.prepare_model((make or TinyTransformer)())
+        groups = self.model.split() if hasattr(self.model, "split") else None
+        self.optimizer: Any = self.strategy.create_optimizer(self.model, torch.optim.AdamW, param_groups=groups, lr=1e-2)
+        self.steps = 0
+
+    def loss(self, micro: int = 0) -> Tensor:
+        generator = torch.Generator().manual_seed(100 * self.steps + micro)
+        tokens = torch.randint(VOCABULARY, (4, 6), generator=generator)
+        targets = torch.randint(CLASSES, (24,), generator=generator)
+        return nn.functional.cross_entropy(self.model(tokens).float().flatten(0, 1), targets)
+
+    def step(self) -> list[float]:
+        losses = []
+        for micro in range(2):
+            loss = self.loss(micro)
+            losses.append(loss.item())
+            with self.strategy.accumulate(self.model, last=micro == 1):
+                self.optimizer.backward(loss / 2)
+        self.optimizer.step()
+        self.steps += 1
+        return losses
+
+    def train(self, steps: int) -> list[list[float]]:
+        return [self.step() for _ in range(steps)]
+
+    def snapshot(self) -> dict[str, Tensor]:
+        """Weights and all state by name."""
+        found = dict(self.model.state_dict())
+        for name, parameter in self.model.named_parameters():
+            found.update({f"{name}/{key}": torch.as_tensor(v) for key, v in self.optimizer.state[parameter].items()})
+        return {key: value.clone() for key, value in found.items()}
+
+    def delays(self, seed: int, longest: float = 1e-3) -> None:
+        random_delays(self.optimizer._backend.lanes, seed, longest)
+
+
+def assert_same(tested: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert tested.keys() == expected.keys()
+    assert [key for key in expected if not torch.equal(tested[key], expected[key])] == []
+
+
+class Held:
+    """The update of units with a parameter of this name stands still until the block is left or :meth:`release`."""
+
+    def __init__(self, training: Training, name: str) -> None:
+        self.walk, self.name, self.free = training.optimizer._walk, name, threading.Event()
+
+    def __enter__(self) -> Held:
+        update = self.walk.unit
+
+        def unit(unit: Any, of: Any) -> Any:
+            if any(owner.name.startswith(self.name) for owner, _, _ in unit.parts):
+                assert self.free.wait(20)
+            return update(unit, of)
+
+        self.walk.unit = unit
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        del self.walk.unit
+        self.release()
+
+    def release(self) -> None:
+        self.free.set()
+
+
+def beside(job: Callable[[], Any], seconds: float = 0.3) -> threading.Thread | None:
+    """Run ``job``; the thread that still does after ``seconds``, or ``None`` when it is done."""
+    thread = threading.Thread(target=job, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return thread if thread.is_alive() else None
+
+
+@pytest.mark.parametrize("parameters", ["bfloat16", "float16", "float32"])
+def test_random_delays_in_every_lane_over_two_hundred_seeds(parameters: str) -> None:
+    expected = Training({"backend": "resident"}, parameters)
+    losses, wanted = expected.train(6), expected.snapshot()
+    for seed in range(70):
+        tested = Training(OVERLAP, parameters)
+        found = tested.train(1)
+        tested.delays(seed)
+        assert found + tested.train(5) == losses, seed
+        assert_same(tested.snapshot(), wanted)
+        tested.optimizer.close()
+
+
+def test_the_delays_find_a_missing_gate(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = Training({"backend": "resident"}).train(5)
+    monkeypatch.setattr("lightstep.strategy.base.gate_forwards", lambda model, optimizer: None)
+    wrong = 0
+    for seed in range(5):
+        tested = Training(OVERLAP)
+        found = tested.train(1)
+        tested.delays(seed)
+        try:
+            wrong += found + tested.train(4) != expected
+        except RuntimeError as error:  # autograd sees some of it too
+            assert "modified by an inplace operation" in str(error)
+            wrong += 1
+        tested.optimizer.close()
+    assert wrong
+
+
+def test_step_returns_at_once_and_each_block_waits_for_its_own() -> None:
+    training = Training(OVERLAP)
+    training.train(2)
+    model, hidden = training.model, torch.zeros(1, 7, dtype=torch.bfloat16)
+    with Held(training, "blocks.1") as held:
+        training.step()
+        assert beside(lambda: model.embed(torch.tensor([1]))) is None
+        assert beside(lambda: model.blocks[0](hidden)) is None
+        for late in (lambda: model.blocks[1](hidden), lambda: model.blocks[2](hidden), lambda: model.head(hidden)):
+            waiting = beside(late, 0.05)
+            assert waiting is not None
+        held.release()
+        waiting.join(20)
+    assert not waiting.is_alive()
+
+
+def read_state_dict(training: Training, folder: Path) -> Any:
+    return training.model.state_dict()
+
+
+def read_a_blocks_state_dict(training: Training, folder: Path) -> Any:
+    return training.model.blocks.state_dict()
+
+
+def load_weights(training: Training, folder: Path) -> Any:
+    return training.model.load_state_dict(training.model.state_dict())
+
+
+def read_optimizer_state(training: Training, folder: Path) -> Any:
+    return training.optimizer.state_dict()
+
+
+def read_one_entry(training: Training, folder: Path) -> Any:
+    return training.optimizer.state[training.model.head.weight]["exp_avg"]
+
+
+def save(training: Training, folder: Path) -> Any:
+    return training.strategy.save_checkpoint(folder / "checkpoint", training.model, training.optimizer)
+
+
+def unwrap(training: Training, folder: Path) -> Any:
+    return training.strategy.unwrap_model(training.model)
+
+
+def evaluate(training: Training, folder: Path) -> Any:
+    with torch.inference_mode():
+        return training.loss()
+
+
+def wait(training: Training, folder: Path) -> Any:
+    return training.optimizer.synchronize()
+
+
+def backward(training: Training, folder: Path) -> Any:
+    return training.optimizer.backward(torch.ones(1, requires_grad=True).sum())
+
+
+def step_again(training: Training, folder: Path) -> Any:
+    return training.optimizer.step()
+
+
+READERS = [
+    *(read_state_dict, read_a_blocks_state_dict, load_weights, read_optimizer_state, read_one_entry, save, unwrap),
+    *(evaluate, wait, backward, step_again),
+]
+
+
+@pytest.mark.parametrize("read", READERS)
+def test_who_reads_the_weights_or_state_waits(read: Callable[[Training, Path], Any], tmp_path: Path) -> None:
+    training = Training(OVERLAP)
+    training.train(2)
+    with Held(training, "head") as held:
+        training.step()
+        waiting = beside(lambda: read(training, tmp_path), 0.05)
+        assert waiting is not None
+        held.release()
+        waiting.join(20)
+    assert not waiting.is_alive()
