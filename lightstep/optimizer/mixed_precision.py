@@ -16,12 +16,11 @@ from lightstep.optimizer.managed_parameters import ManagedParameters, Places, St
 from lightstep.optimizer.param_groups import learning_rates_are_zero
 from lightstep.optimizer.result import StepResult
 from lightstep.optimizer.serialization import load_torch_state_dict, snapshot
-from lightstep.precision.gradients import GradientAccumulator, GradientStage, unshared
+from lightstep.optimizer.walk import Gradients, UnitWalk, Update
+from lightstep.precision.gradients import GradientAccumulator, unshared
 from lightstep.precision.loss_scale import ConstantLossScale, LossScale
-from lightstep.state.backend import Managed, Piece, StateBackend
+from lightstep.state.backend import Managed, StateBackend
 from lightstep.state.resident import ResidentBackend
-
-Gradients = dict[Managed, Tensor]
 
 
 class MixedPrecisionOptimizer(BaseOptimizer):
@@ -79,7 +78,7 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         self.gradients = GradientAccumulator(reduce_float32)
         self._managed = ManagedParameters(self._arithmetic, self._backend, self.master_weights, places)
         self.state = StateView(self._managed, self.parameter_state, self.load_parameter_state)  # type: ignore[assignment]
-        self._stage = GradientStage()
+        self._walk = UnitWalk(self._arithmetic, self._backend, self._refusing_further_steps, self._managed.record)
         self._norm: GradientNorm | None = None
         self._failure: str | None = None
         self._to_repair: set[Managed] = set()
@@ -105,8 +104,8 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         with torch.no_grad():
             gradients = self._collect_gradients()
             scaled_norm, overflow = self._gradient_norm(gradients)
-            scale = self.loss_scale.tensor(scaled_norm.device)
-            result = StepResult(scaled_norm / scale, overflow, scale.clone(), loss)
+            scale = self.loss_scale.tensor(scaled_norm.device).clone()
+            result = StepResult(scaled_norm / scale, overflow, scale, loss)
             if self._is_state_initialisation(gradients, scaled_norm):
                 self._initialise_state(gradients, overflow)
                 return result
@@ -116,25 +115,7 @@ class MixedPrecisionOptimizer(BaseOptimizer):
             return result
 
     def _update(self, gradients: Gradients, divisor: Tensor | None, factor: Tensor | None, overflow: Tensor) -> None:
-        """The walk through the units: acquire state → base optimizer's arithmetic → write back → release."""
-        values = GroupValues(self.param_groups)
-        self._backend.begin(gradients.keys())
-        elsewhere = self._left_to_others(gradients)
-        for unit in self._backend.units():
-            with self._refusing_further_steps(f"the update of {unit.label}"):
-                pieces = self._backend.acquire(unit)
-                active = [piece for piece in pieces if piece.owner in gradients]
-                if active:
-                    staged = self._staged(active, gradients, divisor, factor)
-                    self._arithmetic.apply(active, staged, overflow.to(active[0].master.device), values)
-                self._backend.release(unit, active)
-                self._after_unit(active, gradients)
-        with self._refusing_further_steps("the end of the update"):
-            self._backend.finish()
-        values.give_back()
-        for item in elsewhere:
-            item.updated = True
-            self._managed.record(item)
+        self._walk.run(Update(gradients, divisor, factor, overflow, GroupValues(self.param_groups)))
 
     @contextlib.contextmanager
     def _refusing_further_steps(self, what: str) -> Iterator[None]:
@@ -192,30 +173,6 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         )
         return not on_device and bool(overflow)
 
-    def _staged(
-        self, pieces: list[Piece], gradients: Gradients, divisor: Tensor | None, factor: Tensor | None
-    ) -> list[Tensor]:
-        device = pieces[0].master.device
-        divisor, factor = (None if value is None else value.to(device) for value in (divisor, factor))
-        staged = self._stage.scaled([piece.of(gradients[piece.owner]) for piece in pieces], divisor, factor)
-        return [value.to(piece.master.dtype) for piece, value in zip(pieces, staged, strict=True)]
-
-    def _after_unit(self, updated: list[Piece], gradients: Gradients) -> None:
-        for piece in updated:
-            item = piece.owner
-            item.updated = True
-            self._managed.record(item)
-            if piece.stop == item.local.numel():
-                gradients.pop(item, None)
-
-    @staticmethod
-    def _left_to_others(gradients: Gradients) -> list[Managed]:
-        """The parameters that other replicas update; their gradients are not needed here any more."""
-        elsewhere = [item for item in gradients if item.elsewhere]
-        for item in elsewhere:
-            del gradients[item]
-        return elsewhere
-
     def _note_failure(self, what: str, error: BaseException) -> str:
         self._failure = f"{what} failed ({type(error).__name__}: {error})"
         self._to_repair = {item for item in self._managed if item.updated}
@@ -264,7 +221,7 @@ class MixedPrecisionOptimizer(BaseOptimizer):
 
     def memory_report(self) -> dict[str, float]:
         parameters = sum(item.local.numel() for item in self._managed)
-        report: dict[str, float] = {**self._backend.memory(), "gradient_stage_bytes": self._stage.nbytes()}
+        report: dict[str, float] = {**self._backend.memory(), "gradient_stage_bytes": self._walk.stage.nbytes()}
         report["parameters"] = parameters
         for place in ("device", "host"):
             report[f"{place}_bytes_per_parameter"] = report[f"{place}_bytes"] / max(parameters, 1)
