@@ -165,8 +165,8 @@ class Clipping(_Frozen):
     @field_validator("norm_type")
     @classmethod
     def _norm(cls, value: float) -> float:
-        if not value >= 1:
-            raise ValueError("must be at least 1 (2 is the Euclidean norm, .inf the largest element)")
+        if not (1 <= value <= 8 or value == math.inf):
+            raise ValueError("must be from 1 to 8, or .inf (2 is the Euclidean norm, .inf the largest element)")
         return value
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=True)
