@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
+import re
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -432,6 +436,36 @@ def test_sharding_this_build_cannot_do_is_said_at_once(kind: str) -> None:
         assert "\n" not in str(error)
     else:
         assert strategy.config.sharding.kind == kind
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["sub/my_train.py", "--lr", "3", "--name", "a b"], "sub/my_train.py --lr 3 --name 'a b'"),
+        (["-um", "sub.my_train", "--lr", "3"], "-m sub.my_train --lr 3"),
+        (["-m", "sub", "--lr", "3"], "-m sub --lr 3"),
+        (["-", "--lr", "3"], "train.py"),
+    ],
+)
+def test_how_to_start_several_processes_is_said_with_this_program(
+    tmp_path: Path, arguments: list[str], expected: str
+) -> None:
+    program = "from lightstep import Strategy\nStrategy.load('fsdp2').prepare_model(None)\n"
+    (tmp_path / "sub").mkdir()
+    for name in ("my_train.py", "__main__.py"):
+        (tmp_path / "sub" / name).write_text(program)
+    environment = {key: value for key, value in os.environ.items() if key != "RANK"}
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        input=program,
+        cwd=tmp_path,
+        env={**environment, "PYTHONPATH": str(Path(lightstep.__file__).resolve().parents[1])},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    found = re.search(r"start it with: torchrun --nproc-per-node \d+ (.*)", done.stderr)
+    assert found and found[1] == expected, done.stderr
 
 
 def test_lightstep_is_imported_from_one_public_face() -> None:
