@@ -28,8 +28,8 @@ CHECK_VARIABLE = "LIGHTSTEP_HOST_MEMORY_CHECK"
 
 _GIB = 1 << 30
 _ADVICE = (
-    "Lower it with `optimizer_state.resident_gib` (that much stays on the device), `optimizer_state.backend: "
-    "resident`, `precision.master_weights: false`, an optimizer with less state, or by sharding over more ranks"
+    "Lower it with `optimizer_state.backend: resident`, `precision.master_weights: false`, an optimizer with less "
+    "state, or by sharding over more ranks"
 )
 _UNLIMITED = 1 << 60  # cgroup v1 writes "no limit" as a number near 2^63
 _TOUCH_THREADS = 16
