@@ -71,7 +71,8 @@ class UnitWalk:
         update.values.give_back()
 
     def begin(self, update: Update) -> None:
-        self._backend.begin(update.gradients.keys())
+        with self._guard("the beginning of the update"):
+            self._backend.begin(update.gradients.keys())
 
     def unit(self, unit: Unit, update: Update) -> list[Managed]:
         """Update one unit; returns the parameters that are complete with it."""

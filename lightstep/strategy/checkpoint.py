@@ -164,6 +164,8 @@ def _live(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> _Live:
 
 def _collect(model: nn.Module, optimizer: Any, scheduler: Any, extra: Mapping[str, Any] | None) -> _Content:
     """Everything that goes into the checkpoint, checked; tensors are fetched later."""
+    if hasattr(optimizer, "refuse_half_updated"):
+        optimizer.refuse_half_updated("Load a checkpoint before saving one")
     live = _live(model, optimizer)
     state = {
         "extra": dict(extra or {}),

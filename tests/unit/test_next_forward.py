@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -13,10 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import lightstep
-from lightstep.config import ConfigError
 from lightstep.state import units as units_module
-from lightstep.state.lanes import COMPUTE, LaneError, ThreadLane
-from lightstep.strategy.forward_gates import gate_forwards
 from tests.distributed.models import CLASSES, VOCABULARY, TinyTransformer
 from tests.unit.test_stream import random_delays
 
@@ -32,7 +28,9 @@ def small_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
 class Training:
     """A tiny transformer under one strategy; batches depend on the step alone."""
 
-    def __init__(self, state: dict[str, Any], parameters: str = "bfloat16", make: Callable[[], nn.Module] | None = None):
+    def __init__(
+        self, state: dict[str, Any], parameters: str = "bfloat16", make: Callable[[], nn.Module] | None = None
+    ):
         torch.manual_seed(0)
         scale = {"kind": "dynamic", "init_scale": 2.0**10, "growth_interval": 3} if parameters == "float16" else "none"
         self.strategy = lightstep.Strategy.load(
@@ -44,7 +42,9 @@ class Training:
         )
         self.model = self.strategy.prepare_model((make or TinyTransformer)())
         groups = self.model.split() if hasattr(self.model, "split") else None
-        self.optimizer: Any = self.strategy.create_optimizer(self.model, torch.optim.AdamW, param_groups=groups, lr=1e-2)
+        self.optimizer: Any = self.strategy.create_optimizer(
+            self.model, torch.optim.AdamW, param_groups=groups, lr=1e-2
+        )
         self.steps = 0
 
     def loss(self, micro: int = 0) -> Tensor:
