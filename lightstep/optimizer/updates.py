@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from lightstep.optimizer.walk import UnitWalk, Update
@@ -63,6 +65,7 @@ class NextForward(Updates):
         self._last: dict[Managed, int] = {}
         self._events: dict[Unit | None, Any] = {}
         self._ready: Any = None
+        self._landing = threading.RLock()
 
     def start(self, update: Update) -> None:
         self.land()
@@ -108,19 +111,21 @@ class NextForward(Updates):
     def land(self, items: Iterable[Managed] | None = None) -> None:
         if not self._pending:
             return
-        number = self._number if items is None else max((self._last.get(item, 0) for item in items), default=0)
-        arrived = []
-        while self._pending and self._pending[0].number <= number:
-            arrived.append(self._pending.popleft())
-        if not arrived:
-            return
+        with self._landing:  # forwards of several threads: none goes on before what the first one waits for is there
+            number = self._number if items is None else max((self._last.get(item, 0) for item in items), default=0)
+            arriving = list(itertools.takewhile(lambda pending: pending.number <= number, self._pending))
+            if arriving:
+                self._wait_for(arriving)
+
+    def _wait_for(self, arriving: Sequence[_Pending]) -> None:
         assert self._update is not None
         try:
-            self._backend.lanes.caller().wait(arrived[-1].done)
+            self._backend.lanes.caller().wait(arriving[-1].done)
         except BaseException:
             self._forget()
             raise
-        for pending in arrived:
+        for pending in arriving:
+            self._pending.popleft()
             self._update.drop_gradients(pending.complete)
         if not self._pending:
             self._update.values.give_back()

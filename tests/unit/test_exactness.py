@@ -12,13 +12,13 @@ from torch.optim import Optimizer
 
 from lightstep.state.resident import ResidentBackend
 from tests.reference.lion import Lion
-from tests.reference.pair import BACKENDS, DTYPES, FP16_SCALE, TWO_GROUPS, Pair, scale_for
+from tests.reference.pair import DTYPES, EVERY_TIME, FP16_SCALE, TWO_GROUPS, Pair, scale_for
 from tests.reference.tiny_model import TinyModel, loss_of
 
 OVERFLOWS = (3, 10, 11, 20)
 MAX_NORM = 0.35
 
-backends = pytest.mark.parametrize("backend", list(BACKENDS))
+backends = pytest.mark.parametrize("backend", list(EVERY_TIME))
 dtypes = pytest.mark.parametrize("parameters", list(DTYPES))
 optimizers = pytest.mark.parametrize("name", list(TWO_GROUPS))
 

@@ -87,6 +87,7 @@ class Held:
     """The update of units with a parameter of this name stands still until the block is left or :meth:`release`."""
 
     def __init__(self, training: Training, name: str) -> None:
+        training.optimizer.synchronize()
         self.walk, self.name, self.free = training.optimizer._walk, name, threading.Event()
 
     def __enter__(self) -> Held:
@@ -154,12 +155,13 @@ def test_step_returns_at_once_and_each_block_waits_for_its_own() -> None:
         training.step()
         assert beside(lambda: model.embed(torch.tensor([1]))) is None
         assert beside(lambda: model.blocks[0](hidden)) is None
-        for late in (lambda: model.blocks[1](hidden), lambda: model.blocks[2](hidden), lambda: model.head(hidden)):
-            waiting = beside(late, 0.05)
-            assert waiting is not None
+        late = (lambda: model.blocks[1](hidden), lambda: model.blocks[2](hidden), lambda: model.head(hidden))
+        waiting = [beside(forward, 0.05) for forward in late]
+        assert None not in waiting
         held.release()
-        waiting.join(20)
-    assert not waiting.is_alive()
+        for thread in waiting:
+            thread.join(20)
+    assert not any(thread.is_alive() for thread in waiting)
 
 
 def read_state_dict(training: Training, folder: Path) -> Any:
