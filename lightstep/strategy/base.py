@@ -38,7 +38,7 @@ from lightstep.state.bulk import BulkBackend
 from lightstep.state.resident import ResidentBackend
 from lightstep.state.stream import StreamBackend
 from lightstep.strategy import checkpoint
-from lightstep.strategy.model_setup import checkpoint_activations, materialise
+from lightstep.strategy.model_setup import cast_parameters, checkpoint_activations, materialise
 from lightstep.strategy.presets import read_source
 from lightstep.strategy.pretrained import load_pretrained
 
@@ -152,11 +152,8 @@ class Strategy(ABC):
 
     def _placed(self, model: nn.Module) -> nn.Module:
         """The whole model on this process's device in its dtype, with activation checkpointing if asked for."""
-        dtype = self.parameter_dtype
         model = materialise(model, self.device)
-        for parameter in model.parameters():
-            if parameter.is_floating_point():
-                parameter.data = parameter.data.to(dtype)
+        cast_parameters(model, self.parameter_dtype)
         if getattr(self.config.sharding, "activation_checkpointing", False):
             checkpoint_activations(model)
         return model

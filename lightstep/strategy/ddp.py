@@ -38,6 +38,7 @@ class DDPStrategy(ProcessGroupStrategy):
         )
         if self.config.precision.reduce == "float32" and self.parameter_dtype != torch.float32:
             _gradients[replica] = ReplicatedGradients(replica, sharding.find_unused_parameters)
+        _wrappers[unwrap_model(replica)] = weakref.ref(replica)
         return replica
 
     def accumulate(self, model: nn.Module, last: bool = True) -> AbstractContextManager[None]:
@@ -53,18 +54,17 @@ class DDPStrategy(ProcessGroupStrategy):
         replica = _replica(model)
         return None if replica is None else _gradients.get(replica)
 
-    def unwrap_model(self, model: nn.Module) -> nn.Module:
-        return unwrap_model(model)
-
 
 _gradients: weakref.WeakKeyDictionary[nn.Module, ReplicatedGradients] = weakref.WeakKeyDictionary()
+_wrappers: weakref.WeakKeyDictionary[nn.Module, weakref.ref[DistributedDataParallel]] = weakref.WeakKeyDictionary()
+"""The user's module -> the DDP module around it: optimizers are made from either."""
 
 
 def _replica(model: nn.Module) -> DistributedDataParallel | None:
-    """The DDP module in or under ``model`` (``torch.compile`` may lie around it)."""
-    while not isinstance(model, DistributedDataParallel):
-        inner = getattr(model, "_orig_mod", None)
-        if not isinstance(inner, nn.Module):
-            return None
-        model = inner
-    return model
+    """The DDP module in, under or around ``model`` (``torch.compile`` may lie around it)."""
+    outer: nn.Module | None = model
+    while isinstance(outer, nn.Module):
+        if isinstance(outer, DistributedDataParallel):
+            return outer
+        outer = getattr(outer, "_orig_mod", None)
+    return _wrappers.get(unwrap_model(model), lambda: None)()

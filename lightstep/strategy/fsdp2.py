@@ -16,9 +16,9 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from lightstep.config import ConfigError, FSDP2Sharding
 from lightstep.distributed import Replicas, is_sharded, local_tensor
 from lightstep.strategy.model_names import unwrap_model
-from lightstep.strategy.model_setup import checkpoint_activations, initialise_weights
+from lightstep.strategy.model_setup import cast_parameters, checkpoint_activations, initialise_weights
 from lightstep.strategy.process_group import ProcessGroupStrategy, broadcast_from_first
-from lightstep.strategy.reduced_gradients import ShardedGradients
+from lightstep.strategy.reduced_gradients import ShardedGradients, sharded_gradients
 from lightstep.strategy.sharding_units import sharding_units
 
 
@@ -41,9 +41,7 @@ class FSDP2Strategy(ProcessGroupStrategy):
         mesh = self.mesh()
         inner = unwrap_model(model)
         units = self._units(inner)
-        for parameter in inner.parameters():
-            if parameter.is_floating_point():
-                parameter.data = parameter.data.to(self.parameter_dtype)
+        cast_parameters(inner, self.parameter_dtype)
         loaded = self._someone_has_weights(inner)
         for unit in [*units, inner]:
             if loaded:
@@ -156,10 +154,7 @@ class FSDP2Strategy(ProcessGroupStrategy):
         return Replicas.of_shards(model.parameters())
 
     def _fp32_gradients(self, model: nn.Module) -> ShardedGradients | None:
-        return ShardedGradients.of(unwrap_model(model)) if self.config.precision.reduce == "float32" else None
-
-    def unwrap_model(self, model: nn.Module) -> nn.Module:
-        return unwrap_model(model)
+        return sharded_gradients.of(unwrap_model(model)) if self.config.precision.reduce == "float32" else None
 
 
 @contextlib.contextmanager

@@ -22,6 +22,7 @@ from lightstep.state.backend import StateBackend
 from lightstep.state.replicas import SharedByReplicas
 from lightstep.state.stream import StreamBackend
 from lightstep.strategy.base import ModelSource, Strategy
+from lightstep.strategy.model_names import unwrap_model
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -47,7 +48,7 @@ class ProcessGroupStrategy(Strategy):
         """The ranks that hold the same part of a prepared model as this one; ``None`` where no other does."""
 
     def _places(self, model: nn.Module) -> Mapping[Tensor, Place]:
-        for optimizer in self._optimizers_of(model):  # built before the model was sharded
+        for optimizer in self._optimizers_of(model):  # the model may have been sharded by hand since
             self._connect(model, optimizer)
         return super()._places(model)
 
@@ -62,7 +63,14 @@ class ProcessGroupStrategy(Strategy):
 
     def prepare_model(self, model: ModelSource, role: str = "trainer", weights: str | Path | None = None) -> nn.Module:
         self.start()
-        return super().prepare_model(model, role, weights)
+        prepared = super().prepare_model(model, role, weights)
+        self._fp32_gradients(prepared)  # parameters of an optimizer of another model may be exchanged for this one's
+        for optimizer in self._optimizers_of(prepared):  # built before the model was sharded
+            self._connect(prepared, optimizer)
+        return prepared
+
+    def unwrap_model(self, model: nn.Module) -> nn.Module:
+        return unwrap_model(model)
 
     def start(self) -> None:
         """Make sure there is a default process group.
