@@ -184,6 +184,7 @@ class Strategy(ABC):
             ValueError: no trainable parameter, a parameter twice or foreign, or a refused hyper-parameter.
         """
         config = self.config
+        self._settle(model)
         optimizer = MixedPrecisionOptimizer(
             check_param_groups(param_groups, model),
             optimizer_class,
@@ -201,6 +202,9 @@ class Strategy(ABC):
         self._connect(model, optimizer)
         return optimizer
 
+    def _settle(self, model: nn.Module) -> None:  # noqa: B027  (most need nothing)
+        """Put the model's own parameters into their places, where a forward has left others."""
+
     def _connect(self, model: nn.Module, optimizer: BaseOptimizer) -> None:  # noqa: B027  (most need nothing)
         """Have the model's gradients delivered to the optimizer as ``precision.reduce`` says."""
 
@@ -213,6 +217,7 @@ class Strategy(ABC):
         return make_backend(self.config.optimizer_state, whole_tensors)
 
     def _places(self, model: nn.Module) -> Mapping[torch.Tensor, Place]:
+        self._settle(model)
         return places(model)
 
     def accumulate(self, model: nn.Module, last: bool = True) -> AbstractContextManager[None]:

@@ -708,6 +708,71 @@ def test_tensor_parallel(pool: Pool, dtype: str) -> None:
     pool.run(check_tensor_parallel, 2, dtype=dtype)
 
 
+def check_evaluated_first(rank: int, world_size: int) -> None:
+    """An evaluation leaves the root gathered: what is built after it trains the shards all the same."""
+
+    def run(precision: dict[str, Any], when: str) -> dict[str, Tensor]:
+        strategy = load(FSDP2, precision=precision)
+        torch.manual_seed(0)
+        model = strategy.prepare_model(TinyTransformer())
+        optimizer = strategy.create_optimizer(model, lr=1e-2) if when != "before building" else None
+        if when != "never":
+            with torch.no_grad():
+                loss_of(model, 0, 0, rank, strategy.device)
+        optimizer = optimizer or strategy.create_optimizer(model, lr=1e-2)
+        if when == "before set-up":
+            assert "embed.weight" in {item.name for item in optimizer.managed()}
+        assert all(isinstance(p, DTensor) for group in optimizer.param_groups for p in group["params"])
+        assert all(train(strategy, model, optimizer))
+        return weights_of(strategy, model)
+
+    for precision in ({"parameters": "float32"}, {"parameters": "bfloat16"}, {"reduce": "parameters"}):
+        expected = run(precision, "never")
+        for when in ("before building", "before set-up"):
+            same_weights(run(precision, when), expected)
+
+    strategy = load(FSDP2)
+    model = strategy.prepare_model(TinyTransformer())
+    loss_of(model, 0, 0, rank, strategy.device)
+    gathered = list(model.parameters())
+    with pytest.raises(ValueError, match=r"not the model's.*model\.reshard\(\)"):
+        strategy.create_optimizer(model, param_groups=gathered)
+    optimizer = strategy.create_optimizer(model)
+    optimizer.param_groups[0]["params"] = gathered
+    with pytest.raises(ValueError, match=r"not the sharded model's.*model\.reshard\(\)"):
+        optimizer.step()
+
+
+def test_evaluated_before_the_optimizer_is_built(pool: Pool) -> None:
+    pool.run(check_evaluated_first, 2)
+
+
+def check_refused_models(rank: int, world_size: int) -> None:
+    device = device_of(rank, world_size)
+    for sharding, again in ((FSDP2, "is sharded already"), (DDP, "is a DistributedDataParallel in this")):
+        strategy = load(sharding)
+        with pytest.raises(ConfigError, match=again):
+            strategy.prepare_model(strategy.prepare_model(TinyTransformer()))
+        model = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 12), nn.Tanh(), nn.Linear(12, 6)).to(device)
+        tensor_parallel(model, world_size, device)
+        with pytest.raises(ConfigError, match=r"DTensor.*sharding.kind single"):
+            strategy.prepare_model(model)
+    from torch.distributed.fsdp import fully_shard
+
+    model = TinyTransformer().to(device)
+    fully_shard(model.blocks[0], mesh=load(FSDP2).mesh())
+    with pytest.raises(ConfigError, match=r"blocks.0.norm.weight was sharded by fully_shard in torch.float32"):
+        load(FSDP2).prepare_model(model)
+    static = load({"kind": "ddp", "static_graph": True})
+    model = static.prepare_model(Slope())
+    with pytest.raises(ConfigError, match=r"last=False\) with sharding.static_graph true"):
+        static.accumulate(model, last=False)
+
+
+def test_models_that_cannot_be_prepared(pool: Pool) -> None:
+    pool.run(check_refused_models, 2)
+
+
 # -- the process group
 
 
