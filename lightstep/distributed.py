@@ -62,6 +62,11 @@ def local_tensor(tensor: Tensor) -> Tensor:
     return local.detach() if local.requires_grad else local
 
 
+def mesh_ranks(tensor: Tensor) -> tuple[int, ...]:
+    """The ranks that hold a DTensor together; this process alone for a plain tensor."""
+    return tuple(tensor.device_mesh.mesh.flatten().tolist()) if isinstance(tensor, DTensor) else (rank(),)
+
+
 def like(parameter: Tensor, local: Tensor) -> Tensor:
     """``local`` as a DTensor placed like ``parameter`` (global shape and stride too); itself for a plain parameter.
 
@@ -148,7 +153,7 @@ class NormReduction:
 
     def __init__(self, parameters: Sequence[Tensor], everywhere: bool | None = None) -> None:
         meshes = _meshes(parameters)
-        self._own_parts = any(_differs_across_ranks(p) for p in parameters)
+        self._own_parts = any(differs_across_ranks(p) for p in parameters)
         self.everywhere = (
             initialized()
             and world_size() > 1
@@ -168,7 +173,7 @@ class NormReduction:
 
     def _place(self, parameter: Tensor, index: dict[_MeshKey, int]) -> int:
         own_part, copy = self.sums - 2, self.sums - 1
-        if _differs_across_ranks(parameter):
+        if differs_across_ranks(parameter):
             return own_part if _first_copy(parameter) else copy
         if not isinstance(parameter, DTensor) or parameter.device_mesh.get_coordinate() is None:
             return 0
@@ -222,11 +227,7 @@ def _meshes(parameters: Sequence[Tensor]) -> dict[_MeshKey, DeviceMesh]:
 
 def _sharded_on(parameter: Tensor, key: _MeshKey) -> bool:
     """Whether ranks of this mesh hold different parts of the parameter, to be added up over it."""
-    if (
-        not isinstance(parameter, DTensor)
-        or _mesh_key(parameter.device_mesh) != key
-        or _differs_across_ranks(parameter)
-    ):
+    if not isinstance(parameter, DTensor) or _mesh_key(parameter.device_mesh) != key or differs_across_ranks(parameter):
         return False
     return any(size > 1 for size in _sharded_sizes(parameter))
 
@@ -253,8 +254,8 @@ def _first_copy(parameter: Tensor) -> bool:
     )
 
 
-def _differs_across_ranks(parameter: Tensor) -> bool:
-    """Whether ranks outside the parameter's mesh hold other parameters in its place."""
+def differs_across_ranks(parameter: Tensor) -> bool:
+    """Whether ranks outside the parameter's mesh (other ranks, of a plain one) hold other parameters in its place."""
     if not initialized() or world_size() == 1:
         return False
     if getattr(parameter, "differs_across_ranks", False):
