@@ -708,6 +708,27 @@ def test_tensor_parallel(pool: Pool, dtype: str) -> None:
     pool.run(check_tensor_parallel, 2, dtype=dtype)
 
 
+def check_dropped_accumulation(rank: int, world_size: int, sharding: dict[str, Any]) -> None:
+    """``zero_grad`` after a last micro-batch forgets those before it."""
+    strategy = load(sharding)
+    norms = []
+    for dropped in (False, True):
+        torch.manual_seed(0)
+        model = strategy.prepare_model(TinyTransformer())
+        optimizer = strategy.create_optimizer(model, lr=1e-2)
+        for micro in range(3 if dropped else 0):
+            with strategy.accumulate(model, last=micro == 2):
+                optimizer.backward(loss_of(model, 9, micro, rank, strategy.device) * 100)
+        optimizer.zero_grad()
+        norms.append([float(result.grad_norm) for result in train(strategy, model, optimizer)])
+    assert norms[0] == norms[1]
+
+
+@pytest.mark.parametrize("sharding", [FSDP2, DDP], ids=["fsdp2", "ddp"])
+def test_an_accumulation_can_be_dropped(pool: Pool, sharding: dict[str, Any]) -> None:
+    pool.run(check_dropped_accumulation, 2, sharding=sharding)
+
+
 def check_evaluated_first(rank: int, world_size: int) -> None:
     """An evaluation leaves the root gathered: what is built after it trains the shards all the same."""
 
