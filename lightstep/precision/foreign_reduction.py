@@ -36,7 +36,7 @@ class ForeignReduction:
 
     def moved_away(self, parameter: Tensor) -> None:
         """Called before an earlier micro-batch's ``p.grad`` is moved into a sum."""
-        if self._untouched(parameter):
+        if self.untouched(parameter):
             self._local.add(parameter)
 
     def check(self, parameter: Tensor) -> None:
@@ -45,7 +45,7 @@ class ForeignReduction:
         Raises:
             RuntimeError: it was reduced, and those before it were not.
         """
-        if parameter in self._local and parameter in self._written and not self._untouched(parameter):
+        if parameter in self._local and parameter in self._written and not self.untouched(parameter):
             raise RuntimeError(
                 f"a gradient of shape {tuple(parameter.shape)} was changed after the last backward, and those of "
                 "earlier micro-batches, which are added up in fp32 outside p.grad, were not: a DistributedDataParallel "
@@ -63,7 +63,8 @@ class ForeignReduction:
         self._written.clear()
         self._local.clear()
 
-    def _untouched(self, parameter: Tensor) -> bool:
+    def untouched(self, parameter: Tensor) -> bool:
+        """Whether ``p.grad`` is there and as autograd left it."""
         return parameter.grad is not None and self._written.get(parameter) == _identity(parameter.grad)
 
 

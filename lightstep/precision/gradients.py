@@ -32,6 +32,9 @@ class ReducedGradients(Protocol):
     def connect(self, parameters: Iterable[Tensor], accumulator: GradientAccumulator) -> None:
         """From the next backward on, deliver the gradients of 16-bit parameters to ``accumulator``."""
 
+    def takes_part(self, parameter: Tensor) -> bool:
+        """Whether a gradient of this parameter is of no use before it came through here."""
+
 
 class GradientAccumulator:
     """The gradients of the micro-batches since the last step, one per parameter.
@@ -142,8 +145,7 @@ class GradientAccumulator:
         """The whole gradient of one parameter (local shard; fp32 if several were added), which is then forgotten."""
         if self._uncertain:
             self._settle()
-        if parameter not in self._rounded:
-            self._foreign.check(parameter)
+        self._refuse_unreduced(parameter)
         self._foreign.forget(parameter)
         if parameter not in self._sums and parameter not in self._reduced:
             gradient = None if parameter.grad is None else _local_gradient(parameter)
@@ -156,6 +158,18 @@ class GradientAccumulator:
         for part in parts[1:]:
             parts[0].add_(part)
         return parts[0]
+
+    def _refuse_unreduced(self, parameter: Tensor) -> None:
+        if parameter in self._rounded or parameter in self._reduced:
+            return
+        self._foreign.check(parameter)
+        if self._reduction is not None and self._reduction.takes_part(parameter) and self._foreign.untouched(parameter):
+            raise RuntimeError(
+                f"a gradient of shape {tuple(parameter.shape)} is this rank's own, and ranks would drift apart: no "
+                "backward since the last step was reduced over the ranks. Run each step's last micro-batch under "
+                "strategy.accumulate(model, last=True), and call the model that prepare_model returned, not the module "
+                "in it"
+            )
 
     def clear(self) -> None:
         """Forget all sums (``zero_grad``)."""

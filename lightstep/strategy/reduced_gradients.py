@@ -69,6 +69,9 @@ class ShardedGradients:
         for parameter in new:
             parameter.register_post_accumulate_grad_hook(self._deliver)
 
+    def takes_part(self, parameter: Tensor) -> bool:
+        return False  # before the reduction FSDP2 keeps gradients to itself
+
     def _hook_modules(self) -> None:
         """Anew for every new parameter: the model may have been sharded since the last one."""
         for model in self._models:
@@ -126,12 +129,16 @@ class ReplicatedGradients:
     def __init__(self, model: nn.parallel.DistributedDataParallel, find_unused: bool) -> None:
         self._find_unused = find_unused
         self._group = model.process_group
+        self._parameters = WeakTensorKeyDictionary(dict.fromkeys(model.parameters()))
         # DDP compares annotations with types, and in this file they are strings: give it a function without any.
         model.register_comm_hook(None, lambda state, bucket: self._reduce(bucket))
 
     def connect(self, parameters: Iterable[Tensor], accumulator: GradientAccumulator) -> None:
         """From the next backward on, deliver the gradients of 16-bit parameters to ``accumulator``."""
         self._listeners.add(parameters, accumulator)
+
+    def takes_part(self, parameter: Tensor) -> bool:
+        return parameter in self._parameters
 
     @torch.no_grad()
     def _reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:

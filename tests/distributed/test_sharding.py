@@ -708,6 +708,31 @@ def test_tensor_parallel(pool: Pool, dtype: str) -> None:
     pool.run(check_tensor_parallel, 2, dtype=dtype)
 
 
+def check_never_reduced(rank: int, world_size: int) -> None:
+    """Steps whose gradients DDP never saw are refused; extra gradients after its reduction are added."""
+    strategy = load(DDP)
+    for micro_batches, by_inner in ((1, False), (3, False), (1, True), (2, True)):
+        model = strategy.prepare_model(TinyTransformer())
+        optimizer = strategy.create_optimizer(model)
+        called = strategy.unwrap_model(model) if by_inner else model
+        for micro in range(micro_batches):
+            with strategy.accumulate(model, last=by_inner):
+                optimizer.backward(loss_of(called, 0, micro, rank, strategy.device))
+        with pytest.raises(RuntimeError, match=r"no backward since the last step was reduced.*last=True"):
+            optimizer.step()
+    model = strategy.prepare_model(Slope())
+    optimizer = strategy.create_optimizer(model, torch.optim.SGD, lr=1.0)
+    inner = strategy.unwrap_model(model)
+    optimizer.backward(model(torch.full((5, 3), float(rank), device=strategy.device)))
+    optimizer.backward(2 * inner.weight.sum())
+    assert optimizer.step()
+    assert same_on_all_ranks(model)
+
+
+def test_gradients_that_were_never_reduced(pool: Pool) -> None:
+    pool.run(check_never_reduced, 2)
+
+
 def check_dropped_accumulation(rank: int, world_size: int, sharding: dict[str, Any]) -> None:
     """``zero_grad`` after a last micro-batch forgets those before it."""
     strategy = load(sharding)
