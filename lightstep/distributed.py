@@ -308,8 +308,8 @@ def _refuse_unequal(parameters: Sequence[Tensor], device: torch.device) -> None:
                     raise ValueError(
                         f"a parameter of shape {shape} on a slice of a device mesh differs between ranks {other} and "
                         f"{at}, which are taken to hold copies of it: if each slice has a parameter of its own (an "
-                        "expert), set parameter.differs_across_ranks = True on all ranks before the first step; else "
-                        "start from equal weights"
+                        "expert), set parameter.differs_across_ranks = True on all ranks before the optimizer is "
+                        "built; else start from equal weights"
                     )
 
 

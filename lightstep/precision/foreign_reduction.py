@@ -45,7 +45,8 @@ class ForeignReduction:
         Raises:
             RuntimeError: it was reduced, and those before it were not.
         """
-        if parameter in self._local and parameter in self._written and not self.untouched(parameter):
+        here = parameter.grad is not None and parameter in self._written
+        if here and parameter in self._local and not self.untouched(parameter):
             raise RuntimeError(
                 f"a gradient of shape {tuple(parameter.shape)} was changed after the last backward, and those of "
                 "earlier micro-batches, which are added up in fp32 outside p.grad, were not: a DistributedDataParallel "

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightstep.config import ConfigError, DDPSharding
 from lightstep.distributed import Replicas, is_sharded
 from lightstep.strategy.model_names import unwrap_model
-from lightstep.strategy.process_group import ProcessGroupStrategy
+from lightstep.strategy.process_group import ProcessGroupStrategy, refuse_experts
 from lightstep.strategy.reduced_gradients import ReplicatedGradients
 
 
@@ -52,6 +52,8 @@ class DDPStrategy(ProcessGroupStrategy):
                 f"{self.name}: there is a DistributedDataParallel in this {type(model).__name__} already; prepare a "
                 "model once, and go on with what the first call returned"
             )
+        ignored = getattr(model, "_ddp_params_and_buffers_to_ignore", ())
+        refuse_experts(self, {name: p for name, p in model.named_parameters() if name not in ignored})
         sharded = [name for name, parameter in model.named_parameters() if is_sharded(parameter)]
         if sharded:
             raise ConfigError(

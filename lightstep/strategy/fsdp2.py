@@ -19,7 +19,7 @@ from lightstep.optimizer.base import BaseOptimizer
 from lightstep.optimizer.param_groups import Place
 from lightstep.strategy.model_names import unwrap_model
 from lightstep.strategy.model_setup import cast_parameters, checkpoint_activations, initialise_weights
-from lightstep.strategy.process_group import ProcessGroupStrategy, broadcast_from_first
+from lightstep.strategy.process_group import ProcessGroupStrategy, broadcast_from_first, refuse_experts
 from lightstep.strategy.reduced_gradients import ShardedGradients, sharded_gradients
 from lightstep.strategy.sharding_units import sharding_units
 
@@ -60,6 +60,7 @@ class FSDP2Strategy(ProcessGroupStrategy):
                 f"{self.name}: this {type(model).__name__} is sharded already (by prepare_model or fully_shard); "
                 "prepare a model once, and go on with what the first call returned"
             )
+        refuse_experts(self, dict(model.named_parameters()))
         by_fsdp = {p for module in model.modules() if isinstance(module, FSDPModule) for p in module.parameters()}
         for name, parameter in model.named_parameters():
             if is_sharded(parameter) and parameter not in by_fsdp:

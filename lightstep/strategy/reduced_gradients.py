@@ -129,7 +129,9 @@ class ReplicatedGradients:
     def __init__(self, model: nn.parallel.DistributedDataParallel, find_unused: bool) -> None:
         self._find_unused = find_unused
         self._group = model.process_group
-        self._parameters = WeakTensorKeyDictionary(dict.fromkeys(model.parameters()))
+        ignored = model.parameters_to_ignore
+        reduced = [parameter for name, parameter in model.module.named_parameters() if name not in ignored]
+        self._parameters = WeakTensorKeyDictionary(dict.fromkeys(reduced))
         # DDP compares annotations with types, and in this file they are strings: give it a function without any.
         model.register_comm_hook(None, lambda state, bucket: self._reduce(bucket))
 

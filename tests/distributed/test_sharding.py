@@ -733,6 +733,44 @@ def test_gradients_that_were_never_reduced(pool: Pool) -> None:
     pool.run(check_never_reduced, 2)
 
 
+class WithExpert(Slope):
+    """With a second weight that is another one on each rank."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.experts = nn.ParameterList([torch.full((2, 2), float(rank))])
+        self.experts[0].differs_across_ranks = True
+
+    def forward(self, slope: Tensor) -> Tensor:
+        return super().forward(slope) + (self.experts[0] * slope[:2, :2].to(self.weight.dtype)).sum()
+
+
+def check_expert_beside_replica(rank: int, world_size: int, backend: str) -> None:
+    """Experts that DDP is told to ignore keep their own weights and gradients, and count in the norm one by one."""
+    for sharding in (FSDP2, DDP):
+        with pytest.raises(ConfigError, match=r"experts.0 says that it differs across ranks"):
+            load(sharding).prepare_model(WithExpert(rank))
+    strategy = load({"kind": "ddp"}, clipping={"max_norm": None}, optimizer_state={"backend": backend})
+    model = WithExpert(rank)
+    model._ddp_params_and_buffers_to_ignore = ["experts.0"]  # type: ignore[assignment]
+    prepared = strategy.prepare_model(model)
+    optimizer = strategy.create_optimizer(prepared, torch.optim.SGD, lr=1.0)
+    for micro in range(2):
+        with strategy.accumulate(prepared, last=micro == 1):
+            optimizer.backward(prepared(torch.full((5, 3), rank + 1.0, device=strategy.device)))
+    result = optimizer.step()
+    optimizer.synchronize()
+    mean, inner = sum(range(1, world_size + 1)) / world_size, 5 * 3
+    squares = inner * (2 * mean) ** 2 + inner * (2 * mean) ** 2 + sum(4 * (2 * (r + 1)) ** 2 for r in range(world_size))
+    assert float(result.grad_norm) == pytest.approx(squares**0.5)
+    assert torch.equal(model.experts[0].float().cpu(), torch.full((2, 2), rank - 2.0 * (rank + 1)))
+
+
+@pytest.mark.parametrize("backend", ["resident", "stream"])
+def test_an_expert_beside_the_replica(pool: Pool, backend: str) -> None:
+    pool.run(check_expert_beside_replica, 2, backend=backend)
+
+
 def check_dropped_accumulation(rank: int, world_size: int, sharding: dict[str, Any]) -> None:
     """``zero_grad`` after a last micro-batch forgets those before it."""
     strategy = load(sharding)
