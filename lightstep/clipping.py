@@ -10,13 +10,16 @@ from torch import Tensor
 
 from lightstep.distributed import NormReduction, local_gradient, local_tensor
 
+LARGEST_POWER = 8
+"""Of the finite norms."""
+
 
 class GradientNorm:
     """The norm of all gradients together, planned once for a list of parameters.
 
     Args:
         parameters: plain tensors and DTensors on any meshes, in the same order on all ranks of a mesh.
-        norm_type: p of the norm, at least 1; ``math.inf`` is the largest element.
+        norm_type: p of the norm, 1 to 8; ``math.inf`` is the largest element.
         everywhere: agree on overflow over all ranks of the default process group; ``None`` decides by the parameters.
     """
 
@@ -89,13 +92,13 @@ def global_grad_norm(parameters: Tensor | Iterable[Tensor], norm_type: float = 2
 
     Args:
         parameters: a tensor or tensors; those without ``.grad`` count as zero.
-        norm_type: p, at least 1; ``math.inf`` is the largest element.
+        norm_type: p, 1 to 8; ``math.inf`` is the largest element.
 
     Returns:
         0-dim fp32 tensor on the gradients' device.
 
     Raises:
-        ValueError: ``norm_type`` below 1 or NaN.
+        ValueError: ``norm_type`` is another number.
     """
     listed = _listed(parameters)
     check_norm_type(norm_type)
@@ -113,7 +116,7 @@ def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float, norm
         The norm before clipping, 0-dim fp32. Where it is not finite the gradients become so too, as in torch.
 
     Raises:
-        ValueError: ``max_norm`` is not a positive number, or ``norm_type`` is below 1.
+        ValueError: ``max_norm`` is not a positive number, or ``norm_type`` not one from 1 to 8 or ``math.inf``.
     """
     check_max_norm(max_norm)
     listed = _listed(parameters)
@@ -137,13 +140,14 @@ def check_max_norm(max_norm: float) -> float:
 
 
 def check_norm_type(norm_type: float) -> float:
-    """``norm_type`` itself as a float; raises ValueError when it is below 1 or no number."""
-    norm_type = float(norm_type)
-    if not norm_type >= 1:
+    """``norm_type`` itself as a float; raises ValueError when it is below 1, above 8 and finite, or no number."""
+    known = isinstance(norm_type, (int, float)) and not isinstance(norm_type, bool)
+    if not known or not (1 <= norm_type <= LARGEST_POWER or norm_type == math.inf):
         raise ValueError(
-            f"norm_type is {norm_type!r}; at least 1 is needed (2 is Euclidean, math.inf the largest element)"
+            f"norm_type is {norm_type!r}; a number from 1 to {LARGEST_POWER} or math.inf is needed (2 is Euclidean, "
+            "math.inf the largest element; higher powers of fp32 gradients leave the range of fp64)"
         )
-    return norm_type
+    return float(norm_type)
 
 
 def _listed(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:

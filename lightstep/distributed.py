@@ -9,6 +9,7 @@ the overflow flag, and none where nothing is sharded.
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Iterable, Sequence
 from typing import Any, cast
@@ -34,6 +35,11 @@ def rank() -> int:
 def world_size() -> int:
     """Ranks in the default group; 1 without one."""
     return dist.get_world_size() if initialized() else 1
+
+
+def ranks_on_this_host() -> int:
+    """How many ranks of the default group share this host's memory, as torchrun says; 1 without a group."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if initialized() else 1
 
 
 def end_process_group() -> None:

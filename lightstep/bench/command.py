@@ -49,7 +49,7 @@ def bench(
     """Measure strategies and peers side by side on this machine: one optimizer step on a Llama-shaped stack.
 
     Everybody does the same work: global norm, clipping, AdamW in fp32, new bf16 weights. Under torchrun all ranks
-    measure at once.
+    measure at once, and each has its share of the cores.
     """
     from lightstep.config import ConfigError
 
@@ -76,7 +76,7 @@ def measure(
     from lightstep.bench.contender import Setup
     from lightstep.bench.measure import Effort
     from lightstep.bench.model import LlamaShape
-    from lightstep.bench.ranks import Ranks, local_device
+    from lightstep.bench.ranks import Ranks, local_device, share_cores
     from lightstep.bench.run import measure_all, start
 
     device = local_device(device_name)
@@ -89,6 +89,7 @@ def measure(
     setup = Setup(LlamaShape.near(int(sizes["params"]), layers), device, seed)
     for folder in (output, *([checkpoints] if checkpoints is not None else [])):
         folder.mkdir(parents=True, exist_ok=True)
+    share_cores()
     ranks = Ranks(device)
     try:
         kinds = {name: "lightstep" if name in ours else "peer" for name in builds}

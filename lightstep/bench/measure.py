@@ -117,7 +117,7 @@ def _note_memory(
     into.parameters = sum(weight.numel() for weight in contender.weights())
     # The gradients of one step count; that the bench holds a second set for the next step is its own affair.
     into.weight_and_gradient_bytes = weights + gradients.nbytes // len(gradients.sets)
-    into.host_bytes = contender.host_bytes() + _rounded_up(contender, pinned_bytes(device) - baseline.pinned_bytes)
+    into.host_bytes = contender.host_bytes() + _not_listed(contender, pinned_bytes(device) - baseline.pinned_bytes)
     # fp32 weights are compared as what a forward in bf16 sees.
     into.sample = torch.cat([weight.flatten()[:_SAMPLE].bfloat16().float().cpu() for weight in contender.weights()])
     if device.type == "cuda":
@@ -125,10 +125,10 @@ def _note_memory(
         into.peak_bytes = max(0, peak, into.peak_bytes or 0)
 
 
-def _rounded_up(contender: Contender, pinned: int) -> int:
-    """What torch's pinned allocator took beyond the bytes that were asked for."""
-    asked = sum(tensor.nbytes for tensor in contender.host_tensors() if tensor.is_pinned())
-    return max(0, pinned - (asked or contender.host_bytes()))
+def _not_listed(contender: Contender, pinned: int) -> int:
+    """What torch's pinned allocator took beyond the contender's tensors: what it rounds up, what steps reuse."""
+    listed = sum(tensor.nbytes for tensor in contender.host_tensors() if tensor.is_pinned())
+    return max(0, pinned - listed)
 
 
 def probe(contender: Contender, gradients: GradientSets, device: torch.device, into: Measurement) -> None:

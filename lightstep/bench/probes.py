@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 import tempfile
+import threading
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -14,19 +16,24 @@ from typing import Any
 import torch
 
 _WAITS = frozenset({"synchronize", "_cuda_synchronize"})
+_WAITS_IN_PYTHON: tuple[Any, ...] = (torch.cuda, torch.cuda.Event, torch.cuda.Stream)
+"""Where `synchronize` is a Python function, which can be replaced for every thread."""
 
 
 class HostSyncs:
     """Counts the times the host waits for the GPU in a `with` block.
 
     torch's own watch (`torch.cuda.set_sync_debug_mode`) sees `.item()`, blocking copies and the like, but not every
-    explicit `synchronize()`: those are seen as calls into C. `first` says where the first one was.
+    explicit `synchronize()`: those are seen as calls into C. A thread's profile function is its own, so in other
+    threads (autograd's, where FSDP2 waits for gradients on their way to the host) only `_WAITS_IN_PYTHON` are seen.
+    `first` says where the first one was.
     """
 
     def __init__(self) -> None:
         self.count = 0
         self.first: str | None = None
-        self._inside = False
+        self._inside: set[int] = set()  # threads
+        self._replaced: list[tuple[Any, Callable[..., Any]]] = []
 
     def __enter__(self) -> HostSyncs:
         self._warnings = warnings.catch_warnings()
@@ -35,6 +42,10 @@ class HostSyncs:
         warnings.showwarning = self._warned  # type: ignore[assignment]
         self._mode = torch.cuda.get_sync_debug_mode()
         torch.cuda.set_sync_debug_mode("warn")
+        self._thread = threading.get_ident()
+        self._replaced = [(owner, owner.synchronize) for owner in _WAITS_IN_PYTHON]
+        for owner, wait in self._replaced:
+            owner.synchronize = self._counted_elsewhere(wait)
         sys.setprofile(self._profile)
         return self
 
@@ -42,22 +53,42 @@ class HostSyncs:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         sys.setprofile(None)
+        for owner, wait in self._replaced:
+            owner.synchronize = wait
         torch.cuda.set_sync_debug_mode(self._mode)
         self._warnings.__exit__(kind, error, trace)
 
     def _warned(self, message: Warning | str, category: type[Warning], filename: str, lineno: int, *rest: Any) -> None:
         of_the_watch_itself = "prototype" in str(message)
-        if "synchroniz" in str(message) and not self._inside and not of_the_watch_itself:
+        if "synchroniz" in str(message) and threading.get_ident() not in self._inside and not of_the_watch_itself:
             self._seen(f"{Path(filename).name}:{lineno}")
 
     def _profile(self, frame: FrameType, event: str, argument: Any) -> None:
         if getattr(argument, "__name__", "") not in _WAITS:
             return
         if event in ("c_return", "c_exception"):
-            self._inside = False
+            self._inside.discard(threading.get_ident())
         elif event == "c_call":
-            self._inside = True
-            self._seen(f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}")
+            self._wait_begins(frame)
+
+    def _counted_elsewhere(self, wait: Callable[..., Any]) -> Callable[..., Any]:
+        """`wait`, which counts itself in the threads that `_profile` does not see."""
+
+        @functools.wraps(wait)
+        def counted(*arguments: Any, **options: Any) -> Any:
+            if threading.get_ident() == self._thread:
+                return wait(*arguments, **options)
+            self._wait_begins(sys._getframe(1))
+            try:
+                return wait(*arguments, **options)
+            finally:
+                self._inside.discard(threading.get_ident())
+
+        return counted
+
+    def _wait_begins(self, frame: FrameType) -> None:
+        self._inside.add(threading.get_ident())
+        self._seen(f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}")
 
     def _seen(self, where: str) -> None:
         self.count += 1
@@ -73,10 +104,15 @@ def allocation_counts(device: torch.device) -> tuple[int, int] | None:
 
 
 def pinned_bytes(device: torch.device) -> int:
-    """Bytes of torch's pinned allocator in use, as it rounds them; 0 on a CPU and where torch does not say."""
+    """Bytes of host memory that torch's pinned allocator holds, in use or kept for reuse, as it rounds them.
+
+    0 on a CPU and where torch does not say. `active_bytes` would be those in use, but torch 2.11 counts up and never
+    down when a block is freed (pytorch/pytorch#182404): buffers that every step frees and takes again would count
+    once per step.
+    """
     if device.type != "cuda" or not hasattr(torch.cuda, "host_memory_stats"):
         return 0
-    return int(torch.cuda.host_memory_stats().get("active_bytes.current", 0))
+    return int(torch.cuda.host_memory_stats().get("allocated_bytes.current", 0))
 
 
 def link_traffic(step: Callable[[], None], device: torch.device) -> tuple[int, int] | None:

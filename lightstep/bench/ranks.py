@@ -70,6 +70,21 @@ class Ranks:
         self._started = False
 
 
+def share_cores() -> None:
+    """Give every rank its share of the machine's cores for torch's CPU work.
+
+    torchrun sets `OMP_NUM_THREADS=1` for several ranks, which slows those down that compute on the CPU.
+    """
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if ranks > 1:
+        torch.set_num_threads(max(1, _cores() // ranks))
+
+
+def _cores() -> int:
+    """Those that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def local_device(requested: str | None) -> torch.device:
     """The device to measure: `requested`, else this rank's GPU, else the CPU."""
     if requested is not None and requested != "cuda":

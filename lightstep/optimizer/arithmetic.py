@@ -15,32 +15,93 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightstep.optimizer.param_groups import plain_numbers
 from lightstep.state.backend import EntrySpec, Piece, Schema
 
 _NOT_ELEMENT_WISE = {"Adafactor", "Muon", "Shampoo", "SOAP", "Adam_mini"}
+_SQUARES = frozenset({"exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum"})
 
 
-def needs_whole_tensors(optimizer_class: type) -> bool:
-    """Whether an optimizer is not element-wise: it says so by ``whole_tensors = True``, or is known to be."""
+def needs_whole_tensors(optimizer_class: type[torch.optim.Optimizer], hyperparameters: Mapping[str, Any]) -> bool:
+    """Whether an optimizer is not element-wise.
+
+    A class says so by ``whole_tensors = True`` (or ``False``), a few are known, and others are tried out: a matrix and
+    its two halves, flattened, must come to the same.
+
+    Raises:
+        TypeError: not a usable optimizer class.
+    """
+    _check_class(optimizer_class, hyperparameters)
     declared = getattr(optimizer_class, "whole_tensors", None)
-    return getattr(optimizer_class, "__name__", "") in _NOT_ELEMENT_WISE if declared is None else bool(declared)
+    if declared is not None:
+        return bool(declared)
+    if optimizer_class.__name__ in _NOT_ELEMENT_WISE:
+        return True
+    return not _is_torchs_own(optimizer_class) and _mixes_elements(optimizer_class, hyperparameters)
+
+
+def _is_torchs_own(optimizer_class: type) -> bool:
+    return optimizer_class.__module__.startswith("torch.optim.")
+
+
+def _mixes_elements(optimizer_class: type[torch.optim.Optimizer], hyperparameters: Mapping[str, Any]) -> bool:
+    """Whether two updates of a matrix and of its halves differ. ``False`` where the class cannot be tried out."""
+    generator = torch.Generator().manual_seed(0)
+    matrix, first, second = (torch.randn(16, 16, generator=generator) for _ in range(3))
+    try:
+        with torch.random.fork_rng(devices=[]):
+            whole = _updated(optimizer_class, hyperparameters, [matrix], [[first], [second]])
+    except Exception:  # whatever it is that this class needs, set-up will say
+        return False
+    try:
+        gradients = [list(gradient.view(-1).split(128)) for gradient in (first, second)]
+        with torch.random.fork_rng(devices=[]):
+            halves = _updated(optimizer_class, hyperparameters, list(matrix.view(-1).split(128)), gradients)
+    except Exception:  # it takes matrices only
+        return True
+    return not torch.equal(whole[0].view(-1), torch.cat(halves))
+
+
+def _updated(
+    optimizer_class: type[torch.optim.Optimizer],
+    hyperparameters: Mapping[str, Any],
+    values: list[Tensor],
+    gradients: list[list[Tensor]],
+) -> list[Tensor]:
+    """Copies of ``values`` after one update for each list of gradients."""
+    parameters = [value.clone() for value in values]
+    optimizer = optimizer_class(parameters, **hyperparameters)
+    for step in gradients:
+        for parameter, gradient in zip(parameters, step, strict=True):
+            parameter.grad = gradient.clone()
+        with torch.no_grad():
+            _undecorated_step(optimizer_class)(optimizer)
+    return parameters
 
 
 class GroupValues:
     """The hyper-parameters of every group as one step reads them, and what the base optimizer writes into them.
 
-    All units of a step see the values it began with. So a class that counts in its groups (schedule-free methods do)
-    counts steps, not units.
+    All units of a step see the values it began with. So a class that counts in its groups (schedule-free methods do),
+    or in attributes of its own, counts steps and not units.
     """
 
     def __init__(self, groups: Sequence[dict[str, Any]]) -> None:
         self._groups = list(groups)
         self._read = {id(group): _settings(group) for group in groups}
         self._written: dict[int, dict[str, Any]] = {}
+        self._attributes: dict[torch.optim.Optimizer, dict[str, Any]] = {}
 
     def of(self, live: dict[str, Any]) -> dict[str, Any]:
         """A copy of one group's settings, to be handed out."""
         return dict(self._read[id(live)])
+
+    def attributes_at_start(self, optimizer: torch.optim.Optimizer) -> None:
+        """Set numbers that a class keeps on itself (``self.t += 1``) back to what the step began with."""
+        if optimizer not in self._attributes:
+            kept = {key: value for key, value in vars(optimizer).items() if type(value) in (int, float, bool)}
+            self._attributes[optimizer] = kept
+        vars(optimizer).update(self._attributes[optimizer])
 
     def note(self, live: dict[str, Any], seen: Mapping[str, Any]) -> None:
         """The settings of one group, as the base optimizer left them."""
@@ -69,9 +130,11 @@ class BaseArithmetic:
     def __init__(self, optimizer_class: type[torch.optim.Optimizer], hyperparameters: dict[str, Any]) -> None:
         _check_class(optimizer_class, hyperparameters)
         self.optimizer_class = optimizer_class
-        self.hyperparameters = hyperparameters
-        self.defaults: dict[str, Any] = self._construct([torch.zeros(1)], fused=False).defaults
-        self.defaults.update({key: hyperparameters.get(key) for key in ("fused", "foreach") if key in self.defaults})
+        self.hyperparameters = plain_numbers(hyperparameters)
+        self.defaults: dict[str, Any] = self._construct([self._probe()], fused=False).defaults
+        self.defaults.update(
+            {key: self.hyperparameters.get(key) for key in ("fused", "foreach") if key in self.defaults}
+        )
         self._raw_step = _undecorated_step(optimizer_class)
         self._inner: dict[torch.device, torch.optim.Optimizer] = {}
         self._default_fused: dict[torch.device, bool] = {}
@@ -81,16 +144,22 @@ class BaseArithmetic:
         """The optimizer class's name."""
         return self.optimizer_class.__name__
 
-    @property
+    @functools.cached_property
     def whole_tensors(self) -> bool:
         """See :func:`needs_whole_tensors`."""
-        return needs_whole_tensors(self.optimizer_class)
+        return needs_whole_tensors(self.optimizer_class, self.hyperparameters)
 
-    def prepare(self, device: torch.device) -> None:
-        """Find out how this class runs on ``device``; called at set-up, so that ``step()`` does not have to."""
-        if device not in self._inner:
-            self._default_fused[device] = self._prefers_fused(device)
-            self._inner[device] = self._construct([torch.zeros(1, device=device)], self._default_fused[device])
+    def prepare(self, device: torch.device, low_precision: bool = False) -> None:
+        """Find out how this class runs on ``device``; called at set-up, so that ``step()`` does not have to.
+
+        Args:
+            low_precision: some masters are 16-bit. torch's fused SGD then leaves random numbers in the momentum on the
+                CPU (seen in 2.13), so nothing is fused there unless it was asked for.
+        """
+        unfused = low_precision and device.type == "cpu"
+        if device not in self._inner or (unfused and self._default_fused[device]):
+            self._default_fused[device] = not unfused and self._prefers_fused(device)
+            self._inner[device] = self._construct([self._probe(device)], self._default_fused[device])
 
     def skips_on_device(self, device: torch.device, groups: Sequence[dict[str, Any]]) -> bool:
         """Whether the class takes ``found_inf`` in all these groups: skipping then needs no word from the host."""
@@ -100,7 +169,7 @@ class BaseArithmetic:
 
     def schema(self, device: torch.device, groups: Sequence[dict[str, Any]]) -> Schema:
         """The entries of the base optimizer's state under any of ``groups``, read off one update of small probes."""
-        probed = [{**self._resolved(group, device), "params": [torch.zeros(2, device=device)]} for group in groups]
+        probed = [{**self._resolved(group, device), "params": [self._probe(device)]} for group in groups]
         optimizer = self._construct(probed, self._default_fused[device])
         probes = [group["params"][0] for group in probed]
         for probe in probes:
@@ -108,7 +177,7 @@ class BaseArithmetic:
         with torch.no_grad():
             self._raw_step(optimizer)
         states = (optimizer.state[probe] for probe in probes)
-        return {key: _entry_spec(key, value, device) for state in states for key, value in state.items()}
+        return {key: self._entry_spec(key, value, probes[0]) for state in states for key, value in state.items()}
 
     def apply(
         self, pieces: Sequence[Piece], gradients: Sequence[Tensor], overflow: Tensor, values: GroupValues
@@ -128,6 +197,7 @@ class BaseArithmetic:
         pieces = [piece for piece, _ in batch]
         device = pieces[0].master.device
         inner = self._inner[device]
+        values.attributes_at_start(inner)
         groups = self._groups(pieces, device, values)
         inner.param_groups = [inner_group for _, inner_group in groups]
         inner.state = defaultdict(dict, {piece.master: piece.state for piece in pieces})
@@ -146,6 +216,50 @@ class BaseArithmetic:
         for live, seen in groups:
             values.note(live, seen)
 
+    def check_parameter(self, name: str, shape: torch.Size, local_shape: torch.Size) -> None:
+        """Refuse what an optimizer that needs whole tensors cannot update.
+
+        Args:
+            shape, local_shape: of the parameter, and of the part of it on this rank.
+
+        Raises:
+            ValueError: the parameter is sharded, or the class itself refuses its shape.
+        """
+        if not self.whole_tensors:
+            return
+        if shape != local_shape:
+            raise ValueError(
+                f"{name} of shape {tuple(shape)} is sharded, and {self.name} needs whole tensors: it would take each "
+                "shard for a tensor of its own. Use an element-wise optimizer (torch.optim.AdamW), or sharding.kind "
+                "single or ddp"
+            )
+        try:
+            self._construct([torch.empty(shape, device="meta")], fused=False)
+        except ValueError as error:
+            raise ValueError(f"{self.name} cannot update {name} of shape {tuple(shape)}: {error}") from error
+
+    def _probe(self, device: torch.device | None = None) -> Tensor:
+        """A small tensor to try the class out with; a matrix for classes that take no other."""
+        return torch.zeros(self._probe_shape, device=device)
+
+    @functools.cached_property
+    def _probe_shape(self) -> tuple[int, ...]:
+        if self.whole_tensors:
+            try:
+                self._construct([torch.zeros(2)], fused=False)
+            except ValueError:
+                return (2, 2)
+        return (2,)
+
+    def _entry_spec(self, key: str, value: Any, probe: Tensor) -> EntrySpec:
+        if not isinstance(value, Tensor):
+            return EntrySpec(like_parameter=False, dtype=None, on_device=False)
+        never_negative = key in getattr(self.optimizer_class, "never_negative", ()) or (
+            key in _SQUARES and _is_torchs_own(self.optimizer_class)
+        )
+        on_device = value.device.type == probe.device.type
+        return EntrySpec(value.shape == probe.shape, value.dtype, on_device, never_negative)
+
     def _construct(self, params: list[Any], fused: bool) -> torch.optim.Optimizer:
         chosen = {"fused": True} if fused else {}
         return self.optimizer_class(params, **{**self.hyperparameters, **chosen})
@@ -156,7 +270,7 @@ class BaseArithmetic:
         accepts = "fused" in inspect.signature(self.optimizer_class).parameters
         if not accepts or any(value is not None for value in asked):
             return False
-        probe = torch.zeros(1, device=device)
+        probe = self._probe(device)
         probe.grad = torch.zeros_like(probe)
         try:
             optimizer = self._construct([probe], fused=True)
@@ -187,7 +301,7 @@ class BaseArithmetic:
 
     def _create_eager_state(self, pieces: Sequence[Piece], values: GroupValues) -> None:
         """Classes that create state in their constructor (Adagrad) do so here, for pieces that have none yet."""
-        new = [piece for piece in pieces if not piece.owner.updated and not piece.state]
+        new = [piece for piece in pieces if not piece.state]
         if not (new and self._creates_state_eagerly):
             return
         device = new[0].master.device
@@ -198,7 +312,7 @@ class BaseArithmetic:
 
     @functools.cached_property
     def _creates_state_eagerly(self) -> bool:
-        return bool(self._construct([torch.zeros(1)], fused=False).state)
+        return bool(self._construct([self._probe()], fused=False).state)
 
 
 def _undecorated_step(optimizer_class: type[torch.optim.Optimizer]) -> Callable[[torch.optim.Optimizer], Any]:
@@ -222,14 +336,7 @@ def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
-def _entry_spec(key: str, value: Any, device: torch.device) -> EntrySpec:
-    if not isinstance(value, Tensor):
-        return EntrySpec(like_parameter=False, dtype=None, on_device=False)
-    squares = key in ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum")
-    return EntrySpec(value.numel() == 2, value.dtype, value.device.type == device.type, never_negative=squares)
-
-
-def _check_class(optimizer_class: Any, hyperparameters: dict[str, Any]) -> None:
+def _check_class(optimizer_class: Any, hyperparameters: Mapping[str, Any]) -> None:
     if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)):
         given = repr(optimizer_class) if isinstance(optimizer_class, type) else f"a {type(optimizer_class).__name__}"
         raise TypeError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,8 @@ from lightstep.precision.master_weights import ModelWatch
 from lightstep.state.backend import Managed, Schema, StateBackend
 
 Places = Callable[[], Mapping[Tensor, Place]]
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class ManagedParameters:
@@ -54,25 +56,31 @@ class ManagedParameters:
 
     # -- who is in charge of what
 
-    def set_up(self, groups: Sequence[dict[str, Any]]) -> bool:
-        """Take charge of the groups' trainable parameters; ``True`` when anything was new.
+    def set_up(self, groups: Sequence[dict[str, Any]], also: Collection[Tensor] = ()) -> bool:
+        """Take charge of the groups' trainable parameters, and of these frozen ones; ``True`` when anything was new.
 
         A parameter that is frozen later keeps its state, and continues from it when it is thawed.
         """
-        every = ((p, group) for group in groups for p in group["params"])
-        listed = [(p, group) for p, group in every if p.requires_grad or p in self._items]
+        every = [(p, group) for group in groups for p in group["params"]]
+        wanted = {*self._items, *also}
+        listed = [(p, group) for p, group in every if p.requires_grad or p in wanted]
+        for parameter, group in listed:  # groups are the user's to exchange
+            if parameter in self._items:
+                self._items[parameter].group = group
         if len(listed) == len(self._items) and all(p in self._items for p, _ in listed):
             return False
         if not listed:
             raise ValueError("the optimizer has no trainable parameter: requires_grad is False on all of them")
         places = self._places() if self._places is not None else {}
         items = [self._items.get(p) or self._manage(p, group, places.get(p), i) for i, (p, group) in enumerate(listed)]
+        new = [item for item in items if item.param not in self._items]
         for device in {item.local.device for item in items}:
-            self._arithmetic.prepare(device)
-        self._items = {item.param: item for item in items}
-        self._schema = self._arithmetic.schema(items[0].local.device, groups)
-        self._backend.register(items, self._schema)
-        for item in items:
+            low = any(item.own_master and item.local.dtype != torch.float32 for item in items)
+            self._arithmetic.prepare(device, low_precision=low)
+        schema = self._arithmetic.schema(items[0].local.device, groups)
+        self._backend.register(items, schema)  # refuses, or takes them all
+        self._items, self._schema = {item.param: item for item in items}, schema
+        for item in new:
             self.record(item)
         return True
 
@@ -83,11 +91,12 @@ class ManagedParameters:
             raise ValueError(
                 f"{name} is on the meta device; materialise the model (strategy.prepare_model) before the first step"
             )
-        if not local.dtype.is_floating_point:
+        if local.dtype not in _DTYPES:
             raise TypeError(
                 f"{name} has dtype {local.dtype}; bfloat16, float16 and float32 parameters can be optimized"
             )
-        masters = self._master_weights and local.dtype in (torch.bfloat16, torch.float16)
+        self._arithmetic.check_parameter(name, parameter.shape, local.shape)
+        masters = self._master_weights and local.dtype != torch.float32
         return Managed(parameter, local, group, name, place.layer if place else None, own_master=not masters)
 
     # -- masters follow the model
@@ -96,19 +105,41 @@ class ManagedParameters:
         """The parameter is now as the optimizer left it."""
         self._watch.record(item.param, local_tensor(item.param))
 
-    def adopt_outside_changes(self) -> None:
+    def adopt_outside_changes(self, groups: Sequence[dict[str, Any]]) -> None:
         """Weights that somebody else wrote since the last step become the masters."""
+        cast = [item for item in self if local_tensor(item.param).dtype != item.local.dtype]
+        if cast:
+            self._take_over_cast(cast, groups)
         for item in self:
-            local = local_tensor(item.param)
-            if not self._watch.suspicious(item.param, local):
-                continue
-            if self._watch.moved(item.param, local):
-                item.local = local.detach()
-                if item.own_master:
-                    self._backend.refresh(item)
-            if self._backend.differs(item):
+            self._adopt(item)
+
+    def adopt_before_reading(self, item: Managed) -> None:
+        """As :meth:`adopt_outside_changes`; but state that was just loaded may still wait for its model's weights."""
+        if self._watch.knows(item.param):
+            self._adopt(item)
+
+    def _adopt(self, item: Managed) -> None:
+        local = local_tensor(item.param)
+        if not self._watch.suspicious(item.param, local):
+            return
+        if self._watch.moved(item.param, local):
+            item.local = local.detach()
+            if item.own_master:
                 self._backend.refresh(item)
-            self.record(item)
+        if self._backend.differs(item):
+            self._backend.refresh(item)
+        self.record(item)
+
+    def _take_over_cast(self, cast: Sequence[Managed], groups: Sequence[dict[str, Any]]) -> None:
+        """Parameters of another dtype now (``model.float()``) keep their state; masters are made of their weights."""
+        self._backend.synchronize()
+        carried = {item.param: _copied(self._backend.gather(item)) for item in cast}
+        for item in cast:
+            del self._items[item.param]
+        self.set_up(groups, also=list(carried))
+        for parameter, entries in carried.items():
+            entries.pop("master", None)
+            self.load_state(self._items[parameter], entries)
 
     def refresh(self) -> None:
         """All masters become the parameters' values."""
@@ -139,7 +170,7 @@ class ManagedParameters:
         order = [*(key for key in self._schema if key in entries), *sorted(entries.keys() - self._schema.keys())]
         local = {key: local_tensor(entries[key]) if isinstance(entries[key], Tensor) else entries[key] for key in order}
         for key, value in local.items():
-            if isinstance(value, Tensor) and value.dim() and value.shape != item.local.shape:
+            if isinstance(value, Tensor) and not self.takes(value, item.local.shape):
                 raise ValueError(
                     f"state {key!r} of {item.name} has shape {tuple(value.shape)}; the parameter's local shape is "
                     f"{tuple(item.local.shape)}"
@@ -147,9 +178,13 @@ class ManagedParameters:
         if item.own_master and "master" in local:
             item.local.copy_(local.pop("master"))
         self._backend.load(item, local)
-        item.updated, item.provisional = bool(local.keys() - {"master"}), False
+        item.updated, item.provisional = bool(local), False
         # The next step looks whether master and weight agree: the model may be loaded before or after its optimizer.
         self._watch.forget(item.param)
+
+    def takes(self, entry: Tensor, shape: torch.Size) -> bool:
+        """Whether a state entry (local) can belong to a parameter of this local shape."""
+        return entry.dim() == 0 or entry.shape == shape or self._arithmetic.whole_tensors  # row sums and the like
 
     def mark_provisional(self, items: Sequence[Managed]) -> None:
         """The state of these was made only for a checkpoint to fill; without one, the first update starts afresh."""
@@ -173,10 +208,16 @@ def _placed_like(item: Managed, value: Any) -> Any:
     return value
 
 
+def _copied(entries: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value.clone() if isinstance(value, Tensor) else value for key, value in entries.items()}
+
+
 class StateView(MutableMapping[Tensor, dict[str, Any]]):
     """``optimizer.state``: parameter → entries, read from the state backend whenever somebody looks.
 
-    Assigning replaces a parameter's state. Like torch's own it answers ``{}`` for a parameter without state.
+    Assigning replaces a parameter's state, and so does assigning one of its entries. Whether a tensor that was read is
+    the state itself or a copy is the backend's affair (``stream`` gives copies). Like torch's own it answers ``{}`` for
+    a parameter without state.
     """
 
     def __init__(
@@ -190,7 +231,7 @@ class StateView(MutableMapping[Tensor, dict[str, Any]]):
         self._write = write
 
     def __getitem__(self, parameter: Tensor) -> dict[str, Any]:
-        return self._read(parameter)
+        return _Entries(self._read(parameter), lambda entries: self._write(parameter, entries))
 
     def __setitem__(self, parameter: Tensor, entries: dict[str, Any]) -> None:
         self._write(parameter, entries)
@@ -207,3 +248,35 @@ class StateView(MutableMapping[Tensor, dict[str, Any]]):
 
     def __len__(self) -> int:
         return sum(item.updated for item in self._managed)
+
+
+class _Entries(dict[str, Any]):
+    """One parameter's entries; what is assigned here is written to the state."""
+
+    def __init__(self, entries: Mapping[str, Any], write: Callable[[Mapping[str, Any]], None]) -> None:
+        super().__init__(entries)
+        self._write = write
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        super().__setitem__(key, value)
+        self._write(self)
+
+    def __delitem__(self, key: str) -> None:
+        super().__delitem__(key)
+        self._write(self)
+
+    def update(self, *arguments: Any, **entries: Any) -> None:
+        super().update(*arguments, **entries)
+        self._write(self)
+
+    def pop(self, key: str, *default: Any) -> Any:
+        value = super().pop(key, *default)
+        self._write(self)
+        return value
+
+    def clear(self) -> None:
+        super().clear()
+        self._write(self)
+
+    def __reduce__(self) -> Any:
+        return dict, (dict(self),)

@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightstep.clipping import GradientNorm, clip_coefficient
+from lightstep.clipping import GradientNorm, check_max_norm, check_norm_type, clip_coefficient
 from lightstep.optimizer.arithmetic import BaseArithmetic, GroupValues
 from lightstep.optimizer.base import BaseOptimizer
 from lightstep.optimizer.managed_parameters import ManagedParameters, Places, StateView
-from lightstep.optimizer.param_groups import learning_rates_are_zero
+from lightstep.optimizer.param_groups import learning_rates_are_zero, plain_numbers
 from lightstep.optimizer.result import StepResult
 from lightstep.optimizer.serialization import load_torch_state_dict, snapshot
-from lightstep.precision.gradients import GradientAccumulator, GradientStage, unshared
+from lightstep.optimizer.walk import Gradients, UnitWalk, Update
+from lightstep.precision.gradients import GradientAccumulator, unshared
 from lightstep.precision.loss_scale import ConstantLossScale, LossScale
-from lightstep.state.backend import Managed, Piece, StateBackend
+from lightstep.state.backend import Managed, StateBackend
 from lightstep.state.resident import ResidentBackend
-
-Gradients = dict[Managed, Tensor]
 
 
 class MixedPrecisionOptimizer(BaseOptimizer):
@@ -46,7 +46,8 @@ class MixedPrecisionOptimizer(BaseOptimizer):
 
     Raises:
         TypeError: ``optimizer_class`` is not a usable optimizer class.
-        ValueError: from the class about its hyper-parameters, or from torch about the groups.
+        ValueError: ``max_norm`` or ``norm_type`` is out of range; or from the class about its hyper-parameters, or from
+            torch about the groups.
     """
 
     def __init__(
@@ -68,8 +69,8 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         super().__init__(params, dict(self._arithmetic.defaults))
         self.loss_scale = loss_scale or ConstantLossScale(1.0)
         self.master_weights = master_weights
-        self.max_norm = max_norm
-        self.norm_type = norm_type
+        self.max_norm = None if max_norm is None else check_max_norm(max_norm)
+        self.norm_type = check_norm_type(norm_type)
         self._backend = backend or ResidentBackend()
         self._overflow_everywhere = overflow_everywhere
         self._start(reduce_float32, places)
@@ -78,12 +79,24 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         """Everything that is built up while working and never saved."""
         self.gradients = GradientAccumulator(reduce_float32)
         self._managed = ManagedParameters(self._arithmetic, self._backend, self.master_weights, places)
-        self.state = StateView(self._managed, self.parameter_state, self.load_parameter_state)  # type: ignore[assignment]
-        self._stage = GradientStage()
+        self._state_view = StateView(self._managed, self.parameter_state, self.load_parameter_state)
+        self._walk = UnitWalk(self._arithmetic, self._backend, self._refusing_further_steps, self._managed.record)
         self._norm: GradientNorm | None = None
         self._failure: str | None = None
+        self._closed = False
         self._to_repair: set[Managed] = set()
         self._watch_gradients()
+
+    @property  # type: ignore[override]
+    def state(self) -> MutableMapping[Tensor, dict[str, Any]]:
+        """Parameter → entries of the base optimizer, and ``"master"``; assigning a mapping replaces all state."""
+        return self._state_view
+
+    @state.setter
+    def state(self, entries: Mapping[Tensor, Mapping[str, Any]]) -> None:
+        if hasattr(self, "_managed"):  # torch's constructor assigns an empty one
+            for item in self._managed:
+                self.load_parameter_state(item.param, entries.get(item.param, {}))
 
     def _watch_gradients(self) -> None:
         self.gradients.watch(p for group in self.param_groups for p in group["params"] if p.requires_grad)
@@ -105,8 +118,8 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         with torch.no_grad():
             gradients = self._collect_gradients()
             scaled_norm, overflow = self._gradient_norm(gradients)
-            scale = self.loss_scale.tensor(scaled_norm.device)
-            result = StepResult(scaled_norm / scale, overflow, scale.clone(), loss)
+            scale = self.loss_scale.tensor(scaled_norm.device).clone()
+            result = StepResult(scaled_norm / scale, overflow, scale, loss)
             if self._is_state_initialisation(gradients, scaled_norm):
                 self._initialise_state(gradients, overflow)
                 return result
@@ -116,25 +129,7 @@ class MixedPrecisionOptimizer(BaseOptimizer):
             return result
 
     def _update(self, gradients: Gradients, divisor: Tensor | None, factor: Tensor | None, overflow: Tensor) -> None:
-        """The walk through the units: acquire state → base optimizer's arithmetic → write back → release."""
-        values = GroupValues(self.param_groups)
-        self._backend.begin(gradients.keys())
-        elsewhere = self._left_to_others(gradients)
-        for unit in self._backend.units():
-            with self._refusing_further_steps(f"the update of {unit.label}"):
-                pieces = self._backend.acquire(unit)
-                active = [piece for piece in pieces if piece.owner in gradients]
-                if active:
-                    staged = self._staged(active, gradients, divisor, factor)
-                    self._arithmetic.apply(active, staged, overflow.to(active[0].master.device), values)
-                self._backend.release(unit, active)
-                self._after_unit(active, gradients)
-        with self._refusing_further_steps("the end of the update"):
-            self._backend.finish()
-        values.give_back()
-        for item in elsewhere:
-            item.updated = True
-            self._managed.record(item)
+        self._walk.run(Update(gradients, divisor, factor, overflow, GroupValues(self.param_groups)))
 
     @contextlib.contextmanager
     def _refusing_further_steps(self, what: str) -> Iterator[None]:
@@ -147,13 +142,12 @@ class MixedPrecisionOptimizer(BaseOptimizer):
             raise RuntimeError(message) from error
         except BaseException as interruption:
             self._note_failure(what, interruption)
+            self._backend.abandon()
             raise
 
     def _evaluate(self, closure: Callable[[], Any] | None) -> Any:
-        if self._failure is not None:
-            raise RuntimeError(
-                f"{self._failure}; weights and state may be half updated. Load a checkpoint before the next step"
-            )
+        self._refuse_if_closed()
+        self.refuse_half_updated("Load a checkpoint before the next step")
         if closure is None:
             return None
         if not self.loss_scale.is_identity:
@@ -164,12 +158,33 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         with torch.enable_grad():
             return closure()
 
+    def refuse_half_updated(self, remedy: str) -> None:
+        """Raise if a step broke off and no checkpoint was loaded since.
+
+        Raises:
+            RuntimeError: what failed, and ``remedy``.
+        """
+        if self._failure is not None:
+            raise RuntimeError(f"{self._failure}; weights and state may be half updated. {remedy}")
+
+    def _refuse_if_closed(self) -> None:
+        if self._closed:
+            raise RuntimeError(f"this {type(self).__name__} is closed: its state is gone; make a new optimizer")
+
     def _collect_gradients(self) -> Gradients:
         self._set_up()
         self._managed.drop_provisional_state()
-        self._managed.adopt_outside_changes()
+        self._managed.adopt_outside_changes(self.param_groups)
         taken = ((item, self.gradients.take(item.param)) for item in self._managed)
-        return unshared({item: gradient for item, gradient in taken if gradient is not None})
+        gradients = unshared({item: gradient for item, gradient in taken if gradient is not None})
+        if not gradients:
+            warnings.warn(
+                f"step() found no gradient on any of {len(self._managed)} parameters and changes nothing: backward was "
+                "not called, its gradients were not reduced (strategy.accumulate(last=True)), or the model's "
+                "parameters were exchanged (load_state_dict(assign=True)) after the optimizer was made",
+                stacklevel=4,
+            )
+        return gradients
 
     def _gradient_norm(self, gradients: Gradients) -> tuple[Tensor, Tensor]:
         assert self._norm is not None
@@ -192,39 +207,16 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         )
         return not on_device and bool(overflow)
 
-    def _staged(
-        self, pieces: list[Piece], gradients: Gradients, divisor: Tensor | None, factor: Tensor | None
-    ) -> list[Tensor]:
-        device = pieces[0].master.device
-        divisor, factor = (None if value is None else value.to(device) for value in (divisor, factor))
-        staged = self._stage.scaled([piece.of(gradients[piece.owner]) for piece in pieces], divisor, factor)
-        return [value.to(piece.master.dtype) for piece, value in zip(pieces, staged, strict=True)]
-
-    def _after_unit(self, updated: list[Piece], gradients: Gradients) -> None:
-        for piece in updated:
-            item = piece.owner
-            item.updated = True
-            self._managed.record(item)
-            if piece.stop == item.local.numel():
-                gradients.pop(item, None)
-
-    @staticmethod
-    def _left_to_others(gradients: Gradients) -> list[Managed]:
-        """The parameters that other replicas update; their gradients are not needed here any more."""
-        elsewhere = [item for item in gradients if item.elsewhere]
-        for item in elsewhere:
-            del gradients[item]
-        return elsewhere
-
     def _note_failure(self, what: str, error: BaseException) -> str:
         self._failure = f"{what} failed ({type(error).__name__}: {error})"
-        self._to_repair = {item for item in self._managed if item.updated}
+        self._to_repair = set(self._managed)
         return self._failure
 
     # -- set-up
 
-    def _set_up(self) -> None:
-        if self._managed.set_up(self.param_groups):
+    def _set_up(self, also: Collection[Tensor] = ()) -> None:
+        self._refuse_if_closed()
+        if self._managed.set_up(self.param_groups, also):
             parameters = [item.param for item in self._managed]
             self._norm = GradientNorm(parameters, self.norm_type, self._overflow_everywhere)
             self._watch_gradients()
@@ -243,6 +235,7 @@ class MixedPrecisionOptimizer(BaseOptimizer):
     # -- the rest of the contract
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
+        param_group.update(plain_numbers(param_group))
         super().add_param_group(param_group)
         if hasattr(self, "gradients"):  # not while the constructor adds the first groups
             self._watch_gradients()
@@ -268,7 +261,7 @@ class MixedPrecisionOptimizer(BaseOptimizer):
 
     def memory_report(self) -> dict[str, float]:
         parameters = sum(item.local.numel() for item in self._managed)
-        report: dict[str, float] = {**self._backend.memory(), "gradient_stage_bytes": self._stage.nbytes()}
+        report: dict[str, float] = {**self._backend.memory(), "gradient_stage_bytes": self._walk.stage.nbytes()}
         report["parameters"] = parameters
         for place in ("device", "host"):
             report[f"{place}_bytes_per_parameter"] = report[f"{place}_bytes"] / max(parameters, 1)
@@ -279,9 +272,13 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         """The class whose arithmetic updates the masters."""
         return self._arithmetic.optimizer_class
 
-    def managed(self) -> list[Managed]:
-        """The trainable parameters with their names, in group order (set up if need be)."""
-        self._set_up()
+    def managed(self, also: Collection[Tensor] = ()) -> list[Managed]:
+        """The trainable parameters with their names, in group order (set up if need be).
+
+        Args:
+            also: frozen parameters of the groups that are about to get state.
+        """
+        self._set_up(also)
         return list(self._managed)
 
     def parameter_state(self, parameter: Tensor) -> dict[str, Any]:
@@ -303,11 +300,18 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         return item is None or not item.elsewhere
 
     def _state_of(self, parameter: Tensor, kept_only: bool) -> dict[str, Any]:
+        self._refuse_if_closed()
         item = self._managed.get(parameter)
         if item is None:
             return {}
         self._backend.synchronize()
-        return self._managed.state_of(item, kept_only)
+        with torch.no_grad():
+            self._managed.adopt_before_reading(item)
+            return self._managed.state_of(item, kept_only)
+
+    def takes_entry(self, entry: Tensor, shape: torch.Size) -> bool:
+        """Whether a state entry (local part) can belong to a parameter of this local shape."""
+        return self._managed.takes(entry, shape)
 
     def load_parameter_state(self, parameter: Tensor, entries: Mapping[str, Any]) -> None:
         """Replace one parameter's state; ``{}`` removes it. Shards must be this parameter's.
@@ -318,17 +322,22 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         Raises:
             ValueError: an entry has another shape than the parameter's local shard, or the parameter is a stranger.
         """
-        self._set_up()
+        self._set_up(also=[parameter] if entries else ())
         item = self._managed.get(parameter)
+        if item is None and not entries:
+            return
         if item is None:
-            raise ValueError(
-                f"a parameter of shape {tuple(parameter.shape)} is not among the optimizer's trainable ones"
-            )
+            raise ValueError(f"a parameter of shape {tuple(parameter.shape)} is not among the optimizer's groups")
         with torch.no_grad():
             self._managed.load_state(item, entries)
         self._to_repair.discard(item)
         if not self._to_repair:
             self._failure = None
+
+    @property
+    def half_updated(self) -> bool:
+        """Whether a step broke off and no checkpoint was loaded since."""
+        return self._failure is not None
 
     def state_dict(self) -> dict[str, Any]:
         """torch's layout: ``state`` by index, ``param_groups``, and ``loss_scale``; a snapshot.
@@ -336,9 +345,12 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         Complete on every rank. Where replicas share the work (``optimizer_state.backend: stream`` under DDP and HSDP)
         all of them call it, and each has all the state in memory then; ``strategy.save_checkpoint`` does without.
         """
+        self._refuse_if_closed()
         packed = super().state_dict()
         packed.setdefault("loss_scale", self.loss_scale.state_dict())
-        return snapshot(packed)
+        packed["param_groups"] = [plain_numbers(group) for group in packed["param_groups"]]
+        state = {key: dict(entries) for key, entries in packed.pop("state").items()}
+        return {"state": snapshot(state) if self._backend.hands_out_state else state, **snapshot(packed)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue from :meth:`state_dict`, or from the state dict of the plain torch optimizer.
@@ -355,12 +367,13 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         """Give back the memory of the state backend and take the hooks off the parameters."""
         self.gradients.close()
         self._backend.close()
+        self._closed = True
 
     def __getstate__(self) -> dict[str, Any]:
         return {
             "defaults": self.defaults,
             "param_groups": self.param_groups,
-            "state": {p: snapshot(self.parameter_state(p)) for p in self.state},  # DTensor views cannot be deep-copied
+            "state": {p: self.parameter_state(p) for p in self.state},
             "loss_scale": self.loss_scale,
             "master_weights": self.master_weights,
             "max_norm": self.max_norm,

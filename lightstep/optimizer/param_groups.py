@@ -69,7 +69,11 @@ def check_param_groups(groups: Any, model: nn.Module) -> list[dict[str, Any]]:
 
 def _as_groups(groups: Any, model: nn.Module) -> Sequence[Any]:
     if groups is None:
-        return [{"params": [parameter for parameter in model.parameters() if parameter.requires_grad]}]
+        every = list(model.parameters())
+        trainable = [parameter for parameter in every if parameter.requires_grad]
+        return [{"params": trainable or every}]
+    if isinstance(groups, Tensor):
+        return [{"params": [groups]}]
     if isinstance(groups, Mapping):
         raise TypeError("param_groups is a mapping; a list of groups is needed: [{'params': [...], 'lr': ...}, ...]")
     listed = list(groups)
@@ -80,8 +84,9 @@ def _as_group(group: Any) -> dict[str, Any]:
     if not isinstance(group, Mapping) or "params" not in group:
         raise TypeError(f"a parameter group is {group!r:.80}; a dictionary with 'params' is needed")
     params = group["params"]
-    listed = [params] if isinstance(params, Tensor) else _tensors(params)
-    return {**group, "params": listed}
+    listed = [params] if isinstance(params, Tensor) else list(params)
+    names = {"param_names": [item[0] for item in listed]} if listed and isinstance(listed[0], tuple) else {}
+    return {**group, "params": _tensors(listed), **names}
 
 
 def _tensors(params: Iterable[Any]) -> list[Tensor]:
@@ -100,5 +105,17 @@ def _refuse_repeated(parameters: Sequence[Tensor], names: Mapping[Tensor, str]) 
 
 
 def learning_rates_are_zero(groups: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether every group's ``lr`` is 0 (numbers or 0-dim tensors)."""
-    return all(float(group["lr"]) == 0.0 for group in groups if isinstance(group.get("lr"), (int, float, torch.Tensor)))
+    """Whether every group's ``lr`` is 0 (numbers or 0-dim tensors), and there is one."""
+    rates = [float(group["lr"]) for group in groups if isinstance(group.get("lr"), (int, float, torch.Tensor))]
+    return bool(rates) and not any(rates)
+
+
+def plain_numbers(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Hyper-parameters with Python numbers in place of numpy's, which a weights-only load would refuse."""
+    return {key: value if key == "params" else _plain(value) for key, value in settings.items()}
+
+
+def _plain(value: Any) -> Any:
+    if type(value) in (tuple, list):
+        return type(value)(_plain(element) for element in value)
+    return value.item() if type(value).__module__ == "numpy" and getattr(value, "shape", None) == () else value

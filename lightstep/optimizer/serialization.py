@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from lightstep.distributed import local_tensor
+from lightstep.distributed import is_sharded, local_tensor
 
 if TYPE_CHECKING:
     from lightstep.optimizer.mixed_precision import MixedPrecisionOptimizer
@@ -36,7 +36,7 @@ def load_torch_state_dict(optimizer: MixedPrecisionOptimizer, state_dict: Mappin
     _check_groups(optimizer, groups)
     saved_ids = [index for group in groups for index in group["params"]]
     parameters = dict(zip(saved_ids, (p for group in optimizer.param_groups for p in group["params"]), strict=True))
-    _check_shapes(parameters, incoming["state"])
+    _check_shapes(optimizer, parameters, incoming["state"])
     for index, entries in incoming["state"].items():
         refuse_nan(f"parameter {index}", entries)
     for live, saved in zip(optimizer.param_groups, groups, strict=True):
@@ -69,8 +69,9 @@ def _load_states(
     optimizer: MixedPrecisionOptimizer, parameters: Mapping[Any, Tensor], states: Mapping[Any, Any]
 ) -> None:
     loaded = {parameters[index]: entries for index, entries in states.items() if index in parameters}
-    for item in optimizer.managed():
-        if item.param in loaded or item.updated:
+    frozen = [parameter for parameter, entries in loaded.items() if entries and not parameter.requires_grad]
+    for item in optimizer.managed(also=frozen):
+        if item.param in loaded or item.updated or optimizer.half_updated:
             optimizer.load_parameter_state(item.param, loaded.get(item.param, {}))
 
 
@@ -86,13 +87,24 @@ def _check_groups(optimizer: MixedPrecisionOptimizer, saved: list[dict[str, Any]
             )
 
 
-def _check_shapes(parameters: Mapping[Any, Tensor], states: Mapping[Any, Any]) -> None:
+def _check_shapes(
+    optimizer: MixedPrecisionOptimizer, parameters: Mapping[Any, Tensor], states: Mapping[Any, Any]
+) -> None:
     for index, entries in states.items():
         parameter = parameters.get(index)
         for key, value in entries.items():
-            if parameter is None or not isinstance(value, Tensor) or value.dim() == 0 or value.shape == parameter.shape:
+            if parameter is None or not isinstance(value, Tensor):
                 continue
+            own = local_tensor(parameter).shape
+            if optimizer.takes_entry(local_tensor(value), own) and (not is_sharded(value) or is_sharded(parameter)):
+                continue
+            hint = ""
+            if value.shape == parameter.shape and is_sharded(parameter):
+                hint = (
+                    f", of which {tuple(own)} is on this rank. Load an unsharded state dict with "
+                    "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict and full_state_dict=True"
+                )
             raise ValueError(
                 f"state {key!r} of parameter {index} has shape {tuple(value.shape)}; "
-                f"the parameter has {tuple(parameter.shape)}"
+                f"the parameter has {tuple(parameter.shape)}{hint}"
             )

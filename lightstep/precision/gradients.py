@@ -131,6 +131,9 @@ class GradientAccumulator:
         if parameter in self._rounded:
             self._rounded.discard(parameter)
             parameter.grad = None
+        elif parameter.grad is None:
+            self._sums.pop(parameter, None)  # somebody gave the micro-batches up: ``model.zero_grad()``
+            self._foreign.forget(parameter)
         if parameter.grad is None:
             return
         self._foreign.moved_away(parameter)
@@ -151,13 +154,14 @@ class GradientAccumulator:
             gradient = None if parameter.grad is None else _local_gradient(parameter)
             parameter.grad = None
             return gradient
-        self.bank(parameter)
+        if parameter.grad is not None or parameter not in self._reduced:
+            self.bank(parameter)
         parts = self._reduced.pop(parameter, [])
         if parameter in self._sums:
             parts = [*parts, self._sums.pop(parameter)]
         for part in parts[1:]:
             parts[0].add_(part)
-        return parts[0]
+        return parts[0] if parts else None
 
     def _refuse_unreduced(self, parameter: Tensor) -> None:
         if parameter in self._rounded or parameter in self._reduced:

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+_SMALLEST, _LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
+
 
 class LossScale(ABC):
     """The number the loss is multiplied with."""
@@ -202,8 +204,9 @@ class DynamicLossScale(LossScale):
 
 
 def _positive(name: str, value: float) -> float:
-    if isinstance(value, bool) or not (value > 0 and math.isfinite(value)):
-        raise ValueError(f"{name} is {value!r}; a positive finite number is needed")
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not number or not _SMALLEST <= value <= _LARGEST:
+        raise ValueError(f"{name} is {value!r}; a positive finite number in the range of fp32 is needed")
     return float(value)
 
 

@@ -22,6 +22,10 @@ class ModelWatch:
         """The parameter is now as the optimizer left it."""
         self._seen[parameter] = _fingerprint(local)
 
+    def knows(self, parameter: Tensor) -> bool:
+        """Whether the parameter was recorded, and not forgotten since."""
+        return parameter in self._seen
+
     def suspicious(self, parameter: Tensor, local: Tensor) -> bool:
         """Whether the parameter may have been written to since :meth:`record`."""
         return local.device.type == "cpu" or self._seen.get(parameter) != _fingerprint(local)

@@ -26,8 +26,10 @@ __all__ = ["Splitter"]
 logger = logging.getLogger(__name__)
 
 _CHUNK = 1 << 18  # elements per pass: the scratch stays small, and in cache; a multiple of 8 for the bitmap
-_GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)  # 2^64 / golden ratio, as int64: spreads positions over 64 bits
-_POSITION_SHIFT = 17
+# Of the fingerprint: odd 63-bit numbers without structure.
+_PLACE = 0x1E3779B97F4A7C15
+_CODE = 0x3F58476D1CE4E5B9
+_MIX = 0x14D049BB133111EB
 
 
 class Splitter:
@@ -95,7 +97,7 @@ class _Scratch:
         self.a, self.b, self.c = (torch.empty(n, dtype=torch.int32, device=device) for _ in range(3))
         self.flag = torch.empty(n, dtype=torch.bool, device=device)
         self.product, self.codes = (torch.empty(n, dtype=torch.int64, device=device) for _ in range(2))
-        self.places = torch.arange(n, dtype=torch.int64, device=device).mul_(_GOLDEN)
+        self.places = torch.arange(n, dtype=torch.int64, device=device).mul_(_PLACE)
         self.total = torch.empty((), dtype=torch.int64, device=device)
         self.nbytes = n * (3 * 4 + 1 + 3 * 8) + 8
 
@@ -170,12 +172,21 @@ def _take_bits(extra: Tensor, n: int, room: _Scratch) -> Tensor:
 
 
 def _add_fingerprint(weight: Tensor, start: int, out: Tensor, room: _Scratch) -> None:
-    """Add Σ code · odd(place) mod 2^64, with ``odd(i) = (i · golden >> 17) | 1``."""
-    product, codes = room.product[: weight.numel()], room.codes[: weight.numel()]
-    codes.copy_(weight.view(torch.int16))
-    torch.add(room.places[: weight.numel()], _wrap(start * _GOLDEN), out=product)
-    product.bitwise_right_shift_(_POSITION_SHIFT).bitwise_or_(1).mul_(codes)
-    out.add_(torch.sum(product, dim=0, out=room.total))
+    """Add Σ mix(place · _PLACE + code · _CODE) mod 2^64.
+
+    ``mix`` is not linear in place or code: sums of edits that undo each other in a linear hash (two rows exchanged)
+    do not do so here.
+    """
+    n = weight.numel()
+    mixed, shifted = room.product[:n], room.codes[:n]
+    mixed.copy_(weight.view(torch.int16)).mul_(_CODE)
+    mixed.add_(room.places[:n]).add_(_wrap(start * _PLACE))
+    for shift in (31, 29):  # arithmetic shifts: torch has no others
+        torch.bitwise_right_shift(mixed, shift, out=shifted)
+        mixed.bitwise_xor_(shifted).mul_(_MIX)
+    torch.bitwise_right_shift(mixed, 32, out=shifted)
+    mixed.bitwise_xor_(shifted)
+    out.add_(torch.sum(mixed, dim=0, out=room.total))
 
 
 def _wrap(value: int) -> int:

@@ -90,7 +90,11 @@ if available:
     @triton.jit(do_not_specialize=["n"])
     def _fingerprint_kernel(weight, out, n, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
         place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        code = tl.load(weight + place, mask=place < n, other=0).to(tl.int64)
-        # The constants of split.py (_GOLDEN, _POSITION_SHIFT): a kernel reads no globals.
-        odd = ((place * -7046029254386353131) >> 17) | 1
-        tl.atomic_add(out, tl.sum(code * odd, axis=0))
+        inside = place < n
+        code = tl.load(weight + place, mask=inside, other=0).to(tl.int64)
+        # The constants of split.py (_PLACE, _CODE, _MIX): a kernel reads no globals.
+        mixed = place * 2177342782468422677 + code * 4564476756301768121
+        mixed = (mixed ^ (mixed >> 31)) * 1499779743744070123
+        mixed = (mixed ^ (mixed >> 29)) * 1499779743744070123
+        mixed = mixed ^ (mixed >> 32)
+        tl.atomic_add(out, tl.sum(tl.where(inside, mixed, 0), axis=0))

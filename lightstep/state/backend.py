@@ -23,7 +23,7 @@ class EntrySpec:
         like_parameter: has the parameter's shape; otherwise it is a scalar (``step``) or a plain Python value.
         dtype: of the tensor; ``None`` when the entry is no tensor.
         on_device: whether torch keeps it on the parameter's device (a fused optimizer's ``step`` is, others' are not).
-        never_negative: second moments and the like: their sign bit carries no information.
+        never_negative: second moments of classes known for it, or declared: their sign bit carries no information.
     """
 
     like_parameter: bool
@@ -104,6 +104,8 @@ class StateBackend(ABC):
     """Where masters and optimizer state live between steps."""
 
     name: ClassVar[str]
+    hands_out_state: ClassVar[bool] = True
+    """Whether :meth:`gather` returns the state itself; otherwise copies, and writing to them changes nothing."""
 
     def fresh(self) -> StateBackend:
         """A new backend with this one's settings and nothing in its charge."""
@@ -143,7 +145,10 @@ class StateBackend(ABC):
         """
 
     def gather(self, managed: Managed) -> dict[str, Any]:
-        """:meth:`entries` of whoever keeps them: where replicas share the work, every one of them calls this."""
+        """:meth:`entries` of whoever keeps them: where replicas share the work, every one of them calls this.
+
+        The state itself or copies of it: see :attr:`hands_out_state`.
+        """
         return self.entries(managed)
 
     @abstractmethod
@@ -172,13 +177,20 @@ class StateBackend(ABC):
         """Give all memory back."""
 
 
-def adopt_entry(spec: EntrySpec | None, value: Any, device: torch.device) -> Any:
-    """A loaded entry (from a checkpoint, of any device) as a new value the base optimizer accepts on ``device``."""
+def entry_dtype(spec: EntrySpec, owner: Managed) -> torch.dtype | None:
+    """The dtype of an entry for this parameter: specs are read off fp32 probes, and some masters are not fp32."""
+    follows = spec.like_parameter and owner.own_master and spec.dtype == torch.float32
+    return owner.local.dtype if follows else spec.dtype
+
+
+def adopt_entry(spec: EntrySpec | None, value: Any, owner: Managed) -> Any:
+    """A loaded entry (from a checkpoint, of any device) as a new value that the base optimizer takes for ``owner``."""
+    device = owner.local.device
     if spec is None or spec.dtype is None:
         if not isinstance(value, Tensor):
             return value
         return value.detach().to(device=device if value.dim() else value.device, copy=True)
-    target = device if spec.on_device else torch.device("cpu")
+    dtype, target = entry_dtype(spec, owner), device if spec.on_device else torch.device("cpu")
     if not isinstance(value, Tensor):
-        return torch.tensor(value, dtype=spec.dtype, device=target)
-    return value.detach().to(device=target, dtype=spec.dtype, copy=True)
+        return torch.tensor(value, dtype=dtype, device=target)
+    return value.detach().to(device=target, dtype=dtype, copy=True)

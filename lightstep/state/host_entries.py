@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightstep.state.backend import EntrySpec, Schema, adopt_entry
+from lightstep.state.backend import EntrySpec, Schema, adopt_entry, entry_dtype
 from lightstep.state.records import Layout, MasterSplitter, Part, Record, is_staged, kinds_of, lay_out
 
 __all__ = ["HostEntries"]
@@ -57,7 +57,7 @@ class HostEntries:
             return
         staged = {k: self._staged(part, k, v) for k, v in values.items() if is_staged(k, v, self._schema)}
         part.keys = tuple(values)
-        part.values = {k: adopt_entry(self._spec(k), v, self._device) for k, v in values.items() if k not in staged}
+        part.values = {k: adopt_entry(self._spec(k), v, part.owner) for k, v in values.items() if k not in staged}
         signs_are_free = not any(self._is_negative(key, value) for key, value in staged.items())
         layout = lay_out(part, kinds_of(staged, self._schema), self._schema, bits_in_signs=signs_are_free)
         record.rearrange_on_host({part: layout}, self._device)
@@ -82,20 +82,29 @@ class HostEntries:
         mark = torch.zeros((), dtype=torch.int64)
         self._on_host.fingerprint(rounded, mark)
         part.mark.copy_(mark)
-        if not torch.equal(rounded.view(torch.int16), weight.view(torch.int16)):
+        if not self._has(part, rounded):
             part.codes = rounded.view(torch.int16)
 
     def differs(self, part: Part) -> bool:
         """Whether the weight is no longer the one that the record belongs to."""
-        weight = part.of(part.owner.local).reshape(-1)
         if part.codes is not None:
-            if not torch.equal(weight.view(torch.int16).to(_CPU), part.codes):
-                return True
-            part.codes = None
-            return False
+            if self._has(part, part.codes.view(part.owner.local.dtype)):
+                part.codes = None
+            return part.codes is not None
         mark = torch.zeros_like(part.mark)
-        self._on_device.fingerprint(weight, mark)
+        self._on_device.fingerprint(part.of(part.owner.local).reshape(-1), mark)
         return not torch.equal(mark, part.mark)
+
+    def _has(self, part: Part, rounded: Tensor) -> bool:
+        """Whether the weight is this one (flat, on the host); NaN get its payload, splitting and ``copy_`` differ."""
+        local = part.of(part.owner.local)
+        weight = local.reshape(-1).to(_CPU)
+        same = weight.view(torch.int16) == rounded.view(torch.int16)
+        if not bool((same | (weight.isnan() & rounded.isnan())).all()):
+            return False
+        if not bool(same.all()):
+            local.copy_(rounded.view(part.shape))
+        return True
 
     def _weight(self, part: Part) -> Tensor:
         """The 16-bit weight that the record belongs to, flat, on the host."""
@@ -105,11 +114,9 @@ class HostEntries:
 
     def _staged(self, part: Part, key: str, value: Tensor) -> Tensor:
         spec = self._spec(key)
-        dtype = value.dtype if spec is None or spec.dtype is None else spec.dtype
-        if part.owner.own_master and dtype == torch.float32:
-            dtype = part.owner.local.dtype
+        dtype = None if spec is None else entry_dtype(spec, part.owner)
         # Other shapes than the parameter's are whole-tensor optimizers' own; such a part is whole.
-        return part.of(value.detach()).to(device=_CPU, dtype=dtype)
+        return part.of(value.detach()).to(device=_CPU, dtype=dtype or value.dtype)
 
     def _is_negative(self, key: str, value: Tensor) -> bool:
         """A checkpoint may hold second moments that no update would make."""

@@ -19,6 +19,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from lightstep.distributed import ranks_on_this_host
+
 __all__ = ["CHECK_VARIABLE", "HostMemoryError", "HostSlab", "available_bytes", "require"]
 
 CHECK_VARIABLE = "LIGHTSTEP_HOST_MEMORY_CHECK"
@@ -26,8 +28,8 @@ CHECK_VARIABLE = "LIGHTSTEP_HOST_MEMORY_CHECK"
 
 _GIB = 1 << 30
 _ADVICE = (
-    "Lower it with `optimizer_state.resident_gib` (that much stays on the device), `optimizer_state.backend: "
-    "resident`, `precision.master_weights: false`, an optimizer with less state, or by sharding over more ranks"
+    "Lower it with `optimizer_state.backend: resident`, `precision.master_weights: false`, an optimizer with less "
+    "state, or by sharding over more ranks"
 )
 _UNLIMITED = 1 << 60  # cgroup v1 writes "no limit" as a number near 2^63
 _TOUCH_THREADS = 16
@@ -41,18 +43,21 @@ class HostMemoryError(MemoryError):
 def require(nbytes: int, what: str, advice: str = _ADVICE) -> None:
     """Raise `HostMemoryError` when `nbytes` more bytes of host memory are not to be had.
 
-    Free is the smaller of `MemAvailable` and what the process's memory cgroups (v1 and v2, each level) still allow;
-    where neither can be read the check passes. Some virtual machines are given more memory as they use it, and a few
-    report no useful figure at all: the environment variable `LIGHTSTEP_HOST_MEMORY_CHECK` overrules the check (`off`,
-    or the free GiB).
+    Every rank on this host is taken to need as much: they all ask before one of them has taken anything. Free is the
+    smaller of `MemAvailable` and what the process's memory cgroups (v1 and v2, each level) still allow; where neither
+    can be read the check passes. Some virtual machines are given more memory as they use it, and a few report no useful
+    figure at all: the environment variable `LIGHTSTEP_HOST_MEMORY_CHECK` overrules the check (`off`, or the free GiB).
     """
     free = _free_by_decree()
     if free is None:
         free = available_bytes()
-    if free is None or nbytes <= free:
+    ranks = ranks_on_this_host()
+    if free is None or nbytes * ranks <= free:
         return
+    each = f" ({nbytes / _GIB:.2f} GiB for each of the {ranks} ranks on this host)" if ranks > 1 else ""
     raise HostMemoryError(
-        f"{what} needs {nbytes / _GIB:.2f} GiB of host memory and {free / _GIB:.2f} GiB are free. {advice}. "
+        f"{what} needs {nbytes * ranks / _GIB:.2f} GiB of host memory{each} and {free / _GIB:.2f} GiB are free. "
+        f"{advice}. "
         f"If this machine has more than it reports, set {CHECK_VARIABLE}=off, or to the free GiB"
     )
 

@@ -8,6 +8,7 @@ rules, so that whatever is ordered wrongly there is ordered wrongly here.
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 import weakref
@@ -63,6 +64,7 @@ class Lanes:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.delay: Delay | None = None
+        self._process = os.getpid()
         self._fate = _Fate()
         self.host_to_device, self.compute, self.device_to_host = (
             self._lane(name) for name in (HOST_TO_DEVICE, COMPUTE, DEVICE_TO_HOST)
@@ -90,7 +92,15 @@ class Lanes:
         self.check()
 
     def check(self) -> None:
-        """Raise the failure of a job if there was one; once itself, and from then on as a refusal."""
+        """Raise the failure of a job if there was one; once itself, and from then on as a refusal.
+
+        A forked child is refused: threads and streams stay behind in the process that made them.
+        """
+        if os.getpid() != self._process:
+            raise LaneError(
+                f"this optimizer's lanes belong to process {self._process} and this is its fork {os.getpid()}; make "
+                "the optimizer in the process that trains"
+            )
         self._fate.check()
 
     @property

@@ -14,7 +14,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-from lightstep.state.backend import Managed, Schema, Unit
+from lightstep.state.backend import Managed, Schema, Unit, entry_dtype
 from lightstep.state.host_memory import HostSlab
 
 __all__ = [
@@ -161,9 +161,9 @@ def plain_values(state: Mapping[str, Any], schema: Schema) -> dict[str, Any]:
 def expected_kinds(owner: Managed, shape: tuple[int, ...], schema: Schema) -> dict[str, Kind]:
     """What the record will hold for a part of this shape, as far as the probe at set-up tells."""
     return {
-        key: (owner.local.dtype if owner.own_master and spec.dtype == torch.float32 else spec.dtype, shape)
+        key: (dtype, shape)
         for key, spec in schema.items()
-        if spec.like_parameter and spec.dtype is not None
+        if spec.like_parameter and (dtype := entry_dtype(spec, owner)) is not None
     }
 
 
@@ -232,31 +232,51 @@ class Record:
 
     def arrange(self, layouts: Mapping[Part, Layout | None], device: torch.device) -> HostSlab | None:
         """Give parts new layouts and the record new, uninitialised host memory; returns the old memory."""
+        self._place(layouts)
+        old = self.slab
+        self._take_memory(self.nbytes, device)
+        return old
+
+    def rearrange_on_host(self, layouts: Mapping[Part, Layout | None], device: torch.device) -> None:
+        """:meth:`arrange` that keeps the bytes of all other parts; nothing may be under way in the lanes.
+
+        Memory that is large enough is kept, and new memory is as large as is planned: parts are loaded one by one.
+        """
+        if all(part.layout == layout for part, layout in layouts.items()):
+            return
+        before, old, old_bytes = self.bases, self.slab, self.bytes
+        self._place(layouts)
+        new_memory = old is None or not self.nbytes or old.nbytes < self.nbytes
+        kept = [part for part in self.parts if part not in layouts and part.layout is not None and part.layout.nbytes]
+        moving = {
+            part: old_bytes[before[part] :][: part.layout.nbytes].clone()
+            for part in kept
+            if (new_memory or before[part] != self.bases[part]) and part.layout is not None and old_bytes is not None
+        }
+        if new_memory:
+            self._take_memory(max(self.nbytes, self.planned), device)
+        self.bytes = None if self.slab is None or not self.nbytes else self.slab.tensor(torch.uint8, self.nbytes)
+        for part, region in moving.items():
+            assert self.bytes is not None
+            self.bytes[self.bases[part] :][: region.numel()].copy_(region)
+        if new_memory and old is not None:
+            old.close()
+
+    def _place(self, layouts: Mapping[Part, Layout | None]) -> None:
+        """One part behind the other."""
         for part, layout in layouts.items():
             part.layout = layout
         self.bases, cursor = {}, 0
         for part in self.parts:
             self.bases[part] = cursor
             cursor += part.layout.nbytes if part.layout is not None else 0
-        old, self.slab, self.bytes, self.nbytes = self.slab, None, None, cursor
-        if cursor:
-            self.slab = HostSlab(cursor, device=device, what=f"optimizer state of {self.unit.label}")
-            self.bytes = self.slab.tensor(torch.uint8, cursor)
-        return old
+        self.nbytes = cursor
 
-    def rearrange_on_host(self, layouts: Mapping[Part, Layout | None], device: torch.device) -> None:
-        """:meth:`arrange` that keeps the bytes of all other parts; nothing may be under way in the lanes."""
-        if all(part.layout == layout for part, layout in layouts.items()):
-            return
-        old_bytes, old_bases = self.bytes, self.bases
-        old = self.arrange(layouts, device)
-        for part in self.parts:
-            if part not in layouts and part.layout is not None and part.layout.nbytes:
-                assert self.bytes is not None and old_bytes is not None
-                size = part.layout.nbytes
-                self.bytes[self.bases[part] :][:size].copy_(old_bytes[old_bases[part] :][:size])
-        if old is not None:
-            old.close()
+    def _take_memory(self, size: int, device: torch.device) -> None:
+        self.slab, self.bytes = None, None
+        if self.nbytes:
+            self.slab = HostSlab(size, device=device, what=f"optimizer state of {self.unit.label}")
+            self.bytes = self.slab.tensor(torch.uint8, self.nbytes)
 
     def views(self, part: Part, buffer: Tensor | None = None) -> dict[str, Tensor]:
         """The part's entries, in the record itself or in a slot that holds it."""

@@ -41,6 +41,7 @@ class SharedByReplicas(StateBackend):
     """
 
     name: ClassVar[str] = "stream"
+    hands_out_state = False
 
     def __init__(self, inner: StateBackend, replicas: Replicas) -> None:
         self.inner = inner
@@ -121,9 +122,9 @@ class SharedByReplicas(StateBackend):
         return {} if managed.elsewhere else self.inner.entries(managed)
 
     def gather(self, managed: Managed) -> dict[str, Any]:
-        """The owner's :meth:`entries`, live there and copies on the others; every replica calls this."""
+        """Copies of the owner's :meth:`entries`; every replica calls this."""
         owner = self._owners[managed]
-        kept = self.entries(managed)
+        kept = {} if managed.elsewhere else self.inner.gather(managed)
         described = {key: _Description.of(value) for key, value in kept.items()}
         described = self._replicas.broadcast_object(described, owner)
         found = kept or {key: description.make(managed.local.device) for key, description in described.items()}

@@ -58,9 +58,8 @@ class ResidentBackend(StateBackend):
             piece.master.copy_(entries["master"])
         else:
             self.refresh(managed)
-        device = managed.local.device
         piece.state.clear()
-        piece.state.update({k: adopt_entry(self._spec(k), v, device) for k, v in entries.items() if k != "master"})
+        piece.state.update({k: adopt_entry(self._spec(k), v, managed) for k, v in entries.items() if k != "master"})
 
     def _spec(self, key: str) -> EntrySpec | None:
         return self._schema.get(key)

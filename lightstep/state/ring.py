@@ -81,10 +81,11 @@ class Ring:
             if record in self._upcoming:
                 self._upcoming.remove(record)
             self._stage(record, self._free.popleft())
-        _, slot = self._staged.popleft()
+        slot = self._staged[0][1]
         caller = self._lanes.caller()
         caller.wait(slot.staged)
         caller.wait(slot.drained)
+        self._staged.popleft()  # not before: an interrupt while waiting would lose the slot
         return slot
 
     def grow(self, count: int, slot_bytes: int) -> Slot:

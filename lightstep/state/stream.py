@@ -52,6 +52,7 @@ class StreamBackend(StateBackend):
     """
 
     name: ClassVar[str] = "stream"
+    hands_out_state = False
 
     def __init__(
         self,
@@ -180,7 +181,9 @@ class StreamBackend(StateBackend):
         needs = [(smallest_piece(item, self._bytes_of, self._whole_tensors), item.name) for item in managed]
         needed, name = max(needs)
         if needed > capacity:
+            cut = next(item for item in managed if item.name == name).local.is_contiguous()
             why = " (this optimizer needs whole tensors)" if self._whole_tensors else ""
+            why = why or ("" if cut else " (it is not contiguous, and so it cannot be cut)")
             enough = 1.005 * needed * shares / _MIB
             raise RingError(
                 f"optimizer_state.ring_mib is {self._ring_mib:g}: {self._slots} slots of {capacity} bytes, and {name} "
@@ -268,6 +271,17 @@ class StreamBackend(StateBackend):
 
     def entries(self, managed: Managed) -> dict[str, Any]:
         return self._assemble(managed) if managed.updated else {}
+
+    def gather(self, managed: Managed) -> dict[str, Any]:
+        """Copies: an edit could not follow what is cut, coded, or already fetched for the next step."""
+        entries, home = self.entries(managed), self._home[self._parts[managed][0]].bytes
+        live = None if home is None else home.untyped_storage().data_ptr()
+        return {
+            key: value.clone()
+            if isinstance(value, Tensor) and (value.dim() == 0 or value.untyped_storage().data_ptr() == live)
+            else value
+            for key, value in entries.items()
+        }
 
     def _assemble(self, managed: Managed) -> dict[str, Any]:
         """All entries of a parameter and its master, on the host; live where nothing is cut or coded."""
@@ -367,14 +381,13 @@ class StreamBackend(StateBackend):
         """Nothing under way, nothing fetched: records may be edited. Ends a failure too."""
         if self._lanes is None:
             return
-        if self.failed:
+        if self._lanes.failed:
             self._lanes.reset()
-            self._open, self._wanted = None, None
-            if self._ring is not None:
-                self._ring.reset()
         else:
             self._lanes.synchronize()
-            self._drop_staged()
+        self._open, self._wanted = None, None
+        if self._ring is not None:
+            self._ring.reset()
 
 
 def _common_device(managed: Sequence[Managed]) -> torch.device:

@@ -69,9 +69,6 @@ class Visit:
         weight, layout = part.of(part.owner.local), part.layout
         if part.coding == "own":
             return weight.contiguous()  # itself, but for a strided parameter
-        if part.codes is not None:  # a master was loaded, the model that goes with it was not: the master counts
-            weight.copy_(part.codes.view(weight.dtype).view(part.shape))
-            part.codes = None
         if part.coding == "whole":
             if layout is not None and layout.master is not None:
                 return self.record.view(part, layout.master, self.slot.buffer).view(part.shape)

@@ -194,7 +194,7 @@ class Strategy(ABC):
             loss_scale=make_loss_scale(config.precision.loss_scale),
             max_norm=_finite(config.clipping.max_norm),
             norm_type=config.clipping.norm_type,
-            backend=self._make_backend(model, needs_whole_tensors(optimizer_class)),
+            backend=self._make_backend(model, needs_whole_tensors(optimizer_class, hyperparameters)),
             places=lambda: self._places(model),
             overflow_everywhere=self._overflow_everywhere,
         )

@@ -185,6 +185,8 @@ def _collect(
     tensors: list[NamedTensor], model: nn.Module, optimizer: Any, scheduler: Any, extra: Mapping[str, Any] | None
 ) -> _Content:
     """Everything that goes into the checkpoint, checked; tensors are fetched later."""
+    if hasattr(optimizer, "refuse_half_updated"):
+        optimizer.refuse_half_updated("Load a checkpoint before saving one")
     live = _live(tensors, optimizer)
     state = {
         "extra": dict(extra or {}),

@@ -246,9 +246,11 @@ def _apply_optimizer(matched: Matched, optimizer: OptimizerContent) -> None:
             optimizer.optimizer.refresh_master_weights()
         logger.info("%s holds no optimizer; the masters were rebuilt from the weights", matched.saved.folder)
         return
+    values_of = {name: dict(saved["values"].get(matched.called[name], {})) for name in matched.entries}
+    optimizer.expect(name for name, wanted in matched.entries.items() if wanted or values_of[name])
     targets = []
     for name, wanted in matched.entries.items():
-        values = dict(saved["values"].get(matched.called[name], {}))
+        values = values_of[name]
         if not optimizer.keeps(name):
             optimizer.load(name, dict.fromkeys([*values, *wanted]))
             continue

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from lightstep.distributed import like, local_tensor
+from lightstep.optimizer.param_groups import plain_numbers
 from lightstep.strategy.checkpoint_format import STATE, CheckpointError, error_text, write_file
 from lightstep.strategy.checkpoint_tensors import Shard, Source, shard_of, whole
 from lightstep.strategy.model_names import NamedTensor
@@ -169,7 +170,7 @@ class OptimizerContent:
     def hyperparameters(self) -> list[dict[str, Any]]:
         """Each group's settings, ``initial_lr`` and tensor learning rates included."""
         return [
-            {key: value for key, value in group.items() if key not in ("params", "param_names")}
+            plain_numbers({key: value for key, value in group.items() if key not in ("params", "param_names")})
             for group in self.optimizer.param_groups
         ]
 
@@ -193,8 +194,7 @@ class OptimizerContent:
         """
         parameter = self.parameters[name]
         if self.keeps_masters:
-            if parameter.requires_grad:
-                self.optimizer.load_parameter_state(parameter, entries)  # type: ignore[attr-defined]
+            self.optimizer.load_parameter_state(parameter, entries)  # type: ignore[attr-defined]
         elif entries:
             group = next(g for g, names in zip(self.optimizer.param_groups, self.groups, strict=True) if name in names)
             step_on_device = bool(group.get("fused") or group.get("capturable"))
@@ -204,6 +204,11 @@ class OptimizerContent:
             }
         else:
             self.optimizer.state.pop(parameter, None)
+
+    def expect(self, names: Iterable[str]) -> None:
+        """These parameters are about to be loaded, frozen ones among them."""
+        if hasattr(self.optimizer, "managed"):
+            self.optimizer.managed(also=[self.parameters[name] for name in names])
 
     def set_hyperparameters(self, group: int, saved: Mapping[str, Any]) -> None:
         """Take over a group's settings; a live tensor learning rate is filled, not exchanged."""

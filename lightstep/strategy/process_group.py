@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping
@@ -146,6 +147,16 @@ def _has_nccl() -> bool:
 
 
 def _command() -> str:
-    script = os.path.basename(sys.argv[0]) if sys.argv and sys.argv[0] else "train.py"
+    """What to type instead: torchrun with this process's program and arguments."""
     devices = torch.cuda.device_count() if torch.cuda.is_available() else 2
-    return f"torchrun --nproc-per-node {max(devices, 2)} {script or 'train.py'}"
+    return f"torchrun --nproc-per-node {max(devices, 2)} {shlex.join(_program())}"
+
+
+def _program() -> list[str]:
+    """The module or script that runs, with its arguments; a name to fill in where there is neither (``-c``, stdin)."""
+    main = sys.modules["__main__"]
+    spec = getattr(main, "__spec__", None)
+    if spec is not None and spec.name != "__main__":  # that is what a folder or a zip file with a __main__.py says
+        return ["-m", spec.name.removesuffix(".__main__"), *sys.argv[1:]]
+    named = getattr(main, "__file__", None) is not None and sys.argv[0] not in ("", "-", "-c")
+    return sys.argv if named else ["train.py"]

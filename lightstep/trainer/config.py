@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -133,7 +134,7 @@ def _path_alone(value: Any) -> Any:
 class TrainConfig(_Frozen):
     """Everything a training file says."""
 
-    name: Annotated[str, Field(pattern=r"^[\w][\w.\-]*$")] = "train"
+    name: str = "train"
     """The run's folder in ``output``."""
     output: Path = Path("runs")
     seed: CountOrZero = 0
@@ -152,6 +153,13 @@ class TrainConfig(_Frozen):
     log_every: Count = 10
     """Steps between looks at loss and norm; every step is recorded, but looking waits for the device."""
     sample: Sample | None = Sample()
+
+    @field_validator("name")
+    @classmethod
+    def _one_folder(cls, value: str) -> str:
+        if not re.fullmatch(r"\w[\w.\-]*", value):
+            raise ValueError("letters, digits, '_', '.' and '-' are allowed, and not '.' or '-' first")
+        return value
 
     @field_validator("strategy")
     @classmethod
@@ -222,7 +230,9 @@ def _assigned(values: dict[str, Any], assignment: str) -> dict[str, Any]:
     except yaml.YAMLError:
         raise ConfigError(f"--set {assignment}: {text!r} is not a valid YAML value") from None
     head, _, rest = key.partition(".")
-    if head == "strategy" and rest and rest.split(".")[0] not in DEVICES:
+    if head == "strategy" and rest and rest.split(".")[0] in DEVICES:
+        _check_device(values.get("strategy", TrainConfig.model_fields["strategy"].default), rest, assignment)
+    elif head == "strategy" and rest:
         return {**values, "strategy_overrides": {**(values.get("strategy_overrides") or {}), rest: value}}
     if head in StrategyConfig.model_fields and head not in TrainConfig.model_fields:
         raise ConfigError(f"--set {assignment}: {head!r} is a key of the strategy; write --set strategy.{assignment}")
@@ -230,3 +240,18 @@ def _assigned(values: dict[str, Any], assignment: str) -> dict[str, Any]:
         if head == name and rest and isinstance(values.get(name), str):
             values = {**values, name: {"path": values[name]}}
     return merge_overrides(values, {key: value})
+
+
+def _check_device(strategy: Any, rest: str, assignment: str) -> None:
+    """``strategy.cpu`` can be set where every kind of device has a strategy, keys in it where that is a mapping."""
+    device, _, inner = rest.partition(".")
+    if inner and not (isinstance(strategy, Mapping) and isinstance(strategy.get(device), Mapping)):
+        raise ConfigError(
+            f"--set {assignment}: strategy.{device} is no mapping; write --set strategy.{inner}=VALUE to set this key "
+            f"of the strategy, or --set strategy.{device}=NAME to choose another"
+        )
+    if not (isinstance(strategy, Mapping) and per_device(strategy)):
+        raise ConfigError(
+            f"--set {assignment}: strategy is {strategy!r}, one for every device; write --set strategy=NAME, "
+            "or --set 'strategy={cuda: NAME, cpu: NAME}'"
+        )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import sysconfig
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -15,6 +16,8 @@ STDLIB_SUFFIXES = (".py", ".pyi", ".rst", ".md", ".txt")
 _NOT_OURS = {"site-packages", "dist-packages", "__pycache__"}
 _LOOK_AT = 8192
 """Bytes at the start of a file that tell text from anything else, as git and grep do."""
+_HALF_CHARACTER = re.compile("[\ud800-\udfff]")
+"""One half of a surrogate pair, which JSON can spell and UTF-8 cannot."""
 
 
 def split_documents(data: Data) -> tuple[list[bytes], list[bytes]]:
@@ -88,7 +91,8 @@ def _content(path: Path) -> bytes | None:
 
 
 def _json_lines(path: Path, key: str) -> Iterator[bytes]:
-    with path.open(encoding="utf-8", errors="replace") as lines:
+    """The texts; U+FFFD stands for what is no character. A byte order mark at the start is none of the text."""
+    with path.open(encoding="utf-8-sig", errors="replace") as lines:
         for number, line in enumerate(lines, 1):
             if not line.strip():
                 continue
@@ -102,7 +106,7 @@ def _json_lines(path: Path, key: str) -> Iterator[bytes]:
                 raise ConfigError(
                     f"data.path {path}, line {number}: no text under {key!r} (data.text_key); it has {keys or 'none'}"
                 )
-            yield text.encode()
+            yield _HALF_CHARACTER.sub("\ufffd", text).encode()
 
 
 def _place(document: bytes) -> float:

@@ -24,7 +24,7 @@ from lightstep.trainer.config import TrainConfig
 from lightstep.trainer.display import Display, Figures
 from lightstep.trainer.interrupt import Interrupt
 from lightstep.trainer.logs import TRAINING, VALIDATION, Logs
-from lightstep.trainer.run_folder import checkpoint_path, remove_old_checkpoints
+from lightstep.trainer.run_folder import checkpoint_path, clear_place, remove_old_checkpoints
 
 
 @dataclass
@@ -165,6 +165,9 @@ class Loop:
         self._settle()
         pieces, folder = self.pieces, self.config.folder
         path = checkpoint_path(folder, self.step)
+        moved = ranks.together(lambda: clear_place(path), only_first=True)
+        if moved is not None:
+            self.display.say(f"{path} was no whole checkpoint; it is now {moved}")
         extra = {
             "step": self.step,
             "config": self.config.model_dump(mode="json"),
@@ -177,7 +180,7 @@ class Loop:
             raise CheckpointError(f"{error}; {f'{kept} is kept' if kept else 'there is no earlier one'}") from error
         self.saved = path
         if pieces.strategy.is_main:
-            remove_old_checkpoints(folder, self.config.checkpoint.keep)
+            remove_old_checkpoints(path, self.config.checkpoint.keep)
 
     # -- speed and memory
 

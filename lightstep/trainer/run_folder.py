@@ -20,6 +20,7 @@ import yaml
 
 from lightstep.config import ConfigError
 from lightstep.strategy.checkpoint import latest_checkpoint
+from lightstep.strategy.checkpoint_format import MANIFEST, is_complete
 from lightstep.trainer.config import TrainConfig
 
 CONFIG = "config.yaml"
@@ -56,7 +57,7 @@ def start_run(config: TrainConfig, resume: bool) -> Path | None:
     if not resume and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         if not (folder / CONFIG).is_file():
             raise ConfigError(f"{folder} exists and is no run of lightstep; choose another name or output")
-        moved = next(place for number in range(1, 10**6) if not (place := _numbered(folder, number)).exists())
+        moved = _free_place(folder)
         folder.rename(moved)
     folder.mkdir(parents=True, exist_ok=True)
     content = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
@@ -64,12 +65,40 @@ def start_run(config: TrainConfig, resume: bool) -> Path | None:
     return moved
 
 
-def remove_old_checkpoints(folder: Path, keep: int) -> None:
-    """Keep the ``keep`` checkpoints of the most steps."""
-    found = {int(match[1]): entry for entry in folder.iterdir() if (match := _CHECKPOINT.fullmatch(entry.name))}
-    for step in sorted(found)[:-keep]:
-        shutil.rmtree(found[step], ignore_errors=True)
+def clear_place(path: Path) -> Path | None:
+    """Move what stands where a checkpoint belongs aside, unless it is one: only a checkpoint is saved over.
+
+    Returns:
+        Where it is now, if there was something.
+    """
+    if not path.exists() or (path / MANIFEST).is_file():
+        return None
+    aside = _free_place(path)
+    path.rename(aside)
+    return aside
 
 
-def _numbered(folder: Path, number: int) -> Path:
-    return folder.with_name(f"{folder.name}.{number}")
+def remove_old_checkpoints(saved: Path, keep: int) -> None:
+    """Of ``saved``, which is whole, and the checkpoints of fewer steps, keep the ``keep`` newest that are whole.
+
+    Those of more steps stay: they are what a resumed run went past, and it saves over them when it gets there.
+    """
+    last, kept = _step(saved), 0
+    earlier = [entry for entry in saved.parent.iterdir() if last >= _step(entry) >= 0]
+    for entry in sorted(earlier, key=_step, reverse=True):
+        if kept < keep and (entry == saved or is_complete(entry)):
+            kept += 1
+        else:
+            shutil.rmtree(entry, ignore_errors=True)
+
+
+def _step(entry: Path) -> int:
+    """The step of a checkpoint's folder; -1 for anything else."""
+    found = _CHECKPOINT.fullmatch(entry.name)
+    return int(found[1]) if found else -1
+
+
+def _free_place(path: Path) -> Path:
+    """``path.1``, or the next number that is free."""
+    places = (path.with_name(f"{path.name}.{number}") for number in range(1, 10**6))
+    return next(place for place in places if not place.exists())

@@ -642,7 +642,14 @@ def check_unknown_replica(rank: int, world_size: int) -> None:
         with pytest.raises(RuntimeError, match=r"DistributedDataParallel that lightstep does not know.*reduce_float32"):
             run(by_strategy, "float32", no_sync=True)
         for reduce, no_sync in (("float32", False), ("parameters", True)):
-            _, model = run(by_strategy, reduce, no_sync)
+            optimizer, model = run(by_strategy, reduce, no_sync)
+            assert same_on_all_ranks(model), (by_strategy, reduce)
+            with model.no_sync():
+                for micro in range(2):
+                    optimizer.backward(loss_of(model, 3, micro, rank, device))
+            model.zero_grad()
+            optimizer.backward(loss_of(model, 3, 2, rank, device))
+            assert optimizer.step()
             assert same_on_all_ranks(model), (by_strategy, reduce)
 
 

@@ -115,6 +115,17 @@ def test_a_resumed_run_equals_an_uninterrupted_one(
     assert ends[0] == ends[1] and len(ends[0]) > 1
 
 
+def test_the_remains_of_a_checkpoint_are_moved_aside_once(pool: Pool, values: dict[str, Any], tmp_path: Path) -> None:
+    values["strategy"] = "fsdp2"
+    whole, _ = pool.run(run, 2, group=False, values=values)
+    folder = tmp_path / "runs/train"
+    (folder / "checkpoint-6/lightstep.json").unlink()
+    again, other = pool.run(run, 2, group=False, values=values, resume=True)
+    assert "continuing from" in again["said"] and again["after"] == other["after"] == whole["after"]
+    assert (folder / "checkpoint-6/lightstep.json").is_file()
+    assert [path.name for path in folder.glob("checkpoint-6.*")] == ["checkpoint-6.1"]
+
+
 def test_two_ranks_train_on_the_batch_of_one(pool: Pool, values: dict[str, Any]) -> None:
     quiet = {**MODEL, "attention_dropout": 0.0}  # each rank draws its own
     values |= {"model": {"config": quiet}, "strategy_overrides": {"precision.parameters": "float32"}}
@@ -160,7 +171,7 @@ def test_torchrun_reports_once_and_passes_a_signal_on(values: dict[str, Any], tm
         process.send_signal(signal.SIGTERM)
         said, errors = process.communicate(timeout=60)
     said = "".join(lines) + said
-    assert process.returncode != 0
+    assert process.returncode == 1, "torchrun's own"
     found = re.findall(r"SIGTERM: stopped after step (\d+); continue from \S*checkpoint-\1 with --resume", said)
     assert len(found) == said.count("validation loss before") == 1, said + errors
     assert (tmp_path / "runs/train" / f"checkpoint-{found[0]}" / "lightstep.json").is_file()

@@ -10,7 +10,7 @@ import torch
 
 from lightstep.bench.command import measure
 from lightstep.bench.link import measure_link
-from lightstep.bench.probes import HostSyncs, link_traffic
+from lightstep.bench.probes import HostSyncs, link_traffic, pinned_bytes
 from lightstep.bench.ranks import Ranks
 
 pytestmark = pytest.mark.gpu
@@ -46,6 +46,24 @@ def test_host_syncs_are_seen_one_by_one(device: torch.device) -> None:
         assert syncs.count == 1, wait
 
 
+def test_host_syncs_of_autograds_threads_are_seen(device: torch.device) -> None:
+    """FSDP2 waits for offloaded gradients at the end of backward, in the thread that autograd has for the device."""
+    event = torch.cuda.Event()
+    x = torch.ones(10, device=device, requires_grad=True)
+    x.register_hook(lambda gradient: event.synchronize())
+    event.record()
+    with HostSyncs() as syncs:
+        x.sum().backward()
+    assert syncs.count == 1
+
+
+def test_page_locked_memory_does_not_grow_with_buffers_that_steps_reuse(device: torch.device) -> None:
+    before = pinned_bytes(device)
+    for _ in range(5):
+        torch.empty(4 * MIB, dtype=torch.uint8, pin_memory=True)
+    assert pinned_bytes(device) - before <= 4 * MIB
+
+
 def test_traffic_is_counted_to_the_byte(device: torch.device) -> None:
     source, target = torch.ones(3 * MIB, pin_memory=True), torch.empty(2 * MIB, pin_memory=True)
     there, back = torch.empty(3 * MIB, device=device), torch.ones(2 * MIB, device=device)
@@ -72,3 +90,4 @@ def test_every_row_is_measured_and_moves_what_it_should(device: torch.device, tm
         assert row["peak_device_bytes_beyond"] > 0, name
     assert rows["torch"]["host_syncs"] == 0 and rows["resident"]["host_syncs"] == 0
     assert rows["layer-stream"]["host_syncs"] >= 1  # it waits for its last copy
+    assert rows["fsdp2-offload"]["host_syncs"] >= 1  # it waits for its gradients

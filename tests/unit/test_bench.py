@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,9 +22,9 @@ from lightstep.bench.chart import draw
 from lightstep.bench.command import bench
 from lightstep.bench.contender import Contender, Setup, Skipped
 from lightstep.bench.link import Link, measure_link
-from lightstep.bench.measure import Effort, Measurement
+from lightstep.bench.measure import Effort, Measurement, _not_listed
 from lightstep.bench.model import GradientSets, LlamaShape, LlamaStack
-from lightstep.bench.probes import HostSyncs, link_traffic, traffic_of
+from lightstep.bench.probes import HostSyncs, link_traffic, pinned_bytes, traffic_of
 from lightstep.bench.ranks import Ranks, local_device
 from lightstep.bench.registry import PEERS
 from lightstep.bench.report import as_json, print_table, size
@@ -171,6 +172,19 @@ def test_two_ranks_measure_together(tmp_path: Path) -> None:
     assert whole["gb_per_s"] > 0 and whole["plain_files_gb_per_s"] > 0
     assert "fsdp2-stream: checkpoint of 0.00 GB saved at" in done.stdout
     assert list((tmp_path / "saved").iterdir()) == []
+
+
+def test_ranks_of_one_machine_share_its_cores(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    before = torch.get_num_threads()
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(6)))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    torch.set_num_threads(1)  # as torchrun's OMP_NUM_THREADS=1 does
+    try:
+        done = run_bench(*TINY, "--rounds", "1", "--strategies", "none", "--peers", "torch", "--output", str(tmp_path))
+        assert done.exit_code == 0, done.output
+        assert json.loads((tmp_path / "bench.json").read_text())["hardware"]["torch_threads"] == 3
+    finally:
+        torch.set_num_threads(before)
 
 
 # -- bad input ---------------------------------------------------------------------------------------------------
@@ -371,3 +385,43 @@ def test_host_waits_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert syncs.count == 3 and modes == ["warn", 0]
     assert syncs.first is not None and syncs.first.startswith("test_bench.py:")
     assert sys.getprofile() is None
+
+
+def test_host_waits_of_other_threads_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Autograd's threads have no profile function of ours: FSDP2 waits there for gradients on their way to the host."""
+    said = "called a synchronizing CUDA operation"
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda mode: None)
+    monkeypatch.setattr(torch.cuda.Event, "synchronize", lambda event: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: warnings.warn(said, stacklevel=1))
+    original = torch.cuda.Event.synchronize
+
+    def backward() -> None:
+        torch.cuda.Event.synchronize(SimpleNamespace())  # type: ignore[arg-type]
+        torch.cuda.synchronize()
+        warnings.warn(said, stacklevel=1)
+
+    with HostSyncs() as syncs:
+        thread = threading.Thread(target=backward)
+        thread.start()
+        thread.join()
+    assert syncs.count == 3, "one that torch says nothing of, one that it warns of too, one that it alone has seen"
+    assert syncs.first is not None and syncs.first.startswith("test_bench.py:")
+    assert torch.cuda.Event.synchronize is original
+
+
+def test_page_locked_memory_is_what_the_allocator_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    stats = {"active_bytes.current": 560, "allocated_bytes.current": 160}  # 2.11: freed blocks stay active
+    monkeypatch.setattr(torch.cuda, "host_memory_stats", lambda: stats, raising=False)
+    assert pinned_bytes(torch.device("cuda")) == 160 and pinned_bytes(CPU) == 0
+
+
+def test_page_locked_memory_that_nobody_lists_counts() -> None:
+    class Listing(Counting):
+        def host_tensors(self) -> list[torch.Tensor]:
+            return [torch.zeros(3), *([torch.zeros(2).pin_memory()] if torch.cuda.is_available() else [])]
+
+    contender = Listing(Setup(LlamaShape.near(60_000, 2), CPU))
+    listed = 8 if torch.cuda.is_available() else 0
+    assert _not_listed(contender, 100) == 100 - listed
+    assert _not_listed(contender, 0) == 0

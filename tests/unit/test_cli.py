@@ -92,7 +92,11 @@ def test_train_and_resume(file: Path, tmp_path: Path) -> None:
         (["--set", "data.text_key=body", "--set", "data.path=/dev/null"], "data.path /dev/null holds no text"),
         (["--set", "model.path=x"], "give either config (a new model) or path"),
         (["--set", "model.config.model_type=3"], "config needs model_type"),
-        (["--set", "name=../x"], "'name' is '../x'"),
+        (["--set", "name=../x"], "'name' is '../x': letters, digits, '_', '.' and '-' are allowed"),
+        (["--set", "optimizer=AdamW"], "'optimizer' is 'AdamW': a mapping is needed, write optimizer: {name: ...}"),
+        (["--set", "strategy=3"], "'strategy' is 3: text is needed, or a mapping is needed"),
+        (["--set", "strategy.cpu=resident"], "strategy is 'fp32', one for every device; write --set strategy=NAME"),
+        (["--set", "strategy.cpu.clipping.max_norm=1"], "strategy.cpu is no mapping; write --set strategy.clip"),
         (["--resume"], "holds no complete checkpoint; start without --resume"),
         (["--set", "optimizer.name=Adamm"], "optimizer.name is 'Adamm', did you mean"),
         (["--set", "strategy={cuda: resident}"], "a strategy for each of cpu, cuda is needed"),
@@ -110,7 +114,7 @@ def test_a_mistake_gets_one_sentence(file: Path, tmp_path: Path, arguments: list
         (None, "does not exist; give the path of a training file"),
         ("model: [", "is not valid YAML"),
         ("- 1", "holds list; a mapping of keys is needed"),
-        ("steps: 3", "'model' is {'steps': 3}: field required"),
+        ("steps: 3", "'model' is missing: a value is needed"),
     ],
 )
 def test_an_unusable_file_gets_one_sentence(tmp_path: Path, content: str | None, message: str) -> None:
@@ -139,6 +143,8 @@ def test_debug_shows_where_an_error_comes_from(file: Path) -> None:
 def test_a_strategy_for_each_kind_of_device(file: Path) -> None:
     config = load_config(file, None, ["strategy={cuda: resident, cpu: fp32}", "strategy.cpu=bulk"])
     assert (config.strategy_for("cpu"), config.strategy_for("cuda")) == ("bulk", "resident")
+    config = load_config(file, None, ["strategy={cuda: fp16, cpu: {clipping: {}}}", "strategy.cpu.clipping.max_norm=2"])
+    assert config.strategy_for("cpu") == {"clipping": {"max_norm": 2}}
     config = load_config(file, "fp16", ["strategy.precision.loss_scale.init_scale=256"])
     assert config.strategy_for("cpu") == "fp16"
     assert config.strategy_overrides == {"precision.loss_scale.init_scale": 256}

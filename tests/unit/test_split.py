@@ -164,12 +164,18 @@ def fingerprint_of(weight: Tensor) -> int:
     return int(mark)
 
 
+def signed(value: int) -> int:
+    return (value + 2**63) % 2**64 - 2**63
+
+
 def expected_fingerprint(weight: Tensor) -> int:
-    golden, total = 0x9E3779B97F4A7C15, 0
+    total = 0
     for place, code in enumerate(weight.view(torch.int16).tolist()):
-        spread = (place * golden + 2**63) % 2**64 - 2**63
-        total += code * ((spread >> 17) | 1)
-    return (total + 2**63) % 2**64 - 2**63
+        mixed = signed(place * 0x1E3779B97F4A7C15 + code * 0x3F58476D1CE4E5B9)
+        for shift in (31, 29):
+            mixed = signed((mixed ^ (mixed >> shift)) * 0x14D049BB133111EB)
+        total += mixed ^ (mixed >> 32)
+    return signed(total)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -200,6 +206,23 @@ def test_a_fingerprint_notices_one_bit_an_exchange_and_a_shift() -> None:
     ]
     marks |= {fingerprint_of(other) for other in others}
     assert len(marks) == 1 + 17 + len(others)
+
+
+def test_a_fingerprint_notices_edits_that_undo_each_other_in_a_linear_one() -> None:
+    identity = torch.eye(64, dtype=torch.bfloat16)
+    mark = fingerprint_of(identity.view(-1))
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(300):
+        first, second, third, fourth = torch.randperm(64, generator=generator)[:4].tolist()
+        exchanged = identity.clone()
+        exchanged[[first, second]] = identity[[second, first]]
+        rectangle = identity.clone()
+        codes = rectangle.view(torch.int16)
+        codes[first, third] += 1
+        codes[second, fourth] += 1
+        codes[first, fourth] -= 1
+        codes[second, third] -= 1
+        assert fingerprint_of(exchanged.view(-1)) != mark != fingerprint_of(rectangle.view(-1))
 
 
 # ---- the fused twin steps aside

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -15,6 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightstep.optimizer.arithmetic import BaseArithmetic, GroupValues
 from lightstep.optimizer.mixed_precision import MixedPrecisionOptimizer
 from lightstep.precision.split import Splitter
+from lightstep.state import host_memory
+from lightstep.state import records as records_module
 from lightstep.state import stream as stream_module
 from lightstep.state import units as units_module
 from lightstep.state.backend import Managed, StateBackend, Unit
@@ -764,3 +767,75 @@ def test_closing_gives_everything_back() -> None:
     run.backend.close()
     run.register(run.items)
     run.step(1)
+
+
+def test_a_nan_in_a_master_costs_its_neighbours_nothing() -> None:
+    runs = [Run(streamed(3)), Run(ResidentBackend())]
+    for run in runs:
+        run.step(0)
+    broken = runs[1].entries()
+    broken[0]["master"].view(-1)[5] = float("nan")
+    for run in runs:
+        for item, entries in zip(run.items, broken, strict=True):
+            run.backend.load(item, entries)
+            item.local.copy_(entries["master"])
+        assert not any(run.backend.differs(item) for item in run.items)
+        run.step(1)
+    for found, wanted in zip(runs[0].entries(), runs[1].entries(), strict=True):
+        assert all(torch.equal(found[key].nan_to_num(7), wanted[key].nan_to_num(7)) for key in ("master", "exp_avg"))
+
+
+def test_an_interrupt_while_waiting_for_a_slot_loses_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    tested, expected = Run(streamed(2)), Run(ResidentBackend())
+    for run in (tested, expected):
+        run.step(0)
+    saved, weights = expected.entries(), expected.weights()
+    for _ in range(3):
+        with monkeypatch.context() as patched:
+            patched.setattr(CallerLane, "wait", _interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                tested.step(1)
+        for item, entries, weight in zip(tested.items, saved, weights, strict=True):
+            item.local.copy_(weight)
+            tested.backend.load(item, entries)
+    for run in (tested, expected):
+        run.step(1)
+    assert_same(tested, expected)
+
+
+def _interrupted(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def test_a_forked_child_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(streamed(2))
+    run.step(0)
+    parent = os.getpid()
+    monkeypatch.setattr(os, "getpid", lambda: parent + 1)
+    with pytest.raises(LaneError, match=f"belong to process {parent}"):
+        run.step(1)
+    monkeypatch.undo()
+
+
+def test_loading_takes_each_records_memory_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    trained, tested = Run(ResidentBackend()), Run(streamed(3))
+    trained.step(0)
+    made = []
+    slab = records_module.HostSlab
+    monkeypatch.setattr(records_module, "HostSlab", lambda *a, **k: made.append(a) or slab(*a, **k))
+    for item, entries, weight in zip(tested.items, trained.entries(), trained.weights(), strict=True):
+        item.local.copy_(weight)
+        tested.backend.load(item, entries)
+        item.updated = True
+    assert 0 < len(made) <= len(tested.backend.units())
+    tested.step(1)
+    trained.step(1)
+    assert_same(tested, trained)
+
+
+def test_every_rank_of_a_host_needs_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_memory, "ranks_on_this_host", lambda: 8)
+    monkeypatch.setenv(CHECK_VARIABLE, "100")
+    host_memory.require(12 << 30, "state")
+    with pytest.raises(HostMemoryError, match=r"needs 480\.00 GiB of host memory \(60\.00 GiB for each of the 8 ranks"):
+        host_memory.require(60 << 30, "state")

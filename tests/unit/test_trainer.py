@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 import signal
 import threading
 from collections.abc import Callable, Mapping
@@ -23,6 +24,7 @@ from lightstep.trainer import session
 from lightstep.trainer.config import TrainConfig
 from lightstep.trainer.logs import TRAINING, VALIDATION, read_scalars
 from lightstep.trainer.loop import Loop
+from lightstep.trainer.run_folder import remove_old_checkpoints
 from lightstep.trainer.session import Outcome, train
 from tests.unit.test_trainer_data import word_tokenizer
 
@@ -182,6 +184,47 @@ def test_resuming_goes_past_an_incomplete_checkpoint(configured: Callable[..., T
     outcome, said = _train(configured(), resume=True)
     assert "checkpoint-4" in said and set(outcome.losses) == {5, 6}
     assert is_complete(tmp_path / "runs/run/checkpoint-6")
+
+
+def _cut_short(checkpoint: Path) -> None:
+    for tensors in checkpoint.glob("*.distcp"):
+        os.truncate(tensors, tensors.stat().st_size - 5)
+
+
+def test_incomplete_checkpoints_do_not_count_as_kept(configured: Callable[..., TrainConfig], tmp_path: Path) -> None:
+    _train(configured())
+    folder = tmp_path / "runs/run"
+    _cut_short(folder / "checkpoint-6")
+    keeps_one = {"every": 1, "keep": 1}
+    _, said = _train(configured(steps=5, checkpoint=keeps_one), resume=True)
+    assert "continuing from" in said and "checkpoint-4" in said
+    assert sorted(path.name for path in folder.glob("checkpoint-*")) == ["checkpoint-5", "checkpoint-6"]
+    assert is_complete(folder / "checkpoint-5")
+    outcome, _ = _train(configured(checkpoint=keeps_one), resume=True)
+    assert set(outcome.losses) == {6}
+    assert [path.name for path in folder.glob("checkpoint-*")] == ["checkpoint-6"]
+    assert is_complete(folder / "checkpoint-6")
+
+
+def test_only_whole_checkpoints_up_to_the_saved_one_are_kept(
+    configured: Callable[..., TrainConfig], tmp_path: Path
+) -> None:
+    _train(configured(checkpoint={"every": 1, "keep": 9}))
+    folder = tmp_path / "runs/run"
+    _cut_short(folder / "checkpoint-3")
+    (folder / "checkpoint-mine").mkdir()
+    remove_old_checkpoints(folder / "checkpoint-4", keep=2)
+    left = {path.name for path in folder.glob("checkpoint-*")}
+    assert left == {"checkpoint-2", "checkpoint-4", "checkpoint-5", "checkpoint-6", "checkpoint-mine"}
+
+
+def test_the_remains_of_a_checkpoint_are_moved_aside(configured: Callable[..., TrainConfig], tmp_path: Path) -> None:
+    _train(configured())
+    folder = tmp_path / "runs/run"
+    (folder / "checkpoint-6/lightstep.json").unlink()
+    outcome, said = _train(configured(), resume=True)
+    assert set(outcome.losses) == {5, 6} and is_complete(folder / "checkpoint-6")
+    assert f"it is now {folder / 'checkpoint-6.1'}" in said and (folder / "checkpoint-6.1/state.pt").is_file()
 
 
 def test_resuming_a_finished_run_says_so_and_a_longer_one_goes_on(configured: Callable[..., TrainConfig]) -> None:

@@ -91,6 +91,18 @@ def test_json_lines_hold_one_document_each(tmp_path: Path) -> None:
     assert sorted(_all(Data(path=str(path), text_key="body"))) == [f"body {n}".encode() for n in range(5)]
 
 
+def test_json_lines_may_start_with_a_byte_order_mark(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "first"}\n{"text": "second"}\n', encoding="utf-8-sig")
+    assert sorted(_all(Data(path=str(path)))) == [b"first", b"second"]
+
+
+def test_what_is_no_character_in_json_lines_is_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"text": "a\\ud800b"}\n{"text": "\\ud83d\\ude00"}\n{"text": "c\xffd"}\n')
+    assert sorted(_all(Data(path=str(path)))) == ["a\ufffdb".encode(), "c\ufffdd".encode(), "😀".encode()]
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [

@@ -1,1 +1,0 @@
-"""lightstep inside other libraries: this room is empty in this version."""

@@ -1,0 +1,105 @@
+"""The walk through the units: acquire state → base optimizer's arithmetic → write back → release."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from lightstep.optimizer.arithmetic import BaseArithmetic, GroupValues
+from lightstep.precision.gradients import GradientStage
+from lightstep.state.backend import Managed, Piece, StateBackend, Unit
+
+Gradients = dict[Managed, Tensor]
+Guard = Callable[[str], AbstractContextManager[None]]
+
+
+@dataclass
+class Update:
+    """One step's update of all units, as ``step()`` decided it.
+
+    Attributes:
+        gradients: local gradients, each in its charge until its parameter is updated.
+        divisor, factor: 0-dim fp32: ``gradient / divisor * factor`` is what the base optimizer sees; ``None`` is 1.
+        overflow: 0-dim fp32; with 1 nothing changes.
+        values: the groups' hyper-parameters.
+        elsewhere: parameters that other replicas update; here their weights arrive.
+    """
+
+    gradients: Gradients
+    divisor: Tensor | None
+    factor: Tensor | None
+    overflow: Tensor
+    values: GroupValues
+    elsewhere: list[Managed] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.elsewhere = [item for item in self.gradients if item.elsewhere]
+
+    def drop_gradients(self, items: list[Managed]) -> None:
+        """These are not read any more."""
+        for item in items:
+            self.gradients.pop(item, None)
+
+
+class UnitWalk:
+    """``begin``, ``unit`` for each unit in order, ``finish``: all of them on one stream (on the CPU: one thread).
+
+    Args:
+        guard: context manager around everything that may fail, told what is being done.
+        record: called with each parameter once it is as the optimizer leaves it.
+    """
+
+    def __init__(
+        self, arithmetic: BaseArithmetic, backend: StateBackend, guard: Guard, record: Callable[[Managed], None]
+    ) -> None:
+        self._arithmetic = arithmetic
+        self._backend = backend
+        self._guard = guard
+        self._record = record
+        self.stage = GradientStage()
+
+    def run(self, update: Update) -> None:
+        """All of it, here and now."""
+        update.drop_gradients(update.elsewhere)
+        self.begin(update)
+        for unit in self._backend.units():
+            update.drop_gradients(self.unit(unit, update))
+        self.finish(update)
+        update.values.give_back()
+
+    def begin(self, update: Update) -> None:
+        with self._guard("the beginning of the update"):
+            self._backend.begin(update.gradients.keys())
+
+    def unit(self, unit: Unit, update: Update) -> list[Managed]:
+        """Update one unit; returns the parameters that are complete with it."""
+        with self._guard(f"the update of {unit.label}"):
+            pieces = self._backend.acquire(unit)
+            active = [piece for piece in pieces if piece.owner in update.gradients]
+            if active:
+                overflow = update.overflow.to(active[0].master.device)
+                self._arithmetic.apply(active, self._staged(active, update), overflow, update.values)
+            self._backend.release(unit, active)
+        return self._noted(active)
+
+    def finish(self, update: Update) -> None:
+        with self._guard("the end of the update"):
+            self._backend.finish()
+        for item in update.elsewhere:
+            item.updated = True
+            self._record(item)
+
+    def _staged(self, pieces: list[Piece], update: Update) -> list[Tensor]:
+        device = pieces[0].master.device
+        divisor, factor = (None if value is None else value.to(device) for value in (update.divisor, update.factor))
+        staged = self.stage.scaled([piece.of(update.gradients[piece.owner]) for piece in pieces], divisor, factor)
+        return [value.to(piece.master.dtype) for piece, value in zip(pieces, staged, strict=True)]
+
+    def _noted(self, updated: list[Piece]) -> list[Managed]:
+        for piece in updated:
+            piece.owner.updated = True
+            self._record(piece.owner)
+        return [piece.owner for piece in updated if piece.stop == piece.owner.local.numel()]

@@ -1,0 +1,456 @@
+"""What people do to an optimizer between steps: edit weights, state and groups, freeze, cast, give a batch up."""
+
+from __future__ import annotations
+
+import collections
+import copy
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lightstep
+from tests.reference.pair import BACKENDS
+
+backends = pytest.mark.parametrize("backend", list(BACKENDS))
+
+
+class Setup:
+    """A small model under one strategy; batches depend on their number alone."""
+
+    def __init__(
+        self,
+        backend: str = "resident",
+        parameters: str = "bfloat16",
+        optimizer_class: type[torch.optim.Optimizer] = torch.optim.AdamW,
+        groups: Any = None,
+        master_weights: bool = True,
+        **hyperparameters: Any,
+    ) -> None:
+        torch.manual_seed(0)
+        self.strategy = lightstep.Strategy.load(
+            {
+                "precision": {"parameters": parameters, "master_weights": master_weights},
+                "clipping": {"max_norm": None},
+                "optimizer_state": BACKENDS[backend],
+            }
+        )
+        self.model = self.strategy.prepare_model(nn.Sequential(nn.Linear(6, 40), nn.Tanh(), nn.Linear(40, 3)))
+        hyperparameters = hyperparameters or {"lr": 1e-2}
+        made = groups(self.model) if groups is not None else None
+        self.optimizer: Any = self.strategy.create_optimizer(
+            self.model, optimizer_class, param_groups=made, **hyperparameters
+        )
+
+    def backward(self, number: int, parts: int = 1) -> None:
+        for part in range(parts):
+            generator = torch.Generator().manual_seed(100 * number + part)
+            inputs = torch.randn(5, 6, generator=generator).to(self.model[0].weight.dtype)
+            self.optimizer.backward(self.model(inputs).float().square().mean() / parts)
+
+    def step(self, number: int, parts: int = 1) -> None:
+        self.backward(number, parts)
+        assert self.optimizer.step()
+
+    def train(self, *numbers: int) -> Setup:
+        for number in numbers:
+            self.step(number)
+        return self
+
+    def weights(self) -> dict[str, Tensor]:
+        self.optimizer.synchronize()
+        return {name: value.clone() for name, value in self.model.state_dict().items()}
+
+    def state(self) -> dict[str, Tensor]:
+        named = self.model.named_parameters()
+        found = {f"{n}.{k}": v for n, p in named for k, v in self.optimizer.state[p].items()}
+        return {key: value.clone() for key, value in found.items() if isinstance(value, Tensor)}
+
+
+def assert_same(tested: Setup, expected: Setup) -> None:
+    for ours, theirs in ((tested.weights(), expected.weights()), (tested.state(), expected.state())):
+        assert ours.keys() == theirs.keys()
+        assert [key for key in theirs if not torch.equal(ours[key].cpu(), theirs[key].cpu())] == []
+
+
+# -- weights
+
+
+@backends
+@pytest.mark.parametrize("target", ["bfloat16", "float16", "float32"])
+def test_edited_weights_are_what_is_saved(backend: str, target: str, tmp_path: Path) -> None:
+    setup = Setup(backend).train(0, 1)
+    with torch.no_grad():
+        for parameter in setup.model.parameters():
+            parameter.fill_(0.25)
+    assert (setup.optimizer.state[setup.model[0].weight]["master"] == 0.25).all()
+    setup.strategy.save_checkpoint(tmp_path / "saved", setup.model, setup.optimizer)
+    other = Setup(backend, target)
+    other.strategy.load_checkpoint(tmp_path / "saved", other.model, other.optimizer)
+    assert all((value == 0.25).all() for value in other.weights().values())
+
+
+@backends
+def test_a_state_that_was_just_loaded_waits_for_its_model(backend: str) -> None:
+    trained = Setup(backend).train(0, 1, 2)
+    saved, weights = trained.optimizer.state_dict(), trained.weights()
+    other = Setup(backend)
+    other.optimizer.load_state_dict(saved)
+    other.optimizer.state_dict()  # reading does not take the old weights for an edit
+    other.model.load_state_dict(weights)
+    assert_same(other.train(3), trained.train(3))
+
+
+@backends
+@pytest.mark.parametrize("parameters", ["bfloat16", "float32"])
+def test_an_exchange_or_edit_before_a_parameter_joins_is_noticed(backend: str, parameters: str) -> None:
+    setup, expected = Setup(backend, parameters).train(0), Setup(backend, parameters).train(0)
+    for one in (setup, expected):
+        one.model[0].weight.data = one.model[0].weight.data * 0.5
+        with torch.no_grad():
+            one.model[2].weight.fill_(0.125)
+    extra = nn.Parameter(torch.zeros(5, dtype=getattr(torch, parameters)))
+    setup.optimizer.add_param_group({"params": [extra]})
+    assert_same(setup.train(1, 2), expected.train(1, 2))
+
+
+@backends
+@pytest.mark.parametrize("to", [torch.float32, torch.float16])
+def test_a_model_that_is_cast_keeps_its_moments(backend: str, to: torch.dtype) -> None:
+    setup = Setup(backend).train(0, 1)
+    moment = setup.optimizer.state[setup.model[0].weight]["exp_avg"].clone()
+    setup.model.to(to)
+    weights = setup.weights()
+    setup.backward(2)
+    setup.optimizer.param_groups[0]["lr"] = 0.0
+    setup.optimizer.step()
+    setup.optimizer.synchronize()
+    state = setup.optimizer.state[setup.model[0].weight]
+    assert ("master" in state) == (to != torch.float32)
+    assert float(state["step"]) == 3 and not torch.equal(state["exp_avg"], moment)
+    assert all(torch.equal(value, weights[name]) for name, value in setup.weights().items() if "weight" not in name)
+    setup.optimizer.param_groups[0]["lr"] = 1e-2
+    setup.train(3)
+    assert not torch.equal(setup.model[0].weight, weights["0.weight"])
+
+
+# -- gradients
+
+
+@backends
+@pytest.mark.parametrize("give_up", ["model.zero_grad", "grad = None", "optimizer.zero_grad"])
+def test_a_batch_that_is_given_up_leaves_nothing(backend: str, give_up: str) -> None:
+    setup, expected = Setup(backend), Setup(backend)
+    setup.backward(7, parts=3)
+    if give_up == "model.zero_grad":
+        setup.model.zero_grad()
+    elif give_up == "optimizer.zero_grad":
+        setup.optimizer.zero_grad()
+    else:
+        for parameter in setup.model.parameters():
+            parameter.grad = None
+    for one in (setup, expected):
+        one.step(0, parts=2)
+    assert_same(setup, expected)
+
+
+def test_a_step_without_any_gradient_is_warned_about() -> None:
+    setup = Setup().train(0)
+    with pytest.warns(UserWarning, match="no gradient on any of 4 parameters"):
+        setup.optimizer.step()
+
+
+# -- state
+
+
+@backends
+def test_assigning_entries_changes_the_state(backend: str) -> None:
+    setup, expected = Setup(backend).train(0, 1), Setup("resident").train(0, 1)
+    for one in (setup, expected):
+        for parameter in one.model.parameters():
+            one.optimizer.state[parameter]["exp_avg"] = torch.zeros_like(parameter, dtype=torch.float32)
+    assert not setup.optimizer.state[setup.model[0].weight]["exp_avg"].any()
+    assert_same(setup.train(2), expected.train(2))
+
+
+@pytest.mark.parametrize("backend", ["resident", "bulk"])
+def test_state_of_backends_that_hand_it_out_may_be_edited_in_place(backend: str) -> None:
+    setup = Setup(backend).train(0, 1)
+    setup.optimizer.state[setup.model[0].weight]["exp_avg"].zero_()
+    assert not setup.optimizer.state[setup.model[0].weight]["exp_avg"].any()
+
+
+def test_what_the_streamed_state_hands_out_is_a_copy() -> None:
+    setup, expected = Setup("stream").train(0, 1), Setup("stream").train(0, 1)
+    for parameter in setup.model.parameters():
+        for value in setup.optimizer.state[parameter].values():
+            value.fill_(3)
+    assert_same(setup.train(2), expected.train(2))
+
+
+@backends
+def test_assigning_an_empty_mapping_resets_all_state(backend: str) -> None:
+    setup = Setup(backend).train(0, 1)
+    setup.optimizer.state = collections.defaultdict(dict)
+    assert len(setup.optimizer.state) == 0 and setup.optimizer.state_dict()["state"] == {}
+    setup.train(2)
+    assert float(setup.optimizer.state[setup.model[0].weight]["step"]) == 1
+    assert len(setup.optimizer.state_dict()["state"]) == 4
+
+
+@backends
+def test_frozen_parameters_get_their_state_back(backend: str, tmp_path: Path) -> None:
+    original = Setup(backend).train(0, 1)
+    original.model[0].requires_grad_(False)
+    original.train(2)
+    original.strategy.save_checkpoint(tmp_path / "saved", original.model, original.optimizer)
+    by_checkpoint, by_dict = Setup(backend), Setup(backend)
+    for resumed in (by_checkpoint, by_dict):
+        resumed.model[0].requires_grad_(False)
+    by_checkpoint.strategy.load_checkpoint(tmp_path / "saved", by_checkpoint.model, by_checkpoint.optimizer)
+    by_dict.model.load_state_dict(original.model.state_dict())
+    by_dict.optimizer.load_state_dict(original.optimizer.state_dict())
+    for one in (original, by_checkpoint, by_dict):
+        one.model[0].requires_grad_(True)
+        one.train(3)
+    assert_same(by_checkpoint, original)
+    assert_same(by_dict, original)
+
+
+@backends
+@pytest.mark.parametrize("optimizer_class", [torch.optim.AdamW, torch.optim.SGD, torch.optim.RMSprop])
+@pytest.mark.parametrize("way", ["state_dict", "deepcopy", "checkpoint"])
+def test_16_bit_parameters_without_masters_resume(
+    backend: str, optimizer_class: type[torch.optim.Optimizer], way: str, tmp_path: Path
+) -> None:
+    values = {"lr": 1e-2, "momentum": 0.9} if optimizer_class is not torch.optim.AdamW else {"lr": 1e-2}
+    original = Setup(backend, optimizer_class=optimizer_class, master_weights=False, **values).train(0, 1)
+    resumed = Setup(backend, optimizer_class=optimizer_class, master_weights=False, **values)
+    if way == "deepcopy":
+        resumed.model, resumed.optimizer = copy.deepcopy((original.model, original.optimizer))
+    elif way == "state_dict":
+        resumed.model.load_state_dict(original.model.state_dict())
+        resumed.optimizer.load_state_dict(original.optimizer.state_dict())
+    else:
+        original.strategy.save_checkpoint(tmp_path / "saved", original.model, original.optimizer)
+        resumed.strategy.load_checkpoint(tmp_path / "saved", resumed.model, resumed.optimizer)
+    assert_same(resumed.train(2), original.train(2))
+
+
+@backends
+@pytest.mark.parametrize("way", ["state_dict", "deepcopy", "checkpoint"])
+def test_masters_of_an_optimizer_without_state_survive_load_and_save(backend: str, way: str, tmp_path: Path) -> None:
+    original = Setup(backend, optimizer_class=torch.optim.SGD, lr=1e-3).train(*range(5))
+    twice = original
+    for number in range(2):
+        resumed = Setup(backend, optimizer_class=torch.optim.SGD, lr=1e-3)
+        if way == "deepcopy":
+            resumed.model, resumed.optimizer = copy.deepcopy((twice.model, twice.optimizer))
+        elif way == "state_dict":
+            resumed.model.load_state_dict(twice.model.state_dict())
+            resumed.optimizer.load_state_dict(twice.optimizer.state_dict())
+        else:
+            twice.strategy.save_checkpoint(tmp_path / f"{number}", twice.model, twice.optimizer)
+            resumed.strategy.load_checkpoint(tmp_path / f"{number}", resumed.model, resumed.optimizer)
+        twice = resumed
+    assert_same(twice.train(*range(5, 17)), original.train(*range(5, 17)))
+
+
+# -- groups
+
+
+@backends
+def test_groups_may_be_exchanged_and_parameters_move_between_them(backend: str) -> None:
+    setup = Setup(backend).train(0)
+    setup.optimizer.param_groups[0] = {**setup.optimizer.param_groups[0], "lr": 0.5}
+    before = setup.weights()
+    setup.train(1)
+    assert (setup.weights()["2.bias"] - before["2.bias"]).abs().max() > 0.1
+    first = setup.optimizer.param_groups[0]
+    moved = first["params"].pop(0)
+    setup.optimizer.add_param_group({**first, "params": [moved], "lr": 0.0, "weight_decay": 0.0})
+    before = setup.weights()
+    setup.train(2)
+    assert torch.equal(setup.weights()["0.weight"], before["0.weight"])
+    assert not torch.equal(setup.weights()["2.weight"], before["2.weight"])
+
+
+class CountsOnItself(torch.optim.Optimizer):
+    """A class that keeps its step count in an attribute."""
+
+    def __init__(self, params: Any, lr: float = 1e-2) -> None:
+        super().__init__(params, {"lr": lr})
+        self.t = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.t += 1
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.add_(parameter.grad, alpha=-group["lr"] / self.t)
+
+
+@backends
+def test_what_a_class_counts_on_itself_counts_steps(backend: str) -> None:
+    setup = Setup(backend, "float32", CountsOnItself, lr=0.05)
+    plain_model = copy.deepcopy(setup.model)
+    plain = CountsOnItself(plain_model.parameters(), lr=0.05)
+    for number in range(4):
+        setup.step(number)
+        inputs = torch.randn(5, 6, generator=torch.Generator().manual_seed(100 * number))
+        plain_model(inputs).float().square().mean().backward()
+        plain.step()
+        plain.zero_grad()
+    setup.optimizer.synchronize()
+    assert all(torch.equal(p, q) for p, q in zip(setup.model.parameters(), plain_model.parameters(), strict=True))
+
+
+def test_numpy_numbers_become_plain_ones(tmp_path: Path) -> None:
+    def groups(model: nn.Module) -> list[dict[str, Any]]:
+        return [{"params": list(model.parameters()), "weight_decay": numpy.float32(0.1)}]
+
+    setup = Setup(groups=groups, lr=numpy.float64(1e-2), betas=(numpy.float64(0.9), 0.99)).train(0)
+    group = setup.optimizer.param_groups[0]
+    assert [type(group[key]) for key in ("lr", "weight_decay")] == [float, float]
+    group["lr"] = numpy.float64(1e-3)  # as a home-made schedule would
+    buffer = io.BytesIO()
+    torch.save(setup.optimizer.state_dict(), buffer)
+    buffer.seek(0)
+    assert torch.load(buffer, weights_only=True)["param_groups"][0]["lr"] == 1e-3
+    setup.strategy.save_checkpoint(tmp_path / "saved", setup.model, setup.optimizer)
+
+
+def test_names_of_parameters_are_kept() -> None:
+    setup = Setup(groups=lambda model: [{"params": list(model.named_parameters())}])
+    assert setup.optimizer.param_groups[0]["param_names"] == ["0.weight", "0.bias", "2.weight", "2.bias"]
+
+
+def test_one_tensor_is_a_group_and_a_frozen_model_is_counted() -> None:
+    setup = Setup(groups=lambda model: model[0].weight)
+    assert [len(group["params"]) for group in setup.optimizer.param_groups] == [1]
+    setup.model.requires_grad_(False)
+    with pytest.raises(ValueError, match="none of the 4 parameters is trainable"):
+        setup.strategy.create_optimizer(setup.model, lr=1e-2)
+
+
+# -- limits
+
+
+@pytest.mark.parametrize("max_norm", [0, -1.0, float("nan"), True, "x"])
+def test_a_norm_that_is_no_positive_number_is_refused(max_norm: Any) -> None:
+    with pytest.raises(ValueError, match="max_norm"):
+        lightstep.MixedPrecisionOptimizer([nn.Parameter(torch.zeros(2))], max_norm=max_norm)
+
+
+@pytest.mark.parametrize("norm_type", [0.5, 20, float("nan"), True, "2"])
+def test_a_norm_that_fp64_cannot_hold_is_refused(norm_type: Any) -> None:
+    with pytest.raises(ValueError, match="norm_type"):
+        lightstep.MixedPrecisionOptimizer([nn.Parameter(torch.zeros(2))], norm_type=norm_type)
+
+
+def test_fp64_parameters_are_refused() -> None:
+    parameter = nn.Parameter(torch.zeros(2, dtype=torch.float64))
+    optimizer = lightstep.MixedPrecisionOptimizer([parameter])
+    parameter.grad = torch.ones_like(parameter)
+    with pytest.raises(TypeError, match="float64; bfloat16, float16 and float32"):
+        optimizer.step()
+
+
+@backends
+def test_a_closed_optimizer_says_so(backend: str) -> None:
+    setup = Setup(backend).train(0)
+    setup.optimizer.close()
+    for use in (setup.optimizer.step, setup.optimizer.state_dict, lambda: setup.optimizer.state[setup.model[0].weight]):
+        with pytest.raises(RuntimeError, match="is closed"):
+            use()
+
+
+# -- what goes wrong
+
+
+class Failing(torch.optim.AdamW):
+    """Fails in its n-th update of a unit, once."""
+
+    left = -1
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        Failing.left -= 1
+        super().step()
+        if Failing.left == -1:
+            raise ValueError("the base optimizer fails")
+
+
+@backends
+@pytest.mark.parametrize("at", [0, 1])
+def test_a_failure_in_the_very_first_step_is_cleared_by_the_state_before_it(
+    backend: str, at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lightstep.state.resident.ResidentBackend.unit_elements", 1)
+    Failing.left = -1
+    setup, expected = (Setup(backend, optimizer_class=Failing, lr=1e-2) for _ in range(2))
+    weights, state = setup.weights(), setup.optimizer.state_dict()
+    setup.optimizer.managed()  # set-up tries the class out
+    setup.backward(0)
+    Failing.left = at
+    with pytest.raises(RuntimeError, match="the base optimizer fails"):
+        setup.optimizer.step()
+    Failing.left = -1
+    with pytest.raises(RuntimeError, match="half updated"):
+        setup.optimizer.step()
+    setup.model.load_state_dict(weights)
+    setup.optimizer.load_state_dict(state)
+    assert_same(setup.train(0, 1), expected.train(0, 1))
+
+
+@backends
+def test_half_updated_state_is_not_saved(backend: str, tmp_path: Path) -> None:
+    Failing.left = -1
+    setup = Setup(backend, optimizer_class=Failing, lr=1e-2).train(0)
+    setup.strategy.save_checkpoint(tmp_path / "saved", setup.model, setup.optimizer)
+    setup.backward(1)
+    Failing.left = 0
+    with pytest.raises(RuntimeError, match="the base optimizer fails"):
+        setup.optimizer.step()
+    Failing.left = -1
+    with pytest.raises(RuntimeError, match=r"half updated\. Load a checkpoint before saving one"):
+        setup.strategy.save_checkpoint(tmp_path / "saved", setup.model, setup.optimizer)
+    setup.strategy.load_checkpoint(tmp_path / "saved", setup.model, setup.optimizer)
+    setup.train(1)
+    setup.strategy.save_checkpoint(tmp_path / "saved", setup.model, setup.optimizer)
+
+
+def test_a_refused_set_up_changes_nothing_and_may_be_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    setup, expected = Setup("stream"), Setup("stream")
+    monkeypatch.setenv("LIGHTSTEP_HOST_MEMORY_CHECK", "0.0000001")
+    for _ in range(2):
+        setup.backward(0)
+        with pytest.raises(MemoryError, match="needs"):
+            setup.optimizer.step()
+        setup.optimizer.zero_grad()
+    monkeypatch.delenv("LIGHTSTEP_HOST_MEMORY_CHECK")
+    setup.train(0)
+    monkeypatch.setenv("LIGHTSTEP_HOST_MEMORY_CHECK", "0.0000001")
+    extra = nn.Parameter(torch.zeros(900, dtype=torch.bfloat16))
+    setup.optimizer.add_param_group({"params": [extra]})
+    with pytest.raises(MemoryError, match="needs"):
+        setup.optimizer.step()
+    monkeypatch.delenv("LIGHTSTEP_HOST_MEMORY_CHECK")
+    assert_same(setup.train(1), expected.train(0, 1))
+
+
+@backends
+def test_a_state_dict_that_does_not_fit_changes_nothing(backend: str) -> None:
+    setup, expected = Setup(backend).train(0), Setup(backend).train(0)
+    saved = setup.optimizer.state_dict()
+    saved["param_groups"][0]["lr"] = 0.5
+    saved["state"][3]["exp_avg"] = torch.zeros(7)
+    with pytest.raises(ValueError, match=r"'exp_avg' of parameter 3 has shape \(7,\)"):
+        setup.optimizer.load_state_dict(saved)
+    assert setup.optimizer.param_groups[0]["lr"] == 1e-2
+    assert_same(setup.train(1), expected.train(1))

@@ -1,0 +1,174 @@
+"""Optimizers that are not element-wise, and classes whose state only looks like Adam's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import lightstep
+from lightstep.optimizer.arithmetic import needs_whole_tensors
+from lightstep.state import units
+from tests.reference.lion import Lion
+from tests.reference.pair import BACKENDS
+
+backends = pytest.mark.parametrize("backend", list(BACKENDS))
+
+
+class Lamb(torch.optim.Optimizer):
+    """Scales the update of each tensor by its norm, and says nothing about it."""
+
+    def __init__(self, params: Any, lr: float = 1e-2) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                moment = self.state[parameter].setdefault("exp_avg", torch.zeros_like(parameter))
+                moment.mul_(0.9).add_(parameter.grad, alpha=0.1)
+                ratio = parameter.norm() / (moment.norm() + 1e-6)
+                parameter.sub_(moment * (group["lr"] * ratio))
+
+
+class SignedSum(torch.optim.Optimizer):
+    """Keeps signed numbers under names that torch's classes use for squares."""
+
+    def __init__(self, params: Any, lr: float = 1e-2, name: str = "sum") -> None:
+        super().__init__(params, {"lr": lr, "name": name})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    total = self.state[parameter].setdefault(group["name"], torch.zeros_like(parameter))
+                    total.add_(parameter.grad)
+                    parameter.add_(total, alpha=-group["lr"])
+
+
+class Declared(SignedSum):
+    """Squares, and it says so: their signs are free."""
+
+    never_negative = ("sum",)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    total = self.state[parameter].setdefault("sum", torch.zeros_like(parameter))
+                    total.addcmul_(parameter.grad, parameter.grad)
+                    parameter.addcdiv_(parameter.grad, total.sqrt() + 1e-3, value=-group["lr"])
+
+
+@pytest.fixture(autouse=True)
+def small_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(units, "CUT_ELEMENTS", 64)
+
+
+def build(
+    backend: str,
+    optimizer_class: type[torch.optim.Optimizer],
+    *,
+    bias: bool = True,
+    ring_mib: float = 0.02,
+    **values: Any,
+) -> tuple[Any, nn.Module, Any]:
+    torch.manual_seed(0)
+    state = {**BACKENDS[backend], **({"ring_mib": ring_mib} if backend == "stream" else {})}
+    strategy = lightstep.Strategy.load({"clipping": {"max_norm": None}, "optimizer_state": state})
+    model = strategy.prepare_model(nn.Sequential(nn.Linear(12, 40, bias=bias), nn.Tanh(), nn.Linear(40, 3, bias=bias)))
+    return strategy, model, strategy.create_optimizer(model, optimizer_class, lr=1e-2)
+
+
+def train(model: nn.Module, optimizer: Any, *numbers: int) -> None:
+    for number in numbers:
+        inputs = torch.randn(5, 12, generator=torch.Generator().manual_seed(number)).bfloat16()
+        optimizer.backward(model(inputs).float().square().mean())
+        assert optimizer.step()
+    optimizer.synchronize()
+
+
+def snapshot(model: nn.Module, optimizer: Any) -> dict[str, Any]:
+    found = dict(model.state_dict())
+    for name, parameter in model.named_parameters():
+        found.update({f"{name}.{key}": torch.as_tensor(v) for key, v in optimizer.state[parameter].items()})
+    return {key: value.clone() for key, value in found.items()}
+
+
+def assert_same(tested: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert tested.keys() == expected.keys()
+    assert [key for key in expected if not torch.equal(tested[key], expected[key])] == []
+
+
+@pytest.mark.parametrize(
+    ("optimizer_class", "expected"),
+    [
+        (torch.optim.AdamW, False),
+        (torch.optim.SGD, False),
+        (torch.optim.Adafactor, True),
+        (torch.optim.Muon, True),
+        (Lion, False),
+        (SignedSum, False),
+        (Lamb, True),
+        (type("MyAdamW", (torch.optim.AdamW,), {}), False),
+        (type("SaysItIsNot", (Lamb,), {"whole_tensors": False}), False),
+    ],
+)
+def test_who_needs_whole_tensors_is_found_out(optimizer_class: type[torch.optim.Optimizer], expected: bool) -> None:
+    state = torch.get_rng_state()
+    assert needs_whole_tensors(optimizer_class, {"lr": 1e-2}) is expected
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("optimizer_class", [Lamb, SignedSum, Declared, torch.optim.Adafactor])
+def test_streamed_equals_resident(optimizer_class: type[torch.optim.Optimizer]) -> None:
+    found = []
+    for backend in ("stream", "resident"):
+        _, model, optimizer = build(backend, optimizer_class)
+        train(model, optimizer, *range(8))
+        found.append(snapshot(model, optimizer))
+    assert_same(*found)
+
+
+def test_squares_that_are_declared_take_no_bitmap() -> None:
+    used = {}
+    for optimizer_class in (SignedSum, Declared):
+        _, model, optimizer = build("stream", optimizer_class)
+        train(model, optimizer, 0)
+        backend = optimizer._backend
+        used[optimizer_class] = sum(record.nbytes for record in backend._records.values())
+    assert used[SignedSum] > used[Declared]
+
+
+@backends
+@pytest.mark.parametrize("way", ["state_dict", "checkpoint"])
+@pytest.mark.parametrize("optimizer_class", [torch.optim.Adafactor, torch.optim.Muon])
+def test_state_of_other_shapes_is_loaded(
+    optimizer_class: type[torch.optim.Optimizer], way: str, backend: str, tmp_path: Path
+) -> None:
+    bias = optimizer_class is torch.optim.Adafactor
+    strategy, model, optimizer = build(backend, optimizer_class, bias=bias)
+    train(model, optimizer, 0, 1)
+    _, other, resumed = build(backend, optimizer_class, bias=bias)
+    if way == "checkpoint":
+        strategy.save_checkpoint(tmp_path / "saved", model, optimizer)
+        strategy.load_checkpoint(tmp_path / "saved", other, resumed)
+    else:
+        other.load_state_dict(model.state_dict())
+        resumed.load_state_dict(optimizer.state_dict())
+    train(model, optimizer, 2)
+    train(other, resumed, 2)
+    assert_same(snapshot(other, resumed), snapshot(model, optimizer))
+
+
+def test_a_class_that_refuses_a_parameter_is_quoted() -> None:
+    _, model, optimizer = build("resident", torch.optim.Muon)
+    with pytest.raises(ValueError, match=r"Muon cannot update 0\.bias of shape \(40,\): Muon only supports 2D"):
+        train(model, optimizer, 0)
