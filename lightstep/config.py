@@ -41,6 +41,7 @@ class DDPSharding(_Frozen):
     """Size of one all-reduce, in MiB."""
     find_unused_parameters: bool = False
     static_graph: bool = False
+    """As in torch's DDP, which cannot leave out reductions then: no ``accumulate(last=False)``."""
     activation_checkpointing: bool = False
 
 

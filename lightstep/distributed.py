@@ -68,6 +68,11 @@ def local_tensor(tensor: Tensor) -> Tensor:
     return local.detach() if local.requires_grad else local
 
 
+def mesh_ranks(tensor: Tensor) -> tuple[int, ...]:
+    """The ranks that hold a DTensor together; this process alone for a plain tensor."""
+    return tuple(tensor.device_mesh.mesh.flatten().tolist()) if isinstance(tensor, DTensor) else (rank(),)
+
+
 def like(parameter: Tensor, local: Tensor) -> Tensor:
     """``local`` as a DTensor placed like ``parameter`` (global shape and stride too); itself for a plain parameter.
 
@@ -139,7 +144,8 @@ class NormReduction:
     A plain tensor and a replicated DTensor are the same on all ranks and count once. A DTensor counts once on its own
     mesh; slices of one mesh along the same dimension (``mesh["tp"]`` of a ``dp × tp`` mesh) hold copies of each other.
     A DTensor on a mesh of its own that does not cover all ranks (experts), and any parameter that carries a true
-    attribute ``differs_across_ranks``, is a different one on the other ranks, and is added up over all of them.
+    attribute ``differs_across_ranks``, is a different one on the other ranks, and is added up over all of them. What
+    is taken for copies is compared once, in the first :meth:`total_and_overflow`.
 
     Args:
         parameters: the optimizer's parameters, in one order on all ranks that share a mesh.
@@ -154,7 +160,8 @@ class NormReduction:
 
     def __init__(self, parameters: Sequence[Tensor], everywhere: bool | None = None) -> None:
         meshes = _meshes(parameters)
-        self._own_parts = any(_differs_across_ranks(p) for p in parameters)
+        self._taken_for_copies = [p for p in parameters if _on_a_slice(p)]
+        self._own_parts = any(differs_across_ranks(p) for p in parameters)
         self.everywhere = (
             initialized()
             and world_size() > 1
@@ -174,7 +181,7 @@ class NormReduction:
 
     def _place(self, parameter: Tensor, index: dict[_MeshKey, int]) -> int:
         own_part, copy = self.sums - 2, self.sums - 1
-        if _differs_across_ranks(parameter):
+        if differs_across_ranks(parameter):
             return own_part if _first_copy(parameter) else copy
         if not isinstance(parameter, DTensor) or parameter.device_mesh.get_coordinate() is None:
             return 0
@@ -194,7 +201,14 @@ class NormReduction:
         return _combined([*parts, own], norm_type)
 
     def total_and_overflow(self, sums: Sequence[Tensor], norm_type: float) -> tuple[Tensor, Tensor]:
-        """:meth:`total`, and a 0-dim bool tensor: whether anything is not finite, the total included, on any rank."""
+        """:meth:`total`, and a 0-dim bool tensor: whether anything is not finite, the total included, on any rank.
+
+        Raises:
+            ValueError: in the first call, on all ranks: parameters on slices of a mesh are no copies of each other.
+        """
+        if self._taken_for_copies:
+            _refuse_unequal(self._taken_for_copies, self.device)
+            self._taken_for_copies = []
         parts, own, copies = self._over_meshes(sums, norm_type)
         overflow = ~_combined([*parts, own, copies], norm_type).isfinite()
         if self._world is None:
@@ -228,11 +242,7 @@ def _meshes(parameters: Sequence[Tensor]) -> dict[_MeshKey, DeviceMesh]:
 
 def _sharded_on(parameter: Tensor, key: _MeshKey) -> bool:
     """Whether ranks of this mesh hold different parts of the parameter, to be added up over it."""
-    if (
-        not isinstance(parameter, DTensor)
-        or _mesh_key(parameter.device_mesh) != key
-        or _differs_across_ranks(parameter)
-    ):
+    if not isinstance(parameter, DTensor) or _mesh_key(parameter.device_mesh) != key or differs_across_ranks(parameter):
         return False
     return any(size > 1 for size in _sharded_sizes(parameter))
 
@@ -259,8 +269,8 @@ def _first_copy(parameter: Tensor) -> bool:
     )
 
 
-def _differs_across_ranks(parameter: Tensor) -> bool:
-    """Whether ranks outside the parameter's mesh hold other parameters in its place."""
+def differs_across_ranks(parameter: Tensor) -> bool:
+    """Whether ranks outside the parameter's mesh (other ranks, of a plain one) hold other parameters in its place."""
     if not initialized() or world_size() == 1:
         return False
     if getattr(parameter, "differs_across_ranks", False):
@@ -272,8 +282,55 @@ def _differs_across_ranks(parameter: Tensor) -> bool:
 
 def _is_slice(mesh: DeviceMesh) -> bool:
     """Whether the mesh was cut out of a larger one. DeviceMesh has no public word for it."""
-    root = getattr(mesh, "_get_root_mesh", lambda: mesh)()
-    return root is not mesh and root.size() > mesh.size()
+    return _root(mesh) is not mesh and _root(mesh).size() > mesh.size()
+
+
+def _root(mesh: DeviceMesh) -> DeviceMesh:
+    root: DeviceMesh = getattr(mesh, "_get_root_mesh", lambda: mesh)()
+    return root
+
+
+def _on_a_slice(parameter: Tensor) -> bool:
+    """Whether ranks outside the parameter's mesh are taken to hold copies of it."""
+    if not isinstance(parameter, DTensor) or differs_across_ranks(parameter):
+        return False
+    return parameter.device_mesh.get_coordinate() is not None and _is_slice(parameter.device_mesh)
+
+
+def _refuse_unequal(parameters: Sequence[Tensor], device: torch.device) -> None:
+    """One gathering of checksums over each root mesh; the host waits."""
+    by_root: dict[tuple[int, ...], list[DTensor]] = {}
+    for parameter in cast(Sequence[DTensor], parameters):
+        by_root.setdefault(tuple(_root(parameter.device_mesh).mesh.flatten().tolist()), []).append(parameter)
+    for ranks, listed in sorted(by_root.items()):
+        group = _group(ranks, _root(listed[0].device_mesh), device)
+        everybody: list[Any] = [None] * len(ranks)
+        dist.all_gather_object(everybody, _parts(listed), group=group)
+        first: dict[Any, tuple[int, int]] = {}
+        for at, parts in zip(dist.get_process_group_ranks(group), everybody, strict=True):
+            for place, (shape, checksum) in parts.items():
+                other, expected = first.setdefault(place, (at, checksum))
+                if checksum != expected:
+                    raise ValueError(
+                        f"a parameter of shape {shape} on a slice of a device mesh differs between ranks {other} and "
+                        f"{at}, which are taken to hold copies of it: if each slice has a parameter of its own (an "
+                        "expert), set parameter.differs_across_ranks = True on all ranks before the optimizer is "
+                        "built; else start from equal weights"
+                    )
+
+
+def _parts(parameters: Sequence[DTensor]) -> dict[Any, tuple[tuple[int, ...], int]]:
+    """Number, slice and place in it, by which copies find each other -> shape, and the sum of the local bits."""
+    sums = torch.stack([_bits(local_tensor(parameter)).sum(dtype=torch.int64) for parameter in parameters]).tolist()
+    meshes = [parameter.device_mesh for parameter in parameters]
+    places = [(i, mesh.mesh_dim_names, tuple(mesh.get_coordinate() or ())) for i, mesh in enumerate(meshes)]
+    shapes = [tuple(parameter.shape) for parameter in parameters]
+    return dict(zip(places, zip(shapes, sums, strict=True), strict=True))
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    return tensor.detach().contiguous().view(-1).view(integer)
 
 
 def _reduction_device(parameters: Sequence[Tensor]) -> torch.device:

@@ -250,7 +250,11 @@ class MixedPrecisionOptimizer(BaseOptimizer):
             self._watch_gradients()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients, those added up in fp32 too."""
+        """Forget the gradients that reached the optimizer, those added up in fp32 too.
+
+        What micro-batches under ``strategy.accumulate(last=False)`` left inside FSDP2 is out of reach until it is
+        reduced: to drop a started accumulation, run one more with ``last=True`` first.
+        """
         self.gradients.clear()
         super().zero_grad(set_to_none)
 

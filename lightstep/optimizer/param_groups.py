@@ -59,7 +59,8 @@ def check_param_groups(groups: Any, model: nn.Module) -> list[dict[str, Any]]:
     if foreign:
         raise ValueError(
             f"{len(foreign)} of the parameters in param_groups (shapes {foreign[:3]}) are not the model's; build the "
-            "groups from the model that strategy.prepare_model returned"
+            "groups from the model that strategy.prepare_model returned (under FSDP2 before a forward, or after "
+            "model.reshard(): a forward leaves gathered weights in the root)"
         )
     if not any(parameter.requires_grad for parameter in every):
         raise ValueError(f"none of the {len(every)} parameters is trainable: requires_grad is False on all of them")

@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle, unserializable_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lightstep.distributed import local_gradient
+from lightstep.distributed import is_sharded, local_gradient
+from lightstep.precision.foreign_reduction import ForeignReduction
 from lightstep.precision.scale_kernel import scale_into
 
 Key = TypeVar("Key")
@@ -30,6 +31,9 @@ class ReducedGradients(Protocol):
 
     def connect(self, parameters: Iterable[Tensor], accumulator: GradientAccumulator) -> None:
         """From the next backward on, deliver the gradients of 16-bit parameters to ``accumulator``."""
+
+    def takes_part(self, parameter: Tensor) -> bool:
+        """Whether a gradient of this parameter is of no use before it came through here."""
 
 
 class GradientAccumulator:
@@ -45,8 +49,9 @@ class GradientAccumulator:
         self._reduced: dict[Tensor, list[Tensor]] = {}
         self._rounded: set[Tensor] = set()
         self._uncertain: list[tuple[Tensor, Sequence[Tensor | None]]] = []
-        self._handles: dict[Tensor, RemovableHandle] = {}
+        self._handles: dict[Tensor, list[RemovableHandle]] = {}
         self._reduction: ReducedGradients | None = None
+        self._foreign = ForeignReduction()
 
     def comes_from(self, reduction: ReducedGradients) -> None:
         """Gradients of parameters watched now or later are delivered by this."""
@@ -59,10 +64,12 @@ class GradientAccumulator:
         if wanted == self._handles.keys():
             return
         for parameter in self._handles.keys() - wanted:
-            self._handles.pop(parameter).remove()
+            self._take_off(parameter)
         for parameter in wanted - self._handles.keys():
             self._take_over(parameter)
-            self._handles[parameter] = parameter.register_hook(_before_accumulation(self, parameter))
+            self._handles[parameter] = [parameter.register_hook(_before_accumulation(self, parameter))]
+            if not is_sharded(parameter):
+                self._handles[parameter].append(self._foreign.watch(parameter))
         if self._reduction is not None:
             self._reduction.connect(wanted, self)
 
@@ -70,9 +77,13 @@ class GradientAccumulator:
         """The newest optimizer of a parameter gets its gradients; an abandoned one may live on for a while."""
         previous = _collectors.get(parameter, lambda: None)()
         if previous is not None and previous is not self and parameter in previous._handles:
-            previous._handles.pop(parameter).remove()
+            previous._take_off(parameter)
             previous._sums.pop(parameter, None)
         _collectors[parameter] = weakref.ref(self)
+
+    def _take_off(self, parameter: Tensor) -> None:
+        for handle in self._handles.pop(parameter):
+            handle.remove()
 
     def deliver(self, parameter: Tensor, gradient: Tensor) -> None:
         """Add a local gradient that is reduced over all ranks, in fp32, and did not come through ``p.grad``.
@@ -122,8 +133,10 @@ class GradientAccumulator:
             parameter.grad = None
         elif parameter.grad is None:
             self._sums.pop(parameter, None)  # somebody gave the micro-batches up: ``model.zero_grad()``
+            self._foreign.forget(parameter)
         if parameter.grad is None:
             return
+        self._foreign.moved_away(parameter)
         gradient = _local_gradient(parameter)
         parameter.grad = None
         if parameter in self._sums:
@@ -135,6 +148,8 @@ class GradientAccumulator:
         """The whole gradient of one parameter (local shard; fp32 if several were added), which is then forgotten."""
         if self._uncertain:
             self._settle()
+        self._refuse_unreduced(parameter)
+        self._foreign.forget(parameter)
         if parameter not in self._sums and parameter not in self._reduced:
             gradient = None if parameter.grad is None else _local_gradient(parameter)
             parameter.grad = None
@@ -148,12 +163,25 @@ class GradientAccumulator:
             parts[0].add_(part)
         return parts[0] if parts else None
 
+    def _refuse_unreduced(self, parameter: Tensor) -> None:
+        if parameter in self._rounded or parameter in self._reduced:
+            return
+        self._foreign.check(parameter)
+        if self._reduction is not None and self._reduction.takes_part(parameter) and self._foreign.untouched(parameter):
+            raise RuntimeError(
+                f"a gradient of shape {tuple(parameter.shape)} is this rank's own, and ranks would drift apart: no "
+                "backward since the last step was reduced over the ranks. Run each step's last micro-batch under "
+                "strategy.accumulate(model, last=True), and call the model that prepare_model returned, not the module "
+                "in it"
+            )
+
     def clear(self) -> None:
         """Forget all sums (``zero_grad``)."""
         self._sums.clear()
         self._reduced.clear()
         self._rounded.clear()
         self._uncertain.clear()
+        self._foreign.clear()
 
     def close(self) -> None:
         """Forget all sums and take the hooks off the parameters."""

@@ -39,8 +39,12 @@ from lightstep.state.bulk import BulkBackend
 from lightstep.state.resident import ResidentBackend
 from lightstep.state.stream import StreamBackend
 from lightstep.strategy import checkpoint
+<<<<<<< HEAD
 from lightstep.strategy.forward_gates import gate_forwards
 from lightstep.strategy.model_setup import checkpoint_activations, materialise
+=======
+from lightstep.strategy.model_setup import cast_parameters, checkpoint_activations, materialise
+>>>>>>> main
 from lightstep.strategy.presets import read_source
 from lightstep.strategy.pretrained import load_pretrained
 
@@ -156,11 +160,8 @@ class Strategy(ABC):
 
     def _placed(self, model: nn.Module) -> nn.Module:
         """The whole model on this process's device in its dtype, with activation checkpointing if asked for."""
-        dtype = self.parameter_dtype
         model = materialise(model, self.device)
-        for parameter in model.parameters():
-            if parameter.is_floating_point():
-                parameter.data = parameter.data.to(dtype)
+        cast_parameters(model, self.parameter_dtype)
         if getattr(self.config.sharding, "activation_checkpointing", False):
             checkpoint_activations(model)
         return model
@@ -191,6 +192,7 @@ class Strategy(ABC):
             ValueError: no trainable parameter, a parameter twice or foreign, or a refused hyper-parameter.
         """
         config = self.config
+        self._settle(model)
         optimizer = MixedPrecisionOptimizer(
             check_param_groups(param_groups, model),
             optimizer_class,
@@ -209,10 +211,18 @@ class Strategy(ABC):
         self._connect(model, optimizer)
         return optimizer
 
+<<<<<<< HEAD
     def _connect(self, model: nn.Module, optimizer: BaseOptimizer) -> None:
         """Have gradients delivered as ``precision.reduce`` says, and forwards wait for updates that are deferred."""
         if self.config.optimizer_state.update == "next_forward":
             gate_forwards(self.unwrap_model(model), optimizer)
+=======
+    def _settle(self, model: nn.Module) -> None:  # noqa: B027  (most need nothing)
+        """Put the model's own parameters into their places, where a forward has left others."""
+
+    def _connect(self, model: nn.Module, optimizer: BaseOptimizer) -> None:  # noqa: B027  (most need nothing)
+        """Have the model's gradients delivered to the optimizer as ``precision.reduce`` says."""
+>>>>>>> main
 
     def _optimizers_of(self, model: nn.Module) -> list[BaseOptimizer]:
         """What :meth:`create_optimizer` made for this model and is still in use."""
@@ -228,6 +238,7 @@ class Strategy(ABC):
         return make_backend(self.config.optimizer_state, whole_tensors)
 
     def _places(self, model: nn.Module) -> Mapping[torch.Tensor, Place]:
+        self._settle(model)
         return places(model)
 
     def accumulate(self, model: nn.Module, last: bool = True) -> AbstractContextManager[None]:

@@ -36,7 +36,14 @@ from lightstep.strategy.checkpoint_load import Saved, apply, match
 from lightstep.strategy.checkpoint_state import OptimizerContent, check_loadable, random_states, write_state
 from lightstep.strategy.checkpoint_tensors import Source, read_index, shard_of, write_tensors
 from lightstep.strategy.export import export_model, to_torch_state_dict
-from lightstep.strategy.model_names import NamedTensor, extra_states, named_tensors
+from lightstep.strategy.model_names import (
+    NamedTensor,
+    extra_states,
+    holders,
+    named_tensors,
+    numbered,
+    several_holders,
+)
 
 __all__ = [
     "CheckpointError",
@@ -82,7 +89,8 @@ def save_checkpoint(
     temporary: Path | None = None
     with reported(f"{path} was not saved"):
         try:
-            content = ranks.together(lambda: _collect(model, optimizer, scheduler, extra))
+            tensors = _tensors(model, optimizer, ranks)
+            content = ranks.together(lambda: _collect(tensors, model, optimizer, scheduler, extra))
             temporary = ranks.together(lambda: begin(target), only_first=True)
             write_tensors(temporary, content.sources, group)
             parts = ranks.gather(content.of_this_rank)
@@ -119,7 +127,8 @@ def load_checkpoint(
     with reported(f"{path} was not loaded"):
         folder = ranks.together(lambda: find_checkpoint(Path(path)), only_first=True)
         saved = ranks.together(lambda: Saved.read(folder))
-        live = ranks.together(lambda: _live(model, optimizer))
+        tensors = _tensors(model, optimizer, ranks)
+        live = ranks.together(lambda: _live(tensors, optimizer))
         everywhere = ranks.gather(live.names)
         matched = ranks.together(lambda: match(saved, live.tensors, live.optimizer, everywhere))
         ranks.together(lambda: apply(matched, model, scheduler, ranks.rank))
@@ -152,21 +161,33 @@ class _Content:
     of_this_rank: dict[str, Any] = field(default_factory=dict)
 
 
-def _live(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> _Live:
+def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None, ranks: Ranks) -> list[NamedTensor]:
+    """The model's tensors, up to date, each under a name of its own on all ranks."""
+    tensors = ranks.together(lambda: _of_this_rank(model, optimizer))
+    return numbered(tensors, several_holders(ranks.gather(holders(tensors))))
+
+
+def _of_this_rank(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> list[NamedTensor]:
     if optimizer is not None and hasattr(optimizer, "synchronize"):
         optimizer.synchronize()
     tensors = named_tensors(model)
     empty = [named.name for named in tensors if named.tensor.is_meta]
     if empty:
         raise CheckpointError(f"{len(empty)} tensors of the model are on the meta device ({', '.join(empty[:3])})")
+    return tensors
+
+
+def _live(tensors: list[NamedTensor], optimizer: torch.optim.Optimizer | None) -> _Live:
     return _Live(tensors, None if optimizer is None else OptimizerContent(optimizer, tensors))
 
 
-def _collect(model: nn.Module, optimizer: Any, scheduler: Any, extra: Mapping[str, Any] | None) -> _Content:
+def _collect(
+    tensors: list[NamedTensor], model: nn.Module, optimizer: Any, scheduler: Any, extra: Mapping[str, Any] | None
+) -> _Content:
     """Everything that goes into the checkpoint, checked; tensors are fetched later."""
     if hasattr(optimizer, "refuse_half_updated"):
         optimizer.refuse_half_updated("Load a checkpoint before saving one")
-    live = _live(model, optimizer)
+    live = _live(tensors, optimizer)
     state = {
         "extra": dict(extra or {}),
         "scheduler": None if scheduler is None else scheduler.state_dict(),

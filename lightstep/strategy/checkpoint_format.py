@@ -180,7 +180,7 @@ def sync(path: Path) -> None:
 
 @contextmanager
 def reported(what: str) -> Iterator[None]:
-    """Whatever goes wrong becomes one :class:`CheckpointError` with the path; type errors and interrupts stay."""
+    """Whatever goes wrong becomes one :class:`CheckpointError` with the path; a type error stays one, with the path."""
     try:
         yield
     except CheckpointError as error:
@@ -188,8 +188,8 @@ def reported(what: str) -> Iterator[None]:
     except ElsewhereError as error:
         kind = TypeError if error.kind == "TypeError" else CheckpointError
         raise kind(f"{what}: {error}") from error
-    except TypeError:
-        raise
+    except TypeError as error:
+        raise TypeError(f"{what}: {error}") from error
     except Exception as error:
         raise CheckpointError(f"{what}: {error_text(error)}") from error
 

@@ -175,7 +175,8 @@ def _model_target(saved: Saved, named: NamedTensor, name: str, matched: Matched)
 
 def _shard(tensor: Tensor) -> Shard:
     """This rank's part; nothing at all when it is not in the DTensor's mesh."""
-    return shard_of(tensor) or Shard(tensor.shape, torch.Size([0] * tensor.dim()), torch.Size([0] * tensor.dim()))
+    nothing = local_tensor(tensor).shape
+    return shard_of(tensor) or Shard(tensor.shape, torch.Size([0] * len(nothing)), nothing)
 
 
 # -- the optimizer -----------------------------------------------------------------------------------------------------

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightstep.config import DDPSharding
-from lightstep.distributed import Replicas
+from lightstep.config import ConfigError, DDPSharding
+from lightstep.distributed import Replicas, is_sharded
 from lightstep.strategy.model_names import unwrap_model
-from lightstep.strategy.process_group import ProcessGroupStrategy
+from lightstep.strategy.process_group import ProcessGroupStrategy, refuse_experts
 from lightstep.strategy.reduced_gradients import ReplicatedGradients
 
 
@@ -27,8 +27,13 @@ class DDPStrategy(ProcessGroupStrategy):
 
     _overflow_everywhere = True
 
+    @property
+    def _sharding(self) -> DDPSharding:
+        return cast(DDPSharding, self.config.sharding)
+
     def _prepare(self, model: nn.Module) -> nn.Module:
-        sharding = cast(DDPSharding, self.config.sharding)
+        self._refuse_wrapped(model)
+        sharding = self._sharding
         replica = DistributedDataParallel(
             self._placed(model),
             bucket_cap_mb=sharding.bucket_mib,
@@ -38,10 +43,36 @@ class DDPStrategy(ProcessGroupStrategy):
         )
         if self.config.precision.reduce == "float32" and self.parameter_dtype != torch.float32:
             _gradients[replica] = ReplicatedGradients(replica, sharding.find_unused_parameters)
+        _wrappers[unwrap_model(replica)] = weakref.ref(replica)
         return replica
 
+    def _refuse_wrapped(self, model: nn.Module) -> None:
+        if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
+            raise ConfigError(
+                f"{self.name}: there is a DistributedDataParallel in this {type(model).__name__} already; prepare a "
+                "model once, and go on with what the first call returned"
+            )
+        ignored = getattr(model, "_ddp_params_and_buffers_to_ignore", ())
+        refuse_experts(self, {name: p for name, p in model.named_parameters() if name not in ignored})
+        sharded = [name for name, parameter in model.named_parameters() if is_sharded(parameter)]
+        if sharded:
+            raise ConfigError(
+                f"{self.name}: {len(sharded)} parameters are DTensors (first: {sharded[0]}), and sharding.kind ddp "
+                "copies plain ones; for tensor parallel models that are replicated too call fully_shard yourself on "
+                "another dimension of their mesh, and create_optimizer of a strategy with sharding.kind single"
+            )
+
     def accumulate(self, model: nn.Module, last: bool = True) -> AbstractContextManager[None]:
-        """With ``last=False`` DDP's ``no_sync``: gradients are added up on their rank."""
+        """With ``last=False`` DDP's ``no_sync``: gradients are added up on their rank.
+
+        Raises:
+            ConfigError: ``last=False`` with ``sharding.static_graph``.
+        """
+        if not last and self._sharding.static_graph:
+            raise ConfigError(
+                f"{self.name}: accumulate(last=False) with sharding.static_graph true: torch's DDP cannot leave out a "
+                "reduction of a static graph; set static_graph to false, or train without accumulation"
+            )
         replica = _replica(model)
         return contextlib.nullcontext() if last or replica is None else replica.no_sync()
 
@@ -53,18 +84,17 @@ class DDPStrategy(ProcessGroupStrategy):
         replica = _replica(model)
         return None if replica is None else _gradients.get(replica)
 
-    def unwrap_model(self, model: nn.Module) -> nn.Module:
-        return unwrap_model(model)
-
 
 _gradients: weakref.WeakKeyDictionary[nn.Module, ReplicatedGradients] = weakref.WeakKeyDictionary()
+_wrappers: weakref.WeakKeyDictionary[nn.Module, weakref.ref[DistributedDataParallel]] = weakref.WeakKeyDictionary()
+"""The user's module -> the DDP module around it: optimizers are made from either."""
 
 
 def _replica(model: nn.Module) -> DistributedDataParallel | None:
-    """The DDP module in or under ``model`` (``torch.compile`` may lie around it)."""
-    while not isinstance(model, DistributedDataParallel):
-        inner = getattr(model, "_orig_mod", None)
-        if not isinstance(inner, nn.Module):
-            return None
-        model = inner
-    return model
+    """The DDP module in, under or around ``model`` (``torch.compile`` may lie around it)."""
+    outer: nn.Module | None = model
+    while isinstance(outer, nn.Module):
+        if isinstance(outer, DistributedDataParallel):
+            return outer
+        outer = getattr(outer, "_orig_mod", None)
+    return _wrappers.get(unwrap_model(model), lambda: None)()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightstep.distributed import is_sharded
+from lightstep.distributed import is_sharded, mesh_ranks, rank
 from lightstep.strategy.agreement import Ranks
-from lightstep.strategy.checkpoint_format import reported
-from lightstep.strategy.model_names import named_tensors, unwrap_model
+from lightstep.strategy.checkpoint_format import CheckpointError, reported
+from lightstep.strategy.model_names import NamedTensor, holders, named_tensors, several_holders, unwrap_model
 
 WEIGHTS = "model.safetensors"
 
@@ -39,27 +40,61 @@ def export_model(
         tokenizer: anything with ``save_pretrained``; written into the same folder.
 
     Raises:
-        CheckpointError: the folder could not be written; all ranks raise.
+        CheckpointError: the folder could not be written, or there are several tensors of one name (experts that differ
+            over ranks); all ranks raise.
     """
     ranks = Ranks(group)
     with reported(f"{path} was not exported"):
-        weights = full_weights(model, keep=ranks.is_first)
+        weights = full_weights(model, keep=ranks.is_first, group=group)
         ranks.together(lambda: _write(Path(path), unwrap_model(model), weights, tokenizer), only_first=True)
 
 
 @torch.no_grad()
-def full_weights(model: nn.Module, keep: bool = True) -> dict[str, Tensor]:
+def full_weights(model: nn.Module, keep: bool = True, group: dist.ProcessGroup | None = None) -> dict[str, Tensor]:
     """All weights on the host by name, tied names sharing one tensor; ``{}`` on ranks that do not ``keep`` them.
 
-    Every rank of a sharded model takes part: one all-gather per parameter.
+    Every rank of a sharded model takes part: one all-gather per parameter, and a broadcast of those that the first rank
+    has no part of.
+
+    Raises:
+        CheckpointError: several tensors have one name.
     """
-    weights: dict[str, Tensor] = {}
-    for named in named_tensors(model):
+    ranks, tensors, weights = Ranks(group), named_tensors(model), dict[str, Tensor]()
+    everywhere = ranks.gather((holders(tensors), _held_by_others(tensors)))
+    _refuse_several(several_holders(held for held, _ in everywhere))
+    senders = everywhere[0][1]
+    for named in tensors:
         tensor = named.tensor.detach()
         full = tensor.full_tensor() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+        if named.name in senders:
+            full = _sent(full, tensor, senders[named.name], group)
         if keep:
             weights.update(dict.fromkeys(named.names, full.cpu().contiguous()))
     return weights
+
+
+def _held_by_others(tensors: Iterable[NamedTensor]) -> dict[str, int]:
+    """Names of DTensors whose mesh this rank is not in -> a rank that is."""
+    meshes = {named.name: mesh_ranks(named.tensor) for named in tensors}
+    return {name: ranks[0] for name, ranks in meshes.items() if rank() not in ranks}
+
+
+def _sent(full: Tensor, sharded: Tensor, sender: int, group: dist.ProcessGroup | None) -> Tensor:
+    """The sender's ``full`` on every rank; outside the mesh ``full_tensor()`` is empty."""
+    if rank() not in mesh_ranks(sharded):
+        full = torch.empty(sharded.shape, dtype=sharded.dtype, device=full.device)
+    full = full.contiguous()
+    dist.broadcast(full.view(-1).view(torch.uint8), src=sender, group=group)
+    return full
+
+
+def _refuse_several(several: Mapping[str, list[tuple[int, ...]]]) -> None:
+    for name, parts in several.items():
+        where = " and ".join(", ".join(map(str, ranks)) for ranks in parts[:2])
+        raise CheckpointError(
+            f"{name} is another tensor on ranks {where}{' ...' if len(parts) > 2 else ''}, and a folder of weights has "
+            "one tensor of a name; save_checkpoint keeps all of them"
+        )
 
 
 def to_torch_state_dict(optimizer: torch.optim.Optimizer) -> dict[str, Any]:

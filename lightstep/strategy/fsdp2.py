@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import cast
 
@@ -15,10 +15,12 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from lightstep.config import ConfigError, FSDP2Sharding
 from lightstep.distributed import Replicas, is_sharded, local_tensor
+from lightstep.optimizer.base import BaseOptimizer
+from lightstep.optimizer.param_groups import Place
 from lightstep.strategy.model_names import unwrap_model
-from lightstep.strategy.model_setup import checkpoint_activations, initialise_weights
-from lightstep.strategy.process_group import ProcessGroupStrategy, broadcast_from_first
-from lightstep.strategy.reduced_gradients import ShardedGradients
+from lightstep.strategy.model_setup import cast_parameters, checkpoint_activations, initialise_weights
+from lightstep.strategy.process_group import ProcessGroupStrategy, broadcast_from_first, refuse_experts
+from lightstep.strategy.reduced_gradients import ShardedGradients, sharded_gradients
 from lightstep.strategy.sharding_units import sharding_units
 
 
@@ -38,12 +40,11 @@ class FSDP2Strategy(ProcessGroupStrategy):
         return cast(FSDP2Sharding, self.config.sharding)
 
     def _prepare(self, model: nn.Module) -> nn.Module:
-        mesh = self.mesh()
         inner = unwrap_model(model)
+        self._refuse_sharded(inner)
+        mesh = self.mesh()
         units = self._units(inner)
-        for parameter in inner.parameters():
-            if parameter.is_floating_point():
-                parameter.data = parameter.data.to(self.parameter_dtype)
+        cast_parameters(inner, self.parameter_dtype)
         loaded = self._someone_has_weights(inner)
         for unit in [*units, inner]:
             if loaded:
@@ -52,6 +53,27 @@ class FSDP2Strategy(ProcessGroupStrategy):
         if not loaded:
             self._initialise(inner, mesh)
         return model
+
+    def _refuse_sharded(self, model: nn.Module) -> None:
+        if isinstance(model, FSDPModule):
+            raise ConfigError(
+                f"{self.name}: this {type(model).__name__} is sharded already (by prepare_model or fully_shard); "
+                "prepare a model once, and go on with what the first call returned"
+            )
+        refuse_experts(self, dict(model.named_parameters()))
+        by_fsdp = {p for module in model.modules() if isinstance(module, FSDPModule) for p in module.parameters()}
+        for name, parameter in model.named_parameters():
+            if is_sharded(parameter) and parameter not in by_fsdp:
+                raise ConfigError(
+                    f"{self.name}: {name} is a DTensor already (tensor parallel), and sharding.kind fsdp2 shards plain "
+                    "parameters over all ranks; call fully_shard yourself on another dimension of the same mesh, and "
+                    "create_optimizer of a strategy with sharding.kind single"
+                )
+            if parameter in by_fsdp and parameter.is_floating_point() and parameter.dtype != self.parameter_dtype:
+                raise ConfigError(
+                    f"{self.name}: {name} was sharded by fully_shard in {parameter.dtype}, and precision.parameters is "
+                    f"{self.config.precision.parameters}; cast its module before fully_shard"
+                )
 
     def mesh(self) -> DeviceMesh:
         """1-D ``(shard,)``, or ``(replicate, shard)`` for HSDP, over all ranks.
@@ -152,14 +174,35 @@ class FSDP2Strategy(ProcessGroupStrategy):
         """With ``last=False`` gradients are added up unsharded on their rank, in the dtype of the reduction."""
         return contextlib.nullcontext() if last else _without_reduction(model)
 
+    def _settle(self, model: nn.Module) -> None:
+        """The root stays gathered after a forward: ``model.parameters()`` are no shards until its backward."""
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+    def _places(self, model: nn.Module) -> Mapping[Tensor, Place]:
+        found = super()._places(model)
+        if any(isinstance(module, FSDPModule) for module in model.modules()):
+            for optimizer in self._optimizers_of(model):
+                _refuse_gathered(optimizer, found)
+        return found
+
     def _replicas(self, model: nn.Module) -> Replicas | None:
         return Replicas.of_shards(model.parameters())
 
     def _fp32_gradients(self, model: nn.Module) -> ShardedGradients | None:
-        return ShardedGradients.of(unwrap_model(model)) if self.config.precision.reduce == "float32" else None
+        return sharded_gradients.of(unwrap_model(model)) if self.config.precision.reduce == "float32" else None
 
-    def unwrap_model(self, model: nn.Module) -> nn.Module:
-        return unwrap_model(model)
+
+def _refuse_gathered(optimizer: BaseOptimizer, shards: Mapping[Tensor, Place]) -> None:
+    given = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    gathered = [tuple(p.shape) for p in given if not is_sharded(p) and p not in shards]
+    if gathered:
+        raise ValueError(
+            f"{len(gathered)} of the optimizer's parameters (shapes {gathered[:3]}) are not the sharded model's: they "
+            "are from before it was sharded, or gathered weights of its root, which a forward leaves there; put "
+            "model.parameters() of the prepared model into param_groups, after model.reshard()"
+        )
 
 
 @contextlib.contextmanager

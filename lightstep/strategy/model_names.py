@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from lightstep.distributed import differs_across_ranks, mesh_ranks
 from lightstep.optimizer.param_groups import clean_name
 
 _EXTRA_STATE = "_extra_state"
@@ -53,6 +55,30 @@ def named_tensors(model: nn.Module) -> list[NamedTensor]:
             names, _ = found.setdefault(id(value), ([], value))
             names.append(clean_name(key))
     return [NamedTensor(tuple(names), tensor) for names, tensor in found.values()]
+
+
+def holders(tensors: Iterable[NamedTensor]) -> dict[str, tuple[int, ...]]:
+    """The ranks that hold a tensor together, by name, for those in whose place other ranks may hold another one."""
+    return {named.name: mesh_ranks(named.tensor) for named in tensors if differs_across_ranks(named.tensor)}
+
+
+def several_holders(everywhere: Iterable[Mapping[str, tuple[int, ...]]]) -> dict[str, list[tuple[int, ...]]]:
+    """From all ranks' :func:`holders`: names under which there is more than one tensor, and who holds each."""
+    found: dict[str, set[tuple[int, ...]]] = {}
+    for names in everywhere:
+        for name, ranks in names.items():
+            found.setdefault(name, set()).add(ranks)
+    return {name: sorted(parts) for name, parts in found.items() if len(parts) > 1}
+
+
+def numbered(tensors: Iterable[NamedTensor], several: Mapping[str, list[tuple[int, ...]]]) -> list[NamedTensor]:
+    """The same tensors, where there are several of one name under a name for each: ``expert[0 of 2]``."""
+    return [_numbered(named, several[named.name]) if named.name in several else named for named in tensors]
+
+
+def _numbered(named: NamedTensor, parts: list[tuple[int, ...]]) -> NamedTensor:
+    number = f"[{parts.index(mesh_ranks(named.tensor))} of {len(parts)}]"
+    return NamedTensor(tuple(f"{name}{number}" for name in named.names), named.tensor)
 
 
 def extra_states(model: nn.Module) -> dict[str, Any]:

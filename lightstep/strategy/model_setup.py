@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
@@ -10,6 +11,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
     checkpoint_wrapper,
 )
+
+from lightstep.distributed import is_sharded
 
 
 def materialise(model: nn.Module, device: torch.device) -> nn.Module:
@@ -20,12 +23,35 @@ def materialise(model: nn.Module, device: torch.device) -> nn.Module:
     """
     on_meta = [name for name, tensor in model.named_parameters() if tensor.is_meta]
     if not on_meta:
-        return model.to(device)
+        with _keeping_attributes(model):
+            return model.to(device)
     if len(on_meta) < sum(1 for _ in model.parameters()):
         raise ValueError(f"{len(on_meta)} parameters are on the meta device and others are not (first: {on_meta[0]})")
     model.to_empty(device=device)
     initialise_weights(model)
     return model
+
+
+def cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
+    """Floating-point parameters to ``dtype``, the same objects with their attributes; buffers keep theirs."""
+    with _keeping_attributes(model):
+        for parameter in model.parameters():
+            if not parameter.is_floating_point() or parameter.dtype == dtype:
+                continue
+            if is_sharded(parameter):  # assigning .data changes what a DTensor says of itself, not its local tensor
+                cast = nn.Parameter(parameter.detach().to(dtype), parameter.requires_grad)
+                torch.utils.swap_tensors(parameter, cast)
+            else:
+                parameter.data = parameter.data.to(dtype)
+
+
+@contextlib.contextmanager
+def _keeping_attributes(model: nn.Module) -> Iterator[None]:
+    """What users set on parameters (``differs_across_ranks``) stays when torch exchanges the insides of DTensors."""
+    before = [(parameter, dict(vars(parameter))) for parameter in model.parameters()]
+    yield
+    for parameter, attributes in before:
+        vars(parameter).update(attributes)
 
 
 def initialise_weights(model: nn.Module) -> None:

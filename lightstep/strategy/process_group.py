@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightstep.config import ConfigError, StrategyConfig
-from lightstep.distributed import Replicas, end_process_group, initialized
+from lightstep.distributed import Replicas, differs_across_ranks, end_process_group, initialized, is_sharded
 from lightstep.optimizer.base import BaseOptimizer
 from lightstep.optimizer.mixed_precision import MixedPrecisionOptimizer
 from lightstep.optimizer.param_groups import Place
@@ -23,6 +23,7 @@ from lightstep.state.backend import StateBackend
 from lightstep.state.replicas import SharedByReplicas
 from lightstep.state.stream import StreamBackend
 from lightstep.strategy.base import ModelSource, Strategy
+from lightstep.strategy.model_names import unwrap_model
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -40,7 +41,8 @@ class ProcessGroupStrategy(Strategy):
 
     def _make_backend(self, model: nn.Module, whole_tensors: bool) -> StateBackend:
         backend = super()._make_backend(model, whole_tensors)
-        replicas = self._replicas(model) if isinstance(backend, StreamBackend) else None
+        alike = not any(differs_across_ranks(parameter) for parameter in model.parameters())
+        replicas = self._replicas(model) if isinstance(backend, StreamBackend) and alike else None
         return backend if replicas is None or replicas.size == 1 else SharedByReplicas(backend, replicas)
 
     @abstractmethod
@@ -48,7 +50,7 @@ class ProcessGroupStrategy(Strategy):
         """The ranks that hold the same part of a prepared model as this one; ``None`` where no other does."""
 
     def _places(self, model: nn.Module) -> Mapping[Tensor, Place]:
-        for optimizer in self._optimizers_of(model):  # built before the model was sharded
+        for optimizer in self._optimizers_of(model):  # the model may have been sharded by hand since
             self._connect(model, optimizer)
         return super()._places(model)
 
@@ -63,7 +65,14 @@ class ProcessGroupStrategy(Strategy):
 
     def prepare_model(self, model: ModelSource, role: str = "trainer", weights: str | Path | None = None) -> nn.Module:
         self.start()
-        return super().prepare_model(model, role, weights)
+        prepared = super().prepare_model(model, role, weights)
+        self._fp32_gradients(prepared)  # parameters of an optimizer of another model may be exchanged for this one's
+        for optimizer in self._optimizers_of(prepared):  # built before the model was sharded
+            self._connect(prepared, optimizer)
+        return prepared
+
+    def unwrap_model(self, model: nn.Module) -> nn.Module:
+        return unwrap_model(model)
 
     def start(self) -> None:
         """Make sure there is a default process group.
@@ -105,6 +114,21 @@ class ProcessGroupStrategy(Strategy):
     @property
     def world_size(self) -> int:
         return dist.get_world_size() if initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def refuse_experts(strategy: Strategy, parameters: Mapping[str, Tensor]) -> None:
+    """All ranks would get the first one's.
+
+    Raises:
+        ConfigError: a plain parameter says that it differs across ranks.
+    """
+    for name, parameter in parameters.items():
+        if getattr(parameter, "differs_across_ranks", False) and not is_sharded(parameter):
+            raise ConfigError(
+                f"{strategy.name}: {name} says that it differs across ranks, and sharding.kind "
+                f"{strategy.config.sharding.kind} gives the first rank's to all; keep it out: with fully_shard over a "
+                "mesh of its own under fsdp2, in the model's _ddp_params_and_buffers_to_ignore under ddp"
+            )
 
 
 def broadcast_from_first(tensors: Iterable[Tensor], group: dist.ProcessGroup | None = None) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -46,31 +47,37 @@ class ShardedGradients:
 
     Right after it and on the same stream FSDP sets one ``p.grad`` after the other, views of the rounded copy, and calls
     each parameter's post-accumulate hook: a gradient's place in the rounded copy is its place in the fp32 buffer.
-    Use :meth:`of`, so that a model has only one of these.
-
-    Args:
-        model: anything with FSDP modules in it.
+    One object, :data:`sharded_gradients`, serves all models: an optimizer's parameters may be exchanged for another's.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self) -> None:
         self._listeners = Listeners()
+        self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._flat: Tensor | None = None
         self._delivered: weakref.ref[Tensor] | None = None
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.set_all_reduce_hook(self._take_flat)
 
-    @staticmethod
-    def of(model: nn.Module) -> ShardedGradients:
-        """The model's own, made when first asked for."""
-        if model not in _sharded:
-            _sharded[model] = ShardedGradients(model)
-        return _sharded[model]
+    def of(self, model: nn.Module) -> ShardedGradients:
+        """Itself, with the model's FSDP modules among those that deliver; they may be sharded later."""
+        self._models.add(model)
+        return self
 
     def connect(self, parameters: Iterable[Tensor], accumulator: GradientAccumulator) -> None:
         """From the next backward on, deliver the gradients of 16-bit parameters to ``accumulator``."""
-        for parameter in self._listeners.add(parameters, accumulator):
+        new = self._listeners.add(parameters, accumulator)
+        if new:
+            self._hook_modules()
+        for parameter in new:
             parameter.register_post_accumulate_grad_hook(self._deliver)
+
+    def takes_part(self, parameter: Tensor) -> bool:
+        return False  # before the reduction FSDP2 keeps gradients to itself
+
+    def _hook_modules(self) -> None:
+        """Anew for every new parameter: the model may have been sharded since the last one."""
+        for model in self._models:
+            for module in model.modules():
+                if isinstance(module, FSDPModule):
+                    module.set_all_reduce_hook(self._take_flat)
 
     def _take_flat(self, flat: Tensor) -> None:
         self._flat, self._delivered = (flat, None) if flat.dtype == torch.float32 else (None, None)
@@ -90,36 +97,50 @@ class ShardedGradients:
         if rounded.device != source.device:  # FSDP offloads gradients to the host
             return
         buffer = rounded.untyped_storage().nbytes() // rounded.element_size()
-        assert buffer * source.element_size() == source.untyped_storage().nbytes(), "FSDP2 views gradients otherwise"
+        reduced = source.untyped_storage().nbytes() // source.element_size()
+        if buffer != reduced:
+            raise RuntimeError(
+                f"the gradient of a shard of shape {tuple(rounded.shape)} lies in a buffer of {buffer} elements, and "
+                f"FSDP2 reduced {reduced}: something else set p.grad during backward (a hook, a second wrapper); take "
+                "it away, or set precision.reduce to 'parameters', which reads p.grad"
+            )
         parameter.grad = None
         part = source.as_strided(rounded.size(), rounded.stride(), rounded.storage_offset())
         accumulator.deliver(parameter, part)
         self._flat, self._delivered = None, weakref.ref(part)
 
 
-_sharded: weakref.WeakKeyDictionary[nn.Module, ShardedGradients] = weakref.WeakKeyDictionary()
+sharded_gradients = ShardedGradients()
 
 
 class ReplicatedGradients:
     """DDP: a communication hook that averages in fp32 what each rank has added up in fp32.
 
-    ``p.grad`` is left with the rounded average, which the accumulator knows to disregard.
+    ``p.grad`` is left with the rounded average, which the accumulator knows to disregard. Who listens is known to all
+    models' objects: an optimizer's parameters may be exchanged for another model's.
 
     Args:
         model: the hook is registered here, once and for all.
         find_unused: parameters may have a gradient on no rank; the host then reads, once per step, which.
     """
 
+    _listeners: ClassVar[Listeners] = Listeners()
+
     def __init__(self, model: nn.parallel.DistributedDataParallel, find_unused: bool) -> None:
-        self._listeners = Listeners()
         self._find_unused = find_unused
         self._group = model.process_group
+        ignored = model.parameters_to_ignore
+        reduced = [parameter for name, parameter in model.module.named_parameters() if name not in ignored]
+        self._parameters = WeakTensorKeyDictionary(dict.fromkeys(reduced))
         # DDP compares annotations with types, and in this file they are strings: give it a function without any.
         model.register_comm_hook(None, lambda state, bucket: self._reduce(bucket))
 
     def connect(self, parameters: Iterable[Tensor], accumulator: GradientAccumulator) -> None:
         """From the next backward on, deliver the gradients of 16-bit parameters to ``accumulator``."""
         self._listeners.add(parameters, accumulator)
+
+    def takes_part(self, parameter: Tensor) -> bool:
+        return parameter in self._parameters
 
     @torch.no_grad()
     def _reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:

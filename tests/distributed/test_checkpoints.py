@@ -10,6 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import lightstep
 from lightstep import CheckpointError
@@ -226,3 +228,116 @@ def check_export(rank: int, world_size: int, folder: str, sharding: dict[str, An
 @pytest.mark.parametrize("sharding", [{"kind": "fsdp2"}, {"kind": "ddp"}], ids=["fsdp2", "ddp"])
 def test_export(pool: Pool, tmp_path: Path, sharding: dict[str, Any]) -> None:
     pool.run(check_export, 2, folder=str(tmp_path), sharding=sharding)
+
+
+class Experts(nn.Module):
+    """A router that all ranks share, and an expert that is another one on each half (on each rank) of them."""
+
+    def __init__(self, rank: int, world_size: int, kind: str, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.router = nn.Linear(4, 3)
+        half = world_size // 2
+        torch.manual_seed(100 * seed + (rank // half if kind == "meshes" else rank))
+        weight = torch.randn(6, 4)
+        if kind == "meshes":
+            meshes = [DeviceMesh("cpu", list(range(first, first + half))) for first in (0, half)]
+            weight = distribute_tensor(weight, meshes[rank // half], [Shard(0)], src_data_rank=None)
+        self.expert = nn.Parameter(weight)
+        self.again = self.expert
+        if kind == "marked":
+            self.expert.differs_across_ranks = True
+
+    def content(self, optimizer: Any) -> Content:
+        entries = {
+            name: {"weight": parameter.detach(), **optimizer.state[parameter]}
+            for name, parameter in self.named_parameters()
+        }
+        return {
+            name: {key: local_tensor(value).clone() for key, value in found.items()} for name, found in entries.items()
+        }
+
+
+def expert_run(rank: int, world_size: int, kind: str, seed: int, steps: int) -> tuple[Any, Experts, Any]:
+    strategy = lightstep.Strategy.load("fp32")
+    model = Experts(rank, world_size, kind, seed)
+    optimizer = strategy.create_optimizer(model, lr=0.1)
+    for _ in range(steps):
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, 1.0 + rank // 2 if parameter is model.expert else 1.0)
+        optimizer.step()
+    return strategy, model, optimizer
+
+
+def check_experts(rank: int, world_size: int, folder: str, kind: str) -> None:
+    """Each rank gets its own expert back; a folder of weights has no room for all of them."""
+    strategy, model, optimizer = expert_run(rank, world_size, kind, seed=0, steps=2)
+    strategy.save_checkpoint(Path(folder, "all"), model, optimizer)
+    again, other, fresh = expert_run(rank, world_size, kind, seed=1, steps=1)
+    again.load_checkpoint(Path(folder, "all"), other, fresh)
+    check_content(f"{kind} on rank {rank}", other.content(fresh), model.content(optimizer))
+    assert not Path(folder, "weights").exists()
+    with pytest.raises(CheckpointError, match=r"weights was not exported.*expert is another tensor on ranks"):
+        strategy.export_model(Path(folder, "weights"), model)
+
+
+def check_experts_elsewhere(rank: int, world_size: int, folder: str, kind: str) -> None:
+    """Two experts on two meshes of one rank are loaded; where their number differs the checkpoint is refused."""
+    strategy, model, optimizer = expert_run(rank, world_size, kind, seed=2, steps=1)
+    if kind == "marked":
+        before = model.content(optimizer)
+        names = rf"not in the checkpoint: expert\[{rank} of 2\]; not in the model: expert\[0 of 4\], expert\[1 of 4\]"
+        with pytest.raises(CheckpointError, match=names):
+            strategy.load_checkpoint(Path(folder, "all"), model, optimizer)
+        check_content("refused", model.content(optimizer), before)
+        return
+    strategy.load_checkpoint(Path(folder, "all"), model, optimizer)
+    torch.manual_seed(rank)
+    expected = torch.randn(6, 4)
+    assert torch.allclose(local_tensor(model.expert), expected, atol=0.5)  # two steps of lr 0.1 away
+
+
+@pytest.mark.parametrize("kind", ["meshes", "marked"])
+def test_experts_that_differ_over_ranks(pool: Pool, tmp_path: Path, kind: str) -> None:
+    pool.run(check_experts, 4, folder=str(tmp_path), kind=kind)
+    pool.run(check_experts_elsewhere, 2, folder=str(tmp_path), kind=kind)
+
+
+class Elsewhere(nn.Module):
+    """A weight that only some of the ranks hold."""
+
+    def __init__(self, ranks: list[int], seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.inner = nn.Linear(4, 4)
+        self.whole = torch.randn(4, 4)
+        self.held = nn.Parameter(
+            distribute_tensor(self.whole, DeviceMesh("cpu", ranks), [Shard(0)], src_data_rank=None)
+        )
+
+
+def check_ranks_without_a_part(rank: int, world_size: int, folder: str) -> None:
+    from safetensors.torch import load_file
+
+    strategy = lightstep.Strategy.load("fp32")
+    for holders in ([0], [1], [1, 2]):
+        model = Elsewhere(holders)
+        strategy.export_model(Path(folder, "weights"), model)
+        dist.barrier()
+        assert torch.equal(load_file(Path(folder, "weights", "model.safetensors"))["held"], model.whole), holders
+        optimizer = strategy.create_optimizer(model, lr=0.1)
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        strategy.save_checkpoint(Path(folder, "all"), model, optimizer)
+        other = Elsewhere(holders, seed=1)
+        fresh = strategy.create_optimizer(other, lr=0.1)
+        strategy.load_checkpoint(Path(folder, "all"), other, fresh)
+        for mine, its in zip(model.parameters(), other.parameters(), strict=True):
+            assert torch.equal(local_tensor(mine), local_tensor(its))
+            for key, value in optimizer.state[mine].items():
+                assert torch.equal(local_tensor(value), local_tensor(fresh.state[its][key])), key
+
+
+def test_ranks_outside_the_mesh_of_a_weight(pool: Pool, tmp_path: Path) -> None:
+    pool.run(check_ranks_without_a_part, 3, folder=str(tmp_path))
