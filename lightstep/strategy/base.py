@@ -39,12 +39,9 @@ from lightstep.state.bulk import BulkBackend
 from lightstep.state.resident import ResidentBackend
 from lightstep.state.stream import StreamBackend
 from lightstep.strategy import checkpoint
-<<<<<<< HEAD
 from lightstep.strategy.forward_gates import gate_forwards
-from lightstep.strategy.model_setup import checkpoint_activations, materialise
-=======
+from lightstep.strategy.model_names import unwrap_model
 from lightstep.strategy.model_setup import cast_parameters, checkpoint_activations, materialise
->>>>>>> main
 from lightstep.strategy.presets import read_source
 from lightstep.strategy.pretrained import load_pretrained
 
@@ -151,7 +148,7 @@ class Strategy(ABC):
             )
         prepared = self._prepare(made)
         if weights is not None:
-            load_pretrained(self.unwrap_model(prepared), weights)
+            load_pretrained(unwrap_model(prepared), weights)
         return prepared
 
     @abstractmethod
@@ -207,26 +204,25 @@ class Strategy(ABC):
             overflow_everywhere=self._overflow_everywhere,
             update_time=_UPDATE_TIMES[config.optimizer_state.update],
         )
-        self._optimizers.setdefault(self.unwrap_model(model), weakref.WeakSet()).add(optimizer)
+        self._optimizers.setdefault(unwrap_model(model), weakref.WeakSet()).add(optimizer)
         self._connect(model, optimizer)
+        self._gate(model, optimizer)
         return optimizer
 
-<<<<<<< HEAD
-    def _connect(self, model: nn.Module, optimizer: BaseOptimizer) -> None:
-        """Have gradients delivered as ``precision.reduce`` says, and forwards wait for updates that are deferred."""
-        if self.config.optimizer_state.update == "next_forward":
-            gate_forwards(self.unwrap_model(model), optimizer)
-=======
     def _settle(self, model: nn.Module) -> None:  # noqa: B027  (most need nothing)
         """Put the model's own parameters into their places, where a forward has left others."""
 
     def _connect(self, model: nn.Module, optimizer: BaseOptimizer) -> None:  # noqa: B027  (most need nothing)
         """Have the model's gradients delivered to the optimizer as ``precision.reduce`` says."""
->>>>>>> main
+
+    def _gate(self, model: nn.Module, optimizer: BaseOptimizer) -> None:
+        """Have forwards wait for updates that are deferred."""
+        if self.config.optimizer_state.update == "next_forward":
+            gate_forwards(unwrap_model(model), optimizer)
 
     def _optimizers_of(self, model: nn.Module) -> list[BaseOptimizer]:
         """What :meth:`create_optimizer` made for this model and is still in use."""
-        return list(self._optimizers.get(self.unwrap_model(model), ()))
+        return list(self._optimizers.get(unwrap_model(model), ()))
 
     def _land(self, model: nn.Module) -> None:
         """Updates that are still under way come first."""
@@ -246,8 +242,9 @@ class Strategy(ABC):
         return contextlib.nullcontext()
 
     def unwrap_model(self, model: nn.Module) -> nn.Module:
-        """The module the user made, without what this strategy and ``torch.compile`` wrapped around it."""
-        return cast(nn.Module, getattr(model, "_orig_mod", model))
+        """The module the user made, without what this strategy and ``torch.compile`` wrapped around it, up to date."""
+        self._land(model)
+        return unwrap_model(model)
 
     # -- checkpoints
 
@@ -280,7 +277,7 @@ class Strategy(ABC):
     def export_model(self, path: str | Path, model: nn.Module, tokenizer: Any = None) -> None:
         """Write the weights as one Hugging Face folder (``save_pretrained``), in the model's dtype."""
         self._land(model)
-        checkpoint.export_model(path, self.unwrap_model(model), tokenizer)
+        checkpoint.export_model(path, unwrap_model(model), tokenizer)
 
     # -- end
 

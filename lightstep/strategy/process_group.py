@@ -23,7 +23,6 @@ from lightstep.state.backend import StateBackend
 from lightstep.state.replicas import SharedByReplicas
 from lightstep.state.stream import StreamBackend
 from lightstep.strategy.base import ModelSource, Strategy
-from lightstep.strategy.model_names import unwrap_model
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -70,9 +69,6 @@ class ProcessGroupStrategy(Strategy):
         for optimizer in self._optimizers_of(prepared):  # built before the model was sharded
             self._connect(prepared, optimizer)
         return prepared
-
-    def unwrap_model(self, model: nn.Module) -> nn.Module:
-        return unwrap_model(model)
 
     def start(self) -> None:
         """Make sure there is a default process group.

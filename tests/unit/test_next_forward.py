@@ -219,7 +219,7 @@ READERS = [
 def test_who_reads_the_weights_or_state_waits(read: Callable[[Training, Path], Any], tmp_path: Path) -> None:
     training = Training(OVERLAP)
     training.train(2)
-    with Held(training, "head") as held:
+    with Held(training, "blocks.2") as held:
         training.step()
         waiting = beside(lambda: read(training, tmp_path), 0.05)
         assert waiting is not None
