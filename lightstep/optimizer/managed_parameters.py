@@ -78,7 +78,9 @@ class ManagedParameters:
             low = any(item.own_master and item.local.dtype != torch.float32 for item in items)
             self._arithmetic.prepare(device, low_precision=low)
         schema = self._arithmetic.schema(items[0].local.device, groups)
-        self._backend.register(items, schema)  # refuses, or takes them all
+        place = {parameter: index for index, parameter in enumerate(places)}
+        in_model_order = sorted(items, key=lambda item: place.get(item.param, len(place)))
+        self._backend.register(in_model_order, schema)  # refuses, or takes them all
         self._items, self._schema = {item.param: item for item in items}, schema
         for item in new:
             self.record(item)

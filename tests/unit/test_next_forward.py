@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 import lightstep
 from lightstep.state import units as units_module
+from lightstep.state.lanes import LaneError
 from tests.distributed.models import CLASSES, VOCABULARY, TinyTransformer
 from tests.unit.test_stream import random_delays
 
@@ -29,8 +31,12 @@ class Training:
     """A tiny transformer under one strategy; batches depend on the step alone."""
 
     def __init__(
-        self, state: dict[str, Any], parameters: str = "bfloat16", make: Callable[[], nn.Module] | None = None
-    ):
+        self,
+        state: dict[str, Any],
+        parameters: str = "bfloat16",
+        make: Callable[[], nn.Module] = TinyTransformer,
+        optimizer_class: type[torch.optim.Optimizer] = torch.optim.AdamW,
+    ) -> None:
         torch.manual_seed(0)
         scale = {"kind": "dynamic", "init_scale": 2.0**10, "growth_interval": 3} if parameters == "float16" else "none"
         self.strategy = lightstep.Strategy.load(
@@ -40,11 +46,9 @@ class Training:
                 "optimizer_state": state,
             }
         )
-        self.model = self.strategy.prepare_model((make or TinyTransformer)())
-        groups = self.model.split() if hasattr(self.model, "split") else None
-        self.optimizer: Any = self.strategy.create_optimizer(
-            self.model, torch.optim.AdamW, param_groups=groups, lr=1e-2
-        )
+        self.model = self.strategy.prepare_model(make())
+        groups = self.model.split()
+        self.optimizer: Any = self.strategy.create_optimizer(self.model, optimizer_class, param_groups=groups, lr=1e-2)
         self.steps = 0
 
     def loss(self, micro: int = 0) -> Tensor:
@@ -226,3 +230,150 @@ def test_who_reads_the_weights_or_state_waits(read: Callable[[Training, Path], A
         held.release()
         waiting.join(20)
     assert not waiting.is_alive()
+
+
+# -- forwards of all kinds
+
+
+class Skipping(TinyTransformer):
+    """Leaves blocks out, as layer dropout does."""
+
+    skipped: frozenset[int] = frozenset()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.frozen(self.embed(tokens)) * self.gain
+        for index, block in enumerate(self.blocks):
+            hidden = hidden if index in self.skipped else block(hidden)
+        return self.head(hidden)
+
+
+def run(training: Training, seed: int | None, steps: int, between: Callable[[Training], Any]) -> list[Any]:
+    found: list[Any] = [training.step()]
+    if seed is not None:
+        training.delays(seed)
+    for _ in range(steps):
+        found.append(between(training))
+        found.append(training.step())
+    return found
+
+
+def skip_layers(training: Training) -> None:
+    training.model.skipped = frozenset({training.steps % 3, 2 if training.steps % 2 else 0})
+
+
+def look(training: Training) -> list[float]:
+    with torch.inference_mode():
+        return [training.loss(7).item(), float(training.model(torch.tensor([[1, 2]])).float().sum())]
+
+
+def change_learning_rate(training: Training) -> None:
+    for group in training.optimizer.param_groups:
+        group["lr"] = 1e-2 / (1 + training.steps)
+
+
+def freeze_and_thaw(training: Training) -> None:
+    training.model.blocks[1].requires_grad_(training.steps % 2 == 0)
+
+
+def fail_in_forward(training: Training) -> None:
+    with pytest.raises(RuntimeError):
+        training.model.blocks[0](torch.zeros(1, 3))
+
+
+def fail_in_backward(training: Training) -> None:
+    def failing(_: Tensor) -> None:
+        raise ZeroDivisionError("in backward")
+
+    handle = training.model.blocks[1].up.weight.register_hook(failing)
+    with pytest.raises(ZeroDivisionError):
+        training.optimizer.backward(training.loss(5))
+    handle.remove()
+    training.optimizer.zero_grad()
+
+
+def save_and_load(training: Training) -> None:
+    weights, state = copy.deepcopy(training.model.state_dict()), training.optimizer.state_dict()
+    training.step()
+    training.steps -= 1
+    training.model.load_state_dict(weights)
+    training.optimizer.load_state_dict(state)
+
+
+BETWEEN = [
+    *(skip_layers, look, change_learning_rate, freeze_and_thaw, fail_in_forward, fail_in_backward, save_and_load),
+]
+
+
+@pytest.mark.parametrize("parameters", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("between", BETWEEN)
+def test_whatever_happens_between_steps(between: Callable[[Training], Any], parameters: str) -> None:
+    expected = Training({"backend": "resident"}, parameters, Skipping)
+    wanted = run(expected, None, 5, between)
+    for seed in range(6):
+        tested = Training(OVERLAP, parameters, Skipping)
+        assert run(tested, seed, 5, between) == wanted, seed
+        assert_same(tested.snapshot(), expected.snapshot())
+        tested.optimizer.close()
+
+
+class FailingOnce(torch.optim.AdamW):
+    left = -1
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        FailingOnce.left -= 1
+        super().step()
+        if FailingOnce.left == -1:
+            raise ValueError("the base optimizer fails")
+
+
+def test_a_failure_is_raised_once_by_the_next_forward_and_needs_a_checkpoint() -> None:
+    FailingOnce.left = -1
+    training = Training(OVERLAP, optimizer_class=FailingOnce)
+    training.train(2)
+    weights, state = copy.deepcopy(training.model.state_dict()), training.optimizer.state_dict()
+    FailingOnce.left = 3
+    training.step()
+    with pytest.raises(LaneError, match=r"the update of .* failed .*the base optimizer fails"):
+        training.loss()
+    FailingOnce.left = -1
+    with pytest.raises(RuntimeError, match="Load a checkpoint"):
+        training.optimizer.step()
+    training.model.load_state_dict(weights)
+    training.optimizer.load_state_dict(state)
+    training.steps = 2
+    expected = Training({"backend": "resident"})
+    expected.train(4)
+    training.train(2)
+    assert_same(training.snapshot(), expected.snapshot())
+
+
+def test_generation_waits() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=2
+    )
+    found = []
+    for state in ({"backend": "resident"}, OVERLAP):
+        torch.manual_seed(0)
+        strategy = lightstep.Strategy.load({"optimizer_state": state})
+        model = strategy.prepare_model(transformers.LlamaForCausalLM(config))
+        optimizer: Any = strategy.create_optimizer(model, lr=1e-2)
+        texts = []
+        for step in range(4):
+            tokens = torch.randint(64, (2, 12), generator=torch.Generator().manual_seed(step))
+            optimizer.backward(model(input_ids=tokens, labels=tokens).loss)
+            optimizer.step()
+            if state is OVERLAP and step == 0:
+                random_delays(optimizer._backend.lanes, 3, 2e-3)
+            texts.append(model.generate(tokens[:1, :4], max_new_tokens=6, do_sample=False).tolist())
+        found.append(texts)
+    assert found[0] == found[1]
+
+
+def test_units_are_updated_in_the_order_of_the_forward() -> None:
+    training = Training(OVERLAP)
+    training.train(1)
+    names = [unit.parts[0][0].name for unit in training.optimizer._backend.units()]
+    order = [name for name, _ in training.model.named_parameters()]
+    assert names == sorted(names, key=order.index)
