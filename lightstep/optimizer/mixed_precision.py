@@ -79,7 +79,7 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         """Everything that is built up while working and never saved."""
         self.gradients = GradientAccumulator(reduce_float32)
         self._managed = ManagedParameters(self._arithmetic, self._backend, self.master_weights, places)
-        self._state_view = StateView(self._managed, self.parameter_state, self.load_parameter_state)
+        self._state_view = StateView(self._managed, self.parameter_state, self._replace_state)
         self._walk = UnitWalk(self._arithmetic, self._backend, self._refusing_further_steps, self._managed.record)
         self._norm: GradientNorm | None = None
         self._failure: str | None = None
@@ -96,7 +96,7 @@ class MixedPrecisionOptimizer(BaseOptimizer):
     def state(self, entries: Mapping[Tensor, Mapping[str, Any]]) -> None:
         if hasattr(self, "_managed"):  # torch's constructor assigns an empty one
             for item in self._managed:
-                self.load_parameter_state(item.param, entries.get(item.param, {}))
+                self._replace_state(item.param, entries.get(item.param, {}))
 
     def _watch_gradients(self) -> None:
         self.gradients.watch(p for group in self.param_groups for p in group["params"] if p.requires_grad)
@@ -235,7 +235,8 @@ class MixedPrecisionOptimizer(BaseOptimizer):
     # -- the rest of the contract
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        param_group.update(plain_numbers(param_group))
+        if isinstance(param_group, dict):  # torch refuses anything else
+            param_group.update(plain_numbers(param_group))
         super().add_param_group(param_group)
         if hasattr(self, "gradients"):  # not while the constructor adds the first groups
             self._watch_gradients()
@@ -257,7 +258,7 @@ class MixedPrecisionOptimizer(BaseOptimizer):
 
     def refresh_master_weights(self) -> None:
         with torch.no_grad():
-            self._managed.refresh()
+            self._managed.refresh(self.param_groups)
 
     def memory_report(self) -> dict[str, float]:
         parameters = sum(item.local.numel() for item in self._managed)
@@ -306,7 +307,6 @@ class MixedPrecisionOptimizer(BaseOptimizer):
             return {}
         self._backend.synchronize()
         with torch.no_grad():
-            self._managed.adopt_before_reading(item)
             return self._managed.state_of(item, kept_only)
 
     def takes_entry(self, entry: Tensor, shape: torch.Size) -> bool:
@@ -322,6 +322,12 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         Raises:
             ValueError: an entry has another shape than the parameter's local shard, or the parameter is a stranger.
         """
+        self._replace_state(parameter, entries)
+        self._to_repair = {item for item in self._to_repair if item.param is not parameter}
+        if not self._to_repair:
+            self._failure = None
+
+    def _replace_state(self, parameter: Tensor, entries: Mapping[str, Any]) -> None:
         self._set_up(also=[parameter] if entries else ())
         item = self._managed.get(parameter)
         if item is None and not entries:
@@ -330,9 +336,6 @@ class MixedPrecisionOptimizer(BaseOptimizer):
             raise ValueError(f"a parameter of shape {tuple(parameter.shape)} is not among the optimizer's groups")
         with torch.no_grad():
             self._managed.load_state(item, entries)
-        self._to_repair.discard(item)
-        if not self._to_repair:
-            self._failure = None
 
     @property
     def half_updated(self) -> bool:

@@ -112,8 +112,12 @@ class StateBackend(ABC):
         return type(self)()
 
     @abstractmethod
-    def register(self, managed: Sequence[Managed], schema: Schema) -> None:
-        """Take charge of exactly these parameters: new ones join, those no longer listed leave with their state."""
+    def register(self, managed: Sequence[Managed], schema: Schema, whole_tensors: bool = False) -> None:
+        """Take charge of exactly these parameters: new ones join, those no longer listed leave with their state.
+
+        Args:
+            whole_tensors: the optimizer is not element-wise; no tensor is cut.
+        """
 
     @abstractmethod
     def units(self) -> Sequence[Unit]:

@@ -58,8 +58,9 @@ class Run:
         master_weights: bool = True,
         shapes: list[tuple[int, ...]] = SHAPES,
         layers: list[Any] | None = None,
+        whole_tensors: bool = False,
     ) -> None:
-        self.backend, self.dtype = backend, dtype
+        self.backend, self.dtype, self.whole_tensors = backend, dtype, whole_tensors
         self.arithmetic = BaseArithmetic(optimizer_class, dict(hyperparameters))
         self.arithmetic.prepare(CPU)
         self.group = {**self.arithmetic.defaults}
@@ -74,7 +75,7 @@ class Run:
 
     def register(self, items: list[Managed]) -> None:
         self.items = items
-        self.backend.register(items, self.arithmetic.schema(CPU, [self.group]))
+        self.backend.register(items, self.arithmetic.schema(CPU, [self.group]), self.whole_tensors)
 
     def step(self, number: int, *, without: Collection[int] = (), overflow: float = 0.0) -> None:
         """One step; the parameters ``without`` a gradient stay as they are."""
@@ -312,8 +313,8 @@ class RowScaled(torch.optim.Optimizer):
 
 def test_an_optimizer_that_needs_whole_tensors_gets_them() -> None:
     shapes = [(9, 30), (30,), (17, 33)]
-    backends = (streamed(2, slot_bytes=6000, whole_tensors=True), ResidentBackend())
-    runs = [Run(b, RowScaled, {}, shapes=shapes, layers=[0, 0, 1]) for b in backends]
+    backends = (streamed(2, slot_bytes=6000), ResidentBackend())
+    runs = [Run(b, RowScaled, {}, shapes=shapes, layers=[0, 0, 1], whole_tensors=True) for b in backends]
     for number in range(5):
         for run in runs:
             run.step(number)
@@ -631,7 +632,7 @@ def test_a_ring_smaller_than_the_smallest_piece_is_refused_with_the_numbers() ->
     ):
         Run(StreamBackend(Splitter, ring_mib=0.001))
     with pytest.raises(RingError, match=r"p3 needs 5648 bytes in one piece \(this optimizer needs whole tensors\)"):
-        Run(StreamBackend(Splitter, ring_mib=0.02, whole_tensors=True))
+        Run(StreamBackend(Splitter, ring_mib=0.02), whole_tensors=True)
 
 
 def test_the_size_that_the_refusal_asks_for_is_enough() -> None:
