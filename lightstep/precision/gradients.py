@@ -14,6 +14,7 @@ from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle, unserializable_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -52,8 +53,9 @@ class GradientAccumulator:
         self._uncertain: list[tuple[Tensor, Sequence[Tensor | None]]] = []
         self._handles: dict[Tensor, list[RemovableHandle]] = {}
         self._reduction: ReducedGradients | None = None
-        self._aside: dict[Tensor, Tensor] = {}
+        self._aside: dict[Tensor, tuple[Tensor, bool]] = {}
         self._watch = GradientWatch()
+        self._watching_the_end = False
 
     def comes_from(self, reduction: ReducedGradients) -> None:
         """Gradients of parameters watched now or later are delivered by this."""
@@ -132,7 +134,7 @@ class GradientAccumulator:
     def put_aside(self, parameter: Tensor) -> None:
         """A new gradient is about to arrive in ``p.grad``: what stands there makes room, for it to be added in fp32.
 
-        ``torch.autograd.grad`` announces gradients too, and then writes none: see :meth:`_put_back`.
+        ``torch.autograd.grad`` announces gradients too, and then writes none: what was put aside comes back at its end.
         """
         self._put_back(parameter)
         if parameter in self._rounded:
@@ -142,27 +144,33 @@ class GradientAccumulator:
             self._sums.pop(parameter, None)  # somebody gave the micro-batches up: ``model.zero_grad()``
             self._watch.forget(parameter)
         else:
-            self._refuse_change(parameter)
-            self._aside[parameter], parameter.grad = parameter.grad, None
+            self._watch.refuse_change(parameter)
+            self._aside[parameter] = parameter.grad, self._watch.untouched(parameter)
+            parameter.grad = None
+            if not self._watching_the_end:
+                self._watching_the_end = True
+                Variable._execution_engine.queue_callback(self._end_of_backward)
+
+    def _end_of_backward(self) -> None:
+        self._watching_the_end = False
+        for parameter in list(self._aside):
+            self._put_back(parameter)
 
     def arrived(self, parameter: Tensor) -> None:
         """The new gradient is in ``p.grad``."""
-        earlier = self._aside.pop(parameter, None)
+        earlier, untouched = self._aside.pop(parameter, (None, False))
         if earlier is not None:
             newest, parameter.grad = parameter.grad, earlier
             self._add_to_sum(parameter)
             parameter.grad = newest
+            self._watch.added(parameter, untouched)
         self._watch.written(parameter)
 
     def _put_back(self, parameter: Tensor) -> None:
         """Nothing arrived after all."""
-        earlier = self._aside.pop(parameter, None)
+        earlier, _ = self._aside.pop(parameter, (None, False))
         if earlier is not None and parameter.grad is None:
             parameter.grad = earlier
-
-    def _refuse_change(self, parameter: Tensor) -> None:
-        if parameter in self._sums:
-            self._watch.refuse_change(parameter)
 
     def _add_to_sum(self, parameter: Tensor) -> None:
         """Move ``p.grad`` into the parameter's fp32 sum."""
@@ -181,10 +189,11 @@ class GradientAccumulator:
         """
         if self._uncertain:
             self._settle()
+        self._watching_the_end = False  # a backward that failed did not come to its end
         self._put_back(parameter)
         rounded = parameter in self._rounded
         if not rounded and parameter not in self._reduced:
-            self._refuse_change(parameter)
+            self._watch.refuse_change(parameter)
             self._refuse_unreduced(parameter)
         if rounded or (parameter.grad is None and parameter not in self._reduced):
             self._rounded.discard(parameter)
@@ -221,6 +230,7 @@ class GradientAccumulator:
         self._rounded.clear()
         self._uncertain.clear()
         self._aside.clear()
+        self._watching_the_end = False
         self._watch.clear()
 
     def close(self) -> None:

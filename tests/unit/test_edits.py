@@ -232,6 +232,7 @@ def test_edits_of_a_whole_gradient_count(edit: str) -> None:
     setup, expected = Setup(), Setup()
     for one in (setup, expected):
         one.backward(0)
+        torch.autograd.grad(one.model(torch.ones(1, 6).bfloat16()).sum(), list(one.model.parameters()))
         for parameter in one.model.parameters():
             EDITS[edit](parameter)
         one.step(1) if one is setup else one.optimizer.step()
