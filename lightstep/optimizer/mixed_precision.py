@@ -293,6 +293,12 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         """:meth:`parameter_state` without communication: ``{}`` where another replica keeps the state."""
         return self._state_of(parameter, kept_only=True)
 
+    def described_state(self, parameter: Tensor) -> dict[str, Any]:
+        """:meth:`kept_state` without numbers: local shapes and dtypes as meta tensors, and plain values."""
+        self._refuse_if_closed()
+        item = self._managed.get(parameter)
+        return {} if item is None else self._backend.describe(item)
+
     def keeps_state(self, parameter: Tensor) -> bool:
         """Whether this process keeps the parameter's state, and not another replica (set up if need be)."""
         if parameter.requires_grad:

@@ -148,6 +148,13 @@ class StateBackend(ABC):
         where the state is elsewhere. Call :meth:`synchronize` first.
         """
 
+    def describe(self, managed: Managed) -> dict[str, Any]:
+        """:meth:`entries` without their numbers: tensors are on the meta device."""
+        return {
+            key: torch.empty_like(value, device="meta") if isinstance(value, Tensor) else value
+            for key, value in self.entries(managed).items()
+        }
+
     def gather(self, managed: Managed) -> dict[str, Any]:
         """:meth:`entries` of whoever keeps them: where replicas share the work, every one of them calls this.
 

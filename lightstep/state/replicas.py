@@ -121,6 +121,9 @@ class SharedByReplicas(StateBackend):
     def entries(self, managed: Managed) -> dict[str, Any]:
         return {} if managed.elsewhere else self.inner.entries(managed)
 
+    def describe(self, managed: Managed) -> dict[str, Any]:
+        return {} if managed.elsewhere else self.inner.describe(managed)
+
     def gather(self, managed: Managed) -> dict[str, Any]:
         """Copies of the owner's :meth:`entries`; every replica calls this."""
         owner = self._owners[managed]

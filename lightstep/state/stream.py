@@ -270,6 +270,18 @@ class StreamBackend(StateBackend):
     def entries(self, managed: Managed) -> dict[str, Any]:
         return self._assemble(managed) if managed.updated else {}
 
+    def describe(self, managed: Managed) -> dict[str, Any]:
+        parts = self._parts.get(managed, []) if managed.updated else []
+        if not parts or any(part.layout is None for part in parts):
+            return {}
+        first, layout = parts[0], parts[0].layout
+        assert layout is not None
+        kinds = layout.kinds() if first.whole else {k: (d, managed.local.shape) for k, (d, _) in layout.kinds().items()}
+        if not managed.own_master:
+            kinds["master"] = torch.float32, managed.local.shape
+        described = {key: torch.empty(shape, dtype=dtype, device="meta") for key, (dtype, shape) in kinds.items()}
+        return {key: described.get(key, first.values.get(key)) for key in dict.fromkeys([*first.keys, *described])}
+
     def gather(self, managed: Managed) -> dict[str, Any]:
         """Copies: an edit could not follow what is cut, coded, or already fetched for the next step."""
         entries, home = self.entries(managed), self._home[self._parts[managed][0]].bytes

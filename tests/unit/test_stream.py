@@ -840,3 +840,21 @@ def test_every_rank_of_a_host_needs_its_memory(monkeypatch: pytest.MonkeyPatch) 
     host_memory.require(12 << 30, "state")
     with pytest.raises(HostMemoryError, match=r"needs 480\.00 GiB of host memory \(60\.00 GiB for each of the 8 ranks"):
         host_memory.require(60 << 30, "state")
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SGD", "RowScaled"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_descriptions_are_those_of_the_entries(dtype: torch.dtype, name: str) -> None:
+    classes: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+        "AdamW": (torch.optim.AdamW, {"lr": 1e-2}),
+        "SGD": (torch.optim.SGD, {"lr": 1e-2}),
+        "RowScaled": (RowScaled, {}),
+    }
+    for backend in (streamed(3, slot_bytes=16_000), ResidentBackend()):
+        run = Run(backend, *classes[name], dtype=dtype, whole_tensors=name == "RowScaled")
+        run.step(0, without={2, 5})
+        for item in run.items:
+            entries, described = run.backend.entries(item), run.backend.describe(item)
+            assert list(entries) == list(described)
+            for key, value in entries.items():
+                assert (value.shape, value.dtype) == (described[key].shape, described[key].dtype), key
