@@ -125,6 +125,8 @@ def _one_sentence(debug: bool = False) -> Iterator[None]:
         _fail("interrupted", 130, debug)
     except ValueError as error:  # ConfigError is one
         _fail(str(error), BAD_INPUT, debug)
+    except MemoryError as error:
+        _fail(str(error) or "out of host memory", FAILED, debug)
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
         _fail(f"{where}{error.strerror or error}", FAILED, debug)

@@ -91,24 +91,28 @@ class NoLossScale(_Frozen):
     kind: Literal["none"] = "none"
 
 
+_FP32_LARGEST = 3.4e38
+"""The loss scale is an fp32 number."""
+
+
 class ConstantScale(_Frozen):
     """The loss is multiplied by one fixed number."""
 
     kind: Literal["constant"]
-    scale: Annotated[float, Field(gt=0)]
+    scale: Annotated[float, Field(gt=0, le=_FP32_LARGEST)]
 
 
 class DynamicScale(_Frozen):
     """The scale grows after ``growth_interval`` good steps and shrinks on overflow."""
 
     kind: Literal["dynamic"]
-    init_scale: Annotated[float, Field(gt=0)] = 65536.0
+    init_scale: Annotated[float, Field(gt=0, le=_FP32_LARGEST)] = 65536.0
     growth_factor: Annotated[float, Field(gt=1)] = 2.0
     backoff_factor: Annotated[float, Field(gt=0, lt=1)] = 0.5
     growth_interval: Annotated[int, Field(ge=1)] = 2000
     hysteresis: Annotated[int, Field(ge=1)] = 1
     min_scale: Annotated[float, Field(gt=0)] = 1.0
-    max_scale: Annotated[float, Field(gt=0)] = 2.0**32
+    max_scale: Annotated[float, Field(gt=0, le=_FP32_LARGEST)] = 2.0**32
 
     @model_validator(mode="after")
     def _ordered(self) -> DynamicScale:
@@ -225,6 +229,10 @@ def merge_overrides(values: Mapping[str, Any], overrides: Mapping[str, Any] | No
 
     A section whose ``kind`` is overridden starts afresh: the keys of the old kind do not apply to the new one.
     """
+    if overrides is not None and not isinstance(overrides, Mapping):
+        raise ConfigError(
+            f"overrides are {overrides!r:.80}; a mapping is needed, for example {{'clipping.max_norm': 0.5}}"
+        )
     merged = {key: dict(value) if isinstance(value, Mapping) else value for key, value in values.items()}
     for dotted, value in (overrides or {}).items():
         _assign(merged, dotted.split("."), value)

@@ -6,6 +6,7 @@ duration of one call. So every element-wise torch optimizer works, and stays exa
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 from collections import defaultdict
@@ -22,61 +23,75 @@ _NOT_ELEMENT_WISE = {"Adafactor", "Muon", "Shampoo", "SOAP", "Adam_mini"}
 _SQUARES = frozenset({"exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum"})
 
 
-def needs_whole_tensors(optimizer_class: type[torch.optim.Optimizer], hyperparameters: Mapping[str, Any]) -> bool:
-    """Whether an optimizer is not element-wise.
+def needs_whole_tensors(
+    optimizer_class: type[torch.optim.Optimizer], hyperparameters: Mapping[str, Any], group: Mapping[str, Any]
+) -> bool:
+    """Whether an optimizer is not element-wise under the settings of one group.
 
     A class says so by ``whole_tensors = True`` (or ``False``), a few are known, and others are tried out: a matrix and
     its two halves, flattened, must come to the same.
 
     Raises:
-        TypeError: not a usable optimizer class.
+        TypeError: the class mixes parameters, and cannot be applied to one unit after the other.
     """
-    _check_class(optimizer_class, hyperparameters)
     declared = getattr(optimizer_class, "whole_tensors", None)
     if declared is not None:
         return bool(declared)
     if optimizer_class.__name__ in _NOT_ELEMENT_WISE:
         return True
-    return not _is_torchs_own(optimizer_class) and _mixes_elements(optimizer_class, hyperparameters)
+    return not _is_torchs_own(optimizer_class) and _Trial(optimizer_class, hyperparameters, group).mixes_elements()
 
 
 def _is_torchs_own(optimizer_class: type) -> bool:
     return optimizer_class.__module__.startswith("torch.optim.")
 
 
-def _mixes_elements(optimizer_class: type[torch.optim.Optimizer], hyperparameters: Mapping[str, Any]) -> bool:
-    """Whether two updates of a matrix and of its halves differ. ``False`` where the class cannot be tried out."""
-    generator = torch.Generator().manual_seed(0)
-    matrix, first, second = (torch.randn(16, 16, generator=generator) for _ in range(3))
-    try:
-        with torch.random.fork_rng(devices=[]):
-            whole = _updated(optimizer_class, hyperparameters, [matrix], [[first], [second]])
-    except Exception:  # whatever it is that this class needs, set-up will say
-        return False
-    try:
-        gradients = [list(gradient.view(-1).split(128)) for gradient in (first, second)]
-        with torch.random.fork_rng(devices=[]):
-            halves = _updated(optimizer_class, hyperparameters, list(matrix.view(-1).split(128)), gradients)
-    except Exception:  # it takes matrices only
-        return True
-    return not torch.equal(whole[0].view(-1), torch.cat(halves))
+class _Trial:
+    """Two updates of small matrices, whole and in pieces, apart and together."""
 
+    def __init__(
+        self, optimizer_class: type[torch.optim.Optimizer], hyperparameters: Mapping[str, Any], group: Mapping[str, Any]
+    ) -> None:
+        self._class, self._hyperparameters, self._group = optimizer_class, hyperparameters, _settings(group)
+        generator = torch.Generator().manual_seed(0)
+        self._numbers = [[torch.randn(16, 16, generator=generator) for _ in range(3)] for _ in range(2)]
 
-def _updated(
-    optimizer_class: type[torch.optim.Optimizer],
-    hyperparameters: Mapping[str, Any],
-    values: list[Tensor],
-    gradients: list[list[Tensor]],
-) -> list[Tensor]:
-    """Copies of ``values`` after one update for each list of gradients."""
-    parameters = [value.clone() for value in values]
-    optimizer = optimizer_class(parameters, **hyperparameters)
-    for step in gradients:
-        for parameter, gradient in zip(parameters, step, strict=True):
-            parameter.grad = gradient.clone()
-        with torch.no_grad():
-            _undecorated_step(optimizer_class)(optimizer)
-    return parameters
+    def mixes_elements(self) -> bool:
+        """``False`` where the class cannot be tried out, or draws random numbers."""
+        first, second = self._numbers
+        try:
+            whole = self._updated([first])
+            random = not torch.equal(whole[0], self._updated([first], seed=1)[0])
+            together, apart = self._updated([first, second]), [*whole, *self._updated([second])]
+        except Exception:  # whatever it is that this class needs, set-up will say
+            return False
+        if random:
+            return False
+        if not all(torch.equal(*pair) for pair in zip(together, apart, strict=True)):
+            raise TypeError(
+                f"{self._class.__name__} computes something over all its parameters together (a norm of its own?), "
+                "and lightstep applies it to one unit of parameters after the other; clip with clipping.max_norm, or "
+                "use an optimizer whose update of a parameter depends on that parameter alone"
+            )
+        try:
+            halves = self._updated([list(part) for part in zip(*(n.view(-1).split(128) for n in first), strict=True)])
+        except Exception:  # it takes matrices only
+            return True
+        return not torch.equal(whole[0].view(-1), torch.cat(halves))
+
+    def _updated(self, numbers: Sequence[Sequence[Tensor]], seed: int = 0) -> list[Tensor]:
+        """Each ``[value, gradient, gradient]``'s value after the updates, all in one optimizer."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            parameters = [value.clone() for value, *_ in numbers]
+            settings = copy.deepcopy(self._group)
+            optimizer = self._class([{**settings, "params": parameters}], **copy.deepcopy(dict(self._hyperparameters)))
+            for gradients in list(zip(*numbers, strict=True))[1:]:
+                for parameter, gradient in zip(parameters, gradients, strict=True):
+                    parameter.grad = gradient.clone()
+                with torch.no_grad():
+                    _undecorated_step(self._class)(optimizer)
+        return parameters
 
 
 class GroupValues:
@@ -103,10 +118,11 @@ class GroupValues:
 
     def attributes_at_start(self, optimizer: torch.optim.Optimizer) -> None:
         """Set numbers that a class keeps on itself (``self.t += 1``) back to what the step began with."""
-        if optimizer not in self._attributes:
-            kept = {key: value for key, value in vars(optimizer).items() if type(value) in (int, float, bool)}
-            self._attributes[optimizer] = kept
-        vars(optimizer).update(self._attributes[optimizer])
+        numbers = {key: value for key, value in vars(optimizer).items() if type(value) in (int, float, bool)}
+        before = self._attributes.setdefault(optimizer, numbers)
+        for born in numbers.keys() - before.keys():
+            delattr(optimizer, born)
+        vars(optimizer).update(before)
 
     def note(self, live: dict[str, Any], seen: Mapping[str, Any]) -> None:
         """The settings of one group, as the base optimizer left them."""
@@ -127,8 +143,12 @@ class BaseArithmetic:
         optimizer_class: a ``torch.optim.Optimizer`` subclass.
         hyperparameters: its keyword arguments.
 
+    Attributes:
+        whole_tensors: the class is not element-wise: pieces must be whole parameters.
+
     Raises:
-        TypeError: not an optimizer class, or one that cannot work piece by piece (it needs closures, sparse gradients).
+        TypeError: not an optimizer class, or one that cannot work piece by piece (it needs closures, sparse gradients,
+            something over all parameters).
         ValueError: what the class itself says of its hyper-parameters.
     """
 
@@ -136,6 +156,8 @@ class BaseArithmetic:
         _check_class(optimizer_class, hyperparameters)
         self.optimizer_class = optimizer_class
         self.hyperparameters = plain_numbers(hyperparameters)
+        self.whole_tensors = needs_whole_tensors(optimizer_class, self.hyperparameters, {})
+        self._considered: list[dict[str, Any]] = []
         self.defaults: dict[str, Any] = self._construct([self._probe()], fused=False).defaults
         self.defaults.update(
             {key: self.hyperparameters.get(key) for key in ("fused", "foreach") if key in self.defaults}
@@ -149,10 +171,14 @@ class BaseArithmetic:
         """The optimizer class's name."""
         return self.optimizer_class.__name__
 
-    @functools.cached_property
-    def whole_tensors(self) -> bool:
-        """See :func:`needs_whole_tensors`."""
-        return needs_whole_tensors(self.optimizer_class, self.hyperparameters)
+    def consider(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Find out what these groups' settings mean for :attr:`whole_tensors`; called at set-up."""
+        for group in groups:
+            settings = {key: value for key, value in _settings(group).items() if key in self.defaults}
+            if not any(settings is known or _equal_settings(settings, known) for known in self._considered):
+                self._considered.append(settings)
+                needs = needs_whole_tensors(self.optimizer_class, self.hyperparameters, settings)
+                self.whole_tensors = self.whole_tensors or needs
 
     def prepare(self, device: torch.device, low_precision: bool = False) -> None:
         """Find out how this class runs on ``device``; called at set-up, so that ``step()`` does not have to.
@@ -174,7 +200,8 @@ class BaseArithmetic:
 
     def schema(self, device: torch.device, groups: Sequence[dict[str, Any]]) -> Schema:
         """The entries of the base optimizer's state under any of ``groups``, read off one update of small probes."""
-        probed = [{**self._resolved(group, device), "params": [self._probe(device)]} for group in groups]
+        settings = [copy.deepcopy(self._resolved(group, device)) for group in groups]  # a class may change them
+        probed = [{**setting, "params": [self._probe(device)]} for setting in settings]
         optimizer = self._construct(probed, self._default_fused[device])
         probes = [group["params"][0] for group in probed]
         for probe in probes:
@@ -335,6 +362,16 @@ def _adopt_state(inner: torch.optim.Optimizer, pieces: Sequence[Piece]) -> None:
         if state is not piece.state:
             piece.state.clear()
             piece.state.update(state)
+
+
+def _equal_settings(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
+    """Equal but for the learning rate, which schedules change and which mixes nothing."""
+    keys = (first.keys() | second.keys()) - {"lr", "initial_lr"}
+    return all(key in first and key in second and _same(first[key], second[key]) for key in keys)
+
+
+def _same(first: Any, second: Any) -> bool:
+    return first is second or (type(first) is type(second) and not isinstance(first, Tensor) and bool(first == second))
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:

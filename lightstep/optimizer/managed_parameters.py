@@ -13,6 +13,7 @@ from lightstep.optimizer.arithmetic import BaseArithmetic
 from lightstep.optimizer.param_groups import Place
 from lightstep.precision.master_weights import ModelWatch
 from lightstep.state.backend import Managed, Schema, StateBackend
+from lightstep.state.resident import same_rounding
 
 Places = Callable[[], Mapping[Tensor, Place]]
 
@@ -71,6 +72,7 @@ class ManagedParameters:
             return False
         if not listed:
             raise ValueError("the optimizer has no trainable parameter: requires_grad is False on all of them")
+        self._arithmetic.consider(groups)
         places = self._places() if self._places is not None else {}
         items = [self._items.get(p) or self._manage(p, group, places.get(p), i) for i, (p, group) in enumerate(listed)]
         new = [item for item in items if item.param not in self._items]
@@ -80,7 +82,7 @@ class ManagedParameters:
         schema = self._arithmetic.schema(items[0].local.device, groups)
         place = {parameter: index for index, parameter in enumerate(places)}
         in_model_order = sorted(items, key=lambda item: place.get(item.param, len(place)))
-        self._backend.register(in_model_order, schema)  # refuses, or takes them all
+        self._backend.register(in_model_order, schema, self._arithmetic.whole_tensors)  # refuses, or takes them all
         self._items, self._schema = {item.param: item for item in items}, schema
         for item in new:
             self.record(item)
@@ -109,15 +111,8 @@ class ManagedParameters:
 
     def adopt_outside_changes(self, groups: Sequence[dict[str, Any]]) -> None:
         """Weights that somebody else wrote since the last step become the masters."""
-        cast = [item for item in self if local_tensor(item.param).dtype != item.local.dtype]
-        if cast:
-            self._take_over_cast(cast, groups)
+        self._take_over_casts(groups)
         for item in self:
-            self._adopt(item)
-
-    def adopt_before_reading(self, item: Managed) -> None:
-        """As :meth:`adopt_outside_changes`; but state that was just loaded may still wait for its model's weights."""
-        if self._watch.knows(item.param):
             self._adopt(item)
 
     def _adopt(self, item: Managed) -> None:
@@ -132,19 +127,27 @@ class ManagedParameters:
             self._backend.refresh(item)
         self.record(item)
 
-    def _take_over_cast(self, cast: Sequence[Managed], groups: Sequence[dict[str, Any]]) -> None:
+    def _take_over_casts(self, groups: Sequence[dict[str, Any]]) -> None:
         """Parameters of another dtype now (``model.float()``) keep their state; masters are made of their weights."""
+        cast = [item for item in self if local_tensor(item.param).dtype != item.local.dtype]
+        if not cast:
+            return
         self._backend.synchronize()
         carried = {item.param: _copied(self._backend.gather(item)) for item in cast}
-        for item in cast:
-            del self._items[item.param]
-        self.set_up(groups, also=list(carried))
+        before = self._items
+        self._items = {parameter: item for parameter, item in before.items() if parameter not in carried}
+        try:
+            self.set_up(groups, also=list(carried))
+        except BaseException:
+            self._items = before
+            raise
         for parameter, entries in carried.items():
             entries.pop("master", None)
             self.load_state(self._items[parameter], entries)
 
-    def refresh(self) -> None:
+    def refresh(self, groups: Sequence[dict[str, Any]]) -> None:
         """All masters become the parameters' values."""
+        self._take_over_casts(groups)
         for item in self:
             item.local = local_tensor(item.param).detach()
             self._backend.refresh(item)
@@ -158,7 +161,20 @@ class ManagedParameters:
         Where replicas share the work, all of them call this, unless ``kept_only``: what this process keeps.
         """
         entries = self._backend.entries(item) if kept_only else self._backend.gather(item)
+        if "master" in entries and self._was_edited(item, entries["master"]):
+            entries["master"] = local_tensor(item.param).detach().float()
         return {key: _placed_like(item, value) for key, value in entries.items()}
+
+    def _was_edited(self, item: Managed, master: Tensor) -> bool:
+        """Whether somebody else wrote to the weight since the last step: what is read and saved follows it.
+
+        Nothing is changed here: the weights may be others only while somebody looks (averages swapped in and out). And
+        state that was just loaded may still wait for the weights that go with it.
+        """
+        local = local_tensor(item.param)
+        if not self._watch.knows(item.param) or not self._watch.suspicious(item.param, local):
+            return False
+        return self._backend.hands_out_state and not same_rounding(local, master)
 
     def load_state(self, item: Managed, entries: Mapping[str, Any]) -> None:
         """Replace one parameter's state; ``{}`` removes it.
@@ -233,7 +249,11 @@ class StateView(MutableMapping[Tensor, dict[str, Any]]):
         self._write = write
 
     def __getitem__(self, parameter: Tensor) -> dict[str, Any]:
-        return _Entries(self._read(parameter), lambda entries: self._write(parameter, entries))
+        return _Entries(self._read(parameter), lambda new, gone: self._change(parameter, new, gone))
+
+    def _change(self, parameter: Tensor, new: Mapping[str, Any], gone: Collection[str]) -> None:
+        entries = {**self._read(parameter), **new}
+        self._write(parameter, {key: value for key, value in entries.items() if key not in gone})
 
     def __setitem__(self, parameter: Tensor, entries: dict[str, Any]) -> None:
         self._write(parameter, entries)
@@ -253,32 +273,54 @@ class StateView(MutableMapping[Tensor, dict[str, Any]]):
 
 
 class _Entries(dict[str, Any]):
-    """One parameter's entries; what is assigned here is written to the state."""
+    """One parameter's entries as they were read; what is assigned here is written to the state, and only that.
 
-    def __init__(self, entries: Mapping[str, Any], write: Callable[[Mapping[str, Any]], None]) -> None:
+    Args:
+        change: called with the entries that are new and the names of those that go.
+    """
+
+    def __init__(
+        self, entries: Mapping[str, Any], change: Callable[[Mapping[str, Any], Collection[str]], None]
+    ) -> None:
         super().__init__(entries)
-        self._write = write
+        self._change = change
 
     def __setitem__(self, key: str, value: Any) -> None:
-        super().__setitem__(key, value)
-        self._write(self)
+        self.update({key: value})
 
     def __delitem__(self, key: str) -> None:
         super().__delitem__(key)
-        self._write(self)
+        self._change({}, [key])
 
     def update(self, *arguments: Any, **entries: Any) -> None:
-        super().update(*arguments, **entries)
-        self._write(self)
+        new = dict(*arguments, **entries)
+        super().update(new)
+        self._change(new, ())
+
+    def __ior__(self, other: Any) -> _Entries:  # type: ignore[misc,override]
+        self.update(other)
+        return self
+
+    def setdefault(self, key: str, default: Any = None) -> Any:
+        if key not in self:
+            self[key] = default
+        return self[key]
 
     def pop(self, key: str, *default: Any) -> Any:
-        value = super().pop(key, *default)
-        self._write(self)
+        if key not in self:
+            return super().pop(key, *default)
+        value = self[key]
+        del self[key]
         return value
 
+    def popitem(self) -> tuple[str, Any]:
+        key = next(reversed(self))
+        return key, self.pop(key)
+
     def clear(self) -> None:
+        gone = list(self)
         super().clear()
-        self._write(self)
+        self._change({}, gone)
 
     def __reduce__(self) -> Any:
         return dict, (dict(self),)

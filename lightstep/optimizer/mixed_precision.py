@@ -83,7 +83,7 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         """Everything that is built up while working and never saved."""
         self.gradients = GradientAccumulator(reduce_float32)
         self._managed = ManagedParameters(self._arithmetic, self._backend, self.master_weights, places)
-        self._state_view = StateView(self._managed, self.parameter_state, self.load_parameter_state)
+        self._state_view = StateView(self._managed, self.parameter_state, self._replace_state)
         self._walk = UnitWalk(self._arithmetic, self._backend, self._refusing_further_steps, self._managed.record)
         self._updates = self._update_time(self._walk, self._backend)
         self._norm: GradientNorm | None = None
@@ -101,7 +101,7 @@ class MixedPrecisionOptimizer(BaseOptimizer):
     def state(self, entries: Mapping[Tensor, Mapping[str, Any]]) -> None:
         if hasattr(self, "_managed"):  # torch's constructor assigns an empty one
             for item in self._managed:
-                self.load_parameter_state(item.param, entries.get(item.param, {}))
+                self._replace_state(item.param, entries.get(item.param, {}))
 
     def _watch_gradients(self) -> None:
         self.gradients.watch(p for group in self.param_groups for p in group["params"] if p.requires_grad)
@@ -244,7 +244,8 @@ class MixedPrecisionOptimizer(BaseOptimizer):
     # -- the rest of the contract
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        param_group.update(plain_numbers(param_group))
+        if isinstance(param_group, dict):  # torch refuses anything else
+            param_group.update(plain_numbers(param_group))
         super().add_param_group(param_group)
         if hasattr(self, "gradients"):  # not while the constructor adds the first groups
             self._watch_gradients()
@@ -273,7 +274,7 @@ class MixedPrecisionOptimizer(BaseOptimizer):
     def refresh_master_weights(self) -> None:
         with torch.no_grad():
             self._updates.land()
-            self._managed.refresh()
+            self._managed.refresh(self.param_groups)
 
     def memory_report(self) -> dict[str, float]:
         parameters = sum(item.local.numel() for item in self._managed)
@@ -308,6 +309,12 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         """:meth:`parameter_state` without communication: ``{}`` where another replica keeps the state."""
         return self._state_of(parameter, kept_only=True)
 
+    def described_state(self, parameter: Tensor) -> dict[str, Any]:
+        """:meth:`kept_state` without numbers: local shapes and dtypes as meta tensors, and plain values."""
+        self._refuse_if_closed()
+        item = self._managed.get(parameter)
+        return {} if item is None else self._backend.describe(item)
+
     def keeps_state(self, parameter: Tensor) -> bool:
         """Whether this process keeps the parameter's state, and not another replica (set up if need be)."""
         if parameter.requires_grad:
@@ -323,7 +330,6 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         self._updates.land()
         self._backend.synchronize()
         with torch.no_grad():
-            self._managed.adopt_before_reading(item)
             return self._managed.state_of(item, kept_only)
 
     def takes_entry(self, entry: Tensor, shape: torch.Size) -> bool:
@@ -339,6 +345,12 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         Raises:
             ValueError: an entry has another shape than the parameter's local shard, or the parameter is a stranger.
         """
+        self._replace_state(parameter, entries)
+        self._to_repair = {item for item in self._to_repair if item.param is not parameter}
+        if not self._to_repair:
+            self._failure = None
+
+    def _replace_state(self, parameter: Tensor, entries: Mapping[str, Any]) -> None:
         self._set_up(also=[parameter] if entries else ())
         item = self._managed.get(parameter)
         if item is None and not entries:
@@ -347,9 +359,6 @@ class MixedPrecisionOptimizer(BaseOptimizer):
             raise ValueError(f"a parameter of shape {tuple(parameter.shape)} is not among the optimizer's groups")
         with torch.no_grad():
             self._managed.load_state(item, entries)
-        self._to_repair.discard(item)
-        if not self._to_repair:
-            self._failure = None
 
     @property
     def half_updated(self) -> bool:

@@ -1,8 +1,9 @@
 """Gradients on their way to the optimizer: added up in fp32, scaled into fp32 staging memory.
 
-Autograd adds the gradients of several micro-batches in the parameter's dtype. :class:`GradientAccumulator` moves the
-earlier sum into an fp32 buffer just before each new gradient arrives, so that ``grad32 = float(g1) + float(g2) + ...``
-in order. With one micro-batch nothing is copied and ``p.grad`` is what autograd made.
+Autograd adds the gradients of several micro-batches in the parameter's dtype. :class:`GradientAccumulator` puts
+``p.grad`` aside just before each new gradient arrives, and adds it to an fp32 buffer when that has arrived, so that
+``grad32 = float(g1) + float(g2) + ...`` in order. With one micro-batch nothing is copied: ``p.grad`` is what autograd
+made.
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle, unserializable_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lightstep.distributed import is_sharded, local_gradient
-from lightstep.precision.foreign_reduction import ForeignReduction
+from lightstep.distributed import local_gradient
+from lightstep.precision.gradient_watch import GradientWatch
 from lightstep.precision.scale_kernel import scale_into
 
 Key = TypeVar("Key")
@@ -51,7 +53,9 @@ class GradientAccumulator:
         self._uncertain: list[tuple[Tensor, Sequence[Tensor | None]]] = []
         self._handles: dict[Tensor, list[RemovableHandle]] = {}
         self._reduction: ReducedGradients | None = None
-        self._foreign = ForeignReduction()
+        self._aside: dict[Tensor, tuple[Tensor, bool]] = {}
+        self._watch = GradientWatch()
+        self._watching_the_end = False
 
     def comes_from(self, reduction: ReducedGradients) -> None:
         """Gradients of parameters watched now or later are delivered by this."""
@@ -67,9 +71,10 @@ class GradientAccumulator:
             self._take_off(parameter)
         for parameter in wanted - self._handles.keys():
             self._take_over(parameter)
-            self._handles[parameter] = [parameter.register_hook(_before_accumulation(self, parameter))]
-            if not is_sharded(parameter):
-                self._handles[parameter].append(self._foreign.watch(parameter))
+            self._handles[parameter] = [
+                parameter.register_hook(_before_accumulation(self, parameter)),
+                parameter.register_post_accumulate_grad_hook(_after_accumulation(self)),
+            ]
         if self._reduction is not None:
             self._reduction.connect(wanted, self)
 
@@ -126,17 +131,49 @@ class GradientAccumulator:
                 self._reduced.pop(parameter, None)
                 self._rounded.discard(parameter)
 
-    def bank(self, parameter: Tensor) -> None:
-        """Move ``p.grad`` into the parameter's fp32 sum."""
+    def put_aside(self, parameter: Tensor) -> None:
+        """A new gradient is about to arrive in ``p.grad``: what stands there makes room, for it to be added in fp32.
+
+        ``torch.autograd.grad`` announces gradients too, and then writes none: what was put aside comes back at its end.
+        """
+        self._put_back(parameter)
         if parameter in self._rounded:
             self._rounded.discard(parameter)
             parameter.grad = None
         elif parameter.grad is None:
             self._sums.pop(parameter, None)  # somebody gave the micro-batches up: ``model.zero_grad()``
-            self._foreign.forget(parameter)
-        if parameter.grad is None:
-            return
-        self._foreign.moved_away(parameter)
+            self._watch.forget(parameter)
+        else:
+            self._watch.refuse_change(parameter)
+            self._aside[parameter] = parameter.grad, self._watch.untouched(parameter)
+            parameter.grad = None
+            if not self._watching_the_end:
+                self._watching_the_end = True
+                Variable._execution_engine.queue_callback(self._end_of_backward)
+
+    def _end_of_backward(self) -> None:
+        self._watching_the_end = False
+        for parameter in list(self._aside):
+            self._put_back(parameter)
+
+    def arrived(self, parameter: Tensor) -> None:
+        """The new gradient is in ``p.grad``."""
+        earlier, untouched = self._aside.pop(parameter, (None, False))
+        if earlier is not None:
+            newest, parameter.grad = parameter.grad, earlier
+            self._add_to_sum(parameter)
+            parameter.grad = newest
+            self._watch.added(parameter, untouched)
+        self._watch.written(parameter)
+
+    def _put_back(self, parameter: Tensor) -> None:
+        """Nothing arrived after all."""
+        earlier, _ = self._aside.pop(parameter, (None, False))
+        if earlier is not None and parameter.grad is None:
+            parameter.grad = earlier
+
+    def _add_to_sum(self, parameter: Tensor) -> None:
+        """Move ``p.grad`` into the parameter's fp32 sum."""
         gradient = _local_gradient(parameter)
         parameter.grad = None
         if parameter in self._sums:
@@ -145,29 +182,40 @@ class GradientAccumulator:
             self._sums[parameter] = gradient.to(torch.float32)
 
     def take(self, parameter: Tensor) -> Tensor | None:
-        """The whole gradient of one parameter (local shard; fp32 if several were added), which is then forgotten."""
+        """The whole gradient of one parameter (local shard; fp32 if several were added), which is then forgotten.
+
+        Raises:
+            RuntimeError: some of it is not what it should be, and ranks would drift apart or an edit be lost.
+        """
         if self._uncertain:
             self._settle()
-        self._refuse_unreduced(parameter)
-        self._foreign.forget(parameter)
-        if parameter not in self._sums and parameter not in self._reduced:
+        self._watching_the_end = False  # a backward that failed did not come to its end
+        self._put_back(parameter)
+        rounded = parameter in self._rounded
+        if not rounded and parameter not in self._reduced:
+            self._watch.refuse_change(parameter)
+            self._refuse_unreduced(parameter)
+        if rounded or (parameter.grad is None and parameter not in self._reduced):
+            self._rounded.discard(parameter)
+            parameter.grad = None
+            if not rounded:
+                self._sums.pop(parameter, None)  # given up, as in put_aside
+        self._watch.forget(parameter)
+        parts = self._reduced.pop(parameter, [])
+        if not parts and parameter not in self._sums:
             gradient = None if parameter.grad is None else _local_gradient(parameter)
             parameter.grad = None
             return gradient
-        if parameter.grad is not None or parameter not in self._reduced:
-            self.bank(parameter)
-        parts = self._reduced.pop(parameter, [])
+        if parameter.grad is not None:
+            self._add_to_sum(parameter)
         if parameter in self._sums:
             parts = [*parts, self._sums.pop(parameter)]
         for part in parts[1:]:
             parts[0].add_(part)
-        return parts[0] if parts else None
+        return parts[0]
 
     def _refuse_unreduced(self, parameter: Tensor) -> None:
-        if parameter in self._rounded or parameter in self._reduced:
-            return
-        self._foreign.check(parameter)
-        if self._reduction is not None and self._reduction.takes_part(parameter) and self._foreign.untouched(parameter):
+        if self._reduction is not None and self._reduction.takes_part(parameter) and self._watch.untouched(parameter):
             raise RuntimeError(
                 f"a gradient of shape {tuple(parameter.shape)} is this rank's own, and ranks would drift apart: no "
                 "backward since the last step was reduced over the ranks. Run each step's last micro-batch under "
@@ -181,7 +229,9 @@ class GradientAccumulator:
         self._reduced.clear()
         self._rounded.clear()
         self._uncertain.clear()
-        self._foreign.clear()
+        self._aside.clear()
+        self._watching_the_end = False
+        self._watch.clear()
 
     def close(self) -> None:
         """Forget all sums and take the hooks off the parameters."""
@@ -197,7 +247,20 @@ def _before_accumulation(accumulator: GradientAccumulator, parameter: Tensor) ->
     def hook(_: Tensor) -> None:
         owner, leaf = accumulator_ref(), parameter_ref()
         if owner is not None and leaf is not None:
-            owner.bank(leaf)
+            owner.put_aside(leaf)
+
+    return hook
+
+
+def _after_accumulation(accumulator: GradientAccumulator) -> Callable[[Tensor], None]:
+    """A post-accumulate-grad hook."""
+    accumulator_ref = weakref.ref(accumulator)
+
+    @unserializable_hook
+    def hook(leaf: Tensor) -> None:
+        owner = accumulator_ref()
+        if owner is not None:
+            owner.arrived(leaf)
 
     return hook
 

@@ -114,8 +114,12 @@ class StateBackend(ABC):
         return type(self)()
 
     @abstractmethod
-    def register(self, managed: Sequence[Managed], schema: Schema) -> None:
-        """Take charge of exactly these parameters: new ones join, those no longer listed leave with their state."""
+    def register(self, managed: Sequence[Managed], schema: Schema, whole_tensors: bool = False) -> None:
+        """Take charge of exactly these parameters: new ones join, those no longer listed leave with their state.
+
+        Args:
+            whole_tensors: the optimizer is not element-wise; no tensor is cut.
+        """
 
     @property
     def lanes(self) -> Lanes:
@@ -150,6 +154,13 @@ class StateBackend(ABC):
         Tensors have the local shard's shape (or 0 dimensions) and are live where they can be. ``{}`` without state, and
         where the state is elsewhere. Call :meth:`synchronize` first.
         """
+
+    def describe(self, managed: Managed) -> dict[str, Any]:
+        """:meth:`entries` without their numbers: tensors are on the meta device."""
+        return {
+            key: torch.empty_like(value, device="meta") if isinstance(value, Tensor) else value
+            for key, value in self.entries(managed).items()
+        }
 
     def gather(self, managed: Managed) -> dict[str, Any]:
         """:meth:`entries` of whoever keeps them: where replicas share the work, every one of them calls this.

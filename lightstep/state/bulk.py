@@ -57,9 +57,9 @@ class BulkBackend(ResidentBackend):
         self._host = HostCopies()
         self._landed: dict[torch.device, torch.Event] = {}
 
-    def register(self, managed: Sequence[Managed], schema: Schema) -> None:
+    def register(self, managed: Sequence[Managed], schema: Schema, whole_tensors: bool = False) -> None:
         known = set(self._pieces)
-        super().register(managed, schema)
+        super().register(managed, schema, whole_tensors)
         self._host.forget(known - set(managed))
         for item in managed:
             if item not in known:

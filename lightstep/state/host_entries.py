@@ -34,7 +34,10 @@ class HostEntries:
         self._schema, self._device = schema, device
 
     def read(self, record: Record, part: Part) -> dict[str, Any]:
-        """The part's entries and ``"master"`` (unless it is its own): live, except where bits are coded into them."""
+        """The part's entries and ``"master"`` (unless it is its own): live, except where bits are coded into them.
+
+        A weight that somebody else wrote is the master: the next step will take it for that.
+        """
         layout = part.layout
         assert layout is not None
         found: dict[str, Any] = {**part.values, **record.views(part)}
@@ -47,6 +50,8 @@ class HostEntries:
             found["master"] = master.view(part.shape)
             if layout.carrier is not None:
                 found[layout.carrier] = extra.view(layout.entries[layout.carrier].shape)
+        if part.coding != "own" and part.codes is None and self.differs(part):
+            found["master"] = self._weight(part).float().view(part.shape)
         return found
 
     def write(self, record: Record, part: Part, values: Mapping[str, Any], master: Tensor | None) -> None:

@@ -56,7 +56,7 @@ class SharedByReplicas(StateBackend):
 
     # -- set-up
 
-    def register(self, managed: Sequence[Managed], schema: Schema) -> None:
+    def register(self, managed: Sequence[Managed], schema: Schema, whole_tensors: bool = False) -> None:
         def cost(item: Managed) -> int:
             return record_bytes(item, item.local.numel(), schema)
 
@@ -65,11 +65,11 @@ class SharedByReplicas(StateBackend):
             item.elsewhere = owner != self._replicas.rank
         self._own = [item for item in managed if not item.elsewhere]
         self._exchange.plan(managed, self._owners, cost)
-        self._together(lambda: self._register_own(schema))
+        self._together(lambda: self._register_own(schema, whole_tensors))
 
-    def _register_own(self, schema: Schema) -> None:
+    def _register_own(self, schema: Schema, whole_tensors: bool) -> None:
         if self._own:
-            self.inner.register(self._own, schema)
+            self.inner.register(self._own, schema, whole_tensors)
         else:
             self.inner.close()
 
@@ -126,6 +126,9 @@ class SharedByReplicas(StateBackend):
 
     def entries(self, managed: Managed) -> dict[str, Any]:
         return {} if managed.elsewhere else self.inner.entries(managed)
+
+    def describe(self, managed: Managed) -> dict[str, Any]:
+        return {} if managed.elsewhere else self.inner.describe(managed)
 
     def gather(self, managed: Managed) -> dict[str, Any]:
         """Copies of the owner's :meth:`entries`; every replica calls this."""

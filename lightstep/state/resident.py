@@ -25,7 +25,7 @@ class ResidentBackend(StateBackend):
         self._units: list[Unit] = []
         self._schema: Schema = {}
 
-    def register(self, managed: Sequence[Managed], schema: Schema) -> None:
+    def register(self, managed: Sequence[Managed], schema: Schema, whole_tensors: bool = False) -> None:
         self._schema = schema
         self._pieces = {item: self._pieces.get(item) or _new_piece(item) for item in managed}
         self._units = _pack(managed, self.unit_elements)

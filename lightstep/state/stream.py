@@ -43,8 +43,8 @@ class StreamBackend(StateBackend):
     Args:
         splitter: makes the splitter of bf16 masters for a device. prefetch_layers: units fetched ahead; the ring has
         two slots more, for the one being updated and the one draining. ring_mib: device memory of the ring, scratch
-        for joined masters included. A unit takes at most one slot. whole_tensors: the optimizer is not element-wise;
-        no tensor is cut. slots: number of slots instead of ``prefetch_layers + 2``.
+        for joined masters included. A unit takes at most one slot. slots: number of slots instead of
+        ``prefetch_layers + 2``.
 
     Raises:
         RingError: at ``register``, when the ring is too small for the smallest possible piece.
@@ -60,25 +60,23 @@ class StreamBackend(StateBackend):
         *,
         prefetch_layers: int = 2,
         ring_mib: float = 512,
-        whole_tensors: bool = False,
         slots: int | None = None,
     ) -> None:
         self._settings = {
             "splitter": splitter,
             "prefetch_layers": prefetch_layers,
             "ring_mib": ring_mib,
-            "whole_tensors": whole_tensors,
             "slots": slots,
         }
         self._make_splitter = splitter
         self._slots = prefetch_layers + 2 if slots is None else slots
         self._ring_mib = ring_mib
-        self._whole_tensors = whole_tensors
         self._host_splitter = splitter(_CPU)
         self._start()
 
     def _start(self) -> None:
         self._schema: Schema = {}
+        self._whole_tensors = False
         self._lanes: Lanes | None = None
         self._splitter = self._host_splitter
         self._ring: Ring | None = None
@@ -108,13 +106,13 @@ class StreamBackend(StateBackend):
 
     # -- set-up
 
-    def register(self, managed: Sequence[Managed], schema: Schema) -> None:
+    def register(self, managed: Sequence[Managed], schema: Schema, whole_tensors: bool = False) -> None:
         device = _common_device(managed)
         if self._lanes is not None and self._lanes.device != device:
             raise ValueError(
                 f"parameters moved from {self._lanes.device} to {device} after set-up; make a new optimizer"
             )
-        self._schema = schema
+        self._schema, self._whole_tensors = schema, whole_tensors
         staying = self._undisturbed(managed)
         kept = {part.owner for record in staying for part in record.parts}
         new = [item for item in managed if item not in kept]
@@ -271,6 +269,18 @@ class StreamBackend(StateBackend):
 
     def entries(self, managed: Managed) -> dict[str, Any]:
         return self._assemble(managed) if managed.updated else {}
+
+    def describe(self, managed: Managed) -> dict[str, Any]:
+        parts = self._parts.get(managed, []) if managed.updated else []
+        if not parts or any(part.layout is None for part in parts):
+            return {}
+        first, layout = parts[0], parts[0].layout
+        assert layout is not None
+        kinds = layout.kinds() if first.whole else {k: (d, managed.local.shape) for k, (d, _) in layout.kinds().items()}
+        if not managed.own_master:
+            kinds["master"] = torch.float32, managed.local.shape
+        described = {key: torch.empty(shape, dtype=dtype, device="meta") for key, (dtype, shape) in kinds.items()}
+        return {key: described.get(key, first.values.get(key)) for key in dict.fromkeys([*first.keys, *described])}
 
     def gather(self, managed: Managed) -> dict[str, Any]:
         """Copies: an edit could not follow what is cut, coded, or already fetched for the next step."""

@@ -27,7 +27,6 @@ from lightstep.config import (
     merge_overrides,
     parse_config,
 )
-from lightstep.optimizer.arithmetic import needs_whole_tensors
 from lightstep.optimizer.base import BaseOptimizer
 from lightstep.optimizer.mixed_precision import MixedPrecisionOptimizer
 from lightstep.optimizer.param_groups import Place, check_param_groups, places
@@ -199,7 +198,7 @@ class Strategy(ABC):
             loss_scale=make_loss_scale(config.precision.loss_scale),
             max_norm=_finite(config.clipping.max_norm),
             norm_type=config.clipping.norm_type,
-            backend=self._make_backend(model, needs_whole_tensors(optimizer_class, hyperparameters)),
+            backend=self._make_backend(model),
             places=lambda: self._places(model),
             overflow_everywhere=self._overflow_everywhere,
             update_time=_UPDATE_TIMES[config.optimizer_state.update],
@@ -229,9 +228,9 @@ class Strategy(ABC):
         for optimizer in self._optimizers_of(model):
             optimizer.land()
 
-    def _make_backend(self, model: nn.Module, whole_tensors: bool) -> StateBackend:
+    def _make_backend(self, model: nn.Module) -> StateBackend:
         """Where a new optimizer of this model keeps its state."""
-        return make_backend(self.config.optimizer_state, whole_tensors)
+        return make_backend(self.config.optimizer_state)
 
     def _places(self, model: nn.Module) -> Mapping[torch.Tensor, Place]:
         self._settle(model)
@@ -303,14 +302,13 @@ def make_loss_scale(config: LossScaleConfig) -> LossScale:
     return ConstantLossScale(config.scale if isinstance(config, ConstantScale) else 1.0)
 
 
-def make_backend(config: OptimizerState, whole_tensors: bool = False) -> StateBackend:
-    """A new state backend for one optimizer; ``whole_tensors`` if that is not element-wise."""
+def make_backend(config: OptimizerState) -> StateBackend:
+    """A new state backend for one optimizer."""
     if config.backend == "stream":
         return StreamBackend(
             Splitter,
             prefetch_layers=config.prefetch_layers,
             ring_mib=config.ring_mib,
-            whole_tensors=whole_tensors,
         )
     return ResidentBackend() if config.backend == "resident" else BulkBackend()
 

@@ -182,7 +182,7 @@ class OptimizerContent:
         """State entries that are no tensors and that this rank keeps, by parameter and key."""
         found: dict[str, dict[str, Any]] = {}
         for name in self.parameters:
-            plain = {key: value for key, value in self._entries(name).items() if not isinstance(value, Tensor)}
+            plain = {key: value for key, value in self._described(name).items() if not isinstance(value, Tensor)}
             if plain:
                 found[name] = plain
         return found
@@ -226,7 +226,7 @@ class OptimizerContent:
         if shard is None:
             return []
         sources = []
-        for key, value in self._entries(name).items():
+        for key, value in self._described(name).items():
             if isinstance(value, Tensor):
                 local = local_tensor(value)
                 part = _part_of(name, key, local, shard)
@@ -235,6 +235,11 @@ class OptimizerContent:
 
     def _fetch(self, name: str, key: str) -> Any:
         return lambda: local_tensor(self._entries(name)[key])
+
+    def _described(self, name: str) -> dict[str, Any]:
+        """The entries' shapes, dtypes and plain values; building the entries themselves may take time."""
+        describe = getattr(self.optimizer, "described_state", self.optimizer.state.get)
+        return dict(describe(self.parameters[name]) or {})
 
     def _entries(self, name: str) -> dict[str, Any]:
         """State of one parameter. It may be built on access, so the last one asked for is kept, and only that."""

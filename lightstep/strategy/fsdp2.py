@@ -18,7 +18,7 @@ from lightstep.distributed import Replicas, is_sharded, local_tensor
 from lightstep.optimizer.base import BaseOptimizer
 from lightstep.optimizer.param_groups import Place
 from lightstep.strategy.model_names import unwrap_model
-from lightstep.strategy.model_setup import cast_parameters, checkpoint_activations, initialise_weights
+from lightstep.strategy.model_setup import cast_parameters, checkpoint_activations, initialise_weights, to_device
 from lightstep.strategy.process_group import ProcessGroupStrategy, broadcast_from_first, refuse_experts
 from lightstep.strategy.reduced_gradients import ShardedGradients, sharded_gradients
 from lightstep.strategy.sharding_units import sharding_units
@@ -147,7 +147,7 @@ class FSDP2Strategy(ProcessGroupStrategy):
 
     def _bring_weights(self, unit: nn.Module) -> None:
         """Rank 0's weights of one unit on every rank's device, to be cut into shards next."""
-        _to_device(unit, self.device)
+        to_device(unit, self.device)
         tensors = [*unit.parameters(), *unit.buffers()]
         broadcast_from_first(tensor for tensor in tensors if not is_sharded(tensor))
 
@@ -215,20 +215,3 @@ def _without_reduction(model: nn.Module) -> Iterator[None]:
     finally:
         for module in roots:
             module.set_requires_gradient_sync(True, recurse=False)
-
-
-def _to_device(unit: nn.Module, device: torch.device) -> None:
-    """Bring what is no shard yet to the device; what is on the meta device gets uninitialised memory, once if tied."""
-    made: dict[Tensor, Tensor] = {}
-    for module in unit.modules():
-        for name, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
-            if is_sharded(tensor):
-                continue
-            if not tensor.is_meta:
-                tensor.data = tensor.data.to(device)
-                continue
-            if tensor not in made:
-                empty = torch.empty_like(tensor, device=device)
-                trains = tensor.requires_grad
-                made[tensor] = nn.Parameter(empty, trains) if isinstance(tensor, nn.Parameter) else empty
-            setattr(module, name, made[tensor])

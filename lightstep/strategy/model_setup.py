@@ -6,11 +6,13 @@ import contextlib
 from collections.abc import Iterator, Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
     checkpoint_wrapper,
 )
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.utils.parametrize import ParametrizationList
 
 from lightstep.distributed import is_sharded
 
@@ -27,14 +29,46 @@ def materialise(model: nn.Module, device: torch.device) -> nn.Module:
             return model.to(device)
     if len(on_meta) < sum(1 for _ in model.parameters()):
         raise ValueError(f"{len(on_meta)} parameters are on the meta device and others are not (first: {on_meta[0]})")
-    model.to_empty(device=device)
+    to_device(model, device)
     initialise_weights(model)
     return model
 
 
+def to_device(model: nn.Module, device: torch.device) -> None:
+    """Bring what is no shard yet to the device; what is on the meta device gets uninitialised memory, once if tied."""
+    made: dict[Tensor, Tensor] = {}
+    for module in model.modules():
+        for name, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
+            if is_sharded(tensor):
+                continue
+            if not tensor.is_meta:
+                tensor.data = tensor.data.to(device)
+                continue
+            if tensor not in made:
+                made[tensor] = _empty_like(tensor, device)
+            setattr(module, name, made[tensor])
+
+
+def _empty_like(tensor: Tensor, device: torch.device) -> Tensor:
+    empty = torch.empty_like(tensor, device=device)
+    if not isinstance(tensor, nn.Parameter):
+        return empty
+    parameter = nn.Parameter(empty, tensor.requires_grad)
+    vars(parameter).update(vars(tensor))
+    return parameter
+
+
 def cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
-    """Floating-point parameters to ``dtype``, the same objects with their attributes; buffers keep theirs."""
+    """Floating-point parameters to ``dtype``, the same objects with their attributes.
+
+    Buffers keep their dtype (rotary frequencies in bf16 would be wrong), but for those that torch computes with
+    parameters at once and wants alike: running statistics, what stands beside parameters, what parametrizes them.
+    """
     with _keeping_attributes(model):
+        for module in model.modules():
+            for buffer in _with_parameters(module):
+                if buffer.is_floating_point():
+                    buffer.data = buffer.data.to(dtype)
         for parameter in model.parameters():
             if not parameter.is_floating_point() or parameter.dtype == dtype:
                 continue
@@ -43,6 +77,14 @@ def cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
                 torch.utils.swap_tensors(parameter, cast)
             else:
                 parameter.data = parameter.data.to(dtype)
+
+
+def _with_parameters(module: nn.Module) -> list[Tensor]:
+    """Buffers that are used together with parameters."""
+    if isinstance(module, ParametrizationList):
+        return list(module.buffers())
+    alike = isinstance(module, _NormBase) or any(True for _ in module.parameters(recurse=False))
+    return list(module.buffers(recurse=False)) if alike else []
 
 
 @contextlib.contextmanager

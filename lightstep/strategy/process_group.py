@@ -38,8 +38,8 @@ class ProcessGroupStrategy(Strategy):
         super().__init__(config, name)
         self._started = False
 
-    def _make_backend(self, model: nn.Module, whole_tensors: bool) -> StateBackend:
-        backend = super()._make_backend(model, whole_tensors)
+    def _make_backend(self, model: nn.Module) -> StateBackend:
+        backend = super()._make_backend(model)
         alike = not any(differs_across_ranks(parameter) for parameter in model.parameters())
         replicas = self._replicas(model) if isinstance(backend, StreamBackend) and alike else None
         return backend if replicas is None or replicas.size == 1 else SharedByReplicas(backend, replicas)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from types import FrameType, TracebackType
 from typing import Any
@@ -12,7 +13,10 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Interrupt:
-    """Within this context a signal is noted instead of raised, so that no step and no save is cut in two."""
+    """Within this context a signal is noted instead of raised, so that no step and no save is cut in two.
+
+    A second one ends the process at once, but for torchrun's: that passes on what its workers have got already.
+    """
 
     def __init__(self) -> None:
         self._received = 0
@@ -28,10 +32,16 @@ class Interrupt:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._restore()
+
+    def _restore(self) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
+        if self._received and "RANK" not in os.environ:
+            self._restore()
+            signal.raise_signal(number)
         self._received = self._received or number
 
     def received(self) -> signal.Signals | None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shlex
+import sys
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -29,7 +31,7 @@ def join(strategy: Strategy) -> None:
             devices = max(torch.cuda.device_count(), 2)
             raise ConfigError(
                 f"strategy {strategy.name} (sharding.kind {strategy.config.sharding.kind}) needs a process per device; "
-                f"start it with: torchrun --nproc-per-node {devices} -m lightstep train CONFIG"
+                f"start it with: torchrun --nproc-per-node {devices} -m lightstep {_typed()}"
             )
         strategy.start()
     elif (started := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
@@ -37,6 +39,11 @@ def join(strategy: Strategy) -> None:
             f"torchrun started {started} processes, and strategy {strategy.name} is for one; "
             "choose a sharded strategy (sharding.kind ddp or fsdp2) or start without torchrun"
         )
+
+
+def _typed() -> str:
+    """The command after ``lightstep``, as it was typed."""
+    return shlex.join(sys.argv[1:]) if sys.argv[1:2] == ["train"] else "train CONFIG"
 
 
 def together(action: Callable[[], Result], only_first: bool = False) -> Result:

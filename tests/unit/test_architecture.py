@@ -28,7 +28,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "strategy": CORE | SIBLINGS | {"optimizer", "config"},
 }
 MAY_IMPORT["lightstep"] = MAY_IMPORT["strategy"] | {"strategy"}
-MAY_IMPORT["trainer"] = MAY_IMPORT["lightstep"] | {"lightstep"}
+MAY_IMPORT["integrations"] = MAY_IMPORT["lightstep"] | {"lightstep"}
+MAY_IMPORT["trainer"] = MAY_IMPORT["integrations"] | {"integrations"}
 MAY_IMPORT["bench"] = MAY_IMPORT["trainer"] | {"trainer"}
 MAY_IMPORT["cli"] = MAY_IMPORT["bench"] | {"bench"}
 MAY_IMPORT["__main__"] = {"cli"}

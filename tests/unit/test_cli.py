@@ -24,6 +24,7 @@ from lightstep.strategy import checkpoint
 from lightstep.strategy.presets import read_source
 from lightstep.trainer.config import load_config
 from lightstep.trainer.cost import cost
+from lightstep.trainer.interrupt import Interrupt
 from lightstep.trainer.logs import TRAINING, read_scalars
 from tests.unit.test_trainer import MODEL, _assert_same, _fails_after
 
@@ -130,6 +131,11 @@ def test_a_full_disk_gets_one_sentence(file: Path, tmp_path: Path, monkeypatch: 
     assert "checkpoint-4 was not saved: No space left on device" in sentence and "checkpoint-2 is kept" in sentence
 
 
+def test_too_little_host_memory_gets_one_sentence(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LIGHTSTEP_HOST_MEMORY_CHECK", "0.000001")
+    assert "GiB of host memory and 0.00 GiB are free" in _sentence(_run("train", file, "--strategy", "stream"), 1)
+
+
 def test_only_one_rank_of_a_machine_tells(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_RANK", "1")
     result = _run("train", file, "--set", "data=nowhere")
@@ -198,6 +204,28 @@ def test_a_signal_saves_and_exits(file: Path, tmp_path: Path, number: signal.Sig
     assert process.returncode == 128 + number and errors == ""
     found = re.search(rf"{number.name}: stopped after step (\d+); continue from .*checkpoint-\1 with --resume", said)
     assert found and (tmp_path / "runs/train" / f"checkpoint-{found[1]}" / "lightstep.json").is_file()
+
+
+def test_a_second_signal_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    own = signal.signal(signal.SIGINT, signal.default_int_handler)  # background processes ignore it
+    try:
+        _signal_twice(monkeypatch)
+    finally:
+        signal.signal(signal.SIGINT, own)
+
+
+def _signal_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Interrupt() as interrupt:
+        signal.raise_signal(signal.SIGINT)
+        assert interrupt.received() == signal.SIGINT
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    monkeypatch.setenv("RANK", "0")  # torchrun sends its workers what they have got already
+    with Interrupt() as interrupt:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 # -- strategies, bench, help

@@ -95,6 +95,19 @@ def test_edited_weights_are_what_is_saved(backend: str, target: str, tmp_path: P
 
 
 @backends
+def test_looking_and_saving_under_other_weights_changes_nothing(backend: str, tmp_path: Path) -> None:
+    setup, expected = Setup(backend).train(0, 1, 2), Setup(backend).train(0, 1, 2)
+    stored = copy.deepcopy(setup.model.state_dict())
+    with torch.no_grad():
+        for parameter in setup.model.parameters():
+            parameter.mul_(0.5)
+    setup.strategy.save_checkpoint(tmp_path / "averages", setup.model, setup.optimizer)
+    assert all(len(state) > 1 for state in setup.optimizer.state.values()) and setup.optimizer.state_dict()
+    setup.model.load_state_dict(stored)
+    assert_same(setup.train(3), expected.train(3))
+
+
+@backends
 def test_a_state_that_was_just_loaded_waits_for_its_model(backend: str) -> None:
     trained = Setup(backend).train(0, 1, 2)
     saved, weights = trained.optimizer.state_dict(), trained.weights()
@@ -138,6 +151,29 @@ def test_a_model_that_is_cast_keeps_its_moments(backend: str, to: torch.dtype) -
     assert not torch.equal(setup.model[0].weight, weights["0.weight"])
 
 
+@backends
+def test_a_cast_that_is_refused_loses_nothing(backend: str) -> None:
+    setup, expected = Setup(backend).train(0, 1), Setup(backend).train(0, 1)
+    setup.model.double()
+    setup.model[0].weight.grad = torch.zeros_like(setup.model[0].weight)
+    with pytest.raises(TypeError, match="float64"):
+        setup.optimizer.step()
+    setup.model.bfloat16()
+    setup.optimizer.zero_grad()
+    assert_same(setup.train(2), expected.train(2))
+
+
+@backends
+def test_a_refresh_after_a_cast_makes_masters_of_the_new_weights(backend: str) -> None:
+    setup = Setup(backend).train(0, 1)
+    setup.model.float()
+    weights = setup.weights()
+    setup.optimizer.refresh_master_weights()
+    assert all("master" not in state and float(state["step"]) == 2 for state in setup.optimizer.state.values())
+    assert all(torch.equal(value, weights[name]) for name, value in setup.weights().items())
+    setup.train(2)
+
+
 # -- gradients
 
 
@@ -156,6 +192,51 @@ def test_a_batch_that_is_given_up_leaves_nothing(backend: str, give_up: str) -> 
     for one in (setup, expected):
         one.step(0, parts=2)
     assert_same(setup, expected)
+
+
+@backends
+def test_gradients_that_are_only_computed_disturb_nothing(backend: str) -> None:
+    setup, expected = Setup(backend), Setup(backend)
+    parameters = list(setup.model.parameters())
+    for number in range(2):
+        for micro in range(3):
+            for one in (setup, expected):
+                inputs = torch.randn(5, 6, generator=torch.Generator().manual_seed(10 * number + micro)).bfloat16()
+                one.optimizer.backward(one.model(inputs).float().square().mean() / 3)
+            torch.autograd.grad(setup.model(inputs).float().mean(), parameters)
+        assert float(setup.optimizer.step().grad_norm) == float(expected.optimizer.step().grad_norm)
+    assert_same(setup, expected)
+
+
+EDITS: dict[str, Any] = {
+    "scaled": lambda parameter: parameter.grad.div_(3),
+    "zeroed": lambda parameter: parameter.grad.zero_(),
+    "exchanged": lambda parameter: setattr(parameter, "grad", torch.zeros_like(parameter)),
+}
+
+
+@pytest.mark.parametrize("edit", list(EDITS))
+@pytest.mark.parametrize("then", ["step", "backward"])
+def test_edits_that_reach_only_the_newest_micro_batch_are_refused(edit: str, then: str) -> None:
+    setup = Setup()
+    setup.backward(0, parts=3)
+    EDITS[edit](setup.model[2].bias)
+    with pytest.raises(RuntimeError, match=r"p\.grad of a parameter of shape \(3,\) was changed after backward"):
+        setup.optimizer.step() if then == "step" else setup.backward(1)
+    setup.optimizer.zero_grad()
+    setup.train(0)
+
+
+@pytest.mark.parametrize("edit", list(EDITS))
+def test_edits_of_a_whole_gradient_count(edit: str) -> None:
+    setup, expected = Setup(), Setup()
+    for one in (setup, expected):
+        one.backward(0)
+        torch.autograd.grad(one.model(torch.ones(1, 6).bfloat16()).sum(), list(one.model.parameters()))
+        for parameter in one.model.parameters():
+            EDITS[edit](parameter)
+        one.step(1) if one is setup else one.optimizer.step()
+    assert not torch.equal(setup.weights()["2.bias"], expected.weights()["2.bias"])
 
 
 def test_a_step_without_any_gradient_is_warned_about() -> None:
@@ -190,6 +271,24 @@ def test_what_the_streamed_state_hands_out_is_a_copy() -> None:
         for value in setup.optimizer.state[parameter].values():
             value.fill_(3)
     assert_same(setup.train(2), expected.train(2))
+
+
+@backends
+def test_entries_that_were_read_earlier_write_only_what_is_assigned(backend: str) -> None:
+    setup, expected = Setup(backend).train(0), Setup("resident").train(0)
+    held = setup.optimizer.state[setup.model[0].weight]
+    for one in (setup, expected):
+        one.train(1)
+    held["exp_avg"] = torch.ones(40, 6)
+    expected.optimizer.state[expected.model[0].weight]["exp_avg"].fill_(1.0)
+    assert_same(setup, expected)
+    entries = setup.optimizer.state[setup.model[0].bias]
+    entries.setdefault("exp_avg", None)
+    assert entries.pop("nothing", 7) == 7
+    entries |= {"exp_avg": torch.zeros(40)}
+    assert not setup.optimizer.state[setup.model[0].bias]["exp_avg"].any()
+    entries.clear()
+    assert setup.model[0].bias not in setup.optimizer.state
 
 
 @backends
@@ -289,6 +388,8 @@ class CountsOnItself(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
         self.t += 1
+        self.also = getattr(self, "also", 0) + 1
+        assert self.also == self.t
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
@@ -323,6 +424,12 @@ def test_numpy_numbers_become_plain_ones(tmp_path: Path) -> None:
     buffer.seek(0)
     assert torch.load(buffer, weights_only=True)["param_groups"][0]["lr"] == 1e-3
     setup.strategy.save_checkpoint(tmp_path / "saved", setup.model, setup.optimizer)
+
+
+def test_a_group_that_is_no_mapping_is_refused_as_torch_does() -> None:
+    setup = Setup()
+    with pytest.raises(TypeError, match="param_group must be a dict"):
+        setup.optimizer.add_param_group([nn.Parameter(torch.zeros(2))])
 
 
 def test_names_of_parameters_are_kept() -> None:

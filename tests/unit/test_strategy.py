@@ -178,6 +178,40 @@ def test_a_model_may_be_meta_or_a_factory() -> None:
     assert float(model.weight.detach().abs().max()) > 0
 
 
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.norm = nn.Embedding(7, 4), nn.LayerNorm(4)
+        self.head = nn.Linear(4, 7, bias=False)
+        self.head.weight = self.embed.weight
+
+
+def test_tied_weights_of_a_meta_model_stay_tied() -> None:
+    with torch.device("meta"):
+        meta = Tied()
+    meta.embed.weight.mark = "kept"  # type: ignore[attr-defined]
+    model = Strategy.load("resident").prepare_model(meta)
+    assert model.head.weight is model.embed.weight and len(list(model.parameters())) == 3
+    assert model.embed.weight.mark == "kept"
+
+
+def test_buffers_that_work_with_parameters_have_their_dtype() -> None:
+    network = nn.Sequential(nn.Conv1d(3, 8, 3), nn.BatchNorm1d(8), nn.BatchNorm1d(8, affine=False), nn.Flatten())
+    network.append(torch.nn.utils.parametrizations.spectral_norm(nn.Linear(8 * 5, 2)))
+    rotary = nn.Module()
+    rotary.register_buffer("inv_freq", torch.ones(3))
+    network.add_module("rotary", nn.Identity())
+    network.rotary.add_module("own", rotary)
+    strategy = Strategy.load("resident")
+    model = strategy.prepare_model(network)
+    optimizer = strategy.create_optimizer(model, lr=1e-2)
+    before = model[1].running_mean.clone()
+    optimizer.backward(model(torch.randn(4, 3, 7, device=strategy.device).bfloat16()).float().square().mean())
+    assert optimizer.step()
+    assert model[1].running_mean.dtype == torch.bfloat16 and not torch.equal(model[1].running_mean, before)
+    assert model.rotary.own.inv_freq.dtype == torch.float32
+
+
 # -- mistakes ---------------------------------------------------------------------------------------------------------
 
 
@@ -231,6 +265,7 @@ def test_an_unknown_key_suggests_the_nearest(values: dict[str, Any], key: str, n
         ({"precision": {"loss_scale": {"scale": 2.0}}}, ["precision.loss_scale", "kind", "dynamic", "constant"]),
         ({"precision": {"loss_scale": {"kind": "constant"}}}, ["precision.loss_scale", "scale"]),
         ({"precision": {"loss_scale": {"kind": "constant", "scale": 0}}}, ["precision.loss_scale", "scale", "0"]),
+        ({"precision": {"loss_scale": {"kind": "constant", "scale": 1e39}}}, ["precision.loss_scale.scale", "1e+39"]),
         ({"precision": {"master_weights": "perhaps"}}, ["precision.master_weights", "perhaps"]),
         ({"sharding": {"kind": "fsdp3"}}, ["sharding.kind", "fsdp3", "fsdp2", "single", "ddp", "deepspeed"]),
         ({"sharding": "tp"}, ["sharding", "tp", "mapping", "allowed kinds: single, ddp, fsdp2, deepspeed"]),
@@ -284,10 +319,11 @@ def test_every_mistake_is_told_at_once() -> None:
         ({"clipping.max_nrom": 0.5}, ["max_nrom", "max_norm"]),
         ({"clipping.max_norm": 0}, ["clipping.max_norm", "0"]),
         ({"clipping.max_norm.deep": 0}, ["clipping.max_norm"]),
+        ("clipping.max_norm=1", ["overrides are 'clipping.max_norm=1'; a mapping is needed"]),
     ],
     ids=str,
 )
-def test_overrides_are_checked_too(overrides: dict[str, Any], parts: list[str]) -> None:
+def test_overrides_are_checked_too(overrides: Any, parts: list[str]) -> None:
     text = refusal("resident", overrides)
     for part in parts:
         assert part in text, f"{part!r} is missing in: {text}"

@@ -58,8 +58,9 @@ class Run:
         master_weights: bool = True,
         shapes: list[tuple[int, ...]] = SHAPES,
         layers: list[Any] | None = None,
+        whole_tensors: bool = False,
     ) -> None:
-        self.backend, self.dtype = backend, dtype
+        self.backend, self.dtype, self.whole_tensors = backend, dtype, whole_tensors
         self.arithmetic = BaseArithmetic(optimizer_class, dict(hyperparameters))
         self.arithmetic.prepare(CPU)
         self.group = {**self.arithmetic.defaults}
@@ -74,7 +75,7 @@ class Run:
 
     def register(self, items: list[Managed]) -> None:
         self.items = items
-        self.backend.register(items, self.arithmetic.schema(CPU, [self.group]))
+        self.backend.register(items, self.arithmetic.schema(CPU, [self.group]), self.whole_tensors)
 
     def step(self, number: int, *, without: Collection[int] = (), overflow: float = 0.0) -> None:
         """One step; the parameters ``without`` a gradient stay as they are."""
@@ -312,8 +313,8 @@ class RowScaled(torch.optim.Optimizer):
 
 def test_an_optimizer_that_needs_whole_tensors_gets_them() -> None:
     shapes = [(9, 30), (30,), (17, 33)]
-    backends = (streamed(2, slot_bytes=6000, whole_tensors=True), ResidentBackend())
-    runs = [Run(b, RowScaled, {}, shapes=shapes, layers=[0, 0, 1]) for b in backends]
+    backends = (streamed(2, slot_bytes=6000), ResidentBackend())
+    runs = [Run(b, RowScaled, {}, shapes=shapes, layers=[0, 0, 1], whole_tensors=True) for b in backends]
     for number in range(5):
         for run in runs:
             run.step(number)
@@ -631,7 +632,7 @@ def test_a_ring_smaller_than_the_smallest_piece_is_refused_with_the_numbers() ->
     ):
         Run(StreamBackend(Splitter, ring_mib=0.001))
     with pytest.raises(RingError, match=r"p3 needs 5648 bytes in one piece \(this optimizer needs whole tensors\)"):
-        Run(StreamBackend(Splitter, ring_mib=0.02, whole_tensors=True))
+        Run(StreamBackend(Splitter, ring_mib=0.02), whole_tensors=True)
 
 
 def test_the_size_that_the_refusal_asks_for_is_enough() -> None:
@@ -839,3 +840,21 @@ def test_every_rank_of_a_host_needs_its_memory(monkeypatch: pytest.MonkeyPatch) 
     host_memory.require(12 << 30, "state")
     with pytest.raises(HostMemoryError, match=r"needs 480\.00 GiB of host memory \(60\.00 GiB for each of the 8 ranks"):
         host_memory.require(60 << 30, "state")
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SGD", "RowScaled"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_descriptions_are_those_of_the_entries(dtype: torch.dtype, name: str) -> None:
+    classes: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+        "AdamW": (torch.optim.AdamW, {"lr": 1e-2}),
+        "SGD": (torch.optim.SGD, {"lr": 1e-2}),
+        "RowScaled": (RowScaled, {}),
+    }
+    for backend in (streamed(3, slot_bytes=16_000), ResidentBackend()):
+        run = Run(backend, *classes[name], dtype=dtype, whole_tensors=name == "RowScaled")
+        run.step(0, without={2, 5})
+        for item in run.items:
+            entries, described = run.backend.entries(item), run.backend.describe(item)
+            assert list(entries) == list(described)
+            for key, value in entries.items():
+                assert (value.shape, value.dtype) == (described[key].shape, described[key].dtype), key

@@ -52,6 +52,44 @@ class SignedSum(torch.optim.Optimizer):
                     parameter.add_(total, alpha=-group["lr"])
 
 
+class Noisy(torch.optim.SGD):
+    """Draws random numbers, as stochastic rounding does."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.add_(torch.rand_like(parameter), alpha=1e-3)
+
+
+class NormsItself(torch.optim.SGD):
+    """Scales by the norm of all its gradients."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.stack([gradient.norm() for gradient in gradients]).norm()
+        for gradient in gradients:
+            gradient.div_(norm)
+        super().step()
+
+
+class LambByGroup(Lamb):
+    """Element-wise, unless a group asks for more."""
+
+    def __init__(self, params: Any, lr: float = 1e-2, adapt: bool = False) -> None:
+        torch.optim.Optimizer.__init__(self, params, {"lr": lr, "adapt": adapt})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    ratio = parameter.norm() if group["adapt"] else 1.0
+                    parameter.sub_(parameter.grad * (group["lr"] * ratio))
+
+
 class Declared(SignedSum):
     """Squares, and it says so: their signs are free."""
 
@@ -118,12 +156,13 @@ def assert_same(tested: dict[str, Any], expected: dict[str, Any]) -> None:
         (SignedSum, False),
         (Lamb, True),
         (type("MyAdamW", (torch.optim.AdamW,), {}), False),
+        (Noisy, False),
         (type("SaysItIsNot", (Lamb,), {"whole_tensors": False}), False),
     ],
 )
 def test_who_needs_whole_tensors_is_found_out(optimizer_class: type[torch.optim.Optimizer], expected: bool) -> None:
     state = torch.get_rng_state()
-    assert needs_whole_tensors(optimizer_class, {"lr": 1e-2}) is expected
+    assert needs_whole_tensors(optimizer_class, {"lr": 1e-2}, {}) is expected
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -135,6 +174,22 @@ def test_streamed_equals_resident(optimizer_class: type[torch.optim.Optimizer]) 
         train(model, optimizer, *range(8))
         found.append(snapshot(model, optimizer))
     assert_same(*found)
+
+
+def test_a_group_may_ask_for_whole_tensors() -> None:
+    found = []
+    for backend in ("stream", "resident"):
+        strategy, model, _ = build(backend, LambByGroup)
+        groups = [{"params": list(model[0].parameters())}, {"params": list(model[2].parameters()), "adapt": True}]
+        optimizer = strategy.create_optimizer(model, LambByGroup, param_groups=groups, lr=1e-2)
+        train(model, optimizer, *range(4))
+        found.append(snapshot(model, optimizer))
+    assert_same(*found)
+
+
+def test_an_optimizer_that_mixes_parameters_is_refused() -> None:
+    with pytest.raises(TypeError, match="NormsItself computes something over all its parameters together"):
+        build("resident", NormsItself)
 
 
 def test_squares_that_are_declared_take_no_bitmap() -> None:
