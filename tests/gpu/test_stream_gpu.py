@@ -336,6 +336,15 @@ def fused_and_plain() -> tuple[Any, Splitter]:
     return split_triton, split._plain(device)
 
 
+def test_checking_the_fused_kernels_draws_no_random_numbers() -> None:
+    fused_and_plain()
+    device = torch.device("cuda", torch.cuda.current_device())
+    random_state = torch.cuda.get_rng_state()
+    split._checked_twin.cache_clear()
+    Splitter(device)
+    assert torch.equal(torch.cuda.get_rng_state(), random_state)
+
+
 def test_the_fused_kernels_give_the_torch_versions_bits() -> None:
     fused, plain = fused_and_plain()
     masters = probe_masters(torch.device("cuda"))

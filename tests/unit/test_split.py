@@ -230,7 +230,9 @@ def test_a_fingerprint_notices_edits_that_undo_each_other_in_a_linear_one() -> N
 
 
 def test_a_twin_that_agrees_is_accepted() -> None:
+    random_state = torch.get_rng_state()
     assert split._agrees(split._plain(CPU), CPU)
+    assert torch.equal(torch.get_rng_state(), random_state), "a run's dropout depends on nothing of this"
 
 
 @pytest.mark.parametrize("wrong", ["split", "join", "fingerprint"])
