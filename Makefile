@@ -6,7 +6,7 @@ VENV       ?= .venv
 CONFIG     ?= examples/train.yaml
 ARGS       ?=
 BENCH_ARGS ?= --strategies resident,bulk
-WORKERS    ?= 0
+WORKERS    ?= 2
 TESTS      ?=
 
 BIN    := $(VENV)/bin
@@ -33,8 +33,8 @@ $(STAMP): setup.cfg pyproject.toml constraints.txt
 train: $(STAMP)
 	@$(BIN)/lightstep train $(CONFIG) $(ARGS)
 
-# One process and one thread: tensors are small, some tests start processes of their own, and every worker imports torch
-# again. WORKERS=4 spreads the tests over a larger machine.
+# Two processes, each of one thread: tensors are small, some tests start processes of their own, and every worker imports
+# torch again. WORKERS=8 spreads the tests over a larger machine.
 test: $(STAMP)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal --quiet $(TESTS)
 

@@ -189,6 +189,15 @@ class OptimizerState(_Frozen):
     resident_gib: Annotated[float, Field(ge=0)] | Literal["auto"] = 0.0
     """Stream: optimizer state that stays on the device, in GiB."""
 
+    @model_validator(mode="after")
+    def _deferred(self) -> OptimizerState:
+        if self.update == "next_forward" and self.backend != "stream":
+            raise ValueError(
+                f"update next_forward hides the copies of backend stream under the next forward, and backend is "
+                f"{self.backend}; set update: at_step, or backend: stream"
+            )
+        return self
+
 
 class StrategyConfig(_Frozen):
     """Everything a strategy file says; see ``docs/strategy-files.md``."""

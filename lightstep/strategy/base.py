@@ -328,6 +328,11 @@ def _refuse_unbuilt(config: StrategyConfig, name: str) -> None:
         raise ConfigError(
             f"{name}: optimizer_state.update {state.update!r} is not in this version; it has {', '.join(_UPDATE_TIMES)}"
         )
+    if state.update == "next_forward" and config.sharding.kind != "single":
+        raise ConfigError(
+            f"{name}: optimizer_state.update next_forward with sharding.kind {config.sharding.kind!r} is not in this "
+            "version; set update: at_step"
+        )
     if state.resident_gib != 0:
         raise ConfigError(
             f"{name}: optimizer_state.resident_gib is {state.resident_gib!r}; this version has 0: all state is streamed"
