@@ -358,19 +358,21 @@ class Replicas:
 
     Args:
         group: these ranks, and this one among them.
+        apart: send through process groups of their own. Needed when sending goes on beside the model's forward: what a
+            group sends, it sends in one order.
 
     Attributes:
         rank: this process's place among them.
         size: how many there are.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, apart: bool = False) -> None:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        self._group = group
+        self._group, self._apart = group, apart
         self._carriers: dict[str, dist.ProcessGroup] = {}
 
     @classmethod
-    def of_shards(cls, parameters: Iterable[Tensor]) -> Replicas | None:
+    def of_shards(cls, parameters: Iterable[Tensor], apart: bool = False) -> Replicas | None:
         """Those with the same shards: all parameters are DTensors, with copies along one dimension of one mesh."""
         listed = list(parameters)
         meshes = {p.device_mesh if isinstance(p, DTensor) else None for p in listed}
@@ -379,7 +381,7 @@ class Replicas:
             return None
         placements = zip(*(cast(DTensor, parameter).placements for parameter in listed), strict=True)
         copied = [dim for dim, placed in enumerate(placements) if all(one.is_replicate() for one in placed)]
-        return cls(mesh.get_group(copied[0])) if len(copied) == 1 else None
+        return cls(mesh.get_group(copied[0]), apart) if len(copied) == 1 else None
 
     def broadcast(self, tensor: Tensor, owner: int) -> dist.Work | None:
         """Start to fill ``tensor`` (contiguous, any dtype and device) with the owner's values; to be waited for."""
@@ -409,8 +411,8 @@ class Replicas:
         """The group, or one over the same ranks that can send tensors of this device."""
         if device.type not in self._carriers:
             ranks = tuple(dist.get_process_group_ranks(self._group))
-            carries = _carries(self._group, device)
-            self._carriers[device.type] = self._group if carries else _made_group(ranks, device)
+            shared = _carries(self._group, device) and not self._apart
+            self._carriers[device.type] = self._group if shared else _made_group(ranks, device, self._apart)
         return self._carriers[device.type]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Replicas:
@@ -424,7 +426,7 @@ class Replicas:
 
 # -- process groups that this file had to make, once each --------------------------------------------------------------
 
-_made_groups: dict[tuple[tuple[int, ...], str | None], tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
+_made_groups: dict[tuple[tuple[int, ...], str | None, bool], tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
 
 
 def _group(ranks: tuple[int, ...], mesh: DeviceMesh, device: torch.device) -> dist.ProcessGroup:
@@ -442,15 +444,18 @@ def _world_group(device: torch.device) -> dist.ProcessGroup:
     return world if _carries(world, device) else _made_group(tuple(range(world_size())), device)
 
 
-def _made_group(ranks: tuple[int, ...], device: torch.device) -> dist.ProcessGroup:
-    """A new group over ``ranks``, made by these ranks alone and kept as long as the default group lives."""
+def _made_group(ranks: tuple[int, ...], device: torch.device, apart: bool = False) -> dist.ProcessGroup:
+    """A new group over ``ranks``, made by these ranks alone and kept as long as the default group lives.
+
+    One for everybody who needs such a group, and with ``apart`` one for replicas' weights.
+    """
     world = dist.group.WORLD
     assert world is not None
     backend = None if _carries(world, device) else "gloo" if device.type == "cpu" else "nccl"
-    owner, group = _made_groups.get((ranks, backend), (None, None))
+    owner, group = _made_groups.get((ranks, backend, apart), (None, None))
     if owner is not world or group is None:
         group = dist.new_group(list(ranks), backend=backend, use_local_synchronization=True)
-        _made_groups[ranks, backend] = (world, group)
+        _made_groups[ranks, backend, apart] = (world, group)
     return group
 
 

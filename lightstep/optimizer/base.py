@@ -42,6 +42,19 @@ class BaseOptimizer(torch.optim.Optimizer):
         this by themselves.
         """
 
+    @property
+    @abstractmethod
+    def has_deferred_updates(self) -> bool:
+        """Whether updates of the last step may still be under way."""
+
+    @abstractmethod
+    def hold(self, parameters: Iterable[Tensor]) -> None:
+        """The current stream waits for these parameters' updates, and no other does.
+
+        For a stream that reads weights beside the one that computes (FSDP2 gathers on its own), which calls
+        :meth:`land` in its turn.
+        """
+
     @abstractmethod
     def synchronize(self) -> None:
         """Wait until all deferred work has landed in the parameters and the state."""

@@ -264,6 +264,14 @@ class MixedPrecisionOptimizer(BaseOptimizer):
             found = None if parameters is None else (self._managed.get(parameter) for parameter in parameters)
             self._updates.land(None if found is None else (item for item in found if item is not None))
 
+    @property
+    def has_deferred_updates(self) -> bool:
+        return self._updates.pending
+
+    def hold(self, parameters: Iterable[Tensor]) -> None:
+        found = (self._managed.get(parameter) for parameter in parameters)
+        self._updates.hold(item for item in found if item is not None)
+
     def synchronize(self) -> None:
         self._updates.land()
         self._backend.synchronize()

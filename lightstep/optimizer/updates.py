@@ -7,6 +7,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Sequence
+from operator import itemgetter
 from typing import Any
 
 from lightstep.optimizer.walk import UnitWalk, Update
@@ -23,12 +24,14 @@ class Updates(ABC):
         backend: whose units it goes through.
     """
 
-    deferred = False
-    """Whether hyper-parameters may change before the update has read them."""
-
     def __init__(self, walk: UnitWalk, backend: StateBackend) -> None:
         self._walk = walk
         self._backend = backend
+
+    @property
+    def pending(self) -> bool:
+        """Whether updates are under way that nobody has waited for."""
+        return False
 
     @abstractmethod
     def start(self, update: Update) -> None:
@@ -39,6 +42,9 @@ class Updates(ABC):
 
         On an accelerator the current stream waits and the host does not; on the CPU the calling thread waits.
         """
+
+    def hold(self, items: Iterable[Managed]) -> None:  # noqa: B027
+        """The same for one stream that reads beside the one that goes on: nothing is taken as landed by it."""
 
 
 class AtStep(Updates):
@@ -55,17 +61,19 @@ class NextForward(Updates):
     caller has waited for it.
     """
 
-    deferred = True
-
     def __init__(self, walk: UnitWalk, backend: StateBackend) -> None:
         super().__init__(walk, backend)
         self._update: Update | None = None
-        self._pending: deque[_Pending] = deque()
+        self._queued: deque[_Pending] = deque()
         self._number = 0  # of the last unit that was submitted, over all steps
-        self._last: dict[Managed, int] = {}
+        self._last: dict[Managed, tuple[int, Any]] = {}  # number and event of the unit with which it is complete
         self._events: dict[Unit | None, Any] = {}
         self._ready: Any = None
         self._landing = threading.RLock()
+
+    @property
+    def pending(self) -> bool:
+        return bool(self._queued)
 
     def start(self, update: Update) -> None:
         self.land()
@@ -88,6 +96,10 @@ class NextForward(Updates):
             lanes.compute.synchronize()
             self._forget()
             raise
+        end = self._last_pending()
+        for item in update.elsewhere:
+            own = self._backend.sent_after(item)
+            self._last[item] = end if own is None else self._last[own]
 
     def _submit(self, unit: Unit | None, update: Update) -> None:
         """Queue one unit, or the end of the walk."""
@@ -102,20 +114,34 @@ class NextForward(Updates):
         pending.done = lanes.compute.record(self._events[unit])
         self._number += 1
         pending.number = self._number
-        self._pending.append(pending)
+        self._queued.append(pending)
         for owner, _, _ in unit.parts if unit is not None else ():
-            self._last[owner] = self._number
-        for item in update.elsewhere if unit is None else ():
-            self._last[item] = self._number
+            self._last[owner] = self._last_pending()
+
+    def _last_pending(self) -> tuple[int, Any]:
+        return self._number, self._queued[-1].done
 
     def land(self, items: Iterable[Managed] | None = None) -> None:
-        if not self._pending:
+        if not self._queued:
             return
         with self._landing:  # forwards of several threads: none goes on before what the first one waits for is there
-            number = self._number if items is None else max((self._last.get(item, 0) for item in items), default=0)
-            arriving = list(itertools.takewhile(lambda pending: pending.number <= number, self._pending))
+            number, received = self._number, []
+            if items is not None:
+                waited_for = [item for item in items if item in self._last]
+                number = max((self._last[item][0] for item in waited_for), default=0)
+                received = [item for item in waited_for if item.elsewhere]
+            arriving = list(itertools.takewhile(lambda pending: pending.number <= number, self._queued))
             if arriving:
                 self._wait_for(arriving)
+            self._backend.receive(received)
+
+    def hold(self, items: Iterable[Managed]) -> None:
+        with self._landing:
+            waited_for = [item for item in items if item in self._last]
+            if waited_for:
+                _, done = max((self._last[item] for item in waited_for), key=itemgetter(0))
+                self._backend.lanes.caller().wait(done)
+                self._backend.receive([item for item in waited_for if item.elsewhere])
 
     def _wait_for(self, arriving: Sequence[_Pending]) -> None:
         assert self._update is not None
@@ -125,15 +151,16 @@ class NextForward(Updates):
             self._forget()
             raise
         for pending in arriving:
-            self._pending.popleft()
+            self._queued.popleft()
             self._update.drop_gradients(pending.complete)
-        if not self._pending:
+        if not self._queued:
             self._update.values.give_back()
             self._update = None
 
     def _forget(self) -> None:
         """The update broke off."""
-        self._pending.clear()
+        self._queued.clear()
+        self._last.clear()
         self._update = None
 
 

@@ -7,7 +7,7 @@ optimizer updates the pieces, ``release`` writes them back. A backend decides wh
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -125,6 +125,13 @@ class StateBackend(ABC):
     def lanes(self) -> Lanes:
         """Where updates beside the caller's own work are queued."""
         raise NotImplementedError(f"the {self.name} backend has no lanes")
+
+    def sent_after(self, managed: Managed) -> Managed | None:
+        """For a weight that another replica sends: the own parameter after whose update it is asked for, if any."""
+        return None
+
+    def receive(self, managed: Iterable[Managed]) -> None:  # noqa: B027  (nothing is sent where there are no replicas)
+        """What the caller does next finds these weights arrived; they have been asked for."""
 
     @abstractmethod
     def units(self) -> Sequence[Unit]:

@@ -110,6 +110,12 @@ class SharedByReplicas(StateBackend):
         self.inner.release(unit, updated)
         self._exchange.updated(item for item, _, stop in unit.parts if stop == item.local.numel())
 
+    def sent_after(self, managed: Managed) -> Managed | None:
+        return self._exchange.sent_after(managed)
+
+    def receive(self, managed: Iterable[Managed]) -> None:
+        self._exchange.receive(managed)
+
     def finish(self) -> None:
         self._exchange.send_all()
         if self._own:
@@ -190,10 +196,13 @@ class _Exchange:
     def __init__(self, replicas: Replicas) -> None:
         self._replicas = replicas
         self._order: list[tuple[Managed, int]] = []
+        self._after: dict[
+            Managed, Managed
+        ] = {}  # other replicas' -> the next own one; row-major copies come at the end
         self._started = 0  # of them
         self._own_left: deque[tuple[int, Managed]] = deque()
         self._updated: set[Managed] = set()
-        self._works: list[Any] = []
+        self._works: dict[Managed, Any] = {}
         self._row_major: dict[Managed, Tensor] = {}
 
     def plan(self, managed: Sequence[Managed], owners: Owners, cost: Cost) -> None:
@@ -207,7 +216,19 @@ class _Exchange:
                     reached.append((progress, replica, item))
         reached.sort(key=lambda entry: entry[:2])
         self._order = [(item, replica) for _, replica, item in reached if item.local.numel()]
+        self._after = self._followed()
         self._row_major = {item: buffer for item, buffer in self._row_major.items() if item in owners}
+
+    def _followed(self) -> dict[Managed, Managed]:
+        """Row-major copies are put in their places at the end of the step, and are not among them."""
+        following: dict[Managed, Managed] = {}
+        own: Managed | None = None
+        for item, _ in reversed(self._order):
+            if not item.elsewhere:
+                own = item
+            elif own is not None and item.local.is_contiguous():
+                following[item] = own
+        return following
 
     def begin(self) -> None:
         self._started = 0
@@ -227,11 +248,18 @@ class _Exchange:
 
     def arrive(self) -> None:
         """What is queued next finds all weights in their places."""
-        self._replicas.wait(self._works)
-        self._works.clear()
+        self._replicas.wait(self._works.values())
         for item, buffer in self._row_major.items():
             if item.elsewhere:
                 item.local.copy_(buffer)
+
+    def sent_after(self, item: Managed) -> Managed | None:
+        """The own parameter whose update starts the sending of ``item``; ``None``: the end of the step does."""
+        return self._after.get(item)
+
+    def receive(self, items: Iterable[Managed]) -> None:
+        """The same as :meth:`arrive` for some whose sending has started."""
+        self._replicas.wait(self._works.get(item) for item in items)
 
     def nbytes(self) -> int:
         """Device memory held between steps."""
@@ -241,7 +269,7 @@ class _Exchange:
         while self._started < stop:
             item, owner = self._order[self._started]
             self._started += 1
-            self._works.append(self._replicas.broadcast(self._sendable(item), owner))
+            self._works[item] = self._replicas.broadcast(self._sendable(item), owner)
 
     def _sendable(self, item: Managed) -> Tensor:
         """The weight itself, or a row-major copy that is kept for the next step."""

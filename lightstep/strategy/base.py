@@ -38,7 +38,7 @@ from lightstep.state.bulk import BulkBackend
 from lightstep.state.resident import ResidentBackend
 from lightstep.state.stream import StreamBackend
 from lightstep.strategy import checkpoint
-from lightstep.strategy.forward_gates import gate_forwards
+from lightstep.strategy.forward_gates import gate_forwards, in_order_of_use
 from lightstep.strategy.model_names import unwrap_model
 from lightstep.strategy.model_setup import cast_parameters, checkpoint_activations, materialise
 from lightstep.strategy.presets import read_source
@@ -234,7 +234,9 @@ class Strategy(ABC):
 
     def _places(self, model: nn.Module) -> Mapping[torch.Tensor, Place]:
         self._settle(model)
-        return places(model)
+        for optimizer in self._optimizers_of(model):  # the model may have been sharded since
+            self._gate(model, optimizer)
+        return in_order_of_use(unwrap_model(model), places(model))
 
     def accumulate(self, model: nn.Module, last: bool = True) -> AbstractContextManager[None]:
         """Context of one micro-batch's forward and backward; with ``last=False`` no gradient is communicated."""
@@ -327,11 +329,6 @@ def _refuse_unbuilt(config: StrategyConfig, name: str) -> None:
     if state.update not in _UPDATE_TIMES:
         raise ConfigError(
             f"{name}: optimizer_state.update {state.update!r} is not in this version; it has {', '.join(_UPDATE_TIMES)}"
-        )
-    if state.update == "next_forward" and config.sharding.kind != "single":
-        raise ConfigError(
-            f"{name}: optimizer_state.update next_forward with sharding.kind {config.sharding.kind!r} is not in this "
-            "version; set update: at_step"
         )
     if state.resident_gib != 0:
         raise ConfigError(

@@ -78,7 +78,7 @@ class DDPStrategy(ProcessGroupStrategy):
 
     def _replicas(self, model: nn.Module) -> Replicas | None:
         replica = _replica(model)
-        return None if replica is None else Replicas(replica.process_group)
+        return None if replica is None else Replicas(replica.process_group, self._sends_beside)
 
     def _fp32_gradients(self, model: nn.Module) -> ReplicatedGradients | None:
         replica = _replica(model)

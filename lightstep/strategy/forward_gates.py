@@ -1,46 +1,79 @@
 """Forwards that wait for deferred updates: each transformer block for its own, so that the others' go on beside it.
 
-Units are updated in model order, so whoever waits for a block has waited for everything in front of it. What stands
-before the first block is waited for when the model is called, what stands behind the last one when that block is done.
-Modules outside the blocks that own parameters wait for those when they are called, whoever calls them.
+Units are updated in the order in which a forward reads them, so whoever waits for a block has waited for everything in
+front of it. What stands before the first block is waited for when the model is called, what stands behind the last one
+when that block is done. Modules outside the blocks that own parameters wait for those when they are called, whoever
+calls them.
+
+FSDP2 reads a module's shards before the module is called, on a stream of its own: that one waits too
+(:mod:`lightstep.strategy.gathering_gates`).
 """
 
 from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
+from torch.distributed.fsdp import FSDPModule
 
 from lightstep.optimizer.base import BaseOptimizer
+from lightstep.optimizer.param_groups import Place
+from lightstep.strategy.gathering_gates import Gathering, gathered_with, sharded_modules
 from lightstep.strategy.model_setup import transformer_blocks
 
-__all__ = ["gate_forwards"]
+__all__ = ["gate_forwards", "in_order_of_use"]
 
 Selection = Callable[[], Iterable[Tensor]]
+
+
+def in_order_of_use(model: nn.Module, places: Mapping[Tensor, Place]) -> Mapping[Tensor, Place]:
+    """``places`` with what FSDP2's root gathers in front: all of it is read when a forward begins."""
+    if not isinstance(model, FSDPModule):
+        return places
+    first = set(gathered_with(model))
+    return {parameter: places[parameter] for parameter in sorted(places, key=lambda parameter: parameter not in first)}
 
 
 def gate_forwards(model: nn.Module, optimizer: BaseOptimizer) -> None:
     """Hooks on ``model`` (unwrapped): ``optimizer``'s updates land before a forward or a state dict reads them.
 
-    They keep neither alive, and go when the optimizer goes.
+    They keep neither alive, and go when the optimizer goes, or when this is called again for it.
     """
-    blocks = transformer_blocks(model)
-    gates = [(model, _early(model, blocks)) if blocks else (model, None)]
-    gates += [(module, _read_by(module, blocks)) for module in _gated(model, blocks)]
-    handles: list[RemovableHandle] = []
-    for module, parameters in gates:
+    _remove(_gates.pop(optimizer, []))
+    sharded = sharded_modules(model)
+    selections = _of_sharded(model, sharded, optimizer) if sharded else _of_blocks(model)
+    handles: list[Any] = []
+    for module, parameters in selections:
         gate = _Gate(optimizer, parameters)
-        handles.append(module.register_forward_pre_hook(gate))
+        handles.append(module.register_forward_pre_hook(gate, prepend=True))  # before FSDP2 reads shards
         handles.append(module.register_state_dict_pre_hook(gate))
         handles.append(module.register_load_state_dict_pre_hook(gate))
-    if blocks:
+    blocks = transformer_blocks(model)
+    if blocks and not sharded:
         handles.append(blocks[-1].register_forward_hook(_Gate(optimizer)))
+    _gates[optimizer] = handles
     weakref.finalize(optimizer, _remove, handles)
+
+
+_gates: weakref.WeakKeyDictionary[BaseOptimizer, list[Any]] = weakref.WeakKeyDictionary()
+_gatherings: weakref.WeakKeyDictionary[nn.Module, Gathering] = weakref.WeakKeyDictionary()
+
+
+def _remove(handles: list[Any]) -> None:
+    for handle in handles:
+        handle.remove()
+    handles.clear()
+
+
+def _of_blocks(model: nn.Module) -> list[tuple[nn.Module, Selection | None]]:
+    """What each module waits for; ``None`` is everything."""
+    blocks = transformer_blocks(model)
+    root = _early(model, blocks) if blocks else None
+    return [(model, root), *((module, _read_by(module, blocks)) for module in _gated(model, blocks))]
 
 
 def _gated(model: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
@@ -61,9 +94,26 @@ def _early(model: nn.Module, blocks: Sequence[nn.Module]) -> Selection:
     return lambda: (parameter for module in early for parameter in module.parameters(recurse=False))
 
 
-def _remove(handles: Sequence[RemovableHandle]) -> None:
-    for handle in handles:
-        handle.remove()
+def _of_sharded(
+    model: nn.Module, sharded: Sequence[nn.Module], optimizer: BaseOptimizer
+) -> list[tuple[nn.Module, Selection]]:
+    """Each FSDP module waits for what is gathered with it; modules outside of them as elsewhere.
+
+    The parameters are found now: while a module runs they are no shards.
+    """
+    gathering = _gatherings.get(sharded[0]) or Gathering(sharded)
+    _gatherings[sharded[0]] = gathering
+    gathering.optimizers.add(optimizer)
+    gathered = {module: gathered_with(module) for module in sharded}
+    everything = [parameter for parameters in gathered.values() for parameter in parameters]
+
+    def needed(module: nn.Module) -> Selection:
+        return lambda: everything if gathering.unguarded else gathered[module]
+
+    inside = {part for module in sharded for part in module.modules()}
+    outside = [module for module in model.modules() if module not in inside]
+    found: list[tuple[nn.Module, Selection]] = [(module, needed(module)) for module in sharded]
+    return [*((module, _read_by(module, sharded)) for module in outside), *found]
 
 
 class _Gate:

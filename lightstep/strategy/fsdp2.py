@@ -188,7 +188,7 @@ class FSDP2Strategy(ProcessGroupStrategy):
         return found
 
     def _replicas(self, model: nn.Module) -> Replicas | None:
-        return Replicas.of_shards(model.parameters())
+        return Replicas.of_shards(model.parameters(), self._sends_beside)
 
     def _fp32_gradients(self, model: nn.Module) -> ShardedGradients | None:
         return sharded_gradients.of(unwrap_model(model)) if self.config.precision.reduce == "float32" else None

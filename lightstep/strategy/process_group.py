@@ -48,6 +48,11 @@ class ProcessGroupStrategy(Strategy):
     def _replicas(self, model: nn.Module) -> Replicas | None:
         """The ranks that hold the same part of a prepared model as this one; ``None`` where no other does."""
 
+    @property
+    def _sends_beside(self) -> bool:
+        """Whether replicas send each other weights while the model goes on."""
+        return self.config.optimizer_state.update != "at_step"
+
     def _places(self, model: nn.Module) -> Mapping[Tensor, Place]:
         for optimizer in self._optimizers_of(model):  # the model may have been sharded by hand since
             self._connect(model, optimizer)

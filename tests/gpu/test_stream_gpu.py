@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import itertools
-import random
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -18,9 +17,10 @@ from lightstep.precision import split, split_triton
 from lightstep.precision.split import Splitter, probe_masters
 from lightstep.state.backend import Managed, StateBackend
 from lightstep.state.host_memory import HostSlab
-from lightstep.state.lanes import COMPUTE, DEVICE_TO_HOST, HOST_TO_DEVICE, CallerStream, LaneError, Lanes, StreamLane
+from lightstep.state.lanes import COMPUTE, DEVICE_TO_HOST, HOST_TO_DEVICE, CallerStream, LaneError, StreamLane
 from lightstep.state.resident import ResidentBackend
 from lightstep.state.stream import StreamBackend
+from tests.unit.test_stream import random_sleeps
 
 pytestmark = pytest.mark.gpu
 
@@ -145,18 +145,6 @@ def test_save_and_resume_across_backends() -> None:
 # -----------------------------------------------------------------------------------------------------------------
 
 SMALL = [(300, 301), (301,), (70_000,), (257, 129), (1,), (40_000,)]
-
-
-def random_sleeps(lanes: Lanes, seed: int, longest: int = 300_000) -> None:
-    """Sleep kernels in front of half of the work of each lane, the caller's stream included."""
-    generator = random.Random(seed)
-    slowness = {name: generator.choice([0.1, 0.5, 1.0]) for name in (HOST_TO_DEVICE, COMPUTE, DEVICE_TO_HOST)}
-
-    def sleep(lane: str) -> None:
-        if generator.random() < 0.5:
-            torch.cuda._sleep(int(generator.random() * longest * slowness[lane]))
-
-    lanes.delay = sleep
 
 
 class Walk:

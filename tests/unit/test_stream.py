@@ -144,6 +144,18 @@ def random_delays(lanes: Lanes, seed: int, longest: float = 3e-4) -> None:
     lanes.delay = delay
 
 
+def random_sleeps(lanes: Lanes, seed: int, longest: int = 300_000) -> None:
+    """The same with sleep kernels on a GPU; ``longest`` in clock cycles."""
+    generator = random.Random(seed)
+    slowness = {name: generator.choice([0.1, 0.5, 1.0]) for name in (HOST_TO_DEVICE, COMPUTE, DEVICE_TO_HOST)}
+
+    def sleep(lane: str) -> None:
+        if generator.random() < 0.5:
+            torch.cuda._sleep(int(generator.random() * longest * slowness[lane]))
+
+    lanes.delay = sleep
+
+
 # ---- the same bits as the resident backend
 # ------------------------------------------------------------------------------------
 

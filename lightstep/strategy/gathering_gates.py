@@ -1,0 +1,194 @@
+"""FSDP2 gathers shards that are up to date: each unit's gathering waits for the updates of its own shards.
+
+FSDP2 copies a unit's shards into the all-gather's input on a stream of its own, often before the unit is called. Torch
+lets that all-gather be exchanged, and asks it for memory just before the copy: that is where the copying stream is held
+back.
+
+Shards that are cast on the way (fp32 shards, bf16 compute) are read before that. Where that has been seen, and a
+forward begins with updates under way, its units are gathered from here: ``unshard(async_op=True)`` reads on the current
+stream, which then is one that has waited.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, UnshardHandle
+
+from lightstep.distributed import local_tensor
+from lightstep.optimizer.base import BaseOptimizer
+
+__all__ = ["Gathering", "gathered_with", "sharded_modules"]
+
+
+def sharded_modules(model: nn.Module) -> list[nn.Module]:
+    """The modules that ``fully_shard`` was called on, outer ones first."""
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def gathered_with(module: nn.Module) -> list[nn.Parameter]:
+    """The parameters that FSDP2 gathers for this FSDP module: those in no FSDP module below it."""
+    return [parameter for part in _own_parts(module) for parameter in part.parameters(recurse=False)]
+
+
+def _own_parts(module: nn.Module) -> Iterator[nn.Module]:
+    yield module
+    for child in module.children():
+        if not isinstance(child, FSDPModule):
+            yield from _own_parts(child)
+
+
+class Gathering:
+    """What the FSDP modules of one model gather, and the optimizers whose updates it waits for.
+
+    Args:
+        modules: :func:`sharded_modules` of the model; the first one is what is called.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self.optimizers: weakref.WeakSet[BaseOptimizer] = weakref.WeakSet()
+        self._root = weakref.ref(modules[0])
+        self._units = weakref.WeakKeyDictionary(
+            {module: _GatedAllGather(module, self.optimizers) for module in modules}
+        )
+        self._following: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = weakref.WeakKeyDictionary()
+        self._last: nn.Module | None = None  # called in the forward that is running
+        self._running = self._from_here = False
+        self._ahead: tuple[nn.Module, UnshardHandle] | None = None
+        self._stream: torch.Stream | None = None
+        for module in modules:
+            module.register_forward_pre_hook(_Hook(self, "_before"), prepend=True)
+        modules[0].register_forward_hook(_Hook(self, "_end"), always_call=True)
+
+    @property
+    def unguarded(self) -> bool:
+        """Whether some unit cannot be held back: a forward has to begin with all updates done."""
+        return any(unit.unguarded for unit in self._units.values())
+
+    def _before(self, module: nn.Module) -> None:
+        """This module is about to be called."""
+        if module is self._root():
+            pending = any(optimizer.has_deferred_updates for optimizer in self.optimizers)
+            self._from_here = pending and any(unit.reads_early for unit in self._units.values())
+            self._running = True
+        if not self._running:  # a block that is recomputed in backward, or called on its own
+            return
+        if self._last is not None:
+            self._following[self._last] = weakref.ref(module)
+        self._last = module
+        if self._from_here:
+            self._gather(module)
+
+    def _gather(self, module: nn.Module) -> None:
+        """Gather this unit if that has not begun, and while it computes the one that was called after it last time."""
+        if self._ahead is not None and self._ahead[0] is module:
+            self._ahead = None
+        else:
+            self._give_up()
+            self._unshard(module)
+        following = self._following.get(module, lambda: None)()
+        if following is not None:
+            self._ahead = (following, self._unshard(following))
+
+    def _unshard(self, module: nn.Module) -> UnshardHandle:
+        assert isinstance(module, FSDPModule)
+        with self._beside(self._units[module].device):
+            self._units[module].hold()
+            handle = module.unshard(async_op=True)
+        assert handle is not None
+        return handle
+
+    @contextlib.contextmanager
+    def _beside(self, device: torch.device) -> Iterator[None]:
+        """On a stream beside the current one, behind what that has been given: it may still read what is freed here."""
+        if device.type == "cpu":
+            yield
+            return
+        if self._stream is None:
+            self._stream = torch.Stream(device)
+        self._stream.wait_stream(torch.accelerator.current_stream(device))
+        with self._stream:
+            yield
+
+    def _end(self, _: nn.Module) -> None:
+        self._give_up()
+        self._running = self._from_here = False
+        self._last = None
+
+    def _give_up(self) -> None:
+        """Another unit is called than the one that is being gathered: what it gathers is old at the next forward."""
+        if self._ahead is not None:
+            module, handle = self._ahead
+            self._ahead = None
+            handle.wait()
+            assert isinstance(module, FSDPModule)
+            module.reshard()
+
+
+class _GatedAllGather:
+    """torch's default all-gather of one FSDP module, behind the updates of its shards.
+
+    Attributes:
+        reads_early: its shards are cast, and read before they can be held back.
+        unguarded: torch does not take another all-gather for this module.
+    """
+
+    def __init__(self, module: nn.Module, optimizers: weakref.WeakSet[BaseOptimizer]) -> None:
+        shards = gathered_with(module)
+        self.device = local_tensor(shards[0]).device if shards else torch.device("cpu")
+        self.reads_early = self.unguarded = False
+        self._shards = [weakref.ref(shard) for shard in shards]
+        self._dtypes = {local_tensor(shard).dtype for shard in shards}
+        self._optimizers = optimizers
+        assert isinstance(module, FSDPModule)
+        try:
+            module.set_custom_all_gather(self)  # type: ignore[arg-type]
+        except ValueError:  # several groups of parameters in one module, on meshes of their own
+            self.unguarded = True
+
+    @torch.compiler.disable
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory for the gathered weights. The stream on which this is called reads the shards next."""
+        self.reads_early = self._dtypes != {dtype}
+        self.hold()
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def hold(self) -> None:
+        """The current stream waits for the updates of the shards."""
+        shards = [shard for reference in self._shards if (shard := reference()) is not None]
+        for optimizer in self._optimizers:
+            optimizer.hold(shards)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before 2.13
+        work: dist.Work | None = gather(output_tensor, input_tensor, group=group, async_op=async_op)
+        return work
+
+
+class _Hook:
+    """A method of a :class:`Gathering` as a hook; in a copy of the model it does nothing."""
+
+    def __init__(self, gathering: Gathering | None = None, method: str = "") -> None:
+        self._gathering, self._method = gathering, method
+        self._call = torch.compiler.disable(self._call_eagerly)
+
+    def __call__(self, module: nn.Module, *_: Any) -> None:
+        self._call(module)
+
+    def _call_eagerly(self, module: nn.Module) -> None:
+        if self._gathering is not None:
+            getattr(self._gathering, self._method)(module)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Hook:
+        return _Hook()
+
+    def __reduce__(self) -> Any:
+        return _Hook, ()

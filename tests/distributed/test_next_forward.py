@@ -1,0 +1,279 @@
+"""Updates that finish during the next forward, on several ranks: each gathers and receives what is up to date."""
+
+from __future__ import annotations
+
+import copy
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lightstep
+from lightstep.distributed import local_tensor
+from tests.distributed.models import TinyTransformer, loss_of
+from tests.distributed.ranks import Pool, device_of
+from tests.distributed.test_exactness import CASES, OWN_BUCKETS, check_exact
+from tests.reference.pair import FP16_SCALE
+from tests.unit.test_stream import random_delays, random_sleeps
+
+DEFERRED = {"backend": "stream", "update": "next_forward", "ring_mib": 0.01}
+
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "fsdp2": (2, {"kind": "fsdp2"}),
+    "fsdp2-kept-gathered": (2, {"kind": "fsdp2", "reshard_after_forward": False}),
+    "fsdp2-checkpointed": (2, {"kind": "fsdp2", "activation_checkpointing": True}),
+    "fsdp2-named-units": (2, {"kind": "fsdp2", "wrap": ["Block", "embed", "head"]}),
+    "ddp": (2, {"kind": "ddp", "bucket_mib": OWN_BUCKETS, "find_unused_parameters": True}),
+    "hsdp": (4, {"kind": "fsdp2", "mesh": {"replicate": 2, "shard": 2}}),
+    "copies": (2, {"kind": "fsdp2", "mesh": {"replicate": 2, "shard": 1}}),
+}
+
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "bf16": {"parameters": "bfloat16"},
+    "bf16-reduced-in-bf16": {"parameters": "bfloat16", "reduce": "parameters"},
+    "fp16": {"parameters": "float16", "loss_scale": FP16_SCALE},
+    "fp32": {"parameters": "float32"},
+}
+
+# -- what the ranks do
+
+
+class Skipping(TinyTransformer):
+    """Every second forward leaves out the block in the middle."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        self.calls += 1
+        hidden = self.frozen(self.embed(tokens)) * self.gain
+        for block in list(self.blocks)[:: 2 - self.calls % 2]:
+            hidden = block(hidden)
+        return self.head(hidden)
+
+
+class Training:
+    """A tiny transformer under one strategy; batches depend on rank and step."""
+
+    def __init__(
+        self, rank: int, world_size: int, values: dict[str, Any], make: type[TinyTransformer] = TinyTransformer
+    ) -> None:
+        self.rank, self.device = rank, device_of(rank, world_size)
+        self.strategy = lightstep.Strategy.load(values)
+        torch.manual_seed(0)
+        self.model = self.strategy.prepare_model(make())
+        groups = self.inner.split()
+        self.optimizer: Any = self.strategy.create_optimizer(
+            self.model, torch.optim.AdamW, param_groups=groups, lr=1e-2
+        )
+        self.steps = 0
+
+    @property
+    def inner(self) -> nn.Module:
+        return self.strategy.unwrap_model(self.model)
+
+    def step(self) -> list[float]:
+        losses = []
+        for micro in range(2):
+            with self.strategy.accumulate(self.model, last=micro == 1):
+                loss = loss_of(self.model, self.steps, micro, self.rank, self.device) / 2
+                losses.append(loss.item())
+                self.optimizer.backward(loss)
+        self.optimizer.step()
+        self.steps += 1
+        return losses
+
+    def evaluate(self) -> float:
+        with torch.no_grad():
+            return loss_of(self.model, 0, 0, self.rank, self.device).item()
+
+    def snapshot(self) -> dict[str, Tensor]:
+        """This rank's weights and state by name."""
+        found = {}
+        self.optimizer.synchronize()
+        for name, parameter in self.inner.named_parameters():
+            found[name] = local_tensor(parameter).detach().clone()
+            for key, value in self.optimizer.state[parameter].items():
+                found[f"{name}/{key}"] = local_tensor(torch.as_tensor(value)).clone()
+        return found
+
+    def delay(self, seed: int, longest: float = 2e-3) -> None:
+        """Slow lanes: threads that sleep, on a GPU sleep kernels in the streams."""
+        lanes = self.optimizer._backend.lanes
+        if self.device.type == "cpu":
+            random_delays(lanes, seed, longest)
+        else:
+            random_sleeps(lanes, seed, int(longest * 2e9))
+
+
+def prefetch_forward(model: nn.Module) -> None:
+    """Each block's shards are gathered while the block before it runs, and those of the one behind it too."""
+    for first, second in pairwise(model.blocks):
+        first.set_modules_to_forward_prefetch([second])
+
+
+def check_same_bits(
+    rank: int,
+    world_size: int,
+    sharding: dict[str, Any],
+    precision: dict[str, Any],
+    compute: str,
+    seeds: list[int],
+    prefetch: bool = False,
+    broken: str = "",
+    make: type[TinyTransformer] = TinyTransformer,
+) -> None:
+    """Losses of forwards, and everything at the end, equal those of updates in ``step()``; lanes are slow.
+
+    With ``broken`` nobody waits there, and the results differ for some seed.
+    """
+    if compute != "parameters":
+        sharding = {**sharding, "compute": compute}
+    values = {"sharding": sharding, "precision": precision, "clipping": {"max_norm": 0.5}}
+    resident = Training(rank, world_size, {**values, "optimizer_state": {"backend": "resident"}}, make)
+    expected = [[resident.step() for _ in range(3)], resident.evaluate(), resident.step(), resident.snapshot()]
+    differing = 0
+    for seed in seeds:
+        tested = Training(rank, world_size, {**values, "optimizer_state": DEFERRED}, make)
+        if prefetch:
+            prefetch_forward(tested.inner)
+        losses = [tested.step()]
+        tested.delay(seed * world_size + rank, 2e-2 if broken else 2e-3)
+        if broken:
+            waiting = {"hold": tested.optimizer, "receive": tested.optimizer._backend}[broken]
+            setattr(waiting, broken, lambda parameters: None)
+        losses += [tested.step() for _ in range(2)]
+        found = [losses, tested.evaluate(), tested.step(), tested.snapshot()]
+        if broken:
+            differing += found[:2] != expected[:2]
+            tested.optimizer.close()
+            continue
+        assert found[:3] == expected[:3], f"seed {seed}: {found[:3]}, expected {expected[:3]}"
+        different = [key for key, value in expected[3].items() if not torch.equal(found[3][key], value)]
+        assert found[3].keys() == expected[3].keys() and not different, f"seed {seed}: {different}"
+        tested.optimizer.close()
+    assert bool(differing) == bool(broken)
+
+
+# -- tests
+
+
+@pytest.mark.parametrize("case", ["bf16-shards-streamed", "fp16-shards-streamed", "fp32-shards-streamed"])
+@pytest.mark.parametrize("kind", ["fsdp2", "ddp"])
+def test_equal_to_the_loop_by_hand(pool: Pool, kind: str, case: str) -> None:
+    sharding = LAYOUTS[kind][1]
+    pool.run(check_deferred, 2, case=case, sharding=sharding, overflow_at=(1,))
+
+
+def check_deferred(
+    rank: int, world_size: int, case: str, sharding: dict[str, Any], overflow_at: tuple[int, ...]
+) -> None:
+    """`check_exact` of a case with updates deferred."""
+    deferred = copy.deepcopy(CASES[case])
+    deferred["optimizer_state"]["update"] = "next_forward"
+    CASES["deferred"] = deferred
+    check_exact(rank, world_size, "deferred", sharding, overflow_at)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_slow_lanes(pool: Pool, layout: str, precision: str) -> None:
+    world_size, sharding = LAYOUTS[layout]
+    settings = {"sharding": sharding, "precision": PRECISIONS[precision], "compute": "parameters"}
+    pool.run(check_same_bits, world_size, **settings, seeds=[1, 2])
+
+
+@pytest.mark.parametrize("layout", ["fsdp2", "fsdp2-kept-gathered", "copies"])
+def test_shards_that_are_cast_when_gathered(pool: Pool, layout: str) -> None:
+    world_size, sharding = LAYOUTS[layout]
+    settings = {"sharding": sharding, "precision": PRECISIONS["fp32"], "compute": "bfloat16"}
+    pool.run(check_same_bits, world_size, **settings, seeds=[1, 2])
+
+
+@pytest.mark.parametrize("compute", ["parameters", "bfloat16"])
+@pytest.mark.parametrize("layout", ["fsdp2", "ddp"])
+def test_a_forward_that_leaves_out_a_block(pool: Pool, layout: str, compute: str) -> None:
+    sharding = LAYOUTS[layout][1]
+    precision = PRECISIONS["bf16" if compute == "parameters" else "fp32"]
+    compute = compute if layout == "fsdp2" else "parameters"
+    pool.run(
+        check_same_bits, 2, sharding=sharding, precision=precision, compute=compute, seeds=[1, 2, 3], make=Skipping
+    )
+
+
+def test_gathering_ahead_waits_for_its_own_shards(pool: Pool) -> None:
+    settings = {"sharding": {"kind": "fsdp2"}, "precision": PRECISIONS["bf16"], "compute": "parameters"}
+    pool.run(check_same_bits, 2, **settings, seeds=[1, 2, 3, 4], prefetch=True)
+
+
+@pytest.mark.parametrize(("kind", "wait", "prefetch"), [("fsdp2", "hold", True), ("ddp", "receive", False)])
+def test_a_missing_wait_is_found(pool: Pool, kind: str, wait: str, prefetch: bool) -> None:
+    settings = {"sharding": LAYOUTS[kind][1], "precision": PRECISIONS["bf16"], "compute": "parameters"}
+    pool.run(check_same_bits, 2, **settings, seeds=[1, 2, 3, 4], prefetch=prefetch, broken=wait)
+
+
+def check_readers(rank: int, world_size: int, sharding: dict[str, Any], folder: Path) -> None:
+    """Whoever reads between or right after steps sees what an optimizer without deferred updates shows."""
+    values = {"sharding": sharding, "precision": {"parameters": "bfloat16"}, "clipping": {"max_norm": 0.5}}
+    seen: list[dict[str, Any]] = []
+    for name, state in {"at_step": {"backend": "stream", "ring_mib": 0.01}, "next_forward": DEFERRED}.items():
+        training = Training(rank, world_size, {**values, "optimizer_state": state})
+        training.step()
+        training.delay(rank)
+        found: dict[str, Any] = {}
+        for number, read in enumerate((_weights, _optimizer_state, _saved, _exported, _resumed)):
+            training.step()
+            found[read.__name__] = read(training, folder / name / str(number))
+        found["end"] = training.snapshot()
+        seen.append(found)
+    assert same(*seen)
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    return torch.equal(local_tensor(one), local_tensor(other)) if isinstance(one, Tensor) else bool(one == other)
+
+
+def _weights(training: Training, folder: Path) -> Any:
+    return {key: local_tensor(value).clone() for key, value in training.model.state_dict().items()}
+
+
+def _optimizer_state(training: Training, folder: Path) -> Any:
+    return training.optimizer.state_dict()
+
+
+def _saved(training: Training, folder: Path) -> Any:
+    training.strategy.save_checkpoint(folder, training.model, training.optimizer)
+    training.step()
+    training.step()
+    training.strategy.load_checkpoint(folder, training.model, training.optimizer)
+    return training.evaluate()
+
+
+def _exported(training: Training, folder: Path) -> Any:
+    return [
+        local_tensor(parameter).clone() for parameter in training.strategy.unwrap_model(training.model).parameters()
+    ]
+
+
+def _resumed(training: Training, folder: Path) -> Any:
+    """A new model and optimizer go on from a checkpoint that was written with updates under way."""
+    training.strategy.save_checkpoint(folder, training.model, training.optimizer)
+    world_size = training.strategy.world_size
+    again = Training(training.rank, world_size, training.strategy.config.model_dump())
+    again.strategy.load_checkpoint(folder, again.model, again.optimizer)
+    again.steps = training.steps
+    return [again.step(), again.snapshot()]
+
+
+@pytest.mark.parametrize("layout", ["fsdp2", "ddp", "hsdp"])
+def test_readers_between_steps(pool: Pool, layout: str, tmp_path: Path) -> None:
+    world_size, sharding = LAYOUTS[layout]
+    pool.run(check_readers, world_size, sharding=sharding, folder=tmp_path)

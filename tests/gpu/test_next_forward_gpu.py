@@ -1,0 +1,144 @@
+"""Updates that finish during the next forward, on a GPU: resident's bits with sleep kernels in every lane, no waits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lightstep
+from tests.distributed.models import CLASSES, VOCABULARY
+from tests.unit import test_next_forward as on_cpu
+from tests.unit.test_next_forward import BETWEEN, OVERLAP, Skipping, assert_same
+from tests.unit.test_stream import random_sleeps
+
+pytestmark = pytest.mark.gpu
+
+GATES = "lightstep.strategy.base.gate_forwards"
+
+
+class Training(on_cpu.Training):
+    """The same training; lanes are slowed down by sleep kernels."""
+
+    def loss(self, micro: int = 0) -> Tensor:
+        generator = torch.Generator().manual_seed(100 * self.steps + micro)
+        tokens = torch.randint(VOCABULARY, (4, 6), generator=generator).cuda()
+        targets = torch.randint(CLASSES, (24,), generator=generator).cuda()
+        return nn.functional.cross_entropy(self.model(tokens).float().flatten(0, 1), targets)
+
+    def delays(self, seed: int, longest: float = 1e-3) -> None:
+        random_sleeps(self.optimizer._backend.lanes, seed, int(longest * 1e9))
+
+
+@pytest.mark.parametrize("parameters", ["bfloat16", "float16", "float32"])
+def test_sleep_kernels_in_every_lane(parameters: str) -> None:
+    expected = Training({"backend": "resident"}, parameters)
+    losses, wanted = expected.train(6), expected.snapshot()
+    for seed in range(67):
+        tested = Training(OVERLAP, parameters)
+        found = tested.train(1)
+        tested.delays(seed)
+        assert found + tested.train(5) == losses, seed
+        assert_same(tested.snapshot(), wanted)
+        tested.optimizer.close()
+
+
+def test_the_sleeps_find_a_missing_gate(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = Training({"backend": "resident"}).train(5)
+    monkeypatch.setattr(GATES, lambda model, optimizer: None)
+    wrong = 0
+    for seed in range(5):
+        tested = Training(OVERLAP)
+        found = tested.train(1)
+        tested.delays(seed, 1e-2)
+        wrong += found + tested.train(4) != expected
+        tested.optimizer.close()
+    assert wrong
+
+
+def look(training: Training) -> list[float]:
+    with torch.inference_mode():
+        return [training.loss(7).item(), float(training.model(torch.tensor([[1, 2]]).cuda()).float().sum())]
+
+
+def fail_in_forward(training: Training) -> None:
+    with pytest.raises(RuntimeError):
+        training.model.blocks[0](torch.zeros(1, 3).cuda())
+
+
+HERE = {"look": look, "fail_in_forward": fail_in_forward}
+
+
+@pytest.mark.parametrize("between", BETWEEN, ids=lambda function: function.__name__)
+def test_whatever_happens_between_steps(between: Callable[[Any], Any]) -> None:
+    between = HERE.get(between.__name__, between)
+    expected = Training({"backend": "resident"}, "bfloat16", Skipping)
+    wanted = on_cpu.run(expected, None, 5, between)
+    for seed in range(4):
+        tested = Training(OVERLAP, "bfloat16", Skipping)
+        assert on_cpu.run(tested, seed, 5, between) == wanted, seed
+        assert_same(tested.snapshot(), expected.snapshot())
+        tested.optimizer.close()
+
+
+def llama(state: dict[str, Any]) -> tuple[Any, nn.Module, Any]:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=4096, hidden_size=512, intermediate_size=1536, num_hidden_layers=6, num_attention_heads=8
+    )
+    strategy = lightstep.Strategy.load({"optimizer_state": state, "clipping": {"max_norm": 0.5}})
+    model = strategy.prepare_model(LlamaForCausalLM(config))
+    return strategy, model, strategy.create_optimizer(model, lr=1e-3)
+
+
+def train(model: nn.Module, optimizer: Any, steps: range, watch: bool = False) -> list[Tensor]:
+    """Losses, on the device: nothing here waits."""
+    losses = []
+    for step in steps:
+        generator = torch.Generator().manual_seed(step)
+        tokens = torch.randint(4096, (2, 256), generator=generator).cuda()
+        loss = model(input_ids=tokens, labels=tokens).loss
+        optimizer.backward(loss)
+        if watch:
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            optimizer.step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        losses.append(loss.detach())
+    return losses
+
+
+def test_a_llama_learns_the_same_and_a_steady_step_neither_waits_nor_keeps_memory() -> None:
+    _, model, resident = llama({"backend": "resident"})
+    expected = torch.stack(train(model, resident, range(12))).tolist()
+    _, model, optimizer = llama({"backend": "stream", "update": "next_forward", "ring_mib": 64})
+    losses = train(model, optimizer, range(4))
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    losses += train(model, optimizer, range(4, 12), watch=True)
+    optimizer.synchronize()
+    assert torch.stack(losses).tolist() == expected
+    assert torch.cuda.memory_allocated() - before <= 8 * 1024  # the losses
+    optimizer.close()
+
+
+def test_copies_run_while_the_next_forward_does() -> None:
+    _, model, optimizer = llama({"backend": "stream", "update": "next_forward", "ring_mib": 16})
+    train(model, optimizer, range(4))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        train(model, optimizer, range(4, 7))
+        torch.cuda.synchronize()
+    spans: dict[str, list[tuple[float, float]]] = {"copies": [], "matmuls": []}
+    for event in profile.events():
+        name = event.name.lower()
+        kind = "copies" if "memcpy" in name and "pinned" in name else "matmuls" if "gemm" in name else ""
+        if kind:
+            spans[kind].append((event.time_range.start, event.time_range.end))
+    assert spans["copies"]
+    assert any(a < d and c < b for a, b in spans["copies"] for c, d in spans["matmuls"])
