@@ -96,9 +96,9 @@ class Training:
         found = {}
         self.optimizer.synchronize()
         for name, parameter in self.inner.named_parameters():
-            found[name] = local_tensor(parameter).detach().clone()
+            found[name] = local_tensor(parameter).detach().cpu().clone()
             for key, value in self.optimizer.state[parameter].items():
-                found[f"{name}/{key}"] = local_tensor(torch.as_tensor(value)).clone()
+                found[f"{name}/{key}"] = local_tensor(torch.as_tensor(value)).cpu().clone()
         return found
 
     def delay(self, seed: int, longest: float = 2e-3) -> None:

@@ -76,7 +76,7 @@ class Training:
         found = dict(self.model.state_dict())
         for name, parameter in self.model.named_parameters():
             found.update({f"{name}/{key}": torch.as_tensor(v) for key, v in self.optimizer.state[parameter].items()})
-        return {key: value.clone() for key, value in found.items()}
+        return {key: value.cpu().clone() for key, value in found.items()}
 
     def delays(self, seed: int, longest: float = 1e-3) -> None:
         random_delays(self.optimizer._backend.lanes, seed, longest)
