@@ -196,6 +196,11 @@ class OptimizerState(_Frozen):
                 f"update next_forward hides the copies of backend stream under the next forward, and backend is "
                 f"{self.backend}; set update: at_step, or backend: stream"
             )
+        if self.resident_gib != 0 and self.backend != "stream":
+            raise ValueError(
+                f"resident_gib {self.resident_gib} is the part of backend stream's state that stays on the device, and "
+                f"backend is {self.backend}; leave it out, or set backend: stream"
+            )
         return self
 
 

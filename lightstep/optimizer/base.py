@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -64,6 +64,26 @@ class BaseOptimizer(torch.optim.Optimizer):
         """Bytes held by this process between steps: ``device_bytes``, ``host_bytes``, ``ring_bytes``,
         ``gradient_stage_bytes``, ``parameters`` (elements of its local shards), ``device_bytes_per_parameter`` and
         ``host_bytes_per_parameter``: per local element, so that replicas that share the state hold less of it each."""
+
+    @abstractmethod
+    def set_residency(self, gib: float | Literal["auto"]) -> None:
+        """Keep this much optimizer state on the device from the next step on, in GiB, and give back what is over it.
+
+        The state, and every result, stay the same; each GiB less to stream makes a step shorter. ``"auto"`` measures
+        what is spare at the peak of the next steps. In a strategy file it is ``optimizer_state.resident_gib``.
+
+        Raises:
+            ValueError: not a number of at least 0 or ``"auto"``, or a state backend other than ``stream``.
+        """
+
+    @abstractmethod
+    def release_device_memory(self) -> None:
+        """Give back what the optimizer holds on the device: state, masters, ring, scratch, and the allocator's cache.
+
+        For a phase in which something else needs the memory (a rollout engine). It comes back by itself with the next
+        step, and state on ``resident`` when it is read; until then tensors taken from ``state`` are empty. Weights
+        and gradients stay. The host waits.
+        """
 
     @abstractmethod
     def refresh_master_weights(self) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -278,6 +279,25 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         for device in self._managed.devices:
             if device.type != "cpu":
                 torch.accelerator.synchronize(device)
+
+    def set_residency(self, gib: float | Literal["auto"]) -> None:
+        known = gib == "auto" or (isinstance(gib, (int, float)) and not isinstance(gib, bool) and 0 <= gib < math.inf)
+        if not known:
+            raise ValueError(f"set_residency({gib!r}): a number of GiB of at least 0 is needed, or 'auto'")
+        self._refuse_if_closed()
+        self._updates.land()
+        self._backend.set_residency(gib)
+
+    def release_device_memory(self) -> None:
+        self._refuse_if_closed()
+        self._updates.land()
+        self._backend.synchronize()
+        self._walk.stage.free()
+        self._backend.release_device_memory()
+        for device in self._managed.devices:
+            if device.type != "cpu":
+                torch.accelerator.synchronize(device)
+                torch.accelerator.memory.empty_cache()
 
     def refresh_master_weights(self) -> None:
         with torch.no_grad():

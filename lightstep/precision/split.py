@@ -51,6 +51,10 @@ class Splitter:
         """Bytes of scratch held on the device."""
         return 0 if self._scratch is None else self._scratch.nbytes
 
+    def free(self) -> None:
+        """Give the scratch back; the next use takes it again."""
+        self._scratch = None
+
     def split(self, master: Tensor, weight: Tensor, low: Tensor, extra: Tensor) -> None:
         """Write ``master`` (fp32) to ``weight`` (bf16), ``low`` (int16) and the bits of ``extra``.
 

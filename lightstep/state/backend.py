@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -194,6 +194,20 @@ class StateBackend(ABC):
     @abstractmethod
     def memory(self) -> dict[str, int]:
         """``device_bytes``, ``host_bytes`` and ``ring_bytes`` held between steps."""
+
+    def set_residency(self, gib: float | Literal["auto"]) -> None:
+        """State that stays on the device, in GiB; ``"auto"`` measures what is spare. Nothing may be under way.
+
+        Raises:
+            ValueError: this backend has no choice.
+        """
+        raise ValueError(
+            f"set_residency: optimizer_state.backend is {self.name}, which does not divide the state between device "
+            "and host; backend stream does"
+        )
+
+    def release_device_memory(self) -> None:  # noqa: B027  (some hold none between steps)
+        """Give back all device memory; it is taken again at the next use. Nothing may be under way."""
 
     def synchronize(self) -> None:  # noqa: B027  (an optional hook)
         """Wait until all queued work has landed in the parameters and the state."""

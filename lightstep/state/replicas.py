@@ -13,7 +13,7 @@ import contextlib
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -163,6 +163,14 @@ class SharedByReplicas(StateBackend):
         held = self.inner.memory()
         return {**held, "ring_bytes": held["ring_bytes"] + self._exchange.nbytes()}
 
+    def set_residency(self, gib: float | Literal["auto"]) -> None:
+        """This replica's: each may have its own."""
+        self.inner.set_residency(gib)
+
+    def release_device_memory(self) -> None:
+        self.inner.release_device_memory()
+        self._exchange.free()
+
     def synchronize(self) -> None:
         self.inner.synchronize()
 
@@ -264,6 +272,11 @@ class _Exchange:
     def nbytes(self) -> int:
         """Device memory held between steps."""
         return sum(buffer.nbytes for buffer in self._row_major.values())
+
+    def free(self) -> None:
+        """Give that memory back; the next step takes it again."""
+        self._works.clear()
+        self._row_major.clear()
 
     def _send(self, stop: int) -> None:
         while self._started < stop:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from lightstep.state.backend import EntrySpec, Managed, Piece, Schema, StateBackend, Unit, adopt_entry
+from lightstep.state.parking import Parked
 
 
 class ResidentBackend(StateBackend):
@@ -24,14 +25,19 @@ class ResidentBackend(StateBackend):
         self._pieces: dict[Managed, Piece] = {}
         self._units: list[Unit] = []
         self._schema: Schema = {}
+        self._parked: Parked | None = None
 
     def register(self, managed: Sequence[Managed], schema: Schema, whole_tensors: bool = False) -> None:
+        self._restore()
         self._schema = schema
         self._pieces = {item: self._pieces.get(item) or _new_piece(item) for item in managed}
         self._units = _pack(managed, self.unit_elements)
 
     def units(self) -> Sequence[Unit]:
         return self._units
+
+    def begin(self, managed: Collection[Managed]) -> None:
+        self._restore()
 
     def acquire(self, unit: Unit) -> list[Piece]:
         pieces = [self._pieces[item] for item, _, _ in unit.parts]
@@ -50,9 +56,11 @@ class ResidentBackend(StateBackend):
         piece = self._pieces.get(managed)
         if piece is None or not managed.updated:
             return {}
+        self._restore()
         return dict(piece.state) if managed.own_master else {**piece.state, "master": piece.master}
 
     def load(self, managed: Managed, entries: Mapping[str, Any]) -> None:
+        self._restore()
         piece = self._pieces[managed]
         if not managed.own_master and "master" in entries:
             piece.master.copy_(entries["master"])
@@ -65,6 +73,7 @@ class ResidentBackend(StateBackend):
         return self._schema.get(key)
 
     def refresh(self, managed: Managed) -> None:
+        self._restore()
         piece = self._pieces[managed]
         if managed.own_master:
             piece.master = managed.local
@@ -72,15 +81,27 @@ class ResidentBackend(StateBackend):
             piece.master.copy_(managed.local)
 
     def differs(self, managed: Managed) -> bool:
+        self._restore()
         return not managed.own_master and not same_rounding(managed.local, self._pieces[managed].master)
 
     def memory(self) -> dict[str, int]:
         held = [tensor for piece in self._pieces.values() for tensor in _tensors_of(piece)]
         device = sum(tensor.nbytes for tensor in held if tensor.dim() > 0)
-        return {"device_bytes": device, "host_bytes": 0, "ring_bytes": 0}
+        parked = 0 if self._parked is None else self._parked.nbytes()
+        return {"device_bytes": device - parked, "host_bytes": parked, "ring_bytes": 0}
+
+    def release_device_memory(self) -> None:
+        if self._parked is None:
+            held = (tensor for piece in self._pieces.values() for tensor in _tensors_of(piece))
+            self._parked = Parked(tensor for tensor in held if tensor.dim() > 0)
+
+    def _restore(self) -> None:
+        if self._parked is not None:
+            self._parked.restore()
+            self._parked = None
 
     def close(self) -> None:
-        self._pieces, self._units = {}, []
+        self._pieces, self._units, self._parked = {}, [], None
 
 
 def write_back(pieces: Sequence[Piece]) -> None:

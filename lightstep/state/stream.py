@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from lightstep.state.host_entries import HostEntries
 from lightstep.state.host_memory import require
 from lightstep.state.lanes import LaneError, Lanes
 from lightstep.state.records import Layout, MasterSplitter, Part, Record, coding_of, record_bytes
+from lightstep.state.residency import GIB, AutoBudget, Residency
 from lightstep.state.ring import Ring
 from lightstep.state.units import RingError, plan_units, smallest_piece
 from lightstep.state.visit import Visit, scratch_elements
@@ -44,7 +45,7 @@ class StreamBackend(StateBackend):
         splitter: makes the splitter of bf16 masters for a device. prefetch_layers: units fetched ahead; the ring has
         two slots more, for the one being updated and the one draining. ring_mib: device memory of the ring, scratch
         for joined masters included. A unit takes at most one slot. slots: number of slots instead of
-        ``prefetch_layers + 2``.
+        ``prefetch_layers + 2``. resident_gib: see :meth:`set_residency`.
 
     Raises:
         RingError: at ``register``, when the ring is too small for the smallest possible piece.
@@ -61,12 +62,14 @@ class StreamBackend(StateBackend):
         prefetch_layers: int = 2,
         ring_mib: float = 512,
         slots: int | None = None,
+        resident_gib: float | Literal["auto"] = 0.0,
     ) -> None:
-        self._settings = {
+        self._settings: dict[str, Any] = {
             "splitter": splitter,
             "prefetch_layers": prefetch_layers,
             "ring_mib": ring_mib,
             "slots": slots,
+            "resident_gib": resident_gib,
         }
         self._make_splitter = splitter
         self._slots = prefetch_layers + 2 if slots is None else slots
@@ -89,9 +92,10 @@ class StreamBackend(StateBackend):
         self._walk: list[Record] = []
         self._open: Visit | None = None
         self._host: HostEntries | None = None
+        self._residency = Residency(_budget(self._settings["resident_gib"]))
 
     def fresh(self) -> StreamBackend:
-        return type(self)(**self._settings)  # type: ignore[arg-type]
+        return type(self)(**self._settings)
 
     @property
     def lanes(self) -> Lanes:
@@ -151,7 +155,9 @@ class StreamBackend(StateBackend):
         records = sorted([*staying, *new], key=lambda record: place[record.parts[0].owner])
         for record in self._records.values():
             if record not in staying:
+                self._residency.forget([record])
                 record.close()
+        self._residency.unsettle()
         self._records, self._parts, self._home = {}, {}, {}
         for index, record in enumerate(records):
             record.unit.index = index
@@ -212,9 +218,12 @@ class StreamBackend(StateBackend):
         self.lanes.check()
         if self._open is not None:
             raise LaneError(f"the last step broke off at {self._open.record.unit.label}; load a checkpoint to go on")
+        self._residency.begin(list(self._records.values()), self.lanes)
         self._wanted = frozenset(managed)
         self._walk = [
-            record for record in self._records.values() if any(part.owner in self._wanted for part in record.parts)
+            record
+            for record in self._records.values()
+            if record not in self._residency and any(part.owner in self._wanted for part in record.parts)
         ]
         self._ensure_ring().expect(self._walk)
         self.lanes.caller().wait(self._computed)  # the scratch, should the caller be on another stream than last time
@@ -225,9 +234,10 @@ class StreamBackend(StateBackend):
         if not parts:
             return []
         assert self._open is None, f"{unit.label} acquired before {self._open.record.unit.label} was released"
-        ring = self._live_ring()
+        resident = record in self._residency
+        slot = self._residency.take(record, self.lanes) if resident else self._live_ring().take(record)
         assert self._scratch is not None
-        visit = Visit(record, ring.take(record), self._splitter, self._schema, self._scratch)
+        visit = Visit(record, slot, self._splitter, self._schema, self._scratch)
         self._open = visit
         self.lanes.caller().run(lambda: visit.bring(parts))
         return visit.pieces()
@@ -235,22 +245,26 @@ class StreamBackend(StateBackend):
     def release(self, unit: Unit, updated: Sequence[Piece]) -> None:
         if self._open is None:
             return
-        visit, ring = self._open, self._live_ring()
+        visit = self._open
         assert visit.record.unit is unit, f"{unit.label} released, {visit.record.unit.label} is acquired"
-        if not updated:
-            ring.discard(visit.slot)
-        else:
+        if updated:
             outgrown = visit.note(updated)
             if outgrown:
                 self._rearrange(visit, outgrown)
             self.lanes.caller().run(visit.send)
-            ring.write_back(visit.slot, visit.record)
+        if visit.record in self._residency:
+            self._residency.give_back(visit.record, self.lanes, changed=bool(updated))
+        elif updated:
+            self._live_ring().write_back(visit.slot, visit.record)
+        else:
+            self._live_ring().discard(visit.slot)
         self._open = None
 
     def finish(self) -> None:
         self.lanes.caller().record(self._computed)
         self._wanted = None
         self._live_ring().expect(self._walk)  # warm slots for the next step
+        self._residency.after_step(self.lanes.device)
 
     def _rearrange(self, visit: Visit, layouts: Mapping[Part, Layout]) -> None:
         """Make room in the record for entries that appeared: rare, and all that allocates in a step."""
@@ -260,9 +274,12 @@ class StreamBackend(StateBackend):
         old = record.arrange(layouts, self.lanes.device)
         if old is not None:
             old.close()
-        slot, ring = visit.slot, self._live_ring()
-        if record.nbytes > ring.slot_bytes:
-            slot = ring.grow(self._slots_of(record.nbytes), record.nbytes)
+        slot = visit.slot
+        if record in self._residency:
+            slot = self._residency.exchange(record, self.lanes)
+        elif record.nbytes > self._live_ring().slot_bytes:
+            slot = self._live_ring().grow(self._slots_of(record.nbytes), record.nbytes)
+        self._residency.unsettle()
         visit.settle(slot, at_rest)
 
     # -- state seen from outside
@@ -299,6 +316,7 @@ class StreamBackend(StateBackend):
         if not parts or any(part.layout is None for part in parts):
             return {}
         assert self._host is not None
+        self._residency.bring_down({self._home[part] for part in parts}, self.lanes)
         found = [self._host.read(self._home[part], part) for part in parts]
         shape = managed.local.shape
         keys = [*parts[0].keys, *(["master"] if not managed.own_master else [])]
@@ -312,6 +330,7 @@ class StreamBackend(StateBackend):
         values = {key: value for key, value in entries.items() if key != "master"}
         master = None if managed.own_master else entries.get("master")
         assert self._host is not None
+        self._residency.evict({self._home[part] for part in self._parts[managed]}, self.lanes)
         for part in self._parts[managed]:
             self._host.write(self._home[part], part, values, master)
 
@@ -320,6 +339,7 @@ class StreamBackend(StateBackend):
         if parts:
             self.synchronize()
             self._drop_staged()
+            self._residency.evict({self._home[part] for part in parts}, self.lanes)
         for part in parts:
             assert self._host is not None
             assert part.layout is not None
@@ -338,7 +358,27 @@ class StreamBackend(StateBackend):
         scratch = 0 if self._scratch is None else self._scratch.nbytes
         working = self._splitter.nbytes() + sum(8 * len(record.parts) for record in self._records.values())
         host = sum(record.slab.nbytes for record in self._records.values() if record.slab is not None)
-        return {"device_bytes": 0, "host_bytes": host, "ring_bytes": ring + scratch + working}
+        return {
+            "device_bytes": self._residency.nbytes(),
+            "host_bytes": host,
+            "ring_bytes": ring + scratch + working,
+        }
+
+    def set_residency(self, gib: float | Literal["auto"]) -> None:
+        self._settings["resident_gib"] = gib
+        self._residency.set_budget(_budget(gib))
+        if self._lanes is not None:
+            self.synchronize()
+            self._residency.shrink(list(self._records.values()), self._lanes)
+
+    def release_device_memory(self) -> None:
+        if self._lanes is None:
+            return
+        self.synchronize()
+        self._residency.evict(list(self._records.values()), self._lanes)
+        self._idle()
+        self._ring = self._scratch = None
+        self._splitter.free()
 
     def synchronize(self) -> None:
         if self._lanes is not None:
@@ -349,6 +389,7 @@ class StreamBackend(StateBackend):
             with contextlib.suppress(LaneError):
                 self._lanes.synchronize()
             self._lanes.close()
+        self._residency.forget(self._records.values())
         for record in self._records.values():
             record.close()
         self._start()
@@ -398,6 +439,10 @@ class StreamBackend(StateBackend):
         self._open, self._wanted = None, None
         if self._ring is not None:
             self._ring.reset()
+
+
+def _budget(gib: float | Literal["auto"]) -> int | AutoBudget:
+    return AutoBudget() if gib == "auto" else int(gib * GIB)
 
 
 def _common_device(managed: Sequence[Managed]) -> torch.device:

@@ -311,6 +311,7 @@ def make_backend(config: OptimizerState) -> StateBackend:
             Splitter,
             prefetch_layers=config.prefetch_layers,
             ring_mib=config.ring_mib,
+            resident_gib=config.resident_gib,
         )
     return ResidentBackend() if config.backend == "resident" else BulkBackend()
 
@@ -329,8 +330,4 @@ def _refuse_unbuilt(config: StrategyConfig, name: str) -> None:
     if state.update not in _UPDATE_TIMES:
         raise ConfigError(
             f"{name}: optimizer_state.update {state.update!r} is not in this version; it has {', '.join(_UPDATE_TIMES)}"
-        )
-    if state.resident_gib != 0:
-        raise ConfigError(
-            f"{name}: optimizer_state.resident_gib is {state.resident_gib!r}; this version has 0: all state is streamed"
         )

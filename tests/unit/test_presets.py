@@ -97,9 +97,6 @@ def _what_this_version_does() -> dict[str, set[str]]:
         "sharding.kind": {kind for kind in kinds if _accepted({"sharding": {"kind": kind}})},
         "optimizer_state.backend": backends,
         "optimizer_state.update": updates,
-        "optimizer_state.resident_gib": {
-            str(size) for size in (0, 4, "auto") if _accepted({"optimizer_state": {"resident_gib": size}})
-        },
     }
 
 
@@ -114,7 +111,7 @@ def test_the_reference_page_promises_what_this_version_does() -> None:
     assert {key: set(re.findall(r"`(\w+)`", values)) for key, values in rows} == _what_this_version_does()
 
 
-@pytest.mark.parametrize("row", ["`deepspeed`", "`stage`", "`offload`", "`superoffload`", "`update`", "`resident_gib`"])
+@pytest.mark.parametrize("row", ["`deepspeed`", "`stage`", "`offload`", "`superoffload`", "`update`"])
 def test_the_reference_page_marks_what_is_refused_where_it_lists_it(row: str) -> None:
     page = (CHECKOUT / "docs" / "strategy-files.md").read_text(encoding="utf-8")
     (line,) = [line for line in page.splitlines() if line.startswith(f"| {row}")]
