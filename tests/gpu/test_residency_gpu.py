@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -79,19 +80,19 @@ def test_a_steady_step_neither_waits_nor_takes_memory(time: str) -> None:
 def test_released_memory_is_free_and_comes_back(state: dict[str, Any]) -> None:
     _, model, untouched = llama({"backend": "resident"})
     expected = torch.stack(train(model, untouched, range(8))).tolist()
-    del untouched
+    untouched.close()
+    del untouched, model
+    gc.collect()
+    before = torch.cuda.memory_allocated()
     _, model, optimizer = llama(state)
     weights = sum(parameter.nbytes for parameter in model.parameters())
-    torch.cuda.synchronize()
     losses = train(model, optimizer, range(5))
     held = torch.cuda.memory_reserved()
     optimizer.release_device_memory()
-    others = torch.cuda.memory_allocated() - weights
     assert torch.cuda.memory_reserved() < held
-    assert others < weights, "what is left is this test's own: no state, no masters, no ring"
+    assert torch.cuda.memory_allocated() - before < weights + 2 * MIB, "no state, no masters, no ring, no stage"
     losses += train(model, optimizer, range(5, 8))
     assert torch.stack(losses).tolist() == expected
-    assert optimizer.memory_report()["device_bytes"] == 0 or torch.cuda.memory_allocated() > weights
     optimizer.close()
 
 

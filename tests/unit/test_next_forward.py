@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import lightstep
+from lightstep.optimizer.updates import NextForward
 from lightstep.state import units as units_module
 from lightstep.state.lanes import LaneError
 from tests.distributed.models import CLASSES, VOCABULARY, TinyTransformer
@@ -122,10 +123,11 @@ def beside(job: Callable[[], Any], seconds: float = 0.3) -> threading.Thread | N
 
 
 @pytest.mark.parametrize("parameters", ["bfloat16", "float16", "float32"])
-def test_random_delays_in_every_lane_over_two_hundred_seeds(parameters: str) -> None:
+def test_random_delays_in_every_lane_over_two_hundred_seeds(parameters: str, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = Training({"backend": "resident"}, parameters)
     losses, wanted = expected.train(6), expected.snapshot()
     for seed in range(70):
+        monkeypatch.setattr(NextForward, "ahead", (0, 1, 3, 48)[seed % 4])
         tested = Training(OVERLAP, parameters)
         found = tested.train(1)
         tested.delays(seed)
@@ -217,6 +219,32 @@ READERS = [
     *(read_state_dict, read_a_blocks_state_dict, load_weights, read_optimizer_state, read_one_entry, save, unwrap),
     *(evaluate, wait, backward, step_again),
 ]
+
+
+@pytest.mark.parametrize("ahead", [0, 2])
+def test_units_are_submitted_a_fixed_way_ahead(ahead: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(NextForward, "ahead", ahead)
+    training = Training(OVERLAP)
+    training.train(2)
+    training.optimizer.synchronize()
+    units = training.optimizer._backend.units()
+    submitted: list[int] = []
+    update = training.optimizer._walk.unit
+    training.optimizer._walk.unit = lambda unit, of: (submitted.append(units.index(unit)), update(unit, of))[1]
+    training.step()
+    training.optimizer._backend.lanes.compute.synchronize()
+    assert submitted == list(range(ahead))
+    block = training.model.blocks[1]
+    block(torch.zeros(1, 7, dtype=torch.bfloat16))
+    training.optimizer._backend.lanes.compute.synchronize()
+    own = [
+        number
+        for number, unit in enumerate(units)
+        if any(owner.name.startswith("blocks.1") for owner, _, _ in unit.parts)
+    ]
+    assert submitted == list(range(own[-1] + 1 + ahead))
+    training.optimizer.synchronize()
+    assert submitted == list(range(len(units)))
 
 
 @pytest.mark.parametrize("read", READERS)
