@@ -9,21 +9,13 @@ import typer
 from rich.console import Console
 
 if TYPE_CHECKING:
-    from lightstep.bench.iteration import Iterations
     from lightstep.bench.run import Run
 
 _CPU_DEFAULTS = {"params": 2e6, "steps": 4, "warmup": 1}
 _GPU_DEFAULTS = {"params": 1e9, "steps": 8, "warmup": 2}
 
-_CPU_ITERATIONS = {"params": 1e5, "steps": 2, "warmup": 2}
-_GPU_ITERATIONS = {"params": 3e9, "steps": 4, "warmup": 3}
-
 _Strategies = Annotated[
-    str,
-    typer.Option(
-        help="Names or paths separated by commas; 'default'; 'none'. With --iteration or --timeline overrides may "
-        "follow a name: stream-overlap:optimizer_state.resident_gib=8"
-    ),
+    str, typer.Option(help="Names or paths separated by commas; 'default' is resident, bulk and stream; 'none'.")
 ]
 _Peers = Annotated[str, typer.Option(help="Peers to hold them against, separated by commas; 'all' or 'none'.")]
 _Params = Annotated[
@@ -39,13 +31,6 @@ _Checkpoints = Annotated[
 ]
 _Device = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N. Default: the GPU if there is one.")]
 _Seed = Annotated[int, typer.Option(help="Of weights and gradients.")]
-_Iteration = Annotated[bool, typer.Option("--iteration", help="Whole iterations of a real Llama, not the step alone.")]
-_Timeline = Annotated[bool, typer.Option("--timeline", help="Draw what the GPU does when, over two iterations.")]
-_Tokens = Annotated[
-    str | None,
-    typer.Option(help="--iteration, --timeline: tokens per step and device. Default: 65536,16384; on a CPU 64."),
-]
-_Sequence = Annotated[int, typer.Option(min=1, help="--iteration, --timeline: tokens per sequence, at most.")]
 
 
 def bench(
@@ -60,30 +45,16 @@ def bench(
     checkpoints: _Checkpoints = None,
     device: _Device = None,
     seed: _Seed = 0,
-    iteration: _Iteration = False,
-    timeline: _Timeline = False,
-    tokens: _Tokens = None,
-    sequence: _Sequence = 4096,
 ) -> None:
     """Measure strategies and peers side by side on this machine: one optimizer step on a Llama-shaped stack.
 
     Everybody does the same work: global norm, clipping, AdamW in fp32, new bf16 weights. Under torchrun all ranks
-    measure at once, and each has its share of the cores. `--iteration` measures forward, backward and step together.
+    measure at once, and each has its share of the cores.
     """
     from lightstep.config import ConfigError
 
     asked = {"params": params, "steps": steps, "warmup": warmup}
     try:
-        if iteration or timeline:
-            if checkpoints is not None:
-                raise ValueError(
-                    "--checkpoints belongs to the step's measurement; leave out --iteration and --timeline"
-                )
-            batches = (tokens, sequence)
-            measure_whole(strategies, peers, asked, layers, rounds, output, device, seed, batches, iteration, timeline)
-            return
-        if tokens is not None:
-            raise ValueError("--tokens belongs to --iteration and --timeline")
         measure(strategies, peers, asked, layers, rounds, output, device, seed, checkpoints)
     except (ConfigError, ValueError) as error:
         raise typer.BadParameter(str(error)) from error
@@ -169,97 +140,3 @@ def _publish(run: Run, output: Path) -> dict[str, Any]:
         print_table(values, console)
         console.print(f"{output / 'bench.json'} and {output / 'bench.png'} written", highlight=False)
     return values
-
-
-def measure_whole(
-    strategies: str,
-    peers: str,
-    asked: dict[str, Any],
-    layers: int | None,
-    rounds: int,
-    output: Path,
-    device_name: str | None,
-    seed: int,
-    batches: tuple[str | None, int],
-    iteration: bool,
-    timeline: bool,
-) -> dict[str, Any]:
-    """What `bench --iteration` and `--timeline` do; returns `iterations.json`'s values."""
-    from lightstep.bench.iteration import Iterations, chosen, measure_iterations, rows_of
-    from lightstep.bench.llama import LlamaSizes
-    from lightstep.bench.measure import Effort
-    from lightstep.bench.ranks import Ranks, local_device, share_cores
-
-    device = local_device(device_name)
-    if timeline and device.type != "cuda":
-        raise ValueError("--timeline shows streams of a GPU, and torch sees none here")
-    defaults = _GPU_ITERATIONS if device.type == "cuda" else _CPU_ITERATIONS
-    sizes = {**defaults, **{key: value for key, value in asked.items() if value is not None}}
-    share_cores()
-    ranks = Ranks(device)
-    try:
-        builds = chosen(strategies, peers, ranks.world_size)
-        output.mkdir(parents=True, exist_ok=True)
-        run = Iterations(
-            LlamaSizes.near(sizes["params"], layers),
-            _batches(*batches, on_gpu=device.type == "cuda"),
-            device,
-            seed,
-            Effort(int(sizes["steps"]), int(sizes["warmup"])),
-            rounds,
-            ranks,
-            rows_of(builds),
-        )
-        if timeline:
-            _draw_timelines(run, builds, output)
-        return _publish_iterations(run, builds, output, measure_iterations) if iteration else {}
-    finally:
-        ranks.close()
-
-
-def _batches(tokens: str | None, sequence: int, on_gpu: bool) -> list[Any]:
-    from lightstep.bench.iteration import Batch
-
-    text = tokens or ("65536,16384" if on_gpu else "64")
-    try:
-        counts = [int(float(count)) for count in text.split(",")]
-    except ValueError:
-        counts = []
-    if not counts or min(counts) < 2:
-        raise ValueError(f"--tokens {text}: whole numbers of at least 2 are needed, separated by commas")
-    return [Batch(count, min(sequence, count)) for count in dict.fromkeys(counts)]
-
-
-def _publish_iterations(run: Iterations, builds: Any, output: Path, measure_iterations: Any) -> dict[str, Any]:
-    from lightstep.bench.iteration_report import as_json, draw, print_table
-    from lightstep.bench.report import write_json
-
-    progress = Console(stderr=True, quiet=not run.ranks.is_main)
-
-    def show(sentence: str) -> None:
-        progress.print(f"measuring {sentence}", highlight=False)
-        values = as_json(run)
-        if run.ranks.is_main:
-            write_json(values, output / "iterations.json")
-
-    measure_iterations(run, builds, show)
-    values = as_json(run)
-    if run.ranks.is_main:
-        write_json(values, output / "iterations.json")
-        draw(values, output / "iterations.png")
-        console = Console()
-        print_table(values, console)
-        console.print(f"{output / 'iterations.json'} and {output / 'iterations.png'} written", highlight=False)
-    return values
-
-
-def _draw_timelines(run: Iterations, builds: Any, output: Path) -> None:
-    from lightstep.bench.iteration import WITHOUT, timelines
-    from lightstep.bench.timeline import draw
-
-    progress = Console(stderr=True, quiet=not run.ranks.is_main)
-    found = timelines(run, {name: build for name, build in builds.items() if name != WITHOUT}, output, progress.print)
-    if run.ranks.is_main:
-        tokens = run.batches[0].tokens
-        draw(found, f"Two iterations of {tokens} tokens, and what each lane of the GPU does", output / "timeline.png")
-        Console().print(f"{output / 'timeline.png'} and the traces beside it written", highlight=False)

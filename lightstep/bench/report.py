@@ -30,30 +30,23 @@ def as_json(run: Run) -> Values:
     rows = [_row(run, row) for row in run.rows]
     _compare_weights(run.rows, rows)
     return {
-        **circumstances(run.setup.device, run.ranks.world_size),
+        "command": shlex.join(["lightstep", *sys.argv[1:]]),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "hardware": _hardware(run),
+        "versions": {"python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda},
         "model": {**asdict(run.setup.shape), "parameters": run.setup.shape.parameters, "weights": "bfloat16"},
         "steps": run.effort.steps,
         "warmup": run.effort.warmup,
         "rounds": run.rounds,
+        "ranks": run.ranks.world_size,
         "link_gb_per_s": asdict(run.link) if run.link is not None else None,
         "rows": rows,
     }
 
 
-def circumstances(device: torch.device, ranks: int) -> Values:
-    """The command, and when, on what and with what it ran."""
+def _hardware(run: Run) -> Values:
     return {
-        "command": shlex.join(["lightstep", *sys.argv[1:]]),
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "hardware": _hardware(device),
-        "versions": {"python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda},
-        "ranks": ranks,
-    }
-
-
-def _hardware(device: torch.device) -> Values:
-    return {
-        "device": device_name(device),
+        "device": device_name(run.setup.device),
         "cpu": _cpu_name(),
         "cores": os.cpu_count(),
         "torch_threads": torch.get_num_threads(),
