@@ -344,25 +344,31 @@ def test_weights_and_tokens_are_the_same_for_everybody() -> None:
 # -- timelines ---------------------------------------------------------------------------------------------------
 
 
-def event(cat: str, name: str, stream: int, start: float, length: float) -> dict[str, Any]:
+def event(cat: str, name: str, stream: int, start: float, length: float, launch: int = 0) -> dict[str, Any]:
     """Times in ms."""
-    return {"cat": cat, "name": name, "tid": stream, "ts": start * 1e3 + 5e6, "dur": length * 1e3, "args": {}}
+    args = {"correlation": launch} if launch else {}
+    return {"cat": cat, "name": name, "tid": stream, "ts": start * 1e3 + 5e6, "dur": length * 1e3, "args": args}
 
 
 TRACE = [
     event("cpu_op", "aten::mm", 1, 0, 100),
-    event("user_annotation", FORWARD, 1, 0, 1),
-    event("gpu_user_annotation", STEP, 7, 0, 2),  # of the iteration before the trace
-    event("gpu_user_annotation", FORWARD, 7, 10, 20),
-    event("gpu_user_annotation", FORWARD, 9, 10, 15),
-    event("gpu_user_annotation", STEP, 7, 70, 5),
-    event("kernel", "gemm", 7, 10, 20),
-    event("kernel", "gemm_backward", 7, 30, 40),
-    event("kernel", "norm", 7, 70, 5),
+    event("user_annotation", STEP, 1, -3, 1),  # of the iteration before the trace
+    event("user_annotation", FORWARD, 1, 0, 4),
+    event("user_annotation", STEP, 1, 8, 2),
+    event("cuda_runtime", "cudaLaunchKernel", 1, -2.5, 0.1, launch=1),
+    event("cuda_runtime", "cudaLaunchKernel", 1, 1, 0.1, launch=2),
+    event("cuda_driver", "cuLaunchKernelEx", 1, 2, 0.1, launch=3),
+    event("cuda_runtime", "cudaLaunchKernel", 1, 3, 0.1, launch=4),
+    event("cuda_runtime", "cudaLaunchKernel", 2, 5, 0.1, launch=5),
+    event("cuda_runtime", "cudaLaunchKernel", 1, 9, 0.1, launch=6),
+    event("kernel", "clip", 7, 0, 2, launch=1),
+    event("kernel", "gemm", 7, 10, 20, launch=2),
+    event("gpu_memset", "Memset (Device)", 7, 29, 1, launch=3),
+    event("kernel", "ncclDevKernel_AllGather", 9, 11, 90, launch=4),
+    event("kernel", "gemm_backward", 7, 30, 40, launch=5),
+    event("kernel", "norm", 7, 70, 5, launch=6),
     event("kernel", "multi_tensor_apply<FusedAdamMathFunctor>", 13, 12, 4),
-    event("kernel", "ncclDevKernel_AllGather", 9, 11, 90),
     event("kernel", "split_with_sizes_copy", 11, 20, 1),
-    event("gpu_memset", "Memset (Device)", 7, 29, 1),
     event("gpu_memcpy", "Memcpy HtoD (Pinned -> Device)", 14, 5, 10),
     event("gpu_memcpy", "Memcpy HtoD (Pinned -> Device)", 14, 25, 10),
     event("gpu_memcpy", "Memcpy DtoH (Device -> Pinned)", 15, 16, 3),
@@ -374,7 +380,7 @@ TRACE = [
 def test_a_trace_is_read_lane_by_lane() -> None:
     timeline = read_timeline(TRACE)
     assert timeline.lanes == {
-        MAIN: [(10, 30), (29, 30), (30, 70), (70, 75)],
+        MAIN: [(0, 2), (10, 30), (29, 30), (30, 70), (70, 75)],
         UPDATES: [(12, 16), (16, 17)],
         TO_DEVICE: [(5, 15), (25, 35)],
         TO_HOST: [(16, 19)],
@@ -394,7 +400,7 @@ def test_copies_under_the_forward_are_added_up() -> None:
         "10 of 20 ms of copies host → device in a forward",
         "3 of 3 ms of copies device → host in a forward",
     ]
-    assert timeline.busy(MAIN) == 65, "what overlaps counts once"
+    assert timeline.busy(MAIN) == 67, "what overlaps counts once"
 
 
 def test_a_trace_without_a_gpu_is_refused() -> None:
@@ -408,7 +414,7 @@ def test_close_spans_are_drawn_as_one() -> None:
 
 def test_a_timeline_is_drawn(tmp_path: Path) -> None:
     draw(read_timeline(TRACE), tmp_path / "lanes.png", "stream-overlap, 64 tokens")
-    without_phases = [event for event in TRACE if event.get("cat") != "gpu_user_annotation"]
+    without_phases = [event for event in TRACE if event.get("cat") != "user_annotation"]
     draw(read_timeline(without_phases), tmp_path / "plain.png", "stream-overlap, 64 tokens")
     sizes = [(tmp_path / name).stat().st_size for name in ("lanes.png", "plain.png")]
     assert sizes[0] > sizes[1] > 5_000

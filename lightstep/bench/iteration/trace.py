@@ -53,11 +53,12 @@ def merged(spans: Iterable[Span], gap: float) -> list[Span]:
     return whole
 
 
-def read_timeline(events: Iterable[Event]) -> Timeline:
+def read_timeline(events: Sequence[Event]) -> Timeline:
     """From the trace's `traceEvents`.
 
     The main stream is the one that was busy longest, collectives left out. A stream beside it that runs Adam's kernels
-    is the one of the updates. Copies count by direction, whatever their stream.
+    is the one of the updates. Copies count by direction, whatever their stream. A phase is the time of what the host
+    launched on the main stream while it was in that phase.
 
     Raises:
         ValueError: the trace holds no kernel.
@@ -71,18 +72,40 @@ def read_timeline(events: Iterable[Event]) -> Timeline:
     updating = {_stream(event) for event in own if "adam" in event["name"].lower()} - {main}
     lanes: dict[str, list[Span]] = defaultdict(list)
     for event in work:
-        if event["cat"] != _RANGE:
-            lanes[_lane(event, main, updating)].append(_span(event, origin))
-    ranges = [event for event in work if event["cat"] == _RANGE and _stream(event) == main]
+        lanes[_lane(event, main, updating)].append(_span(event, origin))
+    launched = _launched(events, [event for event in work if _stream(event) == main], origin)
     return Timeline(
         {lane: sorted(lanes[lane]) for lane in LANES if lane in lanes},
-        sorted(_span(event, origin) for event in ranges if event["name"] == FORWARD),
-        sorted(_span(event, origin) for event in ranges if event["name"] == STEP),
+        _phase(FORWARD, events, launched),
+        _phase(STEP, events, launched),
     )
 
 
-_COPY, _RANGE = "gpu_memcpy", "gpu_user_annotation"
-_WORK = ("kernel", "gpu_memset", _COPY, _RANGE)
+_COPY = "gpu_memcpy"
+_WORK = ("kernel", "gpu_memset", _COPY)
+_LAUNCHES = ("cuda_runtime", "cuda_driver")
+
+
+def _launched(events: Sequence[Event], work: list[Event], origin: float) -> list[tuple[float, Span]]:
+    """When the host launched it (the trace's µs), and when the device did it."""
+    times = {_correlation(event): float(event["ts"]) for event in events if event.get("cat") in _LAUNCHES}
+    return [(times[_correlation(event)], _span(event, origin)) for event in work if _correlation(event) in times]
+
+
+def _phase(name: str, events: Sequence[Event], launched: list[tuple[float, Span]]) -> list[Span]:
+    """From the first to the last thing launched in each range of that name."""
+    found = []
+    for event in events:
+        if event.get("cat") == "user_annotation" and event["name"] == name:
+            start, end = float(event["ts"]), float(event["ts"]) + float(event["dur"])
+            inside = [span for launch, span in launched if start <= launch <= end]
+            if inside:
+                found.append((min(inside)[0], max(span[1] for span in inside)))
+    return sorted(found)
+
+
+def _correlation(event: Event) -> Any:
+    return event.get("args", {}).get("correlation")
 
 
 def _is_kernel(event: Event) -> bool:
