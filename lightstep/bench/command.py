@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
+from lightstep.bench.progress import Progress
+
 if TYPE_CHECKING:
     from lightstep.bench.run import Run
 
@@ -15,49 +17,138 @@ _CPU_DEFAULTS = {"params": 2e6, "steps": 4, "warmup": 1}
 _GPU_DEFAULTS = {"params": 1e9, "steps": 8, "warmup": 2}
 
 _Strategies = Annotated[
-    str, typer.Option(help="Names or paths separated by commas; 'default' is resident, bulk and stream; 'none'.")
+    str,
+    typer.Option(
+        help="Names or paths separated by commas, each with keys laid over it if need be: "
+        "stream-overlap:optimizer_state.ring_mib=256. 'default' is resident, bulk and stream, in whole iterations "
+        "resident, stream and stream-overlap, with several ranks those of fsdp2; 'none'."
+    ),
 ]
-_Peers = Annotated[str, typer.Option(help="Peers to hold them against, separated by commas; 'all' or 'none'.")]
+_Peers = Annotated[
+    str | None,
+    typer.Option(
+        help="Peers to hold them against, separated by commas; 'all' or 'none'. Default: all, in whole iterations "
+        "none; there is one there, fsdp2-offload."
+    ),
+]
 _Params = Annotated[
-    float | None, typer.Option(help="Size of the stack, for example 1e9. Default: 1e9 on a GPU, 2e6 on a CPU.")
+    float | None,
+    typer.Option(
+        help="Size of the model, for example 1e9. Default: 2e6 on a CPU; on a GPU 1e9, in whole iterations 3e9."
+    ),
 ]
 _Layers = Annotated[int | None, typer.Option(help="Transformer blocks. Default: as many as Llamas of that width have.")]
-_Steps = Annotated[int | None, typer.Option(min=1, help="Timed steps per round. Default: 8 on a GPU, 4 on a CPU.")]
+_Steps = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="Timed steps per round. Default: 8 on a GPU, 4 on a CPU; iterations: 4 and 2; in a timeline 2.",
+    ),
+]
 _Warmup = Annotated[int | None, typer.Option(min=1, help="Untimed steps before them. Default: 2 on a GPU, 1 on a CPU.")]
-_Rounds = Annotated[int, typer.Option(min=1, help="How often each is built and timed, in alternating order.")]
-_Output = Annotated[Path, typer.Option(help="Folder for bench.json and bench.png.")]
+_Rounds = Annotated[
+    int | None,
+    typer.Option(
+        min=1, help="How often each is built and timed, in alternating order. Default: 2, in whole iterations 1."
+    ),
+]
+_Output = Annotated[
+    Path, typer.Option(help="Folder for bench.json and bench.png, iteration.json and iteration.png, or timelines.")
+]
 _Checkpoints = Annotated[
     Path | None, typer.Option(help="Also save every strategy's checkpoint in this folder, timed beside plain files.")
 ]
 _Device = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N. Default: the GPU if there is one.")]
-_Seed = Annotated[int, typer.Option(help="Of weights and gradients.")]
+_Seed = Annotated[int, typer.Option(help="Of weights, and of gradients or tokens.")]
+_Iteration = Annotated[
+    bool, typer.Option("--iteration", help="Whole training iterations of a Llama: forward, backward and step.")
+]
+_Timeline = Annotated[
+    bool,
+    typer.Option(
+        "--timeline", help="A profiler's trace of some iterations of each, and a picture of its lanes. Needs a GPU."
+    ),
+]
+_Tokens = Annotated[
+    str | None,
+    typer.Option(
+        help="Whole iterations: tokens per step and rank, separated by commas. "
+        "Default: 65536,16384 on a GPU, 512,128 on a CPU; in a timeline the first of them."
+    ),
+]
+_Sequence = Annotated[
+    int | None,
+    typer.Option(min=1, help="Whole iterations: tokens per sequence. Default: 4096 on a GPU, 64 on a CPU."),
+]
 
 
 def bench(
     strategies: _Strategies = "default",
-    peers: _Peers = "all",
+    peers: _Peers = None,
     params: _Params = None,
     layers: _Layers = None,
     steps: _Steps = None,
     warmup: _Warmup = None,
-    rounds: _Rounds = 2,
+    rounds: _Rounds = None,
     output: _Output = Path("runs/bench"),
     checkpoints: _Checkpoints = None,
     device: _Device = None,
     seed: _Seed = 0,
+    iteration: _Iteration = False,
+    timeline: _Timeline = False,
+    tokens: _Tokens = None,
+    sequence: _Sequence = None,
 ) -> None:
     """Measure strategies and peers side by side on this machine: one optimizer step on a Llama-shaped stack.
 
     Everybody does the same work: global norm, clipping, AdamW in fp32, new bf16 weights. Under torchrun all ranks
-    measure at once, and each has its share of the cores.
+    measure at once, and each has its share of the cores. With --iteration everybody trains a Llama instead, with
+    activation checkpointing, and the time and memory of whole iterations are shown beside those without an optimizer.
     """
     from lightstep.config import ConfigError
 
-    asked = {"params": params, "steps": steps, "warmup": warmup}
+    asked: dict[str, Any] = {"params": params, "steps": steps, "warmup": warmup}
+    whole: dict[str, Any] = {"tokens": tokens, "sequence": sequence}
     try:
-        measure(strategies, peers, asked, layers, rounds, output, device, seed, checkpoints)
+        _refuse_idle(iteration, timeline, {**whole, "checkpoints": checkpoints, "rounds": rounds})
+        if iteration or timeline:
+            asked = {**asked, **whole, "rounds": rounds}
+            _train(timeline, strategies, peers, asked, layers, output, device, seed)
+        else:
+            measure(strategies, peers or "all", asked, layers, rounds or 2, output, device, seed, checkpoints)
     except (ConfigError, ValueError) as error:
         raise typer.BadParameter(str(error)) from error
+
+
+def _refuse_idle(iteration: bool, timeline: bool, options: dict[str, Any]) -> None:
+    """Options that would do nothing."""
+    if iteration and timeline:
+        raise ValueError("--iteration and --timeline are two runs; give one of them")
+    mode = "--iteration" if iteration else "--timeline" if timeline else "one optimizer step"
+    idle = {"--iteration": ("checkpoints",), "--timeline": ("checkpoints", "rounds")}.get(mode, ("tokens", "sequence"))
+    for name in idle:
+        if options[name] is not None:
+            also = "; it belongs to --iteration" if name != "checkpoints" else ""
+            raise ValueError(f"--{name} {options[name]} does nothing for {mode}{also}; leave it out")
+
+
+def _train(
+    timeline: bool,
+    strategies: str,
+    peers: str | None,
+    asked: dict[str, Any],
+    layers: int | None,
+    output: Path,
+    device_name: str | None,
+    seed: int,
+) -> None:
+    from lightstep.bench.iteration import command
+
+    plan = command.plan(strategies, peers, asked, layers, device_name, seed, timeline)
+    if timeline:
+        command.record(plan, output)
+    else:
+        command.measure(plan, output)
 
 
 def measure(
@@ -95,37 +186,21 @@ def measure(
         kinds = {name: "lightstep" if name in ours else "peer" for name in builds}
         effort = Effort(int(sizes["steps"]), int(sizes["warmup"]))
         run = start(setup, effort, rounds, ranks, kinds, checkpoints)
-        with _Progress(ranks.is_main, output) as progress:
-            measure_all(run, builds, progress.show)
+        with Progress(ranks.is_main) as progress:
+            measure_all(run, builds, lambda sentence, run: _show(progress, sentence, run, output))
         return _publish(run, output)
     finally:
         ranks.close()
 
 
-class _Progress:
-    """Says what is being measured, and saves the rows so far, so that an interrupted run keeps its figures."""
+def _show(progress: Progress, sentence: str, run: Run, output: Path) -> None:
+    """Say it, and save the rows so far, so that an interrupted run keeps its figures."""
+    from lightstep.bench.report import as_json, write_json
 
-    def __init__(self, visible: bool, output: Path) -> None:
-        self._console = Console(stderr=True, quiet=not visible)
-        self._status = self._console.status("starting")
-        self._output = output
-
-    def __enter__(self) -> _Progress:
-        self._status.__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._status.__exit__(None, None, None)
-
-    def show(self, sentence: str, run: Run) -> None:
-        from lightstep.bench.report import as_json, write_json
-
-        self._status.update(f"measuring {sentence}")
-        if not self._console.is_terminal:
-            self._console.print(f"measuring {sentence}", highlight=False)
-        values = as_json(run)
-        if run.ranks.is_main:
-            write_json(values, self._output / "bench.json")
+    progress.show(sentence)
+    values = as_json(run)
+    if run.ranks.is_main:
+        write_json(values, output / "bench.json")
 
 
 def _publish(run: Run, output: Path) -> dict[str, Any]:
