@@ -62,13 +62,17 @@ class NextForward(Updates):
     The update is the one that ``step()`` decided: its gradients are kept, and its hyper-parameters copied, until the
     caller has waited for it.
 
-    Units are submitted some way ahead of the forward and not all at once: an accelerator takes about a thousand
-    launches before it makes the host wait, and the forward's have to find room too. How far is a fixed number, so that
-    replicas that send each other weights submit in the same order.
+    Units are submitted some way ahead of the forward and not all at once. An accelerator takes about a thousand
+    launches before it makes the host wait, and the forward's have to find room too. And copies of one direction run in
+    the order of submission, whatever they wait for: a forward that reads a number on the host (transformers does once)
+    gets it behind every write-back submitted before. How far is a fixed number, so that replicas that send each other
+    weights submit in the same order.
     """
 
-    ahead: ClassVar[int] = 48
-    """Units that are submitted before anybody waits for them."""
+    at_once: ClassVar[int] = 32
+    """Units that ``step()`` submits."""
+    ahead: ClassVar[int] = 6
+    """Units that are submitted behind the one that somebody waits for."""
 
     def __init__(self, walk: UnitWalk, backend: StateBackend) -> None:
         super().__init__(walk, backend)
@@ -99,7 +103,7 @@ class NextForward(Updates):
         self._line_up(update)
         with self._landing, self._or_forget():
             lanes.compute.run(lambda: self._walk.begin(update))
-            self._submit(self.ahead)
+            self._submit(self.at_once)
 
     def _line_up(self, update: Update) -> None:
         """All units in their order, and which one each parameter is complete with."""

@@ -142,7 +142,7 @@ def check_same_bits(
         if prefetch:
             prefetch_forward(tested.inner)
         losses = [tested.step()]
-        tested.optimizer._updates.ahead = (1, 48)[seed % 2]
+        tested.optimizer._updates.at_once = (1, 48)[seed % 2]
         tested.delay(seed * world_size + rank, 2e-2 if broken else 2e-3)
         if broken:
             waiting = {"hold": tested.optimizer, "receive": tested.optimizer._backend}[broken]

@@ -127,7 +127,8 @@ def test_random_delays_in_every_lane_over_two_hundred_seeds(parameters: str, mon
     expected = Training({"backend": "resident"}, parameters)
     losses, wanted = expected.train(6), expected.snapshot()
     for seed in range(70):
-        monkeypatch.setattr(NextForward, "ahead", (0, 1, 3, 48)[seed % 4])
+        monkeypatch.setattr(NextForward, "at_once", (0, 1, 3, 48)[seed % 4])
+        monkeypatch.setattr(NextForward, "ahead", seed % 3)
         tested = Training(OVERLAP, parameters)
         found = tested.train(1)
         tested.delays(seed)
@@ -223,6 +224,7 @@ READERS = [
 
 @pytest.mark.parametrize("ahead", [0, 2])
 def test_units_are_submitted_a_fixed_way_ahead(ahead: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(NextForward, "at_once", ahead)
     monkeypatch.setattr(NextForward, "ahead", ahead)
     training = Training(OVERLAP)
     training.train(2)
