@@ -26,6 +26,9 @@ class Updates(ABC):
         backend: whose units it goes through.
     """
 
+    in_backward = False
+    """Whether updates begin in backward (:class:`~lightstep.optimizer.in_backward.InBackward`)."""
+
     def __init__(self, walk: UnitWalk, backend: StateBackend) -> None:
         self._walk = walk
         self._backend = backend
@@ -102,7 +105,7 @@ class NextForward(Updates):
         self._update = update
         self._line_up(update)
         with self._landing, self._or_forget():
-            lanes.compute.run(lambda: self._walk.begin(update))
+            lanes.compute.run(lambda: self._walk.begin(update.gradients.keys()))
             self._submit(self.at_once)
 
     def _line_up(self, update: Update) -> None:
@@ -204,6 +207,6 @@ class _Unit:
     def carry_out(self, walk: UnitWalk, update: Update) -> None:
         """Its part of the walk; in the compute lane."""
         if self.unit is None:
-            walk.finish(update)
+            walk.finish(update.elsewhere)
         else:
             self.complete.extend(walk.unit(self.unit, update))

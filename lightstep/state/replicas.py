@@ -45,7 +45,7 @@ class SharedByReplicas(StateBackend):
     hands_out_state = False
 
     def __init__(self, inner: StateBackend, replicas: Replicas) -> None:
-        self.inner = inner
+        self.inner, self.in_lanes = inner, inner.in_lanes
         self._replicas = replicas
         self._owners: dict[Managed, int] = {}
         self._own: list[Managed] = []
@@ -98,10 +98,10 @@ class SharedByReplicas(StateBackend):
         """Those of this replica's own parameters."""
         return self.inner.units()
 
-    def begin(self, managed: Collection[Managed]) -> None:
+    def begin(self, managed: Collection[Managed], backwards: bool = False) -> None:
         self._exchange.begin()
         if self._own:
-            self.inner.begin([item for item in managed if not item.elsewhere])
+            self.inner.begin([item for item in managed if not item.elsewhere], backwards)
 
     def acquire(self, unit: Unit) -> list[Piece]:
         return self.inner.acquire(unit)

@@ -36,7 +36,7 @@ class ResidentBackend(StateBackend):
     def units(self) -> Sequence[Unit]:
         return self._units
 
-    def begin(self, managed: Collection[Managed]) -> None:
+    def begin(self, managed: Collection[Managed], backwards: bool = False) -> None:
         self._restore()
 
     def acquire(self, unit: Unit) -> list[Piece]:

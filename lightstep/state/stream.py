@@ -54,6 +54,7 @@ class StreamBackend(StateBackend):
 
     name: ClassVar[str] = "stream"
     hands_out_state = False
+    in_lanes = True
 
     def __init__(
         self,
@@ -214,7 +215,7 @@ class StreamBackend(StateBackend):
     def units(self) -> Sequence[Unit]:
         return list(self._records)
 
-    def begin(self, managed: Collection[Managed]) -> None:
+    def begin(self, managed: Collection[Managed], backwards: bool = False) -> None:
         self.lanes.check()
         if self._open is not None:
             raise LaneError(f"the last step broke off at {self._open.record.unit.label}; load a checkpoint to go on")
@@ -225,6 +226,8 @@ class StreamBackend(StateBackend):
             for record in self._records.values()
             if record not in self._residency and any(part.owner in self._wanted for part in record.parts)
         ]
+        if backwards:
+            self._walk.reverse()
         self._ensure_ring().expect(self._walk)
         self.lanes.caller().wait(self._computed)  # the scratch, should the caller be on another stream than last time
 

@@ -37,13 +37,15 @@ class Training:
         parameters: str = "bfloat16",
         make: Callable[[], nn.Module] = TinyTransformer,
         optimizer_class: type[torch.optim.Optimizer] = torch.optim.AdamW,
+        clipping: dict[str, Any] | None = None,
+        loss_scale: Any = None,
     ) -> None:
         torch.manual_seed(0)
         scale = {"kind": "dynamic", "init_scale": 2.0**10, "growth_interval": 3} if parameters == "float16" else "none"
         self.strategy = lightstep.Strategy.load(
             {
-                "precision": {"parameters": parameters, "loss_scale": scale},
-                "clipping": {"max_norm": 0.5},
+                "precision": {"parameters": parameters, "loss_scale": loss_scale or scale},
+                "clipping": clipping or {"max_norm": 0.5},
                 "optimizer_state": state,
             }
         )
@@ -327,6 +329,10 @@ def save_and_load(training: Training) -> None:
     training.steps -= 1
     training.model.load_state_dict(weights)
     training.optimizer.load_state_dict(state)
+
+
+def wait_for(training: Training) -> None:
+    training.optimizer.synchronize()
 
 
 BETWEEN = [
