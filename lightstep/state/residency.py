@@ -17,7 +17,7 @@ from torch import Tensor
 from lightstep.state.lanes import Lanes
 from lightstep.state.records import Record
 from lightstep.state.ring import Slot
-from lightstep.state.spare_memory import GIB, AutoBudget, margin_of
+from lightstep.state.spare_memory import GIB, AutoBudget, DeviceMemory
 
 __all__ = ["Residency"]
 
@@ -31,11 +31,12 @@ class Residency:
     host after an edit, until the next step (``_behind``).
 
     Args:
+        memory: of the lanes' device, where it is known.
         budget: bytes, or what decides about them before each step.
     """
 
-    def __init__(self, lanes: Lanes, budget: int | AutoBudget) -> None:
-        self._lanes = lanes
+    def __init__(self, lanes: Lanes, memory: DeviceMemory | None, budget: int | AutoBudget) -> None:
+        self._lanes, self._memory = lanes, memory
         self._budget = budget
         self._allowed = 0 if isinstance(budget, AutoBudget) else budget
         self._chosen: set[Record] = set()
@@ -75,8 +76,8 @@ class Residency:
         if self._settled:
             return
         new = sorted((record for record in self._chosen if record not in self._slots), key=_place)
-        if new:
-            self._empty_cache()  # so that no buffer lies in the middle of what activations will use again
+        # So that no buffer lies in the middle of what activations will use again.
+        cached = self._empty_cache() if new else 0
         no_room = False
         for record in new:
             try:
@@ -86,7 +87,7 @@ class Residency:
                 break
             self._behind.add(record)
         if no_room:
-            self._make_do()
+            self._make_do(cached)
         for record in sorted(self._chosen & self._behind, key=_place):
             self._fetch(record)
         if new:
@@ -188,9 +189,10 @@ class Residency:
         lane.record(slot.staged)
         self._behind.discard(record)
 
-    def _make_do(self) -> None:
-        """The device is full: the last ones leave again until its margin is free, and no more are tried."""
-        short = margin_of(self._lanes.device)
+    def _make_do(self, cached: int) -> None:
+        """The device is full: the last ones leave again until the margin is free and the ``cached`` bytes that the next
+        forward will want; no more are tried."""
+        short = cached + (0 if self._memory is None else self._memory.margin)
         leaving = []
         for record in sorted(self._slots, key=_place, reverse=True):
             if short <= 0:
@@ -209,10 +211,13 @@ class Residency:
             self._allowed / GIB,
         )
 
-    def _empty_cache(self) -> None:
-        """The allocator's free blocks go back to the device: they may be in the pool of another stream."""
+    def _empty_cache(self) -> int:
+        """The allocator's free blocks go back to the device: they may be in the pool of another stream. How many bytes
+        they were."""
+        before = 0 if self._memory is None else self._memory.reserved()[0]
         if self._lanes.device.type != "cpu":
             torch.accelerator.memory.empty_cache()
+        return before - (0 if self._memory is None else self._memory.reserved()[0])
 
 
 def _front(records: Sequence[Record], budget: int) -> list[Record]:

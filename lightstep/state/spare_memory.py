@@ -6,7 +6,7 @@ from typing import Protocol
 
 import torch
 
-__all__ = ["GIB", "AutoBudget", "DeviceMemory", "device_memory", "margin_of"]
+__all__ = ["GIB", "AutoBudget", "DeviceMemory", "device_memory"]
 
 GIB = 1 << 30
 
@@ -42,12 +42,6 @@ class _CudaMemory:
 def device_memory(device: torch.device) -> DeviceMemory | None:
     """``None`` where memory is not told apart from the host's, or not known."""
     return _CudaMemory(device) if device.type == "cuda" else None
-
-
-def margin_of(device: torch.device) -> int:
-    """Bytes that are left free of the device's memory when it proves to be too small."""
-    memory = device_memory(device)
-    return 0 if memory is None else memory.margin
 
 
 class AutoBudget:

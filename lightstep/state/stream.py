@@ -136,7 +136,7 @@ class StreamBackend(StateBackend):
         require(sum(record.planned for record in records) - freed, "optimizer state on the host")
         if self._lanes is None:
             self._lanes = Lanes(device)
-            self._resident = Residency(self._lanes, self._budget())
+            self._resident = Residency(self._lanes, device_memory(device), self._budget(device))
             self._computed = self._lanes.event()
             self._splitter = self._host_splitter if device.type == "cpu" else self._make_splitter(device)
         self._host = HostEntries(self._host_splitter, self._splitter, schema, device)
@@ -389,13 +389,13 @@ class StreamBackend(StateBackend):
             self.synchronize()
         self._settings["resident_gib"] = gib
         if self._lanes is not None:
-            self._residency.set_budget(self._budget())
+            self._residency.set_budget(self._budget(self._lanes.device))
             self._residency.shrink(list(self._records.values()))
             self._prepared = False
 
-    def _budget(self) -> int | AutoBudget:
+    def _budget(self, device: torch.device) -> int | AutoBudget:
         gib = self._settings["resident_gib"]
-        return AutoBudget(device_memory(self.lanes.device)) if gib == "auto" else int(gib * GIB)
+        return AutoBudget(device_memory(device)) if gib == "auto" else int(gib * GIB)
 
     def release_device_memory(self) -> None:
         if self._lanes is None:

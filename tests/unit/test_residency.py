@@ -353,6 +353,12 @@ def test_auto_takes_what_is_spare_and_gives_back_what_is_needed(time: str, monke
     assert held(training) == 0
     training.train(2)
     assert held(training) == second, "it comes back by itself"
+    training.optimizer.release_device_memory()
+    allocator.elsewhere = 2000  # the engine kept something
+    training.train(2)
+    assert 0 < held(training) <= second - 1500
+    training.optimizer.release_device_memory()
+    allocator.elsewhere = 0
     training.optimizer.set_residency(0)
     training.train(1)
     training.optimizer.set_residency("auto")
@@ -374,11 +380,12 @@ def test_auto_is_nothing_where_nothing_is_spare(monkeypatch: pytest.MonkeyPatch)
 class Room:
     """Device buffers for so many records, and then no more."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, records: int) -> None:
-        self.real, self.left, self.refused = residency.Slot, records, 0
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, records: int, allocator: Allocator) -> None:
+        self.real, self.left, self.refused, self.allocator = residency.Slot, records, 0, allocator
         monkeypatch.setattr(residency, "Slot", self)
 
     def __call__(self, nbytes: int, lanes: Any) -> Any:
+        self.allocator.reserved()
         if self.left == 0:
             self.refused += 1
             raise torch.OutOfMemoryError("no room")
@@ -392,14 +399,15 @@ def test_no_room_after_all(
     time: str, gib: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     allocator = Allocator(1 << 30, 1)
-    monkeypatch.setattr(residency, "margin_of", lambda device: 1)
-    room = Room(monkeypatch, 3)
+    room = Room(monkeypatch, 3, allocator)
     training = auto(monkeypatch, allocator, time)
     training.optimizer.set_residency(gib)
     wanted = Training({"backend": "resident"})
     assert training.train(7) == wanted.train(7)
     assert len(training.optimizer._backend._residency._slots) == 2, "the margin is free again"
     assert room.refused == 1, "it is not tried again in every step"
+    budget = training.optimizer._backend._residency._budget
+    assert gib == 1.0 or budget._others == allocator.others, "what was tried and given back is not counted"
     (said,) = [record.message for record in caplog.records if "resident_gib" in record.message]
     assert said.endswith(f"cpu has no room for more than {held(training) / GIB:.2f} GiB; that much stays on it")
     assert_same(training.snapshot(), wanted.snapshot())
@@ -424,6 +432,77 @@ def test_a_unit_that_is_looked_at_and_not_updated_keeps_its_state(gib: float) ->
             tested.backend.acquire(unit)
             tested.backend.release(unit, [])
         tested.backend.finish()
+    assert_same_run(tested, expected)
+
+
+def some_steps(run: Run, between: Callable[[Run], None]) -> Run:
+    for number in range(6):
+        run.step(number)
+        if number > 1:
+            between(run)
+    return run
+
+
+@pytest.mark.parametrize("gib", [4 * KIB, 1.0])
+@pytest.mark.parametrize("which", [1, 3, 6])
+def test_the_neighbours_of_what_is_edited_keep_what_only_the_device_has(which: int, gib: float) -> None:
+    """Nothing is read before: the edit itself has to bring the record down."""
+
+    def load(run: Run) -> None:
+        generator = torch.Generator().manual_seed(1)
+        item = run.items[which]
+        moments = {key: torch.rand(item.local.shape, generator=generator) for key in ("exp_avg", "exp_avg_sq")}
+        run.backend.load(item, {"step": torch.tensor(4.0), **moments})
+
+    def refresh(run: Run) -> None:
+        run.items[which].local.add_(0.25)
+        run.backend.refresh(run.items[which])
+
+    def remove(run: Run) -> None:
+        run.backend.load(run.items[which], {})
+        run.items[which].updated = False
+
+    def negative(run: Run) -> None:
+        """Its signs cannot carry the masters' bits: the record gets larger."""
+        ones = torch.ones(run.items[which].local.shape)
+        run.backend.load(run.items[which], {"step": torch.tensor(4.0), "exp_avg": ones, "exp_avg_sq": -ones})
+        run.items[which].local.fill_(0.5)
+        run.backend.refresh(run.items[which])
+
+    for between in (load, refresh, remove):
+        tested, expected = (some_steps(Run(b), between) for b in (resident(resident_gib=gib), ResidentBackend()))
+        assert_same_run(tested, expected, between.__name__)
+    tested, expected = Run(resident(resident_gib=gib)), Run(ResidentBackend())
+    for one in (tested, expected):
+        some_steps(one, lambda one: None)
+        negative(one)
+        one.step(7, without={which})
+        one.step(8, without={which})
+    assert_same_run(tested, expected)
+
+
+def test_a_failure_while_records_come_up_leaves_the_others_whole() -> None:
+    tested, expected = Run(resident()), Run(ResidentBackend())
+    for number in range(3):
+        tested.step(number)
+        expected.step(number)
+    state, weight = expected.entries()[3], expected.items[3].local
+    tested.backend.release_device_memory()
+
+    def fail(name: str) -> None:
+        if name == HOST_TO_DEVICE:
+            raise OSError("a page went missing")
+
+    tested.backend.lanes.delay = fail
+    tested.backend.prepare()
+    with pytest.raises(LaneError, match=r"bringing up .* failed"):
+        tested.backend.synchronize()
+    tested.backend.lanes.delay = None
+    tested.items[3].local.copy_(weight)
+    tested.backend.load(tested.items[3], state)
+    for number in range(3, 6):
+        tested.step(number)
+        expected.step(number)
     assert_same_run(tested, expected)
 
 
