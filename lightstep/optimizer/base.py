@@ -70,7 +70,7 @@ class BaseOptimizer(torch.optim.Optimizer):
 
     @abstractmethod
     def set_residency(self, gib: float | Literal["auto"]) -> None:
-        """Keep this much optimizer state on the device from the next step on, in GiB, and give back what is over it.
+        """Keep this much optimizer state on the device, in GiB: what is over it leaves now, what fits comes next step.
 
         The state, and every result, stay the same; each GiB less to stream makes a step shorter. ``"auto"`` measures
         what is spare at the peak of the next steps. In a strategy file it is ``optimizer_state.resident_gib``.
@@ -84,8 +84,12 @@ class BaseOptimizer(torch.optim.Optimizer):
         """Give back what the optimizer holds on the device: state, masters, ring, scratch, and the allocator's cache.
 
         For a phase in which something else needs the memory (a rollout engine). It comes back by itself with the next
-        step, and state on ``resident`` when it is read; until then tensors taken from ``state`` are empty. Weights
-        and gradients stay. The host waits.
+        step; should the device have no room then, ``step()`` raises ``torch.OutOfMemoryError`` before it has touched
+        anything, and may be called again. Whoever reads the state meanwhile finds it on the host. Weights, gradients
+        and 0-dim counters stay. The host waits.
+
+        Raises:
+            HostMemoryError: the host has no room for the state of ``resident``; nothing was changed.
         """
 
     @abstractmethod

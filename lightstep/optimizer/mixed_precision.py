@@ -157,6 +157,7 @@ class MixedPrecisionOptimizer(BaseOptimizer):
             self._set_up()
             self._managed.drop_provisional_state()
             self._managed.adopt_outside_changes(self.param_groups)
+            self._backend.prepare()
             self._norms.clear()
             updates.begin(self._layers, GroupValues(self.param_groups), self._decide)
         try:
@@ -281,6 +282,7 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         self._set_up()
         self._managed.drop_provisional_state()
         self._managed.adopt_outside_changes(self.param_groups)
+        self._backend.prepare()  # while the gradients are still there: without the memory nothing has happened
         taken = ((item, self.gradients.take(item.param)) for item in self._managed)
         gradients = unshared({item: gradient for item, gradient in taken if gradient is not None})
         if not gradients:
@@ -407,14 +409,11 @@ class MixedPrecisionOptimizer(BaseOptimizer):
 
     def release_device_memory(self) -> None:
         self._refuse_if_closed()
-        self._updates.land()
-        self._backend.synchronize()
+        self.synchronize()
         self._walk.stage.free()
         self._backend.release_device_memory()
-        for device in self._managed.devices:
-            if device.type != "cpu":
-                torch.accelerator.synchronize(device)
-                torch.accelerator.memory.empty_cache()
+        if any(device.type != "cpu" for device in self._managed.devices):
+            torch.accelerator.memory.empty_cache()
 
     def refresh_master_weights(self) -> None:
         with torch.no_grad():

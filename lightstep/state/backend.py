@@ -139,6 +139,13 @@ class StateBackend(ABC):
     def units(self) -> Sequence[Unit]:
         """All units, in update order."""
 
+    def prepare(self) -> None:  # noqa: B027  (an optional hook; `begin` does it for who has not)
+        """A step is about to be decided: take the device memory that it needs. No step may be under way.
+
+        Raises:
+            torch.OutOfMemoryError: the device has no room; nothing has changed, and this may be called again.
+        """
+
     def begin(self, managed: Collection[Managed], backwards: bool = False) -> None:  # noqa: B027  (an optional hook)
         """A step that updates these parameters starts.
 

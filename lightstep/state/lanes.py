@@ -85,6 +85,16 @@ class Lanes:
             return CallerLane(COMPUTE, self)
         return CallerStream(COMPUTE, torch.accelerator.current_stream(self.device), self)
 
+    def follow_caller(self) -> None:
+        """What is submitted from now on comes after what the caller has queued.
+
+        For fresh device memory: it may still be read by what was queued when its last owner let go of it.
+        """
+        queued = self.event()
+        self.caller().record(queued)
+        for lane in self._all():
+            lane.wait(queued)
+
     def synchronize(self) -> None:
         """Wait for everything in all lanes; raises what failed there."""
         for lane in self._all():

@@ -98,6 +98,9 @@ class SharedByReplicas(StateBackend):
         """Those of this replica's own parameters."""
         return self.inner.units()
 
+    def prepare(self) -> None:
+        """Left to ``begin``: one replica alone must not break off before the others have decided about the step."""
+
     def begin(self, managed: Collection[Managed], backwards: bool = False) -> None:
         self._exchange.begin()
         if self._own:

@@ -8,7 +8,7 @@ down. The front of the walk is what a forward needs first, and while it is updat
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 
 import torch
@@ -17,187 +17,221 @@ from torch import Tensor
 from lightstep.state.lanes import Lanes
 from lightstep.state.records import Record
 from lightstep.state.ring import Slot
+from lightstep.state.spare_memory import GIB, AutoBudget, DeviceMemory
 
-__all__ = ["GIB", "AutoBudget", "Residency", "spare_memory"]
+__all__ = ["Residency"]
 
 logger = logging.getLogger(__name__)
-
-GIB = 1 << 30
-Spare = Callable[[torch.device], int]
-
-
-def spare_memory(device: torch.device) -> int:
-    """Bytes of ``device`` that were free when this process needed most, less a margin; negative: the margin is in use.
-
-    The peak is that of torch's caching allocator (``torch.cuda.max_memory_reserved``). The margin, 5 % of the device
-    and at least 1 GiB, is for what the allocator cannot use (fragments) and for libraries that allocate on their own.
-    Other processes count as they are now. 0 on the CPU.
-    """
-    if device.type != "cuda":
-        return 0
-    free, total = torch.cuda.mem_get_info(device)
-    kept = torch.cuda.max_memory_reserved(device) - torch.cuda.memory_reserved(device)
-    return free - max(kept, 0) - max(total // 20, GIB)
-
-
-class AutoBudget:
-    """``resident_gib: auto``: what was spare at the peak of the first steps, and less when the peak grows later.
-
-    Args:
-        spare: says how many bytes more may be taken now.
-    """
-
-    first_steps = 3
-    """Steps with state, streamed as a whole, before anything stays."""
-
-    def __init__(self, spare: Spare = spare_memory) -> None:
-        self._spare = spare
-        self._seen = 0
-
-    def after_step(self, device: torch.device, held: int) -> int:
-        """The budget in bytes for the next step; ``held`` bytes stay now."""
-        self._seen += 1
-        if self._seen < self.first_steps:
-            return 0
-        spare = self._spare(device)
-        if self._seen == self.first_steps:
-            return max(spare, 0)
-        return max(held + min(spare, 0), 0)
 
 
 class Residency:
     """The device buffers of resident records.
 
+    The newest bytes of a record are in its buffer after an update, until it is brought down (``_ahead``), and on the
+    host after an edit, until the next step (``_behind``).
+
     Args:
-        budget: bytes, or what decides about them after each step.
+        memory: of the lanes' device, where it is known.
+        budget: bytes, or what decides about them before each step.
     """
 
-    def __init__(self, budget: int | AutoBudget) -> None:
-        self.budget = budget
+    def __init__(self, lanes: Lanes, memory: DeviceMemory | None, budget: int | AutoBudget) -> None:
+        self._lanes, self._memory = lanes, memory
+        self._budget = budget
         self._allowed = 0 if isinstance(budget, AutoBudget) else budget
+        self._chosen: set[Record] = set()
         self._slots: dict[Record, Slot] = {}
-        self._stale: set[Record] = set()
+        self._ahead: set[Record] = set()
+        self._behind: set[Record] = set()
         self._settled = False
+        self._ever = False  # anything was resident
 
     def __contains__(self, record: Record) -> bool:
-        return record in self._slots
+        """Whether the record is, or is about to be, resident: it does not go through the ring."""
+        return record in self._chosen
 
     def nbytes(self) -> int:
         """Device memory held."""
         return sum(slot.buffer.nbytes for slot in self._slots.values())
 
-    # -- one step
+    # -- before a step, with no step under way
 
-    def begin(self, records: Sequence[Record], lanes: Lanes) -> None:
-        """Bring up what fits the budget of ``records`` (all, in the order of the walk); nothing when that is done."""
+    def choose(self, records: Sequence[Record]) -> None:
+        """Decide which of ``records`` (all, in the order of the walk) shall be resident; the others leave."""
+        state_exists = any(record.bytes is not None for record in records)
+        if isinstance(self._budget, AutoBudget) and state_exists:
+            allowed = self._budget.before_step(self.nbytes())
+            self._settled = self._settled and allowed == self._allowed
+            self._allowed = allowed
+        if not self._settled:
+            self.shrink(records)
+
+    def shrink(self, records: Sequence[Record]) -> None:
+        """What is over the budget leaves at once; :meth:`bring_up` brings what else fits."""
+        self._chosen = set(_front(records, self._allowed))
+        self.evict([record for record in self._slots if record not in self._chosen])
+
+    def bring_up(self) -> None:
+        """Buffers for the chosen, filled from the host. Where the device has no room, fewer are chosen."""
         if self._settled:
             return
-        self.shrink(records, lanes)
-        self._settled = True
-        for record in _front(records, self._allowed):
-            if record not in self._slots and not self._bring_up(record, lanes):
+        new = sorted((record for record in self._chosen if record not in self._slots), key=_place)
+        # So that no buffer lies in the middle of what activations will use again.
+        cached = self._empty_cache() if new else 0
+        no_room = False
+        for record in new:
+            try:
+                self._slots[record] = _new_slot(record.nbytes, self._lanes)
+            except torch.OutOfMemoryError:
+                no_room = True
                 break
-
-    def take(self, record: Record, lanes: Lanes) -> Slot:
-        """The record's buffer, ready for what the caller does next."""
-        slot, caller = self._slots[record], lanes.caller()
-        caller.wait(slot.staged)
-        caller.wait(slot.updated)
-        return slot
-
-    def give_back(self, record: Record, lanes: Lanes, changed: bool) -> None:
-        """What the caller does with it is queued."""
-        lanes.caller().record(self._slots[record].updated)
-        if changed:
-            self._stale.add(record)
-
-    def exchange(self, record: Record, lanes: Lanes) -> Slot:
-        """A new buffer for a resident record that was laid out anew, with nothing in it; nothing may be under way."""
-        del self._slots[record]
-        self._slots[record] = slot = _new_slot(record.nbytes, lanes)
-        return slot
-
-    def after_step(self, device: torch.device) -> None:
-        """The step is queued: ``auto`` decides about the next one."""
-        if isinstance(self.budget, AutoBudget):
-            allowed = self.budget.after_step(device, self.nbytes())
-            if allowed != self._allowed:
-                self._allowed, self._settled = allowed, False
+            self._behind.add(record)
+        if no_room:
+            self._make_do(cached)
+        for record in sorted(self._chosen & self._behind, key=_place):
+            self._fetch(record)
+        if new:
+            self._ever = True
+            if isinstance(self._budget, AutoBudget):
+                self._budget.changed()
+        self._settled = True
 
     def set_budget(self, budget: int | AutoBudget) -> None:
         """From the next step on; see :meth:`shrink`."""
-        self.budget, self._settled = budget, False
+        if isinstance(budget, AutoBudget) and self._ever:
+            budget.changed()  # the peak so far may be that of records which are gone
+        self._budget, self._settled = budget, False
         self._allowed = 0 if isinstance(budget, AutoBudget) else budget
 
-    def shrink(self, records: Sequence[Record], lanes: Lanes) -> None:
-        """What is over the budget leaves the device now; nothing may be under way in the lanes."""
-        staying = _front(records, self._allowed)
-        self.evict([record for record in self._slots if record not in staying], lanes)
-
-    def unsettle(self) -> None:
-        """Records have changed their sizes: the next step chooses anew."""
+    def release(self) -> None:
+        """All of them leave, for the time being."""
+        self.evict(list(self._slots))
+        self._chosen.clear()
         self._settled = False
+        if isinstance(self._budget, AutoBudget):
+            self._budget.measure_again()
 
-    # -- from outside, with nothing under way in the lanes
+    # -- in a step
 
-    def bring_down(self, records: Iterable[Record], lanes: Lanes) -> None:
+    def take(self, record: Record) -> Slot:
+        """The record's buffer, ready for what the caller does next."""
+        slot, caller = self._slots[record], self._lanes.caller()
+        for event in (slot.staged, slot.updated, slot.drained):
+            caller.wait(event)
+        return slot
+
+    def give_back(self, record: Record) -> None:
+        """What the caller does with it is queued."""
+        self._lanes.caller().record(self._slots[record].updated)
+        self._ahead.add(record)
+
+    # -- records in other hands, with no step under way
+
+    def bring_down(self, records: Iterable[Record]) -> None:
         """The records' host memory becomes up to date; the host waits."""
-        stale = [record for record in records if record in self._stale]
-        for record in stale:
-            slot, lane = self._slots[record], lanes.device_to_host
+        newer = [record for record in records if record in self._ahead]
+        lane = self._lanes.device_to_host
+        for record in newer:
+            slot = self._slots[record]
             lane.wait(slot.updated)
             lane.run(partial(_copy, slot.buffer, record), f"bringing down {record.unit.label}")
             record.landed = lane.record(slot.drained)
-        if stale:
-            lanes.synchronize()
-            self._stale.difference_update(stale)
+        if newer:
+            self._lanes.synchronize()
+            self._ahead.difference_update(newer)
 
-    def evict(self, records: Iterable[Record], lanes: Lanes) -> None:
-        """Back to the host; whoever still fits comes up again with the next step."""
+    def edited(self, records: Iterable[Record]) -> None:
+        """The records' host memory was written to (after :meth:`bring_down`), or has another size now."""
+        resident = [record for record in records if record in self._slots]
+        self.forget(record for record in resident if self._slots[record].buffer.nbytes != record.nbytes)
+        self._behind.update(record for record in resident if record in self._slots)
+        self._settled = False
+
+    def evict(self, records: Iterable[Record]) -> None:
+        """Back to the host."""
         leaving = [record for record in records if record in self._slots]
-        self.bring_down(leaving, lanes)
-        if leaving and lanes.device.type != "cpu":
-            torch.accelerator.synchronize(lanes.device)  # the memory may be given to other streams
+        if not leaving:
+            return
+        self.bring_down(leaving)
+        if self._lanes.device.type != "cpu":
+            torch.accelerator.synchronize(self._lanes.device)  # the memory may be given to other streams
         self.forget(leaving)
+        self._empty_cache()
 
     def forget(self, records: Iterable[Record]) -> None:
         """What the device holds of these is of no interest any more; nothing may be under way there."""
         for record in list(records):
             self._slots.pop(record, None)
-            self._stale.discard(record)
-            self._settled = False
+            self._chosen.discard(record)
+            self._ahead.discard(record)
+            self._behind.discard(record)
+        self._settled = False
 
-    def _bring_up(self, record: Record, lanes: Lanes) -> bool:
-        try:
-            slot = _new_slot(record.nbytes, lanes)
-        except torch.OutOfMemoryError:
-            held = self.nbytes()
-            logger.warning(
-                "optimizer_state.resident_gib: no room on %s for more than %.2f GiB; that much stays on it",
-                lanes.device,
-                held / GIB,
-            )
-            self._allowed = held
-            return False
-        source, target = record.bytes, slot.buffer
+    def reset(self) -> None:
+        """After a failure: what was on its way up may not have arrived."""
+        self._behind.update(self._slots.keys() - self._ahead)
+        self._settled = False
+
+    def unsettle(self) -> None:
+        """Records came, went, or have other sizes: the next step chooses anew."""
+        self._settled = False
+
+    # -- small parts
+
+    def _fetch(self, record: Record) -> None:
+        slot, lane, source = self._slots[record], self._lanes.host_to_device, record.bytes
         assert source is not None
-        lane = lanes.host_to_device
-        if record.landed is not None:
-            lane.wait(record.landed)
+        target = slot.buffer
+        for event in (slot.updated, record.landed):
+            if event is not None:
+                lane.wait(event)
         lane.run(lambda: target.copy_(source, non_blocking=True), f"bringing up {record.unit.label}")
         lane.record(slot.staged)
-        self._slots[record] = slot
-        return True
+        self._behind.discard(record)
+
+    def _make_do(self, cached: int) -> None:
+        """The device is full: the last ones leave again until the margin is free and the ``cached`` bytes that the next
+        forward will want; no more are tried."""
+        short = cached + (0 if self._memory is None else self._memory.margin)
+        leaving = []
+        for record in sorted(self._slots, key=_place, reverse=True):
+            if short <= 0:
+                break
+            leaving.append(record)
+            short -= record.nbytes
+        self.evict(leaving)
+        self._empty_cache()
+        self._chosen = set(self._slots)
+        self._allowed = self.nbytes()
+        if isinstance(self._budget, AutoBudget):
+            self._budget.settle_for(self._allowed)
+        logger.warning(
+            "optimizer_state.resident_gib: %s has no room for more than %.2f GiB; that much stays on it",
+            self._lanes.device,
+            self._allowed / GIB,
+        )
+
+    def _empty_cache(self) -> int:
+        """The allocator's free blocks go back to the device: they may be in the pool of another stream. How many bytes
+        they were."""
+        before = 0 if self._memory is None else self._memory.reserved()[0]
+        if self._lanes.device.type != "cpu":
+            torch.accelerator.memory.empty_cache()
+        return before - (0 if self._memory is None else self._memory.reserved()[0])
 
 
 def _front(records: Sequence[Record], budget: int) -> list[Record]:
-    """Those from the front on that fit, whole ones only; one that does not is left out."""
+    """Those from the front on that fit, whole ones only; one that does not is left out, and smaller ones may follow."""
     chosen = []
     for record in records:
         if record.bytes is not None and record.nbytes <= budget:
             chosen.append(record)
             budget -= record.nbytes
     return chosen
+
+
+def _place(record: Record) -> int:
+    return record.unit.index
 
 
 def _copy(buffer: Tensor, record: Record) -> None:
@@ -207,8 +241,5 @@ def _copy(buffer: Tensor, record: Record) -> None:
 
 def _new_slot(nbytes: int, lanes: Lanes) -> Slot:
     slot = Slot(nbytes, lanes)
-    allocated = lanes.event()
-    lanes.caller().record(allocated)
-    for lane in (lanes.host_to_device, lanes.compute, lanes.device_to_host):
-        lane.wait(allocated)  # fresh device memory may still be read by what was queued before it was let go
+    lanes.follow_caller()
     return slot

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightstep.state.backend import EntrySpec, Managed, Piece, Schema, StateBackend, Unit, adopt_entry
-from lightstep.state.parking import Parked
+from lightstep.state.parking import Parking
 
 
 class ResidentBackend(StateBackend):
@@ -25,10 +25,10 @@ class ResidentBackend(StateBackend):
         self._pieces: dict[Managed, Piece] = {}
         self._units: list[Unit] = []
         self._schema: Schema = {}
-        self._parked: Parked | None = None
+        self._parking = Parking()
 
     def register(self, managed: Sequence[Managed], schema: Schema, whole_tensors: bool = False) -> None:
-        self._restore()
+        self.prepare()
         self._schema = schema
         self._pieces = {item: self._pieces.get(item) or _new_piece(item) for item in managed}
         self._units = _pack(managed, self.unit_elements)
@@ -36,8 +36,11 @@ class ResidentBackend(StateBackend):
     def units(self) -> Sequence[Unit]:
         return self._units
 
+    def prepare(self) -> None:
+        self._parking.bring_back()
+
     def begin(self, managed: Collection[Managed], backwards: bool = False) -> None:
-        self._restore()
+        self.prepare()
 
     def acquire(self, unit: Unit) -> list[Piece]:
         pieces = [self._pieces[item] for item, _, _ in unit.parts]
@@ -56,11 +59,10 @@ class ResidentBackend(StateBackend):
         piece = self._pieces.get(managed)
         if piece is None or not managed.updated:
             return {}
-        self._restore()
         return dict(piece.state) if managed.own_master else {**piece.state, "master": piece.master}
 
     def load(self, managed: Managed, entries: Mapping[str, Any]) -> None:
-        self._restore()
+        self.prepare()
         piece = self._pieces[managed]
         if not managed.own_master and "master" in entries:
             piece.master.copy_(entries["master"])
@@ -73,7 +75,7 @@ class ResidentBackend(StateBackend):
         return self._schema.get(key)
 
     def refresh(self, managed: Managed) -> None:
-        self._restore()
+        self.prepare()
         piece = self._pieces[managed]
         if managed.own_master:
             piece.master = managed.local
@@ -81,27 +83,24 @@ class ResidentBackend(StateBackend):
             piece.master.copy_(managed.local)
 
     def differs(self, managed: Managed) -> bool:
-        self._restore()
+        self.prepare()
         return not managed.own_master and not same_rounding(managed.local, self._pieces[managed].master)
 
     def memory(self) -> dict[str, int]:
         held = [tensor for piece in self._pieces.values() for tensor in _tensors_of(piece)]
         device = sum(tensor.nbytes for tensor in held if tensor.dim() > 0)
-        parked = 0 if self._parked is None else self._parked.nbytes()
-        return {"device_bytes": device - parked, "host_bytes": parked, "ring_bytes": 0}
+        away, host = self._parking.away_bytes(), self._parking.host_bytes()
+        return {"device_bytes": max(device - away, 0), "host_bytes": host, "ring_bytes": 0}
 
     def release_device_memory(self) -> None:
-        if self._parked is None:
-            held = (tensor for piece in self._pieces.values() for tensor in _tensors_of(piece))
-            self._parked = Parked(tensor for tensor in held if tensor.dim() > 0)
-
-    def _restore(self) -> None:
-        if self._parked is not None:
-            self._parked.restore()
-            self._parked = None
+        """Masters and state are on the host until the next step, or until they are loaded; readers find them there."""
+        held = [tensor for piece in self._pieces.values() for tensor in _tensors_of(piece)]
+        weights = [item.local for item in self._pieces]
+        self._parking.park([tensor for tensor in held if tensor.dim() > 0], staying=weights)
 
     def close(self) -> None:
-        self._pieces, self._units, self._parked = {}, [], None
+        self._pieces, self._units = {}, []
+        self._parking.close()
 
 
 def write_back(pieces: Sequence[Piece]) -> None:

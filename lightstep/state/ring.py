@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -54,7 +53,7 @@ class Ring:
                 f"no room on {self._lanes.device} for a ring of {count} × {slot_bytes / 2**20:.0f} MiB; "
                 "lower optimizer_state.ring_mib"
             ) from error
-        self._order_after_allocation()
+        self._lanes.follow_caller()
         self._free.extend(self.slots)
 
     def nbytes(self) -> int:
@@ -89,9 +88,17 @@ class Ring:
         return slot
 
     def grow(self, count: int, slot_bytes: int) -> Slot:
-        """Larger slots, while one is taken: what stood in the old ones is gone. Returns the new slot to go on with."""
+        """Larger slots; what stood in the old ones is gone, in a taken one too. Returns a new one to go on with."""
         self.drop()
         self._make_slots(count, slot_bytes)
+        return self._free.popleft()
+
+    def lend(self, count: int, slot_bytes: int) -> Slot:
+        """A slot of at least this size for a record that is in none, larger ones if need be (see :meth:`grow`);
+        nothing may be under way on the device."""
+        if slot_bytes > self.slot_bytes or not self.slots:
+            return self.grow(count, slot_bytes)
+        self.drop()
         return self._free.popleft()
 
     def write_back(self, slot: Slot, record: Record) -> None:
@@ -140,10 +147,3 @@ class Ring:
             lane.run(lambda: target.copy_(source, non_blocking=True), f"fetching {record.unit.label}")
             lane.record(slot.staged)
         self._staged.append((record, slot))
-
-    def _order_after_allocation(self) -> None:
-        """Fresh device memory may still be read by what was queued when its last owner let go of it."""
-        allocated: Any = self._lanes.event()
-        self._lanes.caller().record(allocated)
-        for lane in (self._lanes.host_to_device, self._lanes.compute, self._lanes.device_to_host):
-            lane.wait(allocated)

@@ -24,8 +24,9 @@ from lightstep.state.host_entries import HostEntries
 from lightstep.state.host_memory import require
 from lightstep.state.lanes import LaneError, Lanes
 from lightstep.state.records import Layout, MasterSplitter, Part, Record, coding_of, record_bytes
-from lightstep.state.residency import GIB, AutoBudget, Residency
+from lightstep.state.residency import Residency
 from lightstep.state.ring import Ring
+from lightstep.state.spare_memory import GIB, AutoBudget, device_memory
 from lightstep.state.units import RingError, plan_units, smallest_piece
 from lightstep.state.visit import Visit, scratch_elements
 
@@ -93,7 +94,8 @@ class StreamBackend(StateBackend):
         self._walk: list[Record] = []
         self._open: Visit | None = None
         self._host: HostEntries | None = None
-        self._residency = Residency(_budget(self._settings["resident_gib"]))
+        self._resident: Residency | None = None
+        self._prepared = False
 
     def fresh(self) -> StreamBackend:
         return type(self)(**self._settings)
@@ -103,6 +105,11 @@ class StreamBackend(StateBackend):
         """The lanes of the parameters' device; they exist once parameters are registered."""
         assert self._lanes is not None, "no parameters are registered"
         return self._lanes
+
+    @property
+    def _residency(self) -> Residency:
+        assert self._resident is not None, "no parameters are registered"
+        return self._resident
 
     @property
     def failed(self) -> bool:
@@ -130,6 +137,7 @@ class StreamBackend(StateBackend):
         require(sum(record.planned for record in records) - freed, "optimizer state on the host")
         if self._lanes is None:
             self._lanes = Lanes(device)
+            self._resident = Residency(self._lanes, device_memory(device), self._budget(device))
             self._computed = self._lanes.event()
             self._splitter = self._host_splitter if device.type == "cpu" else self._make_splitter(device)
         self._host = HostEntries(self._host_splitter, self._splitter, schema, device)
@@ -215,11 +223,21 @@ class StreamBackend(StateBackend):
     def units(self) -> Sequence[Unit]:
         return list(self._records)
 
+    def prepare(self) -> None:
+        if self._lanes is None or self.failed:
+            return  # `begin` says so
+        self._residency.choose(list(self._records.values()))
+        self._ensure_ring()
+        self._residency.bring_up()
+        self._ensure_ring()  # more go through it where the device had no room for all that was chosen
+        self._prepared = True
+
     def begin(self, managed: Collection[Managed], backwards: bool = False) -> None:
         self.lanes.check()
         if self._open is not None:
             raise LaneError(f"the last step broke off at {self._open.record.unit.label}; load a checkpoint to go on")
-        self._residency.begin(list(self._records.values()), self.lanes)
+        if not self._prepared:
+            self.prepare()
         self._wanted = frozenset(managed)
         self._walk = [
             record
@@ -237,8 +255,7 @@ class StreamBackend(StateBackend):
         if not parts:
             return []
         assert self._open is None, f"{unit.label} acquired before {self._open.record.unit.label} was released"
-        resident = record in self._residency
-        slot = self._residency.take(record, self.lanes) if resident else self._live_ring().take(record)
+        slot = self._residency.take(record) if record in self._residency else self._live_ring().take(record)
         assert self._scratch is not None
         visit = Visit(record, slot, self._splitter, self._schema, self._scratch)
         self._open = visit
@@ -250,13 +267,13 @@ class StreamBackend(StateBackend):
             return
         visit = self._open
         assert visit.record.unit is unit, f"{unit.label} released, {visit.record.unit.label} is acquired"
-        if updated:
+        if updated or visit.record in self._residency:  # there it is the only copy that joining has taken apart
             outgrown = visit.note(updated)
             if outgrown:
                 self._rearrange(visit, outgrown)
             self.lanes.caller().run(visit.send)
         if visit.record in self._residency:
-            self._residency.give_back(visit.record, self.lanes, changed=bool(updated))
+            self._residency.give_back(visit.record)
         elif updated:
             self._live_ring().write_back(visit.slot, visit.record)
         else:
@@ -265,9 +282,8 @@ class StreamBackend(StateBackend):
 
     def finish(self) -> None:
         self.lanes.caller().record(self._computed)
-        self._wanted = None
+        self._wanted, self._prepared = None, False
         self._live_ring().expect(self._walk)  # warm slots for the next step
-        self._residency.after_step(self.lanes.device)
 
     def _rearrange(self, visit: Visit, layouts: Mapping[Part, Layout]) -> None:
         """Make room in the record for entries that appeared: rare, and all that allocates in a step."""
@@ -279,7 +295,8 @@ class StreamBackend(StateBackend):
             old.close()
         slot = visit.slot
         if record in self._residency:
-            slot = self._residency.exchange(record, self.lanes)
+            self._residency.forget([record])  # until the next step, which finds room for it or does not
+            slot = self._live_ring().lend(self._slots_of(record.nbytes), record.nbytes)
         elif record.nbytes > self._live_ring().slot_bytes:
             slot = self._live_ring().grow(self._slots_of(record.nbytes), record.nbytes)
         self._residency.unsettle()
@@ -319,7 +336,7 @@ class StreamBackend(StateBackend):
         if not parts or any(part.layout is None for part in parts):
             return {}
         assert self._host is not None
-        self._residency.bring_down({self._home[part] for part in parts}, self.lanes)
+        self._residency.bring_down(self._home[part] for part in parts)
         found = [self._host.read(self._home[part], part) for part in parts]
         shape = managed.local.shape
         keys = [*parts[0].keys, *(["master"] if not managed.own_master else [])]
@@ -333,20 +350,23 @@ class StreamBackend(StateBackend):
         values = {key: value for key, value in entries.items() if key != "master"}
         master = None if managed.own_master else entries.get("master")
         assert self._host is not None
-        self._residency.evict({self._home[part] for part in self._parts[managed]}, self.lanes)
-        for part in self._parts[managed]:
+        parts = self._parts[managed]
+        self._residency.bring_down(self._home[part] for part in parts)
+        for part in parts:
             self._host.write(self._home[part], part, values, master)
+        self._residency.edited(self._home[part] for part in parts)
 
     def refresh(self, managed: Managed) -> None:
         parts = self._coded(managed)
         if parts:
             self.synchronize()
             self._drop_staged()
-            self._residency.evict({self._home[part] for part in parts}, self.lanes)
+            self._residency.bring_down(self._home[part] for part in parts)
         for part in parts:
             assert self._host is not None
             assert part.layout is not None
             self._host.write_master(self._home[part], part, part.layout, None)
+        self._residency.edited(self._home[part] for part in parts)
 
     def differs(self, managed: Managed) -> bool:
         assert self._host is not None
@@ -362,26 +382,33 @@ class StreamBackend(StateBackend):
         working = self._splitter.nbytes() + sum(8 * len(record.parts) for record in self._records.values())
         host = sum(record.slab.nbytes for record in self._records.values() if record.slab is not None)
         return {
-            "device_bytes": self._residency.nbytes(),
+            "device_bytes": 0 if self._resident is None else self._resident.nbytes(),
             "host_bytes": host,
             "ring_bytes": ring + scratch + working,
         }
 
     def set_residency(self, gib: float | Literal["auto"]) -> None:
-        self._settings["resident_gib"] = gib
-        self._residency.set_budget(_budget(gib))
         if self._lanes is not None:
             self.synchronize()
-            self._residency.shrink(list(self._records.values()), self._lanes)
+        self._settings["resident_gib"] = gib
+        if self._lanes is not None:
+            self._residency.set_budget(self._budget(self._lanes.device))
+            self._residency.shrink(list(self._records.values()))
+            self._prepared = False
+
+    def _budget(self, device: torch.device) -> int | AutoBudget:
+        gib = self._settings["resident_gib"]
+        return AutoBudget(device_memory(device)) if gib == "auto" else int(gib * GIB)
 
     def release_device_memory(self) -> None:
         if self._lanes is None:
             return
         self.synchronize()
-        self._residency.evict(list(self._records.values()), self._lanes)
+        self._residency.release()
         self._idle()
         self._ring = self._scratch = None
         self._splitter.free()
+        self._prepared = False
 
     def synchronize(self) -> None:
         if self._lanes is not None:
@@ -392,7 +419,6 @@ class StreamBackend(StateBackend):
             with contextlib.suppress(LaneError):
                 self._lanes.synchronize()
             self._lanes.close()
-        self._residency.forget(self._records.values())
         for record in self._records.values():
             record.close()
         self._start()
@@ -400,8 +426,8 @@ class StreamBackend(StateBackend):
     # -- small parts
 
     def _ensure_ring(self) -> Ring:
-        """The ring and the scratch, made (again) when units need another size."""
-        size = max((max(record.nbytes, record.planned) for record in self._records.values()), default=0)
+        """The ring and the scratch, made (again) when units need another size, or more or fewer go through the ring."""
+        size = max((max(record.nbytes, record.planned) for record in self._streamed()), default=0)
         elements = max((scratch_elements(record.parts) for record in self._records.values()), default=0)
         ring, scratch = self._ring, self._scratch
         if ring is None or ring.slot_bytes < size or len(ring.slots) != self._slots_of(ring.slot_bytes):
@@ -418,8 +444,13 @@ class StreamBackend(StateBackend):
         return self._ensure_ring() if self._ring is None else self._ring
 
     def _slots_of(self, size: int) -> int:
-        """How many slots of ``size`` bytes: no more than units, and than fit the ring; at least one."""
-        return max(min(self._slots, len(self._records), int(self._ring_mib * _MIB) // max(size, 1)), 1)
+        """How many slots of ``size`` bytes: no more than records for them, and than fit the ring; at least one."""
+        streamed = len(self._streamed())
+        return min(streamed, max(min(self._slots, int(self._ring_mib * _MIB) // max(size, 1)), 1))
+
+    def _streamed(self) -> list[Record]:
+        """The records that go through the ring."""
+        return [record for record in self._records.values() if record not in self._residency]
 
     def _idle(self) -> None:
         """Nothing under way on the device: memory that other streams use may be given back."""
@@ -437,15 +468,12 @@ class StreamBackend(StateBackend):
             return
         if self._lanes.failed:
             self._lanes.reset()
+            self._residency.reset()
         else:
             self._lanes.synchronize()
-        self._open, self._wanted = None, None
+        self._open, self._wanted, self._prepared = None, None, False
         if self._ring is not None:
             self._ring.reset()
-
-
-def _budget(gib: float | Literal["auto"]) -> int | AutoBudget:
-    return AutoBudget() if gib == "auto" else int(gib * GIB)
 
 
 def _common_device(managed: Sequence[Managed]) -> torch.device:

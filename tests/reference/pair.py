@@ -24,7 +24,13 @@ BACKENDS: dict[str, dict[str, Any]] = {
 }
 """What a strategy file says under ``optimizer_state``; a new backend joins every test by one line here."""
 
-EVERY_TIME = {**BACKENDS, "stream-overlap": {"backend": "stream", "ring_mib": 0.02, "update": "next_forward"}}
+_KIB = 2.0**-20  # in GiB
+EVERY_TIME = {
+    **BACKENDS,
+    "stream-overlap": {"backend": "stream", "ring_mib": 0.02, "update": "next_forward"},
+    "stream-resident-in-part": {"backend": "stream", "ring_mib": 0.02, "resident_gib": 2 * _KIB},
+    "stream-overlap-resident": {"backend": "stream", "ring_mib": 0.02, "update": "next_forward", "resident_gib": 1},
+}
 """With updates at other times, for tests that look at weights only through the model or after ``synchronize()``."""
 
 FP16_SCALE = {

@@ -240,7 +240,7 @@ def test_too_little_memory_is_a_sentence_with_numbers_and_settings(monkeypatch: 
         match=r"streamed optimizer state needs 4\.50 GiB of host memory and 3\.00 GiB are free.*backend: res.*=off",
     ) as raised:
         require(9 * GIB // 2, "streamed optimizer state")
-    assert "resident_gib" not in str(raised.value), "this version refuses it"
+    assert "resident_gib" not in str(raised.value), "what is resident has its host memory too"
     assert isinstance(raised.value, MemoryError)
 
 

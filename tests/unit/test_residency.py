@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,20 @@ import torch
 from torch import Tensor
 
 from lightstep.config import ConfigError
+from lightstep.precision.split import Splitter
 from lightstep.state import residency
 from lightstep.state import units as units_module
-from lightstep.state.residency import GIB, AutoBudget
+from lightstep.state.host_memory import CHECK_VARIABLE, HostMemoryError
+from lightstep.state.lanes import DEVICE_TO_HOST, HOST_TO_DEVICE, LaneError
+from lightstep.state.parking import Parking
+from lightstep.state.resident import ResidentBackend
+from lightstep.state.spare_memory import GIB, AutoBudget
+from lightstep.state.stream import StreamBackend
 from lightstep.strategy.base import Strategy
+from tests.reference.pair import same_tree
 from tests.unit.test_next_forward import Skipping, Training, assert_same, look, run, skip_layers
+from tests.unit.test_stream import Allocations, Run
+from tests.unit.test_stream import assert_same as assert_same_run
 
 STREAM = {"backend": "stream", "ring_mib": 0.02}
 TIMES = {"at_step": STREAM, "next_forward": {**STREAM, "update": "next_forward"}}
@@ -208,59 +218,503 @@ def test_a_steady_step_changes_no_buffer() -> None:
 # -- auto
 
 
-def auto(monkeypatch: pytest.MonkeyPatch, spare: Callable[[], int]) -> Training:
-    monkeypatch.setattr("lightstep.state.stream.AutoBudget", lambda: AutoBudget(lambda device: spare()))
-    return Training({**STREAM, "resident_gib": "auto"})
+class Allocator:
+    """A device with a caching allocator: what others ask for stays reserved; what records gave back is given back."""
+
+    def __init__(self, total: int, margin: int) -> None:
+        self.total, self.margin = total, margin
+        self.others = self.elsewhere = self.highest = 0
+        self.held: Callable[[], int] = lambda: 0
+
+    def reserved(self) -> tuple[int, int]:
+        now = self.others + self.held()
+        self.highest = max(self.highest, now)
+        return now, self.highest
+
+    def available(self) -> int:
+        return self.total - self.elsewhere
+
+    def iteration(self, others: int) -> None:
+        """Forward and backward, in which everything but the resident records needs ``others`` bytes."""
+        self.others = max(self.others, others)
+        now, _ = self.reserved()
+        assert now <= self.available(), "out of memory"
 
 
-def test_auto_takes_what_is_spare_and_gives_back_what_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    spare = [9 * 1024]
-    training = auto(monkeypatch, lambda: spare[0])
+class Steps:
+    """A budget that is obeyed."""
+
+    def __init__(self, allocator: Allocator, state: int = 1 << 40) -> None:
+        self.allocator, self.state, self.held = allocator, state, 0
+        self.budget = AutoBudget(allocator)
+        allocator.held = lambda: self.held
+
+    def run(self, others: int, steps: int = 1) -> list[int]:
+        found = []
+        for _ in range(steps):
+            self.allocator.iteration(others)
+            allowed = min(self.budget.before_step(self.held), self.state)
+            if allowed != self.held:
+                self.held = allowed
+                self.allocator.reserved()
+                self.budget.changed()
+            found.append(self.held)
+        return found
+
+
+def test_the_budget_is_what_others_leave_less_the_margin() -> None:
+    steps = Steps(Allocator(80, 4))
+    assert steps.run(40, 6) == [0, 0, 36, 36, 36, 36]
+
+
+def test_a_peak_that_grows_once_takes_its_share_once() -> None:
+    steps = Steps(Allocator(80, 4))
+    steps.run(40, 4)
+    assert steps.run(41, 3) == [36] * 3, "half of the margin is still there"
+    assert steps.run(43, 5) == [33] * 5
+    steps.allocator.highest = 0  # the user sets the peak back
+    assert steps.run(43, 2) == [33] * 2
+    assert steps.run(46, 3) == [30] * 3
+
+
+def test_a_state_that_fits_as_a_whole_stays_when_there_is_room() -> None:
+    steps = Steps(Allocator(80, 4), state=20)
+    assert steps.run(40, 4) == [0, 0, 20, 20]
+    assert steps.run(55, 3) == [20] * 3
+    assert steps.run(59, 3) == [17] * 3
+
+
+def test_nothing_stays_where_others_need_everything() -> None:
+    steps = Steps(Allocator(80, 4))
+    assert steps.run(77, 5) == [0] * 5
+    steps = Steps(Allocator(80, 4))
+    steps.run(40, 4)
+    steps.allocator.others = 0
+    assert steps.run(44, 1) == [32]
+
+
+def test_after_a_release_the_device_is_measured_again() -> None:
+    steps = Steps(Allocator(80, 4))
+    steps.run(40, 4)
+    steps.held = 0
+    steps.budget.measure_again()
+    steps.allocator.elsewhere = 10  # the engine kept something
+    assert steps.run(40, 3) == [26] * 3
+
+
+def test_growth_by_less_than_half_a_margin_at_once_never_runs_out_of_memory() -> None:
+    for seed in range(200):
+        generator = random.Random(seed)
+        steps = Steps(Allocator(1000, 50), state=generator.choice([100, 400, 10_000]))
+        others = 300
+        steps.run(others, 4)
+        for _ in range(100):
+            before = steps.held
+            if generator.random() < 0.7:
+                others = min(others + generator.choice([0, 0, 1, 7, 25]), 990)
+                steps.run(others)
+            else:
+                steps.run(generator.randrange(others))
+            assert steps.held <= before
+            if generator.random() < 0.1:
+                steps.allocator.highest = 0
+
+
+def auto(monkeypatch: pytest.MonkeyPatch, allocator: Allocator | None, time: str = "at_step") -> Training:
+    monkeypatch.setattr("lightstep.state.stream.device_memory", lambda device: allocator)
+    training = Training({**TIMES[time], "resident_gib": "auto"})
+    if allocator is not None:
+        allocator.held = lambda: held(training)
+    return training
+
+
+@pytest.mark.parametrize("time", TIMES)
+def test_auto_takes_what_is_spare_and_gives_back_what_is_needed(time: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    allocator = Allocator(20_000, 3000)
+    allocator.others = 8000
+    training = auto(monkeypatch, allocator, time)
     wanted = Training({"backend": "resident"})
     for _ in range(AutoBudget.first_steps):
         training.train(1)
-        assert held(training) == 0, "the first iterations are measured"
+        assert held(training) == 0, "the first iterations are watched"
+    training.delays(0)
     training.train(1)
     first = held(training)
-    assert 0 < first <= 9 * 1024
-    spare[0] = 100
+    assert 0 < first <= 9000
     training.train(2)
-    assert held(training) == first, "steady while the margin holds, and no larger"
-    spare[0] = -2000
+    assert held(training) == first
+    allocator.others += 9000 - first + 2000
     training.train(1)
-    spare[0] = 0
+    second = held(training)
+    assert 0 < second <= 9000 - (9000 - first + 2000)
+    training.train(3)
+    assert held(training) == second, "once"
+    training.optimizer.release_device_memory()
+    assert held(training) == 0
+    training.train(2)
+    assert held(training) == second, "it comes back by itself"
+    training.optimizer.release_device_memory()
+    allocator.elsewhere = 2000  # the engine kept something
+    training.train(2)
+    assert 0 < held(training) <= second - 1500
+    training.optimizer.release_device_memory()
+    allocator.elsewhere = 0
+    training.optimizer.set_residency(0)
     training.train(1)
-    assert 0 < held(training) <= first - 2000
+    training.optimizer.set_residency("auto")
+    training.train(3)
+    assert held(training) == second
     wanted.train(training.steps)
     assert_same(training.snapshot(), wanted.snapshot())
 
 
 def test_auto_is_nothing_where_nothing_is_spare(monkeypatch: pytest.MonkeyPatch) -> None:
-    training = auto(monkeypatch, lambda: -1)
-    training.train(5)
+    training = auto(monkeypatch, Allocator(1000, 1001))
+    training.train(6)
     assert held(training) == 0
     plain = Training({**STREAM, "resident_gib": "auto"})
-    plain.train(5)
+    plain.train(6)
     assert held(plain) == 0, "a CPU has no device memory of its own"
 
 
-def test_no_room_after_all(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    real, left = residency.Slot, [2]
+class Room:
+    """Device buffers for so many records, and then no more."""
 
-    def slot(nbytes: int, lanes: Any) -> Any:
-        if left[0] == 0:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, records: int, allocator: Allocator) -> None:
+        self.real, self.left, self.refused, self.allocator = residency.Slot, records, 0, allocator
+        monkeypatch.setattr(residency, "Slot", self)
+
+    def __call__(self, nbytes: int, lanes: Any) -> Any:
+        self.allocator.reserved()
+        if self.left == 0:
+            self.refused += 1
             raise torch.OutOfMemoryError("no room")
-        left[0] -= 1
-        return real(nbytes, lanes)
+        self.left -= 1
+        return self.real(nbytes, lanes)
 
-    monkeypatch.setattr(residency, "Slot", slot)
-    training = Training({**STREAM, "resident_gib": 1.0})
+
+@pytest.mark.parametrize("gib", [1.0, "auto"])
+@pytest.mark.parametrize("time", TIMES)
+def test_no_room_after_all(
+    time: str, gib: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    allocator = Allocator(1 << 30, 1)
+    room = Room(monkeypatch, 3, allocator)
+    training = auto(monkeypatch, allocator, time)
+    training.optimizer.set_residency(gib)
     wanted = Training({"backend": "resident"})
-    assert training.train(5) == wanted.train(5)
-    assert len(training.optimizer._backend._residency._slots) == 2
+    assert training.train(7) == wanted.train(7)
+    assert len(training.optimizer._backend._residency._slots) == 2, "the margin is free again"
+    assert room.refused == 1, "it is not tried again in every step"
+    budget = training.optimizer._backend._residency._budget
+    assert gib == 1.0 or budget._others == allocator.others, "what was tried and given back is not counted"
     (said,) = [record.message for record in caplog.records if "resident_gib" in record.message]
-    assert said.endswith(f"no room on cpu for more than {held(training) / GIB:.2f} GiB; that much stays on it")
+    assert said.endswith(f"cpu has no room for more than {held(training) / GIB:.2f} GiB; that much stays on it")
     assert_same(training.snapshot(), wanted.snapshot())
+
+
+# -- records at the backend
+
+
+def resident(**settings: Any) -> StreamBackend:
+    return StreamBackend(Splitter, ring_mib=0.02, **{"resident_gib": 1.0, **settings})
+
+
+@pytest.mark.parametrize("gib", [4 * KIB, 1.0])
+def test_a_unit_that_is_looked_at_and_not_updated_keeps_its_state(gib: float) -> None:
+    """Joining takes the masters' bits out of the buffer, which is the only up-to-date copy."""
+    tested, expected = Run(resident(resident_gib=gib)), Run(ResidentBackend())
+    for number in range(4):
+        tested.step(number)
+        expected.step(number)
+        tested.backend.begin(tested.items)
+        for unit in tested.backend.units():
+            tested.backend.acquire(unit)
+            tested.backend.release(unit, [])
+        tested.backend.finish()
+    assert_same_run(tested, expected)
+
+
+def some_steps(run: Run, between: Callable[[Run], None]) -> Run:
+    for number in range(6):
+        run.step(number)
+        if number > 1:
+            between(run)
+    return run
+
+
+@pytest.mark.parametrize("gib", [4 * KIB, 1.0])
+@pytest.mark.parametrize("which", [1, 3, 6])
+def test_the_neighbours_of_what_is_edited_keep_what_only_the_device_has(which: int, gib: float) -> None:
+    """Nothing is read before: the edit itself has to bring the record down."""
+
+    def load(run: Run) -> None:
+        generator = torch.Generator().manual_seed(1)
+        item = run.items[which]
+        moments = {key: torch.rand(item.local.shape, generator=generator) for key in ("exp_avg", "exp_avg_sq")}
+        run.backend.load(item, {"step": torch.tensor(4.0), **moments})
+
+    def refresh(run: Run) -> None:
+        run.items[which].local.add_(0.25)
+        run.backend.refresh(run.items[which])
+
+    def remove(run: Run) -> None:
+        run.backend.load(run.items[which], {})
+        run.items[which].updated = False
+
+    def negative(run: Run) -> None:
+        """Its signs cannot carry the masters' bits: the record gets larger."""
+        ones = torch.ones(run.items[which].local.shape)
+        run.backend.load(run.items[which], {"step": torch.tensor(4.0), "exp_avg": ones, "exp_avg_sq": -ones})
+        run.items[which].local.fill_(0.5)
+        run.backend.refresh(run.items[which])
+
+    for between in (load, refresh, remove):
+        tested, expected = (some_steps(Run(b), between) for b in (resident(resident_gib=gib), ResidentBackend()))
+        assert_same_run(tested, expected, between.__name__)
+    tested, expected = Run(resident(resident_gib=gib)), Run(ResidentBackend())
+    for one in (tested, expected):
+        some_steps(one, lambda one: None)
+        negative(one)
+        one.step(7, without={which})
+        one.step(8, without={which})
+    assert_same_run(tested, expected)
+
+
+def test_a_failure_while_records_come_up_leaves_the_others_whole() -> None:
+    tested, expected = Run(resident()), Run(ResidentBackend())
+    for number in range(3):
+        tested.step(number)
+        expected.step(number)
+    state, weight = expected.entries()[3], expected.items[3].local
+    tested.backend.release_device_memory()
+
+    def fail(name: str) -> None:
+        if name == HOST_TO_DEVICE:
+            raise OSError("a page went missing")
+
+    tested.backend.lanes.delay = fail
+    tested.backend.prepare()
+    with pytest.raises(LaneError, match=r"bringing up .* failed"):
+        tested.backend.synchronize()
+    tested.backend.lanes.delay = None
+    tested.items[3].local.copy_(weight)
+    tested.backend.load(tested.items[3], state)
+    for number in range(3, 6):
+        tested.step(number)
+        expected.step(number)
+    assert_same_run(tested, expected)
+
+
+class Growing(torch.optim.SGD):
+    """Starts to keep a second entry at some step."""
+
+    at = 3
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            state = self.state[p]
+            state.setdefault("n", 0)
+            state["n"] += 1
+            state["first"] = state.get("first", torch.zeros_like(p)).add(p.grad)
+            if state["n"] > Growing.at:
+                state["second"] = state.get("second", torch.zeros_like(p)).add(state["first"], alpha=0.1)
+            p.add_(state["first"], alpha=-1e-3).sub_(state.get("second", torch.zeros_like(p)), alpha=1e-3)
+
+
+@pytest.mark.parametrize("gib", [4 * KIB, 9 * KIB, 1.0])
+def test_resident_state_that_grows_in_a_step(gib: float) -> None:
+    tested, expected = (
+        Run(backend, Growing, {"lr": 1e-2}) for backend in (resident(resident_gib=gib), ResidentBackend())
+    )
+    for number in range(7):
+        without = {2, 4} if number in (0, 3) else {1} if number == 4 else ()
+        tested.step(number, without=without)
+        expected.step(number, without=without)
+        assert_same_run(tested, expected, f"step {number}")
+    assert 0 < tested.backend.memory()["device_bytes"] <= gib * GIB
+
+
+def test_the_ring_is_for_those_that_travel() -> None:
+    run = Run(resident(resident_gib=0))
+    run.step(0)
+    run.step(1)
+    slots = len(run.backend._ring.slots)
+    run.backend.set_residency(1.0)
+    run.step(2)
+    assert slots > 0
+    assert run.backend._ring.slots == []
+    run.backend.set_residency(0)
+    run.step(3)
+    assert len(run.backend._ring.slots) == slots
+    expected = Run(ResidentBackend())
+    for number in range(4):
+        expected.step(number)
+    assert_same_run(run, expected)
+
+
+@pytest.mark.parametrize("lane", [HOST_TO_DEVICE, DEVICE_TO_HOST])
+def test_a_failed_copy_of_a_resident_record_stops_the_backend_until_a_load(lane: str) -> None:
+    runs = [Run(resident()), Run(ResidentBackend())]
+    for one in runs:
+        one.step(0)
+        one.step(1)
+    saved, weights, tested = runs[1].entries(), runs[1].weights(), runs[0]
+    tested.backend.release_device_memory()
+    tested.backend.synchronize()
+    tested.step(2)
+
+    def fail(name: str) -> None:
+        if name == lane:
+            raise OSError("a page went missing")
+
+    tested.backend.lanes.delay = fail
+    with pytest.raises(LaneError, match="a page went missing"):  # noqa: PT012  (either of them may meet it)
+        tested.backend.release_device_memory()
+        tested.step(3)
+        tested.entries()
+    tested.backend.lanes.delay = None
+    for one in runs:
+        for item, entries, weight in zip(one.items, saved, weights, strict=True):
+            item.local.copy_(weight)
+            one.backend.load(item, entries)
+        one.step(2)
+        one.step(3)
+    assert_same_run(*runs)
+
+
+def test_a_steady_step_allocates_nothing_and_makes_no_event(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(resident(resident_gib=6 * KIB))
+    for number in range(3):
+        run.step(number)
+    monkeypatch.setattr(run.backend.lanes, "event", lambda: pytest.fail("a new event inside a step"))
+    gradients = run.gradients(3)
+    run.backend.synchronize()
+    with Allocations() as allocations:
+        run.backend.prepare()
+        run.backend.begin(gradients.keys())
+        for unit in run.backend.units():
+            run.backend.release(unit, run.backend.acquire(unit))
+        run.backend.finish()
+    assert allocations.found == []
+    assert run.backend.memory()["device_bytes"] > 0
+
+
+def test_an_edit_does_not_move_the_buffer(tmp_path: Path) -> None:
+    training = Training({**STREAM, "resident_gib": 1.0})
+    training.train(3)
+    slots = training.optimizer._backend._residency._slots
+    before = {record: slot.buffer.data_ptr() for record, slot in slots.items()}
+    save_and_load(training)
+    training.train(2)
+    assert {record: slot.buffer.data_ptr() for record, slot in slots.items()} == before
+
+
+def test_a_copy_of_the_optimizer_keeps_the_size() -> None:
+    training = Training(STREAM)
+    training.train(2)
+    training.optimizer.set_residency(5 * KIB)
+    assert copy.deepcopy(training.optimizer)._backend._settings["resident_gib"] == 5 * KIB
+
+
+# -- device memory that is lent
+
+
+def test_a_device_that_is_still_full_leaves_the_step_undone(monkeypatch: pytest.MonkeyPatch) -> None:
+    from lightstep.state import ring as ring_module
+
+    training, expected = (Training({**STREAM, "resident_gib": 5 * KIB}) for _ in range(2))
+    training.train(3)
+    expected.train(4)
+    training.optimizer.release_device_memory()
+    training.optimizer.backward(training.loss(0) / 2)
+    training.optimizer.backward(training.loss(1) / 2)
+    real = ring_module.Slot
+
+    def full(*_: Any) -> Any:
+        raise torch.OutOfMemoryError("the engine has it")
+
+    monkeypatch.setattr(ring_module, "Slot", full)
+    for _ in range(2):
+        with pytest.raises(torch.OutOfMemoryError, match="no room on cpu for a ring"):
+            training.optimizer.step()
+    monkeypatch.setattr(ring_module, "Slot", real)
+    training.optimizer.step()
+    assert_same(training.snapshot(), expected.snapshot())
+
+
+@pytest.mark.parametrize("parameters", ["bfloat16", "float16", "float32"])
+def test_state_of_resident_is_the_same_tensors_on_the_host(parameters: str, tmp_path: Path) -> None:
+    training, expected = (Training({"backend": "resident"}, parameters) for _ in range(2))
+    training.train(3)
+    expected.train(3)
+    weight = training.model.head.weight
+    taken = dict(training.optimizer.state[weight])
+    devices = {key: value.data_ptr() for key, value in taken.items() if value.dim()}
+    before = training.optimizer.memory_report()
+    training.optimizer.release_device_memory()
+    training.optimizer.release_device_memory()
+    report = training.optimizer.memory_report()
+    assert report["device_bytes"] == 0
+    assert report["host_bytes"] >= before["device_bytes"]
+    assert all(taken[key].data_ptr() != address for key, address in devices.items())
+    assert_same(training.snapshot(), expected.snapshot())  # readers find them there, and so does a checkpoint
+    training.strategy.save_checkpoint(tmp_path / "checkpoint", training.model, training.optimizer)
+    state = copy.deepcopy(training.optimizer).state_dict()
+    assert training.optimizer.memory_report()["device_bytes"] == 0, "nobody has brought it back"
+    same_tree("state", state, expected.optimizer.state_dict())
+    for one in (taken, expected.optimizer.state[expected.model.head.weight]):
+        one["exp_avg"].mul_(0.5)  # live, wherever it is
+    host = {key: taken[key].data_ptr() for key in devices}
+    assert training.train(3) == expected.train(3)
+    assert all(training.optimizer.state[weight][key] is value for key, value in taken.items())
+    assert all(taken[key].data_ptr() != address for key, address in host.items())
+    assert_same(training.snapshot(), expected.snapshot())
+    training.optimizer.release_device_memory()
+    assert training.optimizer.memory_report()["host_bytes"] == report["host_bytes"], "the same host memory"
+
+
+def test_what_shares_memory_goes_on_sharing_it_and_weights_stay() -> None:
+    base, weight = torch.arange(12.0), torch.ones(3)
+    tensors = [base[:4], base[2:].view(5, 2).t(), weight[1:], torch.ones(2, 3).t()]
+    wanted = [tensor.clone() for tensor in tensors]
+    parking = Parking()
+    parking.park(tensors, staying=[weight])
+    assert parking.away_bytes() == 12 * 4 + 6 * 4
+    assert tensors[2].data_ptr() == weight[1:].data_ptr()
+    for _ in range(2):
+        assert all(torch.equal(one, other) for one, other in zip(tensors, wanted, strict=True))
+        assert [tensor.stride() for tensor in tensors] == [(1,), (1, 2), (1,), (1, 3)]
+        tensors[0][3] += 1
+        assert tensors[1][1, 0] == tensors[0][3]
+        wanted[0][3] += 1
+        wanted[1][1, 0] += 1
+        parking.bring_back()
+    assert parking.away_bytes() == 0 < parking.host_bytes()
+    parking.close()
+    assert parking.host_bytes() == 0
+
+
+def test_too_little_host_memory_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    training, expected = (Training({"backend": "resident"}) for _ in range(2))
+    training.train(2)
+    monkeypatch.setenv(CHECK_VARIABLE, "0.000001")
+    with pytest.raises(HostMemoryError, match="releasing device memory: the optimizer state on the host needs"):
+        training.optimizer.release_device_memory()
+    assert training.train(2) == expected.train(4)[2:]
+    assert_same(training.snapshot(), expected.snapshot())
+
+
+@pytest.mark.parametrize("backend", ["bulk", "stream"])
+def test_releasing_before_and_between_and_twice(backend: str) -> None:
+    tested, expected = (Training({"backend": name, "ring_mib": 0.02}) for name in (backend, "resident"))
+    tested.optimizer.release_device_memory()
+    for _ in range(3):
+        assert tested.train(1) == expected.train(1)
+        tested.optimizer.release_device_memory()
+        tested.optimizer.release_device_memory()
+    assert_same(tested.snapshot(), expected.snapshot())
 
 
 # -- bad input
