@@ -33,7 +33,19 @@ class GradientNorm:
         Args:
             gradients: each parameter's local gradient, ``None`` where it has none.
         """
-        total, overflow = self._reduction.total_and_overflow(self._partial_sums(gradients), self.norm_type)
+        return self._of_sums(self._partial_sums(gradients))
+
+    def of_norms(self, norms: Sequence[Tensor | None]) -> tuple[Tensor, Tensor]:
+        """The same from each gradient's own norm (0-dim fp64, of :func:`tensor_norms`): the gradients may be gone."""
+        parts: list[list[Tensor]] = [[] for _ in range(self._reduction.sums)]
+        for norm, place in zip(norms, self._reduction.places, strict=True):
+            if norm is not None:
+                parts[place].append(norm.to(self._reduction.device))
+        nothing = torch.zeros((), dtype=torch.float64, device=self._reduction.device)
+        return self._of_sums([self._sum_of_norms(torch.stack(part)) if part else nothing.clone() for part in parts])
+
+    def _of_sums(self, sums: list[Tensor]) -> tuple[Tensor, Tensor]:
+        total, overflow = self._reduction.total_and_overflow(sums, self.norm_type)
         norm = _root(total, self.norm_type)
         return norm, torch.maximum((~norm.isfinite()).float(), overflow.float().clamp_(max=1))
 
@@ -54,6 +66,9 @@ class GradientNorm:
         if not gradients:
             return torch.zeros((), dtype=torch.float64, device=device)
         norms = torch.cat([norms.to(device) for norms in tensor_norms(gradients, self.norm_type)])
+        return self._sum_of_norms(norms)
+
+    def _sum_of_norms(self, norms: Tensor) -> Tensor:
         return norms.amax() if math.isinf(self.norm_type) else norms.pow_(self.norm_type).sum()
 
 

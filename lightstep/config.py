@@ -152,6 +152,8 @@ class Clipping(_Frozen):
 
     max_norm: float | None = 1.0
     norm_type: float = 2.0
+    scope: Literal["global", "unit"] = "global"
+    """Clip all gradients by the global norm, or each unit (a transformer block, what lies outside) by its own."""
 
     @field_validator("max_norm", "norm_type", mode="before")
     @classmethod
@@ -196,6 +198,11 @@ class OptimizerState(_Frozen):
                 f"update next_forward hides the copies of backend stream under the next forward, and backend is "
                 f"{self.backend}; set update: at_step, or backend: stream"
             )
+        if self.update == "in_backward" and self.backend == "bulk":
+            raise ValueError(
+                "update in_backward takes one layer's state at a time, and backend bulk moves all of it at once; set "
+                "backend: stream or resident"
+            )
         if self.resident_gib != 0 and self.backend != "stream":
             raise ValueError(
                 f"resident_gib {self.resident_gib} is the part of backend stream's state that stays on the device, and "
@@ -212,6 +219,26 @@ class StrategyConfig(_Frozen):
     precision: Precision = Precision()
     clipping: Clipping = Clipping()
     optimizer_state: OptimizerState = OptimizerState()
+
+    @model_validator(mode="after")
+    def _in_backward(self) -> StrategyConfig:
+        if self.optimizer_state.update != "in_backward":
+            return self
+        global_clipping = self.clipping.max_norm is not None and self.clipping.scope == "global"
+        needs = {
+            f"clipping.max_norm is {self.clipping.max_norm} with scope global": global_clipping,
+            "precision.loss_scale is dynamic": self.precision.loss_scale.kind == "dynamic",
+        }
+        found = [what for what, here in needs.items() if here]
+        if found:
+            raise ValueError(
+                f"optimizer_state.update in_backward updates a layer before the other gradients are known, and "
+                f"{' and '.join(found)}, which needs all of them first. Change clipping.scope to unit (each layer is "
+                "clipped by its own norm: another clipping) or clipping.max_norm to null (no clipping); "
+                "precision.loss_scale to none (bfloat16 needs none) or constant (float16 gradients may overflow); or "
+                "optimizer_state.update to next_forward or at_step (all gradients stay in memory until the step)"
+            )
+        return self
 
     def model_post_init(self, context: Any) -> None:
         precision = self.precision
@@ -305,6 +332,8 @@ def _location(item: Any) -> list[str]:
 def _describe(key: str, items: list[Any], model: type[BaseModel]) -> str:
     """What is wrong with one key; a union has a finding for each of its members."""
     item, location = items[0], _location(items[0])
+    if not location:
+        return str(item["msg"]).removeprefix("Value error, ")
     owner, _ = _walk(model, location)
     given = item["input"]
     if item["type"] == "extra_forbidden":

@@ -2,5 +2,6 @@
 
 `command` is what the command line runs; `run` measures every contender in turn; `contender` says what a contender is,
 and `strategies`, `peers`, `layer_stream` and `libraries` hold them; `model`, `link`, `measure` and `probes` are what
-they are measured with; `report` and `chart` show the result. Nothing else in lightstep imports this package.
+they are measured with; `report` and `chart` show the result. `iteration` measures whole training iterations instead.
+Nothing else in lightstep imports this package.
 """

@@ -12,11 +12,11 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 # Okabe and Ito's colours, told apart with every common kind of colour blindness; the hatch tells them apart in grey.
-_STYLE = {
+STYLE = {
     "lightstep": ("#0072B2", "", "lightstep"),
     "peer": ("#E69F00", "//", "others"),
 }
-_GREY = "#D0D0D0"
+GREY = "#D0D0D0"
 
 Values = dict[str, Any]
 
@@ -37,12 +37,12 @@ def draw(values: Values, path: Path) -> None:
     panels[0].set_yticks(range(len(rows)), [row["name"] for row in rows])
     panels[0].invert_yaxis()
     figure.suptitle(_title(values))
-    _add_legend(figure)
+    add_legend(figure)
     figure.savefig(path, dpi=150, metadata={"Title": values["command"], "Description": values["date"]})
 
 
 def _draw_times(axes: Axes, rows: list[Values], values: Values) -> None:
-    _bars(axes, rows, [0.0] * len(rows), [row["ms_per_1e9_parameters"] for row in rows])
+    bars(axes, rows, [0.0] * len(rows), [row["ms_per_1e9_parameters"] for row in rows])
     axes.set_xlabel("ms per 10⁹ parameters (less is better)")
     link = values["link_gb_per_s"]
     if link is not None:
@@ -55,31 +55,31 @@ def _draw_memory(axes: Axes, rows: list[Values]) -> None:
     """Peak bytes per parameter on the device: weights and gradients in grey, what lies beyond them in colour."""
     base = [row["weight_and_gradient_bytes_per_parameter"] for row in rows]
     beyond = [(row["peak_device_bytes_beyond"] or 0) / row["parameters_per_rank"] for row in rows]
-    axes.barh(range(len(rows)), base, color=_GREY, edgecolor="black", linewidth=0.6, label="weights and gradients")
-    _bars(axes, rows, base, beyond)
+    axes.barh(range(len(rows)), base, color=GREY, edgecolor="black", linewidth=0.6, label="weights and gradients")
+    bars(axes, rows, base, beyond)
     axes.set_xlabel("peak device bytes per parameter (less is better)")
 
 
-def _bars(axes: Axes, rows: list[Values], left: list[float], lengths: list[float]) -> None:
-    for kind, (color, hatch, label) in _STYLE.items():
+def bars(axes: Axes, rows: list[Values], left: list[float], lengths: list[float]) -> None:
+    """A bar for each row from `left`, in the colour of its kind, with the number where it ends."""
+    for kind, (color, hatch, label) in STYLE.items():
         places = [i for i, row in enumerate(rows) if row["kind"] == kind]
         if not places:
             continue
         starts, own = [left[i] for i in places], [lengths[i] for i in places]
         style: Values = {"edgecolor": "black", "linewidth": 0.6, "color": color, "hatch": hatch, "label": label}
-        bars = axes.barh(places, own, left=starts, **style)
-        axes.bar_label(
-            bars, labels=[_short(start + length) for start, length in zip(starts, own, strict=True)], padding=3
-        )
+        drawn = axes.barh(places, own, left=starts, **style)
+        ends = [short(start + length) for start, length in zip(starts, own, strict=True)]
+        axes.bar_label(drawn, labels=ends, padding=3)
     axes.margins(x=0.14)
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _short(number: float) -> str:
+def short(number: float) -> str:
     return f"{number:.0f}" if number >= 100 else f"{number:.1f}"
 
 
-def _add_legend(figure: Figure) -> None:
+def add_legend(figure: Figure) -> None:
     """One for all panels, below them, each label once."""
     entries = [entry for axes in figure.axes for entry in zip(*axes.get_legend_handles_labels(), strict=True)]
     unique = {label: handle for handle, label in reversed(entries)}

@@ -8,54 +8,88 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
+from lightstep.bench.progress import Progress
+
 if TYPE_CHECKING:
-    from lightstep.bench.iteration import Iterations
     from lightstep.bench.run import Run
 
 _CPU_DEFAULTS = {"params": 2e6, "steps": 4, "warmup": 1}
 _GPU_DEFAULTS = {"params": 1e9, "steps": 8, "warmup": 2}
 
-_CPU_ITERATIONS = {"params": 1e5, "steps": 2, "warmup": 2}
-_GPU_ITERATIONS = {"params": 3e9, "steps": 4, "warmup": 3}
-
 _Strategies = Annotated[
     str,
     typer.Option(
-        help="Names or paths separated by commas; 'default'; 'none'. With --iteration or --timeline overrides may "
-        "follow a name: stream-overlap:optimizer_state.resident_gib=8"
+        help="Names or paths separated by commas, each with keys laid over it if need be: "
+        "stream-overlap:optimizer_state.ring_mib=256. 'default' is resident, bulk and stream, in whole iterations "
+        "resident, stream and stream-overlap, with several ranks those of fsdp2; 'none'."
     ),
 ]
-_Peers = Annotated[str, typer.Option(help="Peers to hold them against, separated by commas; 'all' or 'none'.")]
+_Peers = Annotated[
+    str | None,
+    typer.Option(
+        help="Peers to hold them against, separated by commas; 'all' or 'none'. Default: all, in whole iterations "
+        "none; there is one there, fsdp2-offload."
+    ),
+]
 _Params = Annotated[
-    float | None, typer.Option(help="Size of the stack, for example 1e9. Default: 1e9 on a GPU, 2e6 on a CPU.")
+    float | None,
+    typer.Option(
+        help="Size of the model, for example 1e9. Default: 2e6 on a CPU; on a GPU 1e9, in whole iterations 3e9."
+    ),
 ]
 _Layers = Annotated[int | None, typer.Option(help="Transformer blocks. Default: as many as Llamas of that width have.")]
-_Steps = Annotated[int | None, typer.Option(min=1, help="Timed steps per round. Default: 8 on a GPU, 4 on a CPU.")]
+_Steps = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="Timed steps per round. Default: 8 on a GPU, 4 on a CPU; iterations: 4 and 2; in a timeline 2.",
+    ),
+]
 _Warmup = Annotated[int | None, typer.Option(min=1, help="Untimed steps before them. Default: 2 on a GPU, 1 on a CPU.")]
-_Rounds = Annotated[int, typer.Option(min=1, help="How often each is built and timed, in alternating order.")]
-_Output = Annotated[Path, typer.Option(help="Folder for bench.json and bench.png.")]
+_Rounds = Annotated[
+    int | None,
+    typer.Option(
+        min=1, help="How often each is built and timed, in alternating order. Default: 2, in whole iterations 1."
+    ),
+]
+_Output = Annotated[
+    Path, typer.Option(help="Folder for bench.json and bench.png, iteration.json and iteration.png, or timelines.")
+]
 _Checkpoints = Annotated[
     Path | None, typer.Option(help="Also save every strategy's checkpoint in this folder, timed beside plain files.")
 ]
 _Device = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N. Default: the GPU if there is one.")]
-_Seed = Annotated[int, typer.Option(help="Of weights and gradients.")]
-_Iteration = Annotated[bool, typer.Option("--iteration", help="Whole iterations of a real Llama, not the step alone.")]
-_Timeline = Annotated[bool, typer.Option("--timeline", help="Draw what the GPU does when, over two iterations.")]
+_Seed = Annotated[int, typer.Option(help="Of weights, and of gradients or tokens.")]
+_Iteration = Annotated[
+    bool, typer.Option("--iteration", help="Whole training iterations of a Llama: forward, backward and step.")
+]
+_Timeline = Annotated[
+    bool,
+    typer.Option(
+        "--timeline", help="A profiler's trace of some iterations of each, and a picture of its lanes. Needs a GPU."
+    ),
+]
 _Tokens = Annotated[
     str | None,
-    typer.Option(help="--iteration, --timeline: tokens per step and device. Default: 65536,16384; on a CPU 64."),
+    typer.Option(
+        help="Whole iterations: tokens per step and rank, separated by commas. "
+        "Default: 65536,16384 on a GPU, 512,128 on a CPU; in a timeline the first of them."
+    ),
 ]
-_Sequence = Annotated[int, typer.Option(min=1, help="--iteration, --timeline: tokens per sequence, at most.")]
+_Sequence = Annotated[
+    int | None,
+    typer.Option(min=1, help="Whole iterations: tokens per sequence. Default: 4096 on a GPU, 64 on a CPU."),
+]
 
 
 def bench(
     strategies: _Strategies = "default",
-    peers: _Peers = "all",
+    peers: _Peers = None,
     params: _Params = None,
     layers: _Layers = None,
     steps: _Steps = None,
     warmup: _Warmup = None,
-    rounds: _Rounds = 2,
+    rounds: _Rounds = None,
     output: _Output = Path("runs/bench"),
     checkpoints: _Checkpoints = None,
     device: _Device = None,
@@ -63,30 +97,58 @@ def bench(
     iteration: _Iteration = False,
     timeline: _Timeline = False,
     tokens: _Tokens = None,
-    sequence: _Sequence = 4096,
+    sequence: _Sequence = None,
 ) -> None:
     """Measure strategies and peers side by side on this machine: one optimizer step on a Llama-shaped stack.
 
     Everybody does the same work: global norm, clipping, AdamW in fp32, new bf16 weights. Under torchrun all ranks
-    measure at once, and each has its share of the cores. `--iteration` measures forward, backward and step together.
+    measure at once, and each has its share of the cores. With --iteration everybody trains a Llama instead, with
+    activation checkpointing, and the time and memory of whole iterations are shown beside those without an optimizer.
     """
     from lightstep.config import ConfigError
 
-    asked = {"params": params, "steps": steps, "warmup": warmup}
+    asked: dict[str, Any] = {"params": params, "steps": steps, "warmup": warmup}
+    whole: dict[str, Any] = {"tokens": tokens, "sequence": sequence}
     try:
+        _refuse_idle(iteration, timeline, {**whole, "checkpoints": checkpoints, "rounds": rounds})
         if iteration or timeline:
-            if checkpoints is not None:
-                raise ValueError(
-                    "--checkpoints belongs to the step's measurement; leave out --iteration and --timeline"
-                )
-            batches = (tokens, sequence)
-            measure_whole(strategies, peers, asked, layers, rounds, output, device, seed, batches, iteration, timeline)
-            return
-        if tokens is not None:
-            raise ValueError("--tokens belongs to --iteration and --timeline")
-        measure(strategies, peers, asked, layers, rounds, output, device, seed, checkpoints)
+            asked = {**asked, **whole, "rounds": rounds}
+            _train(timeline, strategies, peers, asked, layers, output, device, seed)
+        else:
+            measure(strategies, peers or "all", asked, layers, rounds or 2, output, device, seed, checkpoints)
     except (ConfigError, ValueError) as error:
         raise typer.BadParameter(str(error)) from error
+
+
+def _refuse_idle(iteration: bool, timeline: bool, options: dict[str, Any]) -> None:
+    """Options that would do nothing."""
+    if iteration and timeline:
+        raise ValueError("--iteration and --timeline are two runs; give one of them")
+    mode = "--iteration" if iteration else "--timeline" if timeline else "one optimizer step"
+    idle = {"--iteration": ("checkpoints",), "--timeline": ("checkpoints", "rounds")}.get(mode, ("tokens", "sequence"))
+    for name in idle:
+        if options[name] is not None:
+            also = "; it belongs to --iteration" if name != "checkpoints" else ""
+            raise ValueError(f"--{name} {options[name]} does nothing for {mode}{also}; leave it out")
+
+
+def _train(
+    timeline: bool,
+    strategies: str,
+    peers: str | None,
+    asked: dict[str, Any],
+    layers: int | None,
+    output: Path,
+    device_name: str | None,
+    seed: int,
+) -> None:
+    from lightstep.bench.iteration import command
+
+    plan = command.plan(strategies, peers, asked, layers, device_name, seed, timeline)
+    if timeline:
+        command.record(plan, output)
+    else:
+        command.measure(plan, output)
 
 
 def measure(
@@ -124,37 +186,21 @@ def measure(
         kinds = {name: "lightstep" if name in ours else "peer" for name in builds}
         effort = Effort(int(sizes["steps"]), int(sizes["warmup"]))
         run = start(setup, effort, rounds, ranks, kinds, checkpoints)
-        with _Progress(ranks.is_main, output) as progress:
-            measure_all(run, builds, progress.show)
+        with Progress(ranks.is_main) as progress:
+            measure_all(run, builds, lambda sentence, run: _show(progress, sentence, run, output))
         return _publish(run, output)
     finally:
         ranks.close()
 
 
-class _Progress:
-    """Says what is being measured, and saves the rows so far, so that an interrupted run keeps its figures."""
+def _show(progress: Progress, sentence: str, run: Run, output: Path) -> None:
+    """Say it, and save the rows so far, so that an interrupted run keeps its figures."""
+    from lightstep.bench.report import as_json, write_json
 
-    def __init__(self, visible: bool, output: Path) -> None:
-        self._console = Console(stderr=True, quiet=not visible)
-        self._status = self._console.status("starting")
-        self._output = output
-
-    def __enter__(self) -> _Progress:
-        self._status.__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._status.__exit__(None, None, None)
-
-    def show(self, sentence: str, run: Run) -> None:
-        from lightstep.bench.report import as_json, write_json
-
-        self._status.update(f"measuring {sentence}")
-        if not self._console.is_terminal:
-            self._console.print(f"measuring {sentence}", highlight=False)
-        values = as_json(run)
-        if run.ranks.is_main:
-            write_json(values, self._output / "bench.json")
+    progress.show(sentence)
+    values = as_json(run)
+    if run.ranks.is_main:
+        write_json(values, output / "bench.json")
 
 
 def _publish(run: Run, output: Path) -> dict[str, Any]:
@@ -169,97 +215,3 @@ def _publish(run: Run, output: Path) -> dict[str, Any]:
         print_table(values, console)
         console.print(f"{output / 'bench.json'} and {output / 'bench.png'} written", highlight=False)
     return values
-
-
-def measure_whole(
-    strategies: str,
-    peers: str,
-    asked: dict[str, Any],
-    layers: int | None,
-    rounds: int,
-    output: Path,
-    device_name: str | None,
-    seed: int,
-    batches: tuple[str | None, int],
-    iteration: bool,
-    timeline: bool,
-) -> dict[str, Any]:
-    """What `bench --iteration` and `--timeline` do; returns `iterations.json`'s values."""
-    from lightstep.bench.iteration import Iterations, chosen, measure_iterations, rows_of
-    from lightstep.bench.llama import LlamaSizes
-    from lightstep.bench.measure import Effort
-    from lightstep.bench.ranks import Ranks, local_device, share_cores
-
-    device = local_device(device_name)
-    if timeline and device.type != "cuda":
-        raise ValueError("--timeline shows streams of a GPU, and torch sees none here")
-    defaults = _GPU_ITERATIONS if device.type == "cuda" else _CPU_ITERATIONS
-    sizes = {**defaults, **{key: value for key, value in asked.items() if value is not None}}
-    share_cores()
-    ranks = Ranks(device)
-    try:
-        builds = chosen(strategies, peers, ranks.world_size)
-        output.mkdir(parents=True, exist_ok=True)
-        run = Iterations(
-            LlamaSizes.near(sizes["params"], layers),
-            _batches(*batches, on_gpu=device.type == "cuda"),
-            device,
-            seed,
-            Effort(int(sizes["steps"]), int(sizes["warmup"])),
-            rounds,
-            ranks,
-            rows_of(builds),
-        )
-        if timeline:
-            _draw_timelines(run, builds, output)
-        return _publish_iterations(run, builds, output, measure_iterations) if iteration else {}
-    finally:
-        ranks.close()
-
-
-def _batches(tokens: str | None, sequence: int, on_gpu: bool) -> list[Any]:
-    from lightstep.bench.iteration import Batch
-
-    text = tokens or ("65536,16384" if on_gpu else "64")
-    try:
-        counts = [int(float(count)) for count in text.split(",")]
-    except ValueError:
-        counts = []
-    if not counts or min(counts) < 2:
-        raise ValueError(f"--tokens {text}: whole numbers of at least 2 are needed, separated by commas")
-    return [Batch(count, min(sequence, count)) for count in dict.fromkeys(counts)]
-
-
-def _publish_iterations(run: Iterations, builds: Any, output: Path, measure_iterations: Any) -> dict[str, Any]:
-    from lightstep.bench.iteration_report import as_json, draw, print_table
-    from lightstep.bench.report import write_json
-
-    progress = Console(stderr=True, quiet=not run.ranks.is_main)
-
-    def show(sentence: str) -> None:
-        progress.print(f"measuring {sentence}", highlight=False)
-        values = as_json(run)
-        if run.ranks.is_main:
-            write_json(values, output / "iterations.json")
-
-    measure_iterations(run, builds, show)
-    values = as_json(run)
-    if run.ranks.is_main:
-        write_json(values, output / "iterations.json")
-        draw(values, output / "iterations.png")
-        console = Console()
-        print_table(values, console)
-        console.print(f"{output / 'iterations.json'} and {output / 'iterations.png'} written", highlight=False)
-    return values
-
-
-def _draw_timelines(run: Iterations, builds: Any, output: Path) -> None:
-    from lightstep.bench.iteration import WITHOUT, timelines
-    from lightstep.bench.timeline import draw
-
-    progress = Console(stderr=True, quiet=not run.ranks.is_main)
-    found = timelines(run, {name: build for name, build in builds.items() if name != WITHOUT}, output, progress.print)
-    if run.ranks.is_main:
-        tokens = run.batches[0].tokens
-        draw(found, f"Two iterations of {tokens} tokens, and what each lane of the GPU does", output / "timeline.png")
-        Console().print(f"{output / 'timeline.png'} and the traces beside it written", highlight=False)

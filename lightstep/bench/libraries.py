@@ -56,8 +56,8 @@ class Fsdp2Offload(Contender):
     def __init__(self, setup: Setup) -> None:
         self._shapes = setup.stack()  # bf16, only for the gradients' shapes
         self._units = _handed_units(setup.stack(torch.float32))
-        self._model = nn.Sequential(*self._units)
-        _shard_to_host(self._model, setup.device)
+        self._model = nn.Sequential(*self._units).to("cpu")
+        shard_to_host(self._model, self._units, setup.device, reshard_after_forward=False)  # weights make one trip
         self._optimizer = torch.optim.AdamW(self._model.parameters(), fused=True, **ADAMW)
         self._order = [i for layer in self._shapes.layer_indices() for i in layer]
         self._input = torch.zeros(1, device=setup.device, requires_grad=True)
@@ -92,21 +92,21 @@ def _handed_units(stack: LlamaStack) -> list[HandedModule]:
     return [HandedModule([parameters[i] for i in layer]) for layer in stack.layer_indices()]
 
 
-def _shard_to_host(model: nn.Sequential, device: torch.device) -> None:
-    """`fully_shard` with fp32 shards on the CPU. Weights stay gathered between forward and backward: one trip."""
+def shard_to_host(
+    model: nn.Module, units: Sequence[nn.Module], device: torch.device, reshard_after_forward: bool
+) -> None:
+    """`fully_shard` on the units and the model, with fp32 shards on the CPU and bf16 compute on the device."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
     settings: dict[str, Any] = {
         "mesh": init_device_mesh(device.type, (world_size(),)),
-        "reshard_after_forward": False,
+        "reshard_after_forward": reshard_after_forward,
         "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
         "offload_policy": CPUOffloadPolicy(pin_memory=device.type == "cuda"),
     }
-    model.to("cpu")
-    for unit in model:
-        fully_shard(unit, **settings)
-    fully_shard(model, **settings)
+    for module in (*units, model):
+        fully_shard(module, **settings)
 
 
 class TorchaoOffload(Contender):

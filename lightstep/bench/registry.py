@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from lightstep.bench.contender import Contender, Setup
 from lightstep.bench.layer_stream import LayerStream
@@ -34,7 +34,7 @@ NEEDS_GROUP = frozenset({Fsdp2Offload.name})
 
 def chosen_strategies(text: str) -> dict[str, Build]:
     """From `--strategies`: names or paths, `default` or `none`. Loaded once here: mistakes show at once."""
-    names = default_strategies() if text == "default" else _split(text)
+    names = default_strategies() if text == "default" else split(text)
     for name in names:
         load(name)
     return {name: _strategy(name) for name in names}
@@ -46,15 +46,21 @@ def _strategy(source: str) -> Build:
 
 def chosen_peers(text: str) -> dict[str, Build]:
     """From `--peers`: names separated by commas, `all` or `none`."""
-    names = list(PEERS) if text == "all" else _split(text)
+    return {name: PEERS[name] for name in peer_names(text, PEERS)}
+
+
+def peer_names(text: str, known: Collection[str]) -> list[str]:
+    """The names in `--peers`, all of them `known`."""
+    names = list(known) if text == "all" else split(text)
     for name in names:
-        if name not in PEERS:
-            near = difflib.get_close_matches(name, PEERS, 1)
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
             hint = f" (did you mean {near[0]}?)" if near else ""
-            raise ValueError(f"--peers {name}: no such peer{hint}; allowed are all, none and {', '.join(PEERS)}")
-    return {name: PEERS[name] for name in names}
+            raise ValueError(f"--peers {name}: no such peer{hint}; allowed are all, none and {', '.join(known)}")
+    return names
 
 
-def _split(text: str) -> list[str]:
+def split(text: str) -> list[str]:
+    """Names separated by commas, each once; `none` is none."""
     names = [name.strip() for name in text.split(",") if name.strip()]
     return [] if names == ["none"] else list(dict.fromkeys(names))

@@ -30,33 +30,29 @@ def as_json(run: Run) -> Values:
     rows = [_row(run, row) for row in run.rows]
     _compare_weights(run.rows, rows)
     return {
-        **circumstances(run.setup.device, run.ranks.world_size),
+        **conditions(run.setup.device),
         "model": {**asdict(run.setup.shape), "parameters": run.setup.shape.parameters, "weights": "bfloat16"},
         "steps": run.effort.steps,
         "warmup": run.effort.warmup,
         "rounds": run.rounds,
+        "ranks": run.ranks.world_size,
         "link_gb_per_s": asdict(run.link) if run.link is not None else None,
         "rows": rows,
     }
 
 
-def circumstances(device: torch.device, ranks: int) -> Values:
-    """The command, and when, on what and with what it ran."""
+def conditions(device: torch.device) -> Values:
+    """What was asked for, when, on what and with what."""
     return {
         "command": shlex.join(["lightstep", *sys.argv[1:]]),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "hardware": _hardware(device),
+        "hardware": {
+            "device": device_name(device),
+            "cpu": _cpu_name(),
+            "cores": os.cpu_count(),
+            "torch_threads": torch.get_num_threads(),
+        },
         "versions": {"python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda},
-        "ranks": ranks,
-    }
-
-
-def _hardware(device: torch.device) -> Values:
-    return {
-        "device": device_name(device),
-        "cpu": _cpu_name(),
-        "cores": os.cpu_count(),
-        "torch_threads": torch.get_num_threads(),
     }
 
 
@@ -137,7 +133,7 @@ def write_json(values: Values, path: Path) -> None:
 
 # -- the table ---------------------------------------------------------------------------------------------------------
 
-_WIDE = 128
+WIDE = 128
 _WIDE_ONLY = ("GB moved\n⇧ / ⇩", "weights+grads\nB/param")  # left out where the terminal has no room for them
 _COLUMNS = (
     "strategy or peer",
@@ -154,10 +150,8 @@ _COLUMNS = (
 
 
 def print_table(values: Values, console: Console | None = None) -> None:
-    console = console or Console()
-    if not console.is_terminal:
-        console = Console(file=console.file, width=_WIDE)
-    console.print(_table(values, wide=console.width >= _WIDE))
+    console = for_tables(console or Console())
+    console.print(_table(values, wide=console.width >= WIDE))
     for row in values["rows"]:
         if row["note"] is not None:
             console.print(f"  {row['name']}: {row['note']}", highlight=False, markup=False)
@@ -167,6 +161,11 @@ def print_table(values: Values, console: Console | None = None) -> None:
         if saved := row.get("checkpoint"):
             rates = f"{saved['gb_per_s']:.2f} GB/s; plain files: {saved['plain_files_gb_per_s']:.2f} GB/s"
             console.print(f"  {row['name']}: checkpoint of {saved['gb']:.2f} GB saved at {rates}", highlight=False)
+
+
+def for_tables(console: Console) -> Console:
+    """The console; outside of a terminal one that is wide enough for every column."""
+    return console if console.is_terminal else Console(file=console.file, width=WIDE)
 
 
 def size(parameters: int) -> str:
@@ -211,15 +210,16 @@ def _cells(row: Values) -> list[str]:
         f"{row['ms_per_1e9_parameters']:.1f}",
         _pair(row["gb_to_device"], row["gb_to_host"], ".2f"),
         _pair(row["gb_per_s_to_device"], row["gb_per_s_to_host"], ".1f"),
-        _number(row["percent_of_duplex"], ".0f"),
+        number(row["percent_of_duplex"], ".0f"),
         f"{row['weight_and_gradient_bytes_per_parameter']:.0f}",
-        _number(None if peak is None else peak / 1e6, ".0f"),
+        number(None if peak is None else peak / 1e6, ".0f"),
         f"{row['host_bytes_per_parameter']:.1f}",
-        _number(row["host_syncs"], "d"),
+        number(row["host_syncs"], "d"),
     ]
 
 
-def _number(value: float | None, how: str) -> str:
+def number(value: float | None, how: str) -> str:
+    """Formatted; a dash for what is not known."""
     return "–" if value is None else format(value, how)
 
 

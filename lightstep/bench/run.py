@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
-from lightstep.bench.contender import Contender, Setup, Skipped
+from lightstep.bench.contender import Contender, Setup
 from lightstep.bench.disk import time_saving
 from lightstep.bench.link import Link, measure_link
 from lightstep.bench.measure import Baseline, Effort, Measurement, free_memory, probe, time_steps
 from lightstep.bench.model import GradientSets
 from lightstep.bench.ranks import Ranks
 from lightstep.bench.registry import NEEDS_GROUP, PEERS, Build
+from lightstep.bench.rounds import attempt, forth_and_back
 from lightstep.bench.strategies import StrategyContender
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -67,12 +65,9 @@ def measure_all(run: Run, builds: Mapping[str, Build], progress: Callable[[str, 
     """Fill the rows. `progress` is called with a sentence before each contender, and may save what is there."""
     progress("the link", run)
     run.link = measure_link(run.setup.device, run.ranks)
-    for number in range(run.rounds):
-        # Forth and back, so that a machine that warms up or slows down favours nobody.
-        for row in run.rows if number % 2 == 0 else reversed(run.rows):
-            if row.note is None:
-                progress(f"round {number + 1} of {run.rounds}: {row.name}", run)
-                _measure_one(run, row, builds[row.name], number)
+    for number, row in forth_and_back(run.rows, run.rounds):
+        progress(f"round {number + 1} of {run.rounds}: {row.name}", run)
+        _measure_one(run, row, builds[row.name], number)
     _link_again(run)
     progress("done", run)
 
@@ -87,27 +82,12 @@ def _measure_one(run: Run, row: Row, build: Build, number: int) -> None:
     visit = Visit(run, row, build, number)
     try:
         for phase in (visit.build, visit.time, visit.probe):
-            row.note = run.ranks.agree(_attempt(phase, row))
-            if row.note is not None:
+            if not attempt(phase, row, run.ranks):
                 return
     finally:
         visit.close()
         del visit
         free_memory(run.setup.device)
-
-
-def _attempt(phase: Callable[[], None], row: Row) -> str | None:
-    """Do it; a failure is this row's note, and the run goes on."""
-    try:
-        phase()
-    except Skipped as reason:
-        row.skipped = True
-        return str(reason)
-    except Exception as error:
-        logger.info("%s failed", row.name, exc_info=True)
-        first_line = (str(error).strip().splitlines() or [""])[0]
-        return f"{type(error).__name__}: {first_line}"
-    return None
 
 
 class Visit:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lightstep.bench.contender import ADAMW, MAX_NORM, Contender, Setup, Skipped
+from lightstep.bench.sources import Source
 from lightstep.config import ConfigError
 from lightstep.distributed import like, local_tensor
 from lightstep.strategy import Strategy, available_strategies
@@ -22,9 +23,7 @@ class StrategyContender(Contender):
     kind = "lightstep"
 
     def __init__(self, setup: Setup, source: str) -> None:
-        self._strategy = load(source)
-        if self._strategy.device.type != setup.device.type:
-            raise Skipped(f"strategies run on this process's {self._strategy.device.type}; --device cannot change that")
+        self._strategy = on_device(load(source), setup.device)
         model = self._strategy.prepare_model(setup.stack())
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._optimizer = self._strategy.create_optimizer(model, torch.optim.AdamW, **ADAMW)
@@ -58,9 +57,20 @@ class StrategyContender(Contender):
         self._strategy.close()
 
 
-def load(source: str) -> Strategy:
-    """The strategy, with the clipping that every contender does."""
-    return Strategy.load(source, overrides={"clipping.max_norm": MAX_NORM})
+def load(text: str) -> Strategy:
+    """The strategy that `--strategies` names, with the clipping that every contender does."""
+    return Source.parse(text).load({"clipping.max_norm": MAX_NORM})
+
+
+def on_device(strategy: Strategy, device: torch.device) -> Strategy:
+    """The strategy, if it works on the device that is measured.
+
+    Raises:
+        Skipped: it works elsewhere.
+    """
+    if strategy.device.type != device.type:
+        raise Skipped(f"strategies run on this process's {strategy.device.type}; --device cannot change that")
+    return strategy
 
 
 def default_strategies() -> list[str]:

@@ -34,6 +34,9 @@ class BaseOptimizer(torch.optim.Optimizer):
         Never waits for the device unless the result is read (see ``docs/how-a-step-works.md`` for the exceptions).
         """
 
+    accumulating: bool = False
+    """Whether the micro-batch that is running is not its step's last one; ``strategy.accumulate`` says so."""
+
     @abstractmethod
     def land(self, parameters: Iterable[Tensor] | None = None) -> None:
         """What is done next sees these parameters updated (``None``: all of them) when a step's updates are deferred.

@@ -5,15 +5,16 @@ from __future__ import annotations
 import contextlib
 import math
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from lightstep.clipping import GradientNorm, check_max_norm, check_norm_type, clip_coefficient
+from lightstep.clipping import GradientNorm, check_max_norm, check_norm_type, clip_coefficient, tensor_norms
 from lightstep.optimizer.arithmetic import BaseArithmetic, GroupValues
 from lightstep.optimizer.base import BaseOptimizer
+from lightstep.optimizer.in_backward import InBackward
 from lightstep.optimizer.managed_parameters import ManagedParameters, Places, StateView
 from lightstep.optimizer.param_groups import learning_rates_are_zero, plain_numbers
 from lightstep.optimizer.result import StepResult
@@ -24,6 +25,7 @@ from lightstep.precision.gradients import GradientAccumulator, unshared
 from lightstep.precision.loss_scale import ConstantLossScale, LossScale
 from lightstep.state.backend import Managed, StateBackend
 from lightstep.state.resident import ResidentBackend
+from lightstep.state.units import group_by_layer
 
 
 class MixedPrecisionOptimizer(BaseOptimizer):
@@ -41,6 +43,7 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         loss_scale: ``None`` is no scaling.
         max_norm: global norm to clip to; ``None`` is off.
         norm_type: p of the norm; ``math.inf`` is the largest element.
+        clip_layers: clip each layer by its own norm, not all gradients by the global one.
         backend: where masters and state live; ``None`` is on the device.
         places: called at set-up for the name and layer of each parameter.
         overflow_everywhere: whether all ranks of the process group skip a step together; ``None``: if any parameter is
@@ -64,6 +67,7 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         loss_scale: LossScale | None = None,
         max_norm: float | None = None,
         norm_type: float = 2.0,
+        clip_layers: bool = False,
         backend: StateBackend | None = None,
         places: Places | None = None,
         overflow_everywhere: bool | None = None,
@@ -75,10 +79,20 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         self.master_weights = master_weights
         self.max_norm = None if max_norm is None else check_max_norm(max_norm)
         self.norm_type = check_norm_type(norm_type)
+        self.clip_layers = clip_layers
         self._backend = backend or ResidentBackend()
         self._overflow_everywhere = overflow_everywhere
         self._update_time = update_time
+        self._refuse_what_needs_all_gradients()
         self._start(reduce_float32, places)
+
+    def _refuse_what_needs_all_gradients(self) -> None:
+        if not self._update_time.in_backward:
+            return
+        if self.max_norm is not None and not self.clip_layers:
+            raise ValueError("updates in backward know no global norm: set clip_layers, or leave max_norm out")
+        if not isinstance(self.loss_scale, ConstantLossScale):
+            raise ValueError("updates in backward cannot skip a whole step: a constant loss scale is needed")
 
     def _start(self, reduce_float32: bool, places: Places | None) -> None:
         """Everything that is built up while working and never saved."""
@@ -88,6 +102,9 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         self._walk = UnitWalk(self._arithmetic, self._backend, self._refusing_further_steps, self._managed.record)
         self._updates = self._update_time(self._walk, self._backend)
         self._norm: GradientNorm | None = None
+        self._layers: list[list[Managed]] = []
+        self._layer_norms: list[GradientNorm] = []
+        self._norms: dict[Managed, Tensor] = {}
         self._failure: str | None = None
         self._closed = False
         self._to_repair: set[Managed] = set()
@@ -118,12 +135,70 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         self._watch_gradients()  # parameters may have been frozen or thawed
         if not self.loss_scale.is_identity:
             loss = loss.float() * self.loss_scale.tensor(loss.device)
-        loss.backward(retain_graph=retain_graph)
+        with self._updating():
+            loss.backward(retain_graph=retain_graph)
+
+    @contextlib.contextmanager
+    def _updating(self) -> Iterator[None]:
+        """With ``update: in_backward``: layers are updated as the last micro-batch's backward completes them."""
+        if not isinstance(self._updates, InBackward) or self.accumulating:
+            yield
+            return
+        updates = self._updates
+        if updates.started:
+            raise RuntimeError(
+                "a second backward() before step(): the first one has updated the weights already "
+                "(optimizer_state.update: in_backward). Run all backwards of a step but the last under "
+                "strategy.accumulate(model, last=False)"
+            )
+        self._refuse_if_closed()
+        self.refuse_half_updated("Load a checkpoint before the next backward")
+        with torch.no_grad():
+            self._set_up()
+            self._managed.drop_provisional_state()
+            self._managed.adopt_outside_changes(self.param_groups)
+            self._backend.prepare()
+            self._norms.clear()
+            updates.begin(self._layers, GroupValues(self.param_groups), self._decide)
+        try:
+            with updates.listening([item for item in self._managed if item.param.requires_grad], self._take):
+                yield
+        except BaseException as error:
+            if self._failure is None:
+                self._note_failure("the backward in which layers are updated", error)
+            updates.abandon()
+            self._backend.abandon()
+            raise
+
+    @torch.no_grad()
+    def _take(self, item: Managed) -> None:
+        """The gradient of a parameter is complete: its norm is kept, and its layer updated with the last of them."""
+        assert isinstance(self._updates, InBackward)
+        gradient = self.gradients.take(item.param)
+        if gradient is not None:
+            self._norms[item] = tensor_norms([gradient], self.norm_type)[0][0]
+            self._updates.arrived(item, gradient)
+
+    def _decide(self, layer: Sequence[Managed], gradients: Gradients, values: GroupValues) -> Update | None:
+        """The update of one layer in backward. One that is not finite stays as it is."""
+        norms = torch.stack([self._norms[item].to(next(iter(gradients.values())).device) for item in gradients])
+        overflow = (~norms.isfinite().all()).float()
+        scale = self.loss_scale.tensor(overflow.device)
+        norm = None
+        if self.max_norm is not None:
+            number = next(n for n, known in enumerate(self._layers) if known[0] is layer[0])
+            norm = self._layer_norms[number].norm([gradients.get(item) for item in layer]) / scale
+        divisor, factor = self._scaling(norm, scale)
+        if self._skip_known_to_host(gradients, overflow):
+            return None
+        return Update(gradients, divisor, factor, overflow, values)
 
     def step(self, closure: Callable[[], Any] | None = None) -> StepResult:  # type: ignore[override]
         loss = self._evaluate(closure)
         with torch.no_grad():
             self._updates.land()
+            if isinstance(self._updates, InBackward) and self._updates.started:
+                return self._complete(self._updates, loss)
             gradients = self._collect_gradients()
             scaled_norm, overflow = self._gradient_norm(gradients)
             scale = self.loss_scale.tensor(scaled_norm.device).clone()
@@ -132,12 +207,35 @@ class MixedPrecisionOptimizer(BaseOptimizer):
                 self._initialise_state(gradients, overflow)
                 return result
             if not self._skip_known_to_host(gradients, overflow):
-                divisor, factor = self._scaling(result.grad_norm, scale)
+                divisor, factor = self._scaling_of_all(result.grad_norm, scale, gradients)
                 self._updates.start(self._update(gradients, divisor, factor, overflow))
             self.loss_scale.update(overflow)
             return result
 
-    def _update(self, gradients: Gradients, divisor: Tensor | None, factor: Tensor | None, overflow: Tensor) -> Update:
+    def _complete(self, updates: InBackward, loss: Any) -> StepResult:
+        """The end of a step whose updates began in backward."""
+        try:
+            for item in self._managed:
+                self._take(item)
+            updates.complete([item for item in self._managed if item.elsewhere])
+        except BaseException as error:
+            if self._failure is None:
+                self._note_failure("the update", error)
+            updates.abandon()
+            raise
+        assert self._norm is not None
+        scaled_norm, overflow = self._norm.of_norms([self._norms.get(item) for item in self._managed])
+        self._norms.clear()
+        scale = self.loss_scale.tensor(scaled_norm.device).clone()
+        return StepResult(scaled_norm / scale, overflow, scale, loss)
+
+    def _update(
+        self,
+        gradients: Gradients,
+        divisor: Tensor | None,
+        factor: Tensor | Mapping[Managed, Tensor] | None,
+        overflow: Tensor,
+    ) -> Update:
         return Update(gradients, divisor, factor, overflow, GroupValues(self.param_groups))
 
     @contextlib.contextmanager
@@ -200,9 +298,24 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         assert self._norm is not None
         return self._norm([gradients.get(item) for item in self._managed])
 
-    def _scaling(self, norm: Tensor, scale: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """``(divisor, factor)`` of the gradients: one multiplication, unless dividing by the scale is inexact."""
-        coefficient = None if self.max_norm is None else clip_coefficient(norm, self.max_norm)
+    def _scaling_of_all(
+        self, norm: Tensor, scale: Tensor, gradients: Gradients
+    ) -> tuple[Tensor | None, Tensor | Mapping[Managed, Tensor] | None]:
+        """:meth:`_scaling` by the global norm, or of each layer by its own."""
+        if not self.clip_layers or self.max_norm is None:
+            return self._scaling(norm, scale)
+        divisor, factors = None, {}
+        for layer, norm_of in zip(self._layers, self._layer_norms, strict=True):
+            own = norm_of.norm([gradients.get(item) for item in layer])
+            divisor, factor = self._scaling(own.to(scale.device) / scale, scale)
+            assert factor is not None
+            factors.update(dict.fromkeys(layer, factor))
+        return divisor, factors
+
+    def _scaling(self, norm: Tensor | None, scale: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """``(divisor, factor)`` of gradients with this norm: one multiplication, unless dividing is inexact."""
+        clips = self.max_norm is not None and norm is not None
+        coefficient = clip_coefficient(norm, self.max_norm) if clips else None  # type: ignore[arg-type]
         if self.loss_scale.is_identity:
             return None, coefficient
         if not self.loss_scale.power_of_two:
@@ -230,6 +343,9 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         if self._managed.set_up(self.param_groups, also):
             parameters = [item.param for item in self._managed]
             self._norm = GradientNorm(parameters, self.norm_type, self._overflow_everywhere)
+            self._layers = group_by_layer(self._managed)
+            own = self._layers if self.clip_layers else []
+            self._layer_norms = [GradientNorm([item.param for item in layer], self.norm_type, False) for layer in own]
             self._watch_gradients()
 
     def _is_state_initialisation(self, gradients: Gradients, norm: Tensor) -> bool:
@@ -259,6 +375,8 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         reduced: to drop a started accumulation, run one more with ``last=True`` first.
         """
         self.gradients.clear()
+        if isinstance(self._updates, InBackward):
+            self._updates.drop()
         super().zero_grad(set_to_none)
 
     def land(self, parameters: Iterable[Tensor] | None = None) -> None:
@@ -433,6 +551,7 @@ class MixedPrecisionOptimizer(BaseOptimizer):
             "master_weights": self.master_weights,
             "max_norm": self.max_norm,
             "norm_type": self.norm_type,
+            "clip_layers": self.clip_layers,
             "_overflow_everywhere": self._overflow_everywhere,
             "_update_time": self._update_time,
             "optimizer_class": self._arithmetic.optimizer_class,

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import sys
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterable, Sequence
-from operator import itemgetter
-from typing import Any
+from collections.abc import Iterable, Iterator
+from functools import partial
+from typing import Any, ClassVar
 
 from lightstep.optimizer.walk import UnitWalk, Update
 from lightstep.state.backend import Managed, StateBackend, Unit
@@ -23,6 +25,9 @@ class Updates(ABC):
         walk: does the work.
         backend: whose units it goes through.
     """
+
+    in_backward = False
+    """Whether updates begin in backward (:class:`~lightstep.optimizer.in_backward.InBackward`)."""
 
     def __init__(self, walk: UnitWalk, backend: StateBackend) -> None:
         self._walk = walk
@@ -59,21 +64,32 @@ class NextForward(Updates):
 
     The update is the one that ``step()`` decided: its gradients are kept, and its hyper-parameters copied, until the
     caller has waited for it.
+
+    Units are submitted some way ahead of the forward and not all at once. An accelerator takes about a thousand
+    launches before it makes the host wait, and the forward's have to find room too. And copies of one direction run in
+    the order of submission, whatever they wait for: a forward that reads a number on the host (transformers does once)
+    gets it behind every write-back submitted before. How far is a fixed number, so that replicas that send each other
+    weights submit in the same order.
     """
+
+    at_once: ClassVar[int] = 32
+    """Units that ``step()`` submits."""
+    ahead: ClassVar[int] = 6
+    """Units that are submitted behind the one that somebody waits for."""
 
     def __init__(self, walk: UnitWalk, backend: StateBackend) -> None:
         super().__init__(walk, backend)
         self._update: Update | None = None
-        self._queued: deque[_Pending] = deque()
-        self._number = 0  # of the last unit that was submitted, over all steps
-        self._last: dict[Managed, tuple[int, Any]] = {}  # number and event of the unit with which it is complete
+        self._waiting: deque[_Unit] = deque()  # to be submitted
+        self._queued: deque[_Unit] = deque()  # submitted
+        self._last: dict[Managed, _Unit] = {}  # the unit with which a parameter is complete, of the last deferred step
         self._events: dict[Unit | None, Any] = {}
         self._ready: Any = None
         self._landing = threading.RLock()
 
     @property
     def pending(self) -> bool:
-        return bool(self._queued)
+        return self._update is not None
 
     def start(self, update: Update) -> None:
         self.land()
@@ -87,89 +103,110 @@ class NextForward(Updates):
             self._ready = lanes.event()
         lanes.compute.wait(lanes.caller().record(self._ready))
         self._update = update
-        try:
-            lanes.compute.run(lambda: self._walk.begin(update))
-            for unit in self._backend.units():
-                self._submit(unit, update)
-            self._submit(None, update)
-        except BaseException:
-            lanes.compute.synchronize()
-            self._forget()
-            raise
-        end = self._last_pending()
+        self._line_up(update)
+        with self._landing, self._or_forget():
+            lanes.compute.run(lambda: self._walk.begin(update.gradients.keys()))
+            self._submit(self.at_once)
+
+    def _line_up(self, update: Update) -> None:
+        """All units in their order, and which one each parameter is complete with."""
+        lanes = self._backend.lanes
+        for number, unit in enumerate([*self._backend.units(), None]):
+            if unit not in self._events:
+                self._events[unit] = lanes.event()
+            self._waiting.append(_Unit(number, unit, self._events[unit]))
+        for place in self._waiting:
+            for owner, _, _ in place.unit.parts if place.unit is not None else ():
+                self._last[owner] = place
         for item in update.elsewhere:
             own = self._backend.sent_after(item)
-            self._last[item] = end if own is None else self._last[own]
+            self._last[item] = self._waiting[-1] if own is None else self._last[own]
 
-    def _submit(self, unit: Unit | None, update: Update) -> None:
-        """Queue one unit, or the end of the walk."""
-        lanes = self._backend.lanes
-        pending = _Pending()
-        if unit is None:
-            lanes.compute.run(lambda: self._walk.finish(update))
-        else:
-            lanes.compute.run(lambda: pending.complete.extend(self._walk.unit(unit, update)))
-        if unit not in self._events:
-            self._events[unit] = lanes.event()
-        pending.done = lanes.compute.record(self._events[unit])
-        self._number += 1
-        pending.number = self._number
-        self._queued.append(pending)
-        for owner, _, _ in unit.parts if unit is not None else ():
-            self._last[owner] = self._last_pending()
-
-    def _last_pending(self) -> tuple[int, Any]:
-        return self._number, self._queued[-1].done
+    def _submit(self, stop: int) -> None:
+        """Queue the units whose number is below ``stop``."""
+        update, compute = self._update, self._backend.lanes.compute
+        while self._waiting and self._waiting[0].number < stop:
+            assert update is not None
+            place = self._waiting[0]
+            compute.run(partial(place.carry_out, self._walk, update))
+            compute.record(place.done)
+            self._queued.append(self._waiting.popleft())
 
     def land(self, items: Iterable[Managed] | None = None) -> None:
-        if not self._queued:
+        if not self.pending:
             return
         with self._landing:  # forwards of several threads: none goes on before what the first one waits for is there
-            number, received = self._number, []
-            if items is not None:
-                waited_for = [item for item in items if item in self._last]
-                number = max((self._last[item][0] for item in waited_for), default=0)
-                received = [item for item in waited_for if item.elsewhere]
-            arriving = list(itertools.takewhile(lambda pending: pending.number <= number, self._queued))
-            if arriving:
-                self._wait_for(arriving)
-            self._backend.receive(received)
+            if not self.pending:
+                return
+            places = None if items is None else [(item, self._last[item]) for item in items if item in self._last]
+            number = None if places is None else max((place.number for _, place in places), default=-1)
+            with self._or_forget():
+                self._submit(_EVERY if number is None else number + 1 + self.ahead)
+                self._wait_for(_EVERY if number is None else number)
+                self._backend.receive([item for item, _ in places or () if item.elsewhere])
+
+    def _wait_for(self, number: int) -> None:
+        """The caller waits for the units up to this one, and their gradients are given up."""
+        update = self._update
+        assert update is not None
+        arriving = list(itertools.takewhile(lambda place: place.number <= number, self._queued))
+        if not arriving:
+            return
+        self._backend.lanes.caller().wait(arriving[-1].done)
+        for place in arriving:
+            self._queued.popleft()
+            update.drop_gradients(place.complete)
+        if not self._queued and not self._waiting:
+            update.values.give_back()
+            self._update = None
 
     def hold(self, items: Iterable[Managed]) -> None:
         with self._landing:
-            waited_for = [item for item in items if item in self._last]
-            if waited_for:
-                _, done = max((self._last[item] for item in waited_for), key=itemgetter(0))
-                self._backend.lanes.caller().wait(done)
-                self._backend.receive([item for item in waited_for if item.elsewhere])
+            places = [(item, self._last[item]) for item in items if item in self._last]
+            if not places:
+                return
+            last = max((place for _, place in places), key=lambda place: place.number)
+            with self._or_forget():
+                if self.pending:
+                    self._submit(last.number + 1 + self.ahead)
+                self._backend.lanes.caller().wait(last.done)
+                self._backend.receive([item for item, _ in places if item.elsewhere])
 
-    def _wait_for(self, arriving: Sequence[_Pending]) -> None:
-        assert self._update is not None
+    @contextlib.contextmanager
+    def _or_forget(self) -> Iterator[None]:
+        """When the update breaks off, nobody waits for the rest of it."""
         try:
-            self._backend.lanes.caller().wait(arriving[-1].done)
+            yield
         except BaseException:
-            self._forget()
-            raise
-        for pending in arriving:
-            self._queued.popleft()
-            self._update.drop_gradients(pending.complete)
-        if not self._queued:
-            self._update.values.give_back()
+            self._backend.lanes.compute.synchronize()
+            self._waiting.clear()
+            self._queued.clear()
+            self._last.clear()
             self._update = None
-
-    def _forget(self) -> None:
-        """The update broke off."""
-        self._queued.clear()
-        self._last.clear()
-        self._update = None
+            raise
 
 
-class _Pending:
-    """One unit that is queued: the event that says it is done, and the parameters that are complete with it."""
+_EVERY = sys.maxsize
 
-    __slots__ = ("complete", "done", "number")
 
-    def __init__(self) -> None:
+class _Unit:
+    """One unit of a deferred update, or (``None``) the end of the walk.
+
+    Attributes:
+        number: its place in the walk.
+        done: event behind its work.
+        complete: the parameters that are complete with it, known when its work was queued (on the CPU: is done).
+    """
+
+    __slots__ = ("complete", "done", "number", "unit")
+
+    def __init__(self, number: int, unit: Unit | None, done: Any) -> None:
+        self.number, self.unit, self.done = number, unit, done
         self.complete: list[Managed] = []
-        self.done: Any = None
-        self.number = 0
+
+    def carry_out(self, walk: UnitWalk, update: Update) -> None:
+        """Its part of the walk; in the compute lane."""
+        if self.unit is None:
+            walk.finish(update.elsewhere)
+        else:
+            self.complete.extend(walk.unit(self.unit, update))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
@@ -23,6 +23,7 @@ class Update:
     Attributes:
         gradients: local gradients, each in its charge until its parameter is updated.
         divisor, factor: 0-dim fp32: ``gradient / divisor * factor`` is what the base optimizer sees; ``None`` is 1.
+            Where each layer is clipped by itself, ``factor`` has one for each parameter, the same object in a layer.
         overflow: 0-dim fp32; with 1 nothing changes.
         values: the groups' hyper-parameters.
         elsewhere: parameters that other replicas update; here their weights arrive.
@@ -30,13 +31,23 @@ class Update:
 
     gradients: Gradients
     divisor: Tensor | None
-    factor: Tensor | None
+    factor: Tensor | Mapping[Managed, Tensor] | None
     overflow: Tensor
     values: GroupValues
     elsewhere: list[Managed] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.elsewhere = [item for item in self.gradients if item.elsewhere]
+
+    def alike(self, pieces: list[Piece]) -> list[tuple[list[Piece], Tensor | None]]:
+        """The pieces with equal factors together, and the factor."""
+        if not isinstance(self.factor, Mapping):
+            return [(pieces, self.factor)] if pieces else []
+        found: dict[int, tuple[list[Piece], Tensor]] = {}
+        for piece in pieces:
+            factor = self.factor[piece.owner]
+            found.setdefault(id(factor), ([], factor))[0].append(piece)
+        return list(found.values())
 
     def drop_gradients(self, items: list[Managed]) -> None:
         """These are not read any more."""
@@ -64,37 +75,39 @@ class UnitWalk:
     def run(self, update: Update) -> None:
         """All of it, here and now."""
         update.drop_gradients(update.elsewhere)
-        self.begin(update)
+        self.begin(update.gradients.keys())
         for unit in self._backend.units():
             update.drop_gradients(self.unit(unit, update))
-        self.finish(update)
+        self.finish(update.elsewhere)
         update.values.give_back()
 
-    def begin(self, update: Update) -> None:
+    def begin(self, managed: Collection[Managed], backwards: bool = False) -> None:
+        """``backwards``: the units will come in their order from the last one to the first, as far as is known."""
         with self._guard("the beginning of the update"):
-            self._backend.begin(update.gradients.keys())
+            self._backend.begin(managed, backwards)
 
     def unit(self, unit: Unit, update: Update) -> list[Managed]:
         """Update one unit; returns the parameters that are complete with it."""
         with self._guard(f"the update of {unit.label}"):
             pieces = self._backend.acquire(unit)
             active = [piece for piece in pieces if piece.owner in update.gradients]
-            if active:
-                overflow = update.overflow.to(active[0].master.device)
-                self._arithmetic.apply(active, self._staged(active, update), overflow, update.values)
+            for alike, factor in update.alike(active):
+                overflow = update.overflow.to(alike[0].master.device)
+                self._arithmetic.apply(alike, self._staged(alike, update, factor), overflow, update.values)
             self._backend.release(unit, active)
         return self._noted(active)
 
-    def finish(self, update: Update) -> None:
+    def finish(self, elsewhere: Iterable[Managed]) -> None:
+        """``elsewhere``: parameters whose weights other replicas have sent."""
         with self._guard("the end of the update"):
             self._backend.finish()
-        for item in update.elsewhere:
+        for item in elsewhere:
             item.updated = True
             self._record(item)
 
-    def _staged(self, pieces: list[Piece], update: Update) -> list[Tensor]:
+    def _staged(self, pieces: list[Piece], update: Update, factor: Tensor | None) -> list[Tensor]:
         device = pieces[0].master.device
-        divisor, factor = (None if value is None else value.to(device) for value in (update.divisor, update.factor))
+        divisor, factor = (None if value is None else value.to(device) for value in (update.divisor, factor))
         staged = self.stage.scaled([piece.of(update.gradients[piece.owner]) for piece in pieces], divisor, factor)
         return [value.to(piece.master.dtype) for piece, value in zip(pieces, staged, strict=True)]
 

@@ -108,6 +108,8 @@ class StateBackend(ABC):
     name: ClassVar[str]
     hands_out_state: ClassVar[bool] = True
     """Whether :meth:`gather` returns the state itself; otherwise copies, and writing to them changes nothing."""
+    in_lanes: bool = False
+    """Whether units may be updated in :attr:`lanes`, beside the caller's own work."""
 
     def fresh(self) -> StateBackend:
         """A new backend with this one's settings and nothing in its charge."""
@@ -144,8 +146,12 @@ class StateBackend(ABC):
             torch.OutOfMemoryError: the device has no room; nothing has changed, and this may be called again.
         """
 
-    def begin(self, managed: Collection[Managed]) -> None:  # noqa: B027  (an optional hook)
-        """A step that updates these parameters starts."""
+    def begin(self, managed: Collection[Managed], backwards: bool = False) -> None:  # noqa: B027  (an optional hook)
+        """A step that updates these parameters starts.
+
+        Args:
+            backwards: units will be acquired from the last one to the first; any other order is right, and slower.
+        """
 
     @abstractmethod
     def acquire(self, unit: Unit) -> list[Piece]:

@@ -66,7 +66,7 @@ class BulkBackend(ResidentBackend):
                 self._offload(self._pieces[item])
         self._mark_landed()
 
-    def begin(self, managed: Collection[Managed]) -> None:
+    def begin(self, managed: Collection[Managed], backwards: bool = False) -> None:
         for item in managed:
             _load_piece(self._pieces[item])
 

@@ -45,7 +45,7 @@ class SharedByReplicas(StateBackend):
     hands_out_state = False
 
     def __init__(self, inner: StateBackend, replicas: Replicas) -> None:
-        self.inner = inner
+        self.inner, self.in_lanes = inner, inner.in_lanes
         self._replicas = replicas
         self._owners: dict[Managed, int] = {}
         self._own: list[Managed] = []
@@ -101,10 +101,10 @@ class SharedByReplicas(StateBackend):
     def prepare(self) -> None:
         """Left to ``begin``: one replica alone must not break off before the others have decided about the step."""
 
-    def begin(self, managed: Collection[Managed]) -> None:
+    def begin(self, managed: Collection[Managed], backwards: bool = False) -> None:
         self._exchange.begin()
         if self._own:
-            self.inner.begin([item for item in managed if not item.elsewhere])
+            self.inner.begin([item for item in managed if not item.elsewhere], backwards)
 
     def acquire(self, unit: Unit) -> list[Piece]:
         return self.inner.acquire(unit)

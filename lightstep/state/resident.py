@@ -39,7 +39,7 @@ class ResidentBackend(StateBackend):
     def prepare(self) -> None:
         self._parking.bring_back()
 
-    def begin(self, managed: Collection[Managed]) -> None:
+    def begin(self, managed: Collection[Managed], backwards: bool = False) -> None:
         self.prepare()
 
     def acquire(self, unit: Unit) -> list[Piece]:

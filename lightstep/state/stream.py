@@ -55,6 +55,7 @@ class StreamBackend(StateBackend):
 
     name: ClassVar[str] = "stream"
     hands_out_state = False
+    in_lanes = True
 
     def __init__(
         self,
@@ -231,7 +232,7 @@ class StreamBackend(StateBackend):
         self._ensure_ring()  # more go through it where the device had no room for all that was chosen
         self._prepared = True
 
-    def begin(self, managed: Collection[Managed]) -> None:
+    def begin(self, managed: Collection[Managed], backwards: bool = False) -> None:
         self.lanes.check()
         if self._open is not None:
             raise LaneError(f"the last step broke off at {self._open.record.unit.label}; load a checkpoint to go on")
@@ -243,6 +244,8 @@ class StreamBackend(StateBackend):
             for record in self._records.values()
             if record not in self._residency and any(part.owner in self._wanted for part in record.parts)
         ]
+        if backwards:
+            self._walk.reverse()
         self._ensure_ring().expect(self._walk)
         self.lanes.caller().wait(self._computed)  # the scratch, should the caller be on another stream than last time
 
@@ -391,6 +394,8 @@ class StreamBackend(StateBackend):
         if self._lanes is not None:
             self._residency.set_budget(self._budget(self._lanes.device))
             self._residency.shrink(list(self._records.values()))
+            if self._ring is not None:
+                self._ensure_ring()
             self._prepared = False
 
     def _budget(self, device: torch.device) -> int | AutoBudget:

@@ -8,7 +8,7 @@ import math
 import os
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
@@ -28,6 +28,7 @@ from lightstep.config import (
     parse_config,
 )
 from lightstep.optimizer.base import BaseOptimizer
+from lightstep.optimizer.in_backward import InBackward
 from lightstep.optimizer.mixed_precision import MixedPrecisionOptimizer
 from lightstep.optimizer.param_groups import Place, check_param_groups, places
 from lightstep.optimizer.updates import AtStep, NextForward, Updates
@@ -50,7 +51,11 @@ _KINDS = {
     "fsdp2": ("lightstep.strategy.fsdp2", "FSDP2Strategy"),
 }
 
-_UPDATE_TIMES: dict[str, type[Updates]] = {"at_step": AtStep, "next_forward": NextForward}
+_UPDATE_TIMES: dict[str, type[Updates]] = {
+    "at_step": AtStep,
+    "next_forward": NextForward,
+    "in_backward": InBackward,
+}
 
 ModelSource = nn.Module | Callable[[], nn.Module]
 
@@ -201,12 +206,17 @@ class Strategy(ABC):
             backend=self._make_backend(model),
             places=lambda: self._places(model),
             overflow_everywhere=self._overflow_everywhere,
-            update_time=_UPDATE_TIMES[config.optimizer_state.update],
+            update_time=self._update_time,
+            clip_layers=config.clipping.scope == "unit",
         )
         self._optimizers.setdefault(unwrap_model(model), weakref.WeakSet()).add(optimizer)
         self._connect(model, optimizer)
         self._gate(model, optimizer)
         return optimizer
+
+    @property
+    def _update_time(self) -> type[Updates]:
+        return _UPDATE_TIMES[self.config.optimizer_state.update]
 
     def _settle(self, model: nn.Module) -> None:  # noqa: B027  (most need nothing)
         """Put the model's own parameters into their places, where a forward has left others."""
@@ -238,8 +248,24 @@ class Strategy(ABC):
             self._gate(model, optimizer)
         return in_order_of_use(unwrap_model(model), places(model))
 
-    def accumulate(self, model: nn.Module, last: bool = True) -> AbstractContextManager[None]:
-        """Context of one micro-batch's forward and backward; with ``last=False`` no gradient is communicated."""
+    @contextlib.contextmanager
+    def accumulate(self, model: nn.Module, last: bool = True) -> Iterator[None]:
+        """Context of one micro-batch's forward and backward; with ``last=False`` no gradient is communicated.
+
+        Updates in backward begin with the last one: without this context every micro-batch is.
+        """
+        optimizers = self._optimizers_of(model)
+        with self._accumulate(model, last):
+            for optimizer in optimizers:
+                optimizer.accumulating = not last
+            try:
+                yield
+            finally:
+                for optimizer in optimizers:
+                    optimizer.accumulating = False
+
+    def _accumulate(self, model: nn.Module, last: bool) -> AbstractContextManager[None]:
+        """The context of the model's sharding."""
         return contextlib.nullcontext()
 
     def unwrap_model(self, model: nn.Module) -> nn.Module:
@@ -322,12 +348,7 @@ def _finite(max_norm: float | None) -> float | None:
 
 def _refuse_unbuilt(config: StrategyConfig, name: str) -> None:
     """Say clearly what this version of lightstep does not do yet, before anything starts."""
-    state = config.optimizer_state
     if config.sharding.kind not in _KINDS:
         raise ConfigError(
             f"{name}: sharding.kind {config.sharding.kind!r} is not in this version; it has {', '.join(_KINDS)}"
-        )
-    if state.update not in _UPDATE_TIMES:
-        raise ConfigError(
-            f"{name}: optimizer_state.update {state.update!r} is not in this version; it has {', '.join(_UPDATE_TIMES)}"
         )

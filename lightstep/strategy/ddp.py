@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightstep.config import ConfigError, DDPSharding
 from lightstep.distributed import Replicas, is_sharded
+from lightstep.optimizer.updates import AtStep, Updates
 from lightstep.strategy.model_names import unwrap_model
 from lightstep.strategy.process_group import ProcessGroupStrategy, refuse_experts
 from lightstep.strategy.reduced_gradients import ReplicatedGradients
@@ -62,7 +63,7 @@ class DDPStrategy(ProcessGroupStrategy):
                 "another dimension of their mesh, and create_optimizer of a strategy with sharding.kind single"
             )
 
-    def accumulate(self, model: nn.Module, last: bool = True) -> AbstractContextManager[None]:
+    def _accumulate(self, model: nn.Module, last: bool) -> AbstractContextManager[None]:
         """With ``last=False`` DDP's ``no_sync``: gradients are added up on their rank.
 
         Raises:
@@ -75,6 +76,12 @@ class DDPStrategy(ProcessGroupStrategy):
             )
         replica = _replica(model)
         return contextlib.nullcontext() if last or replica is None else replica.no_sync()
+
+    @property
+    def _update_time(self) -> type[Updates]:
+        """DDP's buckets hold all gradients until backward ends: updates in backward would come to the same."""
+        known = super()._update_time
+        return AtStep if known.in_backward else known
 
     def _replicas(self, model: nn.Module) -> Replicas | None:
         replica = _replica(model)

@@ -170,7 +170,7 @@ class FSDP2Strategy(ProcessGroupStrategy):
 
     # -- training
 
-    def accumulate(self, model: nn.Module, last: bool = True) -> AbstractContextManager[None]:
+    def _accumulate(self, model: nn.Module, last: bool) -> AbstractContextManager[None]:
         """With ``last=False`` gradients are added up unsharded on their rank, in the dtype of the reduction."""
         return contextlib.nullcontext() if last else _without_reduction(model)
 

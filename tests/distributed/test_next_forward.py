@@ -20,6 +20,7 @@ from tests.reference.pair import FP16_SCALE
 from tests.unit.test_stream import random_delays, random_sleeps
 
 DEFERRED = {"backend": "stream", "update": "next_forward", "ring_mib": 0.01}
+CLIPPING = {"max_norm": 0.5}
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "fsdp2": (2, {"kind": "fsdp2"}),
@@ -126,6 +127,8 @@ def check_same_bits(
     prefetch: bool = False,
     broken: str = "",
     make: type[TinyTransformer] = TinyTransformer,
+    state: dict[str, Any] = DEFERRED,
+    clipping: dict[str, Any] = CLIPPING,
 ) -> None:
     """Losses of forwards, and everything at the end, equal those of updates in ``step()``; lanes are slow.
 
@@ -133,16 +136,18 @@ def check_same_bits(
     """
     if compute != "parameters":
         sharding = {**sharding, "compute": compute}
-    values = {"sharding": sharding, "precision": precision, "clipping": {"max_norm": 0.5}}
+    values = {"sharding": sharding, "precision": precision, "clipping": clipping}
     resident = Training(rank, world_size, {**values, "optimizer_state": {"backend": "resident"}}, make)
     expected = [[resident.step() for _ in range(3)], resident.evaluate(), resident.step(), resident.snapshot()]
     differing = 0
     for seed in seeds:
-        tested = Training(rank, world_size, {**values, "optimizer_state": DEFERRED}, make)
+        tested = Training(rank, world_size, {**values, "optimizer_state": state}, make)
         if prefetch:
             prefetch_forward(tested.inner)
         losses = [tested.step()]
-        tested.delay(seed * world_size + rank, 2e-2 if broken else 2e-3)
+        tested.optimizer._updates.at_once = (1, 48)[seed % 2]
+        if state["backend"] == "stream":
+            tested.delay(seed * world_size + rank, 2e-2 if broken else 2e-3)
         if broken:
             waiting = {"hold": tested.optimizer, "receive": tested.optimizer._backend}[broken]
             setattr(waiting, broken, lambda parameters: None)

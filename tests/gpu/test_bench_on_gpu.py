@@ -9,6 +9,9 @@ import pytest
 import torch
 
 from lightstep.bench.command import measure
+from lightstep.bench.iteration import command as iteration
+from lightstep.bench.iteration.lanes import phases
+from lightstep.bench.iteration.trace import MAIN, TO_DEVICE, TO_HOST, UPDATES, read_timeline
 from lightstep.bench.link import measure_link
 from lightstep.bench.probes import HostSyncs, link_traffic, pinned_bytes
 from lightstep.bench.ranks import Ranks
@@ -91,3 +94,34 @@ def test_every_row_is_measured_and_moves_what_it_should(device: torch.device, tm
     assert rows["torch"]["host_syncs"] == 0 and rows["resident"]["host_syncs"] == 0
     assert rows["layer-stream"]["host_syncs"] >= 1  # it waits for its last copy
     assert rows["fsdp2-offload"]["host_syncs"] >= 1  # it waits for its gradients
+
+
+SMALL = {"params": 3e7, "tokens": "8192,4096", "sequence": 1024, "steps": 2, "warmup": 1}
+
+
+def test_whole_iterations_are_measured(device: torch.device, tmp_path: Path) -> None:
+    ours = "resident,stream:optimizer_state.ring_mib=32,stream-overlap:optimizer_state.ring_mib=32"
+    values = iteration.measure(iteration.plan(ours, "all", SMALL, 4, str(device)), tmp_path)
+    assert all(row["note"] is None for row in values["rows"]), [row["note"] for row in values["rows"]]
+    assert (tmp_path / "iteration.png").stat().st_size > 10_000
+    for tokens in (4096, 8192):
+        rows = {row["label"]: row for row in values["rows"] if row["tokens"] == tokens}
+        resident, stream, overlap = rows["resident"], rows["stream ring_mib=32"], rows["stream-overlap ring_mib=32"]
+        assert resident["peak_device_bytes"] - stream["peak_device_bytes"] > 6 * values["model"]["parameters"]
+        assert overlap["peak_device_bytes"] < resident["peak_device_bytes"]
+        assert all(row["peak_device_bytes_beyond_weights"] > 0 for row in rows.values())
+    waits = {row["label"]: row["host_syncs"] for row in values["rows"] if row["tokens"] == 4096}
+    for name in ("resident", "stream ring_mib=32", "stream-overlap ring_mib=32"):
+        assert waits[name] == waits["no optimizer"], f"{name} waits for the device itself: {waits}"
+    assert waits["fsdp2-offload"] > waits["no optimizer"]
+
+
+def test_a_timeline_shows_copies_beside_the_forward(device: torch.device, tmp_path: Path) -> None:
+    asked = {**SMALL, "tokens": "8192"}
+    ours = "stream-overlap:optimizer_state.ring_mib=32"
+    (picture,) = iteration.record(iteration.plan(ours, None, asked, 4, str(device), timeline=True), tmp_path)
+    timeline = read_timeline(json.loads(picture.with_suffix(".json").read_text())["traceEvents"])
+    assert {MAIN, UPDATES, TO_DEVICE, TO_HOST} <= set(timeline.lanes)
+    assert [name for name, _ in phases(timeline)] == ["forward", "backward", "step"] * 2
+    assert timeline.overlap(TO_DEVICE, timeline.forwards) > 0
+    assert picture.stat().st_size > 10_000

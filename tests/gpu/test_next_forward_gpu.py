@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import lightstep
+from lightstep.optimizer.updates import NextForward
 from tests.distributed.models import CLASSES, VOCABULARY
 from tests.unit import test_next_forward as on_cpu
 from tests.unit.test_next_forward import BETWEEN, OVERLAP, Skipping, assert_same
@@ -34,10 +35,12 @@ class Training(on_cpu.Training):
 
 
 @pytest.mark.parametrize("parameters", ["bfloat16", "float16", "float32"])
-def test_sleep_kernels_in_every_lane(parameters: str) -> None:
+def test_sleep_kernels_in_every_lane(parameters: str, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = Training({"backend": "resident"}, parameters)
     losses, wanted = expected.train(6), expected.snapshot()
     for seed in range(67):
+        monkeypatch.setattr(NextForward, "at_once", (0, 1, 3, 48)[seed % 4])
+        monkeypatch.setattr(NextForward, "ahead", seed % 3)
         tested = Training(OVERLAP, parameters)
         found = tested.train(1)
         tested.delays(seed)
@@ -96,12 +99,12 @@ def llama(state: dict[str, Any]) -> tuple[Any, nn.Module, Any]:
     return strategy, model, strategy.create_optimizer(model, lr=1e-3)
 
 
-def train(model: nn.Module, optimizer: Any, steps: range, watch: bool = False) -> list[Tensor]:
+def train(model: nn.Module, optimizer: Any, steps: range, watch: bool = False, length: int = 256) -> list[Tensor]:
     """Losses, on the device: nothing here waits."""
     losses = []
     for step in steps:
         generator = torch.Generator().manual_seed(step)
-        tokens = torch.randint(4096, (2, 256), generator=generator).cuda()
+        tokens = torch.randint(4096, (2, length), generator=generator).cuda()
         loss = model(input_ids=tokens, labels=tokens).loss
         optimizer.backward(loss)
         if watch:
@@ -132,7 +135,7 @@ def test_copies_run_while_the_next_forward_does() -> None:
     _, model, optimizer = llama({"backend": "stream", "update": "next_forward", "ring_mib": 16})
     train(model, optimizer, range(4))
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        train(model, optimizer, range(4, 7))
+        train(model, optimizer, range(4, 7), length=4096)
         torch.cuda.synchronize()
     spans: dict[str, list[tuple[float, float]]] = {"copies": [], "matmuls": []}
     for event in profile.events():

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import lightstep
+from lightstep.optimizer.updates import NextForward
 from lightstep.state import units as units_module
 from lightstep.state.lanes import LaneError
 from tests.distributed.models import CLASSES, VOCABULARY, TinyTransformer
@@ -36,13 +37,15 @@ class Training:
         parameters: str = "bfloat16",
         make: Callable[[], nn.Module] = TinyTransformer,
         optimizer_class: type[torch.optim.Optimizer] = torch.optim.AdamW,
+        clipping: dict[str, Any] | None = None,
+        loss_scale: Any = None,
     ) -> None:
         torch.manual_seed(0)
         scale = {"kind": "dynamic", "init_scale": 2.0**10, "growth_interval": 3} if parameters == "float16" else "none"
         self.strategy = lightstep.Strategy.load(
             {
-                "precision": {"parameters": parameters, "loss_scale": scale},
-                "clipping": {"max_norm": 0.5},
+                "precision": {"parameters": parameters, "loss_scale": loss_scale or scale},
+                "clipping": clipping or {"max_norm": 0.5},
                 "optimizer_state": state,
             }
         )
@@ -122,10 +125,12 @@ def beside(job: Callable[[], Any], seconds: float = 0.3) -> threading.Thread | N
 
 
 @pytest.mark.parametrize("parameters", ["bfloat16", "float16", "float32"])
-def test_random_delays_in_every_lane_over_two_hundred_seeds(parameters: str) -> None:
+def test_random_delays_in_every_lane_over_two_hundred_seeds(parameters: str, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = Training({"backend": "resident"}, parameters)
     losses, wanted = expected.train(6), expected.snapshot()
     for seed in range(70):
+        monkeypatch.setattr(NextForward, "at_once", (0, 1, 3, 48)[seed % 4])
+        monkeypatch.setattr(NextForward, "ahead", seed % 3)
         tested = Training(OVERLAP, parameters)
         found = tested.train(1)
         tested.delays(seed)
@@ -219,6 +224,33 @@ READERS = [
 ]
 
 
+@pytest.mark.parametrize("ahead", [0, 2])
+def test_units_are_submitted_a_fixed_way_ahead(ahead: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(NextForward, "at_once", ahead)
+    monkeypatch.setattr(NextForward, "ahead", ahead)
+    training = Training(OVERLAP)
+    training.train(2)
+    training.optimizer.synchronize()
+    units = training.optimizer._backend.units()
+    submitted: list[int] = []
+    update = training.optimizer._walk.unit
+    training.optimizer._walk.unit = lambda unit, of: (submitted.append(units.index(unit)), update(unit, of))[1]
+    training.step()
+    training.optimizer._backend.lanes.compute.synchronize()
+    assert submitted == list(range(ahead))
+    block = training.model.blocks[1]
+    block(torch.zeros(1, 7, dtype=torch.bfloat16))
+    training.optimizer._backend.lanes.compute.synchronize()
+    own = [
+        number
+        for number, unit in enumerate(units)
+        if any(owner.name.startswith("blocks.1") for owner, _, _ in unit.parts)
+    ]
+    assert submitted == list(range(own[-1] + 1 + ahead))
+    training.optimizer.synchronize()
+    assert submitted == list(range(len(units)))
+
+
 @pytest.mark.parametrize("read", READERS)
 def test_who_reads_the_weights_or_state_waits(read: Callable[[Training, Path], Any], tmp_path: Path) -> None:
     training = Training(OVERLAP)
@@ -297,6 +329,10 @@ def save_and_load(training: Training) -> None:
     training.steps -= 1
     training.model.load_state_dict(weights)
     training.optimizer.load_state_dict(state)
+
+
+def wait_for(training: Training) -> None:
+    training.optimizer.synchronize()
 
 
 BETWEEN = [

@@ -1,0 +1,377 @@
+"""Updates in backward: the bits of updates in ``step()``, with the gradients of two layers at a time."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lightstep.config import ConfigError
+from lightstep.optimizer.in_backward import InBackward
+from lightstep.optimizer.mixed_precision import MixedPrecisionOptimizer
+from lightstep.precision.loss_scale import DynamicLossScale
+from lightstep.state import units as units_module
+from lightstep.strategy.base import Strategy
+from tests.distributed.models import TinyTransformer
+from tests.unit import test_next_forward as others
+from tests.unit.test_next_forward import Skipping, assert_same
+
+BACKENDS: dict[str, dict[str, Any]] = {
+    "stream": {"backend": "stream", "ring_mib": 0.02},
+    "resident": {"backend": "resident"},
+    "partly resident": {"backend": "stream", "ring_mib": 0.02, "resident_gib": 6 * 1024 / 2**30},
+}
+SCALES = {"bfloat16": "none", "float16": {"kind": "constant", "scale": 1000.0}, "float32": "none"}
+CLIPPING: dict[str, dict[str, Any]] = {
+    "none": {"max_norm": None},
+    "unit": {"max_norm": 0.05, "scope": "unit"},
+}
+
+
+class Training(others.Training):
+    """Without clipping by the global norm and dynamic scales, whenever updates happen."""
+
+    def __init__(
+        self,
+        state: dict[str, Any],
+        parameters: str = "bfloat16",
+        make: Callable[[], nn.Module] = TinyTransformer,
+        optimizer_class: type[torch.optim.Optimizer] = torch.optim.AdamW,
+        clipping: str = "none",
+    ) -> None:
+        super().__init__(state, parameters, make, optimizer_class, CLIPPING[clipping], SCALES[parameters])
+
+
+def in_backward(backend: str = "stream") -> dict[str, Any]:
+    return {**BACKENDS[backend], "update": "in_backward"}
+
+
+@pytest.fixture(autouse=True)
+def small_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cut tiny tensors as large ones are cut."""
+    monkeypatch.setattr(units_module, "CUT_ELEMENTS", 64)
+
+
+# -- the same bits
+
+
+@pytest.mark.parametrize("clipping", CLIPPING)
+@pytest.mark.parametrize("parameters", SCALES)
+def test_random_delays_in_every_lane_over_two_hundred_seeds(parameters: str, clipping: str) -> None:
+    expected = Training({"backend": "resident"}, parameters, clipping=clipping)
+    losses, wanted = expected.train(6), expected.snapshot()
+    for seed in range(34):
+        tested = Training(in_backward("stream" if seed % 3 else "partly resident"), parameters, clipping=clipping)
+        found = tested.train(1)
+        tested.delays(seed)
+        assert found + tested.train(5) == losses, seed
+        assert_same(tested.snapshot(), wanted)
+        tested.optimizer.close()
+
+
+@pytest.mark.parametrize("clipping", CLIPPING)
+@pytest.mark.parametrize("parameters", SCALES)
+def test_resident_state(parameters: str, clipping: str) -> None:
+    expected, tested = (
+        Training(state, parameters, clipping=clipping) for state in ({"backend": "resident"}, in_backward("resident"))
+    )
+    assert tested.train(6) == expected.train(6)
+    assert_same(tested.snapshot(), expected.snapshot())
+
+
+@pytest.mark.parametrize("update", ["at_step", "next_forward"])
+@pytest.mark.parametrize("parameters", SCALES)
+def test_layers_are_clipped_alike_at_other_times(parameters: str, update: str) -> None:
+    expected = Training({"backend": "resident"}, parameters, clipping="unit")
+    tested = Training({**BACKENDS["stream"], "update": update}, parameters, clipping="unit")
+    assert tested.train(6) == expected.train(6)
+    assert_same(tested.snapshot(), expected.snapshot())
+
+
+def test_each_layer_is_clipped_by_its_own_norm() -> None:
+    """Against a loop written by hand: fp32 weights, one micro-batch, a norm for every block and every other module."""
+    tested = Training({"backend": "resident"}, "float32", clipping="unit")
+    model = copy.deepcopy(tested.model)
+    groups = [{**group} for group in model.split()]
+    optimizer = torch.optim.AdamW(groups, lr=1e-2, fused=True)
+    layers: dict[str, list[Tensor]] = {}
+    for name, parameter in model.named_parameters():
+        parts = name.split(".")
+        layers.setdefault(".".join(parts[:2]) if parts[0] == "blocks" else ".".join(parts[:-1]), []).append(parameter)
+    for _ in range(5):
+        tested.optimizer.backward(tested.loss())
+        hand, tested.model = tested.model, model
+        tested.loss().backward()
+        tested.model = hand
+        result = tested.optimizer.step()
+        every = [p.grad for p in model.parameters() if p.grad is not None]
+        assert float(result.grad_norm) == pytest.approx(float(torch.nn.utils.get_total_norm(every)), rel=1e-6)
+        for listed in layers.values():
+            gradients = [p.grad for p in listed if p.grad is not None]
+            norms = [torch.linalg.vector_norm(gradient, dtype=torch.float64) for gradient in gradients]
+            if norms:
+                norm = torch.stack(norms).pow(2).sum().sqrt().float()
+                torch._foreach_mul_(gradients, torch.clamp(0.05 / (norm + 1e-6), max=1.0))
+        optimizer.step()
+        optimizer.zero_grad()
+        tested.steps += 1
+    for (name, found), wanted in zip(tested.model.named_parameters(), model.parameters(), strict=True):
+        assert torch.equal(found, wanted), name
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_norm_is_the_global_one(backend: str) -> None:
+    plain, tested = Training({"backend": "resident"}), Training(in_backward(backend))
+    for _ in range(4):
+        results = []
+        for training in (plain, tested):
+            training.optimizer.backward(training.loss())
+            results.append(training.optimizer.step())
+            training.steps += 1
+        assert torch.equal(results[0].grad_norm, results[1].grad_norm)
+        assert all(bool(result) for result in results)
+
+
+# -- models and what happens between steps
+
+
+def tied() -> TinyTransformer:
+    return TinyTransformer(tied=True)
+
+
+@pytest.mark.parametrize("make", [tied, Skipping])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_parameters_that_are_used_twice_and_blocks_that_are_left_out(backend: str, make: Callable[[], Any]) -> None:
+    found = []
+    for state in ({"backend": "resident"}, in_backward(backend)):
+        training = Training(state, make=make)
+        losses = others.run(training, None, 5, others.skip_layers if make is Skipping else others.wait_for)
+        found.append((losses, training.snapshot()))
+    assert found[0][0] == found[1][0]
+    assert_same(found[1][1], found[0][1])
+
+
+BETWEEN = [between for between in others.BETWEEN if between is not others.fail_in_backward]
+
+
+@pytest.mark.parametrize("between", BETWEEN, ids=lambda function: function.__name__)
+def test_whatever_happens_between_steps(between: Callable[[Any], Any]) -> None:
+    expected = Training({"backend": "resident"}, make=Skipping)
+    wanted = others.run(expected, None, 5, between)
+    for seed in range(5):
+        tested = Training(in_backward(), make=Skipping)
+        assert others.run(tested, seed, 5, between) == wanted, seed
+        assert_same(tested.snapshot(), expected.snapshot())
+        tested.optimizer.close()
+
+
+def test_save_and_resume(tmp_path: Path) -> None:
+    expected = Training({"backend": "resident"})
+    expected.train(6)
+    first = Training(in_backward())
+    first.train(3)
+    first.strategy.save_checkpoint(tmp_path / "checkpoint", first.model, first.optimizer)
+    second = Training(in_backward("partly resident"))
+    second.strategy.load_checkpoint(tmp_path / "checkpoint", second.model, second.optimizer)
+    second.steps = 3
+    second.train(3)
+    assert_same(second.snapshot(), expected.snapshot())
+
+
+def test_hooks_schedulers_and_hyperparameters() -> None:
+    """Hooks fire once per step, and a schedule that moves after ``step()`` is followed."""
+    found = []
+    for state in ({"backend": "resident"}, in_backward()):
+        training = Training(state)
+        calls: list[str] = []
+        training.optimizer.register_step_pre_hook(lambda *_, calls=calls: calls.append("before"))
+        training.optimizer.register_step_post_hook(lambda *_, calls=calls: calls.append("after"))
+        schedule = torch.optim.lr_scheduler.ExponentialLR(training.optimizer, 0.5)
+        for _ in range(4):
+            training.step()
+            schedule.step()
+        assert calls == ["before", "after"] * 4
+        found.append(training.snapshot())
+    assert_same(found[1], found[0])
+
+
+def test_a_backward_of_ones_own_is_done_in_the_step() -> None:
+    """``loss.backward()`` tells nobody that it is the last: the step does it all."""
+    expected, tested = Training({"backend": "resident"}), Training(in_backward())
+    for training in (expected, tested):
+        for _ in range(3):
+            training.loss().backward()
+            training.optimizer.step()
+            training.steps += 1
+    assert_same(tested.snapshot(), expected.snapshot())
+
+
+# -- memory
+
+
+class Chain(nn.Module):
+    """Linear layers with nothing between them."""
+
+    def __init__(self, layers: int = 8, width: int = 48) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(layers))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        for block in self.blocks:
+            hidden = block(hidden)
+        return hidden
+
+
+@pytest.fixture
+def alive(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """How many gradients there are whenever one arrives."""
+    gradients: list[weakref.ref[Tensor]] = []
+    counts: list[int] = []
+    arrived = InBackward.arrived
+
+    def counting(self: InBackward, item: Any, gradient: Tensor) -> None:
+        gradients.append(weakref.ref(gradient))
+        arrived(self, item, gradient)
+        del gradient
+        counts.append(sum(reference() is not None for reference in gradients))
+
+    monkeypatch.setattr(InBackward, "arrived", counting)
+    yield counts
+    gc.collect()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_gradients_of_two_layers_at_a_time(backend: str, micro_batches: int, alive: list[int]) -> None:
+    torch.manual_seed(0)
+    strategy = Strategy.load(
+        {"clipping": {"max_norm": None}, "optimizer_state": {**in_backward(backend), "ring_mib": 0.2}}
+    )
+    model = strategy.prepare_model(Chain())
+    optimizer = strategy.create_optimizer(model, lr=1e-2)
+    for _ in range(3):
+        for micro in range(micro_batches):
+            with strategy.accumulate(model, last=micro == micro_batches - 1):
+                optimizer.backward(model(torch.randn(4, 48, dtype=torch.bfloat16)).float().square().mean())
+        assert all(parameter.grad is None for parameter in model.parameters())
+        optimizer.step()
+    assert len(alive) == 3 * 8 and max(alive) <= 2
+
+
+# -- what goes wrong
+
+
+def test_a_gradient_that_is_not_finite_leaves_its_layer_alone() -> None:
+    for backend in BACKENDS:
+        training = Training(in_backward(backend))
+        training.train(2)
+        before = training.snapshot()
+        handle = training.model.blocks[1].up.weight.register_hook(lambda gradient: gradient * float("inf"))
+        training.optimizer.backward(training.loss())
+        result = training.optimizer.step()
+        handle.remove()
+        assert not bool(result)
+        after = training.snapshot()
+        changed = {name.split("/")[0] for name in before if not torch.equal(before[name], after[name])}
+        assert not any(name.startswith("blocks.1.") for name in changed)
+        assert {"head.weight", "embed.weight", "blocks.0.up.weight"} <= changed
+        training.train(1)
+
+
+def test_a_second_backward_is_refused_before_anything_happens() -> None:
+    training = Training(in_backward())
+    training.train(1)
+    first, second = training.loss(0), training.loss(1)
+    training.optimizer.backward(first)
+    with pytest.raises(RuntimeError, match=r"accumulate\(model, last=False\)"):
+        training.optimizer.backward(second)
+    training.optimizer.step()
+    training.train(1)
+
+
+def test_a_backward_that_breaks_off() -> None:
+    training = Training(in_backward())
+    training.train(2)
+    weights, state = copy.deepcopy(training.model.state_dict()), training.optimizer.state_dict()
+
+    def failing(_: Tensor) -> None:
+        raise ZeroDivisionError("in backward")
+
+    handle = training.model.blocks[1].up.weight.register_hook(failing)
+    with pytest.raises(ZeroDivisionError):
+        training.optimizer.backward(training.loss())
+    handle.remove()
+    for refused in (training.optimizer.step, lambda: training.optimizer.backward(training.loss())):
+        with pytest.raises(RuntimeError, match="may be half updated"):
+            refused()
+    training.model.load_state_dict(weights)
+    training.optimizer.load_state_dict(state)
+    training.optimizer.zero_grad()
+    expected = Training({"backend": "resident"})
+    expected.train(4)
+    training.train(2)
+    assert_same(training.snapshot(), expected.snapshot())
+
+
+class Reentrant(nn.Module):
+    """One layer twice, each time recomputed by a backward of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        hidden = checkpoint(self.layer, hidden, use_reentrant=True)
+        return checkpoint(self.layer, torch.tanh(hidden), use_reentrant=True)
+
+
+def test_two_gradients_of_one_parameter_in_a_backward_are_refused() -> None:
+    strategy = Strategy.load({"clipping": {"max_norm": None}, "optimizer_state": in_backward("resident")})
+    model = strategy.prepare_model(Reentrant())
+    optimizer = strategy.create_optimizer(model, lr=1e-2)
+    loss = model(torch.randn(2, 6, dtype=torch.bfloat16, requires_grad=True)).float().sum()
+    with pytest.raises(RuntimeError, match="reentrant activation checkpointing"):
+        optimizer.backward(loss)
+
+
+def test_strategies_that_need_all_gradients_are_refused() -> None:
+    for settings in (
+        {"clipping": {"max_norm": 1.0}},
+        {"clipping": {"max_norm": None}, "precision": {"loss_scale": "dynamic"}},
+    ):
+        with pytest.raises(ConfigError) as caught:
+            Strategy.load({**settings, "optimizer_state": in_backward()})
+        said = str(caught.value)
+        for part in (
+            "clipping.scope to unit",
+            "precision.loss_scale to none",
+            "next_forward or at_step",
+            "stay in memory",
+        ):
+            assert part in said
+    with pytest.raises(ConfigError, match="bulk moves all of it at once"):
+        Strategy.load({"clipping": {"max_norm": None}, "optimizer_state": {"backend": "bulk", "update": "in_backward"}})
+    parameters = [nn.Parameter(torch.ones(2))]
+    with pytest.raises(ValueError, match="no global norm"):
+        MixedPrecisionOptimizer(parameters, max_norm=1.0, update_time=InBackward)
+    with pytest.raises(ValueError, match="constant loss scale"):
+        MixedPrecisionOptimizer(parameters, loss_scale=DynamicLossScale(), update_time=InBackward)
+
+
+def test_gradients_that_are_given_up() -> None:
+    expected, tested = Training({"backend": "resident"}), Training(in_backward())
+    for training in (expected, tested):
+        training.train(1)
+        with training.strategy.accumulate(training.model, last=False):
+            training.optimizer.backward(training.loss(3))
+        training.optimizer.zero_grad()
+        training.train(2)
+    assert_same(tested.snapshot(), expected.snapshot())
