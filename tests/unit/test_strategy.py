@@ -446,7 +446,10 @@ def test_a_role_or_a_model_that_is_none(strategy: Strategy) -> None:
     [
         ({"optimizer_state": {"backend": "stream", "update": "next_forward"}}, "next_forward"),
         ({"optimizer_state": {"backend": "stream", "resident_gib": 4}}, "resident_gib"),
-        ({"optimizer_state": {"backend": "resident", "update": "in_backward"}}, "in_backward"),
+        (
+            {"optimizer_state": {"backend": "resident", "update": "in_backward"}, "clipping": {"max_norm": None}},
+            "in_backward",
+        ),
     ],
     ids=str,
 )
