@@ -65,11 +65,12 @@ class Residency:
             self._allowed = allowed
         if not self._settled:
             self.shrink(records)
+            self._chosen = set(_front(records, self._allowed))
 
     def shrink(self, records: Sequence[Record]) -> None:
-        """What is over the budget leaves at once; :meth:`bring_up` brings what else fits."""
-        self._chosen = set(_front(records, self._allowed))
-        self.evict([record for record in self._slots if record not in self._chosen])
+        """What is over the budget leaves at once; before the next step others may come."""
+        staying = _front(records, self._allowed)
+        self.evict([record for record in self._slots if record not in staying])
 
     def bring_up(self) -> None:
         """Buffers for the chosen, filled from the host. Where the device has no room, fewer are chosen."""

@@ -40,8 +40,10 @@ class _CudaMemory:
 
 
 def device_memory(device: torch.device) -> DeviceMemory | None:
-    """``None`` where memory is not told apart from the host's, or not known."""
-    return _CudaMemory(device) if device.type == "cuda" else None
+    """``None`` where it is the host's, and under an allocator that is not torch's own and counts nothing."""
+    if device.type != "cuda" or torch.cuda.get_allocator_backend() not in ("native", "cudaMallocAsync"):
+        return None
+    return _CudaMemory(device)
 
 
 class AutoBudget:

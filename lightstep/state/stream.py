@@ -394,6 +394,8 @@ class StreamBackend(StateBackend):
         if self._lanes is not None:
             self._residency.set_budget(self._budget(self._lanes.device))
             self._residency.shrink(list(self._records.values()))
+            if self._ring is not None:
+                self._ensure_ring()
             self._prepared = False
 
     def _budget(self, device: torch.device) -> int | AutoBudget:

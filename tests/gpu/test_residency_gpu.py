@@ -160,10 +160,10 @@ def test_released_memory_is_free_and_comes_back(state: dict[str, Any]) -> None:
         held = torch.cuda.memory_reserved()
         optimizer.release_device_memory()
         others = torch.cuda.memory_allocated() - at_first - weights
-        assert others < 16 * MIB, "no state, no masters, no ring: counters, buffers of the model, the losses"
+        assert others < 4 * MIB, "no state, no masters, no ring, no stage"
         assert torch.cuda.memory_reserved() < held
         state_dict = optimizer.state_dict()
-        assert torch.cuda.memory_allocated() - at_first - weights < 16 * MIB, "reading does not bring it back"
+        assert torch.cuda.memory_allocated() - at_first - weights < 4 * MIB, "reading does not bring it back"
         assert len(state_dict["state"]) == len(list(model.parameters()))
         losses += train(model, optimizer, range(first, last))
     assert torch.stack(losses).tolist() == expected

@@ -24,6 +24,7 @@ from lightstep.state.spare_memory import GIB, AutoBudget
 from lightstep.state.stream import StreamBackend
 from lightstep.strategy.base import Strategy
 from tests.reference.pair import same_tree
+from tests.unit import test_in_backward as in_backward
 from tests.unit.test_next_forward import Skipping, Training, assert_same, look, run, skip_layers
 from tests.unit.test_stream import Allocations, Run
 from tests.unit.test_stream import assert_same as assert_same_run
@@ -178,6 +179,42 @@ def test_whatever_happens_between_steps(between: Callable[[Training], Any], time
             else:
                 assert one == other, seed
         assert_same(tested.snapshot(), expected.snapshot())
+        tested.optimizer.close()
+
+
+class Interrupted(in_backward.Training):
+    """Something happens between the backward that updates and its ``step()``, which has some layers left."""
+
+    def step(self) -> list[float]:
+        self.model.skipped = frozenset({self.steps % 3})
+        losses = []
+        for micro in range(2):
+            with self.strategy.accumulate(self.model, last=micro == 1):
+                loss = self.loss(micro)
+                losses.append(loss.item())
+                self.optimizer.backward(loss / 2)
+        self.between()
+        self.optimizer.step()
+        self.steps += 1
+        return losses
+
+    def between(self) -> None:
+        if self.optimizer._backend.name == "stream":
+            self.optimizer.set_residency([0, *SIZES][self.steps % 4])
+        if self.steps % 3 == 1:
+            self.optimizer.release_device_memory()
+        self.snapshot()
+
+
+def test_updates_in_backward_while_sizes_change() -> None:
+    expected = Interrupted({"backend": "resident"}, make=Skipping)
+    losses, wanted = expected.train(9), expected.snapshot()
+    for seed in range(6):
+        tested = Interrupted({**STREAM, "update": "in_backward", "resident_gib": SIZES[seed % 3]}, make=Skipping)
+        found = tested.train(1)
+        tested.delays(seed)
+        assert found + tested.train(8) == losses, seed
+        assert_same(tested.snapshot(), wanted)
         tested.optimizer.close()
 
 
