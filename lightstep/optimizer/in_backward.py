@@ -21,7 +21,7 @@ from lightstep.state.backend import Managed, StateBackend, Unit
 
 __all__ = ["InBackward"]
 
-Decide = Callable[[Sequence[Managed], Gradients, GroupValues], Update | None]
+Decide = Callable[[int, Gradients, GroupValues], Update | None]
 
 
 class InBackward(AtStep):
@@ -61,7 +61,8 @@ class InBackward(AtStep):
 
         Args:
             layers: the parameters that are updated together, in the order of the model.
-            decide: called with a layer, its gradients and ``values`` when they are there; ``None`` leaves it alone.
+            decide: called with a layer's number, its gradients and ``values`` when they are there; ``None`` leaves the
+                layer alone.
         """
         self._lay_out(layers)
         everything = [item for layer in self._layers for item in layer]
@@ -114,7 +115,7 @@ class InBackward(AtStep):
         layer = self._layers[number]
         gradients = {item: self._waiting.pop(item) for item in layer if item in self._waiting}
         assert self._decide is not None and self._values is not None
-        update = self._decide(layer, gradients, self._values) if gradients else None
+        update = self._decide(number, gradients, self._values) if gradients else None
         if update is None:
             return
         update.drop_gradients(update.elsewhere)
@@ -151,6 +152,9 @@ class InBackward(AtStep):
             self._ready = lanes.event()
         lanes.compute.wait(lanes.caller().record(self._ready))
         lanes.compute.run(job)
+
+    def land(self, items: Iterable[Managed] | None = None) -> None:
+        self._wait_until(0)
 
     def complete(self, elsewhere: Collection[Managed]) -> None:
         """Update what is left of layers that got no gradient for some parameter, and end the step.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any, Literal
 
 import torch
@@ -176,18 +176,20 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         assert isinstance(self._updates, InBackward)
         gradient = self.gradients.take(item.param)
         if gradient is not None:
-            self._norms[item] = tensor_norms([gradient], self.norm_type)[0][0]
+            empty = not gradient.numel()  # another rank has all of it
+            self._norms[item] = (
+                gradient.new_zeros((), dtype=torch.float64) if empty else tensor_norms([gradient], self.norm_type)[0][0]
+            )
             self._updates.arrived(item, gradient)
 
-    def _decide(self, layer: Sequence[Managed], gradients: Gradients, values: GroupValues) -> Update | None:
+    def _decide(self, layer: int, gradients: Gradients, values: GroupValues) -> Update | None:
         """The update of one layer in backward. One that is not finite stays as it is."""
         norms = torch.stack([self._norms[item].to(next(iter(gradients.values())).device) for item in gradients])
         overflow = (~norms.isfinite().all()).float()
         scale = self.loss_scale.tensor(overflow.device)
         norm = None
         if self.max_norm is not None:
-            number = next(n for n, known in enumerate(self._layers) if known[0] is layer[0])
-            norm = self._layer_norms[number].norm([gradients.get(item) for item in layer]) / scale
+            norm = self._layer_norms[layer].norm([gradients.get(item) for item in self._layers[layer]]) / scale
         divisor, factor = self._scaling(norm, scale)
         if self._skip_known_to_host(gradients, overflow):
             return None

@@ -366,6 +366,20 @@ def test_strategies_that_need_all_gradients_are_refused() -> None:
         MixedPrecisionOptimizer(parameters, loss_scale=DynamicLossScale(), update_time=InBackward)
 
 
+def test_readers_between_backward_and_step_wait() -> None:
+    plain, slow = Training(in_backward()), Training(in_backward())
+    for training in (plain, slow):
+        training.train(2)
+    slow.delays(1, 5e-3)
+    found = []
+    for training in (plain, slow):
+        training.optimizer.backward(training.loss())
+        training.optimizer.synchronize()
+        found.append({key: value.clone() for key, value in training.model.state_dict().items()})
+        training.optimizer.step()
+    assert_same(found[1], found[0])
+
+
 def test_gradients_that_are_given_up() -> None:
     expected, tested = Training({"backend": "resident"}), Training(in_backward())
     for training in (expected, tested):
