@@ -11,13 +11,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lightstep.clipping import GradientNorm, check_max_norm, check_norm_type, clip_coefficient, tensor_norms
+from lightstep.clipping import check_max_norm, check_norm_type
 from lightstep.optimizer.arithmetic import BaseArithmetic, GroupValues
 from lightstep.optimizer.base import BaseOptimizer
 from lightstep.optimizer.in_backward import InBackward
 from lightstep.optimizer.managed_parameters import ManagedParameters, Places, StateView
 from lightstep.optimizer.param_groups import learning_rates_are_zero, plain_numbers
 from lightstep.optimizer.result import StepResult
+from lightstep.optimizer.scaling import Scaling
 from lightstep.optimizer.serialization import load_torch_state_dict, snapshot
 from lightstep.optimizer.updates import AtStep, Updates
 from lightstep.optimizer.walk import Gradients, UnitWalk, Update
@@ -25,7 +26,6 @@ from lightstep.precision.gradients import GradientAccumulator, unshared
 from lightstep.precision.loss_scale import ConstantLossScale, LossScale
 from lightstep.state.backend import Managed, StateBackend
 from lightstep.state.resident import ResidentBackend
-from lightstep.state.units import group_by_layer
 
 
 class MixedPrecisionOptimizer(BaseOptimizer):
@@ -101,10 +101,7 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         self._state_view = StateView(self._managed, self.parameter_state, self._replace_state)
         self._walk = UnitWalk(self._arithmetic, self._backend, self._refusing_further_steps, self._managed.record)
         self._updates = self._update_time(self._walk, self._backend)
-        self._norm: GradientNorm | None = None
-        self._layers: list[list[Managed]] = []
-        self._layer_norms: list[GradientNorm] = []
-        self._norms: dict[Managed, Tensor] = {}
+        self._scaling: Scaling | None = None
         self._failure: str | None = None
         self._closed = False
         self._to_repair: set[Managed] = set()
@@ -158,14 +155,21 @@ class MixedPrecisionOptimizer(BaseOptimizer):
             self._managed.drop_provisional_state()
             self._managed.adopt_outside_changes(self.param_groups)
             self._backend.prepare()
-            self._norms.clear()
-            updates.begin(self._layers, GroupValues(self.param_groups), self._decide)
-        try:
+        assert self._scaling is not None
+        self._scaling.start()
+        with self._refusing_what_broke_off("the backward in which layers are updated", updates):
+            updates.begin(self._scaling.layers, GroupValues(self.param_groups), self._decide)
             with updates.listening([item for item in self._managed if item.param.requires_grad], self._take):
                 yield
+
+    @contextlib.contextmanager
+    def _refusing_what_broke_off(self, what: str, updates: InBackward) -> Iterator[None]:
+        """After an error in here some layers are updated and others are not."""
+        try:
+            yield
         except BaseException as error:
             if self._failure is None:
-                self._note_failure("the backward in which layers are updated", error)
+                self._note_failure(what, error)
             updates.abandon()
             self._backend.abandon()
             raise
@@ -173,24 +177,16 @@ class MixedPrecisionOptimizer(BaseOptimizer):
     @torch.no_grad()
     def _take(self, item: Managed) -> None:
         """The gradient of a parameter is complete: its norm is kept, and its layer updated with the last of them."""
-        assert isinstance(self._updates, InBackward)
+        assert isinstance(self._updates, InBackward) and self._scaling is not None
         gradient = self.gradients.take(item.param)
         if gradient is not None:
-            empty = not gradient.numel()  # another rank has all of it
-            self._norms[item] = (
-                gradient.new_zeros((), dtype=torch.float64) if empty else tensor_norms([gradient], self.norm_type)[0][0]
-            )
+            self._scaling.keep(item, gradient)
             self._updates.arrived(item, gradient)
 
     def _decide(self, layer: int, gradients: Gradients, values: GroupValues) -> Update | None:
         """The update of one layer in backward. One that is not finite stays as it is."""
-        norms = torch.stack([self._norms[item].to(next(iter(gradients.values())).device) for item in gradients])
-        overflow = (~norms.isfinite().all()).float()
-        scale = self.loss_scale.tensor(overflow.device)
-        norm = None
-        if self.max_norm is not None:
-            norm = self._layer_norms[layer].norm([gradients.get(item) for item in self._layers[layer]]) / scale
-        divisor, factor = self._scaling(norm, scale)
+        assert self._scaling is not None
+        divisor, factor, overflow = self._scaling.of_layer(layer, gradients, self.max_norm)
         if self._skip_known_to_host(gradients, overflow):
             return None
         return Update(gradients, divisor, factor, overflow, values)
@@ -202,32 +198,27 @@ class MixedPrecisionOptimizer(BaseOptimizer):
             if isinstance(self._updates, InBackward) and self._updates.started:
                 return self._complete(self._updates, loss)
             gradients = self._collect_gradients()
-            scaled_norm, overflow = self._gradient_norm(gradients)
+            assert self._scaling is not None
+            scaled_norm, overflow = self._scaling.norm(gradients)
             scale = self.loss_scale.tensor(scaled_norm.device).clone()
             result = StepResult(scaled_norm / scale, overflow, scale, loss)
             if self._is_state_initialisation(gradients, scaled_norm):
                 self._initialise_state(gradients, overflow)
                 return result
             if not self._skip_known_to_host(gradients, overflow):
-                divisor, factor = self._scaling_of_all(result.grad_norm, scale, gradients)
+                divisor, factor = self._scaling.of_all(gradients, result.grad_norm, scale, self.max_norm)
                 self._updates.start(self._update(gradients, divisor, factor, overflow))
             self.loss_scale.update(overflow)
             return result
 
     def _complete(self, updates: InBackward, loss: Any) -> StepResult:
         """The end of a step whose updates began in backward."""
-        try:
+        assert self._scaling is not None
+        with self._refusing_what_broke_off("the update", updates):
             for item in self._managed:
                 self._take(item)
             updates.complete([item for item in self._managed if item.elsewhere])
-        except BaseException as error:
-            if self._failure is None:
-                self._note_failure("the update", error)
-            updates.abandon()
-            raise
-        assert self._norm is not None
-        scaled_norm, overflow = self._norm.of_norms([self._norms.get(item) for item in self._managed])
-        self._norms.clear()
+        scaled_norm, overflow = self._scaling.kept_norm()
         scale = self.loss_scale.tensor(scaled_norm.device).clone()
         return StepResult(scaled_norm / scale, overflow, scale, loss)
 
@@ -296,34 +287,6 @@ class MixedPrecisionOptimizer(BaseOptimizer):
             )
         return gradients
 
-    def _gradient_norm(self, gradients: Gradients) -> tuple[Tensor, Tensor]:
-        assert self._norm is not None
-        return self._norm([gradients.get(item) for item in self._managed])
-
-    def _scaling_of_all(
-        self, norm: Tensor, scale: Tensor, gradients: Gradients
-    ) -> tuple[Tensor | None, Tensor | Mapping[Managed, Tensor] | None]:
-        """:meth:`_scaling` by the global norm, or of each layer by its own."""
-        if not self.clip_layers or self.max_norm is None:
-            return self._scaling(norm, scale)
-        divisor, factors = None, {}
-        for layer, norm_of in zip(self._layers, self._layer_norms, strict=True):
-            own = norm_of.norm([gradients.get(item) for item in layer])
-            divisor, factor = self._scaling(own.to(scale.device) / scale, scale)
-            assert factor is not None
-            factors.update(dict.fromkeys(layer, factor))
-        return divisor, factors
-
-    def _scaling(self, norm: Tensor | None, scale: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """``(divisor, factor)`` of gradients with this norm: one multiplication, unless dividing is inexact."""
-        clips = self.max_norm is not None and norm is not None
-        coefficient = clip_coefficient(norm, self.max_norm) if clips else None  # type: ignore[arg-type]
-        if self.loss_scale.is_identity:
-            return None, coefficient
-        if not self.loss_scale.power_of_two:
-            return scale, coefficient
-        return None, scale.reciprocal() if coefficient is None else coefficient / scale
-
     def _skip_known_to_host(self, gradients: Gradients, overflow: Tensor) -> bool:
         """Where the base optimizer cannot skip on the device, or has no state yet, the host reads the flag."""
         devices = {item.local.device for item in gradients}
@@ -343,11 +306,8 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         self._refuse_if_closed()
         self._updates.land()
         if self._managed.set_up(self.param_groups, also):
-            parameters = [item.param for item in self._managed]
-            self._norm = GradientNorm(parameters, self.norm_type, self._overflow_everywhere)
-            self._layers = group_by_layer(self._managed)
-            own = self._layers if self.clip_layers else []
-            self._layer_norms = [GradientNorm([item.param for item in layer], self.norm_type, False) for layer in own]
+            norm_type, everywhere = self.norm_type, self._overflow_everywhere
+            self._scaling = Scaling(self._managed, self.loss_scale, norm_type, self.clip_layers, everywhere)
             self._watch_gradients()
 
     def _is_state_initialisation(self, gradients: Gradients, norm: Tensor) -> bool:

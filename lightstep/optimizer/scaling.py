@@ -1,0 +1,116 @@
+"""By what gradients are multiplied before the update: the loss scale taken out, and clipped by a norm.
+
+The norm is that of all gradients together, or with ``layers`` each layer's own. A layer is what shares a place in the
+model (a transformer block, a module outside the blocks), however its state is cut for streaming.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from lightstep.clipping import GradientNorm, clip_coefficient, tensor_norms
+from lightstep.optimizer.walk import Gradients
+from lightstep.precision.loss_scale import LossScale
+from lightstep.state.backend import Managed
+from lightstep.state.units import group_by_layer
+
+__all__ = ["Scaling"]
+
+Factor = Tensor | None
+
+
+class Scaling:
+    """Norms and factors of one optimizer's gradients; made anew when its parameters change.
+
+    Args:
+        managed: the parameters, in the order in which all ranks have them.
+        loss_scale: by which the gradients are multiplied.
+        norm_type: p of the norms.
+        layers: clip each layer by its own norm.
+        everywhere: whether all ranks of the process group agree on overflow; ``None`` decides by the parameters.
+
+    Attributes:
+        layers: the parameters layer by layer.
+    """
+
+    def __init__(
+        self,
+        managed: Iterable[Managed],
+        loss_scale: LossScale,
+        norm_type: float,
+        layers: bool = False,
+        everywhere: bool | None = None,
+    ) -> None:
+        self._managed = list(managed)
+        self._loss_scale, self._norm_type = loss_scale, norm_type
+        self._norm = GradientNorm([item.param for item in self._managed], norm_type, everywhere)
+        self.layers = group_by_layer(self._managed)
+        by_layer = self.layers if layers else []
+        self._layer_norms = [GradientNorm([item.param for item in layer], norm_type, False) for layer in by_layer]
+        self._kept: dict[Managed, Tensor] = {}
+
+    # -- all gradients at once
+
+    def norm(self, gradients: Gradients) -> tuple[Tensor, Tensor]:
+        """The global norm, as scaled as the gradients are, and the overflow flag: 0-dim fp32."""
+        return self._norm([gradients.get(item) for item in self._managed])
+
+    def of_all(
+        self, gradients: Gradients, norm: Tensor, scale: Tensor, max_norm: float | None
+    ) -> tuple[Factor, Factor | Mapping[Managed, Tensor]]:
+        """``(divisor, factor)`` of :class:`~lightstep.optimizer.walk.Update`.
+
+        Args:
+            norm: the global norm, unscaled.
+            scale: the loss scale, 0-dim fp32.
+            max_norm: ``None`` clips nothing.
+        """
+        if max_norm is None or not self._layer_norms:
+            return self._scaled(scale, None if max_norm is None else clip_coefficient(norm, max_norm))
+        divisor, factors = None, {}
+        for number, layer in enumerate(self.layers):
+            divisor, factor = self._scaled(scale, self._of_layer(number, gradients, scale, max_norm))
+            assert factor is not None
+            factors.update(dict.fromkeys(layer, factor))
+        return divisor, factors
+
+    # -- gradients that come and go layer by layer
+
+    def start(self) -> None:
+        """Forget the norms of an earlier step."""
+        self._kept.clear()
+
+    def keep(self, item: Managed, gradient: Tensor) -> None:
+        """Remember the norm of a gradient that will be gone at the end of the step."""
+        if gradient.numel():
+            self._kept[item] = tensor_norms([gradient], self._norm_type)[0][0]
+        else:  # another rank has all of it
+            self._kept[item] = gradient.new_zeros((), dtype=torch.float64)
+
+    def kept_norm(self) -> tuple[Tensor, Tensor]:
+        """:meth:`norm` of all that was kept."""
+        return self._norm.of_norms([self._kept.get(item) for item in self._managed])
+
+    def of_layer(self, number: int, gradients: Gradients, max_norm: float | None) -> tuple[Factor, Factor, Tensor]:
+        """``(divisor, factor, overflow)`` of one layer whose gradients were kept."""
+        device = next(iter(gradients.values())).device
+        norms = torch.stack([self._kept[item].to(device) for item in gradients])
+        overflow = (~norms.isfinite().all()).float()
+        scale = self._loss_scale.tensor(device)
+        coefficient = None if max_norm is None else self._of_layer(number, gradients, scale, max_norm)
+        return *self._scaled(scale, coefficient), overflow
+
+    def _of_layer(self, number: int, gradients: Gradients, scale: Tensor, max_norm: float) -> Tensor:
+        norm = self._layer_norms[number].norm([gradients.get(item) for item in self.layers[number]])
+        return clip_coefficient(norm.to(scale.device) / scale, max_norm)
+
+    def _scaled(self, scale: Tensor, coefficient: Factor) -> tuple[Factor, Factor]:
+        """One multiplication, unless dividing by the scale is inexact."""
+        if self._loss_scale.is_identity:
+            return None, coefficient
+        if not self._loss_scale.power_of_two:
+            return scale, coefficient
+        return None, scale.reciprocal() if coefficient is None else coefficient / scale
