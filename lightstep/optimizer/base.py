@@ -34,8 +34,9 @@ class BaseOptimizer(torch.optim.Optimizer):
         Never waits for the device unless the result is read (see ``docs/how-a-step-works.md`` for the exceptions).
         """
 
-    accumulating: bool = False
-    """Whether the micro-batch that is running is not its step's last one; ``strategy.accumulate`` says so."""
+    accumulating: bool | None = None
+    """Whether the micro-batch that is running is not its step's last one. ``strategy.accumulate`` says so to those that
+    ``strategy.create_optimizer`` made; ``None``: nobody does, and updates wait for ``step()``."""
 
     @abstractmethod
     def land(self, parameters: Iterable[Tensor] | None = None) -> None:

@@ -48,6 +48,7 @@ class InBackward(AtStep):
         self._waiting: Gradients = {}
         self._newest: Tensor | None = None  # FSDP2's other gradients are found through it: they share its memory
         self._done: set[Managed] = set()
+        self._touched = False
         self._left: list[int] = []
         self._outstanding: deque[tuple[Any, Update]] = deque()
 
@@ -55,6 +56,11 @@ class InBackward(AtStep):
     def started(self) -> bool:
         """Whether this step's updates have begun."""
         return self._values is not None
+
+    @property
+    def touched(self) -> bool:
+        """Whether some layer has been updated in this step."""
+        return self._touched
 
     def begin(self, layers: Sequence[Sequence[Managed]], values: GroupValues, decide: Decide) -> None:
         """A step begins.
@@ -118,6 +124,7 @@ class InBackward(AtStep):
         update = self._decide(number, gradients, self._values) if gradients else None
         if update is None:
             return
+        self._touched = True
         update.drop_gradients(update.elsewhere)
         units = list(reversed(self._units[number]))
         del gradients

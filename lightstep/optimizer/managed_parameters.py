@@ -57,6 +57,10 @@ class ManagedParameters:
 
     # -- who is in charge of what
 
+    def places(self) -> Mapping[Tensor, Place]:
+        """Name and layer of the model's parameters, in the order of their use; empty where nobody says."""
+        return self._places() if self._places is not None else {}
+
     def set_up(self, groups: Sequence[dict[str, Any]], also: Collection[Tensor] = ()) -> bool:
         """Take charge of the groups' trainable parameters, and of these frozen ones; ``True`` when anything was new.
 
@@ -73,7 +77,7 @@ class ManagedParameters:
         if not listed:
             raise ValueError("the optimizer has no trainable parameter: requires_grad is False on all of them")
         self._arithmetic.consider(groups)
-        places = self._places() if self._places is not None else {}
+        places = self.places()
         items = [self._items.get(p) or self._manage(p, group, places.get(p), i) for i, (p, group) in enumerate(listed)]
         new = [item for item in items if item.param not in self._items]
         for device in {item.local.device for item in items}:

@@ -16,7 +16,7 @@ from lightstep.optimizer.arithmetic import BaseArithmetic, GroupValues
 from lightstep.optimizer.base import BaseOptimizer
 from lightstep.optimizer.in_backward import InBackward
 from lightstep.optimizer.managed_parameters import ManagedParameters, Places, StateView
-from lightstep.optimizer.param_groups import learning_rates_are_zero, plain_numbers
+from lightstep.optimizer.param_groups import Place, learning_rates_are_zero, plain_numbers
 from lightstep.optimizer.result import StepResult
 from lightstep.optimizer.scaling import Scaling
 from lightstep.optimizer.serialization import load_torch_state_dict, snapshot
@@ -138,7 +138,7 @@ class MixedPrecisionOptimizer(BaseOptimizer):
     @contextlib.contextmanager
     def _updating(self) -> Iterator[None]:
         """With ``update: in_backward``: layers are updated as the last micro-batch's backward completes them."""
-        if not isinstance(self._updates, InBackward) or self.accumulating:
+        if not isinstance(self._updates, InBackward) or self.accumulating is not False:
             yield
             return
         updates = self._updates
@@ -149,7 +149,7 @@ class MixedPrecisionOptimizer(BaseOptimizer):
                 "strategy.accumulate(model, last=False)"
             )
         self._refuse_if_closed()
-        self.refuse_half_updated("Load a checkpoint before the next backward")
+        self._refuse_after_failure("Load a checkpoint before the next backward")
         with torch.no_grad():
             self._set_up()
             self._managed.drop_provisional_state()
@@ -168,7 +168,7 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         try:
             yield
         except BaseException as error:
-            if self._failure is None:
+            if self._failure is None and updates.touched:
                 self._note_failure(what, error)
             updates.abandon()
             self._backend.abandon()
@@ -247,7 +247,7 @@ class MixedPrecisionOptimizer(BaseOptimizer):
 
     def _evaluate(self, closure: Callable[[], Any] | None) -> Any:
         self._refuse_if_closed()
-        self.refuse_half_updated("Load a checkpoint before the next step")
+        self._refuse_after_failure("Load a checkpoint before the next step")
         if closure is None:
             return None
         if not self.loss_scale.is_identity:
@@ -259,11 +259,22 @@ class MixedPrecisionOptimizer(BaseOptimizer):
             return closure()
 
     def refuse_half_updated(self, remedy: str) -> None:
-        """Raise if a step broke off and no checkpoint was loaded since.
+        """Raise if a step broke off and no checkpoint was loaded since, or is under way.
 
         Raises:
-            RuntimeError: what failed, and ``remedy``.
+            RuntimeError: what failed, and ``remedy``; or that ``step()`` is missing.
         """
+        self._refuse_after_failure(remedy)
+        self._refuse_unfinished()
+
+    def _refuse_unfinished(self) -> None:
+        if isinstance(self._updates, InBackward) and self._updates.started:
+            raise RuntimeError(
+                "backward() has begun to update the weights (optimizer_state.update: in_backward), and what would be "
+                "saved now belongs to no step. Call step() first"
+            )
+
+    def _refuse_after_failure(self, remedy: str) -> None:
         if self._failure is not None:
             raise RuntimeError(f"{self._failure}; weights and state may be half updated. {remedy}")
 
@@ -478,6 +489,7 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         all of them call it, and each has all the state in memory then; ``strategy.save_checkpoint`` does without.
         """
         self._refuse_if_closed()
+        self._refuse_unfinished()
         self._updates.land()
         packed = super().state_dict()
         packed.setdefault("loss_scale", self.loss_scale.state_dict())
@@ -504,7 +516,9 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         self._closed = True
 
     def __getstate__(self) -> dict[str, Any]:
+        self._refuse_unfinished()
         self._updates.land()
+        mine = {parameter for group in self.param_groups for parameter in group["params"]}
         return {
             "defaults": self.defaults,
             "param_groups": self.param_groups,
@@ -515,7 +529,7 @@ class MixedPrecisionOptimizer(BaseOptimizer):
             "norm_type": self.norm_type,
             "clip_layers": self.clip_layers,
             "_overflow_everywhere": self._overflow_everywhere,
-            "_update_time": self._update_time,
+            "places": {p: place for p, place in self._managed.places().items() if p in mine},
             "optimizer_class": self._arithmetic.optimizer_class,
             "hyperparameters": self._arithmetic.hyperparameters,
             "reduce_float32": self.gradients.float32,
@@ -527,7 +541,9 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         self._backend = state.pop("backend")
         self._arithmetic = BaseArithmetic(state.pop("optimizer_class"), state.pop("hyperparameters"))
         reduce_float32 = state.pop("reduce_float32")
+        known: dict[Tensor, Place] = state.pop("places")
         super().__setstate__(state)
-        self._start(reduce_float32, places=None)
+        self._update_time = AtStep  # no strategy makes forwards wait for this one
+        self._start(reduce_float32, lambda: known)
         for parameter, values in entries.items():
             self.load_parameter_state(parameter, values)

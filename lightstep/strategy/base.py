@@ -8,7 +8,7 @@ import math
 import os
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
@@ -210,6 +210,7 @@ class Strategy(ABC):
             clip_layers=config.clipping.scope == "unit",
         )
         self._optimizers.setdefault(unwrap_model(model), weakref.WeakSet()).add(optimizer)
+        optimizer.accumulating = False
         self._connect(model, optimizer)
         self._gate(model, optimizer)
         return optimizer
@@ -225,8 +226,8 @@ class Strategy(ABC):
         """Have the model's gradients delivered to the optimizer as ``precision.reduce`` says."""
 
     def _gate(self, model: nn.Module, optimizer: BaseOptimizer) -> None:
-        """Have forwards wait for updates that are deferred."""
-        if self.config.optimizer_state.update == "next_forward":
+        """Have forwards wait for updates that may still be under way."""
+        if self._update_time is not AtStep:
             gate_forwards(unwrap_model(model), optimizer)
 
     def _optimizers_of(self, model: nn.Module) -> list[BaseOptimizer]:
@@ -248,14 +249,19 @@ class Strategy(ABC):
             self._gate(model, optimizer)
         return in_order_of_use(unwrap_model(model), places(model))
 
-    @contextlib.contextmanager
-    def accumulate(self, model: nn.Module, last: bool = True) -> Iterator[None]:
+    def accumulate(self, model: nn.Module, last: bool = True) -> AbstractContextManager[None]:
         """Context of one micro-batch's forward and backward; with ``last=False`` no gradient is communicated.
 
         Updates in backward begin with the last one: without this context every micro-batch is.
         """
-        optimizers = self._optimizers_of(model)
-        with self._accumulate(model, last):
+        return self._micro_batch(self._accumulate(model, last), self._optimizers_of(model), last)
+
+    @staticmethod
+    @contextlib.contextmanager
+    def _micro_batch(
+        context: AbstractContextManager[None], optimizers: Sequence[BaseOptimizer], last: bool
+    ) -> Iterator[None]:
+        with context:
             for optimizer in optimizers:
                 optimizer.accumulating = not last
             try:

@@ -33,6 +33,12 @@ EVERY_TIME = {
 }
 """With updates at other times, for tests that look at weights only through the model or after ``synchronize()``."""
 
+IN_BACKWARD = {
+    "resident-in-backward": {"backend": "resident", "update": "in_backward"},
+    "stream-in-backward": {"backend": "stream", "ring_mib": 0.02, "update": "in_backward"},
+}
+"""Without clipping by the global norm, and without a dynamic loss scale."""
+
 FP16_SCALE = {
     "kind": "dynamic",
     "init_scale": 2.0**10,
@@ -86,14 +92,15 @@ def strategy_values(
     loss_scale: str | Mapping[str, Any] = "none",
     max_norm: float | None = None,
     norm_type: float = 2.0,
+    scope: str = "global",
     reduce: str = "float32",
 ) -> dict[str, Any]:
     """A strategy file for one device, as a mapping."""
     return {
         "sharding": {"kind": "single"},
         "precision": {"parameters": parameters, "reduce": reduce, "loss_scale": loss_scale},
-        "clipping": {"max_norm": max_norm, "norm_type": norm_type},
-        "optimizer_state": EVERY_TIME[backend],
+        "clipping": {"max_norm": max_norm, "norm_type": norm_type, "scope": scope},
+        "optimizer_state": {**EVERY_TIME, **IN_BACKWARD}[backend],
     }
 
 
@@ -135,7 +142,8 @@ class Pair:
         self.micro_batches, self.overflow_at = micro_batches, frozenset(overflow_at)
         self.late_from, self.intermittent = late_from, intermittent
         self.values = strategy_values(**strategy)
-        self.deferred = self.values["optimizer_state"].get("update", "at_step") != "at_step"
+        update = self.values["optimizer_state"].get("update", "at_step")
+        self.deferred = update == "next_forward"
         self.steps = 0
         self.overflow = False
         torch.manual_seed(seed)
@@ -146,6 +154,8 @@ class Pair:
             optimizer_class,
             loss_scale=self.values["precision"]["loss_scale"],
             reduce=self.values["precision"]["reduce"],
+            units=layers_of(self.reference_model),
+            skip="unit" if update == "in_backward" else "step",
             **self.values["clipping"],
             **self.common,
         )
@@ -248,6 +258,12 @@ class Pair:
         ]
         for load in loads if order == "model first" else reversed(loads):
             load()
+
+
+def layers_of(model: nn.Module) -> list[list[nn.Parameter]]:
+    """The parameters of each module that has some of its own."""
+    owned = (list(module.parameters(recurse=False)) for module in model.modules())
+    return [parameters for parameters in owned if parameters]
 
 
 def check_state(where: str, tested: dict[str, Any], expected: dict[str, Any], master: Tensor | None) -> None:

@@ -12,13 +12,16 @@ Nothing here imports lightstep. One step, in the order of the text::
     param.copy_(master)
 
 The norm is an argument because its last bit depends on the order of a sum, and everything after it on that bit.
+
+Two variants: with ``scope="unit"`` each unit of parameters has a norm and a factor of its own, and with ``skip="unit"``
+(updates in backward) a unit whose own norm is not finite is left out, while the others go on.
 """
 
 from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -70,7 +73,10 @@ class ReferenceLoop:
         loss_scale: ``"none"`` or the mapping of the strategy file.
         max_norm: clip to this global norm; None clips nothing.
         norm_type: 1, 2, 3, ... or ``math.inf``.
+        scope: ``"global"`` or ``"unit"``, what has one norm.
         reduce: ``"float32"`` or ``"parameters"``, the dtype in which micro-batches are added.
+        units: the parameters of each unit.
+        skip: ``"step"`` or ``"unit"``, what is left out where a norm is not finite.
         hyperparameters: the optimizer's.
     """
 
@@ -82,10 +88,14 @@ class ReferenceLoop:
         loss_scale: str | Mapping[str, Any] = "none",
         max_norm: float | None = None,
         norm_type: float = 2.0,
+        scope: str = "global",
         reduce: str = "float32",
+        units: Sequence[Sequence[Tensor]] = (),
+        skip: str = "step",
         **hyperparameters: Any,
     ) -> None:
         groups = [dict(group) for group in param_groups]
+        self.scope, self.units, self.skip = scope, units, skip
         self.parameters: list[Tensor] = [param for group in groups for param in group["params"]]
         self.masters = {param: contiguous32(param) for param in self.parameters}
         if not {"fused", "foreach"} & hyperparameters.keys() and has_fused(optimizer_class, self.parameters[0].device):
@@ -129,19 +139,24 @@ class ReferenceLoop:
             param.grad = None
         check_norm(norm, grads.values(), self.norm_type)
         applied = math.isfinite(float(norm))
-        if applied:
-            self._update(grads, norm)
-        else:
+        if not applied:
             self.skipped_steps += 1
+        if self.skip == "unit":
+            grads = self._finite_units(grads)
+        if applied or self.skip == "unit":
+            self._update(grads, norm)
         self.loss_scale.update(overflow=not applied)
         return applied
 
     def _update(self, grads: dict[Tensor, Tensor], norm: Tensor) -> None:
         if self.max_norm is not None:
-            coefficient = torch.clamp(self.max_norm / (norm + 1e-6), max=1.0)
-            self.clipped_steps += int(coefficient < 1)
-            for grad in grads.values():
-                grad *= coefficient.to(grad.device)
+            coefficients = [
+                (unit, torch.clamp(self.max_norm / (own + 1e-6), max=1.0)) for unit, own in self._norms(grads, norm)
+            ]
+            self.clipped_steps += int(any(coefficient < 1 for _, coefficient in coefficients))
+            for unit, coefficient in coefficients:
+                for param in unit:
+                    grads[param] *= coefficient.to(grads[param].device)
         for part in self._calls(grads):
             for param in part:
                 self.masters[param].grad = grads[param]
@@ -150,6 +165,21 @@ class ReferenceLoop:
                 self.masters[param].grad = None
         for param, master in self.masters.items():
             param.copy_(master)
+
+    def _norms(self, grads: Mapping[Tensor, Tensor], norm: Tensor) -> list[tuple[list[Tensor], Tensor]]:
+        """What is clipped together, and its norm."""
+        if self.scope == "global":
+            return [(list(grads), norm)]
+        units = [[param for param in unit if param in grads] for unit in self.units]
+        return [
+            (unit, torch.tensor(exact_norm([grads[param] for param in unit], self.norm_type), dtype=torch.float32))
+            for unit in units
+            if unit
+        ]
+
+    def _finite_units(self, grads: Mapping[Tensor, Tensor]) -> dict[Tensor, Tensor]:
+        finite = [unit for unit in self.units if all(grads[param].isfinite().all() for param in unit if param in grads)]
+        return {param: grads[param] for unit in finite for param in unit if param in grads}
 
     def _calls(self, grads: Mapping[Tensor, Tensor]) -> list[list[Tensor]]:
         """The parameters of each call of ``optimizer.step()``: one call, except for SGD.

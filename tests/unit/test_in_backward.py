@@ -96,37 +96,6 @@ def test_layers_are_clipped_alike_at_other_times(parameters: str, update: str) -
     assert_same(tested.snapshot(), expected.snapshot())
 
 
-def test_each_layer_is_clipped_by_its_own_norm() -> None:
-    """Against a loop written by hand: fp32 weights, one micro-batch, a norm for every block and every other module."""
-    tested = Training({"backend": "resident"}, "float32", clipping="unit")
-    model = copy.deepcopy(tested.model)
-    groups = [{**group} for group in model.split()]
-    optimizer = torch.optim.AdamW(groups, lr=1e-2, fused=True)
-    layers: dict[str, list[Tensor]] = {}
-    for name, parameter in model.named_parameters():
-        parts = name.split(".")
-        layers.setdefault(".".join(parts[:2]) if parts[0] == "blocks" else ".".join(parts[:-1]), []).append(parameter)
-    for _ in range(5):
-        tested.optimizer.backward(tested.loss())
-        hand, tested.model = tested.model, model
-        tested.loss().backward()
-        tested.model = hand
-        result = tested.optimizer.step()
-        every = [p.grad for p in model.parameters() if p.grad is not None]
-        assert float(result.grad_norm) == pytest.approx(float(torch.nn.utils.get_total_norm(every)), rel=1e-6)
-        for listed in layers.values():
-            gradients = [p.grad for p in listed if p.grad is not None]
-            norms = [torch.linalg.vector_norm(gradient, dtype=torch.float64) for gradient in gradients]
-            if norms:
-                norm = torch.stack(norms).pow(2).sum().sqrt().float()
-                torch._foreach_mul_(gradients, torch.clamp(0.05 / (norm + 1e-6), max=1.0))
-        optimizer.step()
-        optimizer.zero_grad()
-        tested.steps += 1
-    for (name, found), wanted in zip(tested.model.named_parameters(), model.parameters(), strict=True):
-        assert torch.equal(found, wanted), name
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_norm_is_the_global_one(backend: str) -> None:
     plain, tested = Training({"backend": "resident"}), Training(in_backward(backend))
@@ -389,3 +358,62 @@ def test_gradients_that_are_given_up() -> None:
         training.optimizer.zero_grad()
         training.train(2)
     assert_same(tested.snapshot(), expected.snapshot())
+
+
+def test_a_forward_between_backward_and_step_reads_updated_layers() -> None:
+    training = Training(in_backward())
+    training.train(2)
+    training.delays(1, 5e-3)
+    training.optimizer.backward(training.loss())
+    early = training.loss(8).item()
+    training.optimizer.step()
+    assert training.loss(8).item() == early
+
+
+def test_nothing_is_saved_between_backward_and_step(tmp_path: Path) -> None:
+    training = Training(in_backward())
+    training.train(2)
+    training.optimizer.backward(training.loss())
+    for saving in (
+        training.optimizer.state_dict,
+        lambda: copy.deepcopy(training.optimizer),
+        lambda: training.strategy.save_checkpoint(tmp_path / "early", training.model, training.optimizer),
+    ):
+        with pytest.raises(RuntimeError, match=r"Call step\(\) first"):
+            saving()
+    training.optimizer.step()
+    training.strategy.save_checkpoint(tmp_path / "after", training.model, training.optimizer)
+
+
+def test_an_error_before_any_layer_was_updated_changes_nothing() -> None:
+    training = Training(in_backward())
+    training.train(2)
+
+    def failing(_: Tensor) -> None:
+        raise ZeroDivisionError("in backward")
+
+    handle = training.model.head.weight.register_hook(failing)
+    with pytest.raises(ZeroDivisionError):
+        training.optimizer.backward(training.loss())
+    handle.remove()
+    training.optimizer.zero_grad()
+    training.train(2)
+    expected = Training({"backend": "resident"})
+    expected.train(4)
+    assert_same(training.snapshot(), expected.snapshot())
+
+
+@pytest.mark.parametrize("used", [True, False])
+@pytest.mark.parametrize("update", ["at_step", "next_forward", "in_backward"])
+def test_a_copy_updates_in_step(update: str, used: bool) -> None:
+    """Nobody makes the forwards of a copied model wait; its layers are those of the original."""
+    training = Training({**BACKENDS["stream"], "update": update}, clipping="unit")
+    training.train(2 if used else 0)
+    training.optimizer.synchronize()
+    training.model, training.optimizer = copy.deepcopy((training.model, training.optimizer))
+    training.train(1)
+    training.delays(1, 5e-3)
+    expected = Training({"backend": "resident"}, clipping="unit")
+    expected.train(2 if used else 0)
+    assert training.train(3) == expected.train(4)[1:]
+    assert_same(training.snapshot(), expected.snapshot())
