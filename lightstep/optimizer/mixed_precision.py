@@ -102,10 +102,31 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         self._walk = UnitWalk(self._arithmetic, self._backend, self._refusing_further_steps, self._managed.record)
         self._updates = self._update_time(self._walk, self._backend)
         self._scaling: Scaling | None = None
+        self._measured: tuple[Gradients, Tensor, Tensor] | None = None
         self._failure: str | None = None
         self._closed = False
         self._to_repair: set[Managed] = set()
         self._watch_gradients()
+
+    @property
+    def is_set_up(self) -> bool:
+        """Whether parameters have been taken charge of: from the first step or loaded state on."""
+        return len(self._managed) > 0
+
+    def start_over(self, backend: StateBackend) -> None:
+        """Before the set-up: other parameters stand in ``param_groups`` now, and state will live in ``backend``.
+
+        Raises:
+            RuntimeError: it is too late.
+        """
+        if self.is_set_up:
+            raise RuntimeError(
+                f"this {type(self).__name__} has been set up for the parameters it had; shard the model before the "
+                "first step and before state is loaded"
+            )
+        self.gradients.close()
+        self._backend = backend
+        self._start(self.gradients.float32, self._managed.places)
 
     @property  # type: ignore[override]
     def state(self) -> MutableMapping[Tensor, dict[str, Any]]:
@@ -127,6 +148,11 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         if loss.numel() != 1:
             raise ValueError(
                 f"the loss has shape {tuple(loss.shape)}; one element is needed (loss.mean() or loss.sum())"
+            )
+        if self._measured is not None:
+            raise RuntimeError(
+                "backward() between grad_norm() and step(): the gradients have been added up; call step() or "
+                "zero_grad() first"
             )
         self._updates.land()  # gradients that it still reads may stand where the next ones will be put
         self._watch_gradients()  # parameters may have been frozen or thawed
@@ -197,9 +223,9 @@ class MixedPrecisionOptimizer(BaseOptimizer):
             self._updates.land()
             if isinstance(self._updates, InBackward) and self._updates.started:
                 return self._complete(self._updates, loss)
-            gradients = self._collect_gradients()
+            gradients, scaled_norm, overflow = self._measure()
+            self._measured = None
             assert self._scaling is not None
-            scaled_norm, overflow = self._scaling.norm(gradients)
             scale = self.loss_scale.tensor(scaled_norm.device).clone()
             result = StepResult(scaled_norm / scale, overflow, scale, loss)
             if self._is_state_initialisation(gradients, scaled_norm):
@@ -210,6 +236,35 @@ class MixedPrecisionOptimizer(BaseOptimizer):
                 self._updates.start(self._update(gradients, divisor, factor, overflow))
             self.loss_scale.update(overflow)
             return result
+
+    def grad_norm(self) -> Tensor:
+        """The norm that the next ``step()`` will report, already now: 0-dim fp32, unscaled, before clipping.
+
+        It is measured once. The gradients are the optimizer's from here on; ``step()`` or ``zero_grad()`` comes next.
+
+        Raises:
+            RuntimeError: layers are updated in backward, and their gradients are gone.
+        """
+        self._refuse_if_closed()
+        self._refuse_after_failure("Load a checkpoint before the next step")
+        if isinstance(self._updates, InBackward):
+            raise RuntimeError(
+                "grad_norm() before step(): optimizer_state.update is in_backward, and the layers' gradients went with "
+                "their updates; read it from the result of step()"
+            )
+        with torch.no_grad():
+            self._updates.land()
+            self._measured = self._measure()
+            norm = self._measured[1]
+            return norm / self.loss_scale.tensor(norm.device)
+
+    def _measure(self) -> tuple[Gradients, Tensor, Tensor]:
+        """All gradients, their norm with the loss scale still in it, and whether it overflows."""
+        if self._measured is not None:
+            return self._measured
+        gradients = self._collect_gradients()
+        assert self._scaling is not None
+        return gradients, *self._scaling.norm(gradients)
 
     def _complete(self, updates: InBackward, loss: Any) -> StepResult:
         """The end of a step whose updates began in backward."""
@@ -294,7 +349,7 @@ class MixedPrecisionOptimizer(BaseOptimizer):
                 f"step() found no gradient on any of {len(self._managed)} parameters and changes nothing: backward was "
                 "not called, its gradients were not reduced (strategy.accumulate(last=True)), or the model's "
                 "parameters were exchanged (load_state_dict(assign=True)) after the optimizer was made",
-                stacklevel=4,
+                stacklevel=5,
             )
         return gradients
 
@@ -348,6 +403,7 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         reduced: to drop a started accumulation, run one more with ``last=True`` first.
         """
         self.gradients.clear()
+        self._measured = None
         if isinstance(self._updates, InBackward):
             self._updates.drop()
         super().zero_grad(set_to_none)

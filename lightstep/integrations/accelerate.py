@@ -1,0 +1,432 @@
+"""accelerate (1.15 and later): an ``Accelerator`` whose backward, clipping, step and checkpoints are lightstep's.
+
+``prepare(accelerator, model, optimizer, ...)`` stands in place of ``accelerator.prepare(model, optimizer, ...)``, and
+the training loop stays as it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import weakref
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import DistributedType
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.nn.parallel import DistributedDataParallel
+
+from lightstep.config import ConfigError, FSDP2Sharding
+from lightstep.optimizer.base import BaseOptimizer
+from lightstep.optimizer.mixed_precision import MixedPrecisionOptimizer
+from lightstep.optimizer.result import StepResult
+from lightstep.strategy import Strategy
+from lightstep.strategy.export import full_weights
+from lightstep.strategy.model_names import unwrap_model
+from lightstep.strategy.model_setup import cast_parameters
+
+__all__ = ["LightstepAccelerator", "LightstepOptimizer", "connect", "prepare"]
+
+logger = logging.getLogger(__name__)
+
+CHECKPOINT = "lightstep"
+"""The folder beside accelerate's and the Trainer's own files."""
+
+
+def prepare(
+    accelerator: Accelerator, model: nn.Module, optimizer: BaseOptimizer, *others: Any, strategy: Strategy
+) -> tuple[Any, ...]:
+    """``accelerator.prepare(model, optimizer, *others)``, with ``strategy`` deciding.
+
+    The model is cast, placed and sharded as the strategy says; where the accelerator has an FSDP2 plugin, accelerate
+    shards it, under a mixed-precision policy that follows ``precision``. From then on ``accelerator.backward``,
+    ``accumulate``, ``clip_grad_norm_``, ``save_state`` and ``load_state`` are lightstep's for this model.
+
+    Args:
+        accelerator: becomes a :class:`LightstepAccelerator`; one model and optimizer each.
+        model: the module that ``optimizer`` was made for.
+        optimizer: what ``strategy.create_optimizer(model, ...)`` returned. It may be made before this call.
+        others: dataloaders and schedulers, prepared by accelerate.
+        strategy: the one that made the optimizer.
+
+    Returns:
+        Model, optimizer and the others, prepared, in the order in which they were given.
+
+    Raises:
+        TypeError: the optimizer is not lightstep's, or the strategy is none.
+        ConfigError: what the accelerator was told contradicts the strategy.
+    """
+    return cast(tuple[Any, ...], connect(accelerator, strategy).prepare(model, optimizer, *others))
+
+
+def connect(accelerator: Accelerator, strategy: Strategy) -> LightstepAccelerator:
+    """The same accelerator, whose ``prepare`` knows optimizers that ``strategy`` made.
+
+    Raises:
+        TypeError: ``strategy`` is no :class:`Strategy`.
+        ConfigError: what the accelerator was told contradicts the strategy.
+    """
+    if not isinstance(strategy, Strategy):
+        raise TypeError(
+            f"strategy is {strategy!r:.80}; the Strategy that made the optimizer is needed: strategy = "
+            "Strategy.load('stream'), optimizer = strategy.create_optimizer(model, ...)"
+        )
+    _refuse_contradictions(accelerator, strategy)
+    if not isinstance(accelerator, LightstepAccelerator):
+        kind = type(accelerator)
+        accelerator.__class__ = type(f"Lightstep{kind.__name__}", (LightstepAccelerator, kind), {})
+    connected = cast(LightstepAccelerator, accelerator)
+    connected.strategy = strategy
+    return connected
+
+
+class LightstepOptimizer(AcceleratedOptimizer):
+    """accelerate's wrapper around a lightstep optimizer; what it does not know is asked of ``.optimizer``.
+
+    Attributes:
+        optimizer: what ``strategy.create_optimizer`` returned.
+        result: the :class:`StepResult` of the last step; ``None`` before the first.
+    """
+
+    optimizer: Any
+
+    def __init__(self, optimizer: BaseOptimizer) -> None:
+        # The state stays where the strategy keeps it, and is not loaded back: the model may not be sharded yet.
+        super().__init__(optimizer, device_placement=False)
+        self.result: StepResult | None = None
+        self._is_accelerate_prepared = True
+
+    def step(self, closure: Any = None) -> StepResult | None:
+        """One step where an accumulation is complete, else nothing (``None``)."""
+        if not self.gradient_state.sync_gradients:
+            return None
+        self.result = self.optimizer.step(closure)
+        return self.result
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last step found gradients that are not finite; reading it waits for the device."""
+        return self.result is not None and not self.result
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "optimizer" or name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.optimizer, name)
+
+
+class LightstepAccelerator(Accelerator):
+    """An ``Accelerator`` that leaves one model and its optimizer to a strategy; made by :func:`connect`."""
+
+    strategy: Strategy
+    _models: list[nn.Module]
+    _optimizers: list[torch.optim.Optimizer]
+    _model: weakref.ref[nn.Module] | None = None
+
+    # -- prepare
+
+    def prepare(self, *args: Any, device_placement: Any = None) -> Any:
+        optimizers = [given for given in args if isinstance(given, torch.optim.Optimizer)]
+        if not optimizers:
+            return super().prepare(*args, device_placement=device_placement)
+        models = [given for given in args if isinstance(given, nn.Module)]
+        inner = self._checked(optimizers, models)
+        prepared: dict[int, Any] = {}
+        wrapped = optimizers[0] if isinstance(optimizers[0], LightstepOptimizer) else LightstepOptimizer(inner)
+        prepared[id(optimizers[0])] = wrapped
+        if models:
+            _refuse_stranger(self.strategy, inner, models[0])
+            self._model = weakref.ref(unwrap_model(models[0]))
+            prepared[id(models[0])] = self._prepare_trained(models[0], inner)
+        if wrapped not in self._optimizers:
+            self._optimizers.append(wrapped)
+        rest = [given for given in args if id(given) not in prepared]
+        prepared |= {id(given): super(LightstepAccelerator, self).prepare(given) for given in rest}
+        result = tuple(prepared[id(given)] for given in args)
+        return result if len(result) > 1 else result[0]
+
+    def _checked(self, optimizers: list[torch.optim.Optimizer], models: list[nn.Module]) -> BaseOptimizer:
+        if len(optimizers) > 1 or len(models) > 1:
+            raise ValueError(
+                f"prepare got {len(models)} models and {len(optimizers)} optimizers; with lightstep an Accelerator "
+                "trains one model with one optimizer: prepare models that are not trained in a call of their own, "
+                "without an optimizer"
+            )
+        inner = inner_optimizer(optimizers[0])
+        others = [held for held in self._optimizers if held is not optimizers[0] and inner_optimizer(held) is not inner]
+        if others:
+            raise ValueError(
+                f"this Accelerator has an optimizer already ({type(others[0]).__name__}), and trains one model with "
+                "one optimizer under lightstep; call accelerator.free_memory() first, or make another Accelerator"
+            )
+        return inner
+
+    def _prepare_trained(self, model: nn.Module, optimizer: BaseOptimizer) -> nn.Module:
+        if any(isinstance(module, FSDPModule) for module in model.modules()):
+            pass  # by an earlier call, or by strategy.prepare_model
+        elif self.is_fsdp2:
+            return self._shard(model, optimizer)
+        elif not isinstance(model, DistributedDataParallel):
+            model = self.strategy.prepare_model(model)
+        # With this flag accelerate adds autocast and torch.compile, and neither wraps nor moves anything.
+        prepared: nn.Module = super().prepare_model(model, device_placement=False, evaluation_mode=True)
+        return prepared
+
+    def _shard(self, model: nn.Module, optimizer: BaseOptimizer) -> nn.Module:
+        """By accelerate, as its FSDP2 plugin says, under a policy that follows ``precision``."""
+        strategy = self.strategy
+        with strategy.preparing(model):
+            cast_parameters(model, strategy.parameter_dtype)
+            self._set_policy()
+            sharded, _ = super().prepare(model, LightstepOptimizer(optimizer))
+        self._optimizers = [held for held in self._optimizers if inner_optimizer(held) is not optimizer]
+        return cast(nn.Module, sharded)
+
+    def _set_policy(self) -> None:
+        """accelerate's own policy would reduce in bf16, and ``mixed_precision`` would make the shards fp32."""
+        precision = self.strategy.config.precision
+        compute = cast(FSDP2Sharding, self.strategy.config.sharding).compute
+        param_dtype = None if compute == "parameters" else getattr(torch, compute)
+        if self.mixed_precision == "bf16":
+            if precision.parameters == "float32":
+                param_dtype = torch.bfloat16
+            else:
+                self.state._mixed_precision = "no"  # else it casts the shards to fp32
+        reduce_dtype = torch.float32 if precision.reduce == "float32" else self.strategy.parameter_dtype
+        self.state.fsdp_plugin.mixed_precision_policy = MixedPrecisionPolicy(
+            param_dtype=param_dtype, reduce_dtype=reduce_dtype
+        )
+        logger.info(
+            "lightstep: accelerate shards the model in %s with mixed_precision %r and MixedPrecisionPolicy("
+            "param_dtype=%s, reduce_dtype=%s)",
+            precision.parameters,
+            self.mixed_precision,
+            param_dtype,
+            reduce_dtype,
+        )
+
+    # -- one iteration
+
+    @property
+    def _trained(self) -> LightstepOptimizer | None:
+        """The optimizer that :meth:`prepare` was given last, if it is still in use."""
+        return next((held for held in self._optimizers if isinstance(held, LightstepOptimizer)), None)
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """``optimizer.backward``: scaled by the strategy's loss scale, after division by the micro-batches."""
+        trained = self._trained
+        if trained is None:
+            super().backward(loss, **kwargs)
+            return
+        optimizer = trained.optimizer
+        optimizer.accumulating = not self.sync_gradients
+        try:
+            optimizer.backward(loss / self.gradient_accumulation_steps, **kwargs)
+        finally:
+            optimizer.accumulating = False
+
+    @contextlib.contextmanager
+    def no_sync(self, model: nn.Module) -> Iterator[None]:
+        """A micro-batch whose gradients are not communicated: ``strategy.accumulate(model, last=False)``."""
+        ours = self._trained is not None and self._is_trained(model)
+        with self.strategy.accumulate(model, last=False) if ours else super().no_sync(model):
+            yield
+
+    def _is_trained(self, model: nn.Module) -> bool:
+        return self._model is not None and self._model() is unwrap_model(model)
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
+        """The global norm, unscaled and before clipping; the step that follows clips, once.
+
+        Args:
+            parameters: all of the model's.
+            max_norm: the strategy's ``clipping.max_norm``, or ``inf`` to measure only.
+
+        Raises:
+            ConfigError: another norm than the strategy's.
+            ValueError: not all parameters.
+            RuntimeError: more micro-batches are to come.
+        """
+        trained = self._trained
+        if trained is None:
+            return cast(Tensor, super().clip_grad_norm_(parameters, max_norm, norm_type))
+        optimizer = trained.optimizer
+        _refuse_other_norm(optimizer, max_norm, norm_type)
+        _refuse_part(optimizer, [parameters] if isinstance(parameters, Tensor) else list(parameters))
+        if not self.sync_gradients:
+            raise RuntimeError(
+                "clip_grad_norm_ in the middle of an accumulation: write `if accelerator.sync_gradients:` in front"
+            )
+        return optimizer.grad_norm()
+
+    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
+        if self._trained is not None:
+            raise ConfigError(
+                f"clip_grad_value_({clip_value}): lightstep adds gradients up outside of p.grad and clips by norm; set "
+                "clipping.max_norm in the strategy, or drop this call"
+            )
+        super().clip_grad_value_(parameters, clip_value)
+
+    # -- weights and checkpoints
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """The whole weights; of a sharded model on the first process only, and every process calls it."""
+        sharded = any(isinstance(module, FSDPModule) for module in model.modules())
+        if not sharded or self.is_fsdp2:
+            return cast(dict[str, Any], super().get_state_dict(model, unwrap=unwrap))
+        return full_weights(self.strategy.unwrap_model(model), keep=self.is_main_process)
+
+    def save_state(self, output_dir: Any = None, safe_serialization: bool = True, **kwargs: Any) -> Any:
+        """accelerate's files, and the trained model with its optimizer as a lightstep checkpoint in ``lightstep/``."""
+        pair = self._pair()
+        with self._without(pair):
+            location = super().save_state(output_dir, safe_serialization, **kwargs)
+        if pair is not None:
+            model, optimizer = pair
+            self.wait_for_everyone()
+            self.strategy.save_checkpoint(Path(location) / CHECKPOINT, model, optimizer.optimizer)
+        return location
+
+    def load_state(self, input_dir: Any = None, load_kwargs: Any = None, **kwargs: Any) -> None:
+        """Continue from :meth:`save_state`, on any number of processes."""
+        pair = self._pair()
+        if pair is None:
+            super().load_state(input_dir, load_kwargs, **kwargs)
+            return
+        input_dir = self._newest() if input_dir is None else os.path.expanduser(input_dir)
+        folder = Path(input_dir) / CHECKPOINT
+        if not folder.is_dir():  # of a run without lightstep
+            super().load_state(input_dir, load_kwargs, **kwargs)
+            return
+        with self._without(pair):
+            super().load_state(input_dir, load_kwargs, **kwargs)
+        self.strategy.load_checkpoint(folder, pair[0], pair[1].optimizer)
+
+    def _pair(self) -> tuple[nn.Module, LightstepOptimizer] | None:
+        trained = self._trained
+        models = [model for model in self._models if self._is_trained(model)]
+        return (models[0], trained) if trained is not None and models else None
+
+    @contextlib.contextmanager
+    def _without(self, pair: tuple[nn.Module, LightstepOptimizer] | None) -> Iterator[None]:
+        """accelerate does not see these two in here."""
+        models, optimizers = self._models, self._optimizers
+        if pair is not None:
+            self._models = [model for model in models if model is not pair[0]]
+            self._optimizers = [optimizer for optimizer in optimizers if optimizer is not pair[1]]
+        try:
+            yield
+        finally:
+            self._models, self._optimizers = models, optimizers
+
+    def _newest(self) -> str:
+        """What ``load_state()`` loads with automatic checkpoint naming."""
+        if not self.project_configuration.automatic_checkpoint_naming:
+            raise ValueError("load_state() needs input_dir, or a ProjectConfiguration with automatic_checkpoint_naming")
+        folders = (Path(self.project_dir) / "checkpoints").glob("checkpoint_*")
+        return str(max(folders, key=lambda folder: int(folder.name.rpartition("_")[2])))
+
+
+def inner_optimizer(optimizer: torch.optim.Optimizer) -> BaseOptimizer:
+    """The lightstep optimizer inside accelerate's wrapper, or itself.
+
+    Raises:
+        TypeError: it is another library's.
+    """
+    inner = optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
+    if isinstance(inner, BaseOptimizer):
+        return inner
+    kind = type(inner)
+    raise TypeError(
+        f"the optimizer is a {kind.__module__}.{kind.__qualname__}, and lightstep's own is needed, which keeps masters, "
+        f"scales and clips; make it with the strategy: strategy.create_optimizer(model, {kind.__name__}, lr=...)"
+    )
+
+
+# -- what does not go together -----------------------------------------------------------------------------------------
+
+
+def _refuse_contradictions(accelerator: Accelerator, strategy: Strategy) -> None:
+    kind, name = strategy.config.sharding.kind, strategy.name
+    if accelerator.mixed_precision in ("fp16", "fp8") or accelerator.scaler is not None:
+        raise ConfigError(
+            f"{name}: mixed_precision is {accelerator.mixed_precision!r}, which scales or quantises beside lightstep's "
+            "loss scale; leave it out (fp16=True in TrainingArguments), and set precision.parameters: float16 with "
+            "precision.loss_scale: {kind: dynamic} in the strategy (preset 'fp16'), or use 'bf16'"
+        )
+    distributed = accelerator.distributed_type
+    if distributed in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA):
+        raise ConfigError(
+            f"{name}: accelerate runs {distributed.value}, which has an optimizer of its own; sharding.kind is {kind}. "
+            "Start without it (accelerate config, ACCELERATE_USE_* variables, deepspeed= in TrainingArguments)"
+        )
+    if distributed == DistributedType.FSDP:
+        _refuse_plugin(accelerator, strategy)
+    elif kind == "single" and accelerator.num_processes > 1:
+        raise ConfigError(
+            f"{name}: sharding.kind single is for one process, and {accelerator.num_processes} are running; choose a "
+            "strategy of kind ddp (ddp, ddp-stream) or fsdp2 (fsdp2, fsdp2-stream)"
+        )
+
+
+def _refuse_plugin(accelerator: Accelerator, strategy: Strategy) -> None:
+    sharding = strategy.config.sharding
+    if not isinstance(sharding, FSDP2Sharding):
+        raise ConfigError(
+            f"{strategy.name}: accelerate shards with FSDP (fsdp in TrainingArguments, or a plugin), and the strategy's "
+            f"sharding.kind is {sharding.kind}; choose one of kind fsdp2 (fsdp2, fsdp2-stream), or switch accelerate's "
+            "FSDP off"
+        )
+    if not accelerator.is_fsdp2:
+        raise ConfigError(f"{strategy.name}: accelerate's FSDP plugin has fsdp_version 1; set fsdp_version=2")
+    own = {"kind", "compute"}
+    ignored = [
+        f"{key} {value}"
+        for key, value in sharding.model_dump().items()
+        if key not in own and value != FSDP2Sharding(kind="fsdp2").model_dump()[key]
+    ]
+    if ignored:
+        raise ConfigError(
+            f"{strategy.name}: accelerate shards as its FSDP plugin says, and sharding.{ignored[0]} of the strategy "
+            "would do nothing; set it in the plugin (fsdp_config), or switch accelerate's FSDP off and let the strategy "
+            "shard"
+        )
+
+
+def _refuse_stranger(strategy: Strategy, optimizer: BaseOptimizer, model: nn.Module) -> None:
+    if not strategy.trains(model, optimizer):
+        raise ValueError(
+            f"{strategy.name}: this optimizer was not made by this strategy for this {type(model).__name__}; hand over "
+            "the model and the strategy that were used: optimizer = strategy.create_optimizer(model, ...)"
+        )
+
+
+def _refuse_other_norm(optimizer: MixedPrecisionOptimizer, max_norm: float, norm_type: float) -> None:
+    own = math.inf if optimizer.max_norm is None else optimizer.max_norm
+    if (max_norm not in (own, math.inf)) or norm_type != optimizer.norm_type:
+        raise ConfigError(
+            f"clip_grad_norm_(max_norm={max_norm}, norm_type={norm_type}): the strategy has clipping.max_norm "
+            f"{optimizer.max_norm} and norm_type {optimizer.norm_type}, and gradients are clipped once, in step(); say "
+            f"it in one place: Strategy.load(..., {{'clipping.max_norm': {max_norm}}})"
+        )
+
+
+def _refuse_part(optimizer: MixedPrecisionOptimizer, parameters: Iterable[Tensor]) -> None:
+    given = set(parameters)
+    missing = [
+        tuple(parameter.shape)
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if parameter.requires_grad and parameter not in given
+    ]
+    if missing:
+        raise ValueError(
+            f"clip_grad_norm_ without {len(missing)} of the optimizer's parameters (shapes {missing[:3]}): there is "
+            "one norm of all gradients; pass model.parameters()"
+        )
