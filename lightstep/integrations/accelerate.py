@@ -344,8 +344,8 @@ def inner_optimizer(optimizer: torch.optim.Optimizer) -> BaseOptimizer:
         return inner
     kind = type(inner)
     raise TypeError(
-        f"the optimizer is a {kind.__module__}.{kind.__qualname__}, and lightstep's own is needed, which keeps masters, "
-        f"scales and clips; make it with the strategy: strategy.create_optimizer(model, {kind.__name__}, lr=...)"
+        f"the optimizer is a {kind.__module__}.{kind.__qualname__}, and lightstep's own is needed, which "
+        f"keeps masters, scales and clips: strategy.create_optimizer(model, {kind.__name__}, lr=...)"
     )
 
 
@@ -379,9 +379,9 @@ def _refuse_plugin(accelerator: Accelerator, strategy: Strategy) -> None:
     sharding = strategy.config.sharding
     if not isinstance(sharding, FSDP2Sharding):
         raise ConfigError(
-            f"{strategy.name}: accelerate shards with FSDP (fsdp in TrainingArguments, or a plugin), and the strategy's "
-            f"sharding.kind is {sharding.kind}; choose one of kind fsdp2 (fsdp2, fsdp2-stream), or switch accelerate's "
-            "FSDP off"
+            f"{strategy.name}: accelerate shards with FSDP (fsdp in TrainingArguments, or a plugin), and "
+            f"sharding.kind of the strategy is {sharding.kind}; choose one of kind fsdp2 (fsdp2, fsdp2-stream), or "
+            "switch accelerate's FSDP off"
         )
     if not accelerator.is_fsdp2:
         raise ConfigError(f"{strategy.name}: accelerate's FSDP plugin has fsdp_version 1; set fsdp_version=2")
@@ -394,8 +394,8 @@ def _refuse_plugin(accelerator: Accelerator, strategy: Strategy) -> None:
     if ignored:
         raise ConfigError(
             f"{strategy.name}: accelerate shards as its FSDP plugin says, and sharding.{ignored[0]} of the strategy "
-            "would do nothing; set it in the plugin (fsdp_config), or switch accelerate's FSDP off and let the strategy "
-            "shard"
+            "would do nothing; set it in the plugin (fsdp_config), or switch accelerate's FSDP off and let the "
+            "strategy shard"
         )
 
 
