@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -174,7 +175,7 @@ def accelerated_steps(accelerator: Accelerator, model: nn.Module, optimizer: Any
             batch = {key: value[None] for key, value in rows[(4 * step + 2 * micro + rank) % ROWS].items()}
             with accelerator.accumulate(model):
                 loss = model(**batch).loss
-                accelerator.backward(loss * (1e38 if step == 1 and rank == 1 else 1.0))
+                accelerator.backward(loss * (math.inf if step == 1 and rank == 1 else 1.0))
                 norm = None
                 if accelerator.sync_gradients:
                     norm = accelerator.clip_grad_norm_(model.parameters(), 0.5)
@@ -219,7 +220,7 @@ def own_loop(rank: int, world_size: int, values: dict[str, Any]) -> dict[str, Te
         for micro in range(2):
             batch = {key: value[None] for key, value in rows[(4 * step + 2 * micro + rank) % ROWS].items()}
             with strategy.accumulate(model, last=micro == 1):
-                loss = model(**batch).loss * (1e38 if step == 1 and rank == 1 else 1.0)
+                loss = model(**batch).loss * (math.inf if step == 1 and rank == 1 else 1.0)
                 optimizer.backward(loss / 2)
         if optimizer.step():
             for _ in range(world_size):
