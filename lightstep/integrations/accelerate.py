@@ -8,24 +8,28 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import os
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
 
 from lightstep.config import ConfigError, FSDP2Sharding
+from lightstep.integrations.refusals import (
+    inner_optimizer,
+    refuse_contradictions,
+    refuse_other_norm,
+    refuse_part,
+    refuse_stranger,
+)
 from lightstep.optimizer.base import BaseOptimizer
-from lightstep.optimizer.mixed_precision import MixedPrecisionOptimizer
 from lightstep.optimizer.result import StepResult
 from lightstep.strategy import Strategy
 from lightstep.strategy.export import full_weights
@@ -78,7 +82,7 @@ def connect(accelerator: Accelerator, strategy: Strategy) -> LightstepAccelerato
             f"strategy is {strategy!r:.80}; the Strategy that made the optimizer is needed: strategy = "
             "Strategy.load('stream'), optimizer = strategy.create_optimizer(model, ...)"
         )
-    _refuse_contradictions(accelerator, strategy)
+    refuse_contradictions(accelerator, strategy)
     if not isinstance(accelerator, LightstepAccelerator):
         kind = type(accelerator)
         accelerator.__class__ = type(f"Lightstep{kind.__name__}", (LightstepAccelerator, kind), {})
@@ -141,7 +145,7 @@ class LightstepAccelerator(Accelerator):
         wrapped = optimizers[0] if isinstance(optimizers[0], LightstepOptimizer) else LightstepOptimizer(inner)
         prepared[id(optimizers[0])] = wrapped
         if models:
-            _refuse_stranger(self.strategy, inner, models[0])
+            refuse_stranger(self.strategy, inner, models[0])
             self._model = weakref.ref(unwrap_model(models[0]))
             prepared[id(models[0])] = self._prepare_trained(models[0], inner)
         if wrapped not in self._optimizers:
@@ -193,23 +197,21 @@ class LightstepAccelerator(Accelerator):
         precision = self.strategy.config.precision
         compute = cast(FSDP2Sharding, self.strategy.config.sharding).compute
         param_dtype = None if compute == "parameters" else getattr(torch, compute)
-        if self.mixed_precision == "bf16":
-            if precision.parameters == "float32":
-                param_dtype = torch.bfloat16
-            else:
-                self.state._mixed_precision = "no"  # else it casts the shards to fp32
+        if self.mixed_precision == "bf16" and precision.parameters == "float32":
+            param_dtype = torch.bfloat16
+        elif self.mixed_precision == "bf16":
+            self.state._mixed_precision = "no"
+            if self.is_main_process:
+                logger.warning(
+                    "lightstep: mixed_precision is 'no' from here on, and not 'bf16', under which accelerate makes fp32 "
+                    "shards; they are in %s, as %s says, and compute in it",
+                    precision.parameters,
+                    self.strategy.name,
+                )
         reduce_dtype = torch.float32 if precision.reduce == "float32" else self.strategy.parameter_dtype
-        self.state.fsdp_plugin.mixed_precision_policy = MixedPrecisionPolicy(
-            param_dtype=param_dtype, reduce_dtype=reduce_dtype
-        )
-        logger.info(
-            "lightstep: accelerate shards the model in %s with mixed_precision %r and MixedPrecisionPolicy("
-            "param_dtype=%s, reduce_dtype=%s)",
-            precision.parameters,
-            self.mixed_precision,
-            param_dtype,
-            reduce_dtype,
-        )
+        policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
+        self.state.fsdp_plugin.mixed_precision_policy = policy
+        logger.info("lightstep: accelerate shards %s weights under %s", precision.parameters, policy)
 
     # -- one iteration
 
@@ -257,8 +259,8 @@ class LightstepAccelerator(Accelerator):
         if trained is None:
             return cast(Tensor, super().clip_grad_norm_(parameters, max_norm, norm_type))
         optimizer = trained.optimizer
-        _refuse_other_norm(optimizer, max_norm, norm_type)
-        _refuse_part(optimizer, [parameters] if isinstance(parameters, Tensor) else list(parameters))
+        refuse_other_norm(optimizer, max_norm, norm_type)
+        refuse_part(optimizer, [parameters] if isinstance(parameters, Tensor) else list(parameters))
         if not self.sync_gradients:
             raise RuntimeError(
                 "clip_grad_norm_ in the middle of an accumulation: write `if accelerator.sync_gradients:` in front"
@@ -331,102 +333,3 @@ class LightstepAccelerator(Accelerator):
             raise ValueError("load_state() needs input_dir, or a ProjectConfiguration with automatic_checkpoint_naming")
         folders = (Path(self.project_dir) / "checkpoints").glob("checkpoint_*")
         return str(max(folders, key=lambda folder: int(folder.name.rpartition("_")[2])))
-
-
-def inner_optimizer(optimizer: torch.optim.Optimizer) -> BaseOptimizer:
-    """The lightstep optimizer inside accelerate's wrapper, or itself.
-
-    Raises:
-        TypeError: it is another library's.
-    """
-    inner = optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
-    if isinstance(inner, BaseOptimizer):
-        return inner
-    kind = type(inner)
-    raise TypeError(
-        f"the optimizer is a {kind.__module__}.{kind.__qualname__}, and lightstep's own is needed, which "
-        f"keeps masters, scales and clips: strategy.create_optimizer(model, {kind.__name__}, lr=...)"
-    )
-
-
-# -- what does not go together -----------------------------------------------------------------------------------------
-
-
-def _refuse_contradictions(accelerator: Accelerator, strategy: Strategy) -> None:
-    kind, name = strategy.config.sharding.kind, strategy.name
-    if accelerator.mixed_precision in ("fp16", "fp8") or accelerator.scaler is not None:
-        raise ConfigError(
-            f"{name}: mixed_precision is {accelerator.mixed_precision!r}, which scales or quantises beside lightstep's "
-            "loss scale; leave it out (fp16=True in TrainingArguments), and set precision.parameters: float16 with "
-            "precision.loss_scale: {kind: dynamic} in the strategy (preset 'fp16'), or use 'bf16'"
-        )
-    distributed = accelerator.distributed_type
-    if distributed in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA):
-        raise ConfigError(
-            f"{name}: accelerate runs {distributed.value}, which has an optimizer of its own; sharding.kind is {kind}. "
-            "Start without it (accelerate config, ACCELERATE_USE_* variables, deepspeed= in TrainingArguments)"
-        )
-    if distributed == DistributedType.FSDP:
-        _refuse_plugin(accelerator, strategy)
-    elif kind == "single" and accelerator.num_processes > 1:
-        raise ConfigError(
-            f"{name}: sharding.kind single is for one process, and {accelerator.num_processes} are running; choose a "
-            "strategy of kind ddp (ddp, ddp-stream) or fsdp2 (fsdp2, fsdp2-stream)"
-        )
-
-
-def _refuse_plugin(accelerator: Accelerator, strategy: Strategy) -> None:
-    sharding = strategy.config.sharding
-    if not isinstance(sharding, FSDP2Sharding):
-        raise ConfigError(
-            f"{strategy.name}: accelerate shards with FSDP (fsdp in TrainingArguments, or a plugin), and "
-            f"sharding.kind of the strategy is {sharding.kind}; choose one of kind fsdp2 (fsdp2, fsdp2-stream), or "
-            "switch accelerate's FSDP off"
-        )
-    if not accelerator.is_fsdp2:
-        raise ConfigError(f"{strategy.name}: accelerate's FSDP plugin has fsdp_version 1; set fsdp_version=2")
-    own = {"kind", "compute"}
-    ignored = [
-        f"{key} {value}"
-        for key, value in sharding.model_dump().items()
-        if key not in own and value != FSDP2Sharding(kind="fsdp2").model_dump()[key]
-    ]
-    if ignored:
-        raise ConfigError(
-            f"{strategy.name}: accelerate shards as its FSDP plugin says, and sharding.{ignored[0]} of the strategy "
-            "would do nothing; set it in the plugin (fsdp_config), or switch accelerate's FSDP off and let the "
-            "strategy shard"
-        )
-
-
-def _refuse_stranger(strategy: Strategy, optimizer: BaseOptimizer, model: nn.Module) -> None:
-    if not strategy.trains(model, optimizer):
-        raise ValueError(
-            f"{strategy.name}: this optimizer was not made by this strategy for this {type(model).__name__}; hand over "
-            "the model and the strategy that were used: optimizer = strategy.create_optimizer(model, ...)"
-        )
-
-
-def _refuse_other_norm(optimizer: MixedPrecisionOptimizer, max_norm: float, norm_type: float) -> None:
-    own = math.inf if optimizer.max_norm is None else optimizer.max_norm
-    if (max_norm not in (own, math.inf)) or norm_type != optimizer.norm_type:
-        raise ConfigError(
-            f"clip_grad_norm_(max_norm={max_norm}, norm_type={norm_type}): the strategy has clipping.max_norm "
-            f"{optimizer.max_norm} and norm_type {optimizer.norm_type}, and gradients are clipped once, in step(); say "
-            f"it in one place: Strategy.load(..., {{'clipping.max_norm': {max_norm}}})"
-        )
-
-
-def _refuse_part(optimizer: MixedPrecisionOptimizer, parameters: Iterable[Tensor]) -> None:
-    given = set(parameters)
-    missing = [
-        tuple(parameter.shape)
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-        if parameter.requires_grad and parameter not in given
-    ]
-    if missing:
-        raise ValueError(
-            f"clip_grad_norm_ without {len(missing)} of the optimizer's parameters (shapes {missing[:3]}): there is "
-            "one norm of all gradients; pass model.parameters()"
-        )

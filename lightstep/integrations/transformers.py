@@ -19,7 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer, TrainingArguments
 
 from lightstep.config import ConfigError, DDPSharding, FSDP2Sharding
-from lightstep.integrations.accelerate import CHECKPOINT, LightstepOptimizer, connect, inner_optimizer
+from lightstep.integrations.accelerate import CHECKPOINT, LightstepOptimizer, connect
+from lightstep.integrations.refusals import inner_optimizer
 from lightstep.optimizer.base import BaseOptimizer
 from lightstep.optimizer.result import StepResult
 from lightstep.strategy import Strategy
@@ -66,8 +67,8 @@ class LightstepMixin(_AnyTrainer):
                 f"{self.strategy.name}: the model is wrapped in DistributedDataParallel already; hand over the module "
                 "in it, the strategy wraps it"
             )
+        cast_parameters(model, self.strategy.parameter_dtype)
         if self.strategy.config.sharding.kind != "fsdp2":
-            cast_parameters(model, self.strategy.parameter_dtype)
             super()._move_model_to_device(model, device)
 
     # -- the optimizer
@@ -138,9 +139,9 @@ class LightstepMixin(_AnyTrainer):
 
     @property
     def _has_own_files(self) -> bool:
-        """Whether every process holds the whole state on its device: the Trainer's ``optimizer.pt`` takes it then."""
+        """Whether one process holds the whole state on its device: the Trainer's ``optimizer.pt`` takes it then."""
         config = self.strategy.config
-        return config.sharding.kind != "fsdp2" and config.optimizer_state.backend == "resident"
+        return config.sharding.kind == "single" and config.optimizer_state.backend == "resident"
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """As the Trainer, also where the strategy has sharded the model; every process calls it."""
