@@ -203,8 +203,8 @@ class LightstepAccelerator(Accelerator):
             self.state._mixed_precision = "no"
             if self.is_main_process:
                 logger.warning(
-                    "lightstep: mixed_precision is 'no' from here on, and not 'bf16', under which accelerate makes fp32 "
-                    "shards; they are in %s, as %s says, and compute in it",
+                    "lightstep: mixed_precision is 'no' from here on, and not 'bf16', under which accelerate makes "
+                    "fp32 shards; they are in %s, as %s says, and compute in it",
                     precision.parameters,
                     self.strategy.name,
                 )

@@ -54,6 +54,16 @@ def refuse_contradictions(accelerator: Accelerator, strategy: Strategy) -> None:
             "loss scale; leave it out (fp16=True in TrainingArguments), and set precision.parameters: float16 with "
             "precision.loss_scale: {kind: dynamic} in the strategy (preset 'fp16'), or use 'bf16'"
         )
+    if accelerator.mixed_precision == "bf16" and strategy.config.precision.parameters == "float16":
+        raise ConfigError(
+            f"{name}: mixed_precision is 'bf16' (bf16=True in TrainingArguments; TRL's default), and "
+            "precision.parameters is float16, which autocast would compute in bfloat16; set it to 'no' (bf16=False)"
+        )
+    if accelerator.device.type != strategy.device.type:
+        raise ConfigError(
+            f"{name}: accelerate works on {accelerator.device.type} (cpu=True, use_cpu=True in TrainingArguments?), "
+            f"the strategy on {strategy.device.type}; hide the device (CUDA_VISIBLE_DEVICES=''), or leave that out"
+        )
     distributed = accelerator.distributed_type
     if distributed in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA):
         raise ConfigError(

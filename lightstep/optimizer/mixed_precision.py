@@ -125,7 +125,8 @@ class MixedPrecisionOptimizer(BaseOptimizer):
                 "first step and before state is loaded"
             )
         self.gradients.close()
-        self._backend = backend
+        if type(backend) is not type(self._backend):  # else it may have been told something: set_residency
+            self._backend = backend
         self._start(self.gradients.float32, self._managed.places)
 
     @property  # type: ignore[override]

@@ -28,8 +28,9 @@ OVERFLOWS = {2, 3}
 
 
 @pytest.fixture(autouse=True)
-def fresh_state() -> Iterator[None]:
-    """accelerate keeps its state for the life of a process."""
+def fresh_state(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """accelerate keeps its state for the life of a process. A GPU, if there is one, is left alone."""
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_, **__: None)
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     yield
@@ -193,10 +194,14 @@ def test_one_model_and_one_optimizer() -> None:
     prepare(training.accelerator, model, second, strategy=training.strategy)
 
 
-def test_fp16_beside_lightstep_s_scale() -> None:
-    accelerator = Accelerator(cpu=True, mixed_precision="fp16")
+@pytest.mark.parametrize(
+    ("mixed_precision", "message"),
+    [("fp16", r"mixed_precision is 'fp16', .*preset 'fp16'"), ("bf16", "which autocast would compute in bfloat16")],
+)
+def test_mixed_precision_beside_fp16_weights(mixed_precision: str, message: str) -> None:
+    accelerator = Accelerator(cpu=True, mixed_precision=mixed_precision)
     model, strategy = TinyModel(), Strategy.load(FP16)
-    with pytest.raises(ConfigError, match=r"mixed_precision is 'fp16', .*preset 'fp16'"):
+    with pytest.raises(ConfigError, match=message):
         prepare(accelerator, model, strategy.create_optimizer(model, lr=1e-2), strategy=strategy)
 
 

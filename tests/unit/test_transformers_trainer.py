@@ -14,6 +14,7 @@ import lightstep
 from lightstep import ConfigError, Strategy
 from lightstep.integrations.accelerate import LightstepOptimizer
 from lightstep.integrations.transformers import LightstepMixin, LightstepTrainer
+from lightstep.optimizer.in_backward import InBackward
 from tests.reference.lion import Lion
 from tests.reference.pair import FP16_SCALE
 from tests.reference.plain_loop import ReferenceLoop
@@ -27,6 +28,12 @@ FP16: dict[str, Any] = {
 }
 FIGURES = ("loss", "grad_norm", "learning_rate", "loss_scale")
 STREAM = {"backend": "stream", "ring_mib": 0.05}
+
+
+@pytest.fixture(autouse=True)
+def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU, if there is one, is left alone."""
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_, **__: None)
 
 
 class Overflow(TrainerCallback):
@@ -132,12 +139,16 @@ def test_a_skipped_step_does_not_advance_the_scheduler(tmp_path: Path) -> None:
     assert [entry["loss_scale"] for entry in ran.logs] == [1024, 1024, 512, 256, 256]
 
 
-def test_updates_in_backward(tmp_path: Path) -> None:
+def test_updates_in_backward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers are updated in the last micro-batch, and only there: the weights are those of updates at the step."""
+    begun: list[int] = []
+    begin = InBackward.begin
+    monkeypatch.setattr(InBackward, "begin", lambda self, *args: (begun.append(1), begin(self, *args)))
     values = {"sharding": {"kind": "single"}, "clipping": {"max_norm": None}}
     late = Ran(tmp_path, values | {"optimizer_state": {"backend": "resident"}})
     early = Ran(tmp_path, values | {"optimizer_state": {"backend": "resident", "update": "in_backward"}})
     same_weights(early.model, late.model)
+    assert len(begun) == 5
     # Each layer's part of the norm is added up in the order of backward: another last bit.
     assert [e["grad_norm"] for e in early.logs] == pytest.approx([e["grad_norm"] for e in late.logs], rel=2e-6)
 
