@@ -23,7 +23,7 @@ from lightstep.integrations.transformers import LightstepTrainer
 from lightstep.state.replicas import SharedByReplicas
 from lightstep.strategy.export import full_weights
 from tests.distributed.models import TinyTransformer, loss_of
-from tests.distributed.ranks import Pool
+from tests.distributed.ranks import Pool, device_of
 from tests.distributed.test_next_forward import Training
 from tests.reference.pair import FP16_SCALE
 from tests.reference.tiny_llama import ROWS, Rows, make_llama, training_arguments
@@ -40,6 +40,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "accelerate": {"sharding": {"kind": "fsdp2"}, "optimizer_state": OVERLAP, "clipping": CLIPPING},
 }
 STEPS = 4
+CPU = device_of(0, 2).type == "cpu"
 
 
 @contextlib.contextmanager
@@ -49,7 +50,7 @@ def fresh_state(kind: str) -> Iterator[None]:
     It shards with FSDP on accelerators only: the ranks pass for such.
     """
     reset()
-    PartialState(cpu=True)
+    PartialState(cpu=CPU)
     pass_for_accelerators(kind)
     try:
         yield
@@ -85,14 +86,14 @@ def trained(folder: Path, kind: str, resume: str | None = None, seed: int = 0) -
     args = training_arguments(
         folder,
         per_device_train_batch_size=1,
-        ddp_backend="gloo",
+        use_cpu=CPU,
         train_sampling_strategy="sequential",
         save_strategy="steps",
         save_steps=2,
         max_steps=STEPS,
         fsdp=True if kind == "accelerate" else None,
     )
-    assert args.device.type == "cpu"
+    assert args.device.type == ("cpu" if CPU else "cuda")
     pass_for_accelerators(kind)
     data = Rows()
     trainer = LightstepTrainer(make_llama(seed), args, strategy=STRATEGIES[kind], train_dataset=data, eval_dataset=data)
@@ -136,7 +137,7 @@ def plain_loop(rank: int, world_size: int, values: dict[str, Any], logs: list[di
         items = sum(item["labels"][1:].ne(-100).sum() for item in everybody)
         for micro in range(2):
             item = everybody[2 * micro + rank]
-            batch = {key: value[None] for key, value in item.items()}
+            batch = {key: value[None].to(strategy.device) for key, value in item.items()}
             with strategy.accumulate(model, last=micro == 1):
                 optimizer.backward(model(**batch, num_items_in_batch=items).loss * world_size)
         result = optimizer.step()
@@ -158,7 +159,7 @@ def test_trainer(pool: Pool, tmp_path: Path, kind: str) -> None:
 def accelerated(kind: str, values: dict[str, Any], **options: Any) -> tuple[Accelerator, Strategy, Any, Any, Any]:
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="transformer_based_wrap")
     accelerator = Accelerator(
-        gradient_accumulation_steps=2, fsdp_plugin=plugin if kind == "accelerate" else None, **options
+        cpu=CPU, gradient_accumulation_steps=2, fsdp_plugin=plugin if kind == "accelerate" else None, **options
     )
     strategy, model = Strategy.load(values), make_llama()
     optimizer = strategy.create_optimizer(model, lr=3e-3)
@@ -172,7 +173,8 @@ def accelerated_steps(accelerator: Accelerator, model: nn.Module, optimizer: Any
     rows, skipped, rank = Rows(), 0, accelerator.process_index
     for step in steps:
         for micro in range(2):
-            batch = {key: value[None] for key, value in rows[(4 * step + 2 * micro + rank) % ROWS].items()}
+            row = rows[(4 * step + 2 * micro + rank) % ROWS]
+            batch = {key: value[None].to(accelerator.device) for key, value in row.items()}
             with accelerator.accumulate(model):
                 loss = model(**batch).loss
                 accelerator.backward(loss * (math.inf if step == 1 and rank == 1 else 1.0))
@@ -218,7 +220,8 @@ def own_loop(rank: int, world_size: int, values: dict[str, Any]) -> dict[str, Te
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
     for step in range(STEPS):
         for micro in range(2):
-            batch = {key: value[None] for key, value in rows[(4 * step + 2 * micro + rank) % ROWS].items()}
+            row = rows[(4 * step + 2 * micro + rank) % ROWS]
+            batch = {key: value[None].to(strategy.device) for key, value in row.items()}
             with strategy.accumulate(model, last=micro == 1):
                 loss = model(**batch).loss * (math.inf if step == 1 and rank == 1 else 1.0)
                 optimizer.backward(loss / 2)
@@ -269,10 +272,10 @@ class ShardedAfterwards(Training):
     """The embedding and the head are gathered together, by the call of the embedding."""
 
     def __init__(self, rank: int, world_size: int, values: dict[str, Any]) -> None:
-        self.rank, self.device, self.steps = rank, torch.device("cpu"), 0
+        self.rank, self.device, self.steps = rank, device_of(rank, world_size), 0
         self.strategy = Strategy.load(values)
         torch.manual_seed(0)
-        self.model = TinyTransformer().to(self.strategy.parameter_dtype)
+        self.model = TinyTransformer().to(self.device, self.strategy.parameter_dtype)
         self.optimizer = self.strategy.create_optimizer(self.model, param_groups=self.model.split(), lr=1e-2)
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         with self.strategy.preparing(self.model):
@@ -287,9 +290,17 @@ def gathered_together(rank: int, world_size: int, parameters: str) -> None:
     for step in range(6):
         assert deferred.step() == at_step.step()
         if step == 1:
-            deferred.optimizer._backend.lanes.delay = lambda lane: time.sleep(2e-3)
+            slow(deferred)
         assert deferred.evaluate() == at_step.evaluate()
     same(deferred.snapshot(), at_step.snapshot())
+
+
+def slow(training: Training) -> None:
+    """Each job of each lane waits: on the GPU sleep kernels do."""
+    if CPU:
+        training.optimizer._backend.lanes.delay = lambda lane: time.sleep(2e-3)
+    else:
+        training.delay(seed=0, longest=5e-3)
 
 
 @pytest.mark.parametrize("parameters", ["bfloat16", "float32"])
@@ -312,7 +323,7 @@ def made_before(rank: int, world_size: int, sharding: dict[str, Any]) -> None:
         for strategy, model, optimizer in trainings:
             for micro in range(2):
                 with strategy.accumulate(model, last=micro == 1):
-                    optimizer.backward(loss_of(model, step, micro, rank, torch.device("cpu")) / 2)
+                    optimizer.backward(loss_of(model, step, micro, rank, device_of(rank, world_size)) / 2)
             optimizer.step()
     (_, model, early), (_, other, late) = trainings
     same(whole(model), whole(other))
