@@ -146,8 +146,8 @@ class LightstepAccelerator(Accelerator):
         prepared[id(optimizers[0])] = wrapped
         if models:
             refuse_stranger(self.strategy, inner, models[0])
-            self._model = weakref.ref(unwrap_model(models[0]))
             prepared[id(models[0])] = self._prepare_trained(models[0], inner)
+            self._model = weakref.ref(unwrap_model(models[0]))
         if wrapped not in self._optimizers:
             self._optimizers.append(wrapped)
         rest = [given for given in args if id(given) not in prepared]
@@ -172,11 +172,11 @@ class LightstepAccelerator(Accelerator):
         return inner
 
     def _prepare_trained(self, model: nn.Module, optimizer: BaseOptimizer) -> nn.Module:
-        if any(isinstance(module, FSDPModule) for module in model.modules()):
-            pass  # by an earlier call, or by strategy.prepare_model
-        elif self.is_fsdp2:
+        wrapped = any(isinstance(module, FSDPModule | DistributedDataParallel) for module in model.modules())
+        again = self._is_trained(model) and self.strategy.config.sharding.kind == "single"
+        if self.is_fsdp2 and not wrapped:
             return self._shard(model, optimizer)
-        elif not isinstance(model, DistributedDataParallel):
+        if not wrapped and not again:
             model = self.strategy.prepare_model(model)
         # With this flag accelerate adds autocast and torch.compile, and neither wraps nor moves anything.
         prepared: nn.Module = super().prepare_model(model, device_placement=False, evaluation_mode=True)
@@ -185,33 +185,36 @@ class LightstepAccelerator(Accelerator):
     def _shard(self, model: nn.Module, optimizer: BaseOptimizer) -> nn.Module:
         """By accelerate, as its FSDP2 plugin says, under a policy that follows ``precision``."""
         strategy = self.strategy
-        with strategy.preparing(model):
+        with strategy.preparing(model), self._own_precision():
             cast_parameters(model, strategy.parameter_dtype)
-            self._set_policy()
             sharded, _ = super().prepare(model, LightstepOptimizer(optimizer))
         self._optimizers = [held for held in self._optimizers if inner_optimizer(held) is not optimizer]
         return cast(nn.Module, sharded)
 
-    def _set_policy(self) -> None:
-        """accelerate's own policy would reduce in bf16, and ``mixed_precision`` would make the shards fp32."""
-        precision = self.strategy.config.precision
+    @contextlib.contextmanager
+    def _own_precision(self) -> Iterator[None]:
+        """accelerate's own policy reduces in the dtype of compute, and ``mixed_precision`` makes fp32 shards."""
+        precision, asked = self.strategy.config.precision, self.mixed_precision
         compute = cast(FSDP2Sharding, self.strategy.config.sharding).compute
         param_dtype = None if compute == "parameters" else getattr(torch, compute)
-        if self.mixed_precision == "bf16" and precision.parameters == "float32":
+        if asked == "bf16" and precision.parameters == "float32":
             param_dtype = torch.bfloat16
-        elif self.mixed_precision == "bf16":
-            self.state._mixed_precision = "no"
-            if self.is_main_process:
-                logger.warning(
-                    "lightstep: mixed_precision is 'no' from here on, and not 'bf16', under which accelerate makes "
-                    "fp32 shards; they are in %s, as %s says, and compute in it",
-                    precision.parameters,
-                    self.strategy.name,
-                )
+        elif asked == "bf16" and self.is_main_process:
+            logger.warning(
+                "lightstep: with mixed_precision 'bf16' accelerate would make fp32 shards; they are %s, as %s says: it "
+                "shards as with mixed_precision 'no'",
+                precision.parameters,
+                self.strategy.name,
+            )
         reduce_dtype = torch.float32 if precision.reduce == "float32" else self.strategy.parameter_dtype
         policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
         self.state.fsdp_plugin.mixed_precision_policy = policy
         logger.info("lightstep: accelerate shards %s weights under %s", precision.parameters, policy)
+        self.state._mixed_precision = "no"
+        try:
+            yield
+        finally:  # accelerate compares it when another Accelerator is made
+            self.state._mixed_precision = asked
 
     # -- one iteration
 

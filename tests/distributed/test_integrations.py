@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import time
 from collections.abc import Iterator
@@ -236,11 +237,23 @@ def test_accelerate(pool: Pool, tmp_path: Path, kind: str) -> None:
     pool.run(accelerate, 2, kind=kind, folder=str(tmp_path))
 
 
+@contextlib.contextmanager
+def logged(name: str) -> Iterator[list[str]]:
+    """The warnings of one logger."""
+    messages: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger(name).addHandler(handler)
+    yield messages
+    logging.getLogger(name).removeHandler(handler)
+
+
 def policies(rank: int, world_size: int) -> None:
     """Who is told bf16 keeps bf16 shards all the same; what contradicts accelerate's sharding is refused."""
     with fresh_state("accelerate"):
-        accelerator, _, model, _, _ = accelerated("accelerate", STRATEGIES["accelerate"], mixed_precision="bf16")
-        assert accelerator.mixed_precision == "no"
+        with logged("lightstep.integrations.accelerate") as messages:
+            accelerator, _, model, _, _ = accelerated("accelerate", STRATEGIES["accelerate"], mixed_precision="bf16")
+        assert ["would make fp32 shards; they are bfloat16" in message for message in messages] == [True] * (rank == 0)
         assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
         policy = accelerator.state.fsdp_plugin.mixed_precision_policy
         assert (policy.param_dtype, policy.reduce_dtype) == (None, torch.float32)
@@ -310,7 +323,7 @@ def test_modules_that_fsdp2_gathers_together(pool: Pool, parameters: str) -> Non
 
 
 def made_before(rank: int, world_size: int, sharding: dict[str, Any]) -> None:
-    values = {"sharding": sharding, "optimizer_state": OVERLAP}
+    values = {"sharding": sharding, "optimizer_state": {"backend": "stream", "ring_mib": 0.05}}
     trainings = []
     for early in (True, False):
         strategy = Strategy.load(values)
