@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -50,13 +52,14 @@ def fresh_state(kind: str) -> Iterator[None]:
 
     It shards with FSDP on accelerators only: the ranks pass for such.
     """
-    reset()
-    PartialState(cpu=CPU)
-    pass_for_accelerators(kind)
-    try:
-        yield
-    finally:
+    with mock.patch.dict(os.environ):
         reset()
+        PartialState(cpu=CPU)
+        pass_for_accelerators(kind)
+        try:
+            yield
+        finally:
+            reset()
 
 
 def pass_for_accelerators(kind: str) -> None:
