@@ -174,8 +174,9 @@ def _environment(rank: int, ranks: int, port: int) -> dict[str, str]:
     """What torchrun sets."""
     if not ranks:
         return {}
+    run = {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_RUN_ID": "none"}
     here = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": port}
-    return {**{name: str(value) for name, value in here.items()}, "MASTER_ADDR": "127.0.0.1"}
+    return {**run, **{name: str(value) for name, value in here.items()}}
 
 
 def _free_port() -> int:
