@@ -521,6 +521,38 @@ def test_compiled_before_and_after(pool: Pool, sharding: dict[str, Any]) -> None
     pool.run(check_compiled, 2, sharding=sharding)
 
 
+DEFERRED = {"optimizer_state": {"backend": "stream", "update": "next_forward"}}
+
+
+def check_compiled_with_deferred_updates(rank: int, world_size: int, sharding: dict[str, Any]) -> None:
+    """Forwards that were compiled before there was an optimizer wait for its updates too."""
+
+    def run(compiled: Callable[[nn.Module], nn.Module]) -> dict[str, Tensor]:
+        torch._dynamo.reset()
+        strategy = load(sharding, **DEFERRED)
+        torch.manual_seed(0)
+        model = compiled(strategy.prepare_model(TinyTransformer()))
+        with torch.no_grad():
+            loss_of(model, 0, 0, rank, strategy.device)
+        optimizer = strategy.create_optimizer(model, lr=1e-2)
+        assert all(train(strategy, model, optimizer, steps=3))
+        return weights_of(strategy, model)
+
+    def blocks(model: nn.Module) -> nn.Module:
+        for block in lightstep.Strategy.load({}).unwrap_model(model).blocks:  # type: ignore[union-attr]
+            block.compile(backend="eager")
+        return model
+
+    expected = run(lambda model: model)
+    same_weights(run(lambda model: torch.compile(model, backend="eager")), expected)
+    same_weights(run(blocks), expected)
+
+
+@pytest.mark.parametrize("sharding", [FSDP2, DDP], ids=["fsdp2", "ddp"])
+def test_compiled_with_deferred_updates(pool: Pool, sharding: dict[str, Any]) -> None:
+    pool.run(check_compiled_with_deferred_updates, 2, sharding=sharding)
+
+
 def check_swapped_by_hand(rank: int, world_size: int) -> None:
     """An optimizer built before sharding, given the sharded parameters afterwards, as accelerate does."""
     from torch.distributed.fsdp import fully_shard
