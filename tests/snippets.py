@@ -49,6 +49,7 @@ class Script:
     Attributes:
         text: as long as the page, with all but the code blank: line numbers of errors are those of the page.
         ranks: how many processes; 0 is one without the variables of torchrun.
+        arguments: of its command line.
     """
 
     page: Path
@@ -56,6 +57,7 @@ class Script:
     language: str
     ranks: int
     lines: list[str] = field(default_factory=list)
+    arguments: tuple[str, ...] = ()
 
     @property
     def text(self) -> str:
@@ -108,7 +110,7 @@ def run_script(script: Script, folder: Path) -> tuple[int, str]:
     (folder / "examples").symlink_to(CHECKOUT / "examples")
     path = folder / f"{script.page.stem}.{'py' if script.language == 'python' else 'sh'}"
     path.write_text(script.text, encoding="utf-8")
-    return _run_bash(path) if script.language == "bash" else _run_python(path, script.ranks)
+    return _run_bash(path) if script.language == "bash" else _run_python(path, script)
 
 
 def _run_bash(path: Path) -> tuple[int, str]:
@@ -131,11 +133,12 @@ def _run_bash(path: Path) -> tuple[int, str]:
     return done.returncode, done.stdout
 
 
-def _run_python(path: Path, ranks: int) -> tuple[int, str]:
-    port = _free_port() if ranks else 0
+def _run_python(path: Path, script: Script) -> tuple[int, str]:
+    port = _free_port() if script.ranks else 0
+    environments = [_environment(rank, script.ranks, port) for rank in range(max(script.ranks, 1))]
     processes = [
-        _processes.Process(target=_serve_script, args=(path, _environment(rank, ranks, port)), daemon=False)
-        for rank in range(max(ranks, 1))
+        _processes.Process(target=_serve_script, args=(path, script.arguments, environment), daemon=False)
+        for environment in environments
     ]
     for process in processes:
         process.start()
@@ -158,14 +161,14 @@ def _wait(processes: list[BaseProcess]) -> int:
     return failed[0] or -1 if failed else -1
 
 
-def _serve_script(path: Path, environment: dict[str, str]) -> None:
+def _serve_script(path: Path, arguments: tuple[str, ...], environment: dict[str, str]) -> None:
     """In the fork: as ``python path`` would be, with everything that is written in a file beside it."""
     os.environ.update(environment)
     os.chdir(path.parent)
     with open(f"output-{environment.get('RANK', '0')}", "w") as output:
         for stream in (1, 2):
             os.dup2(output.fileno(), stream)
-    sys.argv = [str(path)]
+    sys.argv = [str(path), *arguments]
     sys.path.insert(0, str(CHECKOUT))
     runpy.run_path(str(path), run_name="__main__")
 

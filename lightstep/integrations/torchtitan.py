@@ -57,6 +57,7 @@ class OptimizersContainer(torch.optim.Optimizer, Stateful):
         model: the part, or all of them as one module: what ``strategy.accumulate`` takes.
 
     Raises:
+        TypeError: not a strategy, or not a list of modules.
         ConfigError: the strategy cannot do it for several parts.
         ValueError: a pattern that matches nothing, parameters that no pattern matches, or pipeline stages whose ranks
             hold plain copies.
@@ -71,8 +72,9 @@ class OptimizersContainer(torch.optim.Optimizer, Stateful):
         param_groups: Sequence[Mapping[str, Any]] | None = None,
         **hyperparameters: Any,
     ) -> None:
-        self.model_parts = list(model_parts)
-        self.strategy = strategy
+        self.model_parts, self.strategy = _checked(model_parts), strategy
+        if not isinstance(strategy, Strategy):
+            raise TypeError(f"the strategy is {strategy!r:.80}; one from Strategy.load(...) is needed")
         _refuse_for_parts(strategy, self.model_parts)
         self.model = self.model_parts[0] if len(self.model_parts) == 1 else ModelParts(self.model_parts)
         names = _named(self.model_parts)
@@ -137,6 +139,13 @@ class OptimizersContainer(torch.optim.Optimizer, Stateful):
 
     def init_cache_state_dict(self) -> None:
         """Nothing: asked for by torchtitan's fault-tolerant trainer."""
+
+
+def _checked(model_parts: Sequence[nn.Module]) -> list[nn.Module]:
+    parts = [] if isinstance(model_parts, nn.Module) else list(model_parts)
+    if not parts or not all(isinstance(part, nn.Module) for part in parts):
+        raise TypeError(f"model_parts is {model_parts!r:.80}; a list of one or more modules is needed")
+    return parts
 
 
 def _refuse_for_parts(strategy: Strategy, parts: Sequence[nn.Module]) -> None:

@@ -947,3 +947,25 @@ def test_a_rank_that_dies_ends_the_others(pool: Pool, tmp_path: Path, sharding: 
     if torch.cuda.device_count() < 2:  # nccl's watchdog ends the process itself
         _, seconds = json.loads((tmp_path / "0.json").read_text())
         assert seconds < TIMEOUT.total_seconds()
+
+
+def check_unscaled_backward(rank: int, world_size: int, sharding: dict[str, Any]) -> None:
+    strategy = load(
+        sharding, precision={"parameters": "float16", "loss_scale": {"kind": "dynamic", "init_scale": 256.0}}
+    )
+    torch.manual_seed(0)
+    model = strategy.prepare_model(TinyTransformer())
+    optimizer = strategy.create_optimizer(model, lr=1e-2)
+    train(strategy, model, optimizer)
+    before = weights_of(strategy, model)
+    loss_of(model, 2, 0, rank, strategy.device).backward()
+    with pytest.raises(RuntimeError, match=r"call optimizer\.backward\(loss\)"):
+        optimizer.step()
+    same_weights(weights_of(strategy, model), before)
+    optimizer.zero_grad()
+    train(strategy, model, optimizer)
+
+
+@pytest.mark.parametrize("sharding", [FSDP2, DDP], ids=["fsdp2", "ddp"])
+def test_a_backward_that_was_not_scaled_is_refused(pool: Pool, sharding: dict[str, Any]) -> None:
+    pool.run(check_unscaled_backward, 2, sharding=sharding)

@@ -19,6 +19,15 @@ def test_an_example_runs(script: Script, tmp_path: Path) -> None:
     assert status == 0, f"{script.page}:{script.line}\n{output}"
 
 
+def test_the_example_of_lightning_fabric_runs(tmp_path: Path) -> None:
+    source = CHECKOUT / "examples" / "fabric.py"
+    script = Script(source, 1, "python", 0, source.read_text(encoding="utf-8").splitlines(), ("--steps", "2"))
+    status, output = run_script(script, tmp_path)
+    assert status == 0, output
+    assert "step 2: loss" in output
+    assert (tmp_path / "runs" / "fabric" / "lightstep.json").is_file()
+
+
 def test_pages_have_examples_that_run() -> None:
     assert {"README.md", "index.md"} <= {script.page.name for script in SCRIPTS}
 

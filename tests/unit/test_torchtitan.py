@@ -244,6 +244,9 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         ConfigError,
         "there are 2 model parts; set it to 'at_step'",
     ),
+    "no strategy": (lambda: OptimizersContainer("stream", stages(*PARTS)), TypeError, "one from Strategy.load"),  # type: ignore[arg-type]
+    "no list": (lambda: OptimizersContainer(strategy_for(), Stage([0])), TypeError, "a list of one or more modules"),  # type: ignore[arg-type]
+    "no parts": (lambda: OptimizersContainer(strategy_for(), []), TypeError, "a list of one or more modules"),
     "another model": (
         lambda: container_of(stages(*PARTS)).load_state_dict({}),
         ValueError,
