@@ -42,7 +42,8 @@ def unwrap_model(model: nn.Module) -> nn.Module:
 def _inside(model: nn.Module) -> Any:
     if isinstance(model, DistributedDataParallel):
         return model.module
-    return getattr(model, "_orig_mod", None) or getattr(model, "_forward_module", None)
+    own = vars(model).get("_modules", {})
+    return own.get("_orig_mod", own.get("_forward_module") if "_original_module" in own else None)
 
 
 def named_tensors(model: nn.Module) -> list[NamedTensor]:

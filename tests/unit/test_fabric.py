@@ -112,12 +112,16 @@ def test_fabrics_own_scaler_beside_ours_is_refused() -> None:
         run.optimizer.step()
 
 
-def test_fabrics_own_scaler_and_clipping_over_fp32_weights() -> None:
+@pytest.mark.parametrize("mixed", ["16-mixed", "bf16-mixed"])
+def test_fabrics_own_precision_and_clipping_over_fp32_weights(mixed: str) -> None:
     """With neither a scale nor clipping of ours, the loop is Fabric's own."""
 
     def train(create: Callable[[nn.Module], Any]) -> list[Tensor]:
         torch.manual_seed(0)
-        fabric, model = scaling_fabric(), TinyModel()
+        fabric = (
+            scaling_fabric() if mixed == "16-mixed" else Fabric(accelerator="cpu", devices=1, precision="bf16-mixed")
+        )
+        model: nn.Module = TinyModel()
         model, optimizer = fabric.setup(model, create(model))
         for step in range(5):
             optimizer.zero_grad()
@@ -149,6 +153,17 @@ def test_a_checkpoint_goes_on_bit_for_bit(fabric: Fabric, tmp_path: Path, values
         one.train(range(3, 6))
     same(later, run)
     assert later.optimizer.loss_scale.state_dict() == run.optimizer.loss_scale.state_dict()
+
+
+def test_a_compiled_model(fabric: Fabric) -> None:
+    plain = Run(STRATEGIES["next_forward"])
+    run = Run(STRATEGIES["next_forward"])
+    model = torch.compile(run.model, backend="eager")
+    run.model, run.optimizer = fabric.setup(model, run.strategy.create_optimizer(model, lr=1e-2))
+    run.scheduler = torch.optim.lr_scheduler.LinearLR(run.optimizer, 1.0, 0.1, 8)
+    for one in (plain, run):
+        one.train(range(2))
+    same(run, plain)
 
 
 def test_closing_through_the_wrapper_closes_the_optimizer(fabric: Fabric) -> None:
