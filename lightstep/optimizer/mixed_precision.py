@@ -130,6 +130,12 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         self.gradients.watch(trainable)
         self._scaled_backward.watch(trainable, self.loss_scale)
 
+    def _notice_what_was_given_up(self) -> None:
+        """Gradients of a loss that was not scaled are gone after ``model.zero_grad()``."""
+        if self._scaled_backward.unscaled and not self.gradients.delivered:
+            left = any(p.grad is not None for group in self.param_groups for p in group["params"])
+            self._scaled_backward.unscaled = left
+
     # -- one iteration
 
     def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
@@ -139,6 +145,7 @@ class MixedPrecisionOptimizer(BaseOptimizer):
             )
         self._updates.land()  # gradients that it still reads may stand where the next ones will be put
         self._watch_gradients()  # parameters may have been frozen or thawed
+        self._notice_what_was_given_up()
         if not self.loss_scale.is_identity:
             loss = loss.float() * self.loss_scale.tensor(loss.device)
         with self._scaled_backward.running(), self._updating():
@@ -202,6 +209,7 @@ class MixedPrecisionOptimizer(BaseOptimizer):
 
     def step(self, closure: Callable[[], Any] | None = None) -> StepResult:  # type: ignore[override]
         loss = self._evaluate(closure)
+        self._notice_what_was_given_up()
         self._scaled_backward.refuse_unscaled()
         with torch.no_grad():
             self._updates.land()

@@ -19,12 +19,15 @@ class ScaledBackward:
     """Whether the gradients that autograd wrote since the last step come from losses that were scaled.
 
     Gradients that somebody assigned are taken as they are. Without a scale nothing is watched.
+
+    Attributes:
+        unscaled: there are gradients of a loss that was not scaled, unless somebody gave them up.
     """
 
     def __init__(self) -> None:
         self._handles: dict[Tensor, RemovableHandle] = {}
         self._scale: LossScale | None = None
-        self._unscaled = False
+        self.unscaled = False
 
     def watch(self, parameters: Iterable[Tensor], scale: LossScale) -> None:
         """From now on look at the gradients of these parameters; others are forgotten."""
@@ -50,7 +53,7 @@ class ScaledBackward:
     def note(self) -> None:
         """A gradient has arrived."""
         mine = self._scale
-        self._unscaled |= mine is not None and not any(_equal(mine, other) for other in _running)
+        self.unscaled |= mine is not None and not any(_equal(mine, other) for other in _running)
 
     def refuse_unscaled(self) -> None:
         """Called before gradients are taken.
@@ -58,16 +61,16 @@ class ScaledBackward:
         Raises:
             RuntimeError: some of them are of a loss that was not scaled.
         """
-        if self._unscaled and self._scale is not None:
+        if self.unscaled and self._scale is not None:
             raise RuntimeError(
-                f"there are gradients of a loss that was not multiplied by the loss scale ({self._scale!r}), and "
-                "step() divides by it: call optimizer.backward(loss), and not loss.backward(), or set "
+                f"there are gradients of a loss that was not multiplied by this optimizer's loss scale ({self._scale!r}), "
+                "and step() divides by it: call optimizer.backward(loss), and not loss.backward(), or set "
                 "precision.loss_scale 'none' (optimizer.zero_grad() gives these gradients up)"
             )
 
     def clear(self) -> None:
         """The gradients have been taken, or given up."""
-        self._unscaled = False
+        self.unscaled = False
 
     def close(self) -> None:
         """Take the hooks off."""

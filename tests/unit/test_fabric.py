@@ -108,7 +108,7 @@ def test_fabrics_own_scaler_beside_ours_is_refused() -> None:
     with pytest.raises(RuntimeError, match=r"fabric\.backward"):
         run.optimizer.backward(loss_of(run.model, 0))
     fabric.backward(loss_of(run.model, 0))
-    with pytest.raises(RuntimeError, match="was not multiplied by the loss scale"):
+    with pytest.raises(RuntimeError, match="was not multiplied by this optimizer's loss scale"):
         run.optimizer.step()
 
 

@@ -87,12 +87,24 @@ def test_a_backward_that_was_not_scaled_is_refused_before_anything_happens(value
         assert torch.equal(mine, theirs)
 
 
+def test_gradients_that_the_model_gave_up_are_not_held_against_the_next_ones() -> None:
+    _, model, optimizer = prepared(FP16)
+    loss_of(model, 0).backward()
+    model.zero_grad()
+    optimizer.backward(loss_of(model, 1))
+    assert optimizer.step()
+    loss_of(model, 2).backward()
+    model.zero_grad()
+    with pytest.warns(UserWarning, match="no gradient"):
+        optimizer.step()
+
+
 def test_one_of_several_micro_batches_that_was_not_scaled_is_refused() -> None:
     _, model, optimizer = prepared(FP16)
     optimizer.backward(loss_of(model, 0, 0))
     loss_of(model, 0, 1).backward()
     optimizer.backward(loss_of(model, 0, 2))
-    with pytest.raises(RuntimeError, match="was not multiplied by the loss scale"):
+    with pytest.raises(RuntimeError, match="was not multiplied by this optimizer's loss scale"):
         optimizer.step()
 
 
