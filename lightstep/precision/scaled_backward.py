@@ -64,8 +64,8 @@ class ScaledBackward:
         if self.unscaled and self._scale is not None:
             raise RuntimeError(
                 "there are gradients of a loss that was not multiplied by this optimizer's loss scale "
-                f"({self._scale!r}), and step() divides by it: call optimizer.backward(loss), and not loss.backward(), or set "
-                "precision.loss_scale 'none' (optimizer.zero_grad() gives these gradients up)"
+                f"({self._scale!r}), and step() divides by it: call optimizer.backward(loss), and not "
+                "loss.backward(), or set precision.loss_scale 'none' (optimizer.zero_grad() gives them up)"
             )
 
     def clear(self) -> None:
