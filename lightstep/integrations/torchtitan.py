@@ -276,7 +276,10 @@ def _titan_container() -> Any:
         @dataclasses.dataclass(kw_only=True, slots=True)
         class Config(titan.OptimizersContainer.Config):
             strategy: str = "fp32-stream"
+            """Name or file of a lightstep strategy."""
+
             overrides: dict[str, Any] = dataclasses.field(default_factory=dict)
+            """Dotted keys laid over the strategy."""
 
         def __init__(self, config: Config, *, model_parts: list[nn.Module]) -> None:
             strategy = Strategy.load(config.strategy, config.overrides)
@@ -308,5 +311,7 @@ def _optimizer_class(config: Any) -> tuple[type[torch.optim.Optimizer], dict[str
         )
     if config.implementation == "fused_opt_states_bf16":
         raise ConfigError("optimizer.implementation is 'fused_opt_states_bf16', and lightstep keeps state in fp32")
+    if config.optimizer_factory_kwargs_by_name:
+        raise ConfigError("optimizer.optimizer_factory_kwargs_by_name is for torchtitan's DistMuon; leave it out")
     how = {"fused": config.implementation == "fused", "foreach": config.implementation == "foreach"}
     return getattr(torch.optim, names[0]), how
