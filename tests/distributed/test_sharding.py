@@ -521,15 +521,16 @@ def test_compiled_before_and_after(pool: Pool, sharding: dict[str, Any]) -> None
     pool.run(check_compiled, 2, sharding=sharding)
 
 
-DEFERRED = {"optimizer_state": {"backend": "stream", "update": "next_forward"}}
-
-
-def check_compiled_with_deferred_updates(rank: int, world_size: int, sharding: dict[str, Any]) -> None:
+def check_compiled_with_deferred_updates(rank: int, world_size: int, sharding: dict[str, Any], update: str) -> None:
     """Forwards that were compiled before there was an optimizer wait for its updates too."""
 
     def run(compiled: Callable[[nn.Module], nn.Module]) -> dict[str, Tensor]:
         torch._dynamo.reset()
-        strategy = load(sharding, **DEFERRED)
+        strategy = load(
+            sharding,
+            optimizer_state={"backend": "stream", "update": update},
+            clipping={"max_norm": 0.5, "scope": "unit" if update == "in_backward" else "global"},
+        )
         torch.manual_seed(0)
         model = compiled(strategy.prepare_model(TinyTransformer()))
         with torch.no_grad():
@@ -548,9 +549,13 @@ def check_compiled_with_deferred_updates(rank: int, world_size: int, sharding: d
     same_weights(run(blocks), expected)
 
 
-@pytest.mark.parametrize("sharding", [FSDP2, DDP], ids=["fsdp2", "ddp"])
-def test_compiled_with_deferred_updates(pool: Pool, sharding: dict[str, Any]) -> None:
-    pool.run(check_compiled_with_deferred_updates, 2, sharding=sharding)
+@pytest.mark.parametrize(
+    ("sharding", "update"),
+    [(FSDP2, "next_forward"), (FSDP2, "in_backward"), (DDP, "next_forward")],
+    ids=["fsdp2", "fsdp2 in backward", "ddp"],
+)
+def test_compiled_with_deferred_updates(pool: Pool, sharding: dict[str, Any], update: str) -> None:
+    pool.run(check_compiled_with_deferred_updates, 2, sharding=sharding, update=update)
 
 
 def check_swapped_by_hand(rank: int, world_size: int) -> None:
