@@ -41,10 +41,9 @@ def _let_go(model: nn.Module, optimizers: Iterable[MixedPrecisionOptimizer]) -> 
     names = {id(parameter): name for name, parameter in reversed(list(_named(model)))}
     held = []
     for optimizer in optimizers:
-        optimizer.gradients.watch(())
         for group in optimizer.param_groups:
             held.append((group, [names[id(parameter)] for parameter in group["params"]]))
-            group["params"] = []
+        optimizer.forget_parameters()
     return held
 
 
