@@ -50,9 +50,10 @@ CPU = device_of(0, 2).type == "cpu"
 def fresh_state(kind: str) -> Iterator[None]:
     """accelerate keeps its state for the life of a process, and ranks run one test after the other.
 
-    It shards with FSDP on accelerators only: the ranks pass for such.
+    It shards with FSDP on accelerators only: the ranks pass for such. Without the variable it changes the number of
+    threads, and with it the bits of what these ranks compute next.
     """
-    with mock.patch.dict(os.environ):
+    with mock.patch.dict(os.environ, OMP_NUM_THREADS="1"):
         reset()
         PartialState(cpu=CPU)
         pass_for_accelerators(kind)
