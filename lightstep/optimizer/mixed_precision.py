@@ -60,6 +60,7 @@ class MixedPrecisionOptimizer(BaseOptimizer):
 
     accumulating = KeptInside()
     _scaling = KeptInside()
+    _measured = KeptInside()
     _failure = KeptInside()
     _to_repair = KeptInside()
     _closed = KeptInside(False)
@@ -112,7 +113,36 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         self._walk = UnitWalk(self._arithmetic, self._backend, self._refusing_further_steps, self._managed.record)
         self._updates = self._update_time(self._walk, self._backend)
         self._scaling, self._failure, self._closed, self._to_repair = None, None, False, set()
+        self._measured = None
         self._watch_gradients()
+
+    @property
+    def is_set_up(self) -> bool:
+        """Whether parameters have been taken charge of: from the first step or loaded state on."""
+        return len(self._managed) > 0
+
+    def forget_parameters(self) -> None:
+        """Before the set-up: hold no parameter, until others are put into ``param_groups``."""
+        for group in self.param_groups:
+            group["params"] = []
+        self._watch_gradients()
+
+    def start_over(self, backend: StateBackend) -> None:
+        """Before the set-up: other parameters stand in ``param_groups`` now, and state will live in ``backend``.
+
+        Raises:
+            RuntimeError: it is too late.
+        """
+        if self.is_set_up:
+            raise RuntimeError(
+                f"this {type(self).__name__} has been set up for the parameters it had; shard the model before the "
+                "first step and before state is loaded"
+            )
+        self.gradients.close()
+        self._scaled_backward.close()
+        if type(backend) is not type(self._backend):  # else it may have been told something: set_residency
+            self._backend = backend
+        self._start(self.gradients.float32, self._managed.places)
 
     @property  # type: ignore[override]
     def state(self) -> MutableMapping[Tensor, dict[str, Any]]:
@@ -142,6 +172,11 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         if loss.numel() != 1:
             raise ValueError(
                 f"the loss has shape {tuple(loss.shape)}; one element is needed (loss.mean() or loss.sum())"
+            )
+        if self._measured is not None:
+            raise RuntimeError(
+                "backward() between grad_norm() and step(): the gradients have been added up; call step() or "
+                "zero_grad() first"
             )
         self._updates.land()  # gradients that it still reads may stand where the next ones will be put
         self._watch_gradients()  # parameters may have been frozen or thawed
@@ -215,9 +250,9 @@ class MixedPrecisionOptimizer(BaseOptimizer):
             self._updates.land()
             if isinstance(self._updates, InBackward) and self._updates.started:
                 return self._complete(self._updates, loss)
-            gradients = self._collect_gradients()
+            gradients, scaled_norm, overflow = self._measure()
+            self._measured = None
             assert self._scaling is not None
-            scaled_norm, overflow = self._scaling.norm(gradients)
             scale = self.loss_scale.tensor(scaled_norm.device).clone()
             result = StepResult(scaled_norm / scale, overflow, scale, loss)
             if self._is_state_initialisation(gradients, scaled_norm):
@@ -228,6 +263,36 @@ class MixedPrecisionOptimizer(BaseOptimizer):
                 self._updates.start(self._update(gradients, divisor, factor, overflow))
             self.loss_scale.update(overflow)
             return result
+
+    def grad_norm(self) -> Tensor:
+        """The norm that the next ``step()`` will report, already now: 0-dim fp32, unscaled, before clipping.
+
+        It is measured once. The gradients are the optimizer's from here on; ``step()`` or ``zero_grad()`` comes next.
+
+        Raises:
+            RuntimeError: layers are updated in backward, and their gradients are gone.
+        """
+        self._refuse_if_closed()
+        self._refuse_after_failure("Load a checkpoint before the next step")
+        self._scaled_backward.refuse_unscaled()
+        if isinstance(self._updates, InBackward):
+            raise RuntimeError(
+                "grad_norm() before step(): optimizer_state.update is in_backward, and the layers' gradients went with "
+                "their updates; read it from the result of step()"
+            )
+        with torch.no_grad():
+            self._updates.land()
+            self._measured = self._measure()
+            norm = self._measured[1]
+            return norm / self.loss_scale.tensor(norm.device)
+
+    def _measure(self) -> tuple[Gradients, Tensor, Tensor]:
+        """All gradients, their norm with the loss scale still in it, and whether it overflows."""
+        if self._measured is not None:
+            return self._measured
+        gradients = self._collect_gradients()
+        assert self._scaling is not None
+        return gradients, *self._scaling.norm(gradients)
 
     def _complete(self, updates: InBackward, loss: Any) -> StepResult:
         """The end of a step whose updates began in backward."""
@@ -312,7 +377,7 @@ class MixedPrecisionOptimizer(BaseOptimizer):
                 f"step() found no gradient on any of {len(self._managed)} parameters and changes nothing: backward was "
                 "not called, its gradients were not reduced (strategy.accumulate(last=True)), or the model's "
                 "parameters were exchanged (load_state_dict(assign=True)) after the optimizer was made",
-                stacklevel=4,
+                stacklevel=5,
             )
         return gradients
 
@@ -372,6 +437,7 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         reduced: to drop a started accumulation, run one more with ``last=True`` first.
         """
         self.gradients.clear()
+        self._measured = None
         self._scaled_backward.clear()
         if isinstance(self._updates, InBackward):
             self._updates.drop()

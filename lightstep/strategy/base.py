@@ -39,6 +39,7 @@ from lightstep.state.bulk import BulkBackend
 from lightstep.state.resident import ResidentBackend
 from lightstep.state.stream import StreamBackend
 from lightstep.strategy import checkpoint
+from lightstep.strategy.exchanged_parameters import following
 from lightstep.strategy.forward_gates import gate_forwards, in_order_of_use
 from lightstep.strategy.model_names import unwrap_model
 from lightstep.strategy.model_setup import cast_parameters, checkpoint_activations, materialise
@@ -129,7 +130,8 @@ class Strategy(ABC):
     def prepare_model(self, model: ModelSource, role: str = "trainer", weights: str | Path | None = None) -> nn.Module:
         """The model on this strategy's devices, in its dtype, sharded as it says.
 
-        Parameters are cast to ``precision.parameters``; buffers keep their dtype.
+        Parameters are cast to ``precision.parameters``; buffers keep their dtype. Optimizers that were made for the
+        model before get its new parameters.
 
         Args:
             model: a module, a module on the meta device (its weights are then initialised here), or a function that
@@ -150,10 +152,25 @@ class Strategy(ABC):
             raise TypeError(
                 f"prepare_model needs a torch.nn.Module or a function that returns one; got {type(made).__name__}"
             )
-        prepared = self._prepare(made)
+        with self.preparing(made):
+            prepared = self._prepare(made)
         if weights is not None:
             load_pretrained(unwrap_model(prepared), weights)
         return prepared
+
+    @contextlib.contextmanager
+    def preparing(self, model: nn.Module) -> Iterator[None]:
+        """The body moves, casts, wraps or shards ``model`` in place: its optimizers follow, if they have not begun.
+
+        For code that does what :meth:`prepare_model` does (accelerate shards models itself).
+        """
+        inner = unwrap_model(model)
+        with following(inner, self._optimizers_of(inner)) as optimizers:
+            yield
+        for optimizer in optimizers:
+            optimizer.start_over(self._make_backend(inner))
+            self._connect(inner, optimizer)
+            self._gate(inner, optimizer)
 
     @abstractmethod
     def _prepare(self, model: nn.Module) -> nn.Module:
@@ -233,6 +250,10 @@ class Strategy(ABC):
     def _optimizers_of(self, model: nn.Module) -> list[BaseOptimizer]:
         """What :meth:`create_optimizer` made for this model and is still in use."""
         return list(self._optimizers.get(unwrap_model(model), ()))
+
+    def trains(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether :meth:`create_optimizer` made this optimizer for this model."""
+        return any(made is optimizer for made in self._optimizers_of(model))
 
     def _land(self, model: nn.Module) -> None:
         """Updates that are still under way come first."""

@@ -113,7 +113,7 @@ def _of_sharded(
     gathering = _gatherings.get(sharded[0]) or Gathering(sharded)
     _gatherings[sharded[0]] = gathering
     gathering.optimizers.add(optimizer)
-    gathered = {module: gathered_with(module) for module in sharded}
+    gathered = {module: gathered_with(module, sharded) for module in sharded}
     everything = [parameter for parameters in gathered.values() for parameter in parameters]
 
     def needed(module: nn.Module) -> Selection:

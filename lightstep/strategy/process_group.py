@@ -71,7 +71,7 @@ class ProcessGroupStrategy(Strategy):
         self.start()
         prepared = super().prepare_model(model, role, weights)
         self._fp32_gradients(prepared)  # parameters of an optimizer of another model may be exchanged for this one's
-        for optimizer in self._optimizers_of(prepared):  # built before the model was sharded
+        for optimizer in self._optimizers_of(prepared):
             self._connect(prepared, optimizer)
         return prepared
 
