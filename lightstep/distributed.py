@@ -8,6 +8,7 @@ the overflow flag, and none where nothing is sharded.
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import time
@@ -358,8 +359,8 @@ class Replicas:
 
     Args:
         group: these ranks, and this one among them.
-        apart: send through process groups of their own. Needed when sending goes on beside the model's forward: what a
-            group sends, it sends in one order.
+        apart: send through process groups of one's own. Needed when sending goes on beside the model's forward and
+            other optimizers' updates: what a group sends, it sends in one order.
 
     Attributes:
         rank: this process's place among them.
@@ -368,8 +369,18 @@ class Replicas:
 
     def __init__(self, group: dist.ProcessGroup, apart: bool = False) -> None:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        self._group, self._apart = group, apart
+        self._group, self._ranks, self._apart = group, tuple(dist.get_process_group_ranks(group)), apart
         self._carriers: dict[str, dist.ProcessGroup] = {}
+        self._number = 0
+
+    def again(self) -> Replicas:
+        """The same ranks, for another optimizer."""
+        return Replicas(self._group, self._apart)
+
+    def close(self) -> None:
+        """Others may send through the groups that were made for this; all of them call it, in the same order."""
+        _senders.get(self._ranks, set()).discard(self._number)
+        self._carriers, self._number = {}, 0
 
     @classmethod
     def of_shards(cls, parameters: Iterable[Tensor], apart: bool = False) -> Replicas | None:
@@ -410,9 +421,12 @@ class Replicas:
     def _carrier(self, device: torch.device) -> dist.ProcessGroup:
         """The group, or one over the same ranks that can send tensors of this device."""
         if device.type not in self._carriers:
-            ranks = tuple(dist.get_process_group_ranks(self._group))
+            if self._apart and not self._number:
+                taken = _senders.setdefault(self._ranks, set())
+                self._number = next(number for number in itertools.count(1) if number not in taken)
+                taken.add(self._number)
             shared = _carries(self._group, device) and not self._apart
-            self._carriers[device.type] = self._group if shared else _made_group(ranks, device, self._apart)
+            self._carriers[device.type] = self._group if shared else _made_group(self._ranks, device, self._number)
         return self._carriers[device.type]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Replicas:
@@ -426,7 +440,9 @@ class Replicas:
 
 # -- process groups that this file had to make, once each --------------------------------------------------------------
 
-_made_groups: dict[tuple[tuple[int, ...], str | None, bool], tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
+_made_groups: dict[tuple[tuple[int, ...], str | None, int], tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
+_senders: dict[tuple[int, ...], set[int]] = {}
+"""The numbers of the replicas that send through groups of their own, by ranks."""
 
 
 def _group(ranks: tuple[int, ...], mesh: DeviceMesh, device: torch.device) -> dist.ProcessGroup:
@@ -444,18 +460,18 @@ def _world_group(device: torch.device) -> dist.ProcessGroup:
     return world if _carries(world, device) else _made_group(tuple(range(world_size())), device)
 
 
-def _made_group(ranks: tuple[int, ...], device: torch.device, apart: bool = False) -> dist.ProcessGroup:
+def _made_group(ranks: tuple[int, ...], device: torch.device, sender: int = 0) -> dist.ProcessGroup:
     """A new group over ``ranks``, made by these ranks alone and kept as long as the default group lives.
 
-    One for everybody who needs such a group, and with ``apart`` one for replicas' weights.
+    One for everybody who needs such a group, and one for each sender of replicas' weights that has a number.
     """
     world = dist.group.WORLD
     assert world is not None
     backend = None if _carries(world, device) else "gloo" if device.type == "cpu" else "nccl"
-    owner, group = _made_groups.get((ranks, backend, apart), (None, None))
+    owner, group = _made_groups.get((ranks, backend, sender), (None, None))
     if owner is not world or group is None:
         group = dist.new_group(list(ranks), backend=backend, use_local_synchronization=True)
-        _made_groups[ranks, backend, apart] = (world, group)
+        _made_groups[ranks, backend, sender] = (world, group)
     return group
 
 
