@@ -8,7 +8,7 @@ import math
 import os
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
@@ -27,6 +27,7 @@ from lightstep.config import (
     merge_overrides,
     parse_config,
 )
+from lightstep.distributed import end_process_group, initialized
 from lightstep.optimizer.base import BaseOptimizer
 from lightstep.optimizer.in_backward import InBackward
 from lightstep.optimizer.mixed_precision import MixedPrecisionOptimizer
@@ -40,10 +41,15 @@ from lightstep.state.resident import ResidentBackend
 from lightstep.state.stream import StreamBackend
 from lightstep.strategy import checkpoint
 from lightstep.strategy.forward_gates import gate_forwards, in_order_of_use
+from lightstep.strategy.launch import start_process_group
 from lightstep.strategy.model_names import unwrap_model
 from lightstep.strategy.model_setup import cast_parameters, checkpoint_activations, materialise
 from lightstep.strategy.presets import read_source
 from lightstep.strategy.pretrained import load_pretrained
+from lightstep.strategy.roles import Role, Roles, fsdp_version, prepare_inference
+from lightstep.strategy.rollout_engine import RolloutEngine
+from lightstep.strategy.weight_exchange import WeightExchange
+from lightstep.strategy.weight_transport import WeightTransport
 
 _KINDS = {
     "single": ("lightstep.strategy.single", "SingleDeviceStrategy"),
@@ -57,6 +63,8 @@ _UPDATE_TIMES: dict[str, type[Updates]] = {
     "in_backward": InBackward,
 }
 
+_SAVED_BY_TRAINERS = "a checkpoint is saved by the ranks that train (export_model writes these weights alone)"
+
 ModelSource = nn.Module | Callable[[], nn.Module]
 
 
@@ -69,6 +77,7 @@ class Strategy(ABC):
     Attributes:
         config: the validated, frozen configuration.
         name: the preset's name, the file's path, or ``"strategy"`` for a mapping.
+        roles: which ranks train and which generate.
     """
 
     _overflow_everywhere: ClassVar[bool | None] = None
@@ -76,6 +85,9 @@ class Strategy(ABC):
     def __init__(self, config: StrategyConfig, name: str = "strategy") -> None:
         self.config = config
         self.name = name
+        self.roles = Roles(config.roles.rollout, name)
+        self._started = False
+        self._weights = WeightExchange(self.roles, config.roles.rollout)
         self._optimizers: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[BaseOptimizer]] = (
             weakref.WeakKeyDictionary()
         )
@@ -110,21 +122,52 @@ class Strategy(ABC):
         )
 
     @property
+    def role(self) -> Role:
+        """``"rollout"`` on a rank that only generates (``roles.rollout.mode: async``), elsewhere ``"trainer"``."""
+        return self.roles.mine
+
+    @property
     def rank(self) -> int:
         """This process's number among :attr:`world_size`."""
-        return 0
+        return self.roles.place if self.roles.asynchronous else 0
 
     @property
     def world_size(self) -> int:
-        """How many processes train together."""
-        return 1
+        """How many processes have this one's role: how many train together, or generate."""
+        return len(self.roles.alike) if self.roles.asynchronous else 1
 
     @property
     def is_main(self) -> bool:
-        """Whether this is the process that logs and reports."""
-        return self.rank == 0
+        """Whether this is the process that logs and reports: the first one that trains."""
+        return self.role == "trainer" and self.rank == 0
 
     # -- model and optimizer
+
+    def start(self) -> None:
+        """Have the processes find each other: the default process group, and the ranks of each role among them.
+
+        :meth:`prepare_model` does so too. One process alone needs nothing.
+
+        Raises:
+            ConfigError: there is no process group and this process was not started by torchrun, or the ranks do not
+                suffice for the roles.
+        """
+        needs = self._needs_process_group
+        if needs is not None and not initialized():
+            start_process_group(f"{self.name}: {needs}")
+            self._started = True
+        if self.roles.asynchronous:
+            self._refuse_ranks()
+            self.roles.form_group()
+            self._weights.open()
+
+    @property
+    def _needs_process_group(self) -> str | None:
+        """What needs several processes; ``None`` where one will do."""
+        return "roles.rollout.mode async needs a process for each worker" if self.roles.asynchronous else None
+
+    def _refuse_ranks(self) -> None:  # noqa: B027  (most can train on any number)
+        """Raise ``ConfigError`` where so many ranks cannot train."""
 
     def prepare_model(self, model: ModelSource, role: str = "trainer", weights: str | Path | None = None) -> nn.Module:
         """The model on this strategy's devices, in its dtype, sharded as it says.
@@ -134,26 +177,45 @@ class Strategy(ABC):
         Args:
             model: a module, a module on the meta device (its weights are then initialised here), or a function that
                 makes one.
-            role: ``"trainer"``; other roles are refused by this build.
+            role: ``"trainer"``: sharded, to be trained. ``"rollout"``: to generate with; whole on this device, in
+                ``roles.rollout.parameters``, without gradients, in evaluation mode. ``"reference"``: placed as a
+                trainer's, without gradients, in evaluation mode; whole on a rank that only generates.
             weights: a Hugging Face folder whose safetensors are read into the prepared model, each rank its own part:
                 with a model made on the meta device no rank ever holds the whole model.
 
         Raises:
-            ConfigError: an unknown role.
+            ConfigError: an unknown role, or another rank's (:attr:`role`).
             ValueError: ``weights`` does not fit the model.
             TypeError: ``model`` is neither a module nor a function that returns one.
         """
-        if role != "trainer":
-            raise ConfigError(f"role is {role!r}; allowed: 'trainer'")
+        known = self.roles.check(role)
+        self.start()
+        self.roles.check(role)  # of the process group, which may be the user's
         made = model if isinstance(model, nn.Module) else model() if callable(model) else model
         if not isinstance(made, nn.Module):
             raise TypeError(
                 f"prepare_model needs a torch.nn.Module or a function that returns one; got {type(made).__name__}"
             )
-        prepared = self._prepare(made)
+        prepared = self._prepare_as(known, made)
+        self.roles.give(prepared, known)
         if weights is not None:
             load_pretrained(unwrap_model(prepared), weights)
         return prepared
+
+    def _prepare_as(self, role: Role, model: nn.Module) -> nn.Module:
+        if role == "trainer":
+            return self._prepare_trained(model)
+        if role == "reference" and self.role == "trainer":
+            return self._prepare_reference(model.requires_grad_(False)).eval()
+        dtype = self.parameter_dtype if role == "reference" else self.rollout_dtype
+        return prepare_inference(model, self.device, dtype)
+
+    def _prepare_trained(self, model: nn.Module) -> nn.Module:
+        return self._prepare(model)
+
+    def _prepare_reference(self, model: nn.Module) -> nn.Module:
+        """Placed as what is trained, for forwards alone."""
+        return prepare_inference(model, self.device, self.parameter_dtype)
 
     @abstractmethod
     def _prepare(self, model: nn.Module) -> nn.Module:
@@ -172,6 +234,17 @@ class Strategy(ABC):
         """``precision.parameters`` as a torch dtype."""
         return cast(torch.dtype, getattr(torch, self.config.precision.parameters))
 
+    @property
+    def rollout_dtype(self) -> torch.dtype:
+        """``roles.rollout.parameters`` as a torch dtype; without it that of the trained parameters."""
+        asked = self.config.roles.rollout.parameters
+        return self.parameter_dtype if asked is None else cast(torch.dtype, getattr(torch, asked))
+
+    @staticmethod
+    def fsdp_version(model: nn.Module) -> int:
+        """2 for a model sharded by ``fully_shard``, 1 by ``FullyShardedDataParallel``, 0 where nothing is sharded."""
+        return fsdp_version(model)
+
     def create_optimizer(
         self,
         model: nn.Module,
@@ -189,9 +262,11 @@ class Strategy(ABC):
             hyperparameters: keyword arguments of ``optimizer_class``.
 
         Raises:
+            ConfigError: the model is not there to be trained (a rollout or reference model).
             TypeError: not an optimizer class, or malformed groups.
             ValueError: no trainable parameter, a parameter twice or foreign, or a refused hyper-parameter.
         """
+        self.roles.refuse("create_optimizer", "create it on the ranks that train, for the model that they train", model)
         config = self.config
         self._settle(model)
         optimizer = MixedPrecisionOptimizer(
@@ -254,6 +329,7 @@ class Strategy(ABC):
 
         Updates in backward begin with the last one: without this context every micro-batch is.
         """
+        self.roles.refuse("accumulate", "accumulate over the model that is trained", model)
         return self._micro_batch(self._accumulate(model, last), self._optimizers_of(model), last)
 
     @staticmethod
@@ -279,6 +355,79 @@ class Strategy(ABC):
         self._land(model)
         return unwrap_model(model)
 
+    # -- reinforcement learning
+
+    def publish_weights(
+        self, model: nn.Module, to: RolloutEngine | WeightTransport | None = None, version: int | None = None
+    ) -> int:
+        """Send the model's weights as they are after the last step to what generates with them; returns their version.
+
+        Called by all ranks that train. Deferred updates land first. Weights go layer by layer: no device ever holds
+        more of them, beyond what it keeps anyway, than one bucket (``roles.rollout.bucket_mib``, or one larger tensor)
+        and one gathered tensor. Floating-point weights are cast to :attr:`rollout_dtype`. Nothing of the training state
+        is changed, whatever happens.
+
+        Args:
+            model: what :meth:`prepare_model` returned for the role ``"trainer"``.
+            to: ``None``: the ranks whose role is ``"rollout"``, which call :meth:`receive_weights`. An engine: one that
+                lives in this process, on every rank that trains. A transport: whatever it leads to; used by the first
+                rank alone.
+            version: a number that travels along; default: one more than the last time, beginning with 1.
+
+        Raises:
+            WeightTransferError: a receiver died, did not answer in ``roles.rollout.timeout_s`` seconds, or cannot take
+                these weights; on all ranks that train. Training can go on, and the weights be published again.
+            ConfigError: nobody would receive them.
+            RuntimeError: layers are updated in backward and ``step()`` has not been called, or a step broke off.
+        """
+        self.roles.refuse("publish_weights", "it receives weights: call receive_weights(engine)", model)
+        for optimizer in self._optimizers_of(model):
+            if isinstance(optimizer, MixedPrecisionOptimizer):
+                optimizer.refuse_half_updated("Load a checkpoint before publishing weights")
+        self._land(model)
+        self._settle(model)
+        return self._weights.publish(unwrap_model(model), self.rollout_dtype, to, version)
+
+    def receive_weights(self, engine: RolloutEngine, wait: bool = True, timeout: float | None = None) -> int | None:
+        """Take the newest published weights into the engine, on a rank whose role is ``"rollout"``.
+
+        Args:
+            engine: what generates; its ``version`` is the returned one afterwards.
+            wait: for the next weights. Else only those that are being offered now are taken, and without any it returns
+                ``None`` at once.
+            timeout: seconds to wait; default ``roles.rollout.timeout_s``.
+
+        Returns:
+            The version received; ``None`` without ``wait`` if there is no newer one.
+
+        Raises:
+            TrainingEnded: the trainers have closed their strategy: no weights will come any more.
+            WeightTransferError: names, shapes or dtypes do not fit, or nothing came in time: the engine is as it was.
+                Or the sending broke off: the engine refuses to generate until it has received a complete set.
+            ConfigError: this process is no rollout worker.
+        """
+        return self._weights.receive(engine, wait, timeout)
+
+    def drop_rollout_workers(self, ranks: Iterable[int]) -> None:
+        """Publish without these (``WeightTransferError.ranks``) from now on. Called by all ranks that train."""
+        self._weights.drop(ranks)
+
+    def release_device_memory(self) -> AbstractContextManager[None]:
+        """Give back what this strategy's optimizers hold on the device, and gathered weights, for another to use.
+
+        At once; it comes back by itself with the next step. As a context manager around that phase it also empties the
+        allocator's cache at its end, of what the phase leaves there. Weights and gradients stay; on a rank that only
+        generates there is nothing to give.
+
+        Raises:
+            HostMemoryError: the host has no room for state that lives on the device; nothing of it was moved then.
+        """
+        for model, optimizers in list(self._optimizers.items()):
+            self._settle(model)
+            for optimizer in list(optimizers):
+                optimizer.release_device_memory()
+        return _emptying_cache(self.device)
+
     # -- checkpoints
 
     def save_checkpoint(
@@ -289,7 +438,11 @@ class Strategy(ABC):
         scheduler: Any = None,
         extra: Mapping[str, Any] | None = None,
     ) -> None:
-        """Write model, optimizer, scheduler, random states and ``extra`` to the directory ``path``."""
+        """Write model, optimizer, scheduler, random states and ``extra`` to the directory ``path``.
+
+        Called by all ranks that train, and by none that only generate.
+        """
+        self.roles.refuse("save_checkpoint", _SAVED_BY_TRAINERS, model, but=("reference",))
         self._land(model)
         checkpoint.save_checkpoint(path, model, optimizer, scheduler, extra)
 
@@ -301,6 +454,8 @@ class Strategy(ABC):
         Without ``optimizer`` only the weights are loaded, and the masters of the model's optimizers are rebuilt from
         them.
         """
+        but: tuple[Role, ...] = ("reference", "rollout") if optimizer is None else ()
+        self.roles.refuse("load_checkpoint with an optimizer", "leave the optimizer out", model, but)
         self._land(model)
         extra = checkpoint.load_checkpoint(path, model, optimizer, scheduler)
         for follower in self._optimizers_of(model) if optimizer is None else ():
@@ -314,8 +469,12 @@ class Strategy(ABC):
 
     # -- end
 
-    def close(self) -> None:  # noqa: B027  (most strategies start nothing)
-        """End what this strategy started (its process group, if it started one)."""
+    def close(self) -> None:
+        """End what this strategy started (its process group, if it started one), and tell the rollout workers."""
+        self._weights.close()
+        if self._started and initialized():
+            end_process_group()
+        self._started = False
 
     def __enter__(self) -> Self:
         return self
@@ -327,6 +486,15 @@ class Strategy(ABC):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name!r})"
+
+
+@contextlib.contextmanager
+def _emptying_cache(device: torch.device) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        if device.type != "cpu":
+            torch.accelerator.memory.empty_cache()
 
 
 def make_loss_scale(config: LossScaleConfig) -> LossScale:
