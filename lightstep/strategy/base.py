@@ -46,7 +46,7 @@ from lightstep.strategy.model_names import unwrap_model
 from lightstep.strategy.model_setup import cast_parameters, checkpoint_activations, materialise
 from lightstep.strategy.presets import read_source
 from lightstep.strategy.pretrained import load_pretrained
-from lightstep.strategy.roles import Role, Roles, fsdp_version, prepare_inference
+from lightstep.strategy.roles import Role, Roles, fsdp_version, known_role, prepare_inference
 from lightstep.strategy.rollout_engine import RolloutEngine
 from lightstep.strategy.weight_exchange import WeightExchange
 from lightstep.strategy.weight_transport import WeightTransport
@@ -188,9 +188,9 @@ class Strategy(ABC):
             ValueError: ``weights`` does not fit the model.
             TypeError: ``model`` is neither a module nor a function that returns one.
         """
-        known = self.roles.check(role)
+        known = known_role(role)
         self.start()
-        self.roles.check(role)  # of the process group, which may be the user's
+        self.roles.check(known)
         made = model if isinstance(model, nn.Module) else model() if callable(model) else model
         if not isinstance(made, nn.Module):
             raise TypeError(

@@ -26,6 +26,17 @@ _WHAT_IT_IS = {
 }
 
 
+def known_role(role: str) -> Role:
+    """``role``, if there is such a one.
+
+    Raises:
+        ConfigError: there is not.
+    """
+    if role not in ROLES:
+        raise ConfigError(f"role is {role!r}; allowed: {', '.join(map(repr, ROLES))}")
+    return role
+
+
 class Roles:
     """Which ranks have which role, from ``roles.rollout`` and the number of processes; and which model has which.
 
@@ -89,8 +100,9 @@ class Roles:
         Raises:
             ConfigError: roles were given out differently before.
         """
+        alike = self.alike
         try:
-            form_role_group(self.alike)
+            form_role_group(alike)
         except ValueError as error:
             raise ConfigError(
                 f"{self._name}: {error}; give every strategy of a program the same roles.rollout"
@@ -102,20 +114,17 @@ class Roles:
         """This prepared model has this role."""
         self._models[unwrap_model(model)] = role
 
-    def check(self, role: str) -> Role:
-        """``role``, if this process may prepare a model for it.
+    def check(self, role: Role) -> None:
+        """Raise if this process may not prepare a model for ``role``.
 
         Raises:
-            ConfigError: no such role, or another rank's.
+            ConfigError: it is another rank's.
         """
-        if role not in ROLES:
-            raise ConfigError(f"role is {role!r}; allowed: {', '.join(map(repr, ROLES))}")
         if self.asynchronous and role != "reference" and role != self.mine:
             raise ConfigError(
                 f"{self._name}: prepare_model(role={role!r}) on rank {_standing()[0]}, whose role is {self.mine!r} "
                 f"(roles.rollout.ranks: {list(self.rollout_ranks)}); strategy.role says which role a process has"
             )
-        return next(known for known in ROLES if known == role)
 
     def refuse(self, what: str, instead: str, model: nn.Module | None = None, but: tuple[Role, ...] = ()) -> None:
         """Raise where this process, or this model, does not train.
