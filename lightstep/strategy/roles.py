@@ -150,9 +150,8 @@ class Roles:
 
 def prepare_inference(model: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:
     """The whole model on this device in ``dtype``, once, without gradients, in evaluation mode."""
-    model = materialise(model, device)
-    cast_parameters(model, dtype)
-    return model.requires_grad_(False).eval()
+    cast_parameters(model, dtype)  # first: the device never holds them in a wider dtype
+    return materialise(model, device).requires_grad_(False).eval()
 
 
 def fsdp_version(model: nn.Module) -> int:
