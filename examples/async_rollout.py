@@ -42,14 +42,15 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--strategy", default="fsdp2", help="a preset or a strategy file, for the trainers")
     parser.add_argument("--rollout-ranks", type=int, default=1, help="how many of the processes generate")
-    parser.add_argument("--warmup", type=int, default=400, help="supervised steps")
-    parser.add_argument("--steps", type=int, default=200, help="steps of GRPO")
+    parser.add_argument("--warmup", type=int, default=600, help="supervised steps at most")
+    parser.add_argument("--warmup-until", type=float, default=0.3, help="share of right answers that ends them")
+    parser.add_argument("--steps", type=int, default=300, help="steps of GRPO")
     parser.add_argument("--prompts", type=int, default=24, help="prompts of one trainer's step")
     parser.add_argument("--group", type=int, default=8, help="answers to each prompt")
     parser.add_argument("--clip", type=float, default=0.2, help="the importance ratio stays within 1 ± this")
     parser.add_argument("--staleness", type=int, default=4, help="samples of older versions than this are dropped")
     parser.add_argument("--warmup-lr", type=float, default=2e-3)
-    parser.add_argument("--lr", type=float, default=3e-4)
+    parser.add_argument("--lr", type=float, default=5e-4)
     parser.add_argument("--largest", type=int, default=99, help="largest number to add")
     parser.add_argument("--hidden", type=int, default=128, help="width of the model")
     parser.add_argument("--layers", type=int, default=3)
@@ -189,26 +190,36 @@ def warm_up(strategy: Strategy, model: nn.Module, args: argparse.Namespace) -> N
     """Imitation, until some answers are right."""
     optimizer = strategy.create_optimizer(model, lr=args.warmup_lr, weight_decay=0.0)
     random_numbers = random.Random(7919 * (args.seed + 1) + strategy.rank)
+    same_everywhere = random.Random(args.seed)
     for step in range(args.warmup):
         for group in optimizer.param_groups:
-            group["lr"] = args.warmup_lr * min(1.0, (step + 1) / 50) * max(0.1, 1 - step / args.warmup)
-        prompts, right = exercises(128, args.largest, random_numbers)
-        answers = torch.tensor([encode(answer.ljust(ANSWER, "_")) for answer in right])
-        tokens = torch.cat([prompts, answers], 1).to(strategy.device)
-        logits = model(input_ids=tokens).logits[:, PROMPT - 1 : -1]
-        mask = until_end(tokens[:, PROMPT:])
-        loss = -(log_probabilities(logits, tokens[:, PROMPT:]) * mask).sum() / mask.sum()
-        optimizer.backward(loss)
+            group["lr"] = args.warmup_lr * min(1.0, (step + 1) / 50)
+        scores = answer_scores(model, *exercises(128, args.largest, random_numbers), strategy.device)
+        optimizer.backward(-scores.mean() / ANSWER)
         optimizer.step()
-        if strategy.is_main and (step + 1) % 100 == 0:
-            print(f"warm-up {step + 1:4d}: loss {loss.item():.3f}", flush=True)
+        if (step + 1) % 20 == 0:
+            with torch.no_grad():  # on the same exercises on all trainers: they stop together
+                scores = answer_scores(model, *exercises(256, args.largest, same_everywhere), strategy.device)
+            share = scores.exp().mean().item()
+            if strategy.is_main:
+                print(f"warm-up {step + 1:4d}: {share:.0%} of the answers would be right", flush=True)
+            if share >= args.warmup_until:
+                break
     optimizer.close()
 
 
+def answer_scores(model: nn.Module, prompts: Tensor, right: list[str], device: torch.device) -> Tensor:
+    """The log-probabilities [n] with which the model gives the right answers."""
+    answers = torch.tensor([encode(answer.ljust(ANSWER, "_")) for answer in right])
+    tokens = torch.cat([prompts, answers], 1).to(device)
+    logits = model(input_ids=tokens).logits[:, PROMPT - 1 : -1]
+    return (log_probabilities(logits, tokens[:, PROMPT:]) * until_end(tokens[:, PROMPT:])).sum(-1)
+
+
 def grpo_loss(model: nn.Module, batch: dict[str, Any], device: torch.device, clip: float) -> Tensor:
-    """The clipped objective of PPO, with the rewards of an answer's group as its baseline."""
+    """The clipped objective of PPO, with the mean reward of an answer's group as its baseline."""
     tokens, rewards = batch["tokens"].to(device), batch["rewards"].to(device).view(-1, batch["group"])
-    advantages = ((rewards - rewards.mean(1, True)) / (rewards.std(1, keepdim=True) + 1e-4)).view(-1, 1)
+    advantages = (rewards - rewards.mean(1, keepdim=True)).view(-1, 1)
     answers = tokens[:, PROMPT:]
     logits = model(input_ids=tokens).logits[:, PROMPT - 1 : -1]
     ratio = torch.exp(log_probabilities(logits, answers) - batch["log_probabilities"].to(device))
@@ -232,6 +243,8 @@ def train(strategy: Strategy, samples: Samples, args: argparse.Namespace) -> dic
             if age <= args.staleness:
                 break
             dropped += 1
+        for group in optimizer.param_groups:
+            group["lr"] = args.lr * min(1.0, (step + 1) / 20)
         optimizer.backward(grpo_loss(model, {**batch, "group": args.group}, strategy.device, args.clip))
         optimizer.step()
         version = strategy.publish_weights(model)

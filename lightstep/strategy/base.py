@@ -401,7 +401,7 @@ class Strategy(ABC):
             The version received; ``None`` without ``wait`` if there is no newer one.
 
         Raises:
-            TrainingEnded: the trainers have closed their strategy: no weights will come any more.
+            TrainingEnded: the trainers have closed their strategy, or are gone: no weights will come any more.
             WeightTransferError: names, shapes or dtypes do not fit, or nothing came in time: the engine is as it was.
                 Or the sending broke off: the engine refuses to generate until it has received a complete set.
             ConfigError: this process is no rollout worker.

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from lightstep.strategy.message_board import MessageBoard
 from lightstep.strategy.rollout_engine import RolloutEngine
@@ -185,6 +186,12 @@ class GroupReceiver:
     def receive(self, engine: RolloutEngine, wait: bool, timeout: float | None) -> int | None:
         """See ``Strategy.receive_weights``."""
         deadline = time.monotonic() + (self._timeout if timeout is None else timeout)
+        try:
+            return self._received(engine, wait, deadline)
+        except dist.DistNetworkError as error:  # the store is gone, and who hosted it
+            raise TrainingEnded(f"the trainers cannot be reached any more: {error}") from error
+
+    def _received(self, engine: RolloutEngine, wait: bool, deadline: float) -> int | None:
         while True:
             offer = self._next_offer(wait, deadline)
             if offer is None and not wait:

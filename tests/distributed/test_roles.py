@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
+import io
 import json
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -13,11 +16,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from rich.console import Console
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from typer.testing import CliRunner
 
 import lightstep
 from lightstep import ConfigError, Strategy, TrainingEnded, TransformersEngine, WeightTransferError
+from lightstep.bench import roles as bench
+from lightstep.bench.iteration.shape import TrainedShape
+from lightstep.cli import app
 from lightstep.strategy import fsdp2
 from lightstep.strategy.export import full_weights
 from tests.distributed.models import TinyTransformer, loss_of
@@ -447,3 +455,78 @@ def check_ranks(rank: int, world_size: int) -> None:
 
 def test_ranks_that_cannot_have_these_roles(pool: Pool) -> None:
     pool.run(check_ranks, 3)
+
+
+# -- the example and the benchmark ------------------------------------------------------------------------------------
+
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "async_rollout.py"
+SHORT = "--warmup 2 --steps 4 --prompts 4 --group 2 --hidden 16 --layers 1 --output"
+
+
+def check_example(rank: int, world_size: int, folder: str) -> None:
+    spec = importlib.util.spec_from_file_location("async_rollout", EXAMPLE)
+    assert spec is not None and spec.loader is not None
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    sys.argv = [str(EXAMPLE), *SHORT.split(), folder]
+    example.main()
+
+
+def test_the_example_runs(pool: Pool, tmp_path: Path) -> None:
+    pool.run(check_example, 2, group=False, folder=str(tmp_path))
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert len(result["history"]) == 4 and (tmp_path / "rewards.png").stat().st_size > 0
+    trainer, worker = result["memory"]
+    assert (trainer["role"], worker["role"]) == ("trainer", "rollout")
+    assert (
+        trainer["weights"] == worker["weights"] > 0 == worker["optimizer"] == worker["gradients"] < trainer["optimizer"]
+    )
+
+
+class Answer:
+    """The end of a pipe that keeps what is sent."""
+
+    def __init__(self) -> None:
+        self.sent: list[dict[str, int]] = []
+
+    def send(self, figures: dict[str, int]) -> None:
+        self.sent.append(figures)
+
+
+def check_measured_memory(rank: int, world_size: int, params: int) -> list[dict[str, int]]:
+    device = "cuda" if torch.cuda.device_count() >= 2 else "cpu"
+    answer = Answer()
+    environment = {name: os.environ[name] for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
+    bench._run(
+        bench.Task(TrainedShape.near(params), device, 0),
+        bench.WITH if world_size == 2 else bench.WITHOUT,
+        environment,
+        answer,
+    )
+    return answer.sent
+
+
+def test_the_memory_of_a_worker_is_measured(pool: Pool, tmp_path: Path) -> None:
+    """Only what is above the allocator's and the libraries' noise: a model of 80 MB."""
+    trainer, (with_role,) = pool.run(check_measured_memory, 2, group=False, params=40_000_000)
+    assert trainer == []
+    weights = with_role["inference_weight_bytes"]
+    # Beyond the weights: one layer on its way, and what torch and transformers allocate once in a process.
+    assert weights < with_role["held_bytes"] + 1e6 and with_role["peak_bytes"] < 1.8 * weights
+    rows = [{"name": name, **with_role} for name in (bench.WITHOUT, bench.WITH)]
+    values = {
+        "rows": rows,
+        "reported": bench.REPORTED,
+        "model": {"parameters": 40_000_000},
+        "hardware": {"device": "CPU"},
+    }
+    bench.draw({**values, "command": "lightstep bench --roles", "date": "now"}, tmp_path / "roles.png")
+    console = Console(record=True, width=120, file=io.StringIO())
+    bench.print_table(values, console)
+    assert "22" in (text := console.export_text()) and bench.WITH in text and (tmp_path / "roles.png").exists()
+
+
+@pytest.mark.parametrize("option", ["--steps=3", "--iteration", "--strategies=stream", "--peers=all"])
+def test_bench_refuses_options_that_roles_do_not_use(option: str) -> None:
+    outcome = CliRunner().invoke(app, ["bench", "--roles", option], env={"COLUMNS": "200"})
+    assert outcome.exit_code == 2 and "does nothing for --roles" in outcome.output
