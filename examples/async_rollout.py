@@ -44,7 +44,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rollout-ranks", type=int, default=1, help="how many of the processes generate")
     parser.add_argument("--warmup", type=int, default=600, help="supervised steps at most")
     parser.add_argument("--warmup-until", type=float, default=0.3, help="share of right answers that ends them")
-    parser.add_argument("--steps", type=int, default=300, help="steps of GRPO")
+    parser.add_argument("--steps", type=int, default=200, help="steps of GRPO")
     parser.add_argument("--prompts", type=int, default=24, help="prompts of one trainer's step")
     parser.add_argument("--group", type=int, default=8, help="answers to each prompt")
     parser.add_argument("--clip", type=float, default=0.2, help="the importance ratio stays within 1 ± this")
@@ -147,7 +147,7 @@ def roll_out(strategy: Strategy, samples: Samples, args: argparse.Namespace) -> 
     torch.manual_seed(1000 * args.seed + strategy.rank)
     queues = [f"trainer {number}" for number in range(len(strategy.roles.trainer_ranks))]
     with contextlib.suppress(TrainingEnded):
-        strategy.receive_weights(engine)
+        strategy.receive_weights(engine, timeout=3600)  # behind the warm-up
         while True:
             strategy.receive_weights(engine, wait=False)
             queue = min(queues, key=samples.waiting)
@@ -318,7 +318,7 @@ def show(result: dict[str, Any], reports: list[dict[str, Any]], args: argparse.N
 
 def main() -> None:
     args = arguments()
-    rollout = {"mode": "async", "ranks": args.rollout_ranks, "timeout_s": 120}
+    rollout = {"mode": "async", "ranks": args.rollout_ranks, "timeout_s": 600}
     strategy = Strategy.load(args.strategy, overrides={"roles.rollout": rollout})
     strategy.start()
     samples = Samples(strategy)

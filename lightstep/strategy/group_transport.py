@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 LATEST, ENDED = "latest", "ended"
 
-_GRACE = 2.0
+_GRACE = 5.0
 """Seconds in which receivers whose link broke say so; who is silent for longer has died."""
 
 

@@ -20,7 +20,7 @@ class MessageBoard:
 
     def __init__(self) -> None:
         store = dist.distributed_c10d._get_default_store()
-        number = (store.add("lightstep/roles", 1) - 1) // dist.get_world_size()
+        number = store.add(f"lightstep/roles of rank {dist.get_rank()}", 1)
         self.prefix = f"lightstep/roles/{number}"
         self.store = dist.PrefixStore(self.prefix, store)
 

@@ -90,7 +90,7 @@ class WeightLink:
         """Let go of the others, who notice."""
         group, self._group = self._group, None
         if group is not None:
-            with contextlib.suppress(RuntimeError):
+            with contextlib.suppress(RuntimeError, AttributeError):  # not every torch lets every backend be aborted
                 group.abort()
 
 

@@ -19,6 +19,7 @@ from lightstep import (
     WeightTransport,
 )
 from lightstep.strategy.weight_transport import Bucket, buckets_of, refuse_mismatch
+from lightstep.trainer.ranks import join
 from tests.reference.tiny_model import TinyModel, loss_of
 
 FP32 = torch.float32
@@ -264,6 +265,12 @@ def test_names_are_compared_with_what_is_tied(offered: list[str], expected: list
     with pytest.raises(ValueError, match="engine") as error:
         compare()
     assert str(error.value) == message
+
+
+def test_training_from_a_file_has_nothing_to_generate() -> None:
+    strategy = Strategy.load("fsdp2", overrides={"roles.rollout.mode": "async"})
+    with pytest.raises(ConfigError, match="lightstep train has nothing to generate"):
+        join(strategy)
 
 
 # -- the strategy file ------------------------------------------------------------------------------------------------
