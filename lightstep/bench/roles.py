@@ -34,7 +34,7 @@ _PROMPT, _NEW_TOKENS = 16, 4
 WITHOUT, WITH = "sharded model and inference copy", "role rollout, mode async"
 
 REPORTED = {
-    "source": "https://github.com/verl-project/verl/issues/4229",
+    "source": "https://github.com/verl-project/verl/pull/4257, for issue 4229",
     "model": "Qwen2.5-3B",
     "gb": {WITHOUT: 22, WITH: 14},
 }

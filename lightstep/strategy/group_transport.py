@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +35,9 @@ LATEST, ENDED = "latest", "ended"
 
 _GRACE = 5.0
 """Seconds in which receivers whose link broke say so; who is silent for longer has died."""
+
+_SHARE = 0.9
+"""Of the timeout, for one broadcast; what is left is for finding out who is to blame."""
 
 
 @dataclass
@@ -107,7 +110,7 @@ class GroupTransport(WeightTransport):
             place = torch.device("cpu") if device == "cpu" else self._device
             store = self._board.place(str(number))
             with self._reporting():
-                link = WeightLink(store, 0, 1 + len(self.receivers), place, self._timeout)
+                link = WeightLink(store, 0, 1 + len(self.receivers), place, _SHARE * self._timeout)
                 self._open = _Open(number, link)
 
     def send(self, bucket: Bucket) -> None:
@@ -117,16 +120,16 @@ class GroupTransport(WeightTransport):
             link.broadcast(bucket.buffer.to(link.device))
 
     @contextlib.contextmanager
-    def _reporting(self) -> Any:
+    def _reporting(self) -> Iterator[None]:
         """When the link breaks, it is said whose fault that is."""
+        latest = time.monotonic() + self._timeout
         try:
             yield
         except RuntimeError as error:
             self._close_link()
-            raise self._found_out(error) from error
+            raise self._found_out(error, min(latest, time.monotonic() + _GRACE)) from error
 
-    def _found_out(self, error: RuntimeError) -> WeightTransferError:
-        deadline = time.monotonic() + min(_GRACE, self._timeout)
+    def _found_out(self, error: RuntimeError, deadline: float) -> WeightTransferError:
         reports = {rank: self._board.wait(f"{self._set}/done/{rank}", deadline) for rank in self.receivers}
         guilty = {rank: report["error"] for rank, report in reports.items() if report and report.get("own")}
         silent = [rank for rank, report in reports.items() if report is None]
@@ -277,7 +280,7 @@ class GroupReceiver:
             rank = 1 + offer["receivers"].index(self._rank)
             store = self._board.place(str(verdict["link"]))
             place = torch.device("cpu") if verdict["device"] == "cpu" else device
-            link = WeightLink(store, rank, 1 + len(offer["receivers"]), place, self._timeout)
+            link = WeightLink(store, rank, 1 + len(offer["receivers"]), place, _SHARE * self._timeout)
             self._open = _Open(verdict["link"], link)
         return self._open.link
 
