@@ -8,7 +8,7 @@ import math
 import os
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
@@ -46,10 +46,9 @@ from lightstep.strategy.model_names import unwrap_model
 from lightstep.strategy.model_setup import cast_parameters, checkpoint_activations, materialise
 from lightstep.strategy.presets import read_source
 from lightstep.strategy.pretrained import load_pretrained
-from lightstep.strategy.roles import Role, Roles, fsdp_version, known_role, prepare_inference
-from lightstep.strategy.rollout_engine import RolloutEngine
+from lightstep.strategy.reinforcement_learning import ReinforcementLearning
+from lightstep.strategy.roles import Role, Roles, known_role, prepare_inference
 from lightstep.strategy.weight_exchange import WeightExchange
-from lightstep.strategy.weight_transport import WeightTransport
 
 _KINDS = {
     "single": ("lightstep.strategy.single", "SingleDeviceStrategy"),
@@ -68,7 +67,7 @@ _SAVED_BY_TRAINERS = "a checkpoint is saved by the ranks that train (export_mode
 ModelSource = nn.Module | Callable[[], nn.Module]
 
 
-class Strategy(ABC):
+class Strategy(ReinforcementLearning, ABC):
     """Sharding, precision, clipping and the place of optimizer state, as one object.
 
     Make one with :meth:`load`. It holds no settings of any particular optimizer: several models and optimizers may be
@@ -117,14 +116,8 @@ class Strategy(ABC):
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         if accelerator is None:
             return torch.device("cpu")
-        return torch.device(
-            accelerator.type, int(os.environ.get("LOCAL_RANK", torch.accelerator.current_device_index()))
-        )
-
-    @property
-    def role(self) -> Role:
-        """``"rollout"`` on a rank that only generates (``roles.rollout.mode: async``), elsewhere ``"trainer"``."""
-        return self.roles.mine
+        here = int(os.environ.get("LOCAL_RANK", torch.accelerator.current_device_index()))
+        return torch.device(accelerator.type, here % torch.accelerator.device_count())
 
     @property
     def rank(self) -> int:
@@ -166,7 +159,7 @@ class Strategy(ABC):
         """What needs several processes; ``None`` where one will do."""
         return "roles.rollout.mode async needs a process for each worker" if self.roles.asynchronous else None
 
-    def _refuse_ranks(self) -> None:  # noqa: B027  (most can train on any number)
+    def _refuse_ranks(self) -> None:
         """Raise ``ConfigError`` where so many ranks cannot train."""
 
     def prepare_model(self, model: ModelSource, role: str = "trainer", weights: str | Path | None = None) -> nn.Module:
@@ -234,17 +227,6 @@ class Strategy(ABC):
         """``precision.parameters`` as a torch dtype."""
         return cast(torch.dtype, getattr(torch, self.config.precision.parameters))
 
-    @property
-    def rollout_dtype(self) -> torch.dtype:
-        """``roles.rollout.parameters`` as a torch dtype; without it that of the trained parameters."""
-        asked = self.config.roles.rollout.parameters
-        return self.parameter_dtype if asked is None else cast(torch.dtype, getattr(torch, asked))
-
-    @staticmethod
-    def fsdp_version(model: nn.Module) -> int:
-        """2 for a model sharded by ``fully_shard``, 1 by ``FullyShardedDataParallel``, 0 where nothing is sharded."""
-        return fsdp_version(model)
-
     def create_optimizer(
         self,
         model: nn.Module,
@@ -294,10 +276,10 @@ class Strategy(ABC):
     def _update_time(self) -> type[Updates]:
         return _UPDATE_TIMES[self.config.optimizer_state.update]
 
-    def _settle(self, model: nn.Module) -> None:  # noqa: B027  (most need nothing)
+    def _settle(self, model: nn.Module) -> None:
         """Put the model's own parameters into their places, where a forward has left others."""
 
-    def _connect(self, model: nn.Module, optimizer: BaseOptimizer) -> None:  # noqa: B027  (most need nothing)
+    def _connect(self, model: nn.Module, optimizer: BaseOptimizer) -> None:
         """Have the model's gradients delivered to the optimizer as ``precision.reduce`` says."""
 
     def _gate(self, model: nn.Module, optimizer: BaseOptimizer) -> None:
@@ -354,79 +336,6 @@ class Strategy(ABC):
         """The module the user made, without what this strategy and ``torch.compile`` wrapped around it, up to date."""
         self._land(model)
         return unwrap_model(model)
-
-    # -- reinforcement learning
-
-    def publish_weights(
-        self, model: nn.Module, to: RolloutEngine | WeightTransport | None = None, version: int | None = None
-    ) -> int:
-        """Send the model's weights as they are after the last step to what generates with them; returns their version.
-
-        Called by all ranks that train. Deferred updates land first. Weights go layer by layer: no device ever holds
-        more of them, beyond what it keeps anyway, than one bucket (``roles.rollout.bucket_mib``, or one larger tensor)
-        and one gathered tensor. Floating-point weights are cast to :attr:`rollout_dtype`. Nothing of the training state
-        is changed, whatever happens.
-
-        Args:
-            model: what :meth:`prepare_model` returned for the role ``"trainer"``.
-            to: ``None``: the ranks whose role is ``"rollout"``, which call :meth:`receive_weights`. An engine: one that
-                lives in this process, on every rank that trains. A transport: whatever it leads to; used by the first
-                rank alone.
-            version: a number that travels along; default: one more than the last time, beginning with 1.
-
-        Raises:
-            WeightTransferError: a receiver died, did not answer in ``roles.rollout.timeout_s`` seconds, or cannot take
-                these weights; on all ranks that train. Training can go on, and the weights be published again.
-            ConfigError: nobody would receive them.
-            RuntimeError: layers are updated in backward and ``step()`` has not been called, or a step broke off.
-        """
-        self.roles.refuse("publish_weights", "it receives weights: call receive_weights(engine)", model)
-        for optimizer in self._optimizers_of(model):
-            if isinstance(optimizer, MixedPrecisionOptimizer):
-                optimizer.refuse_half_updated("Load a checkpoint before publishing weights")
-        self._land(model)
-        self._settle(model)
-        return self._weights.publish(unwrap_model(model), self.rollout_dtype, to, version)
-
-    def receive_weights(self, engine: RolloutEngine, wait: bool = True, timeout: float | None = None) -> int | None:
-        """Take the newest published weights into the engine, on a rank whose role is ``"rollout"``.
-
-        Args:
-            engine: what generates; its ``version`` is the returned one afterwards.
-            wait: for the next weights. Else only those that are being offered now are taken, and without any it returns
-                ``None`` at once.
-            timeout: seconds to wait; default ``roles.rollout.timeout_s``.
-
-        Returns:
-            The version received; ``None`` without ``wait`` if there is no newer one.
-
-        Raises:
-            TrainingEnded: the trainers have closed their strategy, or are gone: no weights will come any more.
-            WeightTransferError: names, shapes or dtypes do not fit, or nothing came in time: the engine is as it was.
-                Or the sending broke off: the engine refuses to generate until it has received a complete set.
-            ConfigError: this process is no rollout worker.
-        """
-        return self._weights.receive(engine, wait, timeout)
-
-    def drop_rollout_workers(self, ranks: Iterable[int]) -> None:
-        """Publish without these (``WeightTransferError.ranks``) from now on. Called by all ranks that train."""
-        self._weights.drop(ranks)
-
-    def release_device_memory(self) -> AbstractContextManager[None]:
-        """Give back what this strategy's optimizers hold on the device, and gathered weights, for another to use.
-
-        At once; it comes back by itself with the next step. As a context manager around that phase it also empties the
-        allocator's cache at its end, of what the phase leaves there. Weights and gradients stay; on a rank that only
-        generates there is nothing to give.
-
-        Raises:
-            HostMemoryError: the host has no room for state that lives on the device; nothing of it was moved then.
-        """
-        for model, optimizers in list(self._optimizers.items()):
-            self._settle(model)
-            for optimizer in list(optimizers):
-                optimizer.release_device_memory()
-        return _emptying_cache(self.device)
 
     # -- checkpoints
 
@@ -486,15 +395,6 @@ class Strategy(ABC):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name!r})"
-
-
-@contextlib.contextmanager
-def _emptying_cache(device: torch.device) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        if device.type != "cpu":
-            torch.accelerator.memory.empty_cache()
 
 
 def make_loss_scale(config: LossScaleConfig) -> LossScale:
