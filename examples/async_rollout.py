@@ -261,7 +261,7 @@ def train(strategy: Strategy, samples: Samples, args: argparse.Namespace) -> dic
 
 
 def memory_of(role: str, device: torch.device, model: nn.Module, optimizer: Any = None) -> dict[str, Any]:
-    """Bytes that this process keeps between steps, and the peak of all that it had."""
+    """Bytes of weights, gradients and optimizer state on this process, and the peak of all that it had."""
     weights = sum(_local(parameter).nbytes for parameter in model.parameters())
     report = {"weights": weights, "gradients": 0, "optimizer": 0}
     if optimizer is not None:
@@ -310,7 +310,7 @@ def show(result: dict[str, Any], reports: list[dict[str, Any]], args: argparse.N
         heights = [report[what] / 1e6 for report in reports]
         right.bar(names, heights, bottom=below, color=color, edgecolor="black", linewidth=0.6, label=what)
         below = [bottom + height for bottom, height in zip(below, heights, strict=True)]
-    right.set(ylabel="held between steps, MB")
+    right.set(ylabel="held by the process, MB")
     right.legend(frameon=False)
     figure.savefig(args.output / "rewards.png", dpi=150)
     print(f"{args.output / 'rewards.png'} and {args.output / 'result.json'} written")
