@@ -18,9 +18,9 @@ import argparse
 import contextlib
 import io
 import json
+import os
 import random
 import resource
-import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -109,17 +109,16 @@ def until_end(answers: Tensor) -> Tensor:
 
 
 class Samples:
-    """A queue for each trainer, in a store that the first trainer hosts. Nobody has to be waiting at the other end."""
+    """A queue for each trainer, in a store that rank 0 hosts. Nobody has to be waiting at the other end."""
 
-    def __init__(self, strategy: Strategy) -> None:
-        first = strategy.roles.trainer_ranks[0]
-        here: list[Any] = [None]
-        if dist.get_rank() == first:
-            self._store = dist.TCPStore(socket.gethostname(), 0, is_master=True, wait_for_workers=False)
-            here = [(socket.gethostname(), self._store.port)]
-        dist.broadcast_object_list(here, src=first)
-        if dist.get_rank() != first:
-            self._store = dist.TCPStore(*here[0], is_master=False, wait_for_workers=False)
+    def __init__(self) -> None:
+        host, port = os.environ["MASTER_ADDR"], [0]
+        if dist.get_rank() == 0:
+            self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+            port = [self._store.port]
+        dist.broadcast_object_list(port, src=0)
+        if dist.get_rank() != 0:
+            self._store = dist.TCPStore(host, port[0], is_master=False, wait_for_workers=False)
 
     def push(self, queue: str, content: dict[str, Any]) -> None:
         packed = io.BytesIO()
@@ -321,7 +320,7 @@ def main() -> None:
     rollout = {"mode": "async", "ranks": args.rollout_ranks, "timeout_s": 600}
     strategy = Strategy.load(args.strategy, overrides={"roles.rollout": rollout})
     strategy.start()
-    samples = Samples(strategy)
+    samples = Samples()
     if strategy.role == "rollout":
         with strategy:
             roll_out(strategy, samples, args)
