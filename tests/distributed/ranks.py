@@ -34,9 +34,14 @@ _IMPORTED_ONCE = ["torch.distributed.fsdp", "torch.distributed.checkpoint", "tra
 
 
 class Pool:
-    """Rank processes, started when first needed."""
+    """Rank processes, started when first needed.
 
-    def __init__(self) -> None:
+    Args:
+        patience: seconds that the other ranks have for their answers after the first failure.
+    """
+
+    def __init__(self, patience: float = 5.0) -> None:
+        self._patience = patience
         self._processes: list[BaseProcess] = []
         self._pipes: list[Connection] = []
 
@@ -65,7 +70,7 @@ class Pool:
         return [outcomes[rank][1] for rank in range(world_size)]
 
     def _outcomes(self, world_size: int) -> dict[int, tuple[bool, Any]]:
-        """Answers by rank. After the first failure the others have a short time left to tell theirs."""
+        """Answers by rank. After the first failure the others have some time left to tell theirs."""
         outcomes: dict[int, tuple[bool, Any]] = {}
         seconds = CHECK_SECONDS
         while len(outcomes) < world_size:
@@ -76,7 +81,7 @@ class Pool:
             for pipe in ready:
                 outcomes[waiting[pipe]] = _answer(pipe)  # type: ignore[index]
             if not all(ok for ok, _ in outcomes.values()):
-                seconds = 5.0
+                seconds = self._patience
         return outcomes
 
     def _grow(self, world_size: int) -> None:

@@ -18,12 +18,16 @@ from lightstep.config import ConfigError, OptimizerState, Sharding, StrategyConf
 CHECKOUT = Path(__file__).resolve().parents[2]
 # Keys that mean something to the streaming backend alone, or have a default that depends on the rest.
 OPTIONAL = {"prefetch_layers", "ring_mib", "resident_gib"}
+# A section that is laid over a preset by who needs it.
+LAID_OVER = {"roles"}
 
 
 def _missing(config: BaseModel, values: dict[str, Any], prefix: str = "") -> Iterator[str]:
     """Dotted keys that the file leaves to a default."""
     for key in type(config).model_fields:
         if key in OPTIONAL and prefix == "optimizer_state.":
+            continue
+        if key in LAID_OVER and not prefix:
             continue
         inner = getattr(config, key)
         if key not in values:
