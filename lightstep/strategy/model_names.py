@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightstep.distributed import differs_across_ranks, mesh_ranks
 from lightstep.optimizer.param_groups import clean_name
+from lightstep.strategy.engine_model import EngineModel
 
 _EXTRA_STATE = "_extra_state"
 
@@ -33,9 +34,9 @@ class NamedTensor:
 
 
 def unwrap_model(model: nn.Module) -> nn.Module:
-    """The user's module inside ``DistributedDataParallel`` and ``torch.compile``, whichever came first."""
+    """The user's module inside what a strategy and ``torch.compile`` have put around it, whichever came first."""
     while True:
-        if isinstance(model, DistributedDataParallel):
+        if isinstance(model, DistributedDataParallel | EngineModel):
             model = model.module
         elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
             model = inner
