@@ -83,7 +83,7 @@ class DeepSpeedSharding(_Frozen):
     superoffload: bool = False
     zenflow: bool = False
     config: str | dict[str, Any] | None = None
-    """DeepSpeed's own configuration, a JSON file or a mapping: what this file does not say. Contradictions are refused."""
+    """DeepSpeed's own configuration, a JSON file or a mapping; what contradicts this file is refused."""
     activation_checkpointing: bool = False
 
     @model_validator(mode="after")
@@ -91,7 +91,9 @@ class DeepSpeedSharding(_Frozen):
         if self.superoffload and self.zenflow:
             raise ValueError("superoffload and zenflow are two engines for the same work; set one of them to false")
         if self.superoffload and self.stage != 3:
-            raise ValueError(f"superoffload needs stage 3, and stage is {self.stage}; set stage: 3, or superoffload: false")
+            raise ValueError(
+                f"superoffload needs stage 3, and stage is {self.stage}; set stage: 3, or superoffload: false"
+            )
         for name in ("superoffload", "zenflow"):
             if getattr(self, name) and self.offload == "none":
                 raise ValueError(f"{name} updates on the host, and offload is none; set offload: cpu, or {name}: false")

@@ -1,4 +1,4 @@
-"""The contract over a DeepSpeed engine, which owns masters, gradients, loss scaling, clipping and the optimizer state."""
+"""The contract over a DeepSpeed engine, which owns masters, gradients, loss scaling, clipping and optimizer state."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from lightstep.optimizer.result import StepResult
 class DeepSpeedOptimizer(BaseOptimizer):
     """A ``torch.optim.Optimizer`` over the model's own parameters, whose steps a DeepSpeed engine does.
 
-    ``param_groups`` are the caller's (schedulers change them); their hyper-parameters are handed to the optimizer inside
-    the engine, which has one flat fp32 partition per group, before each step.
+    ``param_groups`` are the caller's (schedulers change them). The optimizer inside the engine has one flat fp32
+    partition per group, and gets their hyper-parameters before each step.
 
     Args:
         engine: a ``DeepSpeedEngine`` with a ZeRO optimizer.
@@ -243,13 +243,21 @@ class DeepSpeedOptimizer(BaseOptimizer):
                 "before a checkpoint is saved or loaded"
             )
         self._return_memory()
+        self._hand_over_hyperparameters()
+
+    def discard_unfinished(self) -> None:
+        """State is in its place, and may be replaced after a step that failed.
+
+        Raises:
+            RuntimeError: in the middle of an accumulation.
+        """
+        self._failure = None
+        self.prepare_for_checkpoint()
 
     def loaded(self) -> None:
-        """A checkpoint was read into the engine: hyper-parameters and scale are those in it."""
-        for ours, theirs in self._pairs():
-            ours.update({key: value for key, value in theirs.items() if key not in ("params", "param_names")})
+        """A checkpoint was read into the engine, and hyper-parameters into the groups."""
         self.loss_scale.renew()
-        self._failure, self._collected, self._reduced = None, 0, False
+        self._hand_over_hyperparameters()
         self._seen = self._versions()
 
     def state_dict(self) -> dict[str, Any]:
@@ -296,4 +304,6 @@ class DeepSpeedOptimizer(BaseOptimizer):
             raise RuntimeError(f"{self._failure}; weights and state may be half updated. Load a checkpoint first")
 
     def __getstate__(self) -> dict[str, Any]:
-        raise TypeError("a DeepSpeedOptimizer cannot be copied or pickled: its engine cannot; save a checkpoint instead")
+        raise TypeError(
+            "a DeepSpeedOptimizer cannot be copied or pickled: its engine cannot; save a checkpoint instead"
+        )

@@ -49,6 +49,7 @@ _KINDS = {
     "single": ("lightstep.strategy.single", "SingleDeviceStrategy"),
     "ddp": ("lightstep.strategy.ddp", "DDPStrategy"),
     "fsdp2": ("lightstep.strategy.fsdp2", "FSDP2Strategy"),
+    "deepspeed": ("lightstep.strategy.deepspeed", "DeepSpeedStrategy"),
 }
 
 _UPDATE_TIMES: dict[str, type[Updates]] = {
@@ -93,7 +94,6 @@ class Strategy(ABC):
         """
         name, values = read_source(source)
         config = parse_config(merge_overrides(values, overrides), name)
-        _refuse_unbuilt(config, name)
         module, class_name = _KINDS[config.sharding.kind]
         return cast(Strategy, getattr(importlib.import_module(module), class_name)(config, name))
 
@@ -152,8 +152,12 @@ class Strategy(ABC):
             )
         prepared = self._prepare(made)
         if weights is not None:
-            load_pretrained(unwrap_model(prepared), weights)
+            self._load_weights(prepared, weights)
         return prepared
+
+    def _load_weights(self, prepared: nn.Module, folder: str | Path) -> None:
+        """Each rank reads its own part of the folder's safetensors."""
+        load_pretrained(unwrap_model(prepared), folder)
 
     @abstractmethod
     def _prepare(self, model: nn.Module) -> nn.Module:
@@ -350,11 +354,3 @@ def make_backend(config: OptimizerState) -> StateBackend:
 
 def _finite(max_norm: float | None) -> float | None:
     return None if max_norm is None or math.isinf(max_norm) else max_norm
-
-
-def _refuse_unbuilt(config: StrategyConfig, name: str) -> None:
-    """Say clearly what this version of lightstep does not do yet, before anything starts."""
-    if config.sharding.kind not in _KINDS:
-        raise ConfigError(
-            f"{name}: sharding.kind {config.sharding.kind!r} is not in this version; it has {', '.join(_KINDS)}"
-        )

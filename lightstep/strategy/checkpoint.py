@@ -238,7 +238,7 @@ def _finish(temporary: Path | None, target: Path, content: _Content, parts: list
         groups = [_union(members) for members in zip(*(part["groups"] for part in parts), strict=True)]
     write_state(temporary, state)
     manifest = {
-        "lightstep": _version(),
+        "lightstep": version(),
         "torch": torch.__version__,
         "saved_at": time.time_ns(),
         "world_size": len(parts),
@@ -265,7 +265,8 @@ def _shapes(folder: Path) -> dict[str, str]:
     }
 
 
-def _version() -> str:
+def version() -> str:
+    """Of the installed package."""
     try:
         return importlib.metadata.version("lightstep-optim")
     except importlib.metadata.PackageNotFoundError:

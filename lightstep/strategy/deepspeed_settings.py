@@ -69,7 +69,40 @@ def refuse_contradictions(ours: Mapping[str, Any], theirs: Mapping[str, Any], wh
         raise ConfigError(f"{what}: {'; '.join(found)}. Leave these keys out, write auto, or change the strategy")
 
 
-# -- what DeepSpeed cannot do -------------------------------------------------------------------------------------------
+def settings_of(engine: Any) -> dict[str, Any]:
+    """The configuration that an engine works with, defaults filled in, as far as a strategy says anything about it."""
+    fp16: dict[str, Any] = {"enabled": engine.fp16_enabled()}
+    if fp16["enabled"]:
+        scale = engine.dynamic_loss_scale_args()
+        fp16["loss_scale"] = engine.loss_scale()
+        fp16 |= {
+            "initial_scale_power": math.log2(scale["init_scale"]),
+            "loss_scale_window": scale["scale_window"],
+            "hysteresis": scale["delayed_shift"],
+            "min_loss_scale": scale["min_scale"],
+        }
+    zero: dict[str, Any] = {"stage": int(engine.zero_optimization_stage())}
+    for key, section in (
+        ("offload_optimizer", engine.zero_offload_optimizer()),
+        ("offload_param", engine.zero_offload_param()),
+    ):
+        zero[key] = {"device": "none" if section is None else section.device.value}
+    if zero["offload_optimizer"]["device"] != "none":
+        zero["offload_optimizer"]["super_offload"] = bool(engine.super_offload())
+    if engine.zenflow_config() is not None:
+        zero["zenflow"] = True
+    return {
+        "gradient_clipping": float(engine.gradient_clipping()),
+        "gradient_accumulation_steps": engine.gradient_accumulation_steps(),
+        "bf16": {"enabled": engine.bfloat16_enabled()},
+        "fp16": fp16,
+        "communication_data_type": _SHORT[str(engine.communication_data_type).removeprefix("torch.")],
+        "data_types": {"grad_accum_dtype": _SHORT[str(engine.get_data_types()[1]).removeprefix("torch.")]},
+        "zero_optimization": zero,
+    }
+
+
+# -- what DeepSpeed cannot do ------------------------------------------------------------------------------------------
 
 
 def _refuse_impossible(config: StrategyConfig, name: str) -> None:
@@ -124,7 +157,7 @@ def _dynamic_scale(scale: DynamicScale) -> Iterator[str]:
             )
 
 
-# -- what it is told ----------------------------------------------------------------------------------------------------
+# -- what it is told ---------------------------------------------------------------------------------------------------
 
 
 def _generated(config: StrategyConfig) -> dict[str, Any]:
@@ -172,7 +205,7 @@ def _zero(sharding: DeepSpeedSharding) -> dict[str, Any]:
     return section
 
 
-# -- what the user's own configuration says ------------------------------------------------------------------------------
+# -- what the user's own configuration says ----------------------------------------------------------------------------
 
 _MEANT_BY = {
     "gradient_clipping": "clipping.max_norm",

@@ -1,4 +1,4 @@
-"""The module that a DeepSpeed strategy hands out: the user's, whose forward goes through the engine once there is one."""
+"""What a DeepSpeed strategy hands out: the user's module, whose forward goes through the engine once there is one."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class EngineModel(nn.Module):
         """The ``DeepSpeedEngine``, or ``None`` before ``create_optimizer``."""
         return self._hidden[0] if self._hidden else None
 
-    @engine.setter
-    def engine(self, engine: Any) -> None:
+    def attach(self, engine: Any) -> None:
+        """Forwards go through ``engine`` from now on."""
         self._hidden[:] = [engine]
 
     def forward(self, *arguments: Any, **keywords: Any) -> Any:
