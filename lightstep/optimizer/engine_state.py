@@ -74,6 +74,9 @@ class EngineState:
             for key, value in entries.items()
             if key not in divided
         }
+        fragment = getattr(parameter, "_hp_mapping", None)
+        if fragment is not None:  # DeepSpeed links state after the first group's first update, when others have none
+            fragment.set_optim_state_fragment(flat, entries)
         found |= {key: _on_host(safe_get_full_optimizer_state(parameter, key)) for key in divided}
         return {**found, "master": _on_host(safe_get_full_fp32_param(parameter))}
 
