@@ -102,6 +102,8 @@ class DeepSpeedOptimizer(BaseOptimizer):
         self._collected, self._reduced = 0, False
         self._seen = self._versions()
         overflow = bool(self.engine.optimizer.overflow)
+        if overflow:
+            self._inside.forget_gradients()
         self.loss_scale.pin()
         return StepResult(self._norm(overflow), torch.tensor(overflow), torch.tensor(used), loss)
 

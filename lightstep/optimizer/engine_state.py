@@ -55,6 +55,11 @@ class EngineState:
         if fragment is not None:  # this rank keeps a part of its master
             fragment.update_hp()
 
+    def forget_gradients(self) -> None:
+        """What a skipped step has left: with offloading DeepSpeed would add the next step's gradients to it."""
+        gradients = getattr(self._zero, "averaged_gradients", {})
+        gradients.update(dict.fromkeys(gradients))
+
     # -- whole tensors
 
     def whole(self, parameter: Tensor) -> dict[str, Any]:

@@ -82,7 +82,7 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
             raise ConfigError(f"{self.name}: sharding.superoffload needs an NVIDIA GPU; set it to false")
 
     def _partitioned(self, factory: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
-        return lambda: deepspeed_weights.construct(factory, self.deepspeed_config)
+        return lambda: deepspeed_weights.construct(factory, self.deepspeed_config, self.parameter_dtype)
 
     def _prepare(self, model: nn.Module) -> nn.Module:
         self._refuse_wrapped(model)

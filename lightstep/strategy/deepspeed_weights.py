@@ -10,6 +10,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from lightstep.config import ConfigError
 from lightstep.strategy.agreement import Ranks
 from lightstep.strategy.checkpoint_format import CheckpointError, reported
 from lightstep.strategy.export import write_export
@@ -36,20 +37,49 @@ def refuse_partitioned(model: nn.Module, name: str) -> None:
         )
 
 
-def construct(factory: Callable[[], nn.Module], settings: dict[str, Any]) -> nn.Module:
-    """What ``factory`` makes, each module divided by the ranks as soon as it is made.
+def construct(factory: Callable[[], nn.Module], settings: dict[str, Any], dtype: torch.dtype) -> nn.Module:
+    """What ``factory`` makes, each module's parameters cast and divided by the ranks as soon as it is made.
+
+    Buffers keep their dtype. Initial weights are the first rank's.
 
     Args:
-        settings: DeepSpeed's configuration, for its dtype and offloading.
+        settings: DeepSpeed's configuration.
+        dtype: of the parameters.
+
+    Raises:
+        ConfigError: a transformers model made by its class, which then initialises weights that are not there.
     """
-    import deepspeed
+    from deepspeed.runtime.zero.partition_parameters import DeepSpeedTensorOverride, Init
     from transformers.integrations import HfDeepSpeedConfig
 
+    class Dividing(Init):
+        """DeepSpeed itself would make every floating-point tensor in ``dtype``, rotary frequencies among them."""
+
+        def _post_init_method(self, module: nn.Module) -> None:
+            _refuse_uninitialised(module)
+            for parameter in module.parameters(recurse=False):
+                if parameter.is_floating_point() and not hasattr(parameter, "ds_id"):
+                    parameter.data = parameter.data.to(dtype)
+            super()._post_init_method(module)
+
     hint = HfDeepSpeedConfig(settings)  # while it lives, transformers initialises and loads weights part by part
-    with deepspeed.zero.Init(config_dict_or_path=settings):
+    with Dividing(config_dict_or_path=settings, dtype=dtype, tensor_overrides=[DeepSpeedTensorOverride.device]):
         model = factory()
     del hint
     return model
+
+
+def _refuse_uninitialised(module: nn.Module) -> None:
+    import transformers
+
+    known = getattr(transformers.modeling_utils, "_is_ds_init_called", True)
+    if isinstance(module, transformers.PreTrainedModel) and not known:
+        what = type(module).__name__
+        raise ConfigError(
+            f"prepare_model(function) made a {what} by its class, and at sharding.stage 3 its weights are divided "
+            "before transformers can initialise them; have the function call AutoModelForCausalLM.from_config(config) "
+            "or from_pretrained(folder)"
+        )
 
 
 # -- from and to files -------------------------------------------------------------------------------------------------

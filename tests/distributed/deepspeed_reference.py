@@ -3,7 +3,7 @@
 - A parameter without a gradient gets a gradient of zeros: it decays, and its moments are made.
 - At stages 2 and 3 every micro-batch is averaged over the ranks by itself, and the averages are added.
 - Gradients are multiplied by ``1 / (clip * scale)`` with ``clip = max((norm + 1e-6) / max_norm, 1)``; by the textbook's
-  factor where stage 1 has its own optimizer for bf16 weights.
+  factor where stage 1 has its own optimizer for bf16 weights (without offloading).
 - The loss scale grows one step later for the first time: at the step after ``growth_interval`` good ones.
 """
 
@@ -25,14 +25,14 @@ class DeepSpeedLoop(ReplicatedLoop):
 
     Args:
         stage: ZeRO stage.
+        offload: masters and state are updated on the host.
     """
 
-    def __init__(self, *arguments: Any, stage: int, **keywords: Any) -> None:
+    def __init__(self, *arguments: Any, stage: int, offload: bool = False, **keywords: Any) -> None:
         super().__init__(*arguments, units=[], **keywords)
         self.stage = stage
-        self.bf16_optimizer = (
-            stage == 1 and self.reduce == "float32" and next(iter(self.masters)).dtype == torch.bfloat16
-        )
+        bf16 = self.reduce == "float32" and next(iter(self.masters)).dtype == torch.bfloat16
+        self.bf16_optimizer = stage == 1 and bf16 and not offload
         self.overflow_at, self.steps = -1, 0
 
     def backward(self, loss: Tensor) -> None:

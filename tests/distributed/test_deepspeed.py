@@ -107,8 +107,8 @@ def _assert_same(first: dict[str, Tensor], second: dict[str, Tensor]) -> None:
 
 
 @_alone
-def follows(rank: int, world_size: int, stage: int, dtype: str, reduce: str) -> dict[str, Any]:
-    strategy = _strategy(stage, dtype, precision={"reduce": reduce})
+def follows(rank: int, world_size: int, stage: int, dtype: str, reduce: str, offload: str) -> dict[str, Any]:
+    strategy = _strategy(stage, dtype, precision={"reduce": reduce}, sharding={"offload": offload})
     model, optimizer, scheduler = _made(strategy)
     torch.manual_seed(0)
     twin = TinyTransformer().to(strategy.device)
@@ -116,7 +116,7 @@ def follows(rank: int, world_size: int, stage: int, dtype: str, reduce: str) -> 
         parameter.data = parameter.data.to(strategy.parameter_dtype)
     groups = [{**group, "params": [p for p in group["params"] if p.requires_grad]} for group in twin.split()]
     rule = {"loss_scale": HALF[dtype], "max_norm": 0.3, "reduce": reduce, **PLAIN}
-    loop = DeepSpeedLoop(twin, groups, torch.optim.AdamW, stage=stage, **rule)
+    loop = DeepSpeedLoop(twin, groups, torch.optim.AdamW, stage=stage, offload=offload == "cpu", **rule)
     schedule = torch.optim.lr_scheduler.LambdaLR(loop.optimizer, lambda step: 1.0 / (1 + step))
     scales, applied, norms = [], [], []
     for step in range(6):
@@ -151,20 +151,25 @@ def follows(rank: int, world_size: int, stage: int, dtype: str, reduce: str) -> 
 
 
 @pytest.mark.parametrize(
-    ("stage", "dtype", "reduce"),
+    ("stage", "dtype", "reduce", "offload"),
     [
-        (1, "bfloat16", "float32"),
-        (2, "bfloat16", "float32"),
-        (3, "bfloat16", "float32"),
-        (1, "float16", "float32"),
-        (2, "float16", "float32"),
-        (3, "float16", "float32"),
-        (2, "float32", "float32"),
-        (2, "bfloat16", "parameters"),
+        (1, "bfloat16", "float32", "none"),
+        (2, "bfloat16", "float32", "none"),
+        (3, "bfloat16", "float32", "none"),
+        (1, "float16", "float32", "none"),
+        (2, "float16", "float32", "none"),
+        (3, "float16", "float32", "none"),
+        (2, "float32", "float32", "none"),
+        (2, "bfloat16", "parameters", "none"),
+        (1, "bfloat16", "float32", "cpu"),
+        (2, "float16", "float32", "cpu"),
+        (3, "bfloat16", "float32", "cpu"),
     ],
 )
-def test_weights_and_masters_are_those_of_a_plain_loop(pool: Pool, stage: int, dtype: str, reduce: str) -> None:
-    first, second = pool.run(follows, 2, stage=stage, dtype=dtype, reduce=reduce)
+def test_weights_and_masters_are_those_of_a_plain_loop(
+    pool: Pool, stage: int, dtype: str, reduce: str, offload: str
+) -> None:
+    first, second = pool.run(follows, 2, stage=stage, dtype=dtype, reduce=reduce, offload=offload)
     assert first == second, "the ranks agree"
     assert max(norm for norm in first["norms"] if norm != float("inf")) > 0.3, "clipping was active"
     if dtype == "float16":
