@@ -317,8 +317,14 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         self._refuse_if_closed()
         self._updates.land()
         if self._managed.set_up(self.param_groups, also):
-            norm_type, everywhere = self.norm_type, self._overflow_everywhere
-            self._scaling = Scaling(self._managed, self.loss_scale, norm_type, self.clip_layers, everywhere)
+            self._scaling = Scaling(
+                self._managed,
+                self.loss_scale,
+                self.norm_type,
+                self._overflow_everywhere,
+                clip_layers=self.clip_layers,
+                layer_by_layer=self._update_time.in_backward,
+            )
             self._watch_gradients()
 
     def _is_state_initialisation(self, gradients: Gradients, norm: Tensor) -> bool:

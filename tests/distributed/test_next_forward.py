@@ -184,8 +184,13 @@ def check_deferred(
     check_exact(rank, world_size, "deferred", sharding, overflow_at)
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("layout", "precision"),
+    [
+        *(("fsdp2", precision) for precision in PRECISIONS),
+        *((layout, "fp16") for layout in LAYOUTS if layout != "fsdp2"),
+    ],
+)
 def test_slow_lanes(pool: Pool, layout: str, precision: str) -> None:
     world_size, sharding = LAYOUTS[layout]
     settings = {"sharding": sharding, "precision": PRECISIONS[precision], "compute": "parameters"}
