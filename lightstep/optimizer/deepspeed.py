@@ -208,7 +208,7 @@ class DeepSpeedOptimizer(BaseOptimizer):
         )
 
     def release_device_memory(self) -> None:
-        """Masters, state and gradient buffers move to the host until the next backward, step or checkpoint.
+        """Masters and state move to the host until the next backward, step or checkpoint.
 
         Raises:
             RuntimeError: in the middle of an accumulation.
@@ -224,7 +224,7 @@ class DeepSpeedOptimizer(BaseOptimizer):
 
     def _return_memory(self) -> None:
         if self._parked:
-            self.engine.reload_states()
+            self._inside.reload()
             self._parked = False
 
     def memory_report(self) -> dict[str, float]:

@@ -94,7 +94,7 @@ class EngineState:
     # -- memory
 
     def offload(self) -> bool:
-        """Move what the engine keeps on the device to the host; false where nothing is there.
+        """Move what the engine keeps on the device to the host until :meth:`reload`; false where nothing is there.
 
         Raises:
             RuntimeError: this kind of engine cannot.
@@ -108,20 +108,35 @@ class EngineState:
             )
         from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum as Kind
 
-        held = [Kind.hp_params, Kind.optim_states, Kind.contiguous_grad_buffer]
+        held = [Kind.hp_params, Kind.optim_states]
+        if self._engine.zero_optimization_partition_weights():
+            self._move(torch.device("cpu"))  # DeepSpeed does that for its own Adam only
+            held = [Kind.contiguous_grad_buffer]
         self._engine.offload_states(include=held, pin_memory=torch.device(self._engine.device).type != "cpu")
         return True
 
+    def reload(self) -> None:
+        """Everything is where it was."""
+        self._engine.reload_states()
+        if self._engine.zero_optimization_partition_weights():
+            self._move(torch.device(self._engine.device))
+
+    def _move(self, device: torch.device) -> None:
+        for tensor in self._held():
+            tensor.data = tensor.data.to(device)
+
+    def _held(self) -> list[Tensor]:
+        """Masters, and the state of their shape."""
+        entries = [value for state in self._zero.optimizer.state.values() for value in state.values()]
+        return [*self.masters, *(value for value in entries if isinstance(value, Tensor) and value.dim() > 0)]
+
     def memory(self) -> dict[str, float]:
         """As ``BaseOptimizer.memory_report``."""
-        masters = self.masters
-        entries = [value for state in self._zero.optimizer.state.values() for value in state.values()]
-        held = [*masters, *(value for value in entries if isinstance(value, Tensor) and value.dim() > 0)]
         numbers = {"device_bytes": 0.0, "host_bytes": 0.0, "ring_bytes": 0.0, "gradient_stage_bytes": 0.0}
-        for tensor in held:
+        for tensor in self._held():
             off_device = tensor.device.type == "cpu" and torch.device(self._engine.device).type != "cpu"
             numbers["host_bytes" if off_device else "device_bytes"] += tensor.numel() * tensor.element_size()
-        numbers["parameters"] = float(sum(master.numel() for master in masters))
+        numbers["parameters"] = float(sum(master.numel() for master in self.masters))
         for place in ("device", "host"):
             numbers[f"{place}_bytes_per_parameter"] = numbers[f"{place}_bytes"] / max(numbers["parameters"], 1.0)
         return numbers
