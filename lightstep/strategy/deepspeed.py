@@ -71,6 +71,8 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
         return super().prepare_model(model, role, weights)
 
     def _require(self) -> None:
+        if torch.accelerator.current_accelerator(check_available=True) is None:
+            os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed warns that it found nothing better
         try:
             import deepspeed  # noqa: F401
         except ImportError as error:
