@@ -108,8 +108,9 @@ class DeepSpeedOptimizer(BaseOptimizer):
         return StepResult(self._norm(overflow), torch.tensor(overflow), torch.tensor(used), loss)
 
     def _norm(self, overflow: bool) -> Tensor:
+        """NaN where the engine was told to compute none."""
         norm = math.inf if overflow else self.engine.get_global_grad_norm()
-        return torch.as_tensor(norm, dtype=torch.float32).detach().reshape(())
+        return torch.as_tensor(math.nan if norm is None else norm, dtype=torch.float32).detach().reshape(())
 
     def _nothing(self, loss: Any) -> StepResult:
         warnings.warn("step() found no gradient and changes nothing: backward() was not called", stacklevel=3)
@@ -246,6 +247,17 @@ class DeepSpeedOptimizer(BaseOptimizer):
             )
         self._return_memory()
         self._hand_over_hyperparameters()
+
+    def refuse_half_updated(self, remedy: str) -> None:
+        """Called by what saves any optimizer, which would find no state in this one.
+
+        Raises:
+            RuntimeError: always; it says what to use.
+        """
+        raise RuntimeError(
+            "a DeepSpeedOptimizer keeps its state inside the engine: save it with strategy.save_checkpoint of the "
+            "strategy that made it"
+        )
 
     def discard_unfinished(self) -> None:
         """State is in its place, and may be replaced after a step that failed.

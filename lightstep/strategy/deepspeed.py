@@ -313,7 +313,8 @@ def join_process_group() -> None:
     if deepspeed.get_accelerator().device_name() == "cpu":
         # A shared-memory reduction for inference that would be compiled here; training does not use it.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    groups._release_process_group_references()
+    if _joined_group is not None:
+        groups._release_process_group_references()
     deepspeed.comm.init_distributed(auto_mpi_discovery=False, verbose=False)
     # torch 2.13 has other names for two collectives, and says so at each call of the old ones.
     warnings.filterwarnings("ignore", r".*torch\.distributed\.\w+. is deprecated", FutureWarning)

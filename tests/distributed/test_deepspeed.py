@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from lightstep import Strategy
 from lightstep.config import ConfigError
 from lightstep.optimizer.deepspeed import DeepSpeedOptimizer
-from lightstep.strategy.checkpoint import CheckpointError
+from lightstep.strategy.checkpoint import CheckpointError, save_checkpoint
 from lightstep.strategy.deepspeed_weights import gathered
 from tests.distributed.deepspeed_reference import DeepSpeedLoop
 from tests.distributed.models import TinyTransformer, loss_of
@@ -492,6 +492,8 @@ def keeps_the_contract(rank: int, world_size: int, stage: int) -> None:
     optimizer.synchronize()
     optimizer.land()
     assert not optimizer.has_deferred_updates
+    with pytest.raises(CheckpointError, match=r"strategy\.save_checkpoint"):
+        save_checkpoint("nowhere", model, optimizer)
     report = optimizer.memory_report()
     trained = sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters() if p.requires_grad)
     assert trained / world_size <= report["parameters"] <= trained / world_size + 32, "but for what fills up"
