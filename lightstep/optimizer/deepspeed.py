@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -54,9 +55,12 @@ class DeepSpeedOptimizer(BaseOptimizer):
         """Scale ``loss`` (one element) and backpropagate; the engine reduces the gradients.
 
         Raises:
+            ValueError: more than one element.
             RuntimeError: the step's last micro-batch was already there (see ``strategy.accumulate``).
         """
         self._refuse_unusable()
+        if loss.numel() != 1:
+            raise ValueError(f"backward() needs a loss of one element; this one has shape {tuple(loss.shape)}")
         if self._reduced:
             raise RuntimeError(
                 "backward() after the step's last micro-batch: DeepSpeed has reduced its gradients. Call step() first; "
@@ -68,7 +72,8 @@ class DeepSpeedOptimizer(BaseOptimizer):
         if not self._follows_zenflow:
             self.engine.set_gradient_accumulation_boundary(last)
         self.loss_scale.pin()
-        self.engine.backward(loss, retain_graph=retain_graph, scale_wrt_gas=False)
+        with self._ending_with("backward()"):
+            self.engine.backward(loss, retain_graph=retain_graph, scale_wrt_gas=False)
         self._collected += 1
         self._reduced = last
 
@@ -78,13 +83,17 @@ class DeepSpeedOptimizer(BaseOptimizer):
         DeepSpeed reads norm and overflow on the host: the host waits here.
 
         Raises:
-            ValueError: a closure with a loss scale.
+            ValueError: a closure.
             RuntimeError: only micro-batches with ``last=False`` so far.
         """
         self._refuse_unusable()
-        loss = self._evaluate(closure)
+        if closure is not None:
+            raise ValueError(
+                "step(closure): the closure's own backward would go past DeepSpeed's engine; call "
+                "optimizer.backward(loss) and then step() without a closure"
+            )
         if self._collected == 0:
-            return self._nothing(loss)
+            return self._nothing()
         if not self._reduced:
             raise RuntimeError(
                 f"step() after {self._collected} micro-batches with last=False: DeepSpeed has not reduced them; run "
@@ -94,35 +103,33 @@ class DeepSpeedOptimizer(BaseOptimizer):
         self._adopt_outside_changes()
         self._hand_over_hyperparameters()
         used = self.loss_scale.scale
-        try:
+        with self._ending_with("step()"):
             self.engine.step()
-        except Exception as error:
-            self._failure = f"step() failed ({type(error).__name__}: {error})"
-            raise
         self._collected, self._reduced = 0, False
         self._seen = self._versions()
         overflow = bool(self.engine.optimizer.overflow)
         if overflow:
             self._inside.forget_gradients()
         self.loss_scale.pin()
-        return StepResult(self._norm(overflow), torch.tensor(overflow), torch.tensor(used), loss)
+        return StepResult(self._norm(overflow), torch.tensor(overflow), torch.tensor(used))
 
     def _norm(self, overflow: bool) -> Tensor:
         """NaN where the engine was told to compute none."""
         norm = math.inf if overflow else self.engine.get_global_grad_norm()
         return torch.as_tensor(math.nan if norm is None else norm, dtype=torch.float32).detach().reshape(())
 
-    def _nothing(self, loss: Any) -> StepResult:
+    def _nothing(self) -> StepResult:
         warnings.warn("step() found no gradient and changes nothing: backward() was not called", stacklevel=3)
-        return StepResult(torch.zeros(()), torch.tensor(False), torch.tensor(self.loss_scale.scale), loss)
+        return StepResult(torch.zeros(()), torch.tensor(False), torch.tensor(self.loss_scale.scale))
 
-    def _evaluate(self, closure: Callable[[], Any] | None) -> Any:
-        if closure is None:
-            return None
-        raise ValueError(
-            "step(closure): the closure's own backward would go past DeepSpeed's engine; call optimizer.backward(loss) "
-            "and then step() without a closure"
-        )
+    @contextlib.contextmanager
+    def _ending_with(self, what: str) -> Iterator[None]:
+        """After an error in here DeepSpeed's buffers are in no known state."""
+        try:
+            yield
+        except BaseException as error:
+            self._failure = f"{what} failed ({type(error).__name__}: {error})"
+            raise
 
     @property
     def _follows_zenflow(self) -> bool:
@@ -234,10 +241,10 @@ class DeepSpeedOptimizer(BaseOptimizer):
     # -- state
 
     def prepare_for_checkpoint(self) -> None:
-        """State is in its place and belongs to one step.
+        """State is in its place and belongs to one step; it may be read or replaced.
 
         Raises:
-            RuntimeError: in the middle of an accumulation, or after a step that failed.
+            RuntimeError: in the middle of an accumulation, or after a backward or step that failed.
         """
         self._refuse_unusable()
         if self._collected:
@@ -258,15 +265,6 @@ class DeepSpeedOptimizer(BaseOptimizer):
             "a DeepSpeedOptimizer keeps its state inside the engine: save it with strategy.save_checkpoint of the "
             "strategy that made it"
         )
-
-    def discard_unfinished(self) -> None:
-        """State is in its place, and may be replaced after a step that failed.
-
-        Raises:
-            RuntimeError: in the middle of an accumulation.
-        """
-        self._failure = None
-        self.prepare_for_checkpoint()
 
     def loaded(self) -> None:
         """A checkpoint was read into the engine, and hyper-parameters into the groups."""
@@ -315,7 +313,10 @@ class DeepSpeedOptimizer(BaseOptimizer):
         if self._closed:
             raise RuntimeError("this DeepSpeedOptimizer is closed; make a new model and optimizer")
         if self._failure is not None:
-            raise RuntimeError(f"{self._failure}; weights and state may be half updated. Load a checkpoint first")
+            raise RuntimeError(
+                f"{self._failure}; weights and state may be half updated, and DeepSpeed's buffers cannot be emptied: "
+                "make a new model and optimizer, and load a checkpoint"
+            )
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError(

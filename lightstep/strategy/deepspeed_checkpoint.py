@@ -229,6 +229,7 @@ def _finish(temporary: Path | None, target: Path, state: dict[str, Any], manifes
 def _read(
     folder: Path, model: nn.Module, optimizer: DeepSpeedOptimizer, ranks: Ranks, weights_only: bool
 ) -> tuple[dict[str, Any], dict[str, Any]]:
+    optimizer.prepare_for_checkpoint()
     manifest = read_manifest(folder)
     if not manifest.get(_SECTION):
         raise CheckpointError(
@@ -238,7 +239,6 @@ def _read(
     _compare(manifest, model, optimizer, ranks.size, weights_only)
     for file in sorted((folder / manifest[_SECTION]["tag"]).glob("*.pt")):
         _refuse_untrusted(file)
-    optimizer.discard_unfinished()
     return manifest, read_state(folder)
 
 

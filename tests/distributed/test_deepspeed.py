@@ -508,6 +508,15 @@ def keeps_the_contract(rank: int, world_size: int, stage: int) -> None:
     results[1] += _train(strategy, *again, range(2, 4), rank)
     assert results[0] == results[1]
     _assert_same(_everything(*twin[:2]), _everything(*again[:2]))
+    with pytest.raises(ValueError, match="one element"):
+        again[1].backward(torch.zeros(3, requires_grad=True))
+    loss = loss_of(again[0], 9, 0, rank, device)
+    again[1].backward(loss)
+    assert again[1].step()
+    with pytest.raises(RuntimeError, match="second time"):
+        again[1].backward(loss)
+    with pytest.raises(RuntimeError, match="make a new model"):
+        again[1].step()
     again[1].close()
     with pytest.raises(RuntimeError, match="closed"):
         again[1].step()
