@@ -66,7 +66,8 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
         self._require()
         self.start()
         join_process_group()
-        if self._sharding.stage == 3 and callable(model) and not isinstance(model, nn.Module):
+        divided = role == "trainer" and self._sharding.stage == 3
+        if divided and callable(model) and not isinstance(model, nn.Module):
             return super().prepare_model(self._partitioned(model), role, weights)
         return super().prepare_model(model, role, weights)
 
