@@ -17,6 +17,8 @@ from lightstep.optimizer.engine_state import EngineState
 from lightstep.optimizer.param_groups import plain_numbers
 from lightstep.optimizer.result import StepResult
 
+_NOT_SETTINGS = ("params", "param_names")
+
 
 class DeepSpeedOptimizer(BaseOptimizer):
     """A ``torch.optim.Optimizer`` over the model's own parameters, whose steps a DeepSpeed engine does.
@@ -138,7 +140,7 @@ class DeepSpeedOptimizer(BaseOptimizer):
 
     def _hand_over_hyperparameters(self) -> None:
         for ours, theirs in self._pairs():
-            theirs.update({key: value for key, value in ours.items() if key not in ("params", "param_names")})
+            theirs.update({key: value for key, value in ours.items() if key not in _NOT_SETTINGS})
 
     def _pairs(self) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
         """Our groups and the engine's; it has none for groups without a trainable parameter."""
@@ -265,6 +267,19 @@ class DeepSpeedOptimizer(BaseOptimizer):
             "a DeepSpeedOptimizer keeps its state inside the engine: save it with strategy.save_checkpoint of the "
             "strategy that made it"
         )
+
+    def take_hyperparameters(self, settings: Sequence[Mapping[str, Any]] | None) -> None:
+        """Of each group with trainable parameters, in order.
+
+        Args:
+            settings: as saved; ``None`` takes those that DeepSpeed has read, which at stage 3 knows the first group's
+                only: there the groups keep theirs.
+        """
+        if settings is None and self.engine.zero_optimization_partition_weights():
+            return
+        for number, (ours, theirs) in enumerate(self._pairs()):
+            known = theirs if settings is None else settings[number]
+            ours.update({key: value for key, value in known.items() if key in ours and key not in _NOT_SETTINGS})
 
     def loaded(self) -> None:
         """A checkpoint was read into the engine, and hyper-parameters into the groups."""

@@ -271,6 +271,8 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
     ) -> dict[str, Any]:
         """Continue from :meth:`save_checkpoint`, on as many ranks; returns its ``extra``.
 
+        A folder in DeepSpeed's universal format is loaded at any stage, on any number of ranks.
+
         Without ``optimizer`` the weights alone are loaded, and masters are rebuilt from them.
 
         Raises:

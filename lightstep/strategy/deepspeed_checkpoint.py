@@ -48,6 +48,7 @@ from lightstep.strategy.checkpoint_state import (
     set_random_states,
     write_state,
 )
+from lightstep.strategy.deepspeed_universal import UNIVERSAL, load_universal, refuse_untrusted
 from lightstep.strategy.deepspeed_weights import shapes
 from lightstep.strategy.model_names import named_tensors, unwrap_model
 
@@ -55,14 +56,6 @@ logger = logging.getLogger(__name__)
 
 _SECTION = "deepspeed"
 _TOOLS = ("zero_to_fp32.py", "zero_to_torch.py")
-
-_TRUSTED = {
-    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
-    "deepspeed.runtime.fp16.loss_scaler.LossScaler",
-    "deepspeed.runtime.zero.config.ZeroStageEnum",
-    "deepspeed.utils.tensor_fragment.fragment_address",
-}
-"""Classes in DeepSpeed's files beside what torch itself allows."""
 
 
 def save_checkpoint(
@@ -106,6 +99,8 @@ def load_checkpoint(
         CheckpointError: it cannot be used; nothing has been changed. All ranks raise.
     """
     ranks = Ranks()
+    if (Path(path) / UNIVERSAL).is_file() and not weights_only:
+        return load_universal(Path(path), model, optimizer, scheduler)
     with reported(f"{path} was not loaded"):
         folder = ranks.together(lambda: find_checkpoint(Path(path)), only_first=True)
         manifest, state = ranks.together(lambda: _read(folder, model, optimizer, ranks, weights_only))
@@ -238,7 +233,7 @@ def _read(
         )
     _compare(manifest, model, optimizer, ranks.size, weights_only)
     for file in sorted((folder / manifest[_SECTION]["tag"]).glob("*.pt")):
-        _refuse_untrusted(file)
+        refuse_untrusted(file)
     return manifest, read_state(folder)
 
 
@@ -276,14 +271,7 @@ def _compare(
         raise CheckpointError("its parameter groups are others than the optimizer's; build the groups as they were")
 
 
-_HOW = "train on as before, or convert it with `lightstep checkpoint convert`"
-
-
-def _refuse_untrusted(file: Path) -> None:
-    """Raise when unpickling the file would run anything but torch's and DeepSpeed's own records."""
-    wanted = set(torch.serialization.get_unsafe_globals_in_checkpoint(file)) - _TRUSTED
-    if wanted:
-        raise CheckpointError(f"{file} asks for {', '.join(sorted(wanted))}, which no file of DeepSpeed's needs")
+_HOW = "train on as before, or convert it: lightstep checkpoint convert SOURCE DESTINATION --to deepspeed-universal"
 
 
 def _load_engine(folder: Path, tag: str, optimizer: DeepSpeedOptimizer, weights_only: bool) -> None:

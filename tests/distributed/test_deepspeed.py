@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import copy
 import functools
@@ -553,3 +554,40 @@ def adopts_changes(rank: int, world_size: int) -> None:
 def test_outside_changes_reach_the_masters(pool: Pool) -> None:
     pool.run(starts_alike, 2)
     pool.run(adopts_changes, 2)
+
+
+# -- DeepSpeed's universal format
+
+
+@_alone
+def saves(rank: int, world_size: int, stage: int, folder: str) -> dict[str, Tensor]:
+    strategy = _strategy(stage)
+    pieces = _made(strategy)
+    _train(strategy, *pieces, range(3), rank)
+    strategy.save_checkpoint(folder, *pieces, extra={"epoch": 3})
+    return _everything(*pieces[:2])
+
+
+@_alone
+def loads_universal(rank: int, world_size: int, stage: int, folder: str) -> dict[str, Tensor]:
+    strategy = _strategy(stage)
+    model, optimizer, scheduler = _made(strategy)
+    extra = strategy.load_checkpoint(folder, model, optimizer, scheduler)
+    assert extra == {}, "DeepSpeed's converter does not know of ours"
+    found = _everything(model, optimizer)
+    assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([7.5e-4, 2.5e-4])
+    assert all(applied for applied, *_ in _train(strategy, model, optimizer, scheduler, range(3, 5), rank))
+    return found
+
+
+def test_a_universal_checkpoint_is_loaded_at_another_number_of_ranks(pool: Pool, tmp_path: Path) -> None:
+    from deepspeed.checkpoint import ds_to_universal
+
+    saved, _ = pool.run(saves, 2, stage=2, folder=str(tmp_path / "a"))
+    (tmp_path / "b").mkdir()
+    tag = (tmp_path / "a" / "latest").read_text()
+    options = {"num_extract_workers": 1, "num_merge_workers": 1, "keep_temp_folder": False, "strict": True}
+    folders = {"input_folder": str(tmp_path / "a" / tag), "output_folder": str(tmp_path / "b" / tag)}
+    ds_to_universal.main(argparse.Namespace(**folders, **options, inject_missing_state=True))
+    (found,) = pool.run(loads_universal, 1, stage=2, folder=str(tmp_path / "b"))
+    _assert_same(found, saved)
