@@ -116,8 +116,9 @@ class DeepSpeedOptimizer(BaseOptimizer):
         return StepResult(self._norm(overflow), torch.tensor(overflow), torch.tensor(used))
 
     def _norm(self, overflow: bool) -> Tensor:
-        """NaN where the engine was told to compute none."""
-        norm = math.inf if overflow else self.engine.get_global_grad_norm()
+        """NaN where the engine computes none."""
+        known = None if self._follows_zenflow else self.engine.get_global_grad_norm()
+        norm = math.inf if overflow else known
         return torch.as_tensor(math.nan if norm is None else norm, dtype=torch.float32).detach().reshape(())
 
     def _nothing(self) -> StepResult:

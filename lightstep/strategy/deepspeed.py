@@ -191,7 +191,7 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
         settings = copy.deepcopy(self.deepspeed_config)
         own = self._sharding.superoffload or self._sharding.zenflow
         if own:  # these two bring an optimizer of their own, which takes Adam's settings
-            settings["optimizer"] = _native(client, self.name)
+            settings["optimizer"] = _native(client, self._sharding.zenflow, self.name)
         engine, *_ = deepspeed.initialize(
             model=module,
             optimizer=None if own else client,
@@ -334,13 +334,14 @@ def _fused(
     return {"fused": True} if known and not asked and not issubclass(optimizer_class, elsewhere) else {}
 
 
-def _native(client: torch.optim.Optimizer, name: str) -> dict[str, Any]:
+def _native(client: torch.optim.Optimizer, zenflow: bool, name: str) -> dict[str, Any]:
     """DeepSpeed's own CPU optimizer with the client's settings."""
-    kinds = {torch.optim.AdamW: "AdamW", torch.optim.Adam: "Adam"}
-    if type(client) not in kinds:
-        raise ValueError(
-            f"{name}: superoffload and zenflow update with DeepSpeed's own Adam, and the optimizer is "
-            f"{type(client).__name__}; use torch.optim.AdamW or Adam"
-        )
-    settings = {key: client.defaults[key] for key in ("lr", "betas", "eps", "weight_decay")}
-    return {"type": kinds[type(client)], "params": {**settings, "adam_w_mode": type(client) is torch.optim.AdamW}}
+    settings = {key: client.defaults.get(key) for key in ("lr", "betas", "eps", "weight_decay")}
+    if type(client) is torch.optim.AdamW:
+        return {"type": "AdamW", "params": settings}
+    if type(client) is torch.optim.Adam and not zenflow:
+        return {"type": "Adam", "params": {**settings, "adam_w_mode": False}}
+    raise ValueError(
+        f"{name}: {'zenflow' if zenflow else 'superoffload'} updates with DeepSpeed's own optimizer, and this is "
+        f"{type(client).__name__}; use torch.optim.AdamW{'' if zenflow else ' or Adam'}"
+    )
