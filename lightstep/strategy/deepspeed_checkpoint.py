@@ -17,18 +17,16 @@ from __future__ import annotations
 
 import logging
 import shutil
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from lightstep.optimizer.deepspeed import DeepSpeedOptimizer
 from lightstep.strategy.agreement import Ranks
-from lightstep.strategy.checkpoint import version
+from lightstep.strategy.checkpoint import manifest_header
 from lightstep.strategy.checkpoint_format import (
     CheckpointError,
     begin,
@@ -129,10 +127,7 @@ def _content(
     for key, value in state.items():
         check_loadable(key, value)
     manifest = {
-        "lightstep": version(),
-        "torch": torch.__version__,
-        "saved_at": time.time_ns(),
-        "world_size": Ranks().size,
+        **manifest_header(Ranks().size),
         "scheduler": None if scheduler is None else type(scheduler).__name__,
         "optimizer": optimizer.optimizer_class.__name__,
         "groups": content.groups,
