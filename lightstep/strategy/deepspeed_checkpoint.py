@@ -46,7 +46,7 @@ from lightstep.strategy.checkpoint_state import (
     set_random_states,
     write_state,
 )
-from lightstep.strategy.deepspeed_universal import UNIVERSAL, load_universal, refuse_untrusted
+from lightstep.strategy.deepspeed_universal import DEEPSPEEDS_OWN, UNIVERSAL, load_universal, refuse_untrusted
 from lightstep.strategy.deepspeed_weights import shapes
 from lightstep.strategy.model_names import named_tensors, unwrap_model
 
@@ -75,7 +75,7 @@ def save_checkpoint(
             state, manifest = ranks.together(lambda: _content(model, optimizer, scheduler, extra))
             temporary = ranks.together(lambda: begin(target), only_first=True)
             tag = manifest[_SECTION]["tag"]
-            _write_engine(temporary, tag, optimizer, ranks)
+            _write_engine(temporary, tag, optimizer, ranks, state)
             states = ranks.gather(random_states())
             ranks.together(lambda: _finish(temporary, target, {**state, "random": states}, manifest), only_first=True)
         except BaseException:
@@ -148,10 +148,18 @@ def _described(engine: Any) -> dict[str, Any]:
     }
 
 
-def _write_engine(folder: Path, tag: str, optimizer: DeepSpeedOptimizer, ranks: Ranks) -> None:
-    """All ranks raise when one of them cannot write: none is left in one of DeepSpeed's barriers."""
+def _write_engine(
+    folder: Path, tag: str, optimizer: DeepSpeedOptimizer, ranks: Ranks, state: Mapping[str, Any]
+) -> None:
+    """All ranks raise when one of them cannot write: none is left in one of DeepSpeed's barriers.
+
+    DeepSpeed's files hold scheduler and ``extra`` too, where its tools and ours look for them.
+    """
+    known = {key: value for key, value in state["extra"].items() if key not in DEEPSPEEDS_OWN}
     with _noting_failures(optimizer.engine) as failures:
-        optimizer.engine.save_checkpoint(str(folder), tag=tag, save_latest=False)
+        optimizer.engine.save_checkpoint(
+            str(folder), tag=tag, client_state={**known, "lr_scheduler": state["scheduler"]}, save_latest=False
+        )
 
     def check() -> None:
         if failures:

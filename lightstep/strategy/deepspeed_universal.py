@@ -35,7 +35,7 @@ _TRUSTED = {
 }
 """Classes in DeepSpeed's files beside what torch itself allows."""
 
-_DEEPSPEEDS_OWN = {
+DEEPSPEEDS_OWN = {
     *("module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params", "lightstep"),
     *("frozen_param_fragments", "lr_scheduler", "data_sampler", "random_ltd", "skipped_steps", "global_steps"),
     *("global_samples", "dp_world_size", "mp_world_size", "ds_config", "ds_version", "universal_checkpoint_info"),
@@ -68,7 +68,7 @@ def load_universal(folder: Path, model: nn.Module, optimizer: DeepSpeedOptimizer
         ours = client.get("lightstep") or {}
         ranks.together(lambda: _apply(client, ours, optimizer, scheduler, ranks.rank))
     logger.info("loaded %s", folder)
-    return {key: value for key, value in client.items() if key not in _DEEPSPEEDS_OWN}
+    return {key: value for key, value in client.items() if key not in DEEPSPEEDS_OWN}
 
 
 def _checked(folder: Path, optimizer: DeepSpeedOptimizer) -> str:
