@@ -14,6 +14,7 @@ from torch import Tensor
 from lightstep.clipping import check_max_norm, check_norm_type
 from lightstep.optimizer.arithmetic import BaseArithmetic, GroupValues
 from lightstep.optimizer.base import BaseOptimizer
+from lightstep.optimizer.borrowed import KeptInside
 from lightstep.optimizer.in_backward import InBackward
 from lightstep.optimizer.managed_parameters import ManagedParameters, Places, StateView
 from lightstep.optimizer.param_groups import Place, learning_rates_are_zero, plain_numbers
@@ -24,6 +25,7 @@ from lightstep.optimizer.updates import AtStep, Updates
 from lightstep.optimizer.walk import Gradients, UnitWalk, Update
 from lightstep.precision.gradients import GradientAccumulator, unshared
 from lightstep.precision.loss_scale import ConstantLossScale, LossScale
+from lightstep.precision.scaled_backward import ScaledBackward
 from lightstep.state.backend import Managed, StateBackend
 from lightstep.state.resident import ResidentBackend
 
@@ -56,6 +58,12 @@ class MixedPrecisionOptimizer(BaseOptimizer):
             torch about the groups.
     """
 
+    accumulating = KeptInside()
+    _scaling = KeptInside()
+    _failure = KeptInside()
+    _to_repair = KeptInside()
+    _closed = KeptInside(False)
+
     def __init__(
         self,
         params: Any,
@@ -73,6 +81,7 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         overflow_everywhere: bool | None = None,
         update_time: type[Updates] = AtStep,
     ) -> None:
+        self._inside: dict[str, Any] = {}
         self._arithmetic = BaseArithmetic(optimizer_class, dict(hyperparameters or {}))
         super().__init__(params, dict(self._arithmetic.defaults))
         self.loss_scale = loss_scale or ConstantLossScale(1.0)
@@ -97,14 +106,12 @@ class MixedPrecisionOptimizer(BaseOptimizer):
     def _start(self, reduce_float32: bool, places: Places | None) -> None:
         """Everything that is built up while working and never saved."""
         self.gradients = GradientAccumulator(reduce_float32)
+        self._scaled_backward = ScaledBackward()
         self._managed = ManagedParameters(self._arithmetic, self._backend, self.master_weights, places)
         self._state_view = StateView(self._managed, self.parameter_state, self._replace_state)
         self._walk = UnitWalk(self._arithmetic, self._backend, self._refusing_further_steps, self._managed.record)
         self._updates = self._update_time(self._walk, self._backend)
-        self._scaling: Scaling | None = None
-        self._failure: str | None = None
-        self._closed = False
-        self._to_repair: set[Managed] = set()
+        self._scaling, self._failure, self._closed, self._to_repair = None, None, False, set()
         self._watch_gradients()
 
     @property  # type: ignore[override]
@@ -119,7 +126,15 @@ class MixedPrecisionOptimizer(BaseOptimizer):
                 self._replace_state(item.param, entries.get(item.param, {}))
 
     def _watch_gradients(self) -> None:
-        self.gradients.watch(p for group in self.param_groups for p in group["params"] if p.requires_grad)
+        trainable = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
+        self.gradients.watch(trainable)
+        self._scaled_backward.watch(trainable, self.loss_scale)
+
+    def _notice_what_was_given_up(self) -> None:
+        """Gradients of a loss that was not scaled are gone after ``model.zero_grad()``."""
+        if self._scaled_backward.unscaled and not self.gradients.delivered:
+            left = any(p.grad is not None for group in self.param_groups for p in group["params"])
+            self._scaled_backward.unscaled = left
 
     # -- one iteration
 
@@ -130,9 +145,10 @@ class MixedPrecisionOptimizer(BaseOptimizer):
             )
         self._updates.land()  # gradients that it still reads may stand where the next ones will be put
         self._watch_gradients()  # parameters may have been frozen or thawed
+        self._notice_what_was_given_up()
         if not self.loss_scale.is_identity:
             loss = loss.float() * self.loss_scale.tensor(loss.device)
-        with self._updating():
+        with self._scaled_backward.running(), self._updating():
             loss.backward(retain_graph=retain_graph)
 
     @contextlib.contextmanager
@@ -193,6 +209,8 @@ class MixedPrecisionOptimizer(BaseOptimizer):
 
     def step(self, closure: Callable[[], Any] | None = None) -> StepResult:  # type: ignore[override]
         loss = self._evaluate(closure)
+        self._notice_what_was_given_up()
+        self._scaled_backward.refuse_unscaled()
         with torch.no_grad():
             self._updates.land()
             if isinstance(self._updates, InBackward) and self._updates.started:
@@ -354,6 +372,7 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         reduced: to drop a started accumulation, run one more with ``last=True`` first.
         """
         self.gradients.clear()
+        self._scaled_backward.clear()
         if isinstance(self._updates, InBackward):
             self._updates.drop()
         super().zero_grad(set_to_none)
@@ -518,6 +537,7 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         """Give back the memory of the state backend and take the hooks off the parameters."""
         self._updates.land()
         self.gradients.close()
+        self._scaled_backward.close()
         self._backend.close()
         self._closed = True
 
@@ -544,6 +564,7 @@ class MixedPrecisionOptimizer(BaseOptimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         entries: dict[Tensor, dict[str, Any]] = state.pop("state")
+        self._inside = {}
         self._backend = state.pop("backend")
         self._arithmetic = BaseArithmetic(state.pop("optimizer_class"), state.pop("hyperparameters"))
         reduce_float32 = state.pop("reduce_float32")

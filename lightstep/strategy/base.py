@@ -199,7 +199,7 @@ class Strategy(ABC):
         config = self.config
         self._settle(model)
         optimizer = MixedPrecisionOptimizer(
-            check_param_groups(param_groups, model),
+            check_param_groups(param_groups, unwrap_model(model)),
             optimizer_class,
             hyperparameters,
             master_weights=config.precision.master_weights,
@@ -251,7 +251,8 @@ class Strategy(ABC):
         self._settle(model)
         for optimizer in self._optimizers_of(model):  # the model may have been sharded since
             self._gate(model, optimizer)
-        return in_order_of_use(unwrap_model(model), places(model))
+        inner = unwrap_model(model)
+        return in_order_of_use(inner, places(inner))
 
     def accumulate(self, model: nn.Module, last: bool = True) -> AbstractContextManager[None]:
         """Context of one micro-batch's forward and backward; with ``last=False`` no gradient is communicated.

@@ -214,7 +214,8 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
     def _engine_model(self, model: nn.Module) -> EngineModel:
         outer: Any = model
         while isinstance(outer, nn.Module) and not isinstance(outer, EngineModel):
-            outer = getattr(outer, "_orig_mod", None)
+            own = vars(outer).get("_modules", {})  # of torch.compile or Lightning Fabric
+            outer = own.get("_orig_mod", own.get("_forward_module"))
         if outer is None:
             raise ValueError(
                 f"{self.name}: this {type(model).__name__} was not prepared by this strategy; hand over what "
