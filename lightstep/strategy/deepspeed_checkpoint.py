@@ -97,8 +97,8 @@ def load_checkpoint(
         CheckpointError: it cannot be used; nothing has been changed. All ranks raise.
     """
     ranks = Ranks()
-    if (Path(path) / UNIVERSAL).is_file() and not weights_only:
-        return load_universal(Path(path), model, optimizer, scheduler)
+    if (Path(path) / UNIVERSAL).is_file():
+        return load_universal(Path(path), optimizer, scheduler, weights_only)
     with reported(f"{path} was not loaded"):
         folder = ranks.together(lambda: find_checkpoint(Path(path)), only_first=True)
         manifest, state = ranks.together(lambda: _read(folder, model, optimizer, ranks, weights_only))

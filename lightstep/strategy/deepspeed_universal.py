@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from lightstep.optimizer.deepspeed import DeepSpeedOptimizer
 from lightstep.strategy.agreement import Ranks
@@ -55,7 +54,9 @@ def refuse_untrusted(file: Path) -> None:
         raise CheckpointError(f"{file} asks for {', '.join(sorted(wanted))}, which no file of DeepSpeed's needs")
 
 
-def load_universal(folder: Path, model: nn.Module, optimizer: DeepSpeedOptimizer, scheduler: Any) -> dict[str, Any]:
+def load_universal(
+    folder: Path, optimizer: DeepSpeedOptimizer, scheduler: Any, weights_only: bool = False
+) -> dict[str, Any]:
     """Masters, moments, groups and what else the converter knew, at this engine's stage and number of ranks.
 
     Raises:
@@ -63,6 +64,8 @@ def load_universal(folder: Path, model: nn.Module, optimizer: DeepSpeedOptimizer
     """
     ranks = Ranks()
     with reported(f"{folder} was not loaded"):
+        if weights_only:
+            raise CheckpointError("a universal checkpoint is loaded with its optimizer state; pass the optimizer too")
         tag = ranks.together(lambda: _checked(folder, optimizer))
         client = ranks.together(lambda: _load_engine(folder, tag, optimizer))
         ours = client.get("lightstep") or {}
