@@ -18,7 +18,6 @@ import torch
 from torch import nn
 
 from lightstep.config import (
-    ConfigError,
     ConstantScale,
     DynamicScale,
     LossScaleConfig,
@@ -55,6 +54,7 @@ _KINDS = {
     "single": ("lightstep.strategy.single", "SingleDeviceStrategy"),
     "ddp": ("lightstep.strategy.ddp", "DDPStrategy"),
     "fsdp2": ("lightstep.strategy.fsdp2", "FSDP2Strategy"),
+    "deepspeed": ("lightstep.strategy.deepspeed", "DeepSpeedStrategy"),
 }
 
 _UPDATE_TIMES: dict[str, type[Updates]] = {
@@ -105,7 +105,6 @@ class Strategy(ReinforcementLearning, ABC):
         """
         name, values = read_source(source)
         config = parse_config(merge_overrides(values, overrides), name)
-        _refuse_unbuilt(config, name)
         module, class_name = _KINDS[config.sharding.kind]
         return cast(Strategy, getattr(importlib.import_module(module), class_name)(config, name))
 
@@ -195,7 +194,7 @@ class Strategy(ReinforcementLearning, ABC):
             prepared = self._prepare_as(known, made)
         self.roles.give(prepared, known)
         if weights is not None:
-            load_pretrained(unwrap_model(prepared), weights)
+            self._load_weights(prepared, weights)
         return prepared
 
     @contextlib.contextmanager
@@ -226,6 +225,10 @@ class Strategy(ReinforcementLearning, ABC):
     def _prepare_reference(self, model: nn.Module) -> nn.Module:
         """Placed as what is trained, for forwards alone."""
         return prepare_inference(model, self.device, self.parameter_dtype)
+
+    def _load_weights(self, prepared: nn.Module, folder: str | Path) -> None:
+        """Each rank reads its own part of the folder's safetensors."""
+        load_pretrained(unwrap_model(prepared), folder)
 
     @abstractmethod
     def _prepare(self, model: nn.Module) -> nn.Module:
@@ -265,7 +268,7 @@ class Strategy(ReinforcementLearning, ABC):
             TypeError: not an optimizer class, or malformed groups.
             ValueError: no trainable parameter, a parameter twice or foreign, or a refused hyper-parameter.
         """
-        self.roles.refuse("create_optimizer", "create it on the ranks that train, for the model that they train", model)
+        self._refuse_untrained(model)
         config = self.config
         self._settle(model)
         optimizer = MixedPrecisionOptimizer(
@@ -288,6 +291,9 @@ class Strategy(ReinforcementLearning, ABC):
         self._connect(model, optimizer)
         self._gate(model, optimizer)
         return optimizer
+
+    def _refuse_untrained(self, model: nn.Module) -> None:
+        self.roles.refuse("create_optimizer", "create it on the ranks that train, for the model that they train", model)
 
     @property
     def _update_time(self) -> type[Updates]:
@@ -440,11 +446,3 @@ def make_backend(config: OptimizerState) -> StateBackend:
 
 def _finite(max_norm: float | None) -> float | None:
     return None if max_norm is None or math.isinf(max_norm) else max_norm
-
-
-def _refuse_unbuilt(config: StrategyConfig, name: str) -> None:
-    """Say clearly what this version of lightstep does not do yet, before anything starts."""
-    if config.sharding.kind not in _KINDS:
-        raise ConfigError(
-            f"{name}: sharding.kind {config.sharding.kind!r} is not in this version; it has {', '.join(_KINDS)}"
-        )

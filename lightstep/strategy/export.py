@@ -46,7 +46,7 @@ def export_model(
     ranks = Ranks(group)
     with reported(f"{path} was not exported"):
         weights = full_weights(model, keep=ranks.is_first, group=group)
-        ranks.together(lambda: _write(Path(path), unwrap_model(model), weights, tokenizer), only_first=True)
+        ranks.together(lambda: write_export(Path(path), unwrap_model(model), weights, tokenizer), only_first=True)
 
 
 @torch.no_grad()
@@ -134,7 +134,8 @@ def to_torch_state_dict(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return {"state": {i: entries for i, entries in state.items() if entries}, "param_groups": packed["param_groups"]}
 
 
-def _write(path: Path, model: nn.Module, weights: dict[str, Tensor], tokenizer: Any) -> None:
+def write_export(path: Path, model: nn.Module, weights: dict[str, Tensor], tokenizer: Any) -> None:
+    """Put whole weights into a folder, on one rank."""
     path.mkdir(parents=True, exist_ok=True)
     temporary = path.parent / f".{path.name}.saving-{secrets.token_hex(4)}"
     temporary.mkdir()

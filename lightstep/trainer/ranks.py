@@ -42,7 +42,7 @@ def join(strategy: Strategy) -> None:
     elif (started := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
         raise ConfigError(
             f"torchrun started {started} processes, and strategy {strategy.name} is for one; "
-            "choose a sharded strategy (sharding.kind ddp or fsdp2) or start without torchrun"
+            "choose a sharded strategy (sharding.kind ddp, fsdp2 or deepspeed) or start without torchrun"
         )
 
 

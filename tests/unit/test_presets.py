@@ -113,10 +113,3 @@ def test_the_reference_page_promises_what_this_version_does() -> None:
     table = page.split("## What this version does")[1]
     rows = re.findall(r"^\| `([\w.]+)` \| (.*) \|$", table, flags=re.MULTILINE)
     assert {key: set(re.findall(r"`(\w+)`", values)) for key, values in rows} == _what_this_version_does()
-
-
-@pytest.mark.parametrize("row", ["`deepspeed`", "`stage`", "`offload`", "`superoffload`"])
-def test_the_reference_page_marks_what_is_refused_where_it_lists_it(row: str) -> None:
-    page = (CHECKOUT / "docs" / "strategy-files.md").read_text(encoding="utf-8")
-    (line,) = [line for line in page.splitlines() if line.startswith(f"| {row}")]
-    assert "not in this version: refused" in line
