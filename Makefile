@@ -50,7 +50,7 @@ types: $(STAMP)
 	@$(BIN)/mypy
 
 docs: $(STAMP)
-	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 bench: $(STAMP)
 	@$(BIN)/lightstep bench $(BENCH_ARGS)
