@@ -238,14 +238,11 @@ def _finish(temporary: Path | None, target: Path, content: _Content, parts: list
         groups = [_union(members) for members in zip(*(part["groups"] for part in parts), strict=True)]
     write_state(temporary, state)
     manifest = {
-        "lightstep": _version(),
-        "torch": torch.__version__,
-        "saved_at": time.time_ns(),
-        "world_size": len(parts),
+        **manifest_header(len(parts)),
         **content.manifest,
         "groups": groups,
         "aliases": {alias: name for part in parts for alias, name in part["aliases"].items()},
-        "tensors": _shapes(temporary),
+        "tensors": tensor_shapes(temporary),
     }
     write_manifest(temporary, manifest)
     commit(temporary, target)
@@ -256,7 +253,17 @@ def _union(ranks: Iterable[Iterable[str]]) -> list[str]:
     return list(dict.fromkeys(itertools.chain.from_iterable(ranks)))
 
 
-def _shapes(folder: Path) -> dict[str, str]:
+def manifest_header(world_size: int) -> dict[str, Any]:
+    """What every manifest begins with."""
+    return {
+        "lightstep": _version(),
+        "torch": torch.__version__,
+        "saved_at": time.time_ns(),
+        "world_size": world_size,
+    }
+
+
+def tensor_shapes(folder: Path) -> dict[str, str]:
     """The model's tensors for people to read: ``bfloat16[1024, 4096]``."""
     return {
         key.removeprefix("model."): f"{str(stored.dtype).removeprefix('torch.')}{list(stored.shape)}"
