@@ -1,0 +1,211 @@
+"""Conversions from and to DeepSpeed and LightRFT, with files that several processes wrote."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightstep import DynamicLossScale
+from lightstep.conversion import convert_checkpoint, read_checkpoint, scales
+from lightstep.strategy.checkpoint import CheckpointError
+from tests.distributed import deepspeed_runs, lightrft_runs
+from tests.distributed.ranks import Pool
+from tests.reference.converted_run import AFTER, BEFORE, Run, differences
+
+RUNS = [(stage, dtype) for dtype in ("bfloat16", "float16") for stage in (1, 2, 3)]
+NAMES = [f"{stage}-{dtype}" for stage, dtype in RUNS]
+UNUSED = ("unused.weight", "unused.bias")
+"""DeepSpeed decays what has no gradient, torch's and our optimizers leave it alone."""
+
+Saved = tuple[Path, dict[str, tuple[Any, Any]]]
+
+
+@pytest.fixture(scope="module")
+def zero(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    """Checkpoints of two ranks in each stage and dtype, and what was in them."""
+    folder = tmp_path_factory.mktemp("zero")
+    return folder, pool.run(deepspeed_runs.save_stages, 2, folder=str(folder), runs=RUNS)[0]
+
+
+def lightstep_state(run: Run) -> dict[str, Any]:
+    """Without step counts, which DeepSpeed has once for a group."""
+    return {n: {k: v for k, v in entries.items() if k != "step"} for n, entries in run.content()["state"].items()}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_deepspeed_run_continues_under_lightstep(zero: Saved, name: str, tmp_path: Path) -> None:
+    folder, contents = zero
+    at, after = contents[name]
+    convert_checkpoint(folder / name, tmp_path / "converted", "lightstep")
+    run = Run(name.partition("-")[2])
+    extra = run.load(tmp_path / "converted")
+    assert extra["epoch"] == 3
+    assert extra["deepspeed"]["global_steps"] == 3
+    assert not differences(lightstep_state(run), at["state"])
+    assert {int(entries["step"]) for entries in run.content()["state"].values()} == set(at["steps"])
+    for mine, theirs in zip(run.optimizer.param_groups, at["groups"], strict=True):
+        assert not differences({key: mine[key] for key in theirs}, theirs)
+    assert run.optimizer.loss_scale.scale == at["scale"]
+    assert run.scheduler.state_dict() == at["scheduler"]
+    run.train(AFTER)
+    state = lightstep_state(run)
+    assert not differences(*[{n: e for n, e in s.items() if n not in UNUSED} for s in (state, after["state"])])
+    assert run.optimizer.loss_scale.scale == after["scale"]
+    assert run.scheduler.state_dict() == after["scheduler"]
+    rounded = {n: e["master"].to(run.strategy.parameter_dtype) for n, e in state.items()}
+    assert not differences({n: run.model.get_parameter(n).detach() for n in rounded}, rounded)
+
+
+@pytest.mark.parametrize(
+    ("stage", "dtype", "world_size"), [(1, "bfloat16", 2), (2, "float16", 1), (3, "bfloat16", 2), (3, "float16", 1)]
+)
+def test_a_lightstep_run_continues_under_deepspeed(
+    pool: Pool, stage: int, dtype: str, world_size: int, tmp_path: Path
+) -> None:
+    run = Run(dtype).train(BEFORE)
+    strategy = tmp_path / "strategy.yaml"
+    strategy.write_text(
+        f"precision: {{parameters: {dtype}, loss_scale: {{kind: dynamic, growth_interval: 4, hysteresis: 2}}}}"
+    )
+    source = run.save(tmp_path / "step-3")
+    convert_checkpoint(source, tmp_path / "u", "deepspeed-universal", strategy=strategy)
+    at = lightstep_state(run)
+    client, loaded, continued = pool.run(
+        deepspeed_runs.resume_universal, world_size, folder=str(tmp_path / "u"), stage=stage, dtype=dtype
+    )[0]
+    assert client["epoch"] == 3
+    assert not differences({n: e for n, e in loaded["state"].items() if n in at}, at)
+    assert loaded["steps"] == [3]
+    assert loaded["global_steps"] == 3
+    assert loaded["scheduler"] == run.scheduler.state_dict()
+    assert loaded["scale"] == run.optimizer.loss_scale.scale
+    assert loaded["grown_in"] == (1 if dtype == "float16" else None)
+    run.train(AFTER)
+    expected = lightstep_state(run)
+    assert not differences({n: e for n, e in continued["state"].items() if n in expected}, expected)
+    assert continued["scale"] == run.optimizer.loss_scale.scale
+    assert continued["scheduler"] == run.scheduler.state_dict()
+
+
+def test_zero_to_universal_continues_as_it_would_have(zero: Saved, pool: Pool, tmp_path: Path) -> None:
+    """Stage 3 of two ranks becomes stage 1, and stage 2 becomes stage 3: unused parameters and scaler included."""
+    folder, contents = zero
+    for source, stage, dtype in (("3-float16", 1, "float16"), ("2-bfloat16", 3, "bfloat16")):
+        convert_checkpoint(folder / source, tmp_path / source, "deepspeed-universal")
+        arguments = {"folder": str(tmp_path / source), "stage": stage, "dtype": dtype}
+        client, loaded, continued = pool.run(deepspeed_runs.resume_universal, 2, **arguments)[0]
+        assert client["order"] == [1, 2]
+        assert not differences((loaded, continued), contents[source])
+
+
+def test_deepspeed_reads_its_own_universal_format_as_we_do(zero: Saved, tmp_path: Path) -> None:
+    """What we write is what ``ds_to_universal`` writes, entry by entry; both are read."""
+    folder, _ = zero
+    convert_checkpoint(folder / "1-bfloat16", tmp_path / "u", "deepspeed-universal")
+    convert_checkpoint(tmp_path / "u", tmp_path / "back", "lightstep")
+    convert_checkpoint(folder / "1-bfloat16", tmp_path / "direct", "lightstep")
+    back, direct = Run("bfloat16"), Run("bfloat16")
+    assert back.load(tmp_path / "back") == direct.load(tmp_path / "direct")
+    assert not differences(back.content(), direct.content())
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "message"),
+    [
+        (
+            "1-bfloat16",
+            "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt",
+            "2 ranks wrote it, and bf16_zero_pp_rank_1_mp_",
+        ),
+        ("2-float16", "mp_rank_00_model_states.pt", "mp_rank_00_model_states.pt is missing"),
+        (
+            "3-float16",
+            "zero_pp_rank_0_mp_rank_00_optim_states.pt",
+            "zero_pp_rank_0_mp_rank_00_optim_states.pt is missing",
+        ),
+        (
+            "3-float16",
+            "zero_pp_rank_1_mp_rank_00_model_states.pt",
+            "zero_pp_rank_1_mp_rank_00_model_states.pt is missing",
+        ),
+    ],
+)
+def test_a_missing_or_truncated_file_of_a_rank_is_named(
+    zero: Saved, name: str, damage: str, message: str, tmp_path: Path
+) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(zero[0] / name / "global_step3", source)
+    whole = (source / damage).read_bytes()
+    (source / damage).unlink()
+    with pytest.raises(CheckpointError, match=f"{message}.*copy the missing files"):
+        convert_checkpoint(source, tmp_path / "x", "lightstep")
+    (source / damage).write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(CheckpointError, match=f"{damage} cannot be read"):
+        convert_checkpoint(source, tmp_path / "x", "lightstep")
+    assert [entry.name for entry in tmp_path.iterdir()] == ["source"]
+
+
+def test_files_of_a_run_of_other_ranks_are_refused(zero: Saved, pool: Pool, tmp_path: Path) -> None:
+    pool.run(deepspeed_runs.save_stages, 1, folder=str(tmp_path), runs=[(1, "bfloat16")])
+    mixed = tmp_path / "1-bfloat16" / "global_step3" / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"
+    shutil.copytree(zero[0] / "1-bfloat16", tmp_path / "two")
+    shutil.copy(mixed, tmp_path / "two" / "global_step3")
+    with pytest.raises(CheckpointError, match=r"run of \[1, 1\] ranks, .* by one of 2: files of two runs are mixed"):
+        convert_checkpoint(tmp_path / "two", tmp_path / "x", "torch")
+    single = read_checkpoint(tmp_path / "1-bfloat16")
+    double = read_checkpoint(zero[0] / "1-bfloat16")
+    assert {n: w.shape for n, w in single.weights.items()} == {n: w.shape for n, w in double.weights.items()}
+    assert all(torch.equal(w.read(), double.weights[n].read()) for n, w in single.weights.items())
+
+
+def test_loss_scales_go_on_alike(pool: Pool) -> None:
+    """Our scale and DeepSpeed's, started from each other's state, go through the same values."""
+    chance, histories, expected, ours = random.Random(0), [], [], []
+    for _ in range(60):
+        interval, hysteresis = chance.randint(1, 6), chance.randint(1, 3)
+        scale = DynamicLossScale(2.0**20, growth_interval=interval, hysteresis=hysteresis, min_scale=1.0)
+        for _ in range(chance.randint(0, 12)):
+            scale.update(chance.random() < 0.2)
+        settings = {"growth_interval": interval, "hysteresis": hysteresis}
+        state = {**scale.state_dict(), "settings": settings}
+        overflows = [chance.random() < 0.2 for _ in range(20)]
+        histories.append((vars(scales.to_deepspeed(state, chance.randint(0, 50))), overflows))
+        expected.append([])
+        for overflow in overflows:
+            scale.update(overflow)
+            expected[-1].append(scale.scale)
+        ours.append((interval, hysteresis))
+    theirs = pool.run(deepspeed_runs.scale_histories, 1, histories=histories)[0]
+    assert [scales_ for scales_, _ in theirs] == expected
+    further = [[chance.random() < 0.2 for _ in range(20)] for _ in theirs]
+    ends = [end for _, end in theirs]
+    continued = pool.run(deepspeed_runs.scale_histories, 1, histories=list(zip(ends, further, strict=True)))[0]
+    for (interval, hysteresis), end, overflows, (values, _) in zip(ours, ends, further, continued, strict=True):
+        scale = DynamicLossScale(growth_interval=interval, hysteresis=hysteresis)
+        scale.load_state_dict(scales.from_deepspeed(type("Scaler", (), end)()) or {})
+        for overflow, value in zip(overflows, values, strict=True):
+            scale.update(overflow)
+            assert scale.scale == value
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16"])
+def test_a_lightrft_run_continues_under_lightstep(pool: Pool, dtype: str, tmp_path: Path) -> None:
+    at = pool.run(lightrft_runs.save, 2, folder=str(tmp_path / "step_3"), dtype=dtype)[0]
+    convert_checkpoint(tmp_path / "step_3", tmp_path / "converted", "lightstep")
+    run = Run(dtype)
+    assert run.load(tmp_path / "converted") == {"epoch": 3}
+    state = run.content()["state"]
+    assert not differences(state, at["state"])
+    assert not differences(dict(run.model.state_dict()), at["model"])
+    for mine, theirs in zip(run.optimizer.param_groups, at["groups"], strict=True):
+        assert not differences(
+            {key: mine[key] for key in theirs if key != "fused"}, {k: v for k, v in theirs.items() if k != "fused"}
+        )
+    (tmp_path / "step_3" / "optim_states" / "_rank1").unlink()
+    with pytest.raises(CheckpointError, match="2 ranks wrote it, and _rank1 is missing"):
+        convert_checkpoint(tmp_path / "step_3", tmp_path / "x", "lightstep")
