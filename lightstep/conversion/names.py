@@ -108,21 +108,29 @@ def name_groups(
     Raises:
         CheckpointError: no order fits; it says what to pass.
     """
-    counts = [len(group["params"]) for group in groups]
     if all(isinstance(name, str) for group in groups for name in group["params"]):
         return [list(group["params"]) for group in groups]
     if naming.names is None and all(len(group.get("param_names") or ()) == len(group["params"]) for group in groups):
         return [list(group["param_names"]) for group in groups]
     shapes = {**weights, **(naming.model.shapes if naming.model else {})}
+    wanted = [[_shape(states.get(index, {})) for index in group["params"]] for group in groups]
+    counts = [len(group) for group in wanted]
     for proposal in _proposals(naming, counts, list(weights), rules):
-        if [len(names) for names in proposal] == counts and _fits(proposal, groups, states, shapes):
-            return proposal
+        if len(proposal) == len(counts):
+            found = [_only_way(names, own, shapes) for names, own in zip(proposal, wanted, strict=True)]
+            if all(names is not None for names in found):
+                return [names for names in found if names is not None]
     given = "--names" if naming.names else "--model" if naming.model else None
     raise CheckpointError(
         f"its optimizer numbers {sum(counts)} parameters in groups of {listed(map(str, counts))} and does not name them"
         + (f", and {given} does not fit them" if given else "")
         + ". Pass --names FILE, a JSON list of names in the optimizer's order, or --model DIR with the config.json"
     )
+
+
+def _shape(entries: Mapping[str, Any]) -> torch.Size | None:
+    """Of the parameter, if its state tells."""
+    return next((torch.Size(value.shape) for value in entries.values() if len(getattr(value, "shape", ()))), None)
 
 
 def _proposals(
@@ -142,16 +150,21 @@ def _cut(names: list[str], counts: list[int]) -> list[list[str]]:
     )
 
 
-def _fits(
-    proposal: list[list[str]],
-    groups: Sequence[Mapping[str, Any]],
-    states: Mapping[Any, Mapping[str, Any]],
-    shapes: Mapping[str, torch.Size],
-) -> bool:
-    """Whether every entry has the shape of the parameter that it would belong to."""
-    for names, group in zip(proposal, groups, strict=True):
-        for name, index in zip(names, group["params"], strict=True):
-            found = {value.shape for value in states.get(index, {}).values() if len(getattr(value, "shape", ()))}
-            if name not in shapes or found - {shapes[name]}:
-                return False
-    return True
+def _only_way(names: list[str], wanted: list[torch.Size | None], shapes: Mapping[str, torch.Size]) -> list[str] | None:
+    """``names`` without those that the optimizer does not have, if shapes leave one way to choose them in order."""
+    if any(name not in shapes for name in names):
+        return None
+    size = len(wanted)
+    # ways[i][j]: how many ways there are to find wanted[j:] in names[i:], one behind the other
+    ways = [[0] * size + [1] for _ in range(len(names) + 1)]
+    for i in reversed(range(len(names))):
+        for j in reversed(range(size)):
+            fits = wanted[j] is None or wanted[j] == shapes[names[i]]
+            ways[i][j] = ways[i + 1][j] + (ways[i + 1][j + 1] if fits else 0)
+    if ways[0][0] != 1:
+        return None
+    chosen: list[str] = []
+    for i, name in enumerate(names):
+        if len(chosen) < size and ways[i + 1][len(chosen)] == 0:
+            chosen.append(name)
+    return chosen

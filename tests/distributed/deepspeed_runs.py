@@ -17,17 +17,25 @@ from tests.reference.converted_run import ADAMW, AFTER, BEFORE, SCALE, make_grou
 
 CLIENT = {"epoch": 3, "order": [1, 2]}
 
+WINDOW = 8
+"""Longer than the runs: in a step in which its scale grows, DeepSpeed divides the gradients by the grown scale."""
+
 
 @contextlib.contextmanager
 def deepspeed_on_cpu() -> Iterator[Any]:
-    """DeepSpeed with nothing to compile, and without its memory of process groups that are gone afterwards."""
+    """DeepSpeed with nothing to compile, and without its memory of groups and modules that are gone."""
     os.environ["DS_ACCELERATOR"] = "cpu"
     import deepspeed
     import deepspeed.comm.comm
     import deepspeed.ops
     import deepspeed.utils.groups
+    from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+    from deepspeed.runtime.zero.partition_parameters import Init
 
     deepspeed.ops.__compatible_ops__.clear()
+    # Stage 3 numbers modules in a process and compares the numbers over ranks, which have run other checks before.
+    Init.param_id = 0
+    DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__ = ([0],)
     try:
         yield deepspeed
     finally:
@@ -40,8 +48,7 @@ def make_engine(deepspeed: Any, stage: int, dtype: str, universal: bool = False,
     optimizer = torch.optim.AdamW(make_groups(model), **ADAMW)
     precision: dict[str, Any] = {"enabled": True}
     if dtype == "float16":
-        window, hysteresis = SCALE["growth_interval"], SCALE["hysteresis"]
-        precision |= {"initial_scale_power": 8, "loss_scale_window": window, "hysteresis": hysteresis}
+        precision |= {"initial_scale_power": 8, "loss_scale_window": WINDOW, "hysteresis": SCALE["hysteresis"]}
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_clipping": 0.0,
@@ -86,7 +93,7 @@ def _full_of_stages_1_and_2(optimizer: Any) -> Iterator[tuple[Tensor, dict[str, 
     for group, flat in zip(optimizer.bit16_groups, optimizer.single_partition_of_fp32_groups, strict=True):
         for parameter in group:
             entries = {}
-            for key, partition in {"master": flat.detach(), **optimizer.optimizer.state[flat]}.items():
+            for key, partition in sorted({"master": flat.detach(), **optimizer.optimizer.state[flat]}.items()):
                 if partition.dim():
                     entries[key] = torch.zeros(parameter.numel())
                     if (mapping := parameter._hp_mapping) is not None:

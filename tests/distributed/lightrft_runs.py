@@ -16,14 +16,16 @@ from torch.distributed.fsdp import fully_shard
 from tests.reference.converted_run import ADAMW, BEFORE, make_groups, make_net, tokens
 
 
-def save(rank: int, world_size: int, folder: str, dtype: str) -> dict[str, Any]:
+def save(rank: int, world_size: int, folder: str, frozen: bool) -> tuple[dict[str, Any], list[list[str]]]:
     """Train on fp32 masters of FSDP2 shards and save: DCP weights, one file of the optimizer per rank.
 
     Returns:
-        Weights, state and groups in full.
+        Weights, state and groups in full; names of each group.
     """
     mesh = init_device_mesh("cpu", (1, world_size), mesh_dim_names=("replicate", "shard"))
-    model = make_net().to(getattr(torch, dtype))
+    model = make_net(frozen)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.bfloat16()
     fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(make_groups(model), **ADAMW)
     shards: list[list[Any]] = [group["params"] for group in optimizer.param_groups]
@@ -46,20 +48,17 @@ def save(rank: int, world_size: int, folder: str, dtype: str) -> dict[str, Any]:
             master.grad = None
     _write(Path(folder), model, optimizer, masters, rank)
     names = {id(shard): name for name, shard in model.named_parameters()}
-    state = {
-        names[id(shard)]: {
-            "master": master.full_tensor(),
-            **{k: v.full_tensor() if v.dim() else v for k, v in optimizer.state[master].items()},
-        }
-        for shard, master in pairs
-        if optimizer.state[master]
-    }
-    unused = {
-        names[id(shard)]: {"master": master.full_tensor()} for shard, master in pairs if names[id(shard)] not in state
-    }
+    state = {}
+    for shard, master in pairs:
+        moments = {key: value.full_tensor() if value.dim() else value for key, value in optimizer.state[master].items()}
+        state[names[id(shard)]] = {**moments, "master": master.full_tensor()}
     weights = {name: w.full_tensor() if hasattr(w, "full_tensor") else w for name, w in model.state_dict().items()}
-    groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-    return {"state": {**state, **unused}, "model": weights, "groups": groups}
+    called = [[names[id(shard)] for shard in group] for group in shards]
+    groups = [
+        {**group, "params": own, "initial_lr": group["lr"]}
+        for group, own in zip(optimizer.param_groups, called, strict=True)
+    ]
+    return {"state": state, "model": weights, "groups": groups}, called
 
 
 def _write(folder: Path, model: Any, optimizer: Any, masters: dict[int, list[Any]], rank: int) -> None:

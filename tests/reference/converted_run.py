@@ -16,7 +16,7 @@ BEFORE, AFTER = range(3), range(3, 6)
 """Steps before and after the checkpoint."""
 
 ADAMW = {"lr": 1e-2, "betas": (0.8, 0.95), "eps": 1e-7, "foreach": False}
-SCALE = {"kind": "dynamic", "init_scale": 256.0, "growth_interval": 4, "hysteresis": 2}
+SCALE: dict[str, Any] = {"kind": "dynamic", "init_scale": 256.0, "growth_interval": 4, "hysteresis": 2}
 
 
 class Net(nn.Module):
@@ -33,16 +33,17 @@ class Net(nn.Module):
         self.head = nn.Linear(6, 11, bias=False)
         self.head.weight = self.embedding.weight
         self.register_buffer("seen", torch.tensor([3.0, 1.0, 2.0]))
-        self.frozen.requires_grad_(False)
 
     def forward(self, tokens: Tensor) -> Tensor:
         hidden = self.norm(torch.tanh(self.frozen(self.first(self.embedding(tokens)))))
         return self.head(self.second(hidden)).float().pow(2).mean()
 
 
-def make_net() -> Net:
+def make_net(frozen: bool = True) -> Net:
     torch.manual_seed(0)
-    return Net()
+    net = Net()
+    net.frozen.requires_grad_(not frozen)
+    return net
 
 
 def make_groups(model: nn.Module) -> list[dict[str, Any]]:
@@ -56,14 +57,13 @@ def tokens(step: int) -> Tensor:
     return (torch.arange(5) + step) % 11
 
 
-def make_strategy(dtype: str, **sections: Any) -> Strategy:
-    scale = SCALE if dtype == "float16" else "none"
+def make_strategy(dtype: str, growth_interval: int) -> Strategy:
+    scale = {**SCALE, "growth_interval": growth_interval} if dtype == "float16" else "none"
     return Strategy.load(
         {
             "sharding": {"kind": "single"},
             "precision": {"parameters": dtype, "loss_scale": scale},
             "clipping": {"max_norm": None},
-            **sections,
         }
     )
 
@@ -71,9 +71,9 @@ def make_strategy(dtype: str, **sections: Any) -> Strategy:
 class Run:
     """The run under lightstep, on one CPU."""
 
-    def __init__(self, dtype: str, **sections: Any) -> None:
-        self.strategy = make_strategy(dtype, **sections)
-        self.model = self.strategy.prepare_model(make_net())
+    def __init__(self, dtype: str, growth_interval: int = SCALE["growth_interval"], frozen: bool = True) -> None:
+        self.strategy = make_strategy(dtype, growth_interval)
+        self.model = self.strategy.prepare_model(make_net(frozen))
         self.optimizer = self.strategy.create_optimizer(self.model, param_groups=make_groups(self.model), **ADAMW)
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 2)
 
