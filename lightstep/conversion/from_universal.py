@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lightstep.conversion.from_zero import frozen_parameters
 from lightstep.conversion.safe_load import load_file
 from lightstep.conversion.scales import from_deepspeed
 from lightstep.conversion.state import MASTER, Group, LazyTensor, TrainingState, listed, tensor_step, updates
@@ -27,14 +27,15 @@ def read_universal(folder: Path) -> TrainingState:
     Raises:
         CheckpointError: a parameter's folder or one of its files is missing or damaged.
     """
-    model = _model_states(folder)
+    models = _model_states(folder)
+    model = models[0]
     common = load_file(folder / PARAMETERS / GLOBAL_STATE)
     inner = common.get("optimizer_state_dict") or {}
     shapes = model["param_shapes"] if isinstance(model["param_shapes"], list) else [model["param_shapes"]]
     _refuse_missing(folder, [name for group in shapes for name in group])
     settings = [dict(group) for group in common.get("param_groups") or inner["param_groups"]]
     groups = _groups(shapes, settings)
-    state = TrainingState("DeepSpeed universal", _weights(folder, model, shapes), groups=groups)
+    state = TrainingState("DeepSpeed universal", _weights(folder, models, shapes), groups=groups)
     state.aliases = dict(model.get("shared_params") or {})
     common_step = (inner.get("state") or {}).get(0, {}).get("step")
     for group, own in zip(groups, settings, strict=True):
@@ -52,7 +53,8 @@ def read_universal(folder: Path) -> TrainingState:
     return state
 
 
-def _model_states(folder: Path) -> dict[str, Any]:
+def _model_states(folder: Path) -> list[dict[str, Any]]:
+    """Of one rank; of all when stage 3 divided frozen parameters among them."""
     files = sorted(entry for entry in folder.iterdir() if MODEL_FILE.fullmatch(entry.name))
     plain = [file for file in files if file.name.startswith("mp_rank_")]
     if not files:
@@ -64,7 +66,21 @@ def _model_states(folder: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{folder} is of a run with tensor parallelism ({len(plain)} mp_rank files); not converted"
         )
-    return dict(load_file(plain[0] if plain else files[0]))
+    if plain:
+        return [load_file(plain[0])]
+    first = load_file(folder / "zero_pp_rank_0_mp_rank_00_model_states.pt")
+    if not first.get("frozen_param_shapes"):
+        return [first]
+    names = [f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" for rank in range(int(first["dp_world_size"]))]
+    if missing := [name for name in names if not (folder / name).is_file()]:
+        raise CheckpointError(f"{folder} is incomplete: {listed(missing)} is missing, with a part of what is frozen")
+    return [load_file(folder / name) for name in names]
+
+
+def _of_stage_3(model: Mapping[str, Any]) -> bool:
+    """Whether frozen parameters lie in parts: then the module holds empty tensors in their place."""
+    module, shapes = model.get("module") or {}, model.get("frozen_param_shapes") or {}
+    return any(name not in module or module[name].shape != shape for name, shape in shapes.items())
 
 
 def _refuse_missing(folder: Path, names: list[str]) -> None:
@@ -87,7 +103,9 @@ def _groups(shapes: list[Any], settings: list[dict[str, Any]]) -> list[Group]:
     ]
 
 
-def _weights(folder: Path, model: Mapping[str, Any], shapes: list[Any]) -> dict[str, LazyTensor]:
+def _weights(folder: Path, models: list[dict[str, Any]], shapes: list[Any]) -> dict[str, LazyTensor]:
+    model = models[0]
+    frozen = frozen_parameters(models) if _of_stage_3(model) else {}
     aliases, optimized = (
         set(model.get("shared_params") or {}),
         {n: shape for group in shapes for n, shape in group.items()},
@@ -97,12 +115,14 @@ def _weights(folder: Path, model: Mapping[str, Any], shapes: list[Any]) -> dict[
         if not isinstance(tensor, Tensor) or name in aliases:
             continue
         if name in optimized and (tensor.shape != optimized[name] or tensor.dtype == torch.float32):
-            weights[name] = _file(folder, name, MASTERS).to(tensor.dtype)
+            weights[name] = _file(folder, name, MASTERS, optimized[name]).to(tensor.dtype)
+        elif name in frozen:
+            weights[name] = frozen[name]
         elif name in optimized or tensor.numel() or name in (model.get("buffer_names") or ()):
             weights[name] = LazyTensor.of(tensor)
-    for name in optimized:
+    for name, shape in optimized.items():
         if name not in weights:
-            weights[name] = _file(folder, name, MASTERS).to(trained_dtype(model.get("ds_config")))
+            weights[name] = _file(folder, name, MASTERS, shape).to(trained_dtype(model.get("ds_config")))
     return weights
 
 
@@ -112,29 +132,21 @@ def _entries(folder: Path, name: str, count: Any, weight: LazyTensor) -> dict[st
         if file.stem == "step":
             entries["step"] = tensor_step(load_file(file))
         elif file.stem != MASTERS:
-            entries[file.stem] = _file(folder, name, file.stem)
+            entries[file.stem] = _file(folder, name, file.stem, weight.shape)
         elif weight.dtype != torch.float32:
-            entries[MASTER] = _file(folder, name, MASTERS)
-    shape = weight.shape
-    for key, value in entries.items():  # merged from stage 3 they are flat
-        if key != "step" and value.shape != shape and value.shape.numel() == shape.numel():
-            entries[key] = LazyTensor(value.dtype, shape, partial(_viewed, value, shape))
+            entries[MASTER] = _file(folder, name, MASTERS, weight.shape)
     return entries
 
 
-def _file(folder: Path, name: str, entry: str) -> LazyTensor:
+def _file(folder: Path, name: str, entry: str, shape: torch.Size) -> LazyTensor:
+    """One entry in the parameter's shape; what DeepSpeed merged from stage 3 is flat."""
     path = folder / PARAMETERS / name / f"{entry}.pt"
 
     def tensor() -> Tensor:
         content = load_file(path)
         found = content.get("param") if isinstance(content, dict) else content
-        if not isinstance(found, Tensor):
-            raise CheckpointError(f"{path} holds no tensor")
-        return found
+        if not isinstance(found, Tensor) or found.numel() != shape.numel():
+            raise CheckpointError(f"{path} does not hold the {shape.numel()} elements of {name}")
+        return found.view(shape)
 
-    opened = tensor()
-    return LazyTensor(opened.dtype, opened.shape, tensor)
-
-
-def _viewed(tensor: LazyTensor, shape: torch.Size) -> Tensor:
-    return tensor.read().view(shape)
+    return LazyTensor(tensor().dtype, shape, tensor)

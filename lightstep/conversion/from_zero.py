@@ -72,16 +72,22 @@ def _parameters(flats: Sequence[_Flat]) -> Iterator[tuple[_Flat, str, list[Piece
 
 
 def _flats_of_stages_1_and_2(files: ZeroFiles) -> Iterator[_Flat]:
+    """Parameters stand one behind the other in the order of ``param_shapes``, perhaps each with padding behind it.
+
+    The files also have ``param_slice_mappings``; with ``round_robin_gradients`` those are of another order.
+    """
     for number, shapes in enumerate(files.param_shapes):
         masters = [files.fp32_partition(rank, "single_partition_of_fp32_groups", number) for rank in files.ranks]
-        pieces: dict[str, list[Piece]] = {name: [] for name in shapes}
-        for rank in files.ranks:
-            for name, place in files.optimizer_states[rank]["param_slice_mappings"][number].items():
-                if name not in pieces:
-                    raise CheckpointError(
-                        f"{files.optimizer_files[rank]} has a part of {name}, which {files.folder} lacks"
-                    )
-                pieces[name].append(Piece(rank, place.start, place.numel))
+        size = max(files.partition_size(rank, number, masters[rank].numel()) for rank in files.ranks)
+        gaps = files.optimizer_states[0].get("param_alignment_paddings") or {}
+        paddings = gaps[number] if gaps else [0] * len(shapes)
+        pieces: dict[str, list[Piece]] = {}
+        start = 0
+        for (name, shape), padding in zip(shapes.items(), paddings, strict=True):
+            end = start + shape.numel()
+            cuts = [(max(start, rank * size), min(end, (rank + 1) * size)) for rank in files.ranks]
+            pieces[name] = [Piece(r, a - r * size, b - a) for r, (a, b) in zip(files.ranks, cuts, strict=True) if b > a]
+            start = end + padding
         yield _checked(files, _Flat(number, masters, _states(files, number, number), pieces), shapes)
 
 
@@ -167,7 +173,7 @@ def _weights(files: ZeroFiles, masters: Mapping[str, LazyTensor]) -> dict[str, L
     model = files.model_states[0]
     module: Mapping[str, Tensor] = model["module"] or {}
     aliases = set(model.get("shared_params") or {})
-    frozen = _frozen(files)
+    frozen = frozen_parameters(files.model_states) if files.stage == 3 else {}
     weights: dict[str, LazyTensor] = {}
     for name, tensor in module.items():
         if not isinstance(tensor, Tensor) or name in aliases:
@@ -183,18 +189,14 @@ def _weights(files: ZeroFiles, masters: Mapping[str, LazyTensor]) -> dict[str, L
     return weights
 
 
-def _frozen(files: ZeroFiles) -> dict[str, LazyTensor]:
-    """Parameters that the optimizer does not have; stage 3 keeps a part of each on every rank."""
-    shapes = files.model_states[0].get("frozen_param_shapes") or {}
-    if files.stage != 3 or not shapes:
-        return {}
-    parts = [model.get("frozen_param_fragments") or {} for model in files.model_states]
+def frozen_parameters(models: Sequence[Mapping[str, Any]]) -> dict[str, LazyTensor]:
+    """Parameters that the optimizer does not have: stage 3 keeps a part of each in the model states of every rank."""
     found = {}
-    for name, shape in shapes.items():
-        length = math.ceil(shape.numel() / files.world_size)
-        kept = [max(0, min(length, shape.numel() - rank * length)) for rank in files.ranks]
-        pieces = [Piece(rank, 0, kept[rank]) for rank in files.ranks]
-        found[name] = _joined([part[name].view(-1) for part in parts], pieces, shape)
+    for name, shape in (models[0].get("frozen_param_shapes") or {}).items():
+        parts = [model["frozen_param_fragments"][name].view(-1) for model in models]
+        length = math.ceil(shape.numel() / len(models))
+        kept = [max(0, min(length, shape.numel() - rank * length)) for rank in range(len(models))]
+        found[name] = _joined(parts, [Piece(rank, 0, kept[rank]) for rank in range(len(models))], shape)
     return found
 
 

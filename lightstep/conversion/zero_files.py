@@ -64,6 +64,11 @@ class ZeroFiles:
         """What the model was trained in, as DeepSpeed's configuration says."""
         return trained_dtype(self.model_states[0].get("ds_config"))
 
+    def partition_size(self, rank: int, number: int, saved: int) -> int:
+        """Elements of a partition at stages 1 and 2; only ``BF16_Optimizer`` saves the padding at its end."""
+        state = self.optimizer_states[rank]
+        return saved + (int(state["group_paddings"][number]) if "zero_stage" in state else 0)
+
     def fp32_partition(self, rank: int, key: str, number: int) -> Tensor:
         """One rank's flat fp32 weights."""
         partition = self.optimizer_states[rank][key][number]

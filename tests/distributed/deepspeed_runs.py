@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import copy
 import importlib
@@ -43,19 +44,22 @@ def deepspeed_on_cpu() -> Iterator[Any]:
         deepspeed.comm.comm.cdb = None
 
 
-def make_engine(deepspeed: Any, stage: int, dtype: str, universal: bool = False, **zero: Any) -> Any:
+def make_engine(
+    deepspeed: Any, stage: int, dtype: str, universal: bool = False, zero: Any = None, accumulate: str | None = None
+) -> Any:
     model = make_net()
     optimizer = torch.optim.AdamW(make_groups(model), **ADAMW)
-    precision: dict[str, Any] = {"enabled": True}
+    precision: dict[str, Any] = {"enabled": dtype != "float32"}
     if dtype == "float16":
         precision |= {"initial_scale_power": 8, "loss_scale_window": WINDOW, "hysteresis": SCALE["hysteresis"]}
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_clipping": 0.0,
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, **zero},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, **(zero or {})},
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
-        {"bfloat16": "bf16", "float16": "fp16"}[dtype]: precision,
+        "fp16" if dtype == "float16" else "bf16": precision,
+        "data_types": {"grad_accum_dtype": accumulate},
         "checkpoint": {"load_universal": universal},
         "steps_per_print": 10**9,
     }
@@ -77,20 +81,23 @@ def content(engine: Any) -> dict[str, Any]:
     state = {names[parameter]: entries for parameter, entries in full(engine.optimizer)}
     groups = [{k: v for k, v in g.items() if k not in ("params", "step")} for g in engine.optimizer.param_groups]
     steps = sorted({int(entries["step"]) for entries in engine.optimizer.optimizer.state.values()})
-    scaler = vars(engine.optimizer.loss_scaler)
+    scaler = getattr(engine.optimizer, "loss_scaler", None)
     return {
         "state": state,
         "groups": groups,
         "steps": steps,
-        "scale": scaler["cur_scale"],
-        "grown_in": _growth(engine.optimizer.loss_scaler),
+        "scale": None if scaler is None else scaler.cur_scale,
+        "grown_in": None if scaler is None else _growth(scaler),
         "scheduler": engine.lr_scheduler.state_dict(),
         "global_steps": engine.global_steps,
     }
 
 
 def _full_of_stages_1_and_2(optimizer: Any) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
-    for group, flat in zip(optimizer.bit16_groups, optimizer.single_partition_of_fp32_groups, strict=True):
+    bf16 = hasattr(optimizer, "bf16_groups")
+    groups = optimizer.bf16_groups if bf16 else optimizer.bit16_groups
+    flats = optimizer.fp32_groups_flat_partition if bf16 else optimizer.single_partition_of_fp32_groups
+    for group, flat in zip(groups, flats, strict=True):
         for parameter in group:
             entries = {}
             for key, partition in sorted({"master": flat.detach(), **optimizer.optimizer.state[flat]}.items()):
@@ -138,6 +145,49 @@ def save_stages(rank: int, world_size: int, folder: str, runs: list[tuple[int, s
             found[f"{stage}-{dtype}"] = (at, content(engine))
             engine.destroy()
     return found
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {"stage": 2, "dtype": "bfloat16"},
+    "aligned": {"stage": 2, "dtype": "bfloat16", "zero": {"parameter_alignment": True}},
+    "shuffled": {"stage": 2, "dtype": "bfloat16", "zero": {"round_robin_gradients": True}},
+    "sub-groups": {"stage": 3, "dtype": "bfloat16", "zero": {"sub_group_size": 20}},
+    "fp32": {"stage": 1, "dtype": "float32"},
+    "fp32 stage 3": {"stage": 3, "dtype": "float32"},
+    "bf16 optimizer": {"stage": 1, "dtype": "bfloat16", "accumulate": "fp32"},
+}
+
+
+def save_variants(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    """Layouts that settings of DeepSpeed lead to, and the content of each."""
+    found = {}
+    with deepspeed_on_cpu() as deepspeed:
+        for name, settings in VARIANTS.items():
+            engine = make_engine(deepspeed, **settings)
+            train(engine, BEFORE)
+            engine.save_checkpoint(f"{folder}/{name}")
+            found[name] = content(engine)
+            engine.destroy()
+    return found
+
+
+def convert_by_deepspeed(rank: int, world_size: int, folders: list[tuple[str, str]]) -> None:
+    """DeepSpeed's own ``ds_to_universal``."""
+    with deepspeed_on_cpu():
+        from deepspeed.checkpoint import ds_to_universal
+
+        for source, target in folders:
+            ds_to_universal.main(
+                argparse.Namespace(
+                    input_folder=source,
+                    output_folder=target,
+                    num_extract_workers=1,
+                    num_merge_workers=1,
+                    keep_temp_folder=False,
+                    strict=True,
+                    inject_missing_state=True,
+                )
+            )
 
 
 def resume_universal(
