@@ -96,8 +96,9 @@ class _IndexUnpickler(pickle.Unpickler):
     """Makes nothing but what an index consists of."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if module == index_classes.__name__ and isinstance(found := getattr(index_classes, name, None), type):
-            return found
+        own = getattr(index_classes, name, None) if module == index_classes.__name__ else None
+        if isinstance(own, type) and own.__module__ == module:
+            return own
         if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
             return found
         known = _ALSO.get((module, name))

@@ -31,7 +31,8 @@ def read_universal(folder: Path) -> TrainingState:
     model = models[0]
     common = load_file(folder / PARAMETERS / GLOBAL_STATE)
     inner = common.get("optimizer_state_dict") or {}
-    shapes = model["param_shapes"] if isinstance(model["param_shapes"], list) else [model["param_shapes"]]
+    listed_shapes = model["param_shapes"] if isinstance(model["param_shapes"], list) else [model["param_shapes"]]
+    shapes = [{name: torch.Size(shape) for name, shape in group.items()} for group in listed_shapes]
     _refuse_missing(folder, [name for group in shapes for name in group])
     settings = [dict(group) for group in common.get("param_groups") or inner["param_groups"]]
     groups = _groups(shapes, settings)

@@ -20,7 +20,7 @@ from lightstep.conversion.state import LazyTensor
 
 def save_lazily(content: dict[str, Any], path: Path) -> None:
     """``torch.save`` of nested dictionaries and lists whose leaves are lazy tensors, tensors and plain values."""
-    leaves, structure = tree_flatten(content)
+    leaves, structure = tree_flatten(content, is_leaf=_is_size)
     made: dict[int, Tensor] = {}
     template = tree_unflatten([_empty(leaf, made) for leaf in leaves], structure)
     with skip_data():
@@ -28,7 +28,7 @@ def save_lazily(content: dict[str, Any], path: Path) -> None:
     del template, made
     with set_default_mmap_options(mmap.MAP_SHARED):
         mapped = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    for source, target in zip(leaves, tree_leaves(mapped), strict=True):
+    for source, target in zip(leaves, tree_leaves(mapped, is_leaf=_is_size), strict=True):
         if isinstance(source, LazyTensor | Tensor):
             target.copy_(source.read() if isinstance(source, LazyTensor) else source)
 
@@ -40,3 +40,8 @@ def _empty(leaf: Any, made: dict[int, Tensor]) -> Any:
     if id(leaf) not in made:
         made[id(leaf)] = torch.empty(leaf.shape, dtype=leaf.dtype)
     return made[id(leaf)]
+
+
+def _is_size(value: Any) -> bool:
+    """A shape is one value, which would come back as a tuple otherwise."""
+    return isinstance(value, torch.Size)

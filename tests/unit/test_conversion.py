@@ -82,7 +82,7 @@ def test_a_plain_loop_loads_the_file_and_follows(saved: tuple[Path, str, Any, An
         path, tmp_path / "run.pt", "torch", strategy=strategy_file(tmp_path) if dtype == "float16" else None
     )
     file = torch.load(tmp_path / "run.pt", weights_only=True)
-    masters, model = Net(), make_net().to(getattr(torch, dtype))
+    masters, model = make_net(), make_net().to(getattr(torch, dtype))
     masters.load_state_dict(file["model"])
     optimizer = torch.optim.AdamW(make_groups(masters), **ADAMW)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
