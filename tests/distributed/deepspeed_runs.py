@@ -78,6 +78,8 @@ def content(engine: Any) -> dict[str, Any]:
     """Masters and moments in full, put together from what the ranks have in memory, and what goes with them."""
     names = {parameter: name for name, parameter in engine.module.named_parameters()}
     full = _full_of_stage_3 if engine.zero_optimization_stage() == 3 else _full_of_stages_1_and_2
+    if engine.zero_round_robin_gradients():
+        full = _full_of_shuffled
     state = {names[parameter]: entries for parameter, entries in full(engine.optimizer)}
     groups = [{k: v for k, v in g.items() if k not in ("params", "step")} for g in engine.optimizer.param_groups]
     steps = sorted({int(entries["step"]) for entries in engine.optimizer.optimizer.state.values()})
@@ -110,6 +112,23 @@ def _full_of_stages_1_and_2(optimizer: Any) -> Iterator[tuple[Tensor, dict[str, 
                     dist.all_reduce(entries[key])
                     entries[key] = entries[key].view(parameter.shape)
             yield parameter, entries
+
+
+def _full_of_shuffled(optimizer: Any) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
+    """The parameters' own mapping is of the order before the shuffling; the flat one is of the order after it."""
+    flats = optimizer.single_partition_of_fp32_groups
+    for group, flat in zip(optimizer.round_robin_bit16_groups, flats, strict=True):
+        whole = {}
+        for key, partition in sorted({"master": flat.detach(), **optimizer.optimizer.state[flat]}.items()):
+            if partition.dim():
+                parts = [torch.empty_like(partition) for _ in range(dist.get_world_size())]
+                dist.all_gather(parts, partition)
+                whole[key] = torch.cat(parts)
+        start = 0
+        for parameter in group:
+            own = {key: values[start : start + parameter.numel()] for key, values in whole.items()}
+            yield parameter, {key: values.view(parameter.shape).clone() for key, values in own.items()}
+            start += parameter.numel()
 
 
 def _full_of_stage_3(optimizer: Any) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
