@@ -67,6 +67,11 @@ def convert_checkpoint(
         state = read_checkpoint(start, naming)
         _keep_plain(state)
     _take_settings(state, strategy)
+    if to != "lightstep" and is_dynamic(state.loss_scale) and "settings" not in (state.loss_scale or {}):
+        state.notes.append(
+            "the settings of the dynamic loss scale are not in the checkpoint; lightstep's defaults were written: pass "
+            "--strategy with the run's strategy if its own differ"
+        )
     with reported(f"{destination} was not written"):
         WRITERS[to](state, end)
     return state
@@ -76,7 +81,10 @@ def _keep_plain(state: TrainingState) -> None:
     """Leave out what needs unpickling; hyper-parameters must not be left out."""
     for number, group in enumerate(state.groups or ()):
         group.settings = plain_numbers(group.settings)
-        check_loadable(f"param_groups[{number}]", group.settings)
+        try:
+            check_loadable(f"param_groups[{number}]", group.settings)
+        except TypeError as error:
+            raise CheckpointError(str(error)) from error
     for key in list(state.extra):
         if not _loadable(state, f"extra[{key!r}]", state.extra[key]):
             del state.extra[key]

@@ -61,13 +61,11 @@ def read_lightrft(path: Path, naming: Naming) -> TrainingState:
         for own, group in zip(names, base["param_groups"], strict=True)
     ]
     state = TrainingState("LightRFT FSDPadaptOptimizer", weights, groups=groups, world_size=len(files))
-    for group, named in zip(base["param_groups"], groups, strict=True):
-        for index, name in zip(group["params"], named.names, strict=True):
-            own = dict(known[index])
-            if state.weights.setdefault(name, own[MASTER]).dtype == torch.float32:
-                own.pop(MASTER)
-            if own:
-                state.entries[name] = own
+    for index, name in zip(indices, state.optimized(), strict=True):
+        entries = known[index]
+        if state.weights.setdefault(name, entries[MASTER]).dtype == torch.float32:
+            del entries[MASTER]
+        state.entries[name] = entries
     state.loss_scale = from_lightrft(parts[0]["grad_scaler"])
     for file, key in (("scheduler_state.pt", "scheduler"), ("client_state.pt", "extra")):
         if path.is_dir() and (path / file).is_file():

@@ -5,6 +5,7 @@ Tensors are not in memory: each is read when it is written, one at a time.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -98,21 +99,23 @@ class TrainingState:
         missing = [name for name in optimized if name not in self.weights]
         if missing:
             raise CheckpointError(f"the optimizer has {listed(missing)}, of which there are no weights")
-        repeated = (
-            {name for name in optimized if optimized.count(name) > 1} if len(set(optimized)) < len(optimized) else ()
-        )
+        repeated = [name for name, count in Counter(optimized).items() if count > 1]
         if repeated:
-            raise CheckpointError(f"{listed(sorted(repeated))} stands in two parameter groups")
+            raise CheckpointError(f"{listed(repeated)} stands in the parameter groups more than once")
         strangers = sorted(self.entries.keys() - set(optimized))
         if strangers:
             raise CheckpointError(f"there is optimizer state of {listed(strangers)}, which no parameter group has")
-        for name, entries in self.entries.items():
-            for key, value in entries.items():
-                if isinstance(value, LazyTensor) and value.shape not in (self.weights[name].shape, torch.Size(())):
-                    raise CheckpointError(
-                        f"state {key!r} of {name} has shape {list(value.shape)}, the parameter "
-                        f"{list(self.weights[name].shape)}; only element-wise state can be converted"
-                    )
+        for name in self.entries:
+            self._check_shapes(name)
+
+    def _check_shapes(self, name: str) -> None:
+        shape = self.weights[name].shape
+        for key, value in self.entries[name].items():
+            if isinstance(value, LazyTensor) and value.shape not in (shape, torch.Size(())):
+                raise CheckpointError(
+                    f"state {key!r} of {name} has shape {list(value.shape)}, the parameter {list(shape)}; only "
+                    "element-wise state can be converted"
+                )
 
 
 def tensor_step(value: Any) -> LazyTensor:

@@ -46,6 +46,11 @@ def write_universal(state: TrainingState, path: Path) -> None:
         CheckpointError: DeepSpeed's format cannot hold the state; ``path`` is there and no conversion of ours; ...
     """
     steps = _check(state)
+    if len(steps) > 1:
+        state.notes.append(
+            f"at stage 3 DeepSpeed gives {len(steps)} parameter groups the settings and steps of the first; "
+            "the page on converting checkpoints shows how to put them back"
+        )
     count = _counters(state)["global_steps"]
     tag = f"global_step{count}"
     with new_folder(path, is_conversion) as temporary:

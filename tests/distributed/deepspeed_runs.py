@@ -167,12 +167,10 @@ def save_stages(rank: int, world_size: int, folder: str, runs: list[tuple[int, s
 
 
 VARIANTS: dict[str, dict[str, Any]] = {
-    "plain": {"stage": 2, "dtype": "bfloat16"},
     "aligned": {"stage": 2, "dtype": "bfloat16", "zero": {"parameter_alignment": True}},
     "shuffled": {"stage": 2, "dtype": "bfloat16", "zero": {"round_robin_gradients": True}},
     "sub-groups": {"stage": 3, "dtype": "bfloat16", "zero": {"sub_group_size": 20}},
     "fp32": {"stage": 1, "dtype": "float32"},
-    "fp32 stage 3": {"stage": 3, "dtype": "float32"},
     "bf16 optimizer": {"stage": 1, "dtype": "bfloat16", "accumulate": "fp32"},
 }
 
