@@ -48,7 +48,7 @@ def load_file(path: Path) -> Any:
     try:
         zipped = zipfile.is_zipfile(path)
         names = torch.serialization.get_unsafe_globals_in_checkpoint(path) if zipped else []
-        with torch.serialization.safe_globals([*map(_stand_in, names), *_numpy_scalars(names)]), _quiet():
+        with torch.serialization.safe_globals(_replacements(names)), _quiet():
             return torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing") from None
@@ -58,12 +58,19 @@ def load_file(path: Path) -> Any:
         ) from error
 
 
+def _replacements(names: list[str]) -> list[Any]:
+    """What the unpickler gets for the names that it does not know."""
+    numbers = _numpy_scalars(names)
+    known = {entry[1] for entry in numbers}
+    return [*numbers, *(_stand_in(name) for name in names if name not in known)]
+
+
 def _stand_in(name: str) -> tuple[Any, str]:
     known = _KNOWN.get(name) or type(name.rpartition(".")[2], (StandIn,), {"pickled_name": name})
     return known, name
 
 
-def _numpy_scalars(names: list[str]) -> list[Any]:
+def _numpy_scalars(names: list[str]) -> list[tuple[Any, str]]:
     """What a learning rate that is a numpy number needs, if the file has one."""
     if not any(name.endswith("multiarray.scalar") for name in names):
         return []
@@ -71,8 +78,12 @@ def _numpy_scalars(names: list[str]) -> list[Any]:
 
     scalar = numpy._core.multiarray.scalar  # type: ignore[attr-defined]
     kinds = [type(numpy.dtype(kind)) for kind in ("float64", "float32", "int64", "int32")]
-    places = ("numpy._core.multiarray.scalar", "numpy.core.multiarray.scalar")
-    return [*((scalar, place) for place in places), (numpy.dtype, "numpy.dtype"), *kinds]
+    return [
+        (scalar, "numpy._core.multiarray.scalar"),
+        (scalar, "numpy.core.multiarray.scalar"),
+        (numpy.dtype, "numpy.dtype"),
+        *((kind, f"{kind.__module__}.{kind.__qualname__}") for kind in kinds),
+    ]
 
 
 class _quiet(warnings.catch_warnings):

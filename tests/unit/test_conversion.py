@@ -9,6 +9,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor
@@ -201,6 +202,14 @@ def test_layouts_that_name_their_parameters(tmp_path: Path, layout: str) -> None
         expected = plain.optimizer.state.get(parameter, {})
         found = {key: value.read() for key, value in state.entries.get(name, {}).items()}
         assert not differences(found, dict(expected)), name
+
+
+def test_numbers_of_numpy_become_pythons(tmp_path: Path) -> None:
+    plain = Plain(named=True, groups=False).train(BEFORE)
+    plain.optimizer.param_groups[0]["lr"] = numpy.float64(0.1) / 3
+    state = convert_checkpoint(plain.save(tmp_path / "run.pt"), tmp_path / "x", "lightstep")
+    assert state.groups is not None
+    assert (type(state.groups[0].settings["lr"]), state.groups[0].settings["lr"]) == (float, 0.1 / 3)
 
 
 def test_numbers_that_cannot_be_named_are_refused_with_what_to_pass(tmp_path: Path) -> None:
