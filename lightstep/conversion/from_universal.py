@@ -13,7 +13,7 @@ from lightstep.conversion.from_zero import frozen_parameters
 from lightstep.conversion.safe_load import load_file
 from lightstep.conversion.scales import from_deepspeed
 from lightstep.conversion.state import MASTER, Group, LazyTensor, TrainingState, listed, tensor_step, updates
-from lightstep.conversion.zero_files import MODEL_FILE, client_state, trained_dtype
+from lightstep.conversion.zero_files import MODEL_FILE, client_state, scheduler_state, trained_dtype
 from lightstep.strategy.checkpoint_format import CheckpointError
 
 PARAMETERS = "zero"
@@ -47,7 +47,7 @@ def read_universal(folder: Path) -> TrainingState:
     state.loss_scale = ours.get("loss_scale") or from_deepspeed(common.get("loss_scaler"))
     state.random, state.modules = list(ours.get("random") or []), dict(ours.get("modules") or {})
     state.optimizer_class = ours.get("optimizer_class")
-    state.scheduler = model.get("lr_scheduler")
+    state.scheduler = scheduler_state(model, state.notes)
     state.extra = client_state(model)
     state.step = updates(state.entries.values())
     state.world_size = model.get("dp_world_size")

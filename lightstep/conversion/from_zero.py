@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lightstep.conversion.scales import from_deepspeed
 from lightstep.conversion.state import MASTER, Group, LazyTensor, TrainingState, tensor_step, updates
-from lightstep.conversion.zero_files import Piece, ZeroFiles, client_state
+from lightstep.conversion.zero_files import Piece, ZeroFiles, client_state, scheduler_state
 from lightstep.strategy.checkpoint_format import CheckpointError
 
 
@@ -57,7 +57,7 @@ def read_zero(files: ZeroFiles) -> TrainingState:
             state.entries[name] = entries
     state.groups = _groups(flats, settings, list(weights))
     state.loss_scale = from_deepspeed(files.optimizer_states[0].get("loss_scaler"))
-    state.scheduler = model.get("lr_scheduler")
+    state.scheduler = scheduler_state(model, state.notes)
     state.extra = client_state(model)
     state.step = updates(state.entries.values())
     state.world_size = files.world_size

@@ -200,3 +200,14 @@ def client_state(model: Mapping[str, Any]) -> dict[str, Any]:
     """What the user passed as ``client_state``, and DeepSpeed's counters under ``deepspeed``."""
     counters = {key: model[key] for key in COUNTERS if key in model}
     return {**{key: value for key, value in model.items() if key not in RESERVED}, "deepspeed": counters}
+
+
+def scheduler_state(model: Mapping[str, Any], notes: list[str]) -> Any:
+    """The scheduler's state as it is; DeepSpeed's own schedulers keep another one than torch's."""
+    state = model.get("lr_scheduler")
+    if isinstance(state, dict) and "last_epoch" not in state:
+        notes.append(
+            f"the scheduler is DeepSpeed's own ({listed(state)}): its state was kept, but no scheduler of torch "
+            "continues from it"
+        )
+    return state

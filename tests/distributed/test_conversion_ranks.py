@@ -117,6 +117,17 @@ def test_what_deepspeed_converts_itself_is_read(zero: Saved, pool: Pool, tmp_pat
         assert not differences(read_all(converted), read_all(direct))
 
 
+@pytest.mark.parametrize("name", ["2-bfloat16", "3-float16"])
+def test_zero_to_torch_keeps_every_bit(zero: Saved, name: str, tmp_path: Path) -> None:
+    folder, contents = zero
+    convert_checkpoint(folder / name, tmp_path / "run.pt", "torch")
+    file = torch.load(tmp_path / "run.pt", weights_only=True, mmap=True)
+    at = contents[name][0]
+    assert not differences({n: file["model"][n] for n in at["state"]}, {n: e["master"] for n, e in at["state"].items()})
+    assert file["model"]["head.weight"].data_ptr() == file["model"]["embedding.weight"].data_ptr()
+    assert not differences(read_all(read_checkpoint(tmp_path / "run.pt")), read_all(read_checkpoint(folder / name)))
+
+
 def read_all(state: TrainingState) -> dict[str, Any]:
     weights = {name: weight.read() for name, weight in state.weights.items()}
     entries = {n: {k: v.read() for k, v in entries.items()} for n, entries in state.entries.items()}
