@@ -169,7 +169,12 @@ def save_stages(rank: int, world_size: int, folder: str, runs: list[tuple[int, s
 VARIANTS: dict[str, dict[str, Any]] = {
     "aligned": {"stage": 2, "dtype": "bfloat16", "zero": {"parameter_alignment": True}},
     "shuffled": {"stage": 2, "dtype": "bfloat16", "zero": {"round_robin_gradients": True}},
-    "sub-groups": {"stage": 3, "dtype": "bfloat16", "zero": {"sub_group_size": 20}},
+    "sub-groups": {
+        "stage": 3,
+        "dtype": "bfloat16",
+        "zero": {"sub_group_size": 20, "stage3_param_persistence_threshold": 10**5},
+    },
+    "offloaded": {"stage": 2, "dtype": "bfloat16", "zero": {"offload_optimizer": {"device": "cpu"}}},
     "fp32": {"stage": 1, "dtype": "float32"},
     "bf16 optimizer": {"stage": 1, "dtype": "bfloat16", "accumulate": "fp32"},
 }

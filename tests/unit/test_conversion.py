@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
@@ -382,6 +383,42 @@ def test_steps_that_deepspeed_cannot_count_are_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"norm.bias has had 2 updates and first.bias 3"):
         convert_checkpoint(source, tmp_path / "x", "deepspeed-universal")
     assert not (tmp_path / "x").exists()
+
+
+def test_what_a_universal_checkpoint_cannot_hold_is_refused(tmp_path: Path) -> None:
+    run = Run("bfloat16").train(BEFORE)
+    run.strategy.save_checkpoint(tmp_path / "weights", run.model)
+    run.strategy.save_checkpoint(tmp_path / "clash", run.model, run.optimizer, extra={"module": "mine"})
+    with pytest.raises(CheckpointError, match="it holds no optimizer"):
+        convert_checkpoint(tmp_path / "weights", tmp_path / "x", "deepspeed-universal")
+    with pytest.raises(CheckpointError, match="extra has module, which DeepSpeed uses itself"):
+        convert_checkpoint(tmp_path / "clash", tmp_path / "x", "deepspeed-universal")
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["clash", "weights"]
+    convert_checkpoint(tmp_path / "weights", tmp_path / "run.pt", "torch")
+    convert_checkpoint(tmp_path / "run.pt", tmp_path / "back", "lightstep")
+    fresh = Run("bfloat16")
+    fresh.strategy.load_checkpoint(tmp_path / "back", fresh.model)
+    assert not differences(dict(fresh.model.state_dict()), dict(run.model.state_dict()))
+
+
+def test_a_full_disk_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = Run("bfloat16").train(BEFORE).save(tmp_path / "a")
+    for to in ("torch", "deepspeed-universal"):
+        convert_checkpoint(source, tmp_path / to, to)
+
+    save = torch.save
+
+    def full(content: Any, file: Any, **options: Any) -> None:
+        if isinstance(file, Path):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        save(content, file, **options)
+
+    monkeypatch.setattr(torch, "save", full)
+    for to in ("torch", "deepspeed-universal"):
+        with pytest.raises(CheckpointError, match=f"{to} was not written: No space left on device"):
+            convert_checkpoint(source, tmp_path / to, to)
+        assert read_checkpoint(tmp_path / to).step == 3
+    assert len(list(tmp_path.iterdir())) == 3
 
 
 def test_the_commands(tmp_path: Path) -> None:
