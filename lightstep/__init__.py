@@ -9,6 +9,13 @@ from lightstep.precision.loss_scale import ConstantLossScale, DynamicLossScale, 
 from lightstep.state.bulk import load_fsdp_optimizer, offload_fsdp_optimizer
 from lightstep.strategy import Strategy, available_strategies
 from lightstep.strategy.checkpoint import CheckpointError
+from lightstep.strategy.rollout_engine import RolloutEngine, TransformersEngine
+from lightstep.strategy.weight_transport import (
+    TrainingEnded,
+    WeightInfo,
+    WeightTransferError,
+    WeightTransport,
+)
 
 __version__ = "0.1.0"
 
@@ -20,8 +27,14 @@ __all__ = [
     "DynamicLossScale",
     "LossScale",
     "MixedPrecisionOptimizer",
+    "RolloutEngine",
     "StepResult",
     "Strategy",
+    "TrainingEnded",
+    "TransformersEngine",
+    "WeightInfo",
+    "WeightTransferError",
+    "WeightTransport",
     "available_strategies",
     "clip_grad_norm_",
     "global_grad_norm",

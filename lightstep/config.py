@@ -73,13 +73,31 @@ class FSDP2Sharding(_Frozen):
 
 
 class DeepSpeedSharding(_Frozen):
-    """ZeRO through the DeepSpeed engine."""
+    """ZeRO through the DeepSpeed engine, which then owns masters, gradients, clipping and loss scaling."""
 
     kind: Literal["deepspeed"]
     stage: Literal[1, 2, 3] = 2
+    """What is divided by the ranks: optimizer state; gradients too; weights too."""
     offload: Literal["none", "cpu"] = "none"
+    """``cpu`` keeps masters and state on the host and updates there; at stage 3 the weights rest on the host too."""
     superoffload: bool = False
     zenflow: bool = False
+    config: str | dict[str, Any] | None = None
+    """DeepSpeed's own configuration, a JSON file or a mapping; what contradicts this file is refused."""
+    activation_checkpointing: bool = False
+
+    @model_validator(mode="after")
+    def _engines(self) -> DeepSpeedSharding:
+        if self.superoffload and self.zenflow:
+            raise ValueError("superoffload and zenflow are two engines for the same work; set one of them to false")
+        if self.superoffload and self.stage != 3:
+            raise ValueError(
+                f"superoffload needs stage 3, and stage is {self.stage}; set stage: 3, or superoffload: false"
+            )
+        for name in ("superoffload", "zenflow"):
+            if getattr(self, name) and self.offload == "none":
+                raise ValueError(f"{name} updates on the host, and offload is none; set offload: cpu, or {name}: false")
+        return self
 
 
 Sharding = Annotated[SingleSharding | DDPSharding | FSDP2Sharding | DeepSpeedSharding, Field(discriminator="kind")]
@@ -211,6 +229,44 @@ class OptimizerState(_Frozen):
         return self
 
 
+class Rollout(_Frozen):
+    """Who generates in reinforcement learning, and how the weights get there."""
+
+    mode: Literal["sync", "async"] = "sync"
+    """``sync``: the ranks that train generate in turn. ``async``: ranks of their own generate and nothing else."""
+    ranks: Annotated[int, Field(ge=1)] | list[Annotated[int, Field(ge=0)]] | None = None
+    """Async: how many ranks generate, the last ones (default 1); or which ones, by their numbers."""
+    parameters: Dtype | None = None
+    """Dtype of the inference weights; ``None`` is that of ``precision.parameters``."""
+    bucket_mib: Annotated[float, Field(gt=0)] = 256
+    """Weights travel layer by layer, larger layers in buckets of at most this size or one tensor."""
+    timeout_s: Annotated[float, Field(gt=0)] | None = None
+    """Async: seconds that one side waits for the other (default 300)."""
+
+    @field_validator("ranks")
+    @classmethod
+    def _distinct(cls, value: Any) -> Any:
+        if isinstance(value, list) and (not value or len(set(value)) < len(value)):
+            raise ValueError("at least one rank is needed, each once")
+        return value
+
+    @model_validator(mode="after")
+    def _sync_has_no_ranks(self) -> Rollout:
+        idle = [f"{name} {getattr(self, name)}" for name in ("ranks", "timeout_s") if getattr(self, name) is not None]
+        if self.mode == "sync" and idle:
+            raise ValueError(
+                f"rollout {' and '.join(idle)} with mode sync: there the ranks that train generate, and nobody waits; "
+                "leave it out, or set mode: async"
+            )
+        return self
+
+
+class RolesConfig(_Frozen):
+    """Roles beside the trainers' (``strategy.prepare_model(factory, role=...)``)."""
+
+    rollout: Rollout = Rollout()
+
+
 class StrategyConfig(_Frozen):
     """Everything a strategy file says; see ``docs/strategy-files.md``."""
 
@@ -219,6 +275,16 @@ class StrategyConfig(_Frozen):
     precision: Precision = Precision()
     clipping: Clipping = Clipping()
     optimizer_state: OptimizerState = OptimizerState()
+    roles: RolesConfig = RolesConfig()
+
+    @model_validator(mode="after")
+    def _own_ranks(self) -> StrategyConfig:
+        if self.sharding.kind == "deepspeed" and self.roles.rollout.mode == "async":
+            raise ValueError(
+                "roles.rollout.mode async with sharding.kind deepspeed: DeepSpeed's engine takes all ranks; set "
+                "sharding.kind to fsdp2, ddp or single, or roles.rollout.mode to sync"
+            )
+        return self
 
     @model_validator(mode="after")
     def _in_backward(self) -> StrategyConfig:

@@ -8,16 +8,17 @@ the overflow flag, and none where nothing is sharded.
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
@@ -33,8 +34,8 @@ def rank() -> int:
 
 
 def world_size() -> int:
-    """Ranks in the default group; 1 without one."""
-    return dist.get_world_size() if initialized() else 1
+    """How many ranks train together; 1 without a process group."""
+    return len(role_ranks())
 
 
 def ranks_on_this_host() -> int:
@@ -50,6 +51,64 @@ def end_process_group() -> None:
     """
     dist.destroy_process_group()
     time.sleep(0.1)
+
+
+# -- the ranks of this process's role ---------------------------------------------------------------------------------
+
+_role: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
+"""The default group for which roles were given out, and the group of this process's role."""
+
+
+def form_role_group(ranks: Sequence[int]) -> None:
+    """From now on these are the ranks that work together, this one among them, as long as the default group lives.
+
+    Called by these ranks; those of other roles have a group of their own. Whatever spans "all ranks" in lightstep
+    (meshes, norms, overflow flags, checkpoints) spans these.
+
+    Raises:
+        ValueError: this process is in another role's group already.
+    """
+    global _role
+    ranks = tuple(ranks)
+    known = role_group()
+    if known is not None and ranks != role_ranks():
+        raise ValueError(f"the ranks {list(ranks)} cannot work together: {list(role_ranks())} do so already")
+    if known is None and len(ranks) < dist.get_world_size():
+        world = dist.group.WORLD
+        assert world is not None
+        _role = world, dist.new_group(list(ranks), use_local_synchronization=True)
+
+
+def role_group() -> dist.ProcessGroup | None:
+    """The group of :func:`form_role_group`; where all ranks are alike ``None``, torch's word for the default group."""
+    return _role[1] if _role is not None and initialized() and _role[0] is dist.group.WORLD else None
+
+
+def role_ranks() -> tuple[int, ...]:
+    """The numbers in the default group of the ranks that work together, this one among them."""
+    if not initialized():
+        return (0,)
+    group = role_group()
+    return tuple(range(dist.get_world_size()) if group is None else dist.get_process_group_ranks(group))
+
+
+def make_mesh(device_type: str, sizes: Mapping[str, int]) -> DeviceMesh:
+    """A mesh over the ranks that work together; called by all of them.
+
+    Args:
+        sizes: name and size of one or two dimensions, the outer one first.
+    """
+    names, shape = tuple(sizes), tuple(sizes.values())
+    if role_group() is None:
+        return init_device_mesh(device_type, shape, mesh_dim_names=names)
+    ranks = torch.tensor(role_ranks()).view(shape)
+    place = (ranks == rank()).nonzero()[0].tolist()
+    lines = [tuple(ranks.movedim(dim, -1)[tuple(place[:dim] + place[dim + 1 :])].tolist()) for dim in range(len(shape))]
+    groups = [_made_group(line, torch.device(device_type)) for line in lines]
+    return DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=names)
+
+
+# -- tensors ----------------------------------------------------------------------------------------------------------
 
 
 def is_sharded(tensor: Tensor) -> bool:
@@ -149,7 +208,7 @@ class NormReduction:
 
     Args:
         parameters: the optimizer's parameters, in one order on all ranks that share a mesh.
-        everywhere: whether the overflow flag is agreed upon by all ranks of the default group. ``None``: if some
+        everywhere: whether the overflow flag is agreed upon by all ranks that work together. ``None``: if some
             parameter is a DTensor on more than one rank.
 
     Attributes:
@@ -358,8 +417,8 @@ class Replicas:
 
     Args:
         group: these ranks, and this one among them.
-        apart: send through process groups of their own. Needed when sending goes on beside the model's forward: what a
-            group sends, it sends in one order.
+        apart: send through process groups of one's own. Needed when sending goes on beside the model's forward and
+            other optimizers' updates: what a group sends, it sends in one order.
 
     Attributes:
         rank: this process's place among them.
@@ -368,8 +427,18 @@ class Replicas:
 
     def __init__(self, group: dist.ProcessGroup, apart: bool = False) -> None:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        self._group, self._apart = group, apart
+        self._group, self._ranks, self._apart = group, tuple(dist.get_process_group_ranks(group)), apart
         self._carriers: dict[str, dist.ProcessGroup] = {}
+        self._number = 0
+
+    def again(self) -> Replicas:
+        """The same ranks, for another optimizer."""
+        return Replicas(self._group, self._apart)
+
+    def close(self) -> None:
+        """Others may send through the groups that were made for this; all of them call it, in the same order."""
+        _senders.get(self._ranks, set()).discard(self._number)
+        self._carriers, self._number = {}, 0
 
     @classmethod
     def of_shards(cls, parameters: Iterable[Tensor], apart: bool = False) -> Replicas | None:
@@ -410,9 +479,12 @@ class Replicas:
     def _carrier(self, device: torch.device) -> dist.ProcessGroup:
         """The group, or one over the same ranks that can send tensors of this device."""
         if device.type not in self._carriers:
-            ranks = tuple(dist.get_process_group_ranks(self._group))
+            if self._apart and not self._number:
+                taken = _senders.setdefault(self._ranks, set())
+                self._number = next(number for number in itertools.count(1) if number not in taken)
+                taken.add(self._number)
             shared = _carries(self._group, device) and not self._apart
-            self._carriers[device.type] = self._group if shared else _made_group(ranks, device, self._apart)
+            self._carriers[device.type] = self._group if shared else _made_group(self._ranks, device, self._number)
         return self._carriers[device.type]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Replicas:
@@ -426,12 +498,14 @@ class Replicas:
 
 # -- process groups that this file had to make, once each --------------------------------------------------------------
 
-_made_groups: dict[tuple[tuple[int, ...], str | None, bool], tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
+_made_groups: dict[tuple[tuple[int, ...], str | None, int], tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
+_senders: dict[tuple[int, ...], set[int]] = {}
+"""The numbers of the replicas that send through groups of their own, by ranks."""
 
 
 def _group(ranks: tuple[int, ...], mesh: DeviceMesh, device: torch.device) -> dist.ProcessGroup:
     """One group over all ranks of the mesh that can reduce tensors of this device."""
-    if ranks == tuple(range(world_size())):
+    if ranks == role_ranks():
         return _world_group(device)
     if mesh.ndim == 1 and _carries(mesh.get_group(), device):
         return mesh.get_group()
@@ -439,23 +513,23 @@ def _group(ranks: tuple[int, ...], mesh: DeviceMesh, device: torch.device) -> di
 
 
 def _world_group(device: torch.device) -> dist.ProcessGroup:
-    world = dist.group.WORLD
-    assert world is not None
-    return world if _carries(world, device) else _made_group(tuple(range(world_size())), device)
+    group = role_group() or dist.group.WORLD
+    assert group is not None
+    return group if _carries(group, device) else _made_group(role_ranks(), device)
 
 
-def _made_group(ranks: tuple[int, ...], device: torch.device, apart: bool = False) -> dist.ProcessGroup:
+def _made_group(ranks: tuple[int, ...], device: torch.device, sender: int = 0) -> dist.ProcessGroup:
     """A new group over ``ranks``, made by these ranks alone and kept as long as the default group lives.
 
-    One for everybody who needs such a group, and with ``apart`` one for replicas' weights.
+    One for everybody who needs such a group, and one for each sender of replicas' weights that has a number.
     """
     world = dist.group.WORLD
     assert world is not None
     backend = None if _carries(world, device) else "gloo" if device.type == "cpu" else "nccl"
-    owner, group = _made_groups.get((ranks, backend, apart), (None, None))
+    owner, group = _made_groups.get((ranks, backend, sender), (None, None))
     if owner is not world or group is None:
         group = dist.new_group(list(ranks), backend=backend, use_local_synchronization=True)
-        _made_groups[ranks, backend, apart] = (world, group)
+        _made_groups[ranks, backend, sender] = (world, group)
     return group
 
 

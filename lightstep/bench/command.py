@@ -53,7 +53,10 @@ _Rounds = Annotated[
     ),
 ]
 _Output = Annotated[
-    Path, typer.Option(help="Folder for bench.json and bench.png, iteration.json and iteration.png, or timelines.")
+    Path,
+    typer.Option(
+        help="Folder for bench.json and bench.png, iteration.json and iteration.png, roles.json and .png, or timelines."
+    ),
 ]
 _Checkpoints = Annotated[
     Path | None, typer.Option(help="Also save every strategy's checkpoint in this folder, timed beside plain files.")
@@ -75,6 +78,10 @@ _Tokens = Annotated[
         help="Whole iterations: tokens per step and rank, separated by commas. "
         "Default: 65536,16384 on a GPU, 512,128 on a CPU; in a timeline the first of them."
     ),
+]
+_Roles = Annotated[
+    bool,
+    typer.Option("--roles", help="Memory of a worker that only generates, with the role for it and without."),
 ]
 _Sequence = Annotated[
     int | None,
@@ -98,18 +105,25 @@ def bench(
     timeline: _Timeline = False,
     tokens: _Tokens = None,
     sequence: _Sequence = None,
+    roles: _Roles = False,
 ) -> None:
     """Measure strategies and peers side by side on this machine: one optimizer step on a Llama-shaped stack.
 
     Everybody does the same work: global norm, clipping, AdamW in fp32, new bf16 weights. Under torchrun all ranks
     measure at once, and each has its share of the cores. With --iteration everybody trains a Llama instead, with
     activation checkpointing, and the time and memory of whole iterations are shown beside those without an optimizer.
+    With --roles nobody trains: the memory of one rollout worker is measured.
     """
     from lightstep.config import ConfigError
 
     asked: dict[str, Any] = {"params": params, "steps": steps, "warmup": warmup}
     whole: dict[str, Any] = {"tokens": tokens, "sequence": sequence}
     try:
+        if roles:
+            others = {**asked, **whole, "rounds": rounds, "checkpoints": checkpoints, "peers": peers}
+            others |= {"strategies": None if strategies == "default" else strategies}
+            _refuse_with_roles({**others, "iteration": iteration or None, "timeline": timeline or None})
+            return _measure_roles(params, layers, output, device, seed)
         _refuse_idle(iteration, timeline, {**whole, "checkpoints": checkpoints, "rounds": rounds})
         if iteration or timeline:
             asked = {**asked, **whole, "rounds": rounds}
@@ -130,6 +144,19 @@ def _refuse_idle(iteration: bool, timeline: bool, options: dict[str, Any]) -> No
         if options[name] is not None:
             also = "; it belongs to --iteration" if name != "checkpoints" else ""
             raise ValueError(f"--{name} {options[name]} does nothing for {mode}{also}; leave it out")
+
+
+def _refuse_with_roles(options: dict[str, Any]) -> None:
+    for name, value in options.items():
+        if value is not None and name != "params":
+            raise ValueError(f"--{name} {value} does nothing for --roles; leave it out")
+
+
+def _measure_roles(params: float | None, layers: int | None, output: Path, device: str | None, seed: int) -> None:
+    from lightstep.bench import roles
+
+    roles.measure(params, layers, output, device, seed)
+    Console().print(f"{output / 'roles.json'} and {output / 'roles.png'} written", highlight=False)
 
 
 def _train(

@@ -162,7 +162,11 @@ class DeepSpeedCpuAdam(CpuAdamW):
         super().__init__(setup)
 
     def make_optimizer(self, masters: list[nn.Parameter]) -> torch.optim.Optimizer:
-        optimizer: torch.optim.Optimizer = self._library.DeepSpeedCPUAdam(masters, adamw_mode=True, **ADAMW)
+        """DeepSpeed compiles the kernel when it is first used."""
+        try:
+            optimizer: torch.optim.Optimizer = self._library.DeepSpeedCPUAdam(masters, adamw_mode=True, **ADAMW)
+        except RuntimeError as error:
+            raise Skipped(f"its kernel cannot be built here ({error})") from error
         return optimizer
 
     def apply(self, slot: HostSlot) -> None:

@@ -24,6 +24,8 @@ class StrategyContender(Contender):
 
     def __init__(self, setup: Setup, source: str) -> None:
         self._strategy = on_device(load(source), setup.device)
+        if self._strategy.config.sharding.kind == "deepspeed":
+            raise Skipped("DeepSpeed takes gradients from its own backward only; measure it with --iteration")
         model = self._strategy.prepare_model(setup.stack())
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._optimizer = self._strategy.create_optimizer(model, torch.optim.AdamW, **ADAMW)

@@ -14,6 +14,7 @@ from torch import Tensor
 from lightstep.clipping import check_max_norm, check_norm_type
 from lightstep.optimizer.arithmetic import BaseArithmetic, GroupValues
 from lightstep.optimizer.base import BaseOptimizer
+from lightstep.optimizer.borrowed import KeptInside
 from lightstep.optimizer.in_backward import InBackward
 from lightstep.optimizer.managed_parameters import ManagedParameters, Places, StateView
 from lightstep.optimizer.param_groups import Place, learning_rates_are_zero, plain_numbers
@@ -24,6 +25,7 @@ from lightstep.optimizer.updates import AtStep, Updates
 from lightstep.optimizer.walk import Gradients, UnitWalk, Update
 from lightstep.precision.gradients import GradientAccumulator, unshared
 from lightstep.precision.loss_scale import ConstantLossScale, LossScale
+from lightstep.precision.scaled_backward import ScaledBackward
 from lightstep.state.backend import Managed, StateBackend
 from lightstep.state.resident import ResidentBackend
 
@@ -56,6 +58,13 @@ class MixedPrecisionOptimizer(BaseOptimizer):
             torch about the groups.
     """
 
+    accumulating = KeptInside()
+    _scaling = KeptInside()
+    _measured = KeptInside()
+    _failure = KeptInside()
+    _to_repair = KeptInside()
+    _closed = KeptInside(False)
+
     def __init__(
         self,
         params: Any,
@@ -73,6 +82,7 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         overflow_everywhere: bool | None = None,
         update_time: type[Updates] = AtStep,
     ) -> None:
+        self._inside: dict[str, Any] = {}
         self._arithmetic = BaseArithmetic(optimizer_class, dict(hyperparameters or {}))
         super().__init__(params, dict(self._arithmetic.defaults))
         self.loss_scale = loss_scale or ConstantLossScale(1.0)
@@ -97,15 +107,42 @@ class MixedPrecisionOptimizer(BaseOptimizer):
     def _start(self, reduce_float32: bool, places: Places | None) -> None:
         """Everything that is built up while working and never saved."""
         self.gradients = GradientAccumulator(reduce_float32)
+        self._scaled_backward = ScaledBackward()
         self._managed = ManagedParameters(self._arithmetic, self._backend, self.master_weights, places)
         self._state_view = StateView(self._managed, self.parameter_state, self._replace_state)
         self._walk = UnitWalk(self._arithmetic, self._backend, self._refusing_further_steps, self._managed.record)
         self._updates = self._update_time(self._walk, self._backend)
-        self._scaling: Scaling | None = None
-        self._failure: str | None = None
-        self._closed = False
-        self._to_repair: set[Managed] = set()
+        self._scaling, self._failure, self._closed, self._to_repair = None, None, False, set()
+        self._measured = None
         self._watch_gradients()
+
+    @property
+    def is_set_up(self) -> bool:
+        """Whether parameters have been taken charge of: from the first step or loaded state on."""
+        return len(self._managed) > 0
+
+    def forget_parameters(self) -> None:
+        """Before the set-up: hold no parameter, until others are put into ``param_groups``."""
+        for group in self.param_groups:
+            group["params"] = []
+        self._watch_gradients()
+
+    def start_over(self, backend: StateBackend) -> None:
+        """Before the set-up: other parameters stand in ``param_groups`` now, and state will live in ``backend``.
+
+        Raises:
+            RuntimeError: it is too late.
+        """
+        if self.is_set_up:
+            raise RuntimeError(
+                f"this {type(self).__name__} has been set up for the parameters it had; shard the model before the "
+                "first step and before state is loaded"
+            )
+        self.gradients.close()
+        self._scaled_backward.close()
+        if type(backend) is not type(self._backend):  # else it may have been told something: set_residency
+            self._backend = backend
+        self._start(self.gradients.float32, self._managed.places)
 
     @property  # type: ignore[override]
     def state(self) -> MutableMapping[Tensor, dict[str, Any]]:
@@ -119,7 +156,15 @@ class MixedPrecisionOptimizer(BaseOptimizer):
                 self._replace_state(item.param, entries.get(item.param, {}))
 
     def _watch_gradients(self) -> None:
-        self.gradients.watch(p for group in self.param_groups for p in group["params"] if p.requires_grad)
+        trainable = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
+        self.gradients.watch(trainable)
+        self._scaled_backward.watch(trainable, self.loss_scale)
+
+    def _notice_what_was_given_up(self) -> None:
+        """Gradients of a loss that was not scaled are gone after ``model.zero_grad()``."""
+        if self._scaled_backward.unscaled and not self.gradients.delivered:
+            left = any(p.grad is not None for group in self.param_groups for p in group["params"])
+            self._scaled_backward.unscaled = left
 
     # -- one iteration
 
@@ -128,11 +173,17 @@ class MixedPrecisionOptimizer(BaseOptimizer):
             raise ValueError(
                 f"the loss has shape {tuple(loss.shape)}; one element is needed (loss.mean() or loss.sum())"
             )
+        if self._measured is not None:
+            raise RuntimeError(
+                "backward() between grad_norm() and step(): the gradients have been added up; call step() or "
+                "zero_grad() first"
+            )
         self._updates.land()  # gradients that it still reads may stand where the next ones will be put
         self._watch_gradients()  # parameters may have been frozen or thawed
+        self._notice_what_was_given_up()
         if not self.loss_scale.is_identity:
             loss = loss.float() * self.loss_scale.tensor(loss.device)
-        with self._updating():
+        with self._scaled_backward.running(), self._updating():
             loss.backward(retain_graph=retain_graph)
 
     @contextlib.contextmanager
@@ -193,13 +244,15 @@ class MixedPrecisionOptimizer(BaseOptimizer):
 
     def step(self, closure: Callable[[], Any] | None = None) -> StepResult:  # type: ignore[override]
         loss = self._evaluate(closure)
+        self._notice_what_was_given_up()
+        self._scaled_backward.refuse_unscaled()
         with torch.no_grad():
             self._updates.land()
             if isinstance(self._updates, InBackward) and self._updates.started:
                 return self._complete(self._updates, loss)
-            gradients = self._collect_gradients()
+            gradients, scaled_norm, overflow = self._measure()
+            self._measured = None
             assert self._scaling is not None
-            scaled_norm, overflow = self._scaling.norm(gradients)
             scale = self.loss_scale.tensor(scaled_norm.device).clone()
             result = StepResult(scaled_norm / scale, overflow, scale, loss)
             if self._is_state_initialisation(gradients, scaled_norm):
@@ -210,6 +263,36 @@ class MixedPrecisionOptimizer(BaseOptimizer):
                 self._updates.start(self._update(gradients, divisor, factor, overflow))
             self.loss_scale.update(overflow)
             return result
+
+    def grad_norm(self) -> Tensor:
+        """The norm that the next ``step()`` will report, already now: 0-dim fp32, unscaled, before clipping.
+
+        It is measured once. The gradients are the optimizer's from here on; ``step()`` or ``zero_grad()`` comes next.
+
+        Raises:
+            RuntimeError: layers are updated in backward, and their gradients are gone.
+        """
+        self._refuse_if_closed()
+        self._refuse_after_failure("Load a checkpoint before the next step")
+        self._scaled_backward.refuse_unscaled()
+        if isinstance(self._updates, InBackward):
+            raise RuntimeError(
+                "grad_norm() before step(): optimizer_state.update is in_backward, and the layers' gradients went with "
+                "their updates; read it from the result of step()"
+            )
+        with torch.no_grad():
+            self._updates.land()
+            self._measured = self._measure()
+            norm = self._measured[1]
+            return norm / self.loss_scale.tensor(norm.device)
+
+    def _measure(self) -> tuple[Gradients, Tensor, Tensor]:
+        """All gradients, their norm with the loss scale still in it, and whether it overflows."""
+        if self._measured is not None:
+            return self._measured
+        gradients = self._collect_gradients()
+        assert self._scaling is not None
+        return gradients, *self._scaling.norm(gradients)
 
     def _complete(self, updates: InBackward, loss: Any) -> StepResult:
         """The end of a step whose updates began in backward."""
@@ -294,7 +377,7 @@ class MixedPrecisionOptimizer(BaseOptimizer):
                 f"step() found no gradient on any of {len(self._managed)} parameters and changes nothing: backward was "
                 "not called, its gradients were not reduced (strategy.accumulate(last=True)), or the model's "
                 "parameters were exchanged (load_state_dict(assign=True)) after the optimizer was made",
-                stacklevel=4,
+                stacklevel=5,
             )
         return gradients
 
@@ -317,8 +400,14 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         self._refuse_if_closed()
         self._updates.land()
         if self._managed.set_up(self.param_groups, also):
-            norm_type, everywhere = self.norm_type, self._overflow_everywhere
-            self._scaling = Scaling(self._managed, self.loss_scale, norm_type, self.clip_layers, everywhere)
+            self._scaling = Scaling(
+                self._managed,
+                self.loss_scale,
+                self.norm_type,
+                self._overflow_everywhere,
+                clip_layers=self.clip_layers,
+                layer_by_layer=self._update_time.in_backward,
+            )
             self._watch_gradients()
 
     def _is_state_initialisation(self, gradients: Gradients, norm: Tensor) -> bool:
@@ -348,6 +437,8 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         reduced: to drop a started accumulation, run one more with ``last=True`` first.
         """
         self.gradients.clear()
+        self._measured = None
+        self._scaled_backward.clear()
         if isinstance(self._updates, InBackward):
             self._updates.drop()
         super().zero_grad(set_to_none)
@@ -512,6 +603,7 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         """Give back the memory of the state backend and take the hooks off the parameters."""
         self._updates.land()
         self.gradients.close()
+        self._scaled_backward.close()
         self._backend.close()
         self._closed = True
 
@@ -538,6 +630,7 @@ class MixedPrecisionOptimizer(BaseOptimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         entries: dict[Tensor, dict[str, Any]] = state.pop("state")
+        self._inside = {}
         self._backend = state.pop("backend")
         self._arithmetic = BaseArithmetic(state.pop("optimizer_class"), state.pop("hyperparameters"))
         reduce_float32 = state.pop("reduce_float32")

@@ -32,11 +32,12 @@ def places(model: nn.Module) -> dict[Tensor, Place]:
     """
     inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
     return {
-        parameter: Place(clean_name(name), _layer(clean_name(name))) for name, parameter in inner.named_parameters()
+        parameter: Place(clean_name(name), layer_of(clean_name(name))) for name, parameter in inner.named_parameters()
     }
 
 
-def _layer(name: str) -> str:
+def layer_of(name: str) -> str:
+    """The layer that a name (:func:`clean_name`) belongs to."""
     parts = name.split(".")
     for index, part in enumerate(parts[:-1]):
         if part.isdigit():

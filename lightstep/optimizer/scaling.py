@@ -29,8 +29,9 @@ class Scaling:
         managed: the parameters, in the order in which all ranks have them.
         loss_scale: by which the gradients are multiplied.
         norm_type: p of the norms.
-        layers: clip each layer by its own norm.
         everywhere: whether all ranks of the process group agree on overflow; ``None`` decides by the parameters.
+        clip_layers: clip each layer by its own norm.
+        layer_by_layer: gradients come and go by :meth:`keep` and :meth:`of_layer`.
 
     Attributes:
         layers: the parameters layer by layer.
@@ -41,14 +42,16 @@ class Scaling:
         managed: Iterable[Managed],
         loss_scale: LossScale,
         norm_type: float,
-        layers: bool = False,
         everywhere: bool | None = None,
+        *,
+        clip_layers: bool = False,
+        layer_by_layer: bool = False,
     ) -> None:
         self._managed = list(managed)
-        self._loss_scale, self._norm_type = loss_scale, norm_type
+        self._loss_scale, self._norm_type, self._clip_layers = loss_scale, norm_type, clip_layers
         self._norm = GradientNorm([item.param for item in self._managed], norm_type, everywhere)
         self.layers = group_by_layer(self._managed)
-        by_layer = self.layers if layers else []
+        by_layer = self.layers if clip_layers or layer_by_layer else []
         self._layer_norms = [GradientNorm([item.param for item in layer], norm_type, False) for layer in by_layer]
         self._kept: dict[Managed, Tensor] = {}
 
@@ -68,11 +71,12 @@ class Scaling:
             scale: the loss scale, 0-dim fp32.
             max_norm: ``None`` clips nothing.
         """
-        if max_norm is None or not self._layer_norms:
+        if max_norm is None or not self._clip_layers:
             return self._scaled(scale, None if max_norm is None else clip_coefficient(norm, max_norm))
         divisor, factors = None, {}
-        for number, layer in enumerate(self.layers):
-            divisor, factor = self._scaled(scale, self._of_layer(number, gradients, scale, max_norm))
+        for layer, norm_of_layer in zip(self.layers, self._layer_norms, strict=True):
+            own = norm_of_layer.norm([gradients.get(item) for item in layer]).to(scale.device) / scale
+            divisor, factor = self._scaled(scale, clip_coefficient(own, max_norm))
             assert factor is not None
             factors.update(dict.fromkeys(layer, factor))
         return divisor, factors
@@ -95,17 +99,13 @@ class Scaling:
         return self._norm.of_norms([self._kept.get(item) for item in self._managed])
 
     def of_layer(self, number: int, gradients: Gradients, max_norm: float | None) -> tuple[Factor, Factor, Tensor]:
-        """``(divisor, factor, overflow)`` of one layer whose gradients were kept."""
+        """``(divisor, factor, overflow)`` of one layer whose norms were kept; all ranks that share it agree."""
         device = next(iter(gradients.values())).device
-        norms = torch.stack([self._kept[item].to(device) for item in gradients])
-        overflow = (~norms.isfinite().all()).float()
+        kept = [self._kept.get(item) if item in gradients else None for item in self.layers[number]]
+        norm = self._layer_norms[number].of_norms(kept)[0].to(device)
         scale = self._loss_scale.tensor(device)
-        coefficient = None if max_norm is None else self._of_layer(number, gradients, scale, max_norm)
-        return *self._scaled(scale, coefficient), overflow
-
-    def _of_layer(self, number: int, gradients: Gradients, scale: Tensor, max_norm: float) -> Tensor:
-        norm = self._layer_norms[number].norm([gradients.get(item) for item in self.layers[number]])
-        return clip_coefficient(norm.to(scale.device) / scale, max_norm)
+        coefficient = None if max_norm is None else clip_coefficient(norm / scale, max_norm)
+        return *self._scaled(scale, coefficient), (~norm.isfinite()).float()
 
     def _scaled(self, scale: Tensor, coefficient: Factor) -> tuple[Factor, Factor]:
         """One multiplication, unless dividing by the scale is inexact."""

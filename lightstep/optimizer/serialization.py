@@ -69,6 +69,8 @@ def _load_states(
     optimizer: MixedPrecisionOptimizer, parameters: Mapping[Any, Tensor], states: Mapping[Any, Any]
 ) -> None:
     loaded = {parameters[index]: entries for index, entries in states.items() if index in parameters}
+    if not loaded and not optimizer.is_set_up:  # wrappers load the empty state back, before a model is sharded
+        return
     frozen = [parameter for parameter, entries in loaded.items() if entries and not parameter.requires_grad]
     for item in optimizer.managed(also=frozen):
         if item.param in loaded or item.updated or optimizer.half_updated:

@@ -106,6 +106,11 @@ class GradientAccumulator:
         """Whether ``p.grad`` holds something that is not counted yet."""
         return parameter.grad is not None and parameter not in self._rounded
 
+    @property
+    def delivered(self) -> bool:
+        """Whether there are gradients that did not come through ``p.grad``."""
+        return bool(self._reduced)
+
     def withdraw(self, parameter: Tensor) -> Tensor | None:
         """The fp32 sum of earlier micro-batches, handed over to a strategy that reduces it together with the last."""
         return self._sums.pop(parameter, None)

@@ -52,7 +52,7 @@ class SharedByReplicas(StateBackend):
         self._exchange = _Exchange(replicas)
 
     def fresh(self) -> SharedByReplicas:
-        return type(self)(self.inner.fresh(), self._replicas)
+        return type(self)(self.inner.fresh(), self._replicas.again())
 
     # -- set-up
 
@@ -179,6 +179,7 @@ class SharedByReplicas(StateBackend):
 
     def close(self) -> None:
         self.inner.close()
+        self._replicas.close()
         self._owners, self._own, self._exchange = {}, [], _Exchange(self._replicas)
 
 

@@ -7,6 +7,8 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from lightstep.distributed import role_group
+
 Result = TypeVar("Result")
 
 
@@ -14,11 +16,12 @@ class Ranks:
     """The ranks that take part: those of a process group, or just this process.
 
     Args:
-        group: ``None`` for the default process group when one is initialised.
+        group: ``None`` for the ranks of this process's role: without roles the default process group, when one is
+            initialised.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
-        self.group = group
+        self.group = group = role_group() if group is None else group
         self.several = dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1
         self.rank = dist.get_rank(group) if self.several else 0
         self.size = dist.get_world_size(group) if self.several else 1

@@ -18,7 +18,6 @@ import torch
 from torch import nn
 
 from lightstep.config import (
-    ConfigError,
     ConstantScale,
     DynamicScale,
     LossScaleConfig,
@@ -27,6 +26,7 @@ from lightstep.config import (
     merge_overrides,
     parse_config,
 )
+from lightstep.distributed import end_process_group, initialized
 from lightstep.optimizer.base import BaseOptimizer
 from lightstep.optimizer.in_backward import InBackward
 from lightstep.optimizer.mixed_precision import MixedPrecisionOptimizer
@@ -39,16 +39,22 @@ from lightstep.state.bulk import BulkBackend
 from lightstep.state.resident import ResidentBackend
 from lightstep.state.stream import StreamBackend
 from lightstep.strategy import checkpoint
+from lightstep.strategy.exchanged_parameters import following
 from lightstep.strategy.forward_gates import gate_forwards, in_order_of_use
+from lightstep.strategy.launch import start_process_group
 from lightstep.strategy.model_names import unwrap_model
 from lightstep.strategy.model_setup import cast_parameters, checkpoint_activations, materialise
 from lightstep.strategy.presets import read_source
 from lightstep.strategy.pretrained import load_pretrained
+from lightstep.strategy.reinforcement_learning import ReinforcementLearning
+from lightstep.strategy.roles import Role, Roles, known_role, prepare_inference
+from lightstep.strategy.weight_exchange import WeightExchange
 
 _KINDS = {
     "single": ("lightstep.strategy.single", "SingleDeviceStrategy"),
     "ddp": ("lightstep.strategy.ddp", "DDPStrategy"),
     "fsdp2": ("lightstep.strategy.fsdp2", "FSDP2Strategy"),
+    "deepspeed": ("lightstep.strategy.deepspeed", "DeepSpeedStrategy"),
 }
 
 _UPDATE_TIMES: dict[str, type[Updates]] = {
@@ -57,10 +63,12 @@ _UPDATE_TIMES: dict[str, type[Updates]] = {
     "in_backward": InBackward,
 }
 
+_SAVED_BY_TRAINERS = "a checkpoint is saved by the ranks that train (export_model writes these weights alone)"
+
 ModelSource = nn.Module | Callable[[], nn.Module]
 
 
-class Strategy(ABC):
+class Strategy(ReinforcementLearning, ABC):
     """Sharding, precision, clipping and the place of optimizer state, as one object.
 
     Make one with :meth:`load`. It holds no settings of any particular optimizer: several models and optimizers may be
@@ -69,6 +77,7 @@ class Strategy(ABC):
     Attributes:
         config: the validated, frozen configuration.
         name: the preset's name, the file's path, or ``"strategy"`` for a mapping.
+        roles: which ranks train and which generate.
     """
 
     _overflow_everywhere: ClassVar[bool | None] = None
@@ -76,6 +85,9 @@ class Strategy(ABC):
     def __init__(self, config: StrategyConfig, name: str = "strategy") -> None:
         self.config = config
         self.name = name
+        self.roles = Roles(config.roles.rollout, name)
+        self._started = False
+        self._weights = WeightExchange(self.roles, config.roles.rollout)
         self._optimizers: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[BaseOptimizer]] = (
             weakref.WeakKeyDictionary()
         )
@@ -93,7 +105,6 @@ class Strategy(ABC):
         """
         name, values = read_source(source)
         config = parse_config(merge_overrides(values, overrides), name)
-        _refuse_unbuilt(config, name)
         module, class_name = _KINDS[config.sharding.kind]
         return cast(Strategy, getattr(importlib.import_module(module), class_name)(config, name))
 
@@ -105,55 +116,119 @@ class Strategy(ABC):
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         if accelerator is None:
             return torch.device("cpu")
-        return torch.device(
-            accelerator.type, int(os.environ.get("LOCAL_RANK", torch.accelerator.current_device_index()))
-        )
+        here = int(os.environ.get("LOCAL_RANK", torch.accelerator.current_device_index()))
+        return torch.device(accelerator.type, here % torch.accelerator.device_count())
 
     @property
     def rank(self) -> int:
         """This process's number among :attr:`world_size`."""
-        return 0
+        return self.roles.place if self.roles.asynchronous else 0
 
     @property
     def world_size(self) -> int:
-        """How many processes train together."""
-        return 1
+        """How many processes have this one's role: how many train together, or generate."""
+        return len(self.roles.alike) if self.roles.asynchronous else 1
 
     @property
     def is_main(self) -> bool:
-        """Whether this is the process that logs and reports."""
-        return self.rank == 0
+        """Whether this is the process that logs and reports: the first one that trains."""
+        return self.role == "trainer" and self.rank == 0
 
     # -- model and optimizer
+
+    def start(self) -> None:
+        """Have the processes find each other: the default process group, and the ranks of each role among them.
+
+        :meth:`prepare_model` does so too. One process alone needs nothing.
+
+        Raises:
+            ConfigError: there is no process group and this process was not started by torchrun, or the ranks do not
+                suffice for the roles.
+        """
+        needs = self._needs_process_group
+        if needs is not None and not initialized():
+            start_process_group(f"{self.name}: {needs}")
+            self._started = True
+        if self.roles.asynchronous:
+            self._refuse_ranks()
+            self.roles.form_group()
+            self._weights.open()
+
+    @property
+    def _needs_process_group(self) -> str | None:
+        """What needs several processes; ``None`` where one will do."""
+        return "roles.rollout.mode async needs a process for each worker" if self.roles.asynchronous else None
+
+    def _refuse_ranks(self) -> None:
+        """Raise ``ConfigError`` where so many ranks cannot train."""
 
     def prepare_model(self, model: ModelSource, role: str = "trainer", weights: str | Path | None = None) -> nn.Module:
         """The model on this strategy's devices, in its dtype, sharded as it says.
 
-        Parameters are cast to ``precision.parameters``; buffers keep their dtype.
+        Parameters are cast to ``precision.parameters``; buffers keep their dtype. Optimizers that were made for the
+        model before get its new parameters.
 
         Args:
             model: a module, a module on the meta device (its weights are then initialised here), or a function that
                 makes one.
-            role: ``"trainer"``; other roles are refused by this build.
+            role: ``"trainer"``: sharded, to be trained. ``"rollout"``: to generate with; whole on this device, in
+                ``roles.rollout.parameters``, without gradients, in evaluation mode. ``"reference"``: placed as a
+                trainer's, without gradients, in evaluation mode; whole on a rank that only generates.
             weights: a Hugging Face folder whose safetensors are read into the prepared model, each rank its own part:
                 with a model made on the meta device no rank ever holds the whole model.
 
         Raises:
-            ConfigError: an unknown role.
+            ConfigError: an unknown role, or another rank's (:attr:`role`).
             ValueError: ``weights`` does not fit the model.
             TypeError: ``model`` is neither a module nor a function that returns one.
         """
-        if role != "trainer":
-            raise ConfigError(f"role is {role!r}; allowed: 'trainer'")
+        known = known_role(role)
+        self.start()
+        self.roles.check(known)
         made = model if isinstance(model, nn.Module) else model() if callable(model) else model
         if not isinstance(made, nn.Module):
             raise TypeError(
                 f"prepare_model needs a torch.nn.Module or a function that returns one; got {type(made).__name__}"
             )
-        prepared = self._prepare(made)
+        with self.preparing(made):
+            prepared = self._prepare_as(known, made)
+        self.roles.give(prepared, known)
         if weights is not None:
-            load_pretrained(unwrap_model(prepared), weights)
+            self._load_weights(prepared, weights)
         return prepared
+
+    @contextlib.contextmanager
+    def preparing(self, model: nn.Module) -> Iterator[None]:
+        """The body moves, casts, wraps or shards ``model`` in place: its optimizers follow, if they have not begun.
+
+        For code that does what :meth:`prepare_model` does (accelerate shards models itself).
+        """
+        inner = unwrap_model(model)
+        with following(inner, self._optimizers_of(inner)) as optimizers:
+            yield
+        for optimizer in optimizers:
+            optimizer.start_over(self._make_backend(inner))
+            self._connect(inner, optimizer)
+            self._gate(inner, optimizer)
+
+    def _prepare_as(self, role: Role, model: nn.Module) -> nn.Module:
+        if role == "trainer":
+            return self._prepare_trained(model)
+        if role == "reference" and self.role == "trainer":
+            return self._prepare_reference(model.requires_grad_(False)).eval()
+        dtype = self.parameter_dtype if role == "reference" else self.rollout_dtype
+        return prepare_inference(model, self.device, dtype)
+
+    def _prepare_trained(self, model: nn.Module) -> nn.Module:
+        return self._prepare(model)
+
+    def _prepare_reference(self, model: nn.Module) -> nn.Module:
+        """Placed as what is trained, for forwards alone."""
+        return prepare_inference(model, self.device, self.parameter_dtype)
+
+    def _load_weights(self, prepared: nn.Module, folder: str | Path) -> None:
+        """Each rank reads its own part of the folder's safetensors."""
+        load_pretrained(unwrap_model(prepared), folder)
 
     @abstractmethod
     def _prepare(self, model: nn.Module) -> nn.Module:
@@ -189,13 +264,15 @@ class Strategy(ABC):
             hyperparameters: keyword arguments of ``optimizer_class``.
 
         Raises:
+            ConfigError: the model is not there to be trained (a rollout or reference model).
             TypeError: not an optimizer class, or malformed groups.
             ValueError: no trainable parameter, a parameter twice or foreign, or a refused hyper-parameter.
         """
+        self._refuse_untrained(model)
         config = self.config
         self._settle(model)
         optimizer = MixedPrecisionOptimizer(
-            check_param_groups(param_groups, model),
+            check_param_groups(param_groups, unwrap_model(model)),
             optimizer_class,
             hyperparameters,
             master_weights=config.precision.master_weights,
@@ -215,14 +292,17 @@ class Strategy(ABC):
         self._gate(model, optimizer)
         return optimizer
 
+    def _refuse_untrained(self, model: nn.Module) -> None:
+        self.roles.refuse("create_optimizer", "create it on the ranks that train, for the model that they train", model)
+
     @property
     def _update_time(self) -> type[Updates]:
         return _UPDATE_TIMES[self.config.optimizer_state.update]
 
-    def _settle(self, model: nn.Module) -> None:  # noqa: B027  (most need nothing)
+    def _settle(self, model: nn.Module) -> None:
         """Put the model's own parameters into their places, where a forward has left others."""
 
-    def _connect(self, model: nn.Module, optimizer: BaseOptimizer) -> None:  # noqa: B027  (most need nothing)
+    def _connect(self, model: nn.Module, optimizer: BaseOptimizer) -> None:
         """Have the model's gradients delivered to the optimizer as ``precision.reduce`` says."""
 
     def _gate(self, model: nn.Module, optimizer: BaseOptimizer) -> None:
@@ -233,6 +313,10 @@ class Strategy(ABC):
     def _optimizers_of(self, model: nn.Module) -> list[BaseOptimizer]:
         """What :meth:`create_optimizer` made for this model and is still in use."""
         return list(self._optimizers.get(unwrap_model(model), ()))
+
+    def trains(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether :meth:`create_optimizer` made this optimizer for this model."""
+        return any(made is optimizer for made in self._optimizers_of(model))
 
     def _land(self, model: nn.Module) -> None:
         """Updates that are still under way come first."""
@@ -247,13 +331,15 @@ class Strategy(ABC):
         self._settle(model)
         for optimizer in self._optimizers_of(model):  # the model may have been sharded since
             self._gate(model, optimizer)
-        return in_order_of_use(unwrap_model(model), places(model))
+        inner = unwrap_model(model)
+        return in_order_of_use(inner, places(inner))
 
     def accumulate(self, model: nn.Module, last: bool = True) -> AbstractContextManager[None]:
         """Context of one micro-batch's forward and backward; with ``last=False`` no gradient is communicated.
 
         Updates in backward begin with the last one: without this context every micro-batch is.
         """
+        self.roles.refuse("accumulate", "accumulate over the model that is trained", model)
         return self._micro_batch(self._accumulate(model, last), self._optimizers_of(model), last)
 
     @staticmethod
@@ -289,7 +375,11 @@ class Strategy(ABC):
         scheduler: Any = None,
         extra: Mapping[str, Any] | None = None,
     ) -> None:
-        """Write model, optimizer, scheduler, random states and ``extra`` to the directory ``path``."""
+        """Write model, optimizer, scheduler, random states and ``extra`` to the directory ``path``.
+
+        Called by all ranks that train, and by none that only generate.
+        """
+        self.roles.refuse("save_checkpoint", _SAVED_BY_TRAINERS, model, but=("reference",))
         self._land(model)
         checkpoint.save_checkpoint(path, model, optimizer, scheduler, extra)
 
@@ -301,6 +391,8 @@ class Strategy(ABC):
         Without ``optimizer`` only the weights are loaded, and the masters of the model's optimizers are rebuilt from
         them.
         """
+        but: tuple[Role, ...] = ("reference", "rollout") if optimizer is None else ()
+        self.roles.refuse("load_checkpoint with an optimizer", "leave the optimizer out", model, but)
         self._land(model)
         extra = checkpoint.load_checkpoint(path, model, optimizer, scheduler)
         for follower in self._optimizers_of(model) if optimizer is None else ():
@@ -314,8 +406,12 @@ class Strategy(ABC):
 
     # -- end
 
-    def close(self) -> None:  # noqa: B027  (most strategies start nothing)
-        """End what this strategy started (its process group, if it started one)."""
+    def close(self) -> None:
+        """End what this strategy started (its process group, if it started one), and tell the rollout workers."""
+        self._weights.close()
+        if self._started and initialized():
+            end_process_group()
+        self._started = False
 
     def __enter__(self) -> Self:
         return self
@@ -350,11 +446,3 @@ def make_backend(config: OptimizerState) -> StateBackend:
 
 def _finite(max_norm: float | None) -> float | None:
     return None if max_norm is None or math.isinf(max_norm) else max_norm
-
-
-def _refuse_unbuilt(config: StrategyConfig, name: str) -> None:
-    """Say clearly what this version of lightstep does not do yet, before anything starts."""
-    if config.sharding.kind not in _KINDS:
-        raise ConfigError(
-            f"{name}: sharding.kind {config.sharding.kind!r} is not in this version; it has {', '.join(_KINDS)}"
-        )

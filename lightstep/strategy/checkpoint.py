@@ -68,10 +68,10 @@ def save_checkpoint(
 ) -> None:
     """Write a checkpoint folder; an existing checkpoint at ``path`` is replaced once the new one is whole.
 
-    Called by every rank of ``group`` (default: the default process group, when there is one), with a file system that
-    all of them see. Each rank writes its shards; host memory grows by about one file (512 MiB) at most. The random
-    states of Python, numpy, torch and the accelerator are saved per rank; ``scheduler`` and ``extra`` are the first
-    rank's.
+    Called by every rank of ``group`` (default: the ranks of this process's role, without roles all of them), with a
+    file system that all of them see. Each rank writes its shards; host memory grows by about one file (512 MiB) at
+    most. The random states of Python, numpy, torch and the accelerator are saved per rank; ``scheduler`` and ``extra``
+    are the first rank's.
 
     Args:
         path: the checkpoint's folder, for example ``runs/a/step-100``.
@@ -92,7 +92,7 @@ def save_checkpoint(
             tensors = _tensors(model, optimizer, ranks)
             content = ranks.together(lambda: _collect(tensors, model, optimizer, scheduler, extra))
             temporary = ranks.together(lambda: begin(target), only_first=True)
-            write_tensors(temporary, content.sources, group)
+            write_tensors(temporary, content.sources, ranks.group)
             parts = ranks.gather(content.of_this_rank)
             ranks.together(lambda: _finish(temporary, target, content, parts), only_first=True)
         except BaseException:

@@ -9,6 +9,8 @@
         __0_0_0.distcp    tensors, written by torch.distributed.checkpoint, each rank its own shards
         .metadata         torch's own index, for torch's own tools; never read here, because it is a pickle
 
+What sharding.kind deepspeed writes has DeepSpeed's own files in place of the tensors (``deepspeed_checkpoint.py``).
+
 A checkpoint is written into a hidden sibling (``.step-100.saving-<token>``), flushed to disk, and renamed. When it
 replaces another one, that one is renamed aside first (``.step-100.replaced-<token>``) and removed after. A crash leaves
 at least one whole folder under one of the three names, and :func:`find_checkpoint` finds it.
@@ -123,6 +125,15 @@ def is_complete(folder: Path) -> bool:
     return True
 
 
+def refuse_engine_files(folder: Path, manifest: dict[str, Any]) -> None:
+    """Raises :class:`CheckpointError` when DeepSpeed wrote the tensors: only it can read them."""
+    if manifest.get("deepspeed"):
+        raise CheckpointError(
+            f"{folder} holds DeepSpeed's own files (sharding.kind deepspeed); for another strategy convert it first: "
+            f"lightstep checkpoint convert {folder} DESTINATION --to lightstep"
+        )
+
+
 def read_manifest(folder: Path) -> dict[str, Any]:
     """The manifest of a complete checkpoint.
 
@@ -145,10 +156,10 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 def write_manifest(folder: Path, content: dict[str, Any]) -> None:
     """Declare the checkpoint whole: every file in ``folder`` is listed with its size, and all is flushed to disk."""
-    files = {entry.name: entry.stat().st_size for entry in sorted(folder.iterdir())}
-    for name in files:
-        sync(folder / name)
-    sync(folder)
+    found = sorted(folder.rglob("*"))
+    files = {entry.relative_to(folder).as_posix(): entry.stat().st_size for entry in found if entry.is_file()}
+    for entry in [*found, folder]:
+        sync(entry)
     write_file(folder / MANIFEST, json.dumps({"format": FORMAT, **content, "files": files}, indent=1).encode())
     sync(folder)
 
@@ -213,7 +224,7 @@ def chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _check_size(folder: Path, name: str, size: int) -> None:
-    if Path(name).name != name:
+    if Path(name).is_absolute() or ".." in Path(name).parts:
         raise CheckpointError(f"{folder / MANIFEST} lists {name!r}, which is no file name")
     try:
         found = (folder / name).stat().st_size

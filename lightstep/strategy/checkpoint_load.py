@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightstep.distributed import local_tensor
 from lightstep.optimizer.serialization import refuse_nan
-from lightstep.strategy.checkpoint_format import CheckpointError, read_manifest
+from lightstep.strategy.checkpoint_format import CheckpointError, read_manifest, refuse_engine_files
 from lightstep.strategy.checkpoint_state import (
     OptimizerContent,
     entry_key,
@@ -43,7 +43,9 @@ class Saved:
     @classmethod
     def read(cls, folder: Path) -> Saved:
         """Raises :class:`CheckpointError` when it is not complete."""
-        return cls(folder, read_manifest(folder), read_index(folder), read_state(folder))
+        manifest = read_manifest(folder)
+        refuse_engine_files(folder, manifest)
+        return cls(folder, manifest, read_index(folder), read_state(folder))
 
     @property
     def aliases(self) -> dict[str, str]:

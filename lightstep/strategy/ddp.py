@@ -12,10 +12,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightstep.config import ConfigError, DDPSharding
-from lightstep.distributed import Replicas, is_sharded
+from lightstep.distributed import Replicas, is_sharded, role_group
 from lightstep.optimizer.updates import AtStep, Updates
 from lightstep.strategy.model_names import unwrap_model
-from lightstep.strategy.process_group import ProcessGroupStrategy, refuse_experts
+from lightstep.strategy.process_group import ProcessGroupStrategy, broadcast_from_first, refuse_experts
 from lightstep.strategy.reduced_gradients import ReplicatedGradients
 
 
@@ -37,6 +37,7 @@ class DDPStrategy(ProcessGroupStrategy):
         sharding = self._sharding
         replica = DistributedDataParallel(
             self._placed(model),
+            process_group=role_group(),
             bucket_cap_mb=sharding.bucket_mib,
             find_unused_parameters=sharding.find_unused_parameters,
             static_graph=sharding.static_graph,
@@ -46,6 +47,11 @@ class DDPStrategy(ProcessGroupStrategy):
             _gradients[replica] = ReplicatedGradients(replica, sharding.find_unused_parameters)
         _wrappers[unwrap_model(replica)] = weakref.ref(replica)
         return replica
+
+    def _prepare_reference(self, model: nn.Module) -> nn.Module:
+        prepared = super()._prepare_reference(model)
+        broadcast_from_first([*prepared.parameters(), *prepared.buffers()])
+        return prepared
 
     def _refuse_wrapped(self, model: nn.Module) -> None:
         if any(isinstance(module, DistributedDataParallel) for module in model.modules()):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +46,7 @@ def export_model(
     ranks = Ranks(group)
     with reported(f"{path} was not exported"):
         weights = full_weights(model, keep=ranks.is_first, group=group)
-        ranks.together(lambda: _write(Path(path), unwrap_model(model), weights, tokenizer), only_first=True)
+        ranks.together(lambda: write_export(Path(path), unwrap_model(model), weights, tokenizer), only_first=True)
 
 
 @torch.no_grad()
@@ -60,17 +60,40 @@ def full_weights(model: nn.Module, keep: bool = True, group: dist.ProcessGroup |
         CheckpointError: several tensors have one name.
     """
     ranks, tensors, weights = Ranks(group), named_tensors(model), dict[str, Tensor]()
-    everywhere = ranks.gather((holders(tensors), _held_by_others(tensors)))
-    _refuse_several(several_holders(held for held, _ in everywhere))
-    senders = everywhere[0][1]
+    senders = senders_of(tensors, ranks)
     for named in tensors:
-        tensor = named.tensor.detach()
-        full = tensor.full_tensor() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
-        if named.name in senders:
-            full = _sent(full, tensor, senders[named.name], group)
+        full = whole_tensor(named, senders, ranks.group)
         if keep:
             weights.update(dict.fromkeys(named.names, full.cpu().contiguous()))
     return weights
+
+
+def senders_of(tensors: Sequence[NamedTensor], ranks: Ranks) -> Mapping[str, int]:
+    """Which tensors the first rank has no part of, by name, and a rank that has one. Called by all ranks.
+
+    Raises:
+        CheckpointError: several tensors have one name.
+    """
+    everywhere = ranks.gather((holders(tensors), _held_by_others(tensors)))
+    _refuse_several(several_holders(held for held, _ in everywhere))
+    senders: Mapping[str, int] = everywhere[0][1]
+    return senders
+
+
+def whole_tensor(
+    named: NamedTensor, senders: Mapping[str, int], group: dist.ProcessGroup | None, dtype: torch.dtype | None = None
+) -> Tensor:
+    """All of a tensor, on every rank that calls this: one all-gather of a sharded one, and a broadcast if need be.
+
+    Args:
+        senders: from :func:`senders_of`.
+        dtype: cast to this one before gathering, if that makes less to gather.
+    """
+    tensor = named.tensor.detach()
+    if dtype is not None and is_sharded(tensor) and dtype.itemsize < tensor.dtype.itemsize:
+        tensor = tensor.to(dtype)
+    full = tensor.full_tensor() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+    return _sent(full, tensor, senders[named.name], group) if named.name in senders else full
 
 
 def _held_by_others(tensors: Iterable[NamedTensor]) -> dict[str, int]:
@@ -111,7 +134,8 @@ def to_torch_state_dict(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return {"state": {i: entries for i, entries in state.items() if entries}, "param_groups": packed["param_groups"]}
 
 
-def _write(path: Path, model: nn.Module, weights: dict[str, Tensor], tokenizer: Any) -> None:
+def write_export(path: Path, model: nn.Module, weights: dict[str, Tensor], tokenizer: Any) -> None:
+    """Put whole weights into a folder, on one rank."""
     path.mkdir(parents=True, exist_ok=True)
     temporary = path.parent / f".{path.name}.saving-{secrets.token_hex(4)}"
     temporary.mkdir()

@@ -12,6 +12,7 @@ FSDP2 reads a module's shards before the module is called, on a stream of its ow
 from __future__ import annotations
 
 import itertools
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -43,6 +44,8 @@ def gate_forwards(model: nn.Module, optimizer: BaseOptimizer) -> None:
 
     They keep neither alive, and go when the optimizer goes, or when this is called again for it.
     """
+    if optimizer not in _gates:
+        _forget_compiled()
     _remove(_gates.pop(optimizer, []))
     sharded = sharded_modules(model)
     selections = _of_sharded(model, sharded, optimizer) if sharded else _of_blocks(model)
@@ -61,6 +64,12 @@ def gate_forwards(model: nn.Module, optimizer: BaseOptimizer) -> None:
 
 _gates: weakref.WeakKeyDictionary[BaseOptimizer, list[Any]] = weakref.WeakKeyDictionary()
 _gatherings: weakref.WeakKeyDictionary[nn.Module, Gathering] = weakref.WeakKeyDictionary()
+
+
+def _forget_compiled() -> None:
+    """Code that ``torch.compile`` made before there were gates would go on without them: it guards no hooks."""
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
 
 
 def _remove(handles: list[Any]) -> None:
@@ -104,7 +113,7 @@ def _of_sharded(
     gathering = _gatherings.get(sharded[0]) or Gathering(sharded)
     _gatherings[sharded[0]] = gathering
     gathering.optimizers.add(optimizer)
-    gathered = {module: gathered_with(module) for module in sharded}
+    gathered = {module: gathered_with(module, sharded) for module in sharded}
     everything = [parameter for parameters in gathered.values() for parameter in parameters]
 
     def needed(module: nn.Module) -> Selection:

@@ -10,11 +10,11 @@ from typing import cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from lightstep.config import ConfigError, FSDP2Sharding
-from lightstep.distributed import Replicas, is_sharded, local_tensor
+from lightstep.distributed import Replicas, is_sharded, local_tensor, make_mesh, role_group
 from lightstep.optimizer.base import BaseOptimizer
 from lightstep.optimizer.param_groups import Place
 from lightstep.strategy.model_names import unwrap_model
@@ -39,6 +39,9 @@ class FSDP2Strategy(ProcessGroupStrategy):
     def _sharding(self) -> FSDP2Sharding:
         return cast(FSDP2Sharding, self.config.sharding)
 
+    def _prepare_reference(self, model: nn.Module) -> nn.Module:
+        return self._prepare(model)
+
     def _prepare(self, model: nn.Module) -> nn.Module:
         inner = unwrap_model(model)
         self._refuse_sharded(inner)
@@ -49,7 +52,7 @@ class FSDP2Strategy(ProcessGroupStrategy):
         for unit in [*units, inner]:
             if loaded:
                 self._bring_weights(unit)
-            self._shard(unit, mesh, is_root=unit is inner)
+            self._shard(unit, mesh, stays=unit is inner and any(p.requires_grad for p in inner.parameters()))
         if not loaded:
             self._initialise(inner, mesh)
         return model
@@ -76,15 +79,15 @@ class FSDP2Strategy(ProcessGroupStrategy):
                 )
 
     def mesh(self) -> DeviceMesh:
-        """1-D ``(shard,)``, or ``(replicate, shard)`` for HSDP, over all ranks.
+        """1-D ``(shard,)``, or ``(replicate, shard)`` for HSDP, over all ranks that train.
 
         Raises:
-            ConfigError: the mesh of the strategy file does not fit the number of ranks.
+            ConfigError: the mesh of the strategy file does not fit the number of ranks, or this one does not train.
         """
+        self.roles.refuse("mesh()", "nothing is sharded here (strategy.fsdp_version(model) is 0)")
         replicate, shard = self._mesh_sizes()
-        if replicate == 1:
-            return init_device_mesh(self.device.type, (shard,), mesh_dim_names=("shard",))
-        return init_device_mesh(self.device.type, (replicate, shard), mesh_dim_names=("replicate", "shard"))
+        sizes = {"shard": shard} if replicate == 1 else {"replicate": replicate, "shard": shard}
+        return make_mesh(self.device.type, sizes)
 
     def _mesh_sizes(self) -> tuple[int, int]:
         ranks = self.world_size
@@ -115,7 +118,7 @@ class FSDP2Strategy(ProcessGroupStrategy):
             checkpoint_activations(model)
         return sharding_units(model, self._sharding.wrap)
 
-    def _shard(self, unit: nn.Module, mesh: DeviceMesh, is_root: bool) -> None:
+    def _shard(self, unit: nn.Module, mesh: DeviceMesh, stays: bool) -> None:
         after_forward = self._sharding.reshard_after_forward
         compute, reduce = self._sharding.compute, self.config.precision.reduce
         policy = MixedPrecisionPolicy(
@@ -123,7 +126,7 @@ class FSDP2Strategy(ProcessGroupStrategy):
             reduce_dtype=torch.float32 if reduce == "float32" else self.parameter_dtype,
         )
         # The root is needed again at once when backward starts: torch keeps it gathered unless told otherwise.
-        resharding = None if is_root and after_forward is True else after_forward
+        resharding = None if stays and after_forward is True else after_forward
         fully_shard(unit, mesh=mesh, reshard_after_forward=resharding, mp_policy=policy)
 
     # -- weights
@@ -137,7 +140,7 @@ class FSDP2Strategy(ProcessGroupStrategy):
         on_meta = [parameter.is_meta for parameter in model.parameters()]
         mine = None if any(on_meta) and not all(on_meta) else not any(on_meta)
         everybody: list[bool | None] = [None] * self.world_size
-        dist.all_gather_object(everybody, mine)
+        dist.all_gather_object(everybody, mine, group=role_group())
         if everybody[0] is None or (not everybody[0] and any(everybody)):
             raise ValueError(
                 "rank 0 has the model on the meta device, wholly or in part, and other ranks do not; build it on a "
@@ -155,7 +158,7 @@ class FSDP2Strategy(ProcessGroupStrategy):
         """Memory for the shards of a model made on the meta device, and initial weights by its own rules."""
         model.to_empty(device=self.device)
         seed = torch.tensor([torch.initial_seed() % 2**31], device=self.device)
-        dist.broadcast(seed, src=0)
+        dist.broadcast(seed, group=role_group(), group_src=0)
         with torch.random.fork_rng(devices=[], enabled=self.device.type == "cpu"):
             if self.device.type == "cpu":  # DTensors draw alike on all ranks of a GPU mesh, but not on the CPU
                 torch.manual_seed(int(seed) + mesh.get_local_rank(mesh.ndim - 1))

@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, UnshardHandle
+from torch.distributed.fsdp import FSDPModule, UnshardHandle, fully_shard
 
 from lightstep.distributed import local_tensor
 from lightstep.optimizer.base import BaseOptimizer
@@ -32,9 +32,17 @@ def sharded_modules(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
-def gathered_with(module: nn.Module) -> list[nn.Parameter]:
-    """The parameters that FSDP2 gathers for this FSDP module: those in no FSDP module below it."""
-    return [parameter for part in _own_parts(module) for parameter in part.parameters(recurse=False)]
+def gathered_with(module: nn.Module, sharded: Iterable[nn.Module] = ()) -> list[nn.Parameter]:
+    """The parameters that FSDP2 gathers for this FSDP module: those in no FSDP module below it.
+
+    Args:
+        sharded: all FSDP modules. Those that were given to one ``fully_shard`` are gathered together (accelerate does
+            that with the last norm and the head).
+    """
+    state_of: Any = fully_shard.state  # type: ignore[attr-defined]
+    together = [other for other in sharded if state_of(other) is state_of(module)] or [module]
+    parts = [part for member in together for part in _own_parts(member)]
+    return list(dict.fromkeys(parameter for part in parts for parameter in part.parameters(recurse=False)))
 
 
 def _own_parts(module: nn.Module) -> Iterator[nn.Module]:
@@ -55,7 +63,7 @@ class Gathering:
         self.optimizers: weakref.WeakSet[BaseOptimizer] = weakref.WeakSet()
         self._root = weakref.ref(modules[0])
         self._units = weakref.WeakKeyDictionary(
-            {module: _GatedAllGather(module, self.optimizers) for module in modules}
+            {module: _GatedAllGather(module, modules, self.optimizers) for module in modules}
         )
         self._following: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = weakref.WeakKeyDictionary()
         self._last: nn.Module | None = None  # called in the forward that is running
@@ -139,8 +147,10 @@ class _GatedAllGather:
         unguarded: torch does not take another all-gather for this module.
     """
 
-    def __init__(self, module: nn.Module, optimizers: weakref.WeakSet[BaseOptimizer]) -> None:
-        shards = gathered_with(module)
+    def __init__(
+        self, module: nn.Module, sharded: Sequence[nn.Module], optimizers: weakref.WeakSet[BaseOptimizer]
+    ) -> None:
+        shards = gathered_with(module, sharded)
         self.device = local_tensor(shards[0]).device if shards else torch.device("cpu")
         self.reads_early = self.unguarded = False
         self._shards = [weakref.ref(shard) for shard in shards]

@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightstep.distributed import differs_across_ranks, mesh_ranks
 from lightstep.optimizer.param_groups import clean_name
+from lightstep.strategy.engine_model import EngineModel
 
 _EXTRA_STATE = "_extra_state"
 
@@ -33,14 +34,17 @@ class NamedTensor:
 
 
 def unwrap_model(model: nn.Module) -> nn.Module:
-    """The user's module inside ``DistributedDataParallel`` and ``torch.compile``, whichever came first."""
-    while True:
-        if isinstance(model, DistributedDataParallel):
-            model = model.module
-        elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
-            model = inner
-        else:
-            return model
+    """The user's module inside a strategy's wrapper, ``torch.compile`` and Lightning Fabric, in any order."""
+    while isinstance(inner := _inside(model), nn.Module):
+        model = inner
+    return model
+
+
+def _inside(model: nn.Module) -> Any:
+    if isinstance(model, DistributedDataParallel | EngineModel):
+        return model.module
+    own = vars(model).get("_modules", {})
+    return own.get("_orig_mod", own.get("_forward_module") if "_original_module" in own else None)
 
 
 def named_tensors(model: nn.Module) -> list[NamedTensor]:

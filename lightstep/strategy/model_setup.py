@@ -65,10 +65,8 @@ def cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
     parameters at once and wants alike: running statistics, what stands beside parameters, what parametrizes them.
     """
     with _keeping_attributes(model):
-        for module in model.modules():
-            for buffer in _with_parameters(module):
-                if buffer.is_floating_point():
-                    buffer.data = buffer.data.to(dtype)
+        for buffer in buffers_like_parameters(model):
+            buffer.data = buffer.data.to(dtype)
         for parameter in model.parameters():
             if not parameter.is_floating_point() or parameter.dtype == dtype:
                 continue
@@ -77,6 +75,11 @@ def cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
                 torch.utils.swap_tensors(parameter, cast)
             else:
                 parameter.data = parameter.data.to(dtype)
+
+
+def buffers_like_parameters(model: nn.Module) -> list[Tensor]:
+    """The floating-point buffers that have the parameters' dtype."""
+    return [buffer for module in model.modules() for buffer in _with_parameters(module) if buffer.is_floating_point()]
 
 
 def _with_parameters(module: nn.Module) -> list[Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -32,6 +32,21 @@ def load_pretrained(model: nn.Module, folder: str | Path) -> None:
         ValueError: a parameter is not in the files, or has another shape there; nothing has been changed then.
     """
     folder = Path(folder)
+    files, wanted = find_tensors(model, folder)
+    _read(folder, files, wanted)
+
+
+def find_tensors(
+    model: nn.Module, folder: Path, shape_of: Callable[[Tensor], torch.Size] = lambda tensor: tensor.shape
+) -> tuple[dict[str, str], dict[str, Tensor]]:
+    """The folder's tensor names with their files, and those that the model wants with its own tensors.
+
+    Args:
+        shape_of: the shape that a model's tensor has in the files.
+
+    Raises:
+        FileNotFoundError, ValueError: as :func:`load_pretrained`.
+    """
     files = _files(folder)
     wanted = {}
     missing = []
@@ -47,8 +62,8 @@ def load_pretrained(model: nn.Module, folder: str | Path) -> None:
             f"({len(missing)} of the model's parameters; {len(files)} tensors are there); where transformers converts "
             "names, call from_pretrained on rank 0 and build the model on the meta device on the others"
         )
-    _check_shapes(folder, files, wanted)
-    _read(folder, files, wanted)
+    _check_shapes(folder, files, {key: shape_of(tensor) for key, tensor in wanted.items()})
+    return files, wanted
 
 
 def _files(folder: Path) -> dict[str, str]:
@@ -71,11 +86,11 @@ def _keys(named: NamedTensor, model: nn.Module) -> Iterable[str]:
             yield name.removeprefix(f"{prefix}.") if name.startswith(f"{prefix}.") else f"{prefix}.{name}"
 
 
-def _check_shapes(folder: Path, files: Mapping[str, str], wanted: Mapping[str, Tensor]) -> None:
+def _check_shapes(folder: Path, files: Mapping[str, str], wanted: Mapping[str, torch.Size]) -> None:
     for file, keys in _by_file(files, wanted).items():
         with safe_open(folder / file, framework="pt") as opened:
             for key in keys:
-                found, expected = list(opened.get_slice(key).get_shape()), list(wanted[key].shape)
+                found, expected = list(opened.get_slice(key).get_shape()), list(wanted[key])
                 if found != expected:
                     raise ValueError(f"{folder / file}: {key} has shape {found}, the model's has {expected}")
 
@@ -92,7 +107,7 @@ def _read(folder: Path, files: Mapping[str, str], wanted: Mapping[str, Tensor]) 
                 local.copy_(opened.get_slice(key)[part] if part else opened.get_tensor(key))
 
 
-def _by_file(files: Mapping[str, str], wanted: Mapping[str, Tensor]) -> dict[str, list[str]]:
+def _by_file(files: Mapping[str, str], wanted: Iterable[str]) -> dict[str, list[str]]:
     grouped: dict[str, list[str]] = {}
     for key in wanted:
         grouped.setdefault(files[key], []).append(key)

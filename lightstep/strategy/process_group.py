@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import shlex
-import sys
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightstep.config import ConfigError, StrategyConfig
-from lightstep.distributed import Replicas, differs_across_ranks, end_process_group, initialized, is_sharded
+from lightstep.config import ConfigError
+from lightstep.distributed import Replicas, differs_across_ranks, initialized, is_sharded, role_group
 from lightstep.optimizer.base import BaseOptimizer
 from lightstep.optimizer.mixed_precision import MixedPrecisionOptimizer
 from lightstep.optimizer.param_groups import Place
@@ -22,21 +18,15 @@ from lightstep.precision.gradients import ReducedGradients
 from lightstep.state.backend import StateBackend
 from lightstep.state.replicas import SharedByReplicas
 from lightstep.state.stream import StreamBackend
-from lightstep.strategy.base import ModelSource, Strategy
-
-_TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+from lightstep.strategy.base import Strategy
 
 
 class ProcessGroupStrategy(Strategy):
-    """A strategy over the ranks of the default process group.
+    """A strategy over the ranks of the default process group, or over those of them that train.
 
     The group is the user's, or is started from torchrun's environment by :meth:`prepare_model` and ended by
     :meth:`close`.
     """
-
-    def __init__(self, config: StrategyConfig, name: str = "strategy") -> None:
-        super().__init__(config, name)
-        self._started = False
 
     def _make_backend(self, model: nn.Module) -> StateBackend:
         backend = super()._make_backend(model)
@@ -67,40 +57,16 @@ class ProcessGroupStrategy(Strategy):
     def _fp32_gradients(self, model: nn.Module) -> ReducedGradients | None:
         """What takes this model's gradients out of the reduction; ``None`` where ``p.grad`` is what it should be."""
 
-    def prepare_model(self, model: ModelSource, role: str = "trainer", weights: str | Path | None = None) -> nn.Module:
-        self.start()
-        prepared = super().prepare_model(model, role, weights)
+    def _prepare_trained(self, model: nn.Module) -> nn.Module:
+        prepared = super()._prepare_trained(model)
         self._fp32_gradients(prepared)  # parameters of an optimizer of another model may be exchanged for this one's
-        for optimizer in self._optimizers_of(prepared):  # built before the model was sharded
+        for optimizer in self._optimizers_of(prepared):
             self._connect(prepared, optimizer)
         return prepared
 
-    def start(self) -> None:
-        """Make sure there is a default process group.
-
-        Raises:
-            ConfigError: there is none, and this process was not started by torchrun.
-        """
-        if initialized():
-            return
-        missing = [name for name in _TORCHRUN if name not in os.environ]
-        if missing:
-            raise ConfigError(
-                f"{self.name}: sharding.kind {self.config.sharding.kind} needs a process per device, and this one has "
-                f"no {missing[0]} in its environment; start it with: {_command()}"
-            )
-        if torch.cuda.is_available():
-            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
-            dist.init_process_group("cpu:gloo,cuda:nccl")
-        else:
-            dist.init_process_group("gloo")
-        self._started = True
-
-    def close(self) -> None:
-        """End the process group, if this strategy started it."""
-        if self._started and initialized():
-            end_process_group()
-        self._started = False
+    @property
+    def _needs_process_group(self) -> str | None:
+        return f"sharding.kind {self.config.sharding.kind} needs a process per device"
 
     @property
     def device(self) -> torch.device:
@@ -110,11 +76,11 @@ class ProcessGroupStrategy(Strategy):
 
     @property
     def rank(self) -> int:
-        return dist.get_rank() if initialized() else int(os.environ.get("RANK", "0"))
+        return self.roles.place
 
     @property
     def world_size(self) -> int:
-        return dist.get_world_size() if initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+        return len(self.roles.alike)
 
 
 def refuse_experts(strategy: Strategy, parameters: Mapping[str, Tensor]) -> None:
@@ -133,7 +99,8 @@ def refuse_experts(strategy: Strategy, parameters: Mapping[str, Tensor]) -> None
 
 
 def broadcast_from_first(tensors: Iterable[Tensor], group: dist.ProcessGroup | None = None) -> None:
-    """Every rank of the group gets its first rank's values; in place, any dtype, one tensor after the other."""
+    """Every rank of the group (this role's ranks) gets its first rank's values; in place, any dtype, one by one."""
+    group = role_group() if group is None else group
     for tensor in tensors:
         if tensor.numel():
             values = tensor.detach().contiguous()
@@ -145,19 +112,3 @@ def broadcast_from_first(tensors: Iterable[Tensor], group: dist.ProcessGroup | N
 def _has_nccl() -> bool:
     backends = dist.get_backend_config()
     return "nccl" in backends
-
-
-def _command() -> str:
-    """What to type instead: torchrun with this process's program and arguments."""
-    devices = torch.cuda.device_count() if torch.cuda.is_available() else 2
-    return f"torchrun --nproc-per-node {max(devices, 2)} {shlex.join(_program())}"
-
-
-def _program() -> list[str]:
-    """The module or script that runs, with its arguments; a name to fill in where there is neither (``-c``, stdin)."""
-    main = sys.modules["__main__"]
-    spec = getattr(main, "__spec__", None)
-    if spec is not None and spec.name != "__main__":  # that is what a folder or a zip file with a __main__.py says
-        return ["-m", spec.name.removesuffix(".__main__"), *sys.argv[1:]]
-    named = getattr(main, "__file__", None) is not None and sys.argv[0] not in ("", "-", "-c")
-    return sys.argv if named else ["train.py"]

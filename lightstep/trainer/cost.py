@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lightstep.config import DDPSharding, FSDP2Sharding, SingleSharding, StrategyConfig
+from lightstep.config import DDPSharding, DeepSpeedSharding, FSDP2Sharding, SingleSharding, StrategyConfig
 
 _BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 _MOMENTS = 8
@@ -39,6 +39,8 @@ class Cost:
 
 def cost(config: StrategyConfig) -> Cost:
     """Per parameter with AdamW."""
+    if isinstance(config.sharding, DeepSpeedSharding):
+        return _of_deepspeed(config, config.sharding)
     weights, gradients, state = _divisors(config)
     on_host = config.optimizer_state.backend != "resident"
     held = _state_bytes(config)
@@ -47,6 +49,19 @@ def cost(config: StrategyConfig) -> Cost:
         Bytes(_gradient_bytes(config), gradients),
         Bytes(0 if on_host else held, state),
         Bytes(held if on_host else 0, state),
+    )
+
+
+def _of_deepspeed(config: StrategyConfig, sharding: DeepSpeedSharding) -> Cost:
+    """fp32 weights have masters beside them there too."""
+    own, summed = _BYTES[config.precision.parameters], _gradient_bytes(config)
+    stage, on_host = sharding.stage, sharding.offload == "cpu"
+    state = Bytes(_MOMENTS + _MASTER, "ranks")
+    return Cost(
+        Bytes(own, "ranks" if stage == 3 else ""),
+        Bytes(summed, "ranks" if stage > 1 else ""),
+        Bytes(0) if on_host else state,
+        state if on_host else Bytes(0),
     )
 
 
@@ -64,6 +79,8 @@ def _gradient_bytes(config: StrategyConfig) -> int:
     own = _BYTES[config.precision.parameters]
     if own == 4 or config.precision.reduce == "parameters":
         return own
+    if isinstance(config.sharding, DeepSpeedSharding):
+        return 4
     if isinstance(config.sharding, FSDP2Sharding):
         return 4  # the reduction's fp32 result takes the place of what FSDP2 would round it to
     return own + 4 if isinstance(config.sharding, DDPSharding) else own  # DDP keeps its buckets beside it

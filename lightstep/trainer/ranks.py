@@ -26,6 +26,11 @@ def join(strategy: Strategy) -> None:
     Raises:
         ConfigError: torchrun started several processes and the strategy is for one, or the other way round.
     """
+    if strategy.roles.asynchronous:
+        raise ConfigError(
+            f"strategy {strategy.name}: roles.rollout.mode is async, and lightstep train has nothing to generate; "
+            "leave roles out"
+        )
     if isinstance(strategy, ProcessGroupStrategy):
         if not initialized() and "RANK" not in os.environ:
             devices = max(torch.cuda.device_count(), 2)
@@ -37,7 +42,7 @@ def join(strategy: Strategy) -> None:
     elif (started := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
         raise ConfigError(
             f"torchrun started {started} processes, and strategy {strategy.name} is for one; "
-            "choose a sharded strategy (sharding.kind ddp or fsdp2) or start without torchrun"
+            "choose a sharded strategy (sharding.kind ddp, fsdp2 or deepspeed) or start without torchrun"
         )
 
 

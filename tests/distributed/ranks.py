@@ -29,11 +29,19 @@ TIMEOUT = datetime.timedelta(seconds=60)
 CHECK_SECONDS = 150.0
 """Of one whole check, the start of its processes included."""
 
+_IMPORTED_ONCE = ["torch.distributed.fsdp", "torch.distributed.checkpoint", "transformers", "lightstep"]
+"""By the process that ranks are forked from. GPUs cannot be used after a fork: with those each rank imports them."""
+
 
 class Pool:
-    """Rank processes, started when first needed."""
+    """Rank processes, started when first needed.
 
-    def __init__(self) -> None:
+    Args:
+        patience: seconds that the other ranks have for their answers after the first failure.
+    """
+
+    def __init__(self, patience: float = 5.0) -> None:
+        self._patience = patience
         self._processes: list[BaseProcess] = []
         self._pipes: list[Connection] = []
 
@@ -62,7 +70,7 @@ class Pool:
         return [outcomes[rank][1] for rank in range(world_size)]
 
     def _outcomes(self, world_size: int) -> dict[int, tuple[bool, Any]]:
-        """Answers by rank. After the first failure the others have a short time left to tell theirs."""
+        """Answers by rank. After the first failure the others have some time left to tell theirs."""
         outcomes: dict[int, tuple[bool, Any]] = {}
         seconds = CHECK_SECONDS
         while len(outcomes) < world_size:
@@ -73,11 +81,12 @@ class Pool:
             for pipe in ready:
                 outcomes[waiting[pipe]] = _answer(pipe)  # type: ignore[index]
             if not all(ok for ok, _ in outcomes.values()):
-                seconds = 5.0
+                seconds = self._patience
         return outcomes
 
     def _grow(self, world_size: int) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
+        context.set_forkserver_preload(_IMPORTED_ONCE)
         while len(self._processes) < world_size:
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(theirs,), daemon=True)

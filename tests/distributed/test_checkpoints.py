@@ -92,9 +92,9 @@ def check_save(rank: int, world_size: int, folder: str, layout: str) -> None:
 
 
 def check_load(rank: int, world_size: int, folder: str, layout: str, saved_by: list[str]) -> None:
+    run = Run(layout, seed=1 + rank)
     for other in saved_by:
         expected = torch.load(Path(folder, f"{other}.pt"), weights_only=False)
-        run = Run(layout, seed=1 + rank)
         assert run.load(Path(folder, other)) == {"epoch": 3}, other
         check_content(f"{other} loaded by {layout}", run.content(), expected["content"])
         assert run.settings() == expected["settings"], other

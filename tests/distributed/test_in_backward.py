@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightstep.optimizer.in_backward import InBackward
-from tests.distributed.models import TinyTransformer
+from tests.distributed.models import TinyTransformer, loss_of
 from tests.distributed.ranks import Pool
 from tests.distributed.test_next_forward import LAYOUTS, PRECISIONS, Skipping, Training, check_same_bits
 
@@ -27,9 +27,10 @@ CLIPPING: dict[str, dict[str, Any]] = {
 SCALED = {"parameters": "float16", "loss_scale": {"kind": "constant", "scale": 1024.0}}
 
 
-@pytest.mark.parametrize("state", STATES)
-@pytest.mark.parametrize("clipping", ["none", "unit"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("layout", "clipping", "state"),
+    [*((layout, "unit", "stream") for layout in LAYOUTS), ("fsdp2", "none", "resident"), ("hsdp", "unit", "resident")],
+)
 def test_slow_lanes(pool: Pool, layout: str, clipping: str, state: str) -> None:
     world_size, sharding = LAYOUTS[layout]
     settings = {"sharding": sharding, "precision": PRECISIONS["bf16"], "compute": "parameters", "seeds": [1, 2]}
@@ -77,3 +78,43 @@ def check_memory(rank: int, world_size: int, state: dict[str, Any]) -> None:
 @pytest.mark.parametrize("state", STATES)
 def test_gradients_of_two_blocks_at_a_time(pool: Pool, state: str) -> None:
     pool.run(check_memory, 2, state=STATES[state])
+
+
+def check_overflow(
+    rank: int, world_size: int, sharding: dict[str, Any], clipping: dict[str, Any], value: float
+) -> None:
+    """Of an embedding one row, on one rank, has a gradient that is not finite."""
+
+    def spoiled(_: Any, gradients: tuple[Tensor]) -> tuple[Tensor]:
+        gradient = gradients[0].clone()
+        gradient[0, 0, 0] = value
+        return (gradient,)
+
+    for state in STATES.values():
+        values = {"sharding": sharding, "clipping": clipping, "optimizer_state": state}
+        training = Training(rank, world_size, values, TinyTransformer)
+        training.step()
+        before = training.snapshot()
+        with training.strategy.accumulate(training.model, last=False):
+            handle = training.inner.embed.register_full_backward_pre_hook(spoiled) if rank == 0 else None
+            training.optimizer.backward(loss_of(training.model, 0, 0, rank, training.device))
+        if handle is not None:
+            handle.remove()
+        training.step()
+        after = training.snapshot()
+        assert all(tensor.isfinite().all() for tensor in after.values())
+        left = {name for name in after if torch.equal(before[name], after[name])}
+        assert {name for name in left if name.startswith("embed.")} == {n for n in after if n.startswith("embed.")}
+        assert not any(name.startswith("head.") for name in left)
+        training.optimizer.close()
+
+
+@pytest.mark.parametrize(
+    ("layout", "clipping", "value"),
+    [("fsdp2", "none", "nan"), ("fsdp2", "unit", "nan"), ("fsdp2", "unit-inf", "nan"), ("hsdp", "unit", "inf")],
+)
+def test_a_shard_that_is_not_finite_leaves_its_whole_layer_alone(
+    pool: Pool, layout: str, clipping: str, value: str
+) -> None:
+    world_size, sharding = LAYOUTS[layout]
+    pool.run(check_overflow, world_size, sharding=sharding, clipping=CLIPPING[clipping], value=float(value))

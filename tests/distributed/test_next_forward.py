@@ -184,8 +184,13 @@ def check_deferred(
     check_exact(rank, world_size, "deferred", sharding, overflow_at)
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("layout", "precision"),
+    [
+        *(("fsdp2", precision) for precision in PRECISIONS),
+        *((layout, "fp16") for layout in LAYOUTS if layout != "fsdp2"),
+    ],
+)
 def test_slow_lanes(pool: Pool, layout: str, precision: str) -> None:
     world_size, sharding = LAYOUTS[layout]
     settings = {"sharding": sharding, "precision": PRECISIONS[precision], "compute": "parameters"}
@@ -282,3 +287,25 @@ def _resumed(training: Training, folder: Path) -> Any:
 def test_readers_between_steps(pool: Pool, layout: str, tmp_path: Path) -> None:
     world_size, sharding = LAYOUTS[layout]
     pool.run(check_readers, world_size, sharding=sharding, folder=tmp_path)
+
+
+def check_two_optimizers(rank: int, world_size: int, sharding: dict[str, Any]) -> None:
+    """An actor and a critic: the weights of both are sent while both go on, in an order of each rank's own."""
+    values = {"sharding": sharding, "clipping": CLIPPING}
+    expected = Training(rank, world_size, values)
+    losses = [expected.step() for _ in range(6)]
+    for seed in (1, 2):
+        pair = [Training(rank, world_size, {**values, "optimizer_state": DEFERRED}) for _ in range(2)]
+        found = [[training.step() for training in pair]]
+        for number, training in enumerate(pair):
+            training.delay(100 * seed + world_size * number + rank, 5e-3)
+        found += [[training.step() for training in pair] for _ in range(5)]
+        assert [list(each) for each in zip(*found, strict=True)] == [losses, losses]
+        for training in pair:
+            training.optimizer.close()
+
+
+@pytest.mark.parametrize("layout", ["ddp", "hsdp"])
+def test_two_optimizers_at_once(pool: Pool, layout: str) -> None:
+    world_size, sharding = LAYOUTS[layout]
+    pool.run(check_two_optimizers, world_size, sharding=sharding)

@@ -521,6 +521,43 @@ def test_compiled_before_and_after(pool: Pool, sharding: dict[str, Any]) -> None
     pool.run(check_compiled, 2, sharding=sharding)
 
 
+def check_compiled_with_deferred_updates(rank: int, world_size: int, sharding: dict[str, Any], update: str) -> None:
+    """Forwards that were compiled before there was an optimizer wait for its updates too."""
+
+    def run(compiled: Callable[[nn.Module], nn.Module]) -> dict[str, Tensor]:
+        torch._dynamo.reset()
+        strategy = load(
+            sharding,
+            optimizer_state={"backend": "stream", "update": update},
+            clipping={"max_norm": 0.5, "scope": "unit" if update == "in_backward" else "global"},
+        )
+        torch.manual_seed(0)
+        model = compiled(strategy.prepare_model(TinyTransformer()))
+        with torch.no_grad():
+            loss_of(model, 0, 0, rank, strategy.device)
+        optimizer = strategy.create_optimizer(model, lr=1e-2)
+        assert all(train(strategy, model, optimizer, steps=3))
+        return weights_of(strategy, model)
+
+    def blocks(model: nn.Module) -> nn.Module:
+        for block in lightstep.Strategy.load({}).unwrap_model(model).blocks:  # type: ignore[union-attr]
+            block.compile(backend="eager")
+        return model
+
+    expected = run(lambda model: model)
+    same_weights(run(lambda model: torch.compile(model, backend="eager")), expected)
+    same_weights(run(blocks), expected)
+
+
+@pytest.mark.parametrize(
+    ("sharding", "update"),
+    [(FSDP2, "next_forward"), (FSDP2, "in_backward"), (DDP, "next_forward")],
+    ids=["fsdp2", "fsdp2 in backward", "ddp"],
+)
+def test_compiled_with_deferred_updates(pool: Pool, sharding: dict[str, Any], update: str) -> None:
+    pool.run(check_compiled_with_deferred_updates, 2, sharding=sharding, update=update)
+
+
 def check_swapped_by_hand(rank: int, world_size: int) -> None:
     """An optimizer built before sharding, given the sharded parameters afterwards, as accelerate does."""
     from torch.distributed.fsdp import fully_shard
@@ -915,3 +952,25 @@ def test_a_rank_that_dies_ends_the_others(pool: Pool, tmp_path: Path, sharding: 
     if torch.cuda.device_count() < 2:  # nccl's watchdog ends the process itself
         _, seconds = json.loads((tmp_path / "0.json").read_text())
         assert seconds < TIMEOUT.total_seconds()
+
+
+def check_unscaled_backward(rank: int, world_size: int, sharding: dict[str, Any]) -> None:
+    strategy = load(
+        sharding, precision={"parameters": "float16", "loss_scale": {"kind": "dynamic", "init_scale": 256.0}}
+    )
+    torch.manual_seed(0)
+    model = strategy.prepare_model(TinyTransformer())
+    optimizer = strategy.create_optimizer(model, lr=1e-2)
+    train(strategy, model, optimizer)
+    before = weights_of(strategy, model)
+    loss_of(model, 2, 0, rank, strategy.device).backward()
+    with pytest.raises(RuntimeError, match=r"call optimizer\.backward\(loss\)"):
+        optimizer.step()
+    same_weights(weights_of(strategy, model), before)
+    optimizer.zero_grad()
+    train(strategy, model, optimizer)
+
+
+@pytest.mark.parametrize("sharding", [FSDP2, DDP], ids=["fsdp2", "ddp"])
+def test_a_backward_that_was_not_scaled_is_refused(pool: Pool, sharding: dict[str, Any]) -> None:
+    pool.run(check_unscaled_backward, 2, sharding=sharding)

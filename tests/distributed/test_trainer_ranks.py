@@ -115,6 +115,26 @@ def test_a_resumed_run_equals_an_uninterrupted_one(
     assert ends[0] == ends[1] and len(ends[0]) > 1
 
 
+def test_a_resumed_run_under_deepspeed_equals_an_uninterrupted_one(
+    pool: Pool, values: dict[str, Any], tmp_path: Path
+) -> None:
+    values |= {"strategy": "deepspeed-zero2", "steps": 4, "checkpoint": {"every": 2, "keep": 1}}
+    whole, other = pool.run(run, 2, group=False, values={**values, "name": "whole"})
+    first, _ = pool.run(run, 2, group=False, values={**values, "name": "cut"}, stop_at=2)
+    second, _ = pool.run(run, 2, group=False, values={**values, "name": "cut"}, resume=True)
+    assert whole["losses"] == other["losses"] == first["losses"] | second["losses"]
+    assert whole["after"] == second["after"] < whole["before"] and "sample 1 of 1" in whole["said"]
+    assert [path.name for path in (tmp_path / "runs" / "cut").glob("checkpoint-*")] == ["checkpoint-4"]
+    assert (tmp_path / "runs" / "cut" / "model" / "model.safetensors").is_file()
+
+
+def test_a_run_with_divided_weights_under_deepspeed(pool: Pool, values: dict[str, Any], tmp_path: Path) -> None:
+    values |= {"strategy": "deepspeed-zero3", "steps": 3, "name": "a"}
+    first, second = pool.run(run, 2, group=False, values=values)
+    assert first["losses"] == second["losses"] and first["after"] < first["before"]
+    assert "sample 1 of 1" in first["said"] and (tmp_path / "runs" / "a" / "model" / "model.safetensors").is_file()
+
+
 def test_the_remains_of_a_checkpoint_are_moved_aside_once(pool: Pool, values: dict[str, Any], tmp_path: Path) -> None:
     values["strategy"] = "fsdp2"
     whole, _ = pool.run(run, 2, group=False, values=values)

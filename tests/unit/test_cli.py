@@ -269,6 +269,9 @@ def test_costs_are_what_the_optimizer_reports(name: str) -> None:
         ({"sharding": {"kind": "ddp"}}, "2 6 12 0"),
         ({"sharding": {"kind": "ddp"}, "precision": {"parameters": "float32"}}, "4 4 8 0"),
         ({"optimizer_state": {"backend": "stream"}}, "2 2 0 10"),
+        ({"sharding": {"kind": "deepspeed", "stage": 1}}, "2 4 12/ranks 0"),
+        ({"sharding": {"kind": "deepspeed", "stage": 2}}, "2 4/ranks 12/ranks 0"),
+        ({"sharding": {"kind": "deepspeed", "stage": 3, "offload": "cpu"}}, "2/ranks 4/ranks 0 12/ranks"),
     ],
 )
 def test_costs_of_sharded_and_streamed_strategies(values: dict[str, Any], expected: str) -> None:

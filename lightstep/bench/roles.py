@@ -1,0 +1,235 @@
+"""`lightstep bench --roles`: what a worker that only generates holds in memory, with the role for it and without.
+
+Without the role it prepares the model as a trainer does, and an inference copy beside it: what was reported in
+https://github.com/verl-project/verl/issues/4229. Each is measured in a fresh process: weights arrive, a few tokens are
+generated.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+from lightstep.bench.chart import GREY
+from lightstep.bench.iteration.shape import TrainedShape
+from lightstep.bench.progress import Progress
+from lightstep.bench.ranks import local_device
+from lightstep.bench.report import Values, conditions, size, write_json
+
+_PARAMETERS = {"cpu": 1e8, "cuda": 3e9}
+_PROMPT, _NEW_TOKENS = 16, 4
+
+WITHOUT, WITH = "sharded model and inference copy", "role rollout, mode async"
+
+REPORTED = {
+    "source": "https://github.com/verl-project/verl/pull/4257, for issue 4229",
+    "model": "Qwen2.5-3B",
+    "gb": {WITHOUT: 22, WITH: 14},
+}
+"""Of one rollout worker, its inference engine included."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is measured. `device_name` is `cpu` or `cuda`."""
+
+    shape: TrainedShape
+    device_name: str
+    seed: int
+
+    def model(self) -> nn.Module:
+        """A Llama on the meta device: whoever prepares it makes its memory, once."""
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        shape = self.shape
+        config = LlamaConfig(
+            hidden_size=shape.hidden,
+            intermediate_size=shape.feed_forward,
+            num_hidden_layers=shape.layers,
+            num_attention_heads=shape.heads,
+            num_key_value_heads=shape.key_value_heads,
+            vocab_size=shape.vocabulary,
+            tie_word_embeddings=shape.tied_embeddings,
+            pad_token_id=0,
+        )
+        with torch.device("meta"):
+            return LlamaForCausalLM(config)
+
+
+def measure(
+    params: float | None, layers: int | None, output: Path, device_name: str | None = None, seed: int = 0
+) -> Values:
+    """Write roles.json and roles.png to `output`; returns the JSON's values."""
+    device = local_device(device_name)
+    task = Task(TrainedShape.near(int(params or _PARAMETERS[device.type]), layers), device.type, seed)
+    output.mkdir(parents=True, exist_ok=True)
+    rows = []
+    with Progress(True) as progress:
+        for name in (WITHOUT, WITH):
+            progress.show(name)
+            rows.append({"name": name, **_in_fresh_processes(task, name)})
+    values = {
+        **conditions(device),
+        "model": {**asdict(task.shape), "parameters": task.shape.parameters, "weights": "bfloat16"},
+        "rows": rows,
+        "reported": REPORTED,
+    }
+    write_json(values, output / "roles.json")
+    draw(values, output / "roles.png")
+    print_table(values)
+    return values
+
+
+# -- the processes ----------------------------------------------------------------------------------------------------
+
+
+def _in_fresh_processes(task: Task, name: str) -> dict[str, int]:
+    """The worker's figures. With the role there is a trainer beside it."""
+    context = multiprocessing.get_context("spawn")
+    size_of_world = 2 if name == WITH else 1
+    environment = {"WORLD_SIZE": str(size_of_world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+    ours, theirs = context.Pipe()
+    processes = [
+        context.Process(target=_run, args=(task, name, {**environment, "RANK": str(rank)}, theirs), daemon=True)
+        for rank in range(size_of_world)
+    ]
+    for process in processes:
+        process.start()
+    theirs.close()
+    try:
+        figures: dict[str, int] = ours.recv()
+    except EOFError:
+        raise RuntimeError(f"{name}: the worker ended without figures; its error stands above") from None
+    for process in processes:
+        process.join()
+    return figures
+
+
+def _run(task: Task, name: str, environment: Mapping[str, str], answer: Connection) -> None:
+    """One process; the last one is the worker."""
+    from lightstep import Strategy
+
+    if task.device_name == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    os.environ |= {**environment, "LOCAL_RANK": str(int(environment["RANK"]) % max(1, torch.cuda.device_count()))}
+    rollout = {"mode": "async"} if name == WITH else {}
+    strategy = Strategy.load("fsdp2", overrides={"roles.rollout": rollout})
+    torch.manual_seed(task.seed)
+    with strategy:
+        strategy.start()
+        if name == WITH and strategy.role == "trainer":
+            strategy.publish_weights(strategy.prepare_model(task.model))
+        else:
+            answer.send(_worker(task, strategy))
+
+
+def _worker(task: Task, strategy: Any) -> dict[str, int]:
+    from lightstep import TransformersEngine
+
+    _generate(Task(TrainedShape.near(20_000, 1), task.device_name, 0).model().to_empty(device=strategy.device))
+    memory = Memory(strategy.device)
+    trained = strategy.prepare_model(task.model) if strategy.role == "trainer" else None
+    engine = TransformersEngine(strategy.prepare_model(task.model, role="rollout"))
+    if trained is None:
+        strategy.receive_weights(engine)
+    else:
+        strategy.publish_weights(trained, to=engine)
+    _generate(engine.model)
+    weights = sum(parameter.nbytes for parameter in engine.model.parameters())
+    return {"inference_weight_bytes": weights, "held_bytes": memory.held(), "peak_bytes": memory.peak()}
+
+
+@torch.no_grad()
+def _generate(model: Any) -> None:
+    """A few tokens. The first model of a process also loads what every other one shares."""
+    prompt = torch.ones(1, _PROMPT, dtype=torch.long, device=next(model.parameters()).device)
+    model.generate(input_ids=prompt, attention_mask=prompt, max_new_tokens=_NEW_TOKENS, do_sample=False)
+
+
+class Memory:
+    """What this process has taken since this was made: of its GPU, or of the host where there is none."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        else:
+            Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+        self._before = self._now()
+
+    def held(self) -> int:
+        """Bytes now."""
+        return self._now() - self._before
+
+    def peak(self) -> int:
+        """The most at any time."""
+        most = torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else _status("VmHWM")
+        return most - self._before
+
+    def _now(self) -> int:
+        return torch.cuda.memory_allocated(self._device) if self._device.type == "cuda" else _status("VmRSS")
+
+
+def _status(key: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:"))
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+# -- the result -------------------------------------------------------------------------------------------------------
+
+
+def print_table(values: Values, console: Console | None = None) -> None:
+    """Gigabytes of one worker, beside those that were reported."""
+    console = console or Console()
+    where = values["hardware"]["device"]
+    title = f"One rollout worker: {size(values['model']['parameters'])} parameters in bfloat16, {where}"
+    table = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False)
+    reported = f"reported for verl\n({values['reported']['model']}), GB"
+    for column in ("the worker has", "inference\nweights, GB", "held\nGB", "peak\nGB", reported):
+        table.add_column(column, justify="left" if column == "the worker has" else "right")
+    for row in values["rows"]:
+        figures = [f"{row[key] / 1e9:.2f}" for key in ("inference_weight_bytes", "held_bytes", "peak_bytes")]
+        table.add_row(row["name"], *figures, str(values["reported"]["gb"][row["name"]]))
+    console.print(table)
+    console.print(f"Reported: {values['reported']['source']}", highlight=False)
+
+
+def draw(values: Values, path: Path) -> None:
+    """Peak memory of one worker as a PNG: here, and as reported."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 2.6), layout="constrained")
+    FigureCanvasAgg(figure)
+    ours, theirs = figure.subplots(1, 2, sharey=True)
+    names = [row["name"] for row in values["rows"]]
+    peaks = [row["peak_bytes"] / 1e9 for row in values["rows"]]
+    for axes, lengths, label in (
+        (ours, peaks, f"peak GB, {size(values['model']['parameters'])} parameters, measured here"),
+        (theirs, [values["reported"]["gb"][name] for name in names], "GB, 3 B parameters, reported for verl"),
+    ):
+        bars = axes.barh(names, lengths, color=[GREY, "#0072B2"], edgecolor="black", linewidth=0.6)
+        axes.bar_label(bars, labels=[f"{length:.3g}" for length in lengths], padding=3)
+        axes.set_xlabel(label)
+        axes.margins(x=0.14)
+        axes.spines[["top", "right"]].set_visible(False)
+    ours.invert_yaxis()
+    figure.savefig(path, dpi=150, metadata={"Title": values["command"], "Description": values["date"]})

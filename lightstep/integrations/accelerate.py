@@ -1,0 +1,338 @@
+"""accelerate (1.15 and later): an ``Accelerator`` whose backward, clipping, step and checkpoints are lightstep's.
+
+``prepare(accelerator, model, optimizer, ...)`` stands in place of ``accelerator.prepare(model, optimizer, ...)``, and
+the training loop stays as it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.nn.parallel import DistributedDataParallel
+
+from lightstep.config import ConfigError, FSDP2Sharding
+from lightstep.integrations.refusals import (
+    inner_optimizer,
+    refuse_contradictions,
+    refuse_other_norm,
+    refuse_part,
+    refuse_stranger,
+)
+from lightstep.optimizer.base import BaseOptimizer
+from lightstep.optimizer.result import StepResult
+from lightstep.strategy import Strategy
+from lightstep.strategy.export import full_weights
+from lightstep.strategy.model_names import unwrap_model
+from lightstep.strategy.model_setup import cast_parameters
+
+__all__ = ["LightstepAccelerator", "LightstepOptimizer", "connect", "prepare"]
+
+logger = logging.getLogger(__name__)
+
+CHECKPOINT = "lightstep"
+"""The folder beside accelerate's and the Trainer's own files."""
+
+
+def prepare(
+    accelerator: Accelerator, model: nn.Module, optimizer: BaseOptimizer, *others: Any, strategy: Strategy
+) -> tuple[Any, ...]:
+    """``accelerator.prepare(model, optimizer, *others)``, with ``strategy`` deciding.
+
+    The model is cast, placed and sharded as the strategy says; where the accelerator has an FSDP2 plugin, accelerate
+    shards it, under a mixed-precision policy that follows ``precision``. From then on ``accelerator.backward``,
+    ``accumulate``, ``clip_grad_norm_``, ``save_state`` and ``load_state`` are lightstep's for this model.
+
+    Args:
+        accelerator: becomes a :class:`LightstepAccelerator`; one model and optimizer each.
+        model: the module that ``optimizer`` was made for.
+        optimizer: what ``strategy.create_optimizer(model, ...)`` returned. It may be made before this call.
+        others: dataloaders and schedulers, prepared by accelerate.
+        strategy: the one that made the optimizer.
+
+    Returns:
+        Model, optimizer and the others, prepared, in the order in which they were given.
+
+    Raises:
+        TypeError: the optimizer is not lightstep's, or the strategy is none.
+        ConfigError: what the accelerator was told contradicts the strategy.
+    """
+    return cast(tuple[Any, ...], connect(accelerator, strategy).prepare(model, optimizer, *others))
+
+
+def connect(accelerator: Accelerator, strategy: Strategy) -> LightstepAccelerator:
+    """The same accelerator, whose ``prepare`` knows optimizers that ``strategy`` made.
+
+    Raises:
+        TypeError: ``strategy`` is no :class:`Strategy`.
+        ConfigError: what the accelerator was told contradicts the strategy.
+    """
+    if not isinstance(strategy, Strategy):
+        raise TypeError(
+            f"strategy is {strategy!r:.80}; the Strategy that made the optimizer is needed: strategy = "
+            "Strategy.load('stream'), optimizer = strategy.create_optimizer(model, ...)"
+        )
+    refuse_contradictions(accelerator, strategy)
+    if not isinstance(accelerator, LightstepAccelerator):
+        kind = type(accelerator)
+        accelerator.__class__ = type(f"Lightstep{kind.__name__}", (LightstepAccelerator, kind), {})
+    connected = cast(LightstepAccelerator, accelerator)
+    connected.strategy = strategy
+    return connected
+
+
+class LightstepOptimizer(AcceleratedOptimizer):
+    """accelerate's wrapper around a lightstep optimizer; what it does not know is asked of ``.optimizer``.
+
+    Attributes:
+        optimizer: what ``strategy.create_optimizer`` returned.
+        result: the :class:`StepResult` of the last step; ``None`` before the first.
+    """
+
+    optimizer: Any
+
+    def __init__(self, optimizer: BaseOptimizer) -> None:
+        # The state stays where the strategy keeps it, and is not loaded back: the model may not be sharded yet.
+        super().__init__(optimizer, device_placement=False)
+        self.result: StepResult | None = None
+        self._is_accelerate_prepared = True
+
+    def step(self, closure: Any = None) -> StepResult | None:
+        """One step where an accumulation is complete, else nothing (``None``)."""
+        if not self.gradient_state.sync_gradients:
+            return None
+        self.result = self.optimizer.step(closure)
+        return self.result
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last step found gradients that are not finite; reading it waits for the device."""
+        return self.result is not None and not self.result
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "optimizer" or name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.optimizer, name)
+
+
+class LightstepAccelerator(Accelerator):
+    """An ``Accelerator`` that leaves one model and its optimizer to a strategy; made by :func:`connect`."""
+
+    strategy: Strategy
+    _models: list[nn.Module]
+    _optimizers: list[torch.optim.Optimizer]
+    _model: weakref.ref[nn.Module] | None = None
+
+    # -- prepare
+
+    def prepare(self, *args: Any, device_placement: Any = None) -> Any:
+        optimizers = [given for given in args if isinstance(given, torch.optim.Optimizer)]
+        if not optimizers:
+            return super().prepare(*args, device_placement=device_placement)
+        models = [given for given in args if isinstance(given, nn.Module)]
+        inner = self._checked(optimizers, models)
+        prepared: dict[int, Any] = {}
+        wrapped = optimizers[0] if isinstance(optimizers[0], LightstepOptimizer) else LightstepOptimizer(inner)
+        prepared[id(optimizers[0])] = wrapped
+        if models:
+            refuse_stranger(self.strategy, inner, models[0])
+            prepared[id(models[0])] = self._prepare_trained(models[0], inner)
+            self._model = weakref.ref(unwrap_model(models[0]))
+        if wrapped not in self._optimizers:
+            self._optimizers.append(wrapped)
+        rest = [given for given in args if id(given) not in prepared]
+        prepared |= {id(given): super(LightstepAccelerator, self).prepare(given) for given in rest}
+        result = tuple(prepared[id(given)] for given in args)
+        return result if len(result) > 1 else result[0]
+
+    def _checked(self, optimizers: list[torch.optim.Optimizer], models: list[nn.Module]) -> BaseOptimizer:
+        if len(optimizers) > 1 or len(models) > 1:
+            raise ValueError(
+                f"prepare got {len(models)} models and {len(optimizers)} optimizers; with lightstep an Accelerator "
+                "trains one model with one optimizer: prepare models that are not trained in a call of their own, "
+                "without an optimizer"
+            )
+        inner = inner_optimizer(optimizers[0])
+        others = [held for held in self._optimizers if held is not optimizers[0] and inner_optimizer(held) is not inner]
+        if others:
+            raise ValueError(
+                f"this Accelerator has an optimizer already ({type(others[0]).__name__}), and trains one model with "
+                "one optimizer under lightstep; call accelerator.free_memory() first, or make another Accelerator"
+            )
+        return inner
+
+    def _prepare_trained(self, model: nn.Module, optimizer: BaseOptimizer) -> nn.Module:
+        wrapped = any(isinstance(module, FSDPModule | DistributedDataParallel) for module in model.modules())
+        again = self._is_trained(model) and self.strategy.config.sharding.kind == "single"
+        if self.is_fsdp2 and not wrapped:
+            return self._shard(model, optimizer)
+        if not wrapped and not again:
+            model = self.strategy.prepare_model(model)
+        # With this flag accelerate adds autocast and torch.compile, and neither wraps nor moves anything.
+        prepared: nn.Module = super().prepare_model(model, device_placement=False, evaluation_mode=True)
+        return prepared
+
+    def _shard(self, model: nn.Module, optimizer: BaseOptimizer) -> nn.Module:
+        """By accelerate, as its FSDP2 plugin says, under a policy that follows ``precision``."""
+        strategy = self.strategy
+        with strategy.preparing(model), self._own_precision():
+            cast_parameters(model, strategy.parameter_dtype)
+            sharded, _ = super().prepare(model, LightstepOptimizer(optimizer))
+        self._optimizers = [held for held in self._optimizers if inner_optimizer(held) is not optimizer]
+        return cast(nn.Module, sharded)
+
+    @contextlib.contextmanager
+    def _own_precision(self) -> Iterator[None]:
+        """accelerate's own policy reduces in the dtype of compute, and ``mixed_precision`` makes fp32 shards."""
+        precision, asked = self.strategy.config.precision, self.mixed_precision
+        compute = cast(FSDP2Sharding, self.strategy.config.sharding).compute
+        param_dtype = None if compute == "parameters" else getattr(torch, compute)
+        if asked == "bf16" and precision.parameters == "float32":
+            param_dtype = torch.bfloat16
+        elif asked == "bf16" and self.is_main_process:
+            logger.warning(
+                "lightstep: with mixed_precision 'bf16' accelerate would make fp32 shards; they are %s, as %s says: it "
+                "shards as with mixed_precision 'no'",
+                precision.parameters,
+                self.strategy.name,
+            )
+        reduce_dtype = torch.float32 if precision.reduce == "float32" else self.strategy.parameter_dtype
+        policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
+        self.state.fsdp_plugin.mixed_precision_policy = policy
+        logger.info("lightstep: accelerate shards %s weights under %s", precision.parameters, policy)
+        self.state._mixed_precision = "no"
+        try:
+            yield
+        finally:  # accelerate compares it when another Accelerator is made
+            self.state._mixed_precision = asked
+
+    # -- one iteration
+
+    @property
+    def _trained(self) -> LightstepOptimizer | None:
+        """The optimizer that :meth:`prepare` was given last, if it is still in use."""
+        return next((held for held in self._optimizers if isinstance(held, LightstepOptimizer)), None)
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """``optimizer.backward``: scaled by the strategy's loss scale, after division by the micro-batches."""
+        trained = self._trained
+        if trained is None:
+            super().backward(loss, **kwargs)
+            return
+        optimizer = trained.optimizer
+        optimizer.accumulating = not self.sync_gradients
+        try:
+            optimizer.backward(loss / self.gradient_accumulation_steps, **kwargs)
+        finally:
+            optimizer.accumulating = False
+
+    @contextlib.contextmanager
+    def no_sync(self, model: nn.Module) -> Iterator[None]:
+        """A micro-batch whose gradients are not communicated: ``strategy.accumulate(model, last=False)``."""
+        ours = self._trained is not None and self._is_trained(model)
+        with self.strategy.accumulate(model, last=False) if ours else super().no_sync(model):
+            yield
+
+    def _is_trained(self, model: nn.Module) -> bool:
+        return self._model is not None and self._model() is unwrap_model(model)
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
+        """The global norm, unscaled and before clipping; the step that follows clips, once.
+
+        Args:
+            parameters: all of the model's.
+            max_norm: the strategy's ``clipping.max_norm``, or ``inf`` to measure only.
+
+        Raises:
+            ConfigError: another norm than the strategy's.
+            ValueError: not all parameters.
+            RuntimeError: more micro-batches are to come.
+        """
+        trained = self._trained
+        if trained is None:
+            return cast(Tensor, super().clip_grad_norm_(parameters, max_norm, norm_type))
+        optimizer = trained.optimizer
+        refuse_other_norm(optimizer, max_norm, norm_type)
+        refuse_part(optimizer, [parameters] if isinstance(parameters, Tensor) else list(parameters))
+        if not self.sync_gradients:
+            raise RuntimeError(
+                "clip_grad_norm_ in the middle of an accumulation: write `if accelerator.sync_gradients:` in front"
+            )
+        return optimizer.grad_norm()
+
+    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
+        if self._trained is not None:
+            raise ConfigError(
+                f"clip_grad_value_({clip_value}): lightstep adds gradients up outside of p.grad and clips by norm; set "
+                "clipping.max_norm in the strategy, or drop this call"
+            )
+        super().clip_grad_value_(parameters, clip_value)
+
+    # -- weights and checkpoints
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """The whole weights; of a sharded model on the first process only, and every process calls it."""
+        sharded = any(isinstance(module, FSDPModule) for module in model.modules())
+        if not sharded or self.is_fsdp2:
+            return cast(dict[str, Any], super().get_state_dict(model, unwrap=unwrap))
+        return full_weights(self.strategy.unwrap_model(model), keep=self.is_main_process)
+
+    def save_state(self, output_dir: Any = None, safe_serialization: bool = True, **kwargs: Any) -> Any:
+        """accelerate's files, and the trained model with its optimizer as a lightstep checkpoint in ``lightstep/``."""
+        pair = self._pair()
+        with self._without(pair):
+            location = super().save_state(output_dir, safe_serialization, **kwargs)
+        if pair is not None:
+            model, optimizer = pair
+            self.wait_for_everyone()
+            self.strategy.save_checkpoint(Path(location) / CHECKPOINT, model, optimizer.optimizer)
+        return location
+
+    def load_state(self, input_dir: Any = None, load_kwargs: Any = None, **kwargs: Any) -> None:
+        """Continue from :meth:`save_state`, on any number of processes."""
+        pair = self._pair()
+        if pair is None:
+            super().load_state(input_dir, load_kwargs, **kwargs)
+            return
+        input_dir = self._newest() if input_dir is None else os.path.expanduser(input_dir)
+        folder = Path(input_dir) / CHECKPOINT
+        if not folder.is_dir():  # of a run without lightstep
+            super().load_state(input_dir, load_kwargs, **kwargs)
+            return
+        with self._without(pair):
+            super().load_state(input_dir, load_kwargs, **kwargs)
+        self.strategy.load_checkpoint(folder, pair[0], pair[1].optimizer)
+
+    def _pair(self) -> tuple[nn.Module, LightstepOptimizer] | None:
+        trained = self._trained
+        models = [model for model in self._models if self._is_trained(model)]
+        return (models[0], trained) if trained is not None and models else None
+
+    @contextlib.contextmanager
+    def _without(self, pair: tuple[nn.Module, LightstepOptimizer] | None) -> Iterator[None]:
+        """accelerate does not see these two in here."""
+        models, optimizers = self._models, self._optimizers
+        if pair is not None:
+            self._models = [model for model in models if model is not pair[0]]
+            self._optimizers = [optimizer for optimizer in optimizers if optimizer is not pair[1]]
+        try:
+            yield
+        finally:
+            self._models, self._optimizers = models, optimizers
+
+    def _newest(self) -> str:
+        """What ``load_state()`` loads with automatic checkpoint naming."""
+        if not self.project_configuration.automatic_checkpoint_naming:
+            raise ValueError("load_state() needs input_dir, or a ProjectConfiguration with automatic_checkpoint_naming")
+        folders = (Path(self.project_dir) / "checkpoints").glob("checkpoint_*")
+        return str(max(folders, key=lambda folder: int(folder.name.rpartition("_")[2])))

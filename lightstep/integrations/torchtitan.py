@@ -1,0 +1,317 @@
+"""torchtitan: its ``OptimizersContainer``, with one lightstep optimizer over all model parts.
+
+The container works without torchtitan, in any loop of that shape. :func:`optimizer_config` makes one for torchtitan's
+own trainer. Norms of several optimizers are no global norm: there is one optimizer, whatever the number of parts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.tensor import DTensor
+
+from lightstep import BaseOptimizer, ConfigError, StepResult, Strategy
+from lightstep.optimizer.param_groups import clean_name
+
+__all__ = ["ModelParts", "OptimizersContainer", "optimizer_config"]
+
+_FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+
+
+class ModelParts(nn.Module):
+    """Parts of a model (pipeline stages) as one module, for what asks for the whole; it has no forward."""
+
+    def __init__(self, parts: Sequence[nn.Module]) -> None:
+        super().__init__()
+        for number, part in enumerate(parts):
+            self.add_module(f"part{number}", part)
+
+
+class OptimizersContainer(torch.optim.Optimizer, Stateful):
+    """torchtitan's container of optimizers, holding one.
+
+    ``step``, ``zero_grad``, iteration, hooks, and ``state_dict`` for ``torch.distributed.checkpoint``: flat, under
+    names of parameters (``state.layers.0.weight.exp_avg``), so that it fits another division into parts. With fp32
+    weights the names and entries are those of torchtitan's own.
+
+    Args:
+        strategy: under which the parts were prepared; ``sharding.kind: single`` when something else sharded them.
+        model_parts: this rank's parts. All ranks make their container at the same time.
+        optimizer_class: any element-wise ``torch.optim.Optimizer`` subclass.
+        param_groups: ``{"pattern": regex, ...hyper-parameters}``: each trainable parameter belongs to the first whose
+            pattern is found in its name; default: one group.
+        hyperparameters: keyword arguments of ``optimizer_class``.
+
+    Attributes:
+        optimizers: a list with the one optimizer.
+        model_parts: as given.
+        model: the part, or all of them as one module: what ``strategy.accumulate`` takes.
+
+    Raises:
+        TypeError: not a strategy, or not a list of modules.
+        ConfigError: the strategy cannot do it for several parts.
+        ValueError: a pattern that matches nothing, parameters that no pattern matches, or pipeline stages whose ranks
+            hold plain copies.
+    """
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        model_parts: Sequence[nn.Module],
+        optimizer_class: type[torch.optim.Optimizer] = torch.optim.AdamW,
+        *,
+        param_groups: Sequence[Mapping[str, Any]] | None = None,
+        **hyperparameters: Any,
+    ) -> None:
+        self.model_parts, self.strategy = _checked(model_parts), strategy
+        if not isinstance(strategy, Strategy):
+            raise TypeError(f"the strategy is {strategy!r:.80}; one from Strategy.load(...) is needed")
+        _refuse_for_parts(strategy, self.model_parts)
+        self.model = self.model_parts[0] if len(self.model_parts) == 1 else ModelParts(self.model_parts)
+        names = _named(self.model_parts)
+        _mark_stages(names)
+        optimizer = strategy.create_optimizer(
+            self.model,
+            optimizer_class,
+            param_groups=_groups(names, param_groups or [{"pattern": ""}]),
+            **hyperparameters,
+        )
+        self.optimizers: list[BaseOptimizer] = [optimizer]
+        torch.optim.Optimizer.__init__(self, [p for group in optimizer.param_groups for p in group["params"]], {})
+
+    @property
+    def optimizer(self) -> BaseOptimizer:
+        """The one optimizer."""
+        return self.optimizers[0]
+
+    def __iter__(self) -> Iterator[BaseOptimizer]:
+        return iter(self.optimizers)
+
+    def __len__(self) -> int:
+        return len(self.optimizers)
+
+    def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
+        """Scale ``loss`` and backpropagate; ``loss.backward()`` does as well without a loss scale."""
+        self.optimizer.backward(loss, retain_graph)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> StepResult:  # type: ignore[override]
+        """One norm over all parts (of all pipeline stages), one decision to skip, one update."""
+        return self.optimizer.step(closure)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.optimizer.zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Flat, under names of parameters; the loss scale too when there is one. Made to exist before a first step."""
+        flat = get_optimizer_state_dict(self.model, self.optimizer, options=_FLAT)
+        scale = {} if self.optimizer.loss_scale.is_identity else self.optimizer.loss_scale.state_dict()
+        named = {_outside(key): value for key, value in flat.items() if not key.endswith(".param_names")}
+        return named | {f"loss_scale.{key}": value for key, value in scale.items()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue from :meth:`state_dict`; what belongs to parts of other ranks is left alone.
+
+        Raises:
+            ValueError: hyper-parameters are missing, or shapes do not match; nothing has been changed then.
+        """
+        found = _by_name(state_dict)
+        state: dict[int, dict[str, Any]] = {}
+        groups, first = [], 0
+        for group in self.optimizer.param_groups:
+            names = group["param_names"]
+            numbers = range(first, first + len(names))
+            first += len(names)
+            groups.append({**_settings(found["param_groups"], names), "params": list(numbers)})
+            state |= {number: found["state"].get(name, {}) for number, name in zip(numbers, names, strict=True)}
+        loaded: dict[str, Any] = {"state": state, "param_groups": groups}
+        self.optimizer.load_state_dict(
+            loaded | {"loss_scale": found["loss_scale"][""]} if found["loss_scale"] else loaded
+        )
+
+    def init_cache_state_dict(self) -> None:
+        """Nothing: asked for by torchtitan's fault-tolerant trainer."""
+
+
+def _checked(model_parts: Sequence[nn.Module]) -> list[nn.Module]:
+    parts = [] if isinstance(model_parts, nn.Module) else list(model_parts)
+    if not parts or not all(isinstance(part, nn.Module) for part in parts):
+        raise TypeError(f"model_parts is {model_parts!r:.80}; a list of one or more modules is needed")
+    return parts
+
+
+def _refuse_for_parts(strategy: Strategy, parts: Sequence[nn.Module]) -> None:
+    if len(parts) < 2:
+        return
+    if strategy.config.sharding.kind == "ddp":
+        raise ConfigError(
+            f"{strategy.name}: sharding.kind ddp wraps one module, and there are {len(parts)} model parts; shard each "
+            "with sharding.kind fsdp2 or fully_shard"
+        )
+    if strategy.config.optimizer_state.update != "at_step":
+        raise ConfigError(
+            f"{strategy.name}: optimizer_state.update is {strategy.config.optimizer_state.update!r}, which follows the "
+            f"forward or backward of one module, and there are {len(parts)} model parts; set it to 'at_step'"
+        )
+
+
+def _named(parts: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
+    """The trainable parameters of all parts under the names that the undivided model gives them."""
+    named = [(clean_name(name), p) for part in parts for name, p in part.named_parameters() if p.requires_grad]
+    found = dict(named)
+    if len(found) < len({parameter for _, parameter in named}):
+        repeated = next(name for index, (name, _) in enumerate(named) if name in {n for n, _ in named[:index]})
+        raise ValueError(f"two model parts have a parameter {repeated!r}; the parts of one model have different ones")
+    return found
+
+
+def _outside(key: str) -> str:
+    """``state.part1.layers.3.weight.exp_avg`` without the part."""
+    return re.sub(r"^(state|param_groups)\.part\d+\.", r"\1.", key)
+
+
+def _by_name(flat: Mapping[str, Any]) -> dict[str, dict[str, dict[str, Any]]]:
+    """``found["state"]["layers.0.weight"]["exp_avg"]``."""
+    found: dict[str, dict[str, dict[str, Any]]] = {"state": {}, "param_groups": {}, "loss_scale": {}}
+    for key, value in flat.items():
+        kind, _, rest = key.partition(".")
+        name, _, entry = rest.rpartition(".")
+        found.setdefault(kind, {}).setdefault(name, {})[entry] = value
+    return found
+
+
+def _settings(found: Mapping[str, Mapping[str, Any]], names: Sequence[str]) -> Mapping[str, Any]:
+    """The hyper-parameters that all of these parameters had."""
+    missing = [name for name in names if name not in found]
+    if missing:
+        raise ValueError(
+            f"the state has no hyper-parameters of {len(missing)} parameters (first: {missing[0]}): it is of another "
+            "model"
+        )
+    other = [name for name in names if found[name] != found[names[0]]]
+    if other:
+        raise ValueError(
+            f"{names[0]} and {other[0]} are in one group here, and had different hyper-parameters when they were saved"
+        )
+    return found[names[0]]
+
+
+def _groups(names: Mapping[str, nn.Parameter], settings: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    left, groups = dict(names), []
+    for given in settings:
+        found = [name for name in left if re.search(given["pattern"], name)]
+        if not found:
+            raise ValueError(
+                f"param_groups: the pattern {given['pattern']!r} matches none of the parameters that are left"
+            )
+        params = [(name, left.pop(name)) for name in found]
+        groups.append({**{key: value for key, value in given.items() if key != "pattern"}, "params": params})
+    if left:
+        raise ValueError(
+            f"param_groups: no pattern matches {len(left)} trainable parameters (first: {next(iter(left))}); end with "
+            "the pattern '.*'"
+        )
+    return groups
+
+
+def _mark_stages(names: Mapping[str, nn.Parameter]) -> None:
+    """Pipeline stages: parameters that not all ranks have are to be added up over them.
+
+    Raises:
+        ValueError: on all ranks, if some of them hold plain copies of a stage.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    mine = {name: isinstance(parameter, DTensor) for name, parameter in names.items()}
+    everywhere: list[dict[str, bool]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everywhere, mine)
+    every = {name for held in everywhere for name in held}
+    for name in sorted(every):
+        ranks = [rank for rank, held in enumerate(everywhere) if name in held]
+        if len(ranks) == len(everywhere):
+            continue
+        if len(ranks) > 1 and not all(everywhere[rank][name] for rank in ranks):
+            raise ValueError(
+                f"{name} is on ranks {ranks} and on no others (a pipeline stage), as a plain tensor: whether these are "
+                "copies cannot be seen; apply fully_shard to the model parts (replicate them by a mesh of its own)"
+            )
+        if name in names:
+            names[name].differs_across_ranks = True  # type: ignore[attr-defined]
+
+
+# -- torchtitan's own trainer
+
+
+def optimizer_config(strategy: str, overrides: Mapping[str, Any] | None = None, **fields: Any) -> Any:
+    """The ``optimizer`` of a torchtitan ``Trainer.Config``.
+
+    Args:
+        strategy: a name or file. ``sharding.kind`` is ``single``, because torchtitan shards; ``clipping.max_norm`` and
+            ``precision.loss_scale`` are off, because it clips (``training.max_norm``) and calls ``backward`` itself.
+        overrides: of the strategy.
+        fields: those of ``OptimizersContainer.Config``: ``param_groups`` (``default_adamw(lr=...).param_groups``),
+            ``implementation``.
+
+    Raises:
+        ModuleNotFoundError: torchtitan is not installed.
+        ConfigError: when the trainer builds it: what the strategy asks for is torchtitan's to do.
+    """
+    return _titan_container().Config(strategy=strategy, overrides=dict(overrides or {}), **fields)
+
+
+@functools.cache
+def _titan_container() -> Any:
+    """Our container as a subclass of torchtitan's, with the ``Config`` that its trainer builds."""
+    from torchtitan.components import optimizer as titan
+
+    class LightstepOptimizersContainer(OptimizersContainer, titan.OptimizersContainer):
+        @dataclasses.dataclass(kw_only=True, slots=True)
+        class Config(titan.OptimizersContainer.Config):
+            strategy: str = "fp32-stream"
+            """Name or file of a lightstep strategy."""
+
+            overrides: dict[str, Any] = dataclasses.field(default_factory=dict)
+            """Dotted keys laid over the strategy."""
+
+        def __init__(self, config: Config, *, model_parts: list[nn.Module]) -> None:
+            strategy = Strategy.load(config.strategy, config.overrides)
+            _refuse_what_torchtitan_does(strategy)
+            groups = [{"pattern": group.pattern, **group.optimizer_kwargs} for group in config.param_groups]
+            optimizer_class, how = _optimizer_class(config)
+            OptimizersContainer.__init__(self, strategy, model_parts, optimizer_class, param_groups=groups, **how)
+
+    return LightstepOptimizersContainer
+
+
+def _refuse_what_torchtitan_does(strategy: Strategy) -> None:
+    config = strategy.config
+    found = {
+        "sharding.kind": (config.sharding.kind, "single", "torchtitan shards the model"),
+        "clipping.max_norm": (config.clipping.max_norm, None, "torchtitan clips (training.max_norm)"),
+        "precision.loss_scale": (config.precision.loss_scale.kind, "none", "torchtitan calls loss.backward()"),
+    }
+    for key, (value, needed, why) in found.items():
+        if value != needed:
+            raise ConfigError(f"{strategy.name}: {key} is {value!r}, and {why}: set it to {needed or 'null'}")
+
+
+def _optimizer_class(config: Any) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+    names = sorted({group.optimizer_name for group in config.param_groups})
+    if len(names) != 1 or names[0] not in ("Adam", "AdamW"):
+        raise ConfigError(
+            f"optimizer.param_groups name {names}; one of Adam and AdamW is needed, the same for all groups"
+        )
+    if config.implementation == "fused_opt_states_bf16":
+        raise ConfigError("optimizer.implementation is 'fused_opt_states_bf16', and lightstep keeps state in fp32")
+    if config.optimizer_factory_kwargs_by_name:
+        raise ConfigError("optimizer.optimizer_factory_kwargs_by_name is for torchtitan's DistMuon; leave it out")
+    how = {"fused": config.implementation == "fused", "foreach": config.implementation == "foreach"}
+    return getattr(torch.optim, names[0]), how

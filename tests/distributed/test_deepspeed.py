@@ -1,0 +1,593 @@
+"""The DeepSpeed strategy on two ranks: bit for bit what a plain loop gives, checkpoints, engines, the contract."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import functools
+import gc
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightstep import Strategy
+from lightstep.config import ConfigError
+from lightstep.optimizer.deepspeed import DeepSpeedOptimizer
+from lightstep.strategy.checkpoint import CheckpointError, save_checkpoint
+from lightstep.strategy.deepspeed_weights import gathered
+from tests.distributed.deepspeed_reference import DeepSpeedLoop
+from tests.distributed.models import TinyTransformer, loss_of
+from tests.distributed.ranks import Pool
+
+HALF = {
+    "bfloat16": "none",
+    "float32": "none",
+    "float16": {"kind": "dynamic", "init_scale": 2.0**18, "growth_interval": 2},
+}
+MICRO_BATCHES = 2
+PLAIN = {"lr": 1e-3, "foreach": False}
+"""Not fused: the last bits of torch's fused kernels on the CPU depend on where in a tensor a number stands (in a whole
+vector, or in the rest), and DeepSpeed has all of a group in one tensor."""
+
+
+@contextlib.contextmanager
+def _own_linear() -> Iterator[None]:
+    """``deepspeed.zero.Init`` exchanges ``torch.nn.functional.linear`` for good; other tests need torch's."""
+    linear = nn.functional.linear
+    try:
+        yield
+    finally:
+        nn.functional.linear = linear
+
+
+def _alone(check: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(check)
+    def guarded(*arguments: Any, **keywords: Any) -> Any:
+        gc.freeze()  # DeepSpeed collects garbage several times for each engine
+        try:
+            with _own_linear():
+                return check(*arguments, **keywords)
+        finally:
+            gc.unfreeze()
+
+    return guarded
+
+
+def _strategy(stage: int, dtype: str = "bfloat16", max_norm: float | None = 0.3, **sections: Any) -> Any:
+    values = {
+        "sharding": {"kind": "deepspeed", "stage": stage, **sections.pop("sharding", {})},
+        "precision": {"parameters": dtype, "loss_scale": HALF[dtype], **sections.pop("precision", {})},
+        "clipping": {"max_norm": max_norm},
+    }
+    return Strategy.load({**values, **sections})
+
+
+def _made(strategy: Any, optimizer_class: Any = torch.optim.AdamW) -> tuple[nn.Module, Any, Any]:
+    torch.manual_seed(0)
+    model = strategy.prepare_model(TinyTransformer())
+    optimizer = strategy.create_optimizer(model, optimizer_class, param_groups=model.split(), **PLAIN)
+    return model, optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
+
+
+def _train(strategy: Any, model: nn.Module, optimizer: Any, scheduler: Any, steps: Any, rank: int) -> list[Any]:
+    results = []
+    for step in steps:
+        for micro in range(MICRO_BATCHES):
+            with strategy.accumulate(model, last=micro == MICRO_BATCHES - 1):
+                optimizer.backward(loss_of(model, step, micro, rank, strategy.device) / MICRO_BATCHES)
+        results.append(optimizer.step())
+        if results[-1]:
+            scheduler.step()
+    return [(result.applied, float(result.grad_norm), result.loss_scale) for result in results]
+
+
+def _everything(model: Any, optimizer: Any) -> dict[str, Tensor]:
+    """Weights, masters and moments, whole, by name."""
+    names = {id(p): name for name, p in model.module.named_parameters()}
+    found = {f"weight.{name}": value for name, value in gathered(model.module, keep=True).items()}
+    numbered = [p for group in optimizer.param_groups for p in group["params"]]
+    for number, entries in optimizer.state_dict()["state"].items():
+        found |= {f"{key}.{names[id(numbered[number])]}": torch.as_tensor(value) for key, value in entries.items()}
+    return found
+
+
+def _assert_same(first: dict[str, Tensor], second: dict[str, Tensor]) -> None:
+    assert first.keys() == second.keys()
+    assert [name for name in first if not torch.equal(first[name], second[name])] == []
+
+
+# -- the arithmetic
+
+
+@_alone
+def follows(rank: int, world_size: int, stage: int, dtype: str, reduce: str, offload: str) -> dict[str, Any]:
+    strategy = _strategy(stage, dtype, precision={"reduce": reduce}, sharding={"offload": offload})
+    model, optimizer, scheduler = _made(strategy)
+    torch.manual_seed(0)
+    twin = TinyTransformer().to(strategy.device)
+    for parameter in twin.parameters():
+        parameter.data = parameter.data.to(strategy.parameter_dtype)
+    groups = [{**group, "params": [p for p in group["params"] if p.requires_grad]} for group in twin.split()]
+    rule = {"loss_scale": HALF[dtype], "max_norm": 0.3, "reduce": reduce, **PLAIN}
+    loop = DeepSpeedLoop(twin, groups, torch.optim.AdamW, stage=stage, offload=offload == "cpu", **rule)
+    schedule = torch.optim.lr_scheduler.LambdaLR(loop.optimizer, lambda step: 1.0 / (1 + step))
+    scales, applied, norms = [], [], []
+    for step in range(6):
+        for micro in range(MICRO_BATCHES):
+            with strategy.accumulate(model, last=micro == MICRO_BATCHES - 1):
+                optimizer.backward(loss_of(model, step, micro, rank, strategy.device) / MICRO_BATCHES)
+            loop.backward(loss_of(twin, step, micro, rank, strategy.device) / MICRO_BATCHES)
+        result = optimizer.step()
+        unrounded = optimizer.engine.get_global_grad_norm() if result else result.grad_norm
+        if stage == 3 and result:  # divided by the scale of this step, not by the one that has grown since
+            assert float(unrounded) == pytest.approx(float(result.grad_norm), rel=1e-6)
+        assert result.loss_scale == loop.loss_scale.scale
+        assert bool(result) == loop.finish(result.grad_norm, torch.as_tensor(unrounded))
+        if result:
+            scheduler.step()
+            schedule.step()
+        assert all(parameter.grad is None for parameter in model.parameters())
+        scales.append(result.loss_scale)
+        applied.append(result.applied)
+        norms.append(float(result.grad_norm))
+    found = _everything(model, optimizer)
+    for name, parameter in twin.named_parameters():
+        assert torch.equal(found[f"weight.{name}"], parameter.detach().cpu()), name
+        if parameter.requires_grad:
+            assert torch.equal(found[f"master.{name}"], loop.masters[parameter].detach().cpu()), name
+            assert torch.equal(found[f"exp_avg_sq.{name}"], loop.state(parameter)["exp_avg_sq"].cpu()), name
+    assert isinstance(optimizer, torch.optim.Optimizer) and optimizer.optimizer_class is torch.optim.AdamW
+    rates = [group["lr"] for group in optimizer.param_groups]
+    assert rates == [group["lr"] for group in loop.optimizer.param_groups]
+    strategy.close()
+    return {"applied": applied, "scales": scales, "norms": norms, "rates": rates}
+
+
+@pytest.mark.parametrize(
+    ("stage", "dtype", "reduce", "offload"),
+    [
+        (1, "bfloat16", "float32", "none"),
+        (2, "bfloat16", "float32", "none"),
+        (3, "bfloat16", "float32", "none"),
+        (1, "float16", "float32", "none"),
+        (2, "float16", "float32", "none"),
+        (3, "float16", "float32", "none"),
+        (2, "float32", "float32", "none"),
+        (2, "bfloat16", "parameters", "none"),
+        (1, "bfloat16", "float32", "cpu"),
+        (2, "float16", "float32", "cpu"),
+        (3, "bfloat16", "float32", "cpu"),
+    ],
+)
+def test_weights_and_masters_are_those_of_a_plain_loop(
+    pool: Pool, stage: int, dtype: str, reduce: str, offload: str
+) -> None:
+    first, second = pool.run(follows, 2, stage=stage, dtype=dtype, reduce=reduce, offload=offload)
+    assert first == second, "the ranks agree"
+    assert max(norm for norm in first["norms"] if norm != float("inf")) > 0.3, "clipping was active"
+    if dtype == "float16":
+        assert False in first["applied"] and True in first["applied"], "a step was skipped for overflow"
+        assert sorted(first["scales"])[0] < first["scales"][-1] or len(set(first["scales"])) > 1
+
+
+# -- checkpoints
+
+
+@_alone
+def resumes(rank: int, world_size: int, stage: int, dtype: str, folder: str) -> None:
+    strategy = _strategy(stage, dtype)
+    pieces = _made(strategy)
+    _train(strategy, *pieces, range(3), rank)
+    torch.manual_seed(17 + rank)
+    strategy.save_checkpoint(folder, *pieces, extra={"epoch": 3, "numbers": [1.5]})
+    saved, drawn = _everything(*pieces[:2]), torch.rand(3)
+    whole = _train(strategy, *pieces, range(3, 6), rank)
+    ends = _everything(*pieces[:2])
+
+    again = _made(strategy)
+    extra = strategy.load_checkpoint(folder, *again)
+    assert extra == {"epoch": 3, "numbers": [1.5]} and torch.equal(torch.rand(3), drawn)
+    _assert_same(_everything(*again[:2]), saved)
+    assert again[2].last_epoch == pieces[2].last_epoch - sum(applied for applied, *_ in whole)
+    assert _train(strategy, *again, range(3, 6), rank) == whole
+    _assert_same(_everything(*again[:2]), ends)
+
+    strategy.load_checkpoint(folder, *again)  # an engine that has trained goes back too
+    _assert_same(_everything(*again[:2]), saved)
+    assert _train(strategy, *again, range(3, 6), rank) == whole
+    _assert_same(_everything(*again[:2]), ends)
+
+    fresh = _made(strategy)
+    strategy.load_checkpoint(folder, fresh[0])  # the weights alone, and masters from them
+    found = _everything(*fresh[:2])
+    for name, value in gathered(fresh[0].module, keep=True).items():
+        assert torch.equal(value, saved[f"weight.{name}"])
+        if f"master.{name}" in found:
+            assert torch.equal(found[f"master.{name}"], value.float())
+
+
+@pytest.mark.parametrize(
+    ("stage", "dtype"), [(1, "bfloat16"), (2, "bfloat16"), (3, "bfloat16"), (2, "float16"), (3, "float16")]
+)
+def test_a_resumed_run_continues_bit_for_bit(pool: Pool, tmp_path: Path, stage: int, dtype: str) -> None:
+    folder = tmp_path / "step-3"
+    pool.run(resumes, 2, stage=stage, dtype=dtype, folder=str(folder))
+    manifest = json.loads((folder / "lightstep.json").read_text())
+    tag = manifest["deepspeed"]["tag"]
+    assert (folder / "latest").read_text() == tag and (folder / "zero_to_fp32.py").is_file()
+    assert {f"{tag}/{path.name}" for path in (folder / tag).iterdir()} <= manifest["files"].keys()
+    assert len(list((folder / tag).glob("*optim_states.pt"))) == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["step-3"], "nothing is left beside it"
+    if (stage, dtype) != (1, "bfloat16"):  # DeepSpeed's tool does not know the files of that optimizer
+        plain = _consolidated(folder)
+        assert plain["head.weight"].dtype == torch.float32 and "blocks.2.down.weight" in plain
+
+
+def _consolidated(folder: Path) -> dict[str, Tensor]:
+    """What DeepSpeed's own tool makes of it."""
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    return get_fp32_state_dict_from_zero_checkpoint(str(folder))
+
+
+@_alone
+def fails_to_save(rank: int, world_size: int, folder: str) -> list[str]:
+    """The second rank's disk is full; then a checkpoint whole; then two that may not be loaded."""
+    strategy = _strategy(2)
+    pieces = _made(strategy)
+    _train(strategy, *pieces, range(1), rank)
+    strategy.save_checkpoint(folder, *pieces, extra={"step": 1})
+    before = _everything(*pieces[:2])
+    _train(strategy, *pieces, range(1, 2), rank)
+    said = []
+    write = torch.save
+    if rank == 1:
+        torch.save = lambda value, file, **keywords: _full() if isinstance(file, str) else write(value, file)
+    try:
+        with pytest.raises(CheckpointError) as caught:
+            strategy.save_checkpoint(folder, *pieces, extra={"step": 2})
+    finally:
+        torch.save = write
+    said.append(str(caught.value))
+    assert strategy.load_checkpoint(folder, *pieces) == {"step": 1}, "the one before is kept"
+    _assert_same(_everything(*pieces[:2]), before)
+    for other in (_strategy(3), _strategy(2, "float16")):
+        live = _made(other)
+        kept = _everything(*live[:2])
+        with pytest.raises(CheckpointError) as caught:
+            other.load_checkpoint(folder, *live)
+        said.append(str(caught.value))
+        _assert_same(_everything(*live[:2]), kept)
+    groups = strategy.prepare_model(TinyTransformer())
+    with pytest.raises(CheckpointError) as caught:
+        strategy.load_checkpoint(folder, groups, strategy.create_optimizer(groups, lr=1e-3))
+    return [*said, str(caught.value)]
+
+
+def _full() -> None:
+    raise OSError(28, "No space left on device")
+
+
+@_alone
+def may_not_load(rank: int, world_size: int, folder: str) -> list[str]:
+    """One rank in place of two; another model; another strategy; a file that asks for code."""
+    strategy = _strategy(2)
+    said = []
+    model, optimizer, _ = _made(strategy)
+    said.append(_refused(strategy, folder, model, optimizer))
+    other = strategy.prepare_model(nn.Linear(3, 4))
+    said.append(_refused(strategy, folder, other, strategy.create_optimizer(other, lr=1e-3)))
+    plain = Strategy.load("resident")
+    said.append(_refused(plain, folder, plain.prepare_model(TinyTransformer())))
+    plain.save_checkpoint(f"{folder}-plain", plain.prepare_model(TinyTransformer()))
+    said.append(_refused(strategy, f"{folder}-plain", model, optimizer))
+    model, optimizer, _ = _made(strategy)
+    strategy.save_checkpoint(f"{folder}-own", model, optimizer)
+    (weights,) = Path(f"{folder}-own").rglob("mp_rank_00_model_states.pt")
+    torch.save({"module": _Code()}, weights)
+    manifest = json.loads(Path(f"{folder}-own", "lightstep.json").read_text())
+    manifest["files"][f"{manifest['deepspeed']['tag']}/{weights.name}"] = weights.stat().st_size
+    Path(f"{folder}-own", "lightstep.json").write_text(json.dumps(manifest))
+    return [*said, _refused(strategy, f"{folder}-own", model, optimizer)]
+
+
+class _Code:
+    def __reduce__(self) -> Any:
+        return (print, ("this would be any code",))
+
+
+def _refused(strategy: Any, folder: str, model: nn.Module, optimizer: Any = None) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        strategy.load_checkpoint(folder, model, optimizer)
+    return str(caught.value)
+
+
+def test_a_checkpoint_is_whole_or_refused(pool: Pool, tmp_path: Path) -> None:
+    folder = str(tmp_path / "a")
+    first, second = pool.run(fails_to_save, 2, folder=folder)
+    full, stage, dtype, groups = first
+    assert "No space left" in full and "rank 1" in full and "was not saved" in second[0]
+    assert "sharding.stage is 2, and this strategy's is 3" in stage
+    assert "precision.parameters is bfloat16, and this strategy's is float16" in dtype
+    assert "parameter groups" in groups
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a"]
+    ((ranks, model, other, plain, code),) = pool.run(may_not_load, 1, folder=folder)
+    assert "saved by 2 ranks, there are 1" in ranks and "checkpoint convert" in ranks
+    assert "another model" in model and "not in the model: gain" in model
+    assert "DeepSpeed's own files" in other and "--to lightstep" in other
+    assert "--to deepspeed-universal" in plain
+    assert "asks for" in code and "print" in code
+
+
+# -- models
+
+
+@_alone
+def makes(rank: int, world_size: int, folder: str) -> None:
+    from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+    strategy = _strategy(3)
+    torch.manual_seed(3)
+    whole = TinyTransformer().to(torch.bfloat16)
+    torch.manual_seed(3 + rank)  # the first rank's weights count
+    model = strategy.prepare_model(TinyTransformer)
+    assert all(p.numel() == 0 for p in model.parameters() if hasattr(p, "ds_id")), "nobody holds all of it"
+    for name, value in gathered(model.module, keep=True).items():
+        assert torch.equal(value, whole.state_dict()[name]), name
+    with pytest.raises(RuntimeError, match="create_optimizer"):
+        model(torch.zeros(1, 2, dtype=torch.long))
+    with pytest.raises(CheckpointError, match="create_optimizer"):
+        strategy.save_checkpoint(f"{folder}/early", model)
+
+    settings = LlamaConfig(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        tie_word_embeddings=True,
+    )
+    with pytest.raises(ConfigError, match="from_config"):
+        strategy.prepare_model(lambda: LlamaForCausalLM(settings))
+    torch.manual_seed(4)
+    if rank == 0:
+        LlamaForCausalLM(settings).save_pretrained(f"{folder}/llama")
+    dist.barrier()
+    saved = AutoModelForCausalLM.from_pretrained(f"{folder}/llama", dtype=torch.bfloat16).state_dict()
+    read = strategy.prepare_model(lambda: AutoModelForCausalLM.from_pretrained(f"{folder}/llama"))
+    filled = strategy.prepare_model(lambda: AutoModelForCausalLM.from_config(settings), weights=f"{folder}/llama")
+    for llama in (read, filled):
+        assert llama.config.vocab_size == 32 and strategy.unwrap_model(llama) is llama.module
+        assert next(llama.buffers()).dtype == torch.float32, "rotary frequencies are not rounded"
+        for name, value in gathered(llama.module, keep=True).items():
+            assert torch.equal(value, saved[name]), name
+    optimizer = strategy.create_optimizer(read, torch.optim.AdamW, lr=1e-2)
+    tokens = torch.randint(32, (2, 6), generator=torch.Generator().manual_seed(rank))
+    losses = []
+    for _ in range(3):
+        losses.append(read(input_ids=tokens, labels=tokens, use_cache=False).loss)
+        optimizer.backward(losses[-1])
+        assert optimizer.step()
+    assert losses[-1] < losses[0]
+    strategy.export_model(f"{folder}/exported", read)
+    dist.barrier()
+    exported = AutoModelForCausalLM.from_pretrained(f"{folder}/exported").state_dict()
+    trained = gathered(read.module, keep=True)
+    assert all(torch.equal(value, trained[name]) for name, value in exported.items() if name in trained)
+    assert not all(torch.equal(value, saved[name]) for name, value in trained.items())
+    with pytest.raises(ValueError, match="one engine per model"):
+        strategy.create_optimizer(read, lr=1e-2)
+    with pytest.raises(ConfigError, match="wrapped already"):
+        strategy.prepare_model(read)
+
+
+def test_models_made_divided_are_the_same(pool: Pool, tmp_path: Path) -> None:
+    pool.run(makes, 2, folder=str(tmp_path))
+
+
+@_alone
+def starts_alike(rank: int, world_size: int) -> None:
+    """Whole models at stage 2: on the meta device, and different on every rank."""
+    strategy = _strategy(2)
+    torch.manual_seed(rank)
+    for model in (nn.Linear(4, 4), nn.Linear(4, 4, device="meta")):
+        prepared = strategy.prepare_model(model)
+        both: list[Any] = [None, None]
+        dist.all_gather_object(both, prepared.weight.detach().float().cpu())
+        assert torch.equal(*both) and prepared.weight.dtype == torch.bfloat16
+    assert prepared(torch.ones(1, 4, dtype=torch.bfloat16)).shape == (1, 4), "usable before there is an optimizer"
+
+
+# -- engines made elsewhere
+
+
+@_alone
+def adopts(rank: int, world_size: int) -> list[str]:
+    import deepspeed
+
+    strategy = _strategy(2, max_norm=0.3)
+    own = _made(strategy)
+    expected = _train(strategy, *own, range(3), rank)
+
+    def engine(**changes: Any) -> Any:
+        torch.manual_seed(0)
+        model = TinyTransformer()
+        groups = [{**group, "params": [p for p in group["params"] if p.requires_grad]} for group in model.split()]
+        settings = {**copy.deepcopy(strategy.deepspeed_config), **changes}
+        return deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(groups, **PLAIN), config=settings)[0]
+
+    model, optimizer = strategy.adopt_engine(engine())
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
+    assert _train(strategy, model, optimizer, schedule, range(3), rank) == expected
+    found, known = _everything(model, optimizer), _everything(*own[:2])
+    assert [name for name in found if not torch.equal(found[name], known[name])] == []
+    said = []
+    for changes in (
+        {"gradient_clipping": 1.0, "gradient_accumulation_steps": 2, "train_micro_batch_size_per_gpu": 1},
+        {"communication_data_type": "bf16", "data_types": {}},
+        {"zero_optimization": {"stage": 1}},
+    ):
+        with pytest.raises(ConfigError) as caught:
+            strategy.adopt_engine(engine(**changes))
+        said.append(str(caught.value))
+    with pytest.raises(ConfigError, match="adopt_engine"):
+        strategy.prepare_model(optimizer.engine)
+    return said
+
+
+def test_an_engine_made_elsewhere_is_checked_and_taken_over(pool: Pool) -> None:
+    first, _ = pool.run(adopts, 2)
+    clipping, dtypes, stage = first
+    assert "gradient_clipping is 1.0, and the strategy needs 0.3 (clipping.max_norm)" in clipping
+    assert "gradient_accumulation_steps is 2, and the strategy needs 1 (strategy.accumulate" in clipping
+    assert "communication_data_type is 'bf16', and the strategy needs 'fp32' (precision.reduce)" in dtypes
+    assert "data_types.grad_accum_dtype is 'bf16'" in dtypes
+    assert "zero_optimization.stage is 1, and the strategy needs 2 (sharding.stage)" in stage
+
+
+# -- the contract
+
+
+@_alone
+def keeps_the_contract(rank: int, world_size: int, stage: int) -> None:
+    strategy = _strategy(stage)
+    model, optimizer, _ = _made(strategy)
+    device = strategy.device
+    assert isinstance(optimizer, DeepSpeedOptimizer) and optimizer.loss_scale.is_identity
+    with pytest.warns(UserWarning, match="no gradient"):
+        optimizer.step()
+    optimizer.zero_grad()
+    with strategy.accumulate(model, last=False):
+        optimizer.backward(loss_of(model, 0, 0, rank, device))
+    for broken, message in (
+        (optimizer.step, "last=False"),
+        (optimizer.zero_grad, "Finish the step"),
+        (optimizer.release_device_memory, "step"),
+        (optimizer.state_dict, "call step"),
+        (lambda: strategy.save_checkpoint("nowhere", model, optimizer), "call step"),
+    ):
+        with pytest.raises((RuntimeError, CheckpointError), match=message):
+            broken()
+    optimizer.backward(loss_of(model, 0, 1, rank, device))
+    with pytest.raises(RuntimeError, match="last micro-batch"):
+        optimizer.backward(loss_of(model, 0, 1, rank, device))
+    assert optimizer.step() and all(p.grad is None for p in model.parameters())
+    optimizer.zero_grad()
+    with pytest.raises(RuntimeError, match="create_optimizer"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+    with pytest.raises(ValueError, match=r"sharding\.offload"):
+        optimizer.set_residency(1.0)
+    with pytest.raises(NotImplementedError, match="load_checkpoint"):
+        optimizer.load_state_dict({})
+    with pytest.raises(ValueError, match="without a closure"):
+        optimizer.step(lambda: None)
+    with pytest.raises(TypeError, match="save a checkpoint"):
+        copy.deepcopy(optimizer)
+    optimizer.synchronize()
+    optimizer.land()
+    assert not optimizer.has_deferred_updates
+    with pytest.raises(CheckpointError, match=r"strategy\.save_checkpoint"):
+        save_checkpoint("nowhere", model, optimizer)
+    report = optimizer.memory_report()
+    trained = sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters() if p.requires_grad)
+    assert trained / world_size <= report["parameters"] <= trained / world_size + 32, "but for what fills up"
+    assert report["device_bytes_per_parameter"] + report["host_bytes_per_parameter"] == 12.0
+
+    twin = _made(strategy)
+    results = [_train(strategy, *twin, range(4), rank)]
+    again = _made(strategy)
+    results.append(_train(strategy, *again, range(2), rank))
+    again[1].release_device_memory()
+    again[1].release_device_memory()
+    results[1] += _train(strategy, *again, range(2, 4), rank)
+    assert results[0] == results[1]
+    _assert_same(_everything(*twin[:2]), _everything(*again[:2]))
+    recomputing = _strategy(stage, sharding={"activation_checkpointing": True})
+    assert _train(recomputing, *_made(recomputing), range(4), rank) == results[0]
+    with pytest.raises(ValueError, match="one element"):
+        again[1].backward(torch.zeros(3, requires_grad=True))
+    loss = loss_of(again[0], 9, 0, rank, device)
+    again[1].backward(loss)
+    assert again[1].step()
+    with pytest.raises(RuntimeError, match="second time"):
+        again[1].backward(loss)
+    with pytest.raises(RuntimeError, match="make a new model"):
+        again[1].step()
+    again[1].close()
+    with pytest.raises(RuntimeError, match="closed"):
+        again[1].step()
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_the_contract_is_kept(pool: Pool, stage: int) -> None:
+    pool.run(keeps_the_contract, 2, stage=stage)
+
+
+@_alone
+def adopts_changes(rank: int, world_size: int) -> None:
+    """Weights that somebody loads or edits after the optimizer was made are not reverted by its masters."""
+    for stage in (1, 2):
+        strategy = _strategy(stage)
+        model, optimizer, scheduler = _made(strategy)
+        _train(strategy, model, optimizer, scheduler, range(1), rank)
+        before = _everything(model, optimizer)
+        with torch.no_grad():
+            model.module.head.weight.fill_(0.5)
+        optimizer.param_groups[0]["lr"] = optimizer.param_groups[1]["lr"] = 0.0
+        scheduler.base_lrs = [0.0, 0.0]
+        _train(strategy, model, optimizer, scheduler, range(1, 2), rank)
+        after = _everything(model, optimizer)
+        assert torch.equal(after["master.head.weight"], torch.full_like(after["master.head.weight"], 0.5))
+        assert torch.equal(after["master.embed.weight"], before["master.embed.weight"]), "others keep all their bits"
+        optimizer.refresh_master_weights()
+        rounded = _everything(model, optimizer)["master.embed.weight"]
+        assert torch.equal(rounded, before["master.embed.weight"].to(torch.bfloat16).float())
+
+
+def test_outside_changes_reach_the_masters(pool: Pool) -> None:
+    pool.run(starts_alike, 2)
+    pool.run(adopts_changes, 2)
+
+
+# -- DeepSpeed's universal format
+
+
+@_alone
+def saves(rank: int, world_size: int, stage: int, folder: str) -> dict[str, Tensor]:
+    strategy = _strategy(stage)
+    pieces = _made(strategy)
+    _train(strategy, *pieces, range(3), rank)
+    strategy.save_checkpoint(folder, *pieces, extra={"epoch": 3})
+    return _everything(*pieces[:2])
+
+
+@_alone
+def loads_universal(rank: int, world_size: int, stage: int, folder: str) -> dict[str, Tensor]:
+    strategy = _strategy(stage)
+    model, optimizer, scheduler = _made(strategy)
+    extra = strategy.load_checkpoint(folder, model, optimizer, scheduler)
+    assert extra == {"epoch": 3} and scheduler.last_epoch == 3
+    found = _everything(model, optimizer)
+    assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([7.5e-4, 2.5e-4])
+    assert all(applied for applied, *_ in _train(strategy, model, optimizer, scheduler, range(3, 5), rank))
+    return found
+
+
+def test_a_universal_checkpoint_is_loaded_at_another_number_of_ranks(pool: Pool, tmp_path: Path) -> None:
+    from deepspeed.checkpoint import ds_to_universal
+
+    saved, _ = pool.run(saves, 2, stage=2, folder=str(tmp_path / "a"))
+    (tmp_path / "b").mkdir()
+    tag = (tmp_path / "a" / "latest").read_text()
+    options = {"num_extract_workers": 1, "num_merge_workers": 1, "keep_temp_folder": False, "strict": True}
+    folders = {"input_folder": str(tmp_path / "a" / tag), "output_folder": str(tmp_path / "b" / tag)}
+    ds_to_universal.main(argparse.Namespace(**folders, **options, inject_missing_state=True))
+    (found,) = pool.run(loads_universal, 1, stage=2, folder=str(tmp_path / "b"))
+    _assert_same(found, saved)

@@ -1,0 +1,360 @@
+"""The Trainer and accelerate on two ranks: by DDP, sharded by the strategy, and sharded by accelerate."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from accelerate import Accelerator, PartialState
+from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from lightstep import ConfigError, Strategy
+from lightstep.integrations.accelerate import prepare
+from lightstep.integrations.transformers import LightstepTrainer
+from lightstep.state.replicas import SharedByReplicas
+from lightstep.strategy.export import full_weights
+from tests.distributed.models import TinyTransformer, loss_of
+from tests.distributed.ranks import Pool, device_of
+from tests.distributed.test_next_forward import Training
+from tests.reference.pair import FP16_SCALE
+from tests.reference.tiny_llama import ROWS, Rows, make_llama, training_arguments
+
+OVERLAP = {"backend": "stream", "ring_mib": 0.05, "update": "next_forward"}
+CLIPPING = {"max_norm": 0.5}
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "ddp": {
+        "sharding": {"kind": "ddp"},
+        "optimizer_state": {"backend": "stream", "ring_mib": 0.05},
+        "clipping": CLIPPING,
+    },
+    "strategy": {"sharding": {"kind": "fsdp2"}, "optimizer_state": OVERLAP, "clipping": CLIPPING},
+    "accelerate": {"sharding": {"kind": "fsdp2"}, "optimizer_state": OVERLAP, "clipping": CLIPPING},
+}
+STEPS = 4
+CPU = device_of(0, 2).type == "cpu"
+
+
+@contextlib.contextmanager
+def fresh_state(kind: str) -> Iterator[None]:
+    """accelerate keeps its state for the life of a process, and ranks run one test after the other.
+
+    It shards with FSDP on accelerators only: the ranks pass for such. Without the variable it changes the number of
+    threads, and with it the bits of what these ranks compute next.
+    """
+    with mock.patch.dict(os.environ, OMP_NUM_THREADS="1"):
+        reset()
+        PartialState(cpu=CPU)
+        pass_for_accelerators(kind)
+        try:
+            yield
+        finally:
+            reset()
+
+
+def pass_for_accelerators(kind: str) -> None:
+    if kind == "accelerate":
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+
+
+def reset() -> None:
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+def whole(model: nn.Module) -> dict[str, Tensor]:
+    """All weights; ranks may hold a part of the model each."""
+    return {name: tensor.clone() for name, tensor in full_weights(model).items()}
+
+
+def same(tested: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert tested.keys() == expected.keys()
+    for name, tensor in tested.items():
+        assert torch.equal(tensor, expected[name]), f"{name} differs"
+
+
+# -- the Trainer
+
+
+def trained(folder: Path, kind: str, resume: str | None = None, seed: int = 0) -> LightstepTrainer:
+    args = training_arguments(
+        folder,
+        per_device_train_batch_size=1,
+        use_cpu=CPU,
+        train_sampling_strategy="sequential",
+        save_strategy="steps",
+        save_steps=2,
+        max_steps=STEPS,
+        fsdp=True if kind == "accelerate" else None,
+    )
+    assert args.device.type == ("cpu" if CPU else "cuda")
+    pass_for_accelerators(kind)
+    data = Rows()
+    trainer = LightstepTrainer(make_llama(seed), args, strategy=STRATEGIES[kind], train_dataset=data, eval_dataset=data)
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+def train(rank: int, world_size: int, kind: str, folder: str) -> None:
+    """One run with a checkpoint in it, one that continues from there, and the plain loop."""
+    with fresh_state(kind):
+        first = trained(Path(folder), kind)
+        inner = first.optimizer.optimizer
+        assert first.is_fsdp_enabled is (kind == "accelerate")
+        assert isinstance(first.model, FSDPModule) is (kind != "ddp")
+        assert isinstance(inner._backend, SharedByReplicas) is (kind == "ddp")
+        first.save_model(f"{folder}/saved")
+        weights = whole(first.model)
+        loss = first.evaluate()["eval_loss"]
+    with fresh_state(kind):
+        second = trained(Path(folder), kind, resume=f"{folder}/checkpoint-2", seed=1)
+        same(whole(second.model), weights)
+        assert second.evaluate()["eval_loss"] == loss
+    same(plain_loop(rank, world_size, STRATEGIES[kind], first.state.log_history), weights)
+    saved = type(make_llama()).from_pretrained(f"{folder}/saved", dtype="auto")
+    same({name: parameter.detach() for name, parameter in saved.named_parameters()}, weights)
+
+
+def plain_loop(rank: int, world_size: int, values: dict[str, Any], logs: list[dict[str, Any]]) -> dict[str, Tensor]:
+    """The same training as the README's loop; rows go to the ranks in turn, losses are over the tokens of all."""
+    strategy, rows = Strategy.load(values), Rows()
+    model = strategy.prepare_model(make_llama())
+    names = dict(strategy.unwrap_model(model).named_parameters())
+    groups = [
+        {"params": [p for name, p in names.items() if ("norm" in name) is norm], "weight_decay": 0.0 if norm else 0.1}
+        for norm in (False, True)
+    ]
+    optimizer = strategy.create_optimizer(model, param_groups=groups, lr=3e-3)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(0.0, (STEPS - step) / STEPS))
+    for step in range(STEPS):
+        everybody = [rows[index] for index in range(4 * step, 4 * step + 4)]
+        items = sum(item["labels"][1:].ne(-100).sum() for item in everybody)
+        for micro in range(2):
+            item = everybody[2 * micro + rank]
+            batch = {key: value[None].to(strategy.device) for key, value in item.items()}
+            with strategy.accumulate(model, last=micro == 1):
+                optimizer.backward(model(**batch, num_items_in_batch=items).loss * world_size)
+        result = optimizer.step()
+        assert logs[step]["grad_norm"] == float(result.grad_norm)
+        scheduler.step()
+    return whole(model)
+
+
+@pytest.mark.parametrize("kind", STRATEGIES)
+def test_trainer(pool: Pool, tmp_path: Path, kind: str) -> None:
+    pool.run(train, 2, kind=kind, folder=str(tmp_path))
+    assert not list(tmp_path.glob("checkpoint-2/optimizer*"))
+    assert len(list(tmp_path.glob("checkpoint-2/lightstep/*.distcp"))) == 2  # each rank wrote its part
+
+
+# -- accelerate
+
+
+def accelerated(kind: str, values: dict[str, Any], **options: Any) -> tuple[Accelerator, Strategy, Any, Any, Any]:
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="transformer_based_wrap")
+    accelerator = Accelerator(
+        cpu=CPU, gradient_accumulation_steps=2, fsdp_plugin=plugin if kind == "accelerate" else None, **options
+    )
+    strategy, model = Strategy.load(values), make_llama()
+    optimizer = strategy.create_optimizer(model, lr=3e-3)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
+    prepared = prepare(accelerator, model, optimizer, scheduler, strategy=strategy)
+    return accelerator, strategy, *prepared
+
+
+def accelerated_steps(accelerator: Accelerator, model: nn.Module, optimizer: Any, scheduler: Any, steps: range) -> int:
+    """accelerate's loop; how many steps were skipped. In step 1 a gradient of rank 1 overflows."""
+    rows, skipped, rank = Rows(), 0, accelerator.process_index
+    for step in steps:
+        for micro in range(2):
+            row = rows[(4 * step + 2 * micro + rank) % ROWS]
+            batch = {key: value[None].to(accelerator.device) for key, value in row.items()}
+            with accelerator.accumulate(model):
+                loss = model(**batch).loss
+                accelerator.backward(loss * (math.inf if step == 1 and rank == 1 else 1.0))
+                norm = None
+                if accelerator.sync_gradients:
+                    norm = accelerator.clip_grad_norm_(model.parameters(), 0.5)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+        assert norm is not None
+        torch.testing.assert_close(norm, optimizer.result.grad_norm, rtol=0, atol=0, equal_nan=True)
+        skipped += accelerator.optimizer_step_was_skipped
+    return skipped
+
+
+def accelerate(rank: int, world_size: int, kind: str, folder: str) -> None:
+    """Against the strategy's own loop, through save_state and load_state."""
+    values = STRATEGIES[kind] | {"precision": {"parameters": "float16", "loss_scale": FP16_SCALE}}
+    with fresh_state(kind):
+        accelerator, strategy, model, optimizer, scheduler = accelerated(kind, values)
+        assert accelerator.mixed_precision == "no"
+        assert accelerated_steps(accelerator, model, optimizer, scheduler, range(2)) == 1
+        accelerator.save_state(folder)
+        accelerated_steps(accelerator, model, optimizer, scheduler, range(2, STEPS))
+        weights, rate = whole(strategy.unwrap_model(model)), scheduler.get_last_lr()
+        given = accelerator.get_state_dict(model)
+        if rank == 0:
+            same({name: given[name] for name in weights}, weights)
+    with fresh_state(kind):
+        accelerator, strategy, model, optimizer, scheduler = accelerated(kind, values)
+        accelerator.load_state(folder)
+        accelerated_steps(accelerator, model, optimizer, scheduler, range(2, STEPS))
+        same(whole(strategy.unwrap_model(model)), weights)
+        assert scheduler.get_last_lr() == rate
+        assert rate[0] == pytest.approx(3e-3 * 0.9 ** (world_size * (STEPS - 1)))  # accelerate counts per process
+    same(own_loop(rank, world_size, values), weights)
+
+
+def own_loop(rank: int, world_size: int, values: dict[str, Any]) -> dict[str, Tensor]:
+    strategy, rows = Strategy.load(values), Rows()
+    model = strategy.prepare_model(make_llama())
+    optimizer = strategy.create_optimizer(model, lr=3e-3)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
+    for step in range(STEPS):
+        for micro in range(2):
+            row = rows[(4 * step + 2 * micro + rank) % ROWS]
+            batch = {key: value[None].to(strategy.device) for key, value in row.items()}
+            with strategy.accumulate(model, last=micro == 1):
+                loss = model(**batch).loss * (math.inf if step == 1 and rank == 1 else 1.0)
+                optimizer.backward(loss / 2)
+        if optimizer.step():
+            for _ in range(world_size):
+                scheduler.step()
+    return whole(strategy.unwrap_model(model))
+
+
+@pytest.mark.parametrize("kind", STRATEGIES)
+def test_accelerate(pool: Pool, tmp_path: Path, kind: str) -> None:
+    pool.run(accelerate, 2, kind=kind, folder=str(tmp_path))
+
+
+@contextlib.contextmanager
+def logged(name: str) -> Iterator[list[str]]:
+    """The warnings of one logger."""
+    messages: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger(name).addHandler(handler)
+    yield messages
+    logging.getLogger(name).removeHandler(handler)
+
+
+def policies(rank: int, world_size: int) -> None:
+    """Who is told bf16 keeps bf16 shards all the same; what contradicts accelerate's sharding is refused."""
+    with fresh_state("accelerate"):
+        with logged("lightstep.integrations.accelerate") as messages:
+            accelerator, _, model, _, _ = accelerated("accelerate", STRATEGIES["accelerate"], mixed_precision="bf16")
+        assert ["would make fp32 shards; they are bfloat16" in message for message in messages] == [True] * (rank == 0)
+        assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+        policy = accelerator.state.fsdp_plugin.mixed_precision_policy
+        assert (policy.param_dtype, policy.reduce_dtype) == (None, torch.float32)
+    with fresh_state("accelerate"):
+        fp32 = STRATEGIES["accelerate"] | {"precision": {"parameters": "float32"}}
+        accelerator, _, model, _, _ = accelerated("accelerate", fp32, mixed_precision="bf16")
+        assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+        policy = accelerator.state.fsdp_plugin.mixed_precision_policy
+        assert (policy.param_dtype, policy.reduce_dtype) == (torch.bfloat16, torch.float32)
+    refused: list[tuple[dict[str, Any], str]] = [
+        ({"sharding": {"kind": "ddp"}}, "sharding.kind of the strategy is ddp"),
+        ({"sharding": {"kind": "fsdp2", "reshard_after_forward": False}}, "sharding.reshard_after_forward False"),
+    ]
+    for values, message in refused:
+        with fresh_state("accelerate"), pytest.raises(ConfigError, match=message):
+            accelerated("accelerate", values)
+    with fresh_state("ddp"), pytest.raises(ConfigError, match=r"sharding.kind single is for one process, and 2 are"):
+        accelerated("ddp", {"sharding": {"kind": "single"}})
+
+
+def test_policies_and_refusals(pool: Pool) -> None:
+    pool.run(policies, 2)
+
+
+# -- an optimizer that was made before its model was sharded
+
+
+class ShardedAfterwards(Training):
+    """The embedding and the head are gathered together, by the call of the embedding."""
+
+    def __init__(self, rank: int, world_size: int, values: dict[str, Any]) -> None:
+        self.rank, self.device, self.steps = rank, device_of(rank, world_size), 0
+        self.strategy = Strategy.load(values)
+        torch.manual_seed(0)
+        self.model = TinyTransformer().to(self.device, self.strategy.parameter_dtype)
+        self.optimizer = self.strategy.create_optimizer(self.model, param_groups=self.model.split(), lr=1e-2)
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        with self.strategy.preparing(self.model):
+            for unit in (*self.model.blocks, [self.model.embed, self.model.head], self.model):
+                fully_shard(unit, mp_policy=policy)
+
+
+def gathered_together(rank: int, world_size: int, parameters: str) -> None:
+    values = {"sharding": {"kind": "fsdp2"}, "precision": {"parameters": parameters}, "clipping": CLIPPING}
+    at_step = ShardedAfterwards(rank, world_size, values)
+    deferred = ShardedAfterwards(rank, world_size, values | {"optimizer_state": OVERLAP})
+    for step in range(6):
+        assert deferred.step() == at_step.step()
+        if step == 1:
+            slow(deferred)
+        assert deferred.evaluate() == at_step.evaluate()
+    same(deferred.snapshot(), at_step.snapshot())
+
+
+def slow(training: Training) -> None:
+    """Each job of each lane waits: on the GPU sleep kernels do."""
+    if CPU:
+        training.optimizer._backend.lanes.delay = lambda lane: time.sleep(2e-3)
+    else:
+        training.delay(seed=0, longest=5e-3)
+
+
+@pytest.mark.parametrize("parameters", ["bfloat16", "float32"])
+def test_modules_that_fsdp2_gathers_together(pool: Pool, parameters: str) -> None:
+    """As accelerate does with the last norm and the head. fp32 shards are read early, before they are gathered."""
+    pool.run(gathered_together, 2, parameters=parameters)
+
+
+def made_before(rank: int, world_size: int, sharding: dict[str, Any]) -> None:
+    values = {"sharding": sharding, "optimizer_state": {"backend": "stream", "ring_mib": 0.05}}
+    trainings = []
+    for early in (True, False):
+        strategy = Strategy.load(values)
+        torch.manual_seed(0)
+        model: Any = TinyTransformer()
+        optimizer = strategy.create_optimizer(model, lr=1e-2) if early else None
+        prepared = strategy.prepare_model(model)
+        trainings.append((strategy, prepared, optimizer or strategy.create_optimizer(prepared, lr=1e-2)))
+    for step in range(3):
+        for strategy, model, optimizer in trainings:
+            for micro in range(2):
+                with strategy.accumulate(model, last=micro == 1):
+                    optimizer.backward(loss_of(model, step, micro, rank, device_of(rank, world_size)) / 2)
+            optimizer.step()
+    (_, model, early), (_, other, late) = trainings
+    same(whole(model), whole(other))
+    assert early.memory_report() == late.memory_report()  # replicas share the work all the same
+
+
+@pytest.mark.parametrize(
+    "sharding",
+    [
+        {"kind": "fsdp2"},
+        {"kind": "fsdp2", "mesh": {"replicate": 2, "shard": 1}},
+        {"kind": "ddp", "find_unused_parameters": True},
+    ],
+    ids=str,
+)
+def test_an_optimizer_made_before_its_model_is_sharded(pool: Pool, sharding: dict[str, Any]) -> None:
+    pool.run(made_before, 2, sharding=sharding)

@@ -1,0 +1,573 @@
+"""Trainers and rollout workers in one process group: who holds what, and how weights get from one to the other."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from typer.testing import CliRunner
+
+import lightstep
+from lightstep import ConfigError, Strategy, TrainingEnded, TransformersEngine, WeightTransferError
+from lightstep.bench import roles as bench
+from lightstep.bench.iteration.shape import TrainedShape
+from lightstep.cli import app
+from lightstep.strategy import fsdp2
+from lightstep.strategy.export import full_weights
+from tests.distributed.models import TinyTransformer, loss_of
+from tests.distributed.ranks import Pool
+from tests.unit.test_stream import random_delays, random_sleeps
+
+FSDP2: dict[str, Any] = {"kind": "fsdp2"}
+HSDP: dict[str, Any] = {"kind": "fsdp2", "mesh": {"replicate": 2, "shard": 1}}
+DDP: dict[str, Any] = {"kind": "ddp", "find_unused_parameters": True}
+SINGLE: dict[str, Any] = {"kind": "single"}
+
+SMALL = 0.001
+"""MiB: layers of the tiny model travel in several buckets."""
+
+
+# Torch keeps what it found out about a mesh for all that are equal to it, those of later process groups included. The
+# ranks of this pool are all ranks of other tests: where something is sharded, rank 0 generates and the others train.
+FIRST: dict[str, Any] = {"ranks": [0]}
+
+
+def load(sharding: dict[str, Any], rollout: dict[str, Any] | None = None, **sections: Any) -> Strategy:
+    asynchronous = {"mode": "async", "timeout_s": 20, **(rollout or {})}
+    return Strategy.load({"sharding": sharding, **sections, "roles": {"rollout": asynchronous}})
+
+
+class Model(TinyTransformer):
+    """With a buffer that is cast, one that is not, and tied weights."""
+
+    def __init__(self) -> None:
+        super().__init__(tied=True)
+        self.norm = nn.BatchNorm1d(7)
+        self.rotary = nn.Module()
+        self.rotary.register_buffer("frequencies", torch.rand(5))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        self.norm.num_batches_tracked += 1
+        return super().forward(tokens)
+
+
+def train(strategy: Strategy, model: nn.Module, optimizer: Any, steps: int, first: int = 0) -> None:
+    for step in range(first, first + steps):
+        optimizer.backward(loss_of(model, step, 0, strategy.rank, strategy.device))
+        optimizer.step()
+
+
+def prepared(strategy: Strategy, make: type[nn.Module] = Model) -> nn.Module:
+    torch.manual_seed(strategy.rank + 10 * (strategy.role == "rollout"))  # nobody starts from anybody's weights
+    return strategy.prepare_model(make, role=strategy.role)
+
+
+def copied(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach().cpu().clone() for name, tensor in weights.items()}
+
+
+# -- the weights that arrive ------------------------------------------------------------------------------------------
+
+
+def check_weights(
+    rank: int, world_size: int, sharding: dict[str, Any], trained: str, sent: str, ranks: Any, state: dict[str, Any]
+) -> tuple[str, list[Any]]:
+    """Three versions, each with the weights it arrived with (trainers: with those that it was published from)."""
+    rollout = {"ranks": ranks, "parameters": sent, "bucket_mib": SMALL}
+    strategy = load(sharding, rollout, precision={"parameters": trained}, optimizer_state=state)
+    model = prepared(strategy)
+    versions: list[Any] = []
+    if strategy.role == "rollout":
+        engine = TransformersEngine(model)
+        for _ in range(3):
+            strategy.receive_weights(engine)
+            versions.append((engine.version, copied(model.state_dict())))
+        return strategy.role, versions
+    optimizer: Any = strategy.create_optimizer(model, lr=1e-2)
+    for step in range(3):
+        train(strategy, model, optimizer, 1, first=step)
+        if state["backend"] == "stream" and optimizer._backend.lanes is not None:
+            delay = random_sleeps if strategy.device.type == "cuda" else random_delays
+            delay(optimizer._backend.lanes, seed=step)
+        version = strategy.publish_weights(model)
+        versions.append((version, copied(full_weights(model))))
+    return strategy.role, versions
+
+
+RESIDENT: dict[str, Any] = {"backend": "resident"}
+DEFERRED: dict[str, Any] = {"backend": "stream", "update": "next_forward", "ring_mib": 0.01}
+
+
+@pytest.mark.parametrize(
+    ("world_size", "sharding", "trained", "sent", "ranks", "state"),
+    [
+        (3, FSDP2, "bfloat16", "bfloat16", [0], RESIDENT),
+        (3, FSDP2, "float32", "bfloat16", [0], DEFERRED),
+        (3, HSDP, "bfloat16", "float32", [0], DEFERRED),
+        (3, DDP, "float32", "float16", 1, RESIDENT),
+        (3, SINGLE, "bfloat16", "float32", 2, DEFERRED),
+        (2, FSDP2, "float32", "float32", [0], RESIDENT),
+    ],
+    ids=["fsdp2", "fsdp2-deferred", "hsdp", "ddp", "single-to-two", "fsdp2-alone"],
+)
+def test_weights_arrive_as_they_are_cast(
+    pool: Pool,
+    world_size: int,
+    sharding: dict[str, Any],
+    trained: str,
+    sent: str,
+    ranks: Any,
+    state: dict[str, Any],
+) -> None:
+    outcomes = pool.run(
+        check_weights, world_size, sharding=sharding, trained=trained, sent=sent, ranks=ranks, state=state
+    )
+    published = next(versions for role, versions in outcomes if role == "trainer")
+    workers = [versions for role, versions in outcomes if role == "rollout"]
+    assert len(workers) == (len(ranks) if isinstance(ranks, list) else ranks)
+    for versions in workers:
+        assert [number for number, _ in versions] == [number for number, _ in published] == [1, 2, 3]
+        for (_, received), (_, weights) in zip(versions, published, strict=True):
+            assert received.keys() == weights.keys()
+            for name, tensor in received.items():
+                kept = name in ("rotary.frequencies", "norm.num_batches_tracked")
+                dtype = weights[name].dtype if kept else getattr(torch, sent)
+                assert tensor.dtype == dtype and torch.equal(tensor, weights[name].to(dtype)), name
+
+
+# -- memory -----------------------------------------------------------------------------------------------------------
+
+
+class Largest(TorchDispatchMode):
+    """The size of the largest plain tensor that any operation returned, in bytes."""
+
+    nbytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, (tuple, list)) else [result]:
+            if type(tensor) is Tensor:
+                self.nbytes = max(self.nbytes, tensor.numel() * tensor.itemsize)
+        return result
+
+
+class Deep(nn.Module):
+    """Twelve equal layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(12))
+
+
+def check_buffers(rank: int, world_size: int) -> tuple[str, int, int]:
+    """The largest buffer of one publication, and the bytes of a layer in fp32."""
+    strategy = load(FSDP2, FIRST, precision={"parameters": "float32"})
+    with torch.device("meta"):
+        made = Deep()
+    model = strategy.prepare_model(made, role=strategy.role)
+    engine = TransformersEngine(model)
+    layer = sum(parameter.numel() * 4 for parameter in Deep().layers[0].parameters())
+    with Largest() as largest:
+        if strategy.role == "rollout":
+            strategy.receive_weights(engine)
+        else:
+            strategy.publish_weights(model)
+    return strategy.role, largest.nbytes, layer
+
+
+def test_no_more_than_a_layer_is_gathered_or_received_at_once(pool: Pool) -> None:
+    for role, largest, layer in pool.run(check_buffers, 3):
+        assert 0 < largest <= layer, role
+
+
+def _never(*args: Any, **kwargs: Any) -> Any:
+    raise AssertionError("an async rollout worker came to the FSDP path")
+
+
+def check_what_a_worker_has(rank: int, world_size: int, folder: str) -> None:
+    """Inference weights, once, and an answer to every question about what it has not."""
+    strategy = load(FSDP2, FIRST, precision={"parameters": "float32"})
+    assert (strategy.role, strategy.is_main) == [("rollout", False), ("trainer", True)][rank]
+    if strategy.role == "trainer":
+        model = prepared(strategy)
+        assert strategy.fsdp_version(model) == 2
+        with pytest.raises(ConfigError, match="rank 1, whose role is 'trainer'"):
+            strategy.prepare_model(Model, role="rollout")
+        with pytest.raises(ConfigError, match="this one trains"):
+            strategy.receive_weights(TransformersEngine(Deep()))
+        strategy.save_checkpoint(Path(folder, "saved"), model)
+        strategy.publish_weights(model, version=7)
+        return
+    fsdp2.fully_shard, whole = _never, fsdp2.fully_shard
+    try:
+        model = prepared(strategy)
+    finally:
+        fsdp2.fully_shard = whole
+    assert type(model) is Model and strategy.fsdp_version(model) == 0 and not model.training
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+    engine = TransformersEngine(model)
+    assert strategy.receive_weights(engine, wait=True) == 7 == engine.version
+    assert strategy.receive_weights(engine, wait=False) is None
+    with strategy.release_device_memory():
+        pass
+    strategy.load_checkpoint(Path(folder, "saved"), model)
+    strategy.export_model(Path(folder, "exported"), model)
+    assert Path(folder, "exported", "model.safetensors").exists()
+    plain = nn.Linear(2, 2)
+    for what, call in {
+        "create_optimizer": lambda: strategy.create_optimizer(model),
+        "create_optimizer on": lambda: strategy.create_optimizer(plain),
+        "accumulate": lambda: strategy.accumulate(model),
+        "save_checkpoint": lambda: strategy.save_checkpoint(Path(folder, "none"), model),
+        "load_checkpoint with an optimizer": lambda: strategy.load_checkpoint(
+            Path(folder, "saved"), model, torch.optim.SGD(plain.parameters())
+        ),
+        "publish_weights": lambda: strategy.publish_weights(model),
+        "mesh()": lambda: strategy.mesh(),
+        "whose role is 'rollout'": lambda: strategy.prepare_model(Model),
+    }.items():
+        with pytest.raises(ConfigError, match=what.replace("(", r"\(").replace(")", r"\)")):
+            call()
+    assert not Path(folder, "none").exists()
+
+
+def test_an_async_rollout_worker_holds_inference_weights_and_nothing_else(pool: Pool, tmp_path: Path) -> None:
+    pool.run(check_what_a_worker_has, 2, folder=str(tmp_path))
+
+
+class Failing(TransformersEngine):
+    """On the second rank the first set breaks off."""
+
+    calls = 0
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        self.calls += 1
+        if self.calls == 2 and dist.get_rank() == 1:
+            raise OSError("no room")
+        super().load_weights(weights)
+
+
+def check_colocated(rank: int, world_size: int) -> None:
+    """Every trainer has an engine; what fails in one of them is told to all."""
+    strategy = Strategy.load({"sharding": FSDP2, "roles": {"rollout": {"parameters": "float32", "bucket_mib": SMALL}}})
+    torch.manual_seed(rank)
+    model = strategy.prepare_model(Model)
+    engine = Failing(strategy.prepare_model(Model, role="rollout"))
+    optimizer = strategy.create_optimizer(model, lr=1e-2)
+    train(strategy, model, optimizer, 1)
+    with pytest.raises(WeightTransferError, match=["trainer 1: OSError: no room", "OSError: no room"][rank]):
+        strategy.publish_weights(model, to=engine)
+    assert not engine.complete and engine.version is None
+    with strategy.release_device_memory():
+        assert strategy.publish_weights(model, to=engine) == 1 == engine.version
+    weights = copied(full_weights(model))
+    assert all(
+        torch.equal(tensor, weights[name].to(tensor.dtype))
+        for name, tensor in copied(engine.model.state_dict()).items()
+    )
+    train(strategy, model, optimizer, 1, first=1)
+
+
+def test_sharded_trainers_fill_the_engines_beside_them(pool: Pool) -> None:
+    pool.run(check_colocated, 2)
+
+
+# -- the ranks that train, among themselves ---------------------------------------------------------------------------
+
+
+def check_training(rank: int, world_size: int, sharding: dict[str, Any], roles: bool, folder: str) -> Any:
+    """The weights of two trainers after three steps, a checkpoint and its loading."""
+    strategy = load(sharding, FIRST) if roles else Strategy.load({"sharding": sharding})
+    if strategy.role == "rollout":
+        strategy.start()
+        return None
+    torch.manual_seed(0)
+    model = strategy.prepare_model(TinyTransformer())
+    optimizer = strategy.create_optimizer(model, lr=1e-2)
+    train(strategy, model, optimizer, 2)
+    strategy.save_checkpoint(Path(folder, str(roles)), model, optimizer)
+    train(strategy, model, optimizer, 3, first=5)
+    strategy.load_checkpoint(Path(folder, str(roles)), model, optimizer)
+    train(strategy, model, optimizer, 1, first=2)
+    loss_of(model, 9, 0, strategy.rank, strategy.device).backward()
+    norm = float(lightstep.global_grad_norm(model.parameters()))
+    reference = strategy.prepare_model(TinyTransformer, role="reference")
+    assert strategy.fsdp_version(reference) == strategy.fsdp_version(model)
+    loss = loss_of(reference, 3, 0, 0, strategy.device)
+    assert loss.grad_fn is None and not reference.training
+    assert all(parameter.grad is None and not parameter.requires_grad for parameter in reference.parameters())
+    for refused in (lambda: strategy.create_optimizer(reference), lambda: strategy.accumulate(reference)):
+        with pytest.raises(ConfigError, match="reference model: it has no gradients and no optimizer"):
+            refused()
+    return norm, full_weights(model), full_weights(reference)
+
+
+@pytest.mark.parametrize("sharding", [FSDP2, DDP], ids=["fsdp2", "ddp"])
+def test_two_of_three_ranks_train_as_two_of_two(pool: Pool, tmp_path: Path, sharding: dict[str, Any]) -> None:
+    _, *among = pool.run(check_training, 3, sharding=sharding, roles=True, folder=str(tmp_path))
+    alone = pool.run(check_training, 2, sharding=sharding, roles=False, folder=str(tmp_path))
+    for (norm, weights, reference), (norm_alone, weights_alone, _) in zip(among, alone, strict=True):
+        assert norm == norm_alone
+        assert all(torch.equal(weights[name], weights_alone[name]) for name in weights)
+        assert all(torch.equal(reference[name], among[0][2][name]) for name in reference)
+
+
+# -- what goes wrong --------------------------------------------------------------------------------------------------
+
+
+class Wider(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(2))
+        self.extra = nn.Parameter(torch.ones(2))
+
+
+class Unfinished(TransformersEngine):
+    """Whose first set of weights breaks off in the second bucket."""
+
+    buckets = 0
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        self.buckets += 1
+        if self.buckets == 2:
+            raise OSError("no room")
+        super().load_weights(weights)
+
+
+def check_failures(rank: int, world_size: int) -> None:
+    """Every trainer is told, nothing changes, and the next publication arrives."""
+    strategy = load(FSDP2, {**FIRST, "bucket_mib": SMALL})
+    impatient = load(FSDP2, {**FIRST, "timeout_s": 1.0})
+    impatient.start()
+    if strategy.role == "rollout":
+        model = prepared(strategy)
+        before = copied(model.state_dict())
+        other = strategy.prepare_model(Wider, role="rollout")
+        with pytest.raises(
+            WeightTransferError, match=r"gain .*\[1\] is published, and the engine has gain .*\[2\].*extra"
+        ):
+            strategy.receive_weights(TransformersEngine(other), timeout=60)
+        engine = Unfinished(model)
+        with pytest.raises(OSError, match="no room"):
+            strategy.receive_weights(engine, timeout=60)
+        for generate in (engine.generate, lambda: model(torch.zeros(1, 2, dtype=torch.long))):
+            with pytest.raises(WeightTransferError, match="half of a set"):
+                generate()
+        assert strategy.receive_weights(engine, timeout=60) == 1 and engine.complete
+        model(torch.zeros(1, 2, dtype=torch.long, device=strategy.device))
+        after = copied(model.state_dict())
+        assert not torch.equal(after["embed.weight"], before["embed.weight"])
+        with pytest.raises(WeightTransferError, match="no weights were published in time"):
+            strategy.receive_weights(engine, timeout=0.1)
+        dist.barrier()
+        dist.barrier()
+        with pytest.raises(TrainingEnded):  # an offer that nobody waits for any more is none
+            impatient.receive_weights(engine, timeout=60)
+        assert all(torch.equal(tensor, after[name]) for name, tensor in copied(model.state_dict()).items())
+        return
+    model = prepared(strategy)
+    optimizer = strategy.create_optimizer(model, lr=1e-2)
+    weights = copied(full_weights(model))
+    for expected in ("rank 0 cannot take these weights: gain", "rank 0 failed: OSError: no room"):
+        with pytest.raises(WeightTransferError, match=expected) as failure:
+            strategy.publish_weights(model)
+        assert failure.value.ranks == (0,)
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in copied(full_weights(model)).items())
+    strategy.publish_weights(model)
+    train(strategy, model, optimizer, 1)
+    dist.barrier()
+    began = time.monotonic()
+    with pytest.raises(WeightTransferError, match="did not answer within 1 s") as failure:
+        impatient.publish_weights(model)
+    assert failure.value.ranks == (0,) and time.monotonic() - began < TIMEOUT
+    train(strategy, model, optimizer, 1, first=1)
+    dist.barrier()
+    impatient.close()
+
+
+def test_failures_are_told_to_every_trainer_and_leave_complete_weights_or_none(pool: Pool) -> None:
+    pool.run(check_failures, 3)
+
+
+class Deadly(TransformersEngine):
+    """Whose process is killed when the second bucket of the second set arrives."""
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        if self.version == 1 and not self.complete:
+            os.kill(os.getpid(), signal.SIGKILL)
+        super().load_weights(weights)
+
+
+def check_death(rank: int, world_size: int, folder: str) -> None:
+    """The last rank is killed while it receives; the first two write down how it went on."""
+    strategy = load(SINGLE, {"bucket_mib": SMALL, "ranks": 2, "timeout_s": TIMEOUT})
+    if strategy.role == "rollout":
+        _receive_until_death(strategy, Deadly if rank == 2 else TransformersEngine, Path(folder))
+        return
+    model, twin = prepared(strategy), prepared(strategy)
+    optimizer, twin_optimizer = (strategy.create_optimizer(each, lr=1e-2) for each in (model, twin))
+    train(strategy, model, optimizer, 1)
+    strategy.publish_weights(model)
+    train(strategy, model, optimizer, 1, first=1)
+    began = time.monotonic()
+    with pytest.raises(WeightTransferError, match="rank 2 died or hangs") as failure:
+        strategy.publish_weights(model)
+    seconds = time.monotonic() - began
+    strategy.drop_rollout_workers(failure.value.ranks)
+    train(strategy, model, optimizer, 1, first=2)
+    version = strategy.publish_weights(model)
+    train(strategy, twin, twin_optimizer, 3)
+    same = all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), twin.state_dict().values(), strict=True))
+    strategy.save_checkpoint(Path(folder, "after"), model, optimizer)
+    report = {"ranks": failure.value.ranks, "seconds": seconds, "version": version, "same": same}
+    Path(folder, "trainer.json").write_text(json.dumps(report))
+
+
+def _receive_until_death(strategy: Strategy, make: type[TransformersEngine], folder: Path) -> None:
+    engine = make(prepared(strategy))
+    strategy.receive_weights(engine)
+    with pytest.raises(WeightTransferError, match="broke off"):
+        strategy.receive_weights(engine)
+    complete = engine.complete
+    strategy.receive_weights(engine)
+    (folder / "survivor.json").write_text(json.dumps({"complete": complete, "version": engine.version}))
+
+
+TIMEOUT = 10.0
+
+
+def test_a_worker_that_dies_costs_the_trainer_an_error_and_nothing_else(tmp_path: Path) -> None:
+    own = Pool(patience=60)  # its processes do not outlive this
+    with pytest.raises(AssertionError, match="the process ended"):
+        own.run(check_death, 3, folder=str(tmp_path))
+    trainer = json.loads((tmp_path / "trainer.json").read_text())
+    assert trainer["seconds"] < TIMEOUT + 5
+    assert trainer == {**trainer, "ranks": [2], "version": 2, "same": True}
+    survivor = json.loads((tmp_path / "survivor.json").read_text())
+    assert survivor == {**survivor, "version": 2}
+    assert (tmp_path / "after").is_dir()
+
+
+def check_updates_in_backward(rank: int, world_size: int) -> None:
+    """Between backward and step there are no weights of any step to publish."""
+    clipping = {"max_norm": 1.0, "scope": "unit"}
+    strategy = load(FSDP2, FIRST, optimizer_state={"backend": "resident", "update": "in_backward"}, clipping=clipping)
+    model = prepared(strategy)
+    if strategy.role == "rollout":
+        assert strategy.receive_weights(TransformersEngine(model)) == 1
+        return
+    optimizer = strategy.create_optimizer(model, lr=1e-2)
+    optimizer.backward(loss_of(model, 0, 0, 0, strategy.device))
+    with pytest.raises(RuntimeError, match="Call step"):
+        strategy.publish_weights(model)
+    optimizer.step()
+    strategy.publish_weights(model)
+
+
+def test_weights_between_backward_and_step_are_not_published(pool: Pool) -> None:
+    pool.run(check_updates_in_backward, 2)
+
+
+def check_ranks(rank: int, world_size: int) -> None:
+    for rollout, message in (
+        ({"ranks": 3}, "at least one has to be left to train"),
+        ({"ranks": [5]}, r"roles.rollout.ranks is \[5\] and 3 are running"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            load(FSDP2, rollout).start()
+    load(FSDP2).start()
+    with pytest.raises(ConfigError, match="the same roles"):
+        load(FSDP2, {"ranks": [0]}).start()
+
+
+def test_ranks_that_cannot_have_these_roles(pool: Pool) -> None:
+    pool.run(check_ranks, 3)
+
+
+# -- the example and the benchmark ------------------------------------------------------------------------------------
+
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "async_rollout.py"
+SHORT = "--warmup 2 --steps 4 --prompts 4 --group 2 --hidden 16 --layers 1 --output"
+
+
+def check_example(rank: int, world_size: int, folder: str) -> None:
+    spec = importlib.util.spec_from_file_location("async_rollout", EXAMPLE)
+    assert spec is not None and spec.loader is not None
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    sys.argv = [str(EXAMPLE), *SHORT.split(), folder]
+    example.main()
+
+
+def test_the_example_runs(pool: Pool, tmp_path: Path) -> None:
+    pool.run(check_example, 2, group=False, folder=str(tmp_path))
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert len(result["history"]) == 4 and (tmp_path / "rewards.png").stat().st_size > 0
+    trainer, worker = result["memory"]
+    assert (trainer["role"], worker["role"]) == ("trainer", "rollout")
+    assert (
+        trainer["weights"] == worker["weights"] > 0 == worker["optimizer"] == worker["gradients"] < trainer["optimizer"]
+    )
+
+
+class Answer:
+    """The end of a pipe that keeps what is sent."""
+
+    def __init__(self) -> None:
+        self.sent: list[dict[str, int]] = []
+
+    def send(self, figures: dict[str, int]) -> None:
+        self.sent.append(figures)
+
+
+def check_measured_memory(rank: int, world_size: int, params: int) -> list[dict[str, int]]:
+    device = "cuda" if torch.cuda.device_count() >= 2 else "cpu"
+    answer = Answer()
+    environment = {name: os.environ[name] for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
+    bench._run(
+        bench.Task(TrainedShape.near(params), device, 0),
+        bench.WITH if world_size == 2 else bench.WITHOUT,
+        environment,
+        answer,
+    )
+    return answer.sent
+
+
+def test_the_memory_of_a_worker_is_measured(pool: Pool, tmp_path: Path) -> None:
+    """Only what is above the allocator's and the libraries' noise: a model of 80 MB."""
+    trainer, (with_role,) = pool.run(check_measured_memory, 2, group=False, params=40_000_000)
+    assert trainer == []
+    weights = with_role["inference_weight_bytes"]
+    # Beyond the weights: one layer on its way, and what torch and transformers allocate once in a process.
+    assert weights < with_role["held_bytes"] + 1e6 and with_role["peak_bytes"] < 1.8 * weights
+    rows = [{"name": name, **with_role} for name in (bench.WITHOUT, bench.WITH)]
+    values = {
+        "rows": rows,
+        "reported": bench.REPORTED,
+        "model": {"parameters": 40_000_000},
+        "hardware": {"device": "CPU"},
+    }
+    bench.draw({**values, "command": "lightstep bench --roles", "date": "now"}, tmp_path / "roles.png")
+    console = Console(record=True, width=120, file=io.StringIO())
+    bench.print_table(values, console)
+    assert "22" in (text := console.export_text()) and bench.WITH in text and (tmp_path / "roles.png").exists()
+
+
+@pytest.mark.parametrize("option", ["--steps=3", "--iteration", "--strategies=stream", "--peers=all"])
+def test_bench_refuses_options_that_roles_do_not_use(option: str) -> None:
+    outcome = CliRunner().invoke(app, ["bench", "--roles", option], env={"COLUMNS": "200"})
+    assert outcome.exit_code == 2 and "does nothing for --roles" in outcome.output

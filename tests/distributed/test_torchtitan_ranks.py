@@ -1,0 +1,140 @@
+"""torchtitan's container over sharded parts and over pipeline stages: one norm, one decision."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from lightstep import Strategy
+from lightstep.integrations.torchtitan import OptimizersContainer
+from tests.distributed.ranks import Pool, device_of
+from tests.reference.plain_loop import ReferenceLoop
+from tests.unit.test_torchtitan import PARTS, Stage, loss_of, parameters_of, stages, train
+
+
+def whole(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor for tensor in tensors]
+
+
+def check_sharded(rank: int, world_size: int, folder: str) -> None:
+    """Parts that something else sharded, clipped by torch's own function over all of them."""
+
+    def build(create: Any) -> tuple[list[Stage], Any]:
+        parts = stages(*PARTS)
+        for part in parts:
+            for layer in part.layers.values():
+                fully_shard(layer)
+            fully_shard(part)
+        return parts, create(parts)
+
+    def train_and_resume(strategy: Strategy, path: Path) -> None:
+        expected, plain = build(lambda parts: torch.optim.AdamW(parameters_of(parts), lr=1e-2, fused=True))
+        parts, container = build(lambda parts: OptimizersContainer(strategy, parts, lr=1e-2))
+        assert train(container, parts, range(3)) == train(plain, expected, range(3))
+        dcp.save({"optimizer": container}, checkpoint_id=path)
+        later, other = build(lambda parts: OptimizersContainer(strategy, parts, lr=1e-2))
+        for one, another in zip(parameters_of(later), parameters_of(parts), strict=True):
+            one.detach().copy_(another.detach())
+        dcp.load({"optimizer": other}, checkpoint_id=path)
+        train(other, later, range(3, 6))
+        train(plain, expected, range(3, 6))
+        for one, another in zip(whole(parameters_of(later)), whole(parameters_of(expected)), strict=True):
+            assert torch.equal(one, another)
+
+    for backend in ("resident", "stream"):
+        values = {"precision": {"parameters": "float32"}, "clipping": {"max_norm": None}}
+        train_and_resume(Strategy.load({**values, "optimizer_state": {"backend": backend}}), Path(folder) / backend)
+
+
+def test_parts_that_are_sharded_already(pool: Pool, tmp_path: Path) -> None:
+    pool.run(check_sharded, 2, folder=str(tmp_path))
+
+
+def check_stages(rank: int, world_size: int) -> None:
+    """Two stages, on one rank each or in shards on two: the whole model's loop, stage by stage."""
+    device = device_of(rank, world_size)
+    number = rank * 2 // world_size
+    (part,) = stages(PARTS[number])
+    expected = nn.ModuleList(stages(*PARTS)).to(device, torch.bfloat16)
+    part = part.to(device, torch.bfloat16)
+    if world_size > 2:
+        mesh = init_device_mesh(device.type, (2, world_size // 2), mesh_dim_names=("pp", "dp"))
+        fully_shard(part, mesh=mesh["dp"])
+    strategy = Strategy.load({"clipping": {"max_norm": 0.1}})
+    container = OptimizersContainer(strategy, [part], lr=1e-2)
+    reference = ReferenceLoop([{"params": list(expected.parameters())}], torch.optim.AdamW, max_norm=0.1, lr=1e-2)
+    for step in range(4):
+        reference.backward(loss_of(list(expected), step, 0).to(device))
+        if step == 1:
+            reference.sums[expected[1].layers["3"].up.bias].fill_(math.inf)  # known to the second stage only
+        for mine, theirs in zip(part.parameters(), expected[number].parameters(), strict=True):
+            gradient = reference.sums[theirs].bfloat16()
+            if world_size > 2:
+                gradient = shard_like(mine, gradient)
+            mine.grad = gradient
+        result = container.step()
+        norms = [torch.zeros((), device=device) for _ in range(world_size)]
+        dist.all_gather(norms, result.grad_norm)
+        assert result.applied == (step != 1)
+        assert all(torch.equal(norm, norms[0]) for norm in norms) or step == 1
+        assert reference.step(result.grad_norm) == result.applied
+    assert reference.clipped_steps == 3
+    for mine, theirs in zip(whole(list(part.parameters())), expected[number].parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def shard_like(parameter: Any, gradient: Tensor) -> Tensor:
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(gradient, parameter.device_mesh, parameter.placements)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_pipeline_stages_have_one_norm(pool: Pool, ranks: int) -> None:
+    pool.run(check_stages, ranks)
+
+
+def check_copies(rank: int, world_size: int) -> None:
+    parts = stages(PARTS[0] if rank < 2 else PARTS[1])
+    with pytest.raises(ValueError, match=r"layers\.0\..* is on ranks \[0, 1\] and on no others"):
+        OptimizersContainer(Strategy.load({"clipping": {"max_norm": 0.1}}), [parts[0].bfloat16()], lr=1e-2)
+
+
+def test_plain_copies_of_a_stage_are_refused(pool: Pool) -> None:
+    pool.run(check_copies, 3)
+
+
+def check_prepared(rank: int, world_size: int) -> None:
+    """Parts that the strategy shards: fp32 gradients of 16-bit shards reach the one optimizer."""
+    values = {"sharding": {"kind": "fsdp2"}, "clipping": {"max_norm": 0.1}}
+    one = Strategy.load(values)
+    model = one.prepare_model(Stage(range(4)))
+    (source,) = stages([0, 1, 2, 3])
+    parts = [one.prepare_model(part) for part in stages(*PARTS)]
+    container = OptimizersContainer(one, parts, lr=1e-2)
+    for mine, theirs in zip(model.parameters(), source.parameters(), strict=True):
+        mine.detach().copy_(shard_like(mine, theirs.detach().bfloat16()))
+    optimizer = one.create_optimizer(model, lr=1e-2)
+    for step in range(3):
+        for micro in range(2):
+            for several, optimizers, module in ((parts, container, container.model), ([model], optimizer, model)):
+                with one.accumulate(module, last=micro == 1):
+                    optimizers.backward(loss_of(several, step, 10 * rank + micro) / 2)
+        results = container.step(), optimizer.step()
+        assert results[0] and torch.equal(results[0].grad_norm, results[1].grad_norm)
+    for mine, theirs in zip(whole(parameters_of(parts)), whole(list(model.parameters())), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_parts_that_the_strategy_shards(pool: Pool) -> None:
+    pool.run(check_prepared, 2)

@@ -1,0 +1,277 @@
+"""accelerate on one device: its own loop, the textbook loop's weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import ProjectConfiguration
+from torch import nn
+
+import lightstep
+from lightstep import ConfigError, Strategy
+from lightstep.integrations.accelerate import prepare
+from tests.reference.pair import FP16_SCALE
+from tests.reference.plain_loop import ReferenceLoop
+from tests.reference.tiny_model import TinyModel, loss_of
+
+VALUES: dict[str, Any] = {"sharding": {"kind": "single"}, "clipping": {"max_norm": 0.5}}
+FP16 = VALUES | {"precision": {"parameters": "float16", "loss_scale": FP16_SCALE}}
+STREAM = {"backend": "stream", "ring_mib": 0.05, "update": "next_forward"}
+OVERFLOWS = {2, 3}
+
+
+@pytest.fixture(autouse=True)
+def fresh_state(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """accelerate keeps its state for the life of a process. A GPU, if there is one, is left alone."""
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_, **__: None)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+class Training:
+    """What a user of accelerate has: two micro-batches a step, a scheduler, the norm for the logs."""
+
+    def __init__(self, values: dict[str, Any], seed: int = 0, **options: Any) -> None:
+        self.accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, **options)
+        self.strategy = Strategy.load(values)
+        torch.manual_seed(seed)
+        model = TinyModel()
+        optimizer = self.strategy.create_optimizer(model, torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
+        self.model, self.optimizer, self.scheduler = prepare(
+            self.accelerator, model, optimizer, scheduler, strategy=self.strategy
+        )
+        self.norms: list[torch.Tensor] = []
+        self.skipped: list[int] = []
+
+    def train(self, steps: range) -> None:
+        accelerator = self.accelerator
+        for step in steps:
+            for micro in range(2):
+                with accelerator.accumulate(self.model):
+                    loss = loss_of(self.model, step, micro)
+                    accelerator.backward(loss * (math.inf if step in OVERFLOWS and micro == 1 else 1.0))
+                    if accelerator.sync_gradients:
+                        self.norms.append(accelerator.clip_grad_norm_(self.model.parameters(), 0.5))
+                    self.optimizer.step()
+                    self.scheduler.step()
+                    self.optimizer.zero_grad()
+            if accelerator.optimizer_step_was_skipped:
+                self.skipped.append(step)
+            assert self.optimizer.step_was_skipped is accelerator.optimizer_step_was_skipped
+
+
+def same(tested: nn.Module, expected: nn.Module) -> None:
+    for (name, p), q in zip(tested.named_parameters(), expected.parameters(), strict=True):
+        assert torch.equal(p, q), f"{name} differs"
+
+
+@pytest.mark.parametrize("values", [VALUES | {"optimizer_state": STREAM}, FP16], ids=["bf16, overlap", "fp16"])
+def test_accelerate_s_loop_is_the_textbook_loop(values: dict[str, Any]) -> None:
+    training = Training(values)
+    training.train(range(6))
+    assert training.skipped == sorted(OVERFLOWS)
+    training.optimizer.synchronize()
+
+    torch.manual_seed(0)
+    model = Strategy.load(values).prepare_model(TinyModel())
+    loop = ReferenceLoop(
+        [{"params": list(model.parameters())}],
+        torch.optim.AdamW,
+        lr=1e-2,
+        weight_decay=0.1,
+        loss_scale=values.get("precision", {}).get("loss_scale", "none"),
+        max_norm=0.5,
+    )
+    scheduler = torch.optim.lr_scheduler.StepLR(loop.optimizer, 1, 0.9)
+    for step, norm in enumerate(training.norms):
+        for micro in range(2):
+            loss = loss_of(model, step, micro)
+            loop.backward(loss * (math.inf if step in OVERFLOWS and micro == 1 else 1.0) / 2)
+        if loop.step(norm):
+            scheduler.step()
+    assert loop.clipped_steps > 0
+    same(training.model, model)
+    assert training.scheduler.get_last_lr() == scheduler.get_last_lr()
+
+
+@pytest.mark.parametrize("values", [VALUES | {"optimizer_state": STREAM}, FP16], ids=["bf16, overlap", "fp16"])
+def test_save_state_and_load_state(tmp_path: Path, values: dict[str, Any]) -> None:
+    """With a skipped step behind it, and by the automatic names."""
+    project = ProjectConfiguration(project_dir=str(tmp_path), automatic_checkpoint_naming=True)
+    first = Training(values, project_config=project)
+    first.train(range(3))
+    first.accelerator.save_state()
+    first.train(range(3, 6))
+    assert (tmp_path / "checkpoints" / "checkpoint_0" / "lightstep" / "lightstep.json").is_file()
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    second = Training(values, seed=1, project_config=project)
+    second.accelerator.load_state()
+    second.train(range(3, 6))
+    for training in (first, second):
+        training.optimizer.synchronize()
+    same(second.model, first.model)
+    assert second.scheduler.get_last_lr() == first.scheduler.get_last_lr()
+    assert torch.equal(torch.stack(second.norms[-2:]), torch.stack(first.norms[-2:]))
+    assert second.optimizer.loss_scale.scale == first.optimizer.loss_scale.scale
+
+
+def test_a_state_that_plain_accelerate_saved(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    plain = Accelerator(cpu=True)
+    model = TinyModel().bfloat16()
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    model, optimizer = plain.prepare(model, torch.optim.AdamW(trainable, lr=1e-2))
+    plain.backward(loss_of(model, 0, 0))
+    optimizer.step()
+    plain.save_state(str(tmp_path))
+    AcceleratorState._reset_state(reset_partial_state=True)
+    accelerator, strategy = Accelerator(cpu=True), Strategy.load(VALUES)
+    other = TinyModel()
+    tested, ours = prepare(accelerator, other, strategy.create_optimizer(other, lr=1e-2), strategy=strategy)
+    accelerator.load_state(str(tmp_path))
+    same(tested, model)
+    assert len(ours.state_dict()["state"]) == len(optimizer.state_dict()["state"])
+
+
+def test_evaluation_without_and_prepare_with_an_optimizer() -> None:
+    """What is not trained is accelerate's own affair."""
+    training = Training(VALUES)
+    judge = training.accelerator.prepare(TinyModel())
+    assert next(judge.parameters()).dtype == torch.float32
+    loader = training.accelerator.prepare(torch.utils.data.DataLoader(list(range(4))))
+    assert len(list(loader)) == 4
+    assert isinstance(training.accelerator, Accelerator)
+
+
+def test_measuring_clips_nothing() -> None:
+    training = Training(VALUES | {"clipping": {"max_norm": None}})
+    training.accelerator.backward(loss_of(training.model, 0, 0))
+    norm = training.accelerator.clip_grad_norm_(training.model.parameters(), math.inf)
+    assert torch.equal(norm, training.optimizer.step().grad_norm)
+
+
+# -- what is refused
+
+
+def test_an_optimizer_of_another_library() -> None:
+    model, strategy = TinyModel(), Strategy.load(VALUES)
+    theirs: Any = torch.optim.AdamW(model.parameters())
+    with pytest.raises(TypeError, match=r"torch.optim.adamw.AdamW.*strategy.create_optimizer\(model, AdamW"):
+        prepare(Accelerator(cpu=True), model, theirs, strategy=strategy)
+
+
+def test_another_strategy_and_another_model() -> None:
+    model, strategy = TinyModel(), Strategy.load(VALUES)
+    optimizer = strategy.create_optimizer(model, lr=1e-2)
+    accelerator = Accelerator(cpu=True)
+    with pytest.raises(ValueError, match="not made by this strategy for this TinyModel"):
+        prepare(accelerator, model, optimizer, strategy=Strategy.load(VALUES))
+    with pytest.raises(ValueError, match="not made by this strategy for this TinyModel"):
+        prepare(accelerator, TinyModel(), optimizer, strategy=strategy)
+    with pytest.raises(TypeError, match="strategy is 'stream'; the Strategy that made the optimizer is needed"):
+        prepare(accelerator, model, optimizer, strategy="stream")  # type: ignore[arg-type]
+
+
+def test_one_model_and_one_optimizer() -> None:
+    training = Training(VALUES)
+    model = TinyModel()
+    second = training.strategy.create_optimizer(model, lr=1e-2)
+    with pytest.raises(ValueError, match=r"has an optimizer already .*accelerator.free_memory\(\)"):
+        prepare(training.accelerator, model, second, strategy=training.strategy)
+    training.accelerator.free_memory()
+    prepare(training.accelerator, model, second, strategy=training.strategy)
+
+
+@pytest.mark.parametrize(
+    ("mixed_precision", "message"),
+    [("fp16", r"mixed_precision is 'fp16', .*preset 'fp16'"), ("bf16", "which autocast would compute in bfloat16")],
+)
+def test_mixed_precision_beside_fp16_weights(mixed_precision: str, message: str) -> None:
+    accelerator = Accelerator(cpu=True, mixed_precision=mixed_precision)
+    model, strategy = TinyModel(), Strategy.load(FP16)
+    with pytest.raises(ConfigError, match=message):
+        prepare(accelerator, model, strategy.create_optimizer(model, lr=1e-2), strategy=strategy)
+
+
+@pytest.mark.parametrize(
+    ("max_norm", "norm_type", "message"),
+    [
+        (1.0, 2, r"clipping.max_norm 0.5 and norm_type 2.0.*'clipping.max_norm': 1.0"),
+        (0.5, 1, "norm_type=1"),
+    ],
+)
+def test_another_norm_than_the_strategy_s(max_norm: float, norm_type: float, message: str) -> None:
+    training = Training(VALUES)
+    training.accelerator.backward(loss_of(training.model, 0, 0))
+    with pytest.raises(ConfigError, match=message):
+        training.accelerator.clip_grad_norm_(training.model.parameters(), max_norm, norm_type)
+
+
+def test_clipping_at_the_wrong_place() -> None:
+    training = Training(VALUES)
+    accelerator, model = training.accelerator, training.model
+    with accelerator.accumulate(model):
+        accelerator.backward(loss_of(model, 0, 0))
+        with pytest.raises(RuntimeError, match=r"if accelerator.sync_gradients:"):
+            accelerator.clip_grad_norm_(model.parameters(), 0.5)
+    with pytest.raises(ValueError, match=r"without \d+ of the optimizer's parameters"):
+        accelerator.clip_grad_norm_(list(model.parameters())[:1], 0.5)
+    with pytest.raises(ConfigError, match=r"clip_grad_value_\(0.1\)"):
+        accelerator.clip_grad_value_(model.parameters(), 0.1)
+
+
+# -- the optimizer's part
+
+
+def test_the_norm_before_the_step() -> None:
+    strategy = Strategy.load(FP16)
+    model = strategy.prepare_model(TinyModel())
+    optimizer: Any = strategy.create_optimizer(model, lr=1e-2)
+    optimizer.backward(loss_of(model, 0, 0))
+    norm = optimizer.grad_norm()
+    assert torch.equal(norm, optimizer.grad_norm())
+    with pytest.raises(RuntimeError, match=r"backward\(\) between grad_norm\(\) and step\(\)"):
+        optimizer.backward(loss_of(model, 0, 1))
+    result = optimizer.step()
+    assert torch.equal(norm, result.grad_norm)
+    optimizer.backward(loss_of(model, 1, 0))
+    optimizer.grad_norm()
+    optimizer.zero_grad()
+    with pytest.warns(UserWarning, match="found no gradient"):
+        assert float(optimizer.step().grad_norm) == 0.0
+
+
+def test_there_is_no_norm_before_the_step_with_updates_in_backward() -> None:
+    values = VALUES | {"clipping": {"max_norm": None}, "optimizer_state": {"update": "in_backward"}}
+    strategy = Strategy.load(values)
+    model = strategy.prepare_model(TinyModel())
+    optimizer: Any = strategy.create_optimizer(model, lr=1e-2)
+    optimizer.backward(loss_of(model, 0, 0))
+    with pytest.raises(RuntimeError, match="read it from the result of step"):
+        optimizer.grad_norm()
+
+
+def test_loading_the_empty_state_leaves_the_parameters_free() -> None:
+    """Wrappers of optimizers load back what they find, long before the model is sharded."""
+    model, strategy = TinyModel(), Strategy.load(VALUES)
+    optimizer = strategy.create_optimizer(model, lr=1e-2)
+    assert isinstance(optimizer, lightstep.MixedPrecisionOptimizer)
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert not optimizer.is_set_up
+    strategy.prepare_model(model)
+    optimizer.backward(loss_of(model, 0, 0))
+    assert optimizer.step()
+    with pytest.raises(RuntimeError, match="shard the model before the first step"):
+        optimizer.start_over(strategy._make_backend(model))

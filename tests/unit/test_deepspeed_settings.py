@@ -1,0 +1,184 @@
+"""DeepSpeed's configuration from a strategy's, and what is refused: when the strategy is loaded, without DeepSpeed."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightstep import Strategy, available_strategies
+from lightstep.config import ConfigError
+from lightstep.optimizer.base import BaseOptimizer
+from lightstep.optimizer.deepspeed import DeepSpeedOptimizer
+
+DYNAMIC = {"kind": "dynamic", "init_scale": 1024, "growth_interval": 500, "hysteresis": 3, "min_scale": 4}
+
+
+def _load(sharding: Any = (), **sections: Any) -> Any:
+    return Strategy.load({"sharding": {"kind": "deepspeed", **dict(sharding)}, **sections})
+
+
+def test_every_key_arrives_where_deepspeed_reads_it() -> None:
+    plain = _load().deepspeed_config
+    assert plain["bf16"] == {"enabled": True} and plain["fp16"] == {"enabled": False}
+    assert plain["gradient_clipping"] == 1.0 and plain["zero_optimization"] == {"stage": 2}
+    assert plain["communication_data_type"] == "fp32" and plain["data_types"] == {"grad_accum_dtype": "fp32"}
+
+    half = _load(
+        {"stage": 3, "offload": "cpu"},
+        precision={"parameters": "float16", "loss_scale": DYNAMIC, "reduce": "parameters"},
+        clipping={"max_norm": None},
+    ).deepspeed_config
+    assert half["fp16"] == {
+        "enabled": True,
+        "loss_scale": 0,
+        "initial_scale_power": 10,
+        "loss_scale_window": 500,
+        "hysteresis": 3,
+        "min_loss_scale": 4,
+    }
+    assert half["gradient_clipping"] == 0.0 and half["communication_data_type"] == "fp16"
+    assert half["zero_optimization"] == {
+        "stage": 3,
+        "offload_optimizer": {"device": "cpu"},
+        "offload_param": {"device": "cpu"},
+    }
+    constant = _load(precision={"parameters": "float16", "loss_scale": {"kind": "constant", "scale": 512}})
+    assert constant.deepspeed_config["fp16"] == {"enabled": True, "loss_scale": 512.0}
+    assert not _load(precision={"parameters": "float32"}).deepspeed_config["bf16"]["enabled"]
+
+
+def test_the_other_engines_have_their_sections() -> None:
+    super_offload = _load({"stage": 3, "offload": "cpu", "superoffload": True}).deepspeed_config["zero_optimization"]
+    assert super_offload == {"stage": 3, "offload_optimizer": {"device": "cpu", "super_offload": True}}
+    zenflow = _load(
+        {"offload": "cpu", "zenflow": True, "config": {"zero_optimization": {"zenflow": {"topk_ratio": 0.1}}}}
+    )
+    assert zenflow.deepspeed_config["zero_optimization"]["zenflow"] == {"topk_ratio": 0.1}
+
+
+def test_deepspeed_understands_what_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DeepSpeed's own reader takes every kind of it, unknown keys refused."""
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    for sharding in (
+        {"stage": 1},
+        {"stage": 2, "offload": "cpu", "zenflow": True},
+        {"stage": 3, "offload": "cpu", "superoffload": True},
+    ):
+        section = _load(sharding).deepspeed_config["zero_optimization"]
+        read = DeepSpeedZeroConfig(**section)
+        assert int(read.stage) == sharding["stage"] and not read.model_extra
+        assert (read.zenflow is not None) == bool(sharding.get("zenflow"))
+        assert read.offload_optimizer is None or read.offload_optimizer.super_offload == bool(
+            sharding.get("superoffload")
+        )
+
+
+@pytest.mark.parametrize(
+    ("sections", "words"),
+    [
+        ({"optimizer_state": {"backend": "stream"}}, ["optimizer_state.backend stream", "sharding.offload: cpu"]),
+        ({"optimizer_state": {"ring_mib": 64}}, ["optimizer_state.ring_mib 64"]),
+        ({"clipping": {"norm_type": 1}}, ["clipping.norm_type is 1", "set it to 2.0"]),
+        ({"clipping": {"scope": "unit"}}, ["clipping.scope is unit", "set it to global"]),
+        ({"precision": {"parameters": "float32", "loss_scale": DYNAMIC}}, ["loss_scale is dynamic", "float32"]),
+        (
+            {"precision": {"parameters": "float16", "loss_scale": {**DYNAMIC, "init_scale": 1000}}},
+            ["1000", "power of 2"],
+        ),
+        (
+            {"precision": {"parameters": "float16", "loss_scale": {**DYNAMIC, "growth_factor": 4, "max_scale": 4096}}},
+            ["growth_factor is 4", "max_scale is 4096"],
+        ),
+        ({"precision": {"parameters": "float16", "loss_scale": {**DYNAMIC, "min_scale": 0.5}}}, ["min_scale is 0.5"]),
+        ({"sharding": {"kind": "deepspeed", "superoffload": True}}, ["superoffload needs stage 3", "stage is 2"]),
+        ({"sharding": {"kind": "deepspeed", "zenflow": True}}, ["zenflow", "offload is none", "offload: cpu"]),
+        (
+            {"sharding": {"kind": "deepspeed", "stage": 3, "offload": "cpu", "zenflow": True, "superoffload": True}},
+            ["superoffload and zenflow"],
+        ),
+        ({"sharding": {"kind": "deepspeed", "stage": 4}}, ["sharding.stage", "4", "1, 2, 3"]),
+    ],
+)
+def test_what_deepspeed_cannot_do_is_refused_in_one_sentence(sections: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Strategy.load({"sharding": {"kind": "deepspeed"}, **sections})
+    assert not [word for word in words if word not in str(caught.value)] and "\n" not in str(caught.value)
+
+
+def test_masters_cannot_be_left_out() -> None:
+    with pytest.warns(UserWarning, match="master_weights"), pytest.raises(ConfigError, match="master_weights is false"):
+        _load(precision={"master_weights": False})
+
+
+# -- DeepSpeed's own configuration
+
+
+def test_what_the_strategy_does_not_say_is_passed_on(tmp_path: Path) -> None:
+    own = {
+        "zero_optimization": {"stage": "auto", "reduce_bucket_size": 1000},
+        "gradient_clipping": "auto",
+        "train_micro_batch_size_per_gpu": 4,
+        "bf16": {"enabled": True},
+        "steps_per_print": 10,
+    }
+    (tmp_path / "ds.json").write_text(json.dumps(own))
+    for given in (own, str(tmp_path / "ds.json")):
+        merged = _load({"config": given}).deepspeed_config
+        assert merged["zero_optimization"] == {"stage": 2, "reduce_bucket_size": 1000}
+        assert merged["gradient_clipping"] == 1.0 and merged["steps_per_print"] == 10
+        assert merged["train_micro_batch_size_per_gpu"] == 4
+
+
+def test_what_contradicts_the_strategy_is_named_with_both_values() -> None:
+    own = {
+        "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
+        "fp16": {"enabled": True},
+        "gradient_clipping": 0.5,
+        "gradient_accumulation_steps": 4,
+        "optimizer": {"type": "AdamW"},
+        "scheduler": {"type": "WarmupLR"},
+    }
+    with pytest.raises(ConfigError) as caught:
+        _load({"config": own})
+    for words in (
+        "zero_optimization.stage is 3, and the strategy needs 2 (sharding.stage)",
+        "zero_optimization.offload_optimizer.device is 'cpu', and the strategy needs 'none' (sharding.offload)",
+        "fp16.enabled is True, and the strategy needs False (precision.parameters)",
+        "gradient_clipping is 0.5, and the strategy needs 1.0 (clipping.max_norm)",
+        "gradient_accumulation_steps is 4, and the strategy needs 1 (strategy.accumulate takes its place)",
+        "create_optimizer",
+        "schedulers are the caller's",
+    ):
+        assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"), [("{", "cannot be read as JSON"), ("[1]", "holds a list"), (None, "cannot")]
+)
+def test_a_file_that_is_no_configuration(tmp_path: Path, content: str | None, words: str) -> None:
+    if content is not None:
+        (tmp_path / "ds.json").write_text(content)
+    with pytest.raises(ConfigError, match=words):
+        _load({"config": str(tmp_path / "ds.json")})
+
+
+# -- without DeepSpeed
+
+
+def test_without_deepspeed_this_strategy_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "deepspeed", None)
+    for name in [name for name in available_strategies() if name.startswith("deepspeed")]:
+        strategy = Strategy.load(name)
+        with pytest.raises(ConfigError, match=r"pip install 'lightstep-optim\[deepspeed\]'"):
+            strategy.prepare_model(nn.Linear(2, 2))
+    other = Strategy.load("resident")
+    model = other.prepare_model(nn.Linear(2, 2))
+    assert isinstance(other.create_optimizer(model, torch.optim.AdamW, lr=1e-3), BaseOptimizer)
+    assert issubclass(DeepSpeedOptimizer, BaseOptimizer)

@@ -1,0 +1,103 @@
+"""The examples in README and docs/ run as they stand."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.snippets import CHECKOUT, Script, run_script, scripts_of
+
+PAGES = [CHECKOUT / "README.md", *sorted((CHECKOUT / "docs").glob("*.md"))]
+SCRIPTS = [script for page in PAGES for script in scripts_of(page)]
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=str)
+def test_an_example_runs(script: Script, tmp_path: Path) -> None:
+    status, output = run_script(script, tmp_path)
+    assert status == 0, f"{script.page}:{script.line}\n{output}"
+
+
+def test_the_example_of_lightning_fabric_runs(tmp_path: Path) -> None:
+    source = CHECKOUT / "examples" / "fabric.py"
+    script = Script(source, 1, "python", 0, source.read_text(encoding="utf-8").splitlines(), ("--steps", "2"))
+    status, output = run_script(script, tmp_path)
+    assert status == 0, output
+    assert "step 2: loss" in output
+    assert (tmp_path / "runs" / "fabric" / "lightstep.json").is_file()
+
+
+def test_pages_have_examples_that_run() -> None:
+    assert {"README.md", "index.md"} <= {script.page.name for script in SCRIPTS}
+
+
+PAGE = """
+text
+<!-- run
+hidden = 3
+-->
+```python
+shown = hidden + 1
+```
+
+```python
+never = run
+```
+
+<!-- run: continued -->
+```python
+print("sum", shown)
+{more}
+```
+"""
+
+
+def page(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "page.md"
+    path.write_text(text)
+    return path
+
+
+def run(path: Path) -> tuple[int, str]:
+    (script,) = scripts_of(path)
+    return run_script(script, path.parent)
+
+
+def test_a_block_goes_on_where_the_one_before_ended(tmp_path: Path) -> None:
+    assert run(page(tmp_path, PAGE.format(more=""))) == (0, "sum 4\n")
+
+
+def test_an_error_has_the_line_of_the_page(tmp_path: Path) -> None:
+    status, output = run(page(tmp_path, PAGE.format(more="unknown")))
+    assert status == 1
+    assert 'page.py", line 17, in <module>' in output and "NameError" in output
+
+
+def test_ranks_see_each_other_and_fail_together(tmp_path: Path) -> None:
+    code = (
+        "import torch.distributed as dist\ndist.init_process_group('gloo')\nprint('rank', dist.get_rank())\n"
+        "dist.barrier()\nassert dist.get_rank() == 1\ndist.barrier()"
+    )
+    status, output = run(page(tmp_path, f"<!-- run: torchrun 2 -->\n```python\n{code}\n```\n"))
+    assert status == 1
+    assert "rank 0" in output and "rank 1" in output and "AssertionError" in output
+
+
+def test_commands_run_until_one_fails(tmp_path: Path) -> None:
+    commands = "test -f examples/train.yaml\necho here\nfalse\necho there"
+    assert run(page(tmp_path, f"<!-- run -->\n```bash\n{commands}\n```\n")) == (1, "here\n")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("<!-- run: twice -->\n```python\n```\n", "page.md:1: 'run: twice'; allowed: run, run: continued"),
+        ("\n<!-- run -->\n\n```python\n```\n", "page.md:2: below this mark a ```python or ```bash block is needed"),
+        ("<!-- run -->\n```yaml\n```\n", "page.md:1: below this mark"),
+        ("<!-- run: continued -->\n```python\n```\n", "page.md:1: there is no python block that this one continues"),
+    ],
+)
+def test_a_mark_that_runs_nothing_is_an_error(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        scripts_of(page(tmp_path, text))

@@ -1,0 +1,313 @@
+"""Roles without other processes: the colocated rollout, engines, transports, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightstep import (
+    ConfigError,
+    RolloutEngine,
+    Strategy,
+    TransformersEngine,
+    WeightInfo,
+    WeightTransferError,
+    WeightTransport,
+)
+from lightstep.strategy.weight_transport import Bucket, buckets_of, refuse_mismatch
+from lightstep.trainer.ranks import join
+from tests.reference.tiny_model import TinyModel, loss_of
+
+FP32 = torch.float32
+
+
+def llama() -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        vocab_size=24,
+        tie_word_embeddings=True,
+        pad_token_id=0,
+    )
+    return LlamaForCausalLM(config)
+
+
+def bits(model: nn.Module) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+# -- a rollout beside the trainer -------------------------------------------------------------------------------------
+
+
+def test_a_colocated_engine_generates_with_the_weights_of_the_last_step() -> None:
+    strategy = Strategy.load("stream-overlap", overrides={"roles.rollout.parameters": "float32"})
+    model = strategy.prepare_model(llama)
+    optimizer = strategy.create_optimizer(model, lr=1e-2)
+    engine = TransformersEngine(strategy.prepare_model(llama, role="rollout"))
+    assert (strategy.role, engine.version, strategy.fsdp_version(engine.model)) == ("trainer", None, 0)
+    prompts = torch.randint(1, 24, (2, 5))
+    for version in (1, 2):
+        optimizer.backward(model(input_ids=prompts, labels=prompts).loss)
+        optimizer.step()
+        with strategy.release_device_memory():
+            assert strategy.publish_weights(model, to=engine) == version == engine.version
+            tokens = engine.generate(input_ids=prompts, max_new_tokens=3, do_sample=False)
+        assert tokens.shape == (2, 8)
+        for name, tensor in engine.model.state_dict().items():
+            assert tensor.dtype == FP32 and torch.equal(tensor, model.state_dict()[name].float()), name
+    with pytest.raises(ConfigError, match="a rollout model: it holds the inference weights and nothing else"):
+        strategy.create_optimizer(engine.model)
+
+
+def test_released_memory_comes_back_with_the_next_step() -> None:
+    def trained(release: bool) -> nn.Module:
+        torch.manual_seed(0)
+        strategy = Strategy.load("resident")
+        model = strategy.prepare_model(TinyModel())
+        optimizer = strategy.create_optimizer(model, lr=1e-2)
+        for step in range(3):
+            optimizer.backward(loss_of(model, step))
+            optimizer.step()
+            if release:
+                strategy.release_device_memory()
+        return model
+
+    for ours, plain in zip(trained(True).parameters(), trained(False).parameters(), strict=True):
+        assert torch.equal(ours, plain)
+
+
+def test_a_reference_model_is_there_for_forwards_alone() -> None:
+    strategy = Strategy.load("resident")
+    reference = strategy.prepare_model(TinyModel, role="reference")
+    assert loss_of(reference, 0).grad_fn is None and not reference.training
+    assert {parameter.dtype for parameter in reference.parameters()} == {torch.bfloat16}
+    for call in (lambda: strategy.create_optimizer(reference), lambda: strategy.publish_weights(reference)):
+        with pytest.raises(ConfigError, match="this TinyModel is a reference model"):
+            call()
+
+
+def test_publishing_to_nobody_and_receiving_without_workers() -> None:
+    strategy = Strategy.load("resident")
+    model = strategy.prepare_model(TinyModel)
+    with pytest.raises(ConfigError, match=r"publish_weights\(model, to=engine\)"):
+        strategy.publish_weights(model)
+    with pytest.raises(TypeError, match="to is a TinyModel"):
+        strategy.publish_weights(model, to=model)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"TransformersEngine\(model\)"):
+        strategy.receive_weights(model)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="for ranks whose role is 'rollout'"):
+        strategy.receive_weights(TransformersEngine(TinyModel()))
+    with pytest.raises(ValueError, match="version is -1"):
+        strategy.publish_weights(model, to=TransformersEngine(TinyModel()), version=-1)
+    with pytest.raises(ValueError, match=r"\[3\] are no rollout workers"):
+        strategy.drop_rollout_workers([3])
+
+
+def test_another_model_than_the_engine_has_is_refused_before_anything_is_written() -> None:
+    strategy = Strategy.load("fp32")
+    model, other = strategy.prepare_model(llama), strategy.prepare_model(TinyModel, role="rollout")
+    engine, before = TransformersEngine(other), bits(other)
+    with pytest.raises(
+        WeightTransferError, match=r"model.embed_tokens.weight .* unknown to the engine.*nothing was wri"
+    ):
+        strategy.publish_weights(model, to=engine)
+    assert engine.complete and all(torch.equal(tensor, before[name]) for name, tensor in bits(other).items())
+
+
+# -- other engines and transports -------------------------------------------------------------------------------------
+
+
+class Loader(RolloutEngine):
+    """As an engine with a ``load_weights`` of its own: takes any names, each of them once."""
+
+    def __init__(self, fails_at: int | None = None) -> None:
+        self.loaded: dict[str, Tensor] = {}
+        self.calls, self.finished, self._fails_at = 0, 0, fails_at
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cpu")
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        self.calls += 1
+        if self.calls == self._fails_at:
+            raise OSError("no room")
+        self.loaded |= {name: tensor.clone() for name, tensor in weights}
+
+    def finish_loading(self) -> None:
+        self.finished += 1
+
+
+def test_an_engine_that_loads_names_and_tensors() -> None:
+    strategy = Strategy.load("resident")
+    model, engine = strategy.prepare_model(llama), Loader()
+    strategy.publish_weights(model, to=engine, version=41)
+    names = [name for name in model.state_dict() if name != "lm_head.weight"]  # tied: goes by its first name
+    assert list(engine.loaded) == names and engine.finished == 1
+    assert engine.calls == 2 + 2, "layer by layer: embedding, two blocks, norm"
+    assert all(torch.equal(engine.loaded[name], model.state_dict()[name]) for name in names)
+    assert (engine.version, strategy.publish_weights(model, to=engine)) == (41, 42)
+
+
+def test_an_engine_with_half_of_a_set_generates_after_a_complete_one() -> None:
+    strategy = Strategy.load("resident")
+    model, engine = strategy.prepare_model(llama), Loader(fails_at=2)
+    with pytest.raises(WeightTransferError, match="OSError: no room"):
+        strategy.publish_weights(model, to=engine)
+    assert not engine.complete and engine.version is None and engine.finished == 0
+    with pytest.raises(WeightTransferError, match="half of a set"):
+        engine.check_complete()
+    strategy.publish_weights(model, to=engine)
+    engine.check_complete()
+
+
+class Recorder(WeightTransport):
+    """What it is called with, in order."""
+
+    def __init__(self, fails: str | None = None) -> None:
+        self.calls: list[str] = []
+        self.nbytes = 0
+        self._fails = fails
+
+    def _called(self, what: str) -> None:
+        self.calls.append(what)
+        if what == self._fails:
+            raise TimeoutError("the server is gone")
+
+    def begin(self, version: int, buckets: Sequence[Sequence[WeightInfo]]) -> None:
+        self._called("begin")
+
+    def send(self, bucket: Bucket) -> None:
+        self.nbytes += sum(tensor.nbytes for _, tensor in bucket)
+        self._called("send")
+
+    def finish(self) -> None:
+        self._called("finish")
+
+    def abort(self, reason: str) -> None:
+        assert "the server is gone" in reason
+        self.calls.append("abort")
+
+
+@pytest.mark.parametrize(
+    ("fails", "calls"),
+    [
+        (None, ["begin", "send", "send", "send", "send", "finish"]),
+        ("begin", ["begin", "abort"]),
+        ("send", ["begin", "send", "abort"]),
+        ("finish", ["begin", "send", "send", "send", "send", "finish", "abort"]),
+    ],
+)
+def test_a_transport_of_ones_own(fails: str | None, calls: list[str]) -> None:
+    strategy, transport = Strategy.load("resident"), Recorder(fails)
+    model = strategy.prepare_model(llama)
+    before = bits(model)
+    if fails is None:
+        assert strategy.publish_weights(model, to=transport) == 1
+        assert transport.nbytes == sum(parameter.nbytes for parameter in model.parameters())
+    else:
+        with pytest.raises(WeightTransferError, match="TimeoutError: the server is gone"):
+            strategy.publish_weights(model, to=transport)
+    assert transport.calls == calls
+    assert all(torch.equal(tensor, before[name]) for name, tensor in bits(model).items())
+
+
+def info(name: str, elements: int = 4, dtype: torch.dtype = FP32) -> WeightInfo:
+    return WeightInfo(tuple(name.split("=")), (elements,), dtype)
+
+
+def test_buckets_end_with_their_layer_and_at_the_limit() -> None:
+    infos = [info("a", 1), info("b", 2), info("c", 2), info("d", 9), info("e", 1), info("f", 1)]
+    found = buckets_of(infos, ["x", "x", "x", "x", "x", "y"], limit=16)
+    assert [[one.name for one in bucket] for bucket in found] == [["a", "b"], ["c"], ["d"], ["e"], ["f"]]
+
+
+def test_tensors_of_a_bucket_share_its_buffer() -> None:
+    infos = [info("a", 3, torch.bfloat16), info("b", 2, torch.int64), WeightInfo(("c",), (), FP32)]
+    bucket = Bucket(infos, torch.empty(1000, dtype=torch.uint8))
+    for number, (_, tensor) in enumerate(bucket):
+        tensor.fill_(number + 1)
+    copy = Bucket(infos, bucket.buffer.clone())
+    assert [(tensor.dtype, tensor.tolist()) for _, tensor in copy] == [
+        (torch.bfloat16, [1, 1, 1]),
+        (torch.int64, [2, 2]),
+        (FP32, 3),
+    ]
+    assert bucket.buffer.numel() == 48 == Bucket.nbytes_of(infos)
+
+
+@pytest.mark.parametrize(
+    ("offered", "expected", "message"),
+    [
+        (["a"], ["a", "b"], "the engine has b float32[4], which is not published"),
+        (["a", "b"], ["a"], "b float32[4] is published and unknown to the engine"),
+        (["a", "b"], ["a=b"], "a and b are published, and are one tensor in the engine"),
+        (["a=b"], ["a", "b"], None),
+        (["a=b"], ["b"], None),
+        (["a=b"], ["b=a"], None),
+    ],
+)
+def test_names_are_compared_with_what_is_tied(offered: list[str], expected: list[str], message: str | None) -> None:
+    def compare() -> None:
+        refuse_mismatch([info(name) for name in offered], [info(name) for name in expected])
+
+    if message is None:
+        compare()
+        return
+    with pytest.raises(ValueError, match="engine") as error:
+        compare()
+    assert str(error.value) == message
+
+
+def test_training_from_a_file_has_nothing_to_generate() -> None:
+    strategy = Strategy.load("fsdp2", overrides={"roles.rollout.mode": "async"})
+    with pytest.raises(ConfigError, match="lightstep train has nothing to generate"):
+        join(strategy)
+
+
+# -- the strategy file ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"roles": {"rollout": {"ranks": 1}}}, "rollout ranks 1 with mode sync"),
+        ({"roles": {"rollout": {"timeout_s": 5}}}, "rollout timeout_s 5.0 with mode sync"),
+        ({"roles": {"rollout": {"mode": "asynchronous"}}}, "did you mean 'async' or 'sync'"),
+        ({"roles": {"rollout": {"mode": "async", "ranks": []}}}, "at least one rank is needed"),
+        ({"roles": {"rollout": {"mode": "async", "ranks": [1, 1]}}}, "each once"),
+        ({"roles": {"rolout": {}}}, "unknown key 'roles.rolout'"),
+    ],
+)
+def test_roles_that_are_refused_in_a_file(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match="roles") as error:
+        Strategy.load(values)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("start", "message"),
+    [
+        (
+            lambda strategy: strategy.prepare_model(TinyModel),
+            "mode async needs a process for each worker, and this one",
+        ),
+        (lambda strategy: strategy.role, "roles.rollout.ranks is 1 and 1 is running"),
+    ],
+)
+def test_roles_need_processes(
+    monkeypatch: pytest.MonkeyPatch, start: Callable[[Strategy], object], message: str
+) -> None:
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    strategy = Strategy.load({"roles": {"rollout": {"mode": "async"}}})
+    with pytest.raises(ConfigError, match=message):
+        start(strategy)

@@ -1,0 +1,300 @@
+"""torchtitan's container of optimizers, in a loop of the shape of its ``train_step``."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+
+from lightstep import ConfigError, Strategy
+from lightstep.integrations.torchtitan import OptimizersContainer, optimizer_config
+from tests.distributed.models import Block
+from tests.reference.plain_loop import ReferenceLoop
+
+WIDTH = 7
+
+
+class Stage(nn.Module):
+    """One part of a model, its layers under the names that they have in the whole one."""
+
+    def __init__(self, layers: Sequence[int]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict({str(layer): Block(WIDTH) for layer in layers})
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        for layer in self.layers.values():
+            hidden = layer(hidden)
+        return hidden
+
+
+def stages(*layers: Sequence[int]) -> list[Stage]:
+    """The same weights however the layers are divided."""
+    torch.manual_seed(0)
+    whole = Stage(range(4))
+    parts = [Stage(part) for part in layers]
+    for part in parts:
+        for number in part.layers:
+            part.layers[number] = copy.deepcopy(whole.layers[number])
+    return parts
+
+
+PARTS = [[0, 1], [2, 3]]
+GROUPS = [{"pattern": r"norm|bias", "weight_decay": 0.0, "lr": 2e-2}, {"pattern": ".*", "betas": (0.9, 0.95)}]
+
+
+def loss_of(parts: Sequence[nn.Module], step: int, micro: int) -> Tensor:
+    hidden = torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(10 * step + micro))
+    hidden = hidden.to(next(parts[0].parameters()).dtype)
+    for part in parts:
+        hidden = part(hidden)
+    return hidden.float().square().mean()
+
+
+def parameters_of(parts: Sequence[nn.Module]) -> list[Tensor]:
+    return [parameter for part in parts for parameter in part.parameters()]
+
+
+def train(container: Any, parts: Sequence[nn.Module], steps: range, max_norm: float | None = 0.1) -> list[Tensor]:
+    """torchtitan's order: backward of its own, one norm over all parts, step; returns the norms."""
+    norms = []
+    for step in steps:
+        container.zero_grad()
+        for micro in range(2):
+            (loss_of(parts, step, micro) / 2).backward()
+        if max_norm is not None:
+            norms.append(torch.nn.utils.clip_grad_norm_(parameters_of(parts), max_norm, foreach=True))
+        container.step()
+    return norms
+
+
+class PlainContainer:
+    """What torchtitan does with ``torch.optim``: optimizers for each part, one after the other."""
+
+    def __init__(self, parts: Sequence[nn.Module], **hyperparameters: Any) -> None:
+        self.optimizers = [torch.optim.AdamW(self._groups(part), fused=True, **hyperparameters) for part in parts]
+
+    @staticmethod
+    def _groups(part: nn.Module) -> list[dict[str, Any]]:
+        named = list(part.named_parameters())
+        first = [item for item in named if re.search(GROUPS[0]["pattern"], item[0])]
+        rest = [item for item in named if not re.search(GROUPS[0]["pattern"], item[0])]
+        return [
+            {**{key: value for key, value in group.items() if key != "pattern"}, "params": params}
+            for group, params in zip(GROUPS, (first, rest), strict=True)
+        ]
+
+    def step(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def zero_grad(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+
+
+def strategy_for(backend: str = "resident", parameters: str = "float32", **values: Any) -> Strategy:
+    values = {"precision": {"parameters": parameters}, "clipping": {"max_norm": None}, **values}
+    return Strategy.load({"optimizer_state": {"backend": backend}, **values})
+
+
+def container_of(parts: Sequence[nn.Module], strategy: Strategy | None = None, **settings: Any) -> OptimizersContainer:
+    strategy = strategy or strategy_for()
+    for part in parts:
+        strategy.prepare_model(part)
+    return OptimizersContainer(strategy, parts, **{"param_groups": GROUPS, "lr": 1e-2, **settings})
+
+
+def same(mine: Sequence[Tensor], theirs: Sequence[Tensor]) -> None:
+    assert len(mine) == len(theirs) > 8
+    assert all(torch.equal(one, other) for one, other in zip(mine, theirs, strict=True))
+
+
+@pytest.mark.parametrize("backend", ["resident", "stream"])
+def test_a_loop_of_torchtitans_shape(backend: str) -> None:
+    parts, expected = stages(*PARTS), stages(*PARTS)
+    container, plain = container_of(parts, strategy_for(backend)), PlainContainer(expected, lr=1e-2)
+    norms = train(container, parts, range(5))
+    assert norms == train(plain, expected, range(5))
+    assert all(norm > 0.1 for norm in norms)
+    same(parameters_of(parts), parameters_of(expected))
+
+
+def test_one_norm_over_all_parts_when_the_strategy_clips() -> None:
+    parts, expected = stages(*PARTS), stages(*PARTS)
+    container = container_of(parts, strategy_for("stream", "bfloat16", clipping={"max_norm": 0.1}))
+    groups = PlainContainer._groups(nn.ModuleList(part.bfloat16() for part in expected))
+    unnamed = [{**group, "params": [parameter for _, parameter in group["params"]]} for group in groups]
+    reference = ReferenceLoop(unnamed, torch.optim.AdamW, max_norm=0.1, lr=1e-2)
+    for step in range(5):
+        for micro in range(2):
+            container.backward(loss_of(parts, step, micro) / 2)
+            reference.backward(loss_of(expected, step, micro) / 2)
+        result = container.step()
+        assert reference.step(result.grad_norm)
+    assert reference.clipped_steps == 5
+    same(parameters_of(parts), parameters_of(expected))
+
+
+def test_it_has_the_shape_that_torchtitan_works_with() -> None:
+    parts = stages(*PARTS)
+    container = container_of(parts)
+    assert len(container) == 1 and list(container) == container.optimizers
+    assert isinstance(container, torch.optim.Optimizer) and container.model_parts == parts
+    schedulers = [torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1)) for optimizer in container]
+    called: list[str] = []
+    container.register_step_pre_hook(lambda *_: called.append("before"))
+    container.register_step_post_hook(lambda *_: called.append("after"))
+    train(container, parts, range(2))
+    for scheduler in schedulers:
+        scheduler.step()
+    assert called == ["before", "after"] * 2
+    assert [group["lr"] for group in container.optimizer.param_groups] == [1e-2, 5e-3]
+    container.init_cache_state_dict()
+
+
+@pytest.mark.parametrize("parameters", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("trained", [False, True], ids=["fresh", "trained"])
+def test_a_checkpoint_goes_on_in_another_division(tmp_path: Path, parameters: str, trained: bool) -> None:
+    scale = {"kind": "dynamic", "init_scale": 64.0, "growth_interval": 3} if parameters == "float16" else "none"
+    settings: dict[str, Any] = {"precision": {"parameters": parameters, "loss_scale": scale, "reduce": "parameters"}}
+
+    def run(container: OptimizersContainer, parts: Sequence[nn.Module], steps: range) -> None:
+        for step in steps:
+            container.backward(loss_of(parts, step, 0))
+            assert container.step()
+
+    parts = stages(*PARTS)
+    container = container_of(parts, strategy_for(**settings))
+    run(container, parts, range(2 if trained else 0))
+    dcp.save({"optimizer": container}, checkpoint_id=tmp_path / "step", no_dist=True)
+    later = stages([0], [1, 2], [3])
+    for part, number in ((0, "0"), (1, "1"), (1, "2"), (2, "3")):
+        source = parts[int(number) // 2].layers[number]
+        later[part].layers[number].load_state_dict(source.state_dict())
+    other = container_of(later, strategy_for("stream", **settings))
+    dcp.load({"optimizer": other}, checkpoint_id=tmp_path / "step", no_dist=True)
+    run(container, parts, range(2, 6))
+    run(other, later, range(2, 6))
+    same(parameters_of(later), parameters_of(parts))
+    mine, theirs = other.state_dict(), container.state_dict()
+    assert mine.keys() == theirs.keys()
+    assert {key: value for key, value in mine.items() if key.startswith("loss_scale")} == {
+        key: value for key, value in theirs.items() if key.startswith("loss_scale")
+    }
+    assert any(key.startswith("loss_scale") for key in mine) == (parameters == "float16")
+
+
+def test_entries_of_fp32_weights_are_those_of_torch_optim() -> None:
+    parts, expected = stages(*PARTS), stages(*PARTS)
+    container, plain = container_of(parts), PlainContainer(expected, lr=1e-2)
+    for one, several in ((container, parts), (plain, expected)):
+        train(one, several, range(2))
+    flat = container.state_dict()
+    count = 0
+    for part, optimizer in zip(expected, plain.optimizers, strict=True):
+        for name, parameter in part.named_parameters():
+            for entry, value in optimizer.state[parameter].items():
+                assert torch.equal(flat[f"state.{name}.{entry}"], value)
+                count += 1
+            assert flat[f"param_groups.{name}.lr"] == (2e-2 if re.search(r"norm|bias", name) else 1e-2)
+    assert count == len([key for key in flat if key.startswith("state.")])
+
+
+def test_a_parameter_without_state_goes_on_without() -> None:
+    def build() -> tuple[list[nn.Module], OptimizersContainer]:
+        parts: list[nn.Module] = [*stages([0, 1]), nn.Linear(3, 3)]
+        return parts, container_of(parts)
+
+    parts, container = build()
+    train(container, parts[:1], range(2))
+    later, other = build()
+    other.load_state_dict(container.state_dict())
+    assert not other.optimizer.state[later[1].weight]
+    assert other.state_dict().keys() == container.state_dict().keys()
+
+
+WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "pattern": (
+        lambda: container_of(stages(*PARTS), param_groups=[{"pattern": "head"}]),
+        ValueError,
+        "the pattern 'head' matches none",
+    ),
+    "uncovered": (
+        lambda: container_of(stages(*PARTS), param_groups=[{"pattern": "bias"}]),
+        ValueError,
+        r"no pattern matches 12 trainable parameters \(first: layers\.0\.norm\.weight\)",
+    ),
+    "repeated": (
+        lambda: container_of(stages([0, 1], [1, 2])),
+        ValueError,
+        r"two model parts have a parameter 'layers\.1\.norm\.weight'",
+    ),
+    "next_forward": (
+        lambda: container_of(
+            stages(*PARTS), strategy_for(optimizer_state={"backend": "stream", "update": "next_forward"})
+        ),
+        ConfigError,
+        "there are 2 model parts; set it to 'at_step'",
+    ),
+    "no strategy": (lambda: OptimizersContainer("stream", stages(*PARTS)), TypeError, "one from Strategy.load"),  # type: ignore[arg-type]
+    "no list": (lambda: OptimizersContainer(strategy_for(), Stage([0])), TypeError, "a list of one or more modules"),  # type: ignore[arg-type]
+    "no parts": (lambda: OptimizersContainer(strategy_for(), []), TypeError, "a list of one or more modules"),
+    "another model": (
+        lambda: container_of(stages(*PARTS)).load_state_dict({}),
+        ValueError,
+        "no hyper-parameters of 12 parameters",
+    ),
+}
+
+
+@pytest.mark.parametrize(("call", "error", "message"), WRONG.values(), ids=WRONG)
+def test_refused(call: Callable[[], Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        call()
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torchtitan") is not None, reason="torchtitan is installed")
+def test_without_torchtitan_its_config_names_what_is_missing() -> None:
+    with pytest.raises(ModuleNotFoundError, match="torchtitan"):
+        optimizer_config("fp32-stream")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torchtitan") is None, reason="torchtitan is too heavy for CI")
+def test_torchtitans_own_trainer_builds_it() -> None:
+    from torchtitan.components import optimizer as titan
+    from torchtitan.components.optimizer import LRSchedulersContainer
+
+    groups = titan.default_adamw(lr=1e-2).param_groups
+    config = optimizer_config("fp32-stream", {"clipping.max_norm": None}, param_groups=groups)
+    assert isinstance(config, titan.OptimizersContainer.Config)
+    parts, expected = stages(*PARTS), stages(*PARTS)
+    container = config.build(model_parts=parts)
+    plain = titan.OptimizersContainer.Config(param_groups=groups).build(model_parts=expected)
+    assert isinstance(container, titan.OptimizersContainer)
+    schedules = [
+        LRSchedulersContainer.Config(warmup_steps=2).build(optimizers=c, training_steps=9) for c in (container, plain)
+    ]
+    for step in range(5):
+        for one, several, schedule in ((container, parts, schedules[0]), (plain, expected, schedules[1])):
+            train(one, several, range(step, step + 1))
+            schedule.step()
+    same(parameters_of(parts), parameters_of(expected))
+    mine, theirs = container.state_dict(), plain.state_dict()
+    assert {key for key in mine if key.startswith("state.")} == {key for key in theirs if key.startswith("state.")}
+    assert all(torch.equal(mine[key], theirs[key]) for key in mine if key.startswith("state."))
+    container.load_state_dict(theirs)
+    plain.load_state_dict(mine)
+    for overrides, message in (
+        ({}, "training.max_norm"),
+        ({"clipping.max_norm": None, "sharding.kind": "fsdp2"}, "torchtitan shards"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            optimizer_config("fp32-stream", overrides, param_groups=groups).build(model_parts=parts)

@@ -1,0 +1,403 @@
+"""LightstepTrainer on one device: the textbook loop's weights, the Trainer's conventions, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import Trainer, TrainerCallback, TrainingArguments, get_scheduler
+
+import lightstep
+from lightstep import ConfigError, Strategy
+from lightstep.integrations.accelerate import LightstepOptimizer
+from lightstep.integrations.transformers import LightstepMixin, LightstepTrainer
+from lightstep.optimizer.in_backward import InBackward
+from tests.reference.lion import Lion
+from tests.reference.pair import FP16_SCALE
+from tests.reference.plain_loop import ReferenceLoop
+from tests.reference.tiny_llama import Rows, make_llama, training_arguments
+
+BF16: dict[str, Any] = {"sharding": {"kind": "single"}, "clipping": {"max_norm": 0.5}}
+FP16: dict[str, Any] = {
+    "sharding": {"kind": "single"},
+    "precision": {"parameters": "float16", "loss_scale": FP16_SCALE},
+    "clipping": {"max_norm": 0.5},
+}
+FIGURES = ("loss", "grad_norm", "learning_rate", "loss_scale")
+STREAM = {"backend": "stream", "ring_mib": 0.05}
+
+
+@pytest.fixture(autouse=True)
+def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU, if there is one, is left alone."""
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_, **__: None)
+
+
+class Overflow(TrainerCallback):
+    """An inf in one gradient of these steps."""
+
+    def __init__(self, model: nn.Module, steps: set[int]) -> None:
+        self.steps, self.now = steps, False
+        bias = model.model.norm.weight
+        bias.register_hook(lambda grad: grad.index_fill(0, torch.tensor([0]), torch.inf) if self.now else None)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.now = state.global_step in self.steps
+
+
+class Ran:
+    """A Trainer that has trained, and what it logged at each step."""
+
+    def __init__(
+        self, folder: Path, strategy: Any, *, overflow: set[int] = frozenset(), arguments: Any = None, **options: Any
+    ) -> None:
+        model = make_llama()
+        callbacks = [Overflow(model, set(overflow))]
+        args = training_arguments(folder, train_sampling_strategy="sequential", **(arguments or {}))
+        self.trainer = LightstepTrainer(
+            model, args, strategy=strategy, train_dataset=Rows(), callbacks=callbacks, **options
+        )
+        self.trainer.train()
+        self.model = self.trainer.model
+        self.logs = [entry for entry in self.trainer.state.log_history if "grad_norm" in entry]
+
+
+def same_weights(tested: nn.Module, expected: nn.Module) -> None:
+    for (name, p), q in zip(tested.named_parameters(), expected.parameters(), strict=True):
+        assert torch.equal(p, q), f"{name} differs"
+
+
+def decay_groups(trainer: Trainer, model: nn.Module) -> list[dict[str, Any]]:
+    decayed = trainer.get_decay_parameter_names(model)
+    named = list(model.named_parameters())
+    return [
+        {"params": [p for name, p in named if name in decayed], "weight_decay": trainer.args.weight_decay},
+        {"params": [p for name, p in named if name not in decayed], "weight_decay": 0.0},
+    ]
+
+
+def micro_batches(step: int) -> list[dict[str, Tensor]]:
+    """Two batches of two rows, as a sequential sampler gives them; the 13 batches of an epoch end in a step of one."""
+    per_epoch = 7
+    first = step % per_epoch * 2
+    rows = Rows()
+    return [
+        {key: torch.stack([rows[2 * batch + i][key] for i in range(2)]) for key in ("input_ids", "labels")}
+        for batch in range(first, min(first + 2, 13))
+    ]
+
+
+def textbook(ran: Ran, values: dict[str, Any], dtype: torch.dtype, overflow: set[int] = frozenset()) -> ReferenceLoop:
+    """The same training without lightstep and without a Trainer; its losses and learning rates must be the logged."""
+    args = ran.trainer.args
+    model = make_llama()
+    for parameter in model.parameters():  # and not the rotary frequencies
+        parameter.data = parameter.data.to(dtype)
+    watch = Overflow(model, set(overflow))
+    loop = ReferenceLoop(
+        decay_groups(ran.trainer, model),
+        torch.optim.AdamW,
+        lr=args.learning_rate,
+        loss_scale=values.get("precision", {}).get("loss_scale", "none"),
+        max_norm=0.5,
+    )
+    scheduler = get_scheduler("linear", loop.optimizer, 0, args.max_steps)
+    for step, logged in enumerate(ran.logs):
+        batches = micro_batches(step)
+        items = sum(batch["labels"][..., 1:].ne(-100).sum() for batch in batches)
+        watch.now = step in watch.steps
+        total = torch.tensor(0.0)
+        for batch in batches:
+            loss = model(**batch, num_items_in_batch=items).loss
+            loop.backward(loss)
+            total += loss.detach()
+        assert logged["loss"] == float(total)
+        assert logged["learning_rate"] == scheduler.get_last_lr()[0]
+        assert logged["loss_scale"] == loop.loss_scale.scale
+        if loop.step(torch.tensor(logged["grad_norm"], dtype=torch.float32)):
+            scheduler.step()
+    same_weights(ran.model, model)
+    return loop
+
+
+@pytest.mark.parametrize("state", [{"backend": "resident"}, STREAM, {**STREAM, "update": "next_forward"}], ids=str)
+def test_weights_losses_and_norms_are_the_textbook_loop_s(tmp_path: Path, state: dict[str, Any]) -> None:
+    """Over the end of an epoch, whose last step has one micro-batch."""
+    ran = Ran(tmp_path, BF16 | {"optimizer_state": state}, arguments={"max_steps": 9})
+    assert textbook(ran, BF16, torch.bfloat16).clipped_steps > 5
+    assert isinstance(ran.trainer.optimizer, LightstepOptimizer)
+
+
+def test_a_skipped_step_does_not_advance_the_scheduler(tmp_path: Path) -> None:
+    ran = Ran(tmp_path, FP16, overflow={1, 2})
+    loop = textbook(ran, FP16, torch.float16, overflow={1, 2})
+    assert loop.skipped_steps == 2
+    assert ran.trainer.lr_scheduler.last_epoch == 3
+    assert [entry["loss_scale"] for entry in ran.logs] == [1024, 1024, 512, 256, 256]
+
+
+def test_updates_in_backward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers are updated in the last micro-batch, and only there: the weights are those of updates at the step."""
+    begun: list[int] = []
+    begin = InBackward.begin
+    monkeypatch.setattr(InBackward, "begin", lambda self, *args: (begun.append(1), begin(self, *args)))
+    values = {"sharding": {"kind": "single"}, "clipping": {"max_norm": None}}
+    late = Ran(tmp_path, values | {"optimizer_state": {"backend": "resident"}})
+    early = Ran(tmp_path, values | {"optimizer_state": {"backend": "resident", "update": "in_backward"}})
+    same_weights(early.model, late.model)
+    assert len(begun) == 5
+    # Each layer's part of the norm is added up in the order of backward: another last bit.
+    assert [e["grad_norm"] for e in early.logs] == pytest.approx([e["grad_norm"] for e in late.logs], rel=2e-6)
+
+
+def test_the_norm_is_read_only_when_it_is_logged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reads: list[int] = []
+
+    class Unread(Tensor):
+        """A norm that notices being read."""
+
+        def item(self) -> Any:
+            reads.append(1)
+            return super().item()
+
+    plain = lightstep.MixedPrecisionOptimizer.step
+
+    def step(self: Any, closure: Any = None) -> Any:
+        result = plain(self, closure)
+        result.grad_norm = result.grad_norm.as_subclass(Unread)
+        return result
+
+    monkeypatch.setattr(lightstep.MixedPrecisionOptimizer, "step", step)
+    ran = Ran(tmp_path, BF16, arguments={"max_steps": 4, "logging_steps": 2})
+    assert len(ran.logs) == 2
+    assert len(reads) == 2
+
+
+@pytest.mark.parametrize(
+    ("values", "file"),
+    [
+        (FP16 | {"optimizer_state": {"backend": "resident"}}, "optimizer.pt"),
+        (BF16 | {"optimizer_state": {**STREAM, "update": "next_forward"}}, "lightstep"),
+    ],
+    ids=["optimizer.pt", "lightstep"],
+)
+def test_a_resumed_run_equals_the_uninterrupted_one(tmp_path: Path, values: dict[str, Any], file: str) -> None:
+    """Shuffled rows, dropout, a skipped step before the checkpoint and the end of an epoch behind it."""
+    options = {"max_steps": 9, "save_strategy": "steps", "save_steps": 3}
+
+    def trainer(seed: int) -> LightstepTrainer:
+        model = make_llama(seed, attention_dropout=0.2)
+        args = training_arguments(tmp_path / "run", **options)
+        overflow = [Overflow(model, {1})]
+        return LightstepTrainer(model, args, strategy=values, train_dataset=Rows(), callbacks=overflow)
+
+    whole = trainer(0)
+    whole.train()
+    checkpoint = tmp_path / "run" / "checkpoint-3"
+    assert (checkpoint / file).exists()
+    second = trainer(1)
+    second.train(resume_from_checkpoint=str(checkpoint))
+    same_weights(second.model, whole.model)
+    figures = [
+        [
+            {k: v for k, v in entry.items() if k in ("loss", "grad_norm", "learning_rate", "loss_scale")}
+            for entry in logs
+        ]
+        for logs in (whole.state.log_history[:9], second.state.log_history[:9])
+    ]
+    assert figures[0] == figures[1]
+    tested, expected = (one.optimizer.optimizer.state_dict() for one in (second, whole))
+    torch.testing.assert_close(tested, expected, rtol=0, atol=0)  # bit for bit, nested
+
+
+def test_a_checkpoint_of_the_plain_trainer_is_continued(tmp_path: Path) -> None:
+    """Its AdamW's state and its weights: what comes is what lightstep's fp32 strategy would have made of all steps."""
+    options = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4, "max_grad_norm": 0.5}
+    plain = Trainer(make_llama(), training_arguments(tmp_path, **options), train_dataset=Rows())
+    plain.train()
+    values = BF16 | {"precision": {"parameters": "float32"}}
+    ours = LightstepTrainer(
+        make_llama(1), training_arguments(tmp_path, **options), strategy=values, train_dataset=Rows()
+    )
+    ours.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    # torch's clipping multiplies by a factor from a norm of norms: the last bit of the weights may differ.
+    for p, q in zip(ours.model.parameters(), plain.model.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-7)
+
+
+def test_evaluation_and_saved_weights_are_up_to_date(tmp_path: Path) -> None:
+    """With updates that wait for the next forward; `load_best_model_at_end` brings weights that masters follow."""
+    values = BF16 | {"optimizer_state": {**STREAM, "update": "next_forward"}}
+    ran = Ran(
+        tmp_path,
+        values,
+        eval_dataset=Rows(),
+        arguments={
+            "eval_strategy": "steps",
+            "eval_steps": 2,
+            "save_strategy": "steps",
+            "save_steps": 2,
+            "max_steps": 4,
+            "load_best_model_at_end": True,
+        },
+    )
+    trainer = ran.trainer
+    losses = {entry["step"]: entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry}
+    best = min(losses, key=lambda step: losses[step])
+    assert trainer.state.best_model_checkpoint == str(tmp_path / f"checkpoint-{best}")
+    assert trainer.evaluate()["eval_loss"] == losses[best]
+    assert trainer.predict(Rows()).metrics["test_loss"] == losses[best]
+    trainer.save_model(str(tmp_path / "saved"))
+    loaded = type(ran.model).from_pretrained(tmp_path / "saved", dtype="auto")
+    assert loaded.dtype == torch.bfloat16
+    same_weights(loaded, ran.model)
+
+
+def test_train_may_be_called_again(tmp_path: Path) -> None:
+    ran = Ran(tmp_path, BF16, arguments={"max_steps": 2})
+    first = [parameter.clone() for parameter in ran.model.parameters()]
+    ran.trainer.train()
+    assert not all(torch.equal(p, q) for p, q in zip(ran.model.parameters(), first, strict=True))
+
+
+# -- the Trainer's ways to choose an optimizer
+
+
+def test_the_arguments_choose_the_optimizer(tmp_path: Path) -> None:
+    ran = Ran(tmp_path, BF16, arguments={"max_steps": 1, "optim": "adagrad", "optim_args": None})
+    assert ran.trainer.optimizer.optimizer.optimizer_class is torch.optim.Adagrad
+    groups = ran.trainer.optimizer.param_groups
+    assert [group["weight_decay"] for group in groups] == [0.1, 0.0]
+    assert [len(group["params"]) for group in groups] == [16, 5]
+
+
+def test_a_class_with_arguments(tmp_path: Path) -> None:
+    ran = Ran(tmp_path, BF16, arguments={"max_steps": 1}, optimizer_cls_and_kwargs=(Lion, {"lr": 1e-3}))
+    assert ran.trainer.optimizer.optimizer.optimizer_class is Lion
+    assert ran.trainer.optimizer_cls_and_kwargs == (Lion, {"lr": 1e-3})
+
+
+def test_an_optimizer_and_a_scheduler_that_the_strategy_made(tmp_path: Path) -> None:
+    strategy, model = Strategy.load(BF16), make_llama()
+    optimizer = strategy.create_optimizer(model, torch.optim.SGD, lr=0.1)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    args = training_arguments(tmp_path, max_steps=2)
+    trainer = LightstepTrainer(model, args, strategy=strategy, train_dataset=Rows(), optimizers=(optimizer, scheduler))
+    trainer.train()
+    assert trainer.optimizer.optimizer is optimizer
+    assert optimizer.param_groups[0]["lr"] == 0.025
+    assert next(model.parameters()).dtype == torch.bfloat16
+
+
+def test_callbacks_get_the_wrapped_optimizer(tmp_path: Path) -> None:
+    seen = []
+
+    class Look(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
+            seen.append((type(optimizer), optimizer.result.applied, optimizer.memory_report()["parameters"]))
+
+    args = training_arguments(tmp_path, max_steps=1)
+    LightstepTrainer(make_llama(), args, strategy=BF16, train_dataset=Rows(), callbacks=[Look()]).train()
+    assert seen == [(LightstepOptimizer, True, sum(p.numel() for p in make_llama().parameters()))]
+
+
+def test_the_mixin_stands_in_front_of_other_trainers(tmp_path: Path) -> None:
+    """A class of the shape of TRL's: its own loss, its own backward, its own log."""
+
+    class Own(Trainer):
+        def __init__(self, model: Any, args: Any, beta: float = 1.0, **kwargs: Any) -> None:
+            self.beta = beta
+            super().__init__(model=model, args=args, **kwargs)
+
+        def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+            with self.compute_loss_context_manager():
+                loss = self.beta * self.compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
+            self.accelerator.backward(loss)
+            return loss.detach()
+
+        def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+            super().log({**logs, "beta": self.beta}, start_time)
+
+    class Mixed(LightstepMixin, Own):
+        pass
+
+    args = training_arguments(tmp_path, train_sampling_strategy="sequential")
+    trainer = Mixed(make_llama(), args, beta=1.0, strategy=BF16, train_dataset=Rows())
+    trainer.train()
+    expected = Ran(tmp_path, BF16)
+    same_weights(trainer.model, expected.model)
+    entry = trainer.state.log_history[0]
+    assert entry["beta"] == 1.0
+    assert entry["grad_norm"] == expected.logs[0]["grad_norm"]
+
+
+def test_bf16_is_autocast_around_the_forward(tmp_path: Path) -> None:
+    """The dtype of the weights stays the strategy's."""
+    values = BF16 | {"precision": {"parameters": "float32"}}
+    ran = Ran(tmp_path, values, arguments={"bf16": True, "max_steps": 2})
+    assert ran.model.dtype == torch.float32
+    plain = Ran(tmp_path, values, arguments={"max_steps": 2})
+    assert ran.logs[0]["loss"] != plain.logs[0]["loss"]
+    # bfloat16 has 8 bits: rounding errors of a forward are of the order of 2^-8.
+    assert ran.logs[0]["loss"] == pytest.approx(plain.logs[0]["loss"], rel=2**-8)
+
+
+# -- what is refused
+
+
+def trainer_of(folder: Path, strategy: Any = "resident", *, options: Any = None, **arguments: Any) -> LightstepTrainer:
+    args = training_arguments(folder, **arguments)
+    return LightstepTrainer(make_llama(), args, strategy=strategy, train_dataset=Rows(), **(options or {}))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"fp16": True}, "fp16=True in TrainingArguments scales the loss with a GradScaler of its own"),
+        ({"max_grad_norm": 0.3}, r"max_grad_norm=0.3 .* clipping.max_norm 1.0 .*'clipping.max_norm': 0.3"),
+        ({"max_grad_norm": 0.0}, r"max_grad_norm=0.0 .*'clipping.max_norm': None"),
+    ],
+    ids=str,
+)
+def test_arguments_that_contradict_the_strategy(tmp_path: Path, arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        trainer_of(tmp_path, **arguments)
+
+
+def test_the_same_norm_twice_is_no_contradiction(tmp_path: Path) -> None:
+    trainer_of(tmp_path, Strategy.load("resident", {"clipping.max_norm": 0.3}), max_grad_norm=0.3)
+    trainer_of(tmp_path, Strategy.load("resident", {"clipping.max_norm": None}), max_grad_norm=0.0)
+
+
+def test_ddp_arguments_are_the_strategy_s(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"ddp_bucket_cap_mb=50 .* sharding.bucket_mib 25"):
+        trainer_of(tmp_path, "ddp", ddp_bucket_cap_mb=50)
+
+
+def test_an_optimizer_of_another_library(tmp_path: Path) -> None:
+    model = make_llama()
+    theirs = torch.optim.AdamW(model.parameters())
+    args = training_arguments(tmp_path)
+    with pytest.raises(TypeError, match=r"torch.optim.adamw.AdamW.*strategy.create_optimizer\(model, AdamW"):
+        LightstepTrainer(model, args, strategy="resident", train_dataset=Rows(), optimizers=(theirs, None))
+    other = Strategy.load("resident").create_optimizer(model, lr=1e-3)
+    with pytest.raises(ValueError, match="made by another strategy or for another model"):
+        LightstepTrainer(model, args, strategy="resident", train_dataset=Rows(), optimizers=(other, None))
+
+
+def test_an_optimizer_that_is_more_than_element_wise(tmp_path: Path) -> None:
+    class Half:  # a factory, as the Trainer takes them
+        def __call__(self, model: nn.Module, **kwargs: Any) -> Any:
+            raise AssertionError
+
+    options = {"optimizer_cls_and_kwargs": (Half, {"lr": 0.1})}
+    trainer = trainer_of(tmp_path, options=options)
+    with pytest.raises(
+        ConfigError, match=r"optimizer_cls_and_kwargs is Half .* any element-wise torch.optim.Optimizer"
+    ):
+        trainer.train()
+    with pytest.raises(TypeError, match="strategy"):
+        LightstepTrainer(make_llama(), TrainingArguments(output_dir=str(tmp_path), use_cpu=True))
