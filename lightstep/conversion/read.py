@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from lightstep.conversion.from_dcp import METADATA, read_dcp
+from lightstep.conversion.from_engine import is_engine_checkpoint, read_engine_checkpoint
 from lightstep.conversion.from_lightrft import is_lightrft, rank_files, read_lightrft
 from lightstep.conversion.from_lightstep import read_lightstep
 from lightstep.conversion.from_torch import is_trainer_checkpoint, read_torch_file, read_trainer_checkpoint
@@ -39,7 +40,8 @@ def _read(path: Path, naming: Naming) -> TrainingState:
         content = load_file(path)
         return read_lightrft(path, naming) if is_lightrft(content) else read_torch_file(path, naming)
     if not path.is_dir() or (path / MANIFEST).is_file():
-        return read_lightstep(find_checkpoint(path))
+        whole = find_checkpoint(path)
+        return read_engine_checkpoint(whole) if is_engine_checkpoint(whole) else read_lightstep(whole)
     folder = _tagged(path)
     if (folder / PARAMETERS).is_dir():
         return read_universal(folder)

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightstep import Strategy
 from tests.reference.converted_run import ADAMW, AFTER, BEFORE, SCALE, make_groups, make_net, tokens
 
 CLIENT = {"epoch": 3, "order": [1, 2]}
@@ -250,3 +251,32 @@ def scale_histories(
                 scales.append(float(scaler.cur_scale))
             found.append([scales, vars(scaler)])
     return found
+
+
+def under_strategy(
+    rank: int, world_size: int, stage: int, steps: Iterable[int], save: str | None = None, load: str | None = None
+) -> dict[str, Tensor]:
+    """The run under our own DeepSpeed strategy; its weights at the end."""
+    with deepspeed_on_cpu():
+        strategy = Strategy.load(
+            {
+                "sharding": {"kind": "deepspeed", "stage": stage},
+                "precision": {"parameters": "bfloat16"},
+                "clipping": {"max_norm": None},
+            }
+        )
+        model = strategy.prepare_model(make_net())
+        optimizer = strategy.create_optimizer(model, param_groups=make_groups(model), **ADAMW)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+        if load is not None:
+            strategy.load_checkpoint(load, model, optimizer, scheduler)
+        for step in steps:
+            with strategy.accumulate(model):
+                optimizer.backward(model(tokens(step)))
+            if optimizer.step():
+                scheduler.step()
+        if save is not None:
+            strategy.save_checkpoint(save, model, optimizer, scheduler, {"epoch": 3})
+        weights = {name: p.detach().clone() for name, p in strategy.unwrap_model(model).named_parameters()}
+        strategy.close()
+    return weights

@@ -153,6 +153,26 @@ def test_other_layouts_of_deepspeed(pool: Pool, tmp_path: Path) -> None:
         assert [group.names for group in state.groups or ()] == names_in_groups()
 
 
+def test_checkpoints_of_the_deepspeed_strategy_go_both_ways(pool: Pool, tmp_path: Path) -> None:
+    """Ours with DeepSpeed's files in it, to another strategy and back to DeepSpeed on another number of ranks."""
+    pool.run(deepspeed_runs.under_strategy, 2, stage=2, steps=BEFORE, save=str(tmp_path / "engine"))
+    run = Run("bfloat16").train(BEFORE)
+    state = convert_checkpoint(tmp_path / "engine", tmp_path / "converted", "lightstep")
+    loaded = Run("bfloat16")
+    assert loaded.load(tmp_path / "converted") == {"epoch": 3, "deepspeed": state.extra["deepspeed"]}
+    for mine, theirs in ((loaded, run), (loaded.train(AFTER), run.train(AFTER))):
+        found, expected = mine.content(), theirs.content()
+        assert not differences(found["groups"], expected["groups"])
+        assert found["scheduler"] == expected["scheduler"]
+        for name, entries in expected["state"].items():
+            if name not in UNUSED:
+                assert not differences(found["state"][name], entries), name
+    convert_checkpoint(tmp_path / "engine", tmp_path / "u", "deepspeed-universal")
+    weights = pool.run(deepspeed_runs.under_strategy, 1, stage=1, steps=AFTER, load=str(tmp_path / "u"))[0]
+    trained = {n: p.detach() for n, p in run.model.named_parameters() if n not in UNUSED}
+    assert not differences({name: weights[name] for name in trained}, trained)
+
+
 def names_in_groups() -> list[list[str]]:
     net = make_net()
     names = {parameter: name for name, parameter in net.named_parameters()}
