@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
+import gc
 import importlib
 import os
 from collections.abc import Iterable, Iterator
@@ -38,9 +39,11 @@ def deepspeed_on_cpu() -> Iterator[Any]:
     # Stage 3 numbers modules in a process and compares the numbers over ranks, which have run other checks before.
     Init.param_id = 0
     DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__ = ([0],)
+    gc.freeze()  # DeepSpeed collects garbage several times for each engine
     try:
         yield deepspeed
     finally:
+        gc.unfreeze()
         importlib.reload(deepspeed.utils.groups)
         deepspeed.comm.comm.cdb = None
 
@@ -257,7 +260,7 @@ def under_strategy(
     rank: int, world_size: int, stage: int, steps: Iterable[int], save: str | None = None, load: str | None = None
 ) -> dict[str, Tensor]:
     """The run under our own DeepSpeed strategy; its weights at the end."""
-    with deepspeed_on_cpu():
+    with deepspeed_on_cpu() as deepspeed:
         strategy = Strategy.load(
             {
                 "sharding": {"kind": "deepspeed", "stage": stage},
@@ -277,6 +280,8 @@ def under_strategy(
                 scheduler.step()
         if save is not None:
             strategy.save_checkpoint(save, model, optimizer, scheduler, {"epoch": 3})
-        weights = {name: p.detach().clone() for name, p in strategy.unwrap_model(model).named_parameters()}
+        parameters = dict(strategy.unwrap_model(model).named_parameters())
+        with deepspeed.zero.GatheredParameters(list(parameters.values()), enabled=stage == 3):
+            weights = {name: parameter.detach().clone() for name, parameter in parameters.items()}
         strategy.close()
     return weights

@@ -168,9 +168,11 @@ def test_checkpoints_of_the_deepspeed_strategy_go_both_ways(pool: Pool, tmp_path
             if name not in UNUSED:
                 assert not differences(found["state"][name], entries), name
     convert_checkpoint(tmp_path / "engine", tmp_path / "u", "deepspeed-universal")
-    weights = pool.run(deepspeed_runs.under_strategy, 1, stage=1, steps=AFTER, load=str(tmp_path / "u"))[0]
     trained = {n: p.detach() for n, p in run.model.named_parameters() if n not in UNUSED}
-    assert not differences({name: weights[name] for name in trained}, trained)
+    for world_size, stage in ((1, 1), (2, 3)):
+        arguments = {"stage": stage, "steps": AFTER, "load": str(tmp_path / "u")}
+        weights = pool.run(deepspeed_runs.under_strategy, world_size, **arguments)[0]
+        assert not differences({name: weights[name] for name in trained}, trained)
 
 
 def names_in_groups() -> list[list[str]]:
