@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import logging
 import os
 import sys
@@ -84,6 +85,71 @@ def bench(context: typer.Context) -> None:
     command = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     command.command()(body)
     command(args=context.args, prog_name="lightstep bench")
+
+
+_checkpoints = typer.Typer(help="Look into checkpoints, and convert them between libraries.", no_args_is_help=True)
+app.add_typer(_checkpoints, name="checkpoint")
+
+_Source = Annotated[
+    Path, typer.Argument(metavar="SRC", help="A checkpoint of lightstep, DeepSpeed, torch or LightRFT.")
+]
+_Model = Annotated[
+    Path | None, typer.Option(help="Folder with the model's config.json, when SRC does not name its parameters.")
+]
+_Names = Annotated[
+    Path | None, typer.Option(help="JSON list of the parameters' names in the optimizer's order, for the same.")
+]
+
+
+class Format(enum.StrEnum):
+    """What a checkpoint can be converted to."""
+
+    LIGHTSTEP = "lightstep"
+    TORCH = "torch"
+    DEEPSPEED_UNIVERSAL = "deepspeed-universal"
+
+
+@_checkpoints.command()
+def convert(
+    source: _Source,
+    destination: Annotated[Path, typer.Argument(metavar="DST", help="A new folder; for torch a file, such as run.pt.")],
+    to: Annotated[Format, typer.Option(help="The format of DST.")],
+    model: _Model = None,
+    names: _Names = None,
+    strategy: Annotated[
+        str | None, typer.Option(help="The run's strategy, for the settings of its dynamic loss scale.")
+    ] = None,
+    debug: _Debug = False,
+) -> None:
+    """Convert a checkpoint: weights, masters, optimizer state, groups, loss scale, scheduler and extra, bit for bit."""
+    with _one_sentence(debug):
+        from lightstep.conversion import convert_checkpoint
+
+        state = convert_checkpoint(source, destination, to.value, model=model, names=names, strategy=strategy)
+    for note in state.notes:
+        sys.stderr.write(f"note: {note}\n")
+    sys.stdout.write(f"{source} ({state.format}) → {destination} ({to.value})\n")
+
+
+@_checkpoints.command()
+def inspect(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A checkpoint's folder, or its file.")],
+    model: _Model = None,
+    names: _Names = None,
+    debug: _Debug = False,
+) -> None:
+    """Say what is in a checkpoint, and whether it is complete."""
+    with _one_sentence(debug):
+        from rich import box
+        from rich.console import Console
+        from rich.table import Table
+
+        from lightstep.conversion import describe_checkpoint
+
+        table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_header=False)
+        for row in describe_checkpoint(folder, model=model, names=names):
+            table.add_row(*row)
+    Console().print(table)
 
 
 def _strategies_table() -> Table:

@@ -99,7 +99,15 @@ def _load_engine(folder: Path, tag: str, optimizer: DeepSpeedOptimizer) -> dict[
         _, client = engine.load_checkpoint(str(folder), tag=tag, load_lr_scheduler_states=False)
     finally:
         engine._config.load_universal_checkpoint = False
+    _separate_step_counts(engine.optimizer.optimizer)
     return dict(client)
+
+
+def _separate_step_counts(optimizer: torch.optim.Optimizer) -> None:
+    """Stage 3 puts one tensor into the state of every group, and each group's update would count it up."""
+    for entries in optimizer.state.values():
+        if isinstance(entries.get("step"), torch.Tensor):
+            entries["step"] = entries["step"].clone()
 
 
 def _apply(

@@ -31,7 +31,8 @@ MAY_IMPORT["lightstep"] = MAY_IMPORT["strategy"] | {"strategy"}
 MAY_IMPORT["integrations"] = MAY_IMPORT["lightstep"] | {"lightstep"}
 MAY_IMPORT["trainer"] = MAY_IMPORT["integrations"] | {"integrations"}
 MAY_IMPORT["bench"] = MAY_IMPORT["trainer"] | {"trainer"}
-MAY_IMPORT["cli"] = MAY_IMPORT["bench"] | {"bench"}
+MAY_IMPORT["conversion"] = MAY_IMPORT["lightstep"] | {"lightstep"}
+MAY_IMPORT["cli"] = MAY_IMPORT["bench"] | {"bench", "conversion"}
 MAY_IMPORT["__main__"] = {"cli"}
 
 # Libraries that are kept out of the lower parts. distributed.py alone knows DTensors, meshes and process groups there.

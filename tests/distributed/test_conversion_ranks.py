@@ -1,0 +1,307 @@
+"""Conversions from and to DeepSpeed and LightRFT, with files that several processes wrote."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightstep import DynamicLossScale, Strategy
+from lightstep.conversion import convert_checkpoint, read_checkpoint, scales
+from lightstep.conversion.state import TrainingState
+from lightstep.strategy.checkpoint import CheckpointError
+from tests.distributed import deepspeed_runs, lightrft_runs
+from tests.distributed.ranks import Pool
+from tests.reference.converted_run import ADAMW, AFTER, BEFORE, Run, differences, make_groups, make_net
+
+RUNS = [(stage, dtype) for dtype in ("bfloat16", "float16") for stage in (1, 2, 3)]
+NAMES = [f"{stage}-{dtype}" for stage, dtype in RUNS]
+UNUSED = ("unused.weight", "unused.bias")
+"""DeepSpeed decays what has no gradient, torch's and our optimizers leave it alone."""
+
+Saved = tuple[Path, dict[str, tuple[Any, Any]]]
+
+
+@pytest.fixture(scope="module")
+def zero(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    """Checkpoints of two ranks in each stage and dtype, and what was in them."""
+    folder = tmp_path_factory.mktemp("zero")
+    return folder, pool.run(deepspeed_runs.save_stages, 2, folder=str(folder), runs=RUNS)[0]
+
+
+def lightstep_state(run: Run) -> dict[str, Any]:
+    """Without step counts, which DeepSpeed has once for a group."""
+    return {n: {k: v for k, v in entries.items() if k != "step"} for n, entries in run.content()["state"].items()}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_deepspeed_run_continues_under_lightstep(zero: Saved, name: str, tmp_path: Path) -> None:
+    folder, contents = zero
+    at, after = contents[name]
+    convert_checkpoint(folder / name, tmp_path / "converted", "lightstep")
+    run = Run(name.partition("-")[2], deepspeed_runs.WINDOW)
+    extra = run.load(tmp_path / "converted")
+    assert extra["epoch"] == 3
+    assert extra["deepspeed"]["global_steps"] == 3
+    assert not differences(lightstep_state(run), at["state"])
+    assert {int(entries["step"]) for entries in run.content()["state"].values()} == set(at["steps"])
+    for mine, theirs in zip(run.optimizer.param_groups, at["groups"], strict=True):
+        assert not differences({key: mine[key] for key in theirs}, theirs)
+    assert run.optimizer.loss_scale.scale == at["scale"]
+    assert run.scheduler.state_dict() == at["scheduler"]
+    run.train(AFTER)
+    state = lightstep_state(run)
+    assert not differences(*[{n: e for n, e in s.items() if n not in UNUSED} for s in (state, after["state"])])
+    assert run.optimizer.loss_scale.scale == after["scale"]
+    assert run.scheduler.state_dict() == after["scheduler"]
+    rounded = {n: e["master"].to(run.strategy.parameter_dtype) for n, e in state.items()}
+    assert not differences({n: run.model.get_parameter(n).detach() for n in rounded}, rounded)
+
+
+@pytest.mark.parametrize(
+    ("stage", "dtype", "world_size"), [(1, "bfloat16", 2), (2, "float16", 1), (3, "bfloat16", 2), (3, "float16", 1)]
+)
+def test_a_lightstep_run_continues_under_deepspeed(
+    pool: Pool, stage: int, dtype: str, world_size: int, tmp_path: Path
+) -> None:
+    run = Run(dtype, deepspeed_runs.WINDOW).train(BEFORE)
+    strategy = tmp_path / "strategy.yaml"
+    strategy.write_text(
+        f"precision: {{parameters: {dtype}, loss_scale: {{kind: dynamic, growth_interval: 8, hysteresis: 2}}}}"
+    )
+    source = run.save(tmp_path / "step-3")
+    convert_checkpoint(source, tmp_path / "u", "deepspeed-universal", strategy=strategy)
+    at = lightstep_state(run)
+    client, loaded, continued = pool.run(
+        deepspeed_runs.resume_universal, world_size, folder=str(tmp_path / "u"), stage=stage, dtype=dtype
+    )[0]
+    assert client["epoch"] == 3
+    assert not differences({n: e for n, e in loaded["state"].items() if n in at}, at)
+    assert loaded["steps"] == [3]
+    assert loaded["global_steps"] == 3
+    assert loaded["scheduler"] == run.scheduler.state_dict()
+    assert loaded["scale"] == run.optimizer.loss_scale.scale
+    assert loaded["grown_in"] == (5 if dtype == "float16" else None)
+    run.train(AFTER)
+    expected = lightstep_state(run)
+    assert not differences({n: e for n, e in continued["state"].items() if n in expected}, expected)
+    assert continued["scale"] == run.optimizer.loss_scale.scale
+    assert continued["scheduler"] == run.scheduler.state_dict()
+
+
+def test_zero_to_universal_continues_as_it_would_have(zero: Saved, pool: Pool, tmp_path: Path) -> None:
+    """Stage 3 of two ranks becomes stage 1, and stage 2 becomes stage 3: unused parameters and scaler included."""
+    folder, contents = zero
+    for source, stage, dtype in (("3-float16", 1, "float16"), ("2-bfloat16", 3, "bfloat16")):
+        convert_checkpoint(folder / source, tmp_path / source, "deepspeed-universal")
+        arguments = {"folder": str(tmp_path / source), "stage": stage, "dtype": dtype}
+        client, loaded, continued = pool.run(deepspeed_runs.resume_universal, 2, **arguments)[0]
+        assert client["order"] == [1, 2]
+        assert not differences((loaded, continued), contents[source])
+
+
+def test_what_deepspeed_converts_itself_is_read(zero: Saved, pool: Pool, tmp_path: Path) -> None:
+    folder, _ = zero
+    names = ("1-bfloat16", "3-float16")
+    pairs = [(str(folder / name / "global_step3"), str(tmp_path / name / "u")) for name in names]
+    pool.run(deepspeed_runs.convert_by_deepspeed, 1, group=False, folders=pairs)
+    for name in names:
+        converted, direct = read_checkpoint(tmp_path / name), read_checkpoint(folder / name)
+        assert converted.format == "DeepSpeed universal"
+        assert not differences(read_all(converted), read_all(direct))
+
+
+@pytest.mark.parametrize("name", ["2-bfloat16", "3-float16"])
+def test_zero_to_torch_keeps_every_bit(zero: Saved, name: str, tmp_path: Path) -> None:
+    folder, contents = zero
+    convert_checkpoint(folder / name, tmp_path / "run.pt", "torch")
+    file = torch.load(tmp_path / "run.pt", weights_only=True, mmap=True)
+    at = contents[name][0]
+    assert not differences({n: file["model"][n] for n in at["state"]}, {n: e["master"] for n, e in at["state"].items()})
+    assert file["model"]["head.weight"].data_ptr() == file["model"]["embedding.weight"].data_ptr()
+    assert not differences(read_all(read_checkpoint(tmp_path / "run.pt")), read_all(read_checkpoint(folder / name)))
+
+
+def read_all(state: TrainingState) -> dict[str, Any]:
+    weights = {name: weight.read() for name, weight in state.weights.items()}
+    entries = {n: {k: v.read() for k, v in entries.items()} for n, entries in state.entries.items()}
+    groups = [(group.names, group.settings) for group in state.groups or ()]
+    rest = (groups, state.aliases, state.loss_scale, state.scheduler, state.extra)
+    return {"weights": weights, "entries": entries, "rest": rest}
+
+
+def test_other_layouts_of_deepspeed(pool: Pool, tmp_path: Path) -> None:
+    contents = pool.run(deepspeed_runs.save_variants, 3, folder=str(tmp_path))[0]
+    kept = {name: tensor for name, tensor in make_net().state_dict().items() if name.startswith(("frozen", "seen"))}
+    for name in contents:
+        state = read_checkpoint(tmp_path / name)
+        found = read_all(state)
+        trained = {n: {**found["entries"][n], "master": state.master(n).read()} for n in state.optimized()}
+        expected = contents[name]["state"]
+        assert not differences({n: {k: entries[k] for k in expected[n]} for n, entries in trained.items()}, expected), (
+            name
+        )
+        for parameter, weight in found["weights"].items():
+            source = trained[parameter]["master"] if parameter in trained else kept[parameter]
+            assert torch.equal(weight, source.to(weight.dtype)), (name, parameter)
+        assert [group.names for group in state.groups or ()] == names_in_groups()
+
+
+def test_checkpoints_of_the_deepspeed_strategy_go_both_ways(pool: Pool, tmp_path: Path) -> None:
+    """Ours with DeepSpeed's files in it, to another strategy and back to DeepSpeed on another number of ranks."""
+    pool.run(deepspeed_runs.under_strategy, 2, stage=2, steps=BEFORE, save=str(tmp_path / "engine"))
+    run = Run("bfloat16").train(BEFORE)
+    state = convert_checkpoint(tmp_path / "engine", tmp_path / "converted", "lightstep")
+    loaded = Run("bfloat16")
+    assert loaded.load(tmp_path / "converted") == {"epoch": 3, "deepspeed": state.extra["deepspeed"]}
+    for mine, theirs in ((loaded, run), (loaded.train(AFTER), run.train(AFTER))):
+        found, expected = mine.content(), theirs.content()
+        assert not differences(found["groups"], expected["groups"])
+        assert found["scheduler"] == expected["scheduler"]
+        for name, entries in expected["state"].items():
+            if name not in UNUSED:
+                assert not differences(found["state"][name], entries), name
+    convert_checkpoint(tmp_path / "engine", tmp_path / "u", "deepspeed-universal")
+    trained = {n: p.detach() for n, p in run.model.named_parameters() if n not in UNUSED}
+    for world_size, stage in ((1, 1), (2, 3)):
+        arguments = {"stage": stage, "steps": AFTER, "load": str(tmp_path / "u")}
+        weights = pool.run(deepspeed_runs.under_strategy, world_size, **arguments)[0]
+        assert not differences({name: weights[name] for name in trained}, trained)
+
+
+def names_in_groups() -> list[list[str]]:
+    net = make_net()
+    names = {parameter: name for name, parameter in net.named_parameters()}
+    return [[names[parameter] for parameter in group["params"]] for group in make_groups(net)]
+
+
+def test_a_converted_checkpoint_is_loaded_by_several_ranks(zero: Saved, pool: Pool, tmp_path: Path) -> None:
+    """Into FSDP2 shards; what they save is converted again, by one process."""
+    folder, contents = zero
+    convert_checkpoint(folder / "3-bfloat16", tmp_path / "converted", "lightstep")
+    pool.run(reshard, 2, source=str(tmp_path / "converted"), target=str(tmp_path / "sharded"))
+    state = convert_checkpoint(tmp_path / "sharded", tmp_path / "u", "deepspeed-universal")
+    assert state.world_size == 2
+    converted, direct = read_all(read_checkpoint(tmp_path / "u")), read_all(read_checkpoint(folder / "3-bfloat16"))
+    for key in ("weights", "entries"):
+        assert not differences(converted[key], direct[key])
+    assert contents["3-bfloat16"][0]["state"].keys() == converted["entries"].keys()
+
+
+def reshard(rank: int, world_size: int, source: str, target: str) -> None:
+    strategy = Strategy.load(
+        {"sharding": {"kind": "fsdp2"}, "precision": {"parameters": "bfloat16"}, "clipping": {"max_norm": None}}
+    )
+    model = strategy.prepare_model(make_net())
+    optimizer = strategy.create_optimizer(model, param_groups=make_groups(model), **ADAMW)
+    strategy.load_checkpoint(source, model, optimizer)
+    strategy.save_checkpoint(target, model, optimizer)
+    strategy.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "message"),
+    [
+        (
+            "1-bfloat16",
+            "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt",
+            "2 ranks wrote it, and bf16_zero_pp_rank_1_mp_",
+        ),
+        ("2-float16", "mp_rank_00_model_states.pt", "mp_rank_00_model_states.pt is missing"),
+        (
+            "3-float16",
+            "zero_pp_rank_0_mp_rank_00_optim_states.pt",
+            "zero_pp_rank_0_mp_rank_00_optim_states.pt is missing",
+        ),
+        (
+            "3-float16",
+            "zero_pp_rank_1_mp_rank_00_model_states.pt",
+            "zero_pp_rank_1_mp_rank_00_model_states.pt is missing",
+        ),
+    ],
+)
+def test_a_missing_or_truncated_file_of_a_rank_is_named(
+    zero: Saved, name: str, damage: str, message: str, tmp_path: Path
+) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(zero[0] / name / "global_step3", source)
+    whole = (source / damage).read_bytes()
+    (source / damage).unlink()
+    with pytest.raises(CheckpointError, match=f"{message}.*copy the missing files"):
+        convert_checkpoint(source, tmp_path / "x", "lightstep")
+    (source / damage).write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(CheckpointError, match=f"{damage} cannot be read"):
+        convert_checkpoint(source, tmp_path / "x", "lightstep")
+    assert [entry.name for entry in tmp_path.iterdir()] == ["source"]
+
+
+def test_files_of_a_run_of_other_ranks_are_refused(zero: Saved, pool: Pool, tmp_path: Path) -> None:
+    pool.run(deepspeed_runs.save_stages, 1, folder=str(tmp_path), runs=[(1, "bfloat16")])
+    mixed = tmp_path / "1-bfloat16" / "global_step3" / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"
+    shutil.copytree(zero[0] / "1-bfloat16", tmp_path / "two")
+    shutil.copy(mixed, tmp_path / "two" / "global_step3")
+    with pytest.raises(CheckpointError, match=r"run of \[1, 1\] ranks, .* by one of 2: files of two runs are mixed"):
+        convert_checkpoint(tmp_path / "two", tmp_path / "x", "torch")
+    single = read_checkpoint(tmp_path / "1-bfloat16")
+    double = read_checkpoint(zero[0] / "1-bfloat16")
+    assert {n: w.shape for n, w in single.weights.items()} == {n: w.shape for n, w in double.weights.items()}
+    assert all(torch.equal(w.read(), double.weights[n].read()) for n, w in single.weights.items())
+
+
+def test_loss_scales_go_on_alike(pool: Pool) -> None:
+    """Our scale and DeepSpeed's, started from each other's state, go through the same values.
+
+    Until the good step after the next overflow: from there on DeepSpeed waits for one good step more than we do.
+    """
+    chance, histories, expected = random.Random(0), [], []
+    for _ in range(60):
+        interval, hysteresis = chance.randint(1, 6), chance.randint(1, 3)
+        scale = DynamicLossScale(2.0**20, growth_interval=interval, hysteresis=hysteresis, max_scale=2.0**120)
+        for _ in range(chance.randint(0, 12)):
+            scale.update(chance.random() < 0.2)
+        state = {**scale.state_dict(), "settings": {"growth_interval": interval, "hysteresis": hysteresis}}
+        overflows = [False] * chance.randint(0, 15) + [True] * chance.randint(0, 4)
+        histories.append((vars(scales.to_deepspeed(state, chance.randint(0, 50))), overflows))
+        expected.append(_values(scale, overflows))
+    ends = pool.run(deepspeed_runs.scale_histories, 1, histories=histories)[0]
+    assert [values for values, _ in ends] == expected
+    continued = [(end, [False] * chance.randint(0, 15) + [True] * chance.randint(0, 4)) for _, end in ends]
+    theirs = pool.run(deepspeed_runs.scale_histories, 1, histories=continued)[0]
+    for (end, overflows), (values, _) in zip(continued, theirs, strict=True):
+        interval, hysteresis = end["scale_window"], end["delayed_shift"]
+        scale = DynamicLossScale(growth_interval=interval, hysteresis=hysteresis, max_scale=2.0**120)
+        scale.load_state_dict(scales.from_deepspeed(types.SimpleNamespace(**end)) or {})
+        assert _values(scale, overflows) == values
+
+
+def _values(scale: DynamicLossScale, overflows: list[bool]) -> list[float]:
+    values = []
+    for overflow in overflows:
+        scale.update(overflow)
+        values.append(scale.scale)
+    return values
+
+
+@pytest.mark.parametrize("named", [False, True], ids=["names from shapes", "names given"])
+def test_a_lightrft_run_continues_under_lightstep(pool: Pool, named: bool, tmp_path: Path) -> None:
+    source, names = tmp_path / "step_3", tmp_path / "names.json"
+    at, groups = pool.run(lightrft_runs.save, 2, folder=str(source), frozen=named)[0]
+    names.write_text(json.dumps(groups))
+    if named:
+        with pytest.raises(CheckpointError, match="does not name them"):
+            convert_checkpoint(source, tmp_path / "x", "lightstep")
+    convert_checkpoint(source, tmp_path / "converted", "lightstep", names=names if named else None)
+    run = Run("bfloat16", frozen=named)
+    assert run.load(tmp_path / "converted") == {"epoch": 3}
+    found = run.content()
+    assert not differences({key: found[key] for key in ("model", "state", "groups")}, at)
+    (source / "optim_states" / "_rank1").unlink()
+    with pytest.raises(CheckpointError, match="2 ranks wrote it, and _rank1 is missing"):
+        convert_checkpoint(source, tmp_path / "x", "lightstep")
+    assert not (tmp_path / "x").exists()

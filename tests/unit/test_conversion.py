@@ -1,0 +1,446 @@
+"""Conversions between lightstep, plain torch and DeepSpeed's universal format, in one process."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import Tensor
+from typer.testing import CliRunner
+
+from lightstep.cli import app
+from lightstep.conversion import convert, convert_checkpoint, describe_checkpoint, read_checkpoint
+from lightstep.strategy.checkpoint import CheckpointError
+from tests.reference.converted_run import (
+    ADAMW,
+    AFTER,
+    BEFORE,
+    SCALE,
+    Net,
+    Run,
+    differences,
+    make_groups,
+    make_net,
+    tokens,
+)
+
+
+@pytest.fixture(scope="module", params=["bfloat16", "float16", "float32"])
+def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, Any, Any]:
+    """A checkpoint, the dtype, and the run's content at the checkpoint and after three more steps."""
+    run = Run(request.param).train(BEFORE)
+    path = run.save(tmp_path_factory.mktemp(request.param) / "step-3")
+    at = run.content()
+    return path, request.param, at, run.train(AFTER).content()
+
+
+@pytest.mark.parametrize("middle", ["torch", "deepspeed-universal"])
+def test_a_run_goes_through_another_format_and_back(
+    saved: tuple[Path, str, Any, Any], middle: str, tmp_path: Path
+) -> None:
+    path, dtype, at, after = saved
+    between = convert_checkpoint(path, tmp_path / "there.pt", middle)
+    convert_checkpoint(tmp_path / "there.pt", tmp_path / "back", "lightstep")
+    run = Run(dtype)
+    random.seed(1)
+    torch.manual_seed(1)
+    extra = run.load(tmp_path / "back")
+    # DeepSpeed counts the steps of a whole group, so that what never was updated gets zeros there.
+    never = {"unused.weight", "unused.bias"} if middle == "deepspeed-universal" else set()
+    assert bool(never) == any("was never updated" in note for note in between.notes)
+    told = any("settings of the dynamic loss scale" in note for note in between.notes)
+    assert told == (dtype == "float16")
+    loaded = run.content()
+    assert all(not loaded["state"].pop(name)["exp_avg"].any() for name in never)
+    assert not differences(loaded, at)
+    assert extra["epoch"] == 3
+    assert torch.equal(extra["order"], torch.arange(4))
+    fresh = Run(dtype)
+    fresh.load(path)
+    expected = (random.random(), torch.rand(2))
+    run.load(tmp_path / "back")
+    assert not differences((random.random(), torch.rand(2)), expected)
+    continued = run.train(AFTER).content()
+    for name in never:
+        continued["state"].pop(name)
+    assert not differences(continued, after)
+
+
+def strategy_file(folder: Path) -> Path:
+    """A strategy with the loss scale of the fp16 run."""
+    (folder / "strategy.yaml").write_text(json.dumps({"precision": {"parameters": "float16", "loss_scale": SCALE}}))
+    return folder / "strategy.yaml"
+
+
+def test_a_plain_loop_loads_the_file_and_follows(saved: tuple[Path, str, Any, Any], tmp_path: Path) -> None:
+    path, dtype, _, after = saved
+    convert_checkpoint(
+        path, tmp_path / "run.pt", "torch", strategy=strategy_file(tmp_path) if dtype == "float16" else None
+    )
+    file = torch.load(tmp_path / "run.pt", weights_only=True)
+    masters, model = make_net(), make_net().to(getattr(torch, dtype))
+    masters.load_state_dict(file["model"])
+    optimizer = torch.optim.AdamW(make_groups(masters), **ADAMW)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    optimizer.load_state_dict(file["optimizer"])
+    scheduler.load_state_dict(file["scheduler"])
+    scaler = file["scaler"] or {"scale": 1.0, "_growth_tracker": 0, "growth_interval": 2000}
+    for step in AFTER:
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.copy_(masters.get_parameter(name))
+        model.zero_grad()
+        (model(tokens(step)) * scaler["scale"]).backward()
+        for name, parameter in model.named_parameters():
+            if parameter.grad is not None:
+                masters.get_parameter(name).grad = parameter.grad.float() / scaler["scale"]
+        optimizer.step()
+        scheduler.step()
+        scaler["_growth_tracker"] += 1
+        scaler["scale"] *= 2.0 if scaler["_growth_tracker"] == scaler["growth_interval"] else 1.0
+    expected = {name: entries.get("master") for name, entries in after["state"].items()}
+    for name, master in expected.items():
+        assert torch.equal(masters.get_parameter(name), after["model"][name] if master is None else master), name
+
+
+def test_the_file_loads_into_torchs_grad_scaler(tmp_path: Path) -> None:
+    run = Run("float16").train(BEFORE)
+    convert_checkpoint(run.save(tmp_path / "a"), tmp_path / "run.pt", "torch")
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    scaler.load_state_dict(torch.load(tmp_path / "run.pt", weights_only=True)["scaler"])
+    assert scaler.get_scale() == run.optimizer.loss_scale.scale
+    assert scaler.state_dict()["_growth_tracker"] == 3
+
+
+# -- from plain torch --------------------------------------------------------------------------------------------------
+
+
+class Plain:
+    """The textbook loop in fp32."""
+
+    def __init__(self, named: bool = False, groups: bool = True) -> None:
+        self.model = make_net()
+        parameters: Any = make_groups(self.model) if groups else self.model.parameters()
+        if named:
+            parameters = list(self.model.named_parameters())
+        self.optimizer = torch.optim.AdamW(parameters, **ADAMW)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 2)
+
+    def train(self, steps: range) -> Plain:
+        for step in steps:
+            self.optimizer.zero_grad()
+            self.model(tokens(step)).backward()
+            self.optimizer.step()
+            self.scheduler.step()
+        return self
+
+    def save(self, path: Path, **more: Any) -> Path:
+        model, optimizer, scheduler = (x.state_dict() for x in (self.model, self.optimizer, self.scheduler))
+        torch.save({"model": model, "optimizer": optimizer, "scheduler": scheduler, "epoch": 7, **more}, path)
+        return path
+
+
+def names_of(plain: Plain) -> list[list[str]]:
+    names = {parameter: name for name, parameter in plain.model.named_parameters()}
+    return [[names[p] for p in group["params"]] for group in plain.optimizer.param_groups]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_plain_run_continues_under_lightstep(tmp_path: Path, dtype: str) -> None:
+    plain = Plain().train(BEFORE)
+    (tmp_path / "names.json").write_text(json.dumps(names_of(plain)))
+    file = plain.save(tmp_path / "run.pt")
+    convert_checkpoint(file, tmp_path / "converted", "lightstep", names=tmp_path / "names.json")
+    run = Run(dtype)
+    assert run.load(tmp_path / "converted") == {"epoch": 7}
+    key = "master" if dtype == "bfloat16" else None
+    for name, parameter in plain.model.named_parameters():
+        state = run.optimizer.state.get(run.model.get_parameter(name), {})
+        mine = state[key] if key and parameter.requires_grad else run.model.get_parameter(name)
+        if parameter.requires_grad or dtype == "float32":
+            assert torch.equal(mine, parameter), name
+        assert not differences(
+            {k: v for k, v in state.items() if k != key}, dict(plain.optimizer.state.get(parameter, {}))
+        )
+    assert [group["lr"] for group in run.optimizer.param_groups] == [g["lr"] for g in plain.optimizer.param_groups]
+    if dtype == "float32":
+        plain.train(AFTER)
+        run.train(AFTER)
+        assert not differences(dict(run.model.state_dict()), dict(plain.model.state_dict()))
+        assert run.scheduler.state_dict() == plain.scheduler.state_dict()
+
+
+@pytest.mark.parametrize("layout", ["in model order", "param_names", "fqns", "other keys", "wrapped"])
+def test_layouts_that_name_their_parameters(tmp_path: Path, layout: str) -> None:
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+    plain = Plain(named=layout == "param_names", groups=False).train(BEFORE)
+    file = tmp_path / "run.pt"
+    model, packed = plain.model.state_dict(), plain.optimizer.state_dict()
+    if layout == "fqns":
+        packed = get_optimizer_state_dict(plain.model, plain.optimizer)
+    if layout == "in model order":
+        del model["seen"]  # a buffer cannot be told from a parameter
+    if layout == "other keys":
+        del model["seen"]
+        torch.save({"model_state_dict": model, "optimizer_state_dict": packed}, file)
+    elif layout == "wrapped":
+        del model["seen"]
+        torch.save({"model": {f"module._orig_mod.{k}": v for k, v in model.items()}, "optimizer": packed}, file)
+    else:
+        torch.save({"model": model, "optimizer": packed}, file)
+    state = read_checkpoint(file)
+    assert state.aliases == {"head.weight": "embedding.weight"}
+    for name, parameter in plain.model.named_parameters():
+        expected = plain.optimizer.state.get(parameter, {})
+        found = {key: value.read() for key, value in state.entries.get(name, {}).items()}
+        assert not differences(found, dict(expected)), name
+
+
+def test_numbers_of_numpy_become_pythons(tmp_path: Path) -> None:
+    plain = Plain(named=True, groups=False).train(BEFORE)
+    plain.optimizer.param_groups[0]["lr"] = numpy.float64(0.1) / 3
+    state = convert_checkpoint(plain.save(tmp_path / "run.pt"), tmp_path / "x", "lightstep")
+    assert state.groups is not None
+    assert (type(state.groups[0].settings["lr"]), state.groups[0].settings["lr"]) == (float, 0.1 / 3)
+
+
+def test_numbers_that_cannot_be_named_are_refused_with_what_to_pass(tmp_path: Path) -> None:
+    file = Plain().train(BEFORE).save(tmp_path / "run.pt")
+    with pytest.raises(CheckpointError, match=r"does not name them. Pass --names FILE"):
+        convert_checkpoint(file, tmp_path / "x", "lightstep")
+    (tmp_path / "names.json").write_text(json.dumps(sorted(dict(make_net().named_parameters()))[:8]))
+    with pytest.raises(CheckpointError, match="and --names does not fit them"):
+        convert_checkpoint(file, tmp_path / "x", "lightstep", names=tmp_path / "names.json")
+    assert not (tmp_path / "x").exists()
+
+
+def test_a_folder_of_distributed_checkpoint_is_read(tmp_path: Path) -> None:
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+
+    plain = Plain().train(BEFORE)
+    for flat in (False, True):
+        options = StateDictOptions(flatten_optimizer_state_dict=flat)
+        model, optimizer = get_state_dict(plain.model, plain.optimizer, options=options)
+        folder = tmp_path / f"dcp-{flat}"
+        dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=folder, no_dist=True)
+        state = read_checkpoint(folder)
+        assert state.groups is not None
+        assert sorted(sorted(group.names) for group in state.groups) == sorted(map(sorted, names_of(plain)))
+        for group, live in zip(state.groups, plain.optimizer.param_groups, strict=True):
+            assert {k: tuple(v) if isinstance(v, list) else v for k, v in group.settings.items()} == {
+                k: v for k, v in live.items() if k != "params"
+            }
+        for name, parameter in plain.model.named_parameters():
+            found = {key: value.read() for key, value in state.entries.get(name, {}).items()}
+            assert not differences(found, dict(plain.optimizer.state.get(parameter, {}))), name
+    part = next((tmp_path / "dcp-True").glob("*.distcp"))
+    part.write_bytes(part.read_bytes()[:-100])
+    with pytest.raises(CheckpointError, match="is truncated"):
+        read_checkpoint(tmp_path / "dcp-True")
+
+
+def test_a_checkpoint_of_trainer_is_read_without_being_told_the_names(tmp_path: Path) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM, Trainer
+
+    config = LlamaConfig(
+        vocab_size=32,
+        hidden_size=8,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        tie_word_embeddings=True,
+    )
+    model = LlamaForCausalLM(config)
+    decayed = Trainer.get_decay_parameter_names(None, model)  # type: ignore[arg-type]
+    groups = [
+        {"params": [p for n, p in model.named_parameters() if (n in decayed) == decay], "weight_decay": 0.1 * decay}
+        for decay in (True, False)
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=1e-3)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    model(input_ids=torch.arange(8)[None], labels=torch.arange(8)[None]).loss.backward()
+    optimizer.step()
+    folder = tmp_path / "checkpoint-1"
+    model.save_pretrained(folder)
+    torch.save(optimizer.state_dict(), folder / "optimizer.pt")
+    torch.save(scheduler.state_dict(), folder / "scheduler.pt")
+    (folder / "trainer_state.json").write_text(json.dumps({"global_step": 1}))
+    convert_checkpoint(folder, tmp_path / "converted", "lightstep")
+    state = read_checkpoint(tmp_path / "converted")
+    assert state.aliases == {"lm_head.weight": "model.embed_tokens.weight"}
+    assert state.extra == {"trainer_state": {"global_step": 1}}
+    for name, parameter in model.named_parameters():
+        found = {key: value.read() for key, value in state.entries[name].items()}
+        assert not differences(found, dict(optimizer.state[parameter])), name
+        assert torch.equal(state.weights[name].read(), parameter)
+
+
+# -- refusals ----------------------------------------------------------------------------------------------------------
+
+
+class Harmful:
+    def __reduce__(self) -> Any:
+        return os.system, ("touch harmed",)
+
+
+def test_nothing_in_a_file_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    plain = Plain(groups=False, named=True).train(BEFORE)
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        convert_checkpoint(plain.save(tmp_path / "run.pt", harm=Harmful()), tmp_path / "x", "lightstep")
+    state = convert_checkpoint(plain.save(tmp_path / "b.pt", sampler=Net), tmp_path / "x", "lightstep")
+    assert any("sampler" in note for note in state.notes)
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["b.pt", "run.pt", "x"]
+
+
+def test_what_is_there_is_replaced_only_if_a_conversion_wrote_it(tmp_path: Path) -> None:
+    source = Run("bfloat16").train(BEFORE).save(tmp_path / "a")
+    for to, name in (("lightstep", "l"), ("torch", "t.pt"), ("deepspeed-universal", "u")):
+        target = tmp_path / "out" / name
+        convert_checkpoint(source, target, to)
+        convert_checkpoint(source, target, to)
+        foreign = tmp_path / "foreign" / name
+        foreign.mkdir(parents=True)
+        (foreign / "thesis.txt").write_text("years of work")
+        with pytest.raises(CheckpointError, match="choose another path or remove it"):
+            convert_checkpoint(source, foreign, to)
+        assert (foreign / "thesis.txt").read_text() == "years of work"
+    with pytest.raises(CheckpointError, match="lie in each other"):
+        convert_checkpoint(source, source / "inside", "torch")
+    with pytest.raises(CheckpointError, match="lie in each other"):
+        convert_checkpoint(source, tmp_path, "deepspeed-universal")
+
+
+@pytest.mark.parametrize("to", ["lightstep", "torch", "deepspeed-universal"])
+def test_an_interrupt_leaves_what_was_there(tmp_path: Path, to: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = Run("bfloat16"), Run("bfloat16").train(BEFORE)
+    old, new = first.train(range(1)).save(tmp_path / "old"), second.save(tmp_path / "new")
+    convert_checkpoint(old, tmp_path / "out", to)
+    state = read_checkpoint(new)
+    weight = state.weights["norm.bias"]
+
+    def interrupted() -> Tensor:
+        raise KeyboardInterrupt
+
+    state.weights["norm.bias"] = type(weight)(weight.dtype, weight.shape, interrupted)
+    if "master" in state.entries["norm.bias"]:
+        state.entries["norm.bias"]["master"] = type(weight)(torch.float32, weight.shape, interrupted)
+    monkeypatch.setattr(convert, "read_checkpoint", lambda *_: state)
+    with pytest.raises(KeyboardInterrupt):
+        convert_checkpoint(new, tmp_path / "out", to)
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["new", "old", "out"]
+    assert read_checkpoint(tmp_path / "out").step == 1
+
+
+def test_a_crash_between_two_renames_is_settled_by_the_next_conversion(tmp_path: Path) -> None:
+    source = Run("bfloat16").train(BEFORE).save(tmp_path / "a")
+    convert_checkpoint(source, tmp_path / "u", "deepspeed-universal")
+    shutil.move(tmp_path / "u", tmp_path / ".u.replaced-0")
+    shutil.copytree(source, tmp_path / ".u.saving-1")
+    convert_checkpoint(source, tmp_path / "u", "deepspeed-universal")
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["a", "u"]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "does not exist"),
+        ({}, "holds no checkpoint that is known"),
+        ({"latest": b"global_step7"}, "names 'global_step7', which is not there"),
+        ({"mp_rank_00_model_states.pt": b"PK\x03\x04 cut off"}, "cannot be read"),
+        ({"zero_pp_rank_0_mp_rank_00_optim_states.pt": b""}, "mp_rank_00_model_states.pt is missing"),
+        ({"mp_rank_01_model_states.pt": b""}, "tensor, pipeline or expert parallelism"),
+        ({".metadata": b"\x80\x04cos\nsystem\n."}, "os.system does not belong into an index"),
+        ({"_rank0": b""}, "cannot be read"),
+    ],
+)
+def test_folders_that_cannot_be_converted(tmp_path: Path, content: dict[str, bytes] | None, message: str) -> None:
+    source = tmp_path / "source"
+    for name, data in (content or {}).items():
+        source.mkdir(exist_ok=True)
+        (source / name).write_bytes(data)
+    if content == {}:
+        source.mkdir()
+    with pytest.raises(CheckpointError, match=message):
+        convert_checkpoint(source, tmp_path / "x", "lightstep")
+    assert not (tmp_path / "x").exists()
+
+
+def test_steps_that_deepspeed_cannot_count_are_refused(tmp_path: Path) -> None:
+    run = Run("bfloat16").train(BEFORE)
+    run.optimizer.state[run.model.norm.bias]["step"].fill_(2.0)
+    source = run.save(tmp_path / "a")
+    with pytest.raises(CheckpointError, match=r"norm.bias has had 2 updates and first.bias 3"):
+        convert_checkpoint(source, tmp_path / "x", "deepspeed-universal")
+    assert not (tmp_path / "x").exists()
+
+
+def test_what_a_universal_checkpoint_cannot_hold_is_refused(tmp_path: Path) -> None:
+    run = Run("bfloat16").train(BEFORE)
+    run.strategy.save_checkpoint(tmp_path / "weights", run.model)
+    run.strategy.save_checkpoint(tmp_path / "clash", run.model, run.optimizer, extra={"module": "mine"})
+    with pytest.raises(CheckpointError, match="it holds no optimizer"):
+        convert_checkpoint(tmp_path / "weights", tmp_path / "x", "deepspeed-universal")
+    with pytest.raises(CheckpointError, match="extra has module, which DeepSpeed uses itself"):
+        convert_checkpoint(tmp_path / "clash", tmp_path / "x", "deepspeed-universal")
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["clash", "weights"]
+    convert_checkpoint(tmp_path / "weights", tmp_path / "run.pt", "torch")
+    convert_checkpoint(tmp_path / "run.pt", tmp_path / "back", "lightstep")
+    fresh = Run("bfloat16")
+    fresh.strategy.load_checkpoint(tmp_path / "back", fresh.model)
+    assert not differences(dict(fresh.model.state_dict()), dict(run.model.state_dict()))
+
+
+def test_a_full_disk_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = Run("bfloat16").train(BEFORE).save(tmp_path / "a")
+    for to in ("torch", "deepspeed-universal"):
+        convert_checkpoint(source, tmp_path / to, to)
+
+    save = torch.save
+
+    def full(content: Any, file: Any, **options: Any) -> None:
+        if isinstance(file, Path):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        save(content, file, **options)
+
+    monkeypatch.setattr(torch, "save", full)
+    for to in ("torch", "deepspeed-universal"):
+        with pytest.raises(CheckpointError, match=f"{to} was not written: No space left on device"):
+            convert_checkpoint(source, tmp_path / to, to)
+        assert read_checkpoint(tmp_path / to).step == 3
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_the_commands(tmp_path: Path) -> None:
+    source = Run("float16").train(BEFORE).save(tmp_path / "a")
+    call = CliRunner().invoke
+    done = call(app, ["checkpoint", "convert", str(source), str(tmp_path / "u"), "--to", "deepspeed-universal"])
+    assert done.exit_code == 0, done.output
+    assert "note: unused.bias was never updated" in done.output
+    shown = call(app, ["checkpoint", "inspect", str(tmp_path / "u")])
+    assert shown.exit_code == 0
+    for part in (
+        "DeepSpeed universal",
+        "8 float16",
+        "lr 0.001",
+        "256, dynamic: 3 good steps",
+        "head.weight = embedding",
+    ):
+        assert part in shown.output
+    rows = dict(describe_checkpoint(source))
+    assert rows["format"] == "lightstep"
+    assert rows["step"] == "3"
+    failed = call(app, ["checkpoint", "inspect", str(tmp_path / "nothing")])
+    assert failed.exit_code == 1
+    assert "nothing was not read: " in failed.output
+    assert call(app, ["checkpoint", "convert", str(source), str(tmp_path / "y"), "--to", "jax"]).exit_code == 2
