@@ -24,6 +24,15 @@ WINDOW = 8
 """Longer than the runs: in a step in which its scale grows, DeepSpeed divides the gradients by the grown scale."""
 
 
+def number_anew() -> None:
+    """Stage 3 numbers modules in a process and compares the numbers over ranks, which have run other checks before."""
+    from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+    from deepspeed.runtime.zero.partition_parameters import Init
+
+    Init.param_id = 0
+    DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__ = ([0],)
+
+
 @contextlib.contextmanager
 def deepspeed_on_cpu() -> Iterator[Any]:
     """DeepSpeed with nothing to compile, and without its memory of groups and modules that are gone."""
@@ -32,13 +41,9 @@ def deepspeed_on_cpu() -> Iterator[Any]:
     import deepspeed.comm.comm
     import deepspeed.ops
     import deepspeed.utils.groups
-    from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
-    from deepspeed.runtime.zero.partition_parameters import Init
 
     deepspeed.ops.__compatible_ops__.clear()
-    # Stage 3 numbers modules in a process and compares the numbers over ranks, which have run other checks before.
-    Init.param_id = 0
-    DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__ = ([0],)
+    number_anew()
     gc.freeze()  # DeepSpeed collects garbage several times for each engine
     try:
         yield deepspeed

@@ -23,6 +23,7 @@ from lightstep.optimizer.deepspeed import DeepSpeedOptimizer
 from lightstep.strategy.checkpoint import CheckpointError, save_checkpoint
 from lightstep.strategy.deepspeed_weights import gathered
 from tests.distributed.deepspeed_reference import DeepSpeedLoop
+from tests.distributed.deepspeed_runs import number_anew
 from tests.distributed.models import TinyTransformer, loss_of
 from tests.distributed.ranks import Pool
 
@@ -50,6 +51,7 @@ def _own_linear() -> Iterator[None]:
 def _alone(check: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(check)
     def guarded(*arguments: Any, **keywords: Any) -> Any:
+        number_anew()
         gc.freeze()  # DeepSpeed collects garbage several times for each engine
         try:
             with _own_linear():

@@ -148,8 +148,10 @@ def check_exact(rank: int, world_size: int, case: str, sharding: dict[str, Any],
     pair.train(steps=1, micro_batches=1)
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-@pytest.mark.parametrize("case", CASES)
+FOUR_RANKS = ["bf16-shards", "fp16-shards-streamed", "fp32-shards"]
+
+
+@pytest.mark.parametrize(("case", "world_size"), [*((case, 2) for case in CASES), *((case, 4) for case in FOUR_RANKS)])
 def test_fsdp2(pool: Pool, case: str, world_size: int) -> None:
     overflow_at = (1,)
     pool.run(check_exact, world_size, case=case, sharding={"kind": "fsdp2"}, overflow_at=overflow_at)
@@ -161,8 +163,10 @@ def test_hsdp(pool: Pool, case: str) -> None:
     pool.run(check_exact, 4, case=case, sharding=sharding, overflow_at=(1,))
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-@pytest.mark.parametrize("case", [case for case in CASES if case != "bf16-shards-kept-gathered"])
+@pytest.mark.parametrize(
+    ("case", "world_size"),
+    [*((case, 2) for case in CASES if case != "bf16-shards-kept-gathered"), *((case, 4) for case in FOUR_RANKS)],
+)
 def test_ddp(pool: Pool, case: str, world_size: int) -> None:
     sharding = {"kind": "ddp", "bucket_mib": OWN_BUCKETS, "find_unused_parameters": True}
     pool.run(check_exact, world_size, case=case, sharding=sharding, overflow_at=(1,))

@@ -28,8 +28,12 @@ _KIB = 2.0**-20  # in GiB
 EVERY_TIME = {
     **BACKENDS,
     "stream-overlap": {"backend": "stream", "ring_mib": 0.02, "update": "next_forward"},
-    "stream-resident-in-part": {"backend": "stream", "ring_mib": 0.02, "resident_gib": 2 * _KIB},
-    "stream-overlap-resident": {"backend": "stream", "ring_mib": 0.02, "update": "next_forward", "resident_gib": 1},
+    "stream-overlap-resident-in-part": {
+        "backend": "stream",
+        "ring_mib": 0.02,
+        "update": "next_forward",
+        "resident_gib": 2 * _KIB,
+    },
 }
 """With updates at other times, for tests that look at weights only through the model or after ``synchronize()``."""
 
