@@ -15,6 +15,7 @@ from lightstep.clipping import check_max_norm, check_norm_type
 from lightstep.optimizer.arithmetic import BaseArithmetic, GroupValues
 from lightstep.optimizer.base import BaseOptimizer
 from lightstep.optimizer.borrowed import KeptInside
+from lightstep.optimizer.broken_step import BrokenStep
 from lightstep.optimizer.in_backward import InBackward
 from lightstep.optimizer.managed_parameters import ManagedParameters, Places, StateView
 from lightstep.optimizer.param_groups import Place, learning_rates_are_zero, plain_numbers
@@ -61,8 +62,6 @@ class MixedPrecisionOptimizer(BaseOptimizer):
     accumulating = KeptInside()
     _scaling = KeptInside()
     _measured = KeptInside()
-    _failure = KeptInside()
-    _to_repair = KeptInside()
     _closed = KeptInside(False)
 
     def __init__(
@@ -110,9 +109,10 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         self._scaled_backward = ScaledBackward()
         self._managed = ManagedParameters(self._arithmetic, self._backend, self.master_weights, places)
         self._state_view = StateView(self._managed, self.parameter_state, self._replace_state)
-        self._walk = UnitWalk(self._arithmetic, self._backend, self._refusing_further_steps, self._managed.record)
+        self._broken = BrokenStep(self._managed, self._backend)
+        self._walk = UnitWalk(self._arithmetic, self._backend, self._broken.guard, self._managed.record)
         self._updates = self._update_time(self._walk, self._backend)
-        self._scaling, self._failure, self._closed, self._to_repair = None, None, False, set()
+        self._scaling, self._closed = None, False
         self._measured = None
         self._watch_gradients()
 
@@ -200,7 +200,7 @@ class MixedPrecisionOptimizer(BaseOptimizer):
                 "strategy.accumulate(model, last=False)"
             )
         self._refuse_if_closed()
-        self._refuse_after_failure("Load a checkpoint before the next backward")
+        self._broken.refuse("Load a checkpoint before the next backward")
         with torch.no_grad():
             self._set_up()
             self._managed.drop_provisional_state()
@@ -219,8 +219,8 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         try:
             yield
         except BaseException as error:
-            if self._failure is None and updates.touched:
-                self._note_failure(what, error)
+            if not self._broken and updates.touched:
+                self._broken.note(what, error)
             updates.abandon()
             self._backend.abandon()
             raise
@@ -273,7 +273,7 @@ class MixedPrecisionOptimizer(BaseOptimizer):
             RuntimeError: layers are updated in backward, and their gradients are gone.
         """
         self._refuse_if_closed()
-        self._refuse_after_failure("Load a checkpoint before the next step")
+        self._broken.refuse("Load a checkpoint before the next step")
         self._scaled_backward.refuse_unscaled()
         if isinstance(self._updates, InBackward):
             raise RuntimeError(
@@ -314,23 +314,9 @@ class MixedPrecisionOptimizer(BaseOptimizer):
     ) -> Update:
         return Update(gradients, divisor, factor, overflow, GroupValues(self.param_groups))
 
-    @contextlib.contextmanager
-    def _refusing_further_steps(self, what: str) -> Iterator[None]:
-        """After an error in here some units are updated and others are not."""
-        try:
-            yield
-        except Exception as error:
-            message = self._note_failure(what, error)
-            self._backend.abandon()
-            raise RuntimeError(message) from error
-        except BaseException as interruption:
-            self._note_failure(what, interruption)
-            self._backend.abandon()
-            raise
-
     def _evaluate(self, closure: Callable[[], Any] | None) -> Any:
         self._refuse_if_closed()
-        self._refuse_after_failure("Load a checkpoint before the next step")
+        self._broken.refuse("Load a checkpoint before the next step")
         if closure is None:
             return None
         if not self.loss_scale.is_identity:
@@ -347,7 +333,7 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         Raises:
             RuntimeError: what failed, and ``remedy``; or that ``step()`` is missing.
         """
-        self._refuse_after_failure(remedy)
+        self._broken.refuse(remedy)
         self._refuse_unfinished()
 
     def _refuse_unfinished(self) -> None:
@@ -356,10 +342,6 @@ class MixedPrecisionOptimizer(BaseOptimizer):
                 "backward() has begun to update the weights (optimizer_state.update: in_backward), and what would be "
                 "saved now belongs to no step. Call step() first"
             )
-
-    def _refuse_after_failure(self, remedy: str) -> None:
-        if self._failure is not None:
-            raise RuntimeError(f"{self._failure}; weights and state may be half updated. {remedy}")
 
     def _refuse_if_closed(self) -> None:
         if self._closed:
@@ -388,11 +370,6 @@ class MixedPrecisionOptimizer(BaseOptimizer):
             self._arithmetic.skips_on_device(device, self.param_groups) for device in devices
         )
         return not on_device and bool(overflow)
-
-    def _note_failure(self, what: str, error: BaseException) -> str:
-        self._failure = f"{what} failed ({type(error).__name__}: {error})"
-        self._to_repair = set(self._managed)
-        return self._failure
 
     # -- set-up
 
@@ -554,9 +531,7 @@ class MixedPrecisionOptimizer(BaseOptimizer):
             ValueError: an entry has another shape than the parameter's local shard, or the parameter is a stranger.
         """
         self._replace_state(parameter, entries)
-        self._to_repair = {item for item in self._to_repair if item.param is not parameter}
-        if not self._to_repair:
-            self._failure = None
+        self._broken.repaired(parameter)
 
     def _replace_state(self, parameter: Tensor, entries: Mapping[str, Any]) -> None:
         self._set_up(also=[parameter] if entries else ())
@@ -571,7 +546,7 @@ class MixedPrecisionOptimizer(BaseOptimizer):
     @property
     def half_updated(self) -> bool:
         """Whether a step broke off and no checkpoint was loaded since."""
-        return self._failure is not None
+        return bool(self._broken)
 
     def state_dict(self) -> dict[str, Any]:
         """torch's layout: ``state`` by index, ``param_groups``, and ``loss_scale``; a snapshot.
