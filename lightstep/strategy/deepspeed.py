@@ -29,6 +29,7 @@ from lightstep.strategy import deepspeed_checkpoint, deepspeed_weights
 from lightstep.strategy.base import ModelSource
 from lightstep.strategy.deepspeed_settings import deepspeed_config, refuse_contradictions, settings_of
 from lightstep.strategy.engine_model import EngineModel
+from lightstep.strategy.launch import tell_deepspeed_where_it_is
 from lightstep.strategy.model_names import unwrap_model
 from lightstep.strategy.process_group import ProcessGroupStrategy, broadcast_from_first, refuse_experts
 from lightstep.strategy.rollout_engine import RolloutEngine
@@ -74,8 +75,7 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
         return super().prepare_model(model, role, weights)
 
     def _require(self) -> None:
-        if torch.accelerator.current_accelerator(check_available=True) is None:
-            os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed warns that it found nothing better
+        tell_deepspeed_where_it_is()
         try:
             import deepspeed  # noqa: F401
         except ImportError as error:

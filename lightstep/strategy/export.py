@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from lightstep.distributed import is_sharded, mesh_ranks, rank
 from lightstep.strategy.agreement import Ranks
 from lightstep.strategy.checkpoint_format import CheckpointError, reported
+from lightstep.strategy.launch import tell_deepspeed_where_it_is
 from lightstep.strategy.model_names import NamedTensor, holders, named_tensors, several_holders, unwrap_model
 
 WEIGHTS = "model.safetensors"
@@ -154,6 +155,7 @@ def write_export(path: Path, model: nn.Module, weights: dict[str, Tensor], token
 
 def _write_model(folder: Path, model: Any, weights: dict[str, Tensor]) -> None:
     if hasattr(model, "save_pretrained"):
+        tell_deepspeed_where_it_is()
         model.save_pretrained(folder, state_dict=weights)
         return
     from safetensors.torch import save_file
