@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -119,6 +120,8 @@ def bench(
     asked: dict[str, Any] = {"params": params, "steps": steps, "warmup": warmup}
     whole: dict[str, Any] = {"tokens": tokens, "sequence": sequence}
     try:
+        if params is not None and not math.isfinite(params):
+            raise ValueError(f"--params {params}: a number of parameters is needed, for example 1e9")
         if roles:
             others = {**asked, **whole, "rounds": rounds, "checkpoints": checkpoints, "peers": peers}
             others |= {"strategies": None if strategies == "default" else strategies}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 
 import torch
 import torch.distributed as dist
@@ -86,17 +87,19 @@ def _cores() -> int:
 
 
 def local_device(requested: str | None) -> torch.device:
-    """The device to measure: `requested`, else this rank's GPU, else the CPU."""
-    if requested is not None and requested != "cuda":
-        device = torch.device(requested)
-    elif torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-    elif requested == "cuda":
-        raise ValueError("--device cuda: torch sees no GPU here")
-    else:
-        device = torch.device("cpu")
-    if device.type not in ("cpu", "cuda"):
+    """The device to measure: `requested`, else this rank's GPU, else the CPU.
+
+    Raises:
+        ValueError: it is none, or not here.
+    """
+    found = re.fullmatch(r"cpu|cuda(?::(\d+))?", requested or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if found is None:
         raise ValueError(f"--device {requested}: allowed are cpu, cuda and cuda:N")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    if found[0] == "cpu":
+        return torch.device("cpu")
+    device = torch.device("cuda", int(found[1] or os.environ.get("LOCAL_RANK", "0")))
+    seen = torch.cuda.device_count()
+    if device.index >= seen:
+        raise ValueError(f"--device {device}: torch sees {seen or 'no'} GPU{'s' if seen > 1 else ''} here")
+    torch.cuda.set_device(device)
     return device

@@ -51,21 +51,10 @@ class Task:
 
     def model(self) -> nn.Module:
         """A Llama on the meta device: whoever prepares it makes its memory, once."""
-        from transformers import LlamaConfig, LlamaForCausalLM
+        from transformers import LlamaForCausalLM
 
-        shape = self.shape
-        config = LlamaConfig(
-            hidden_size=shape.hidden,
-            intermediate_size=shape.feed_forward,
-            num_hidden_layers=shape.layers,
-            num_attention_heads=shape.heads,
-            num_key_value_heads=shape.key_value_heads,
-            vocab_size=shape.vocabulary,
-            tie_word_embeddings=shape.tied_embeddings,
-            pad_token_id=0,
-        )
         with torch.device("meta"):
-            return LlamaForCausalLM(config)
+            return LlamaForCausalLM(self.shape.config(pad_token_id=0))
 
 
 def measure(

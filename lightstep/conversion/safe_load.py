@@ -6,6 +6,8 @@ torch's weights-only unpickler does the work. Classes that it does not know, Dee
 
 from __future__ import annotations
 
+import pickle
+import re
 import warnings
 import zipfile
 from pathlib import Path
@@ -52,10 +54,20 @@ def load_file(path: Path) -> Any:
             return torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing") from None
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            f"{path} cannot be read: it is no file of torch.save, or holds what must not be run ({_refused(error)})"
+        ) from error
     except Exception as error:
         raise CheckpointError(
             f"{path} cannot be read: it is truncated, damaged, or no file of torch.save ({error_text(error)})"
         ) from error
+
+
+def _refused(error: pickle.UnpicklingError) -> str:
+    """What torch's unpickler stopped at; the rest of its text recommends to run it all the same."""
+    found = re.search(r"WeightsUnpickler error:\s*(.+?)(\.\s|\n|$)", str(error))
+    return found[1] if found else "not tensors and plain values"
 
 
 def _replacements(names: list[str]) -> list[Any]:

@@ -74,9 +74,11 @@ def connect(accelerator: Accelerator, strategy: Strategy) -> LightstepAccelerato
     """The same accelerator, whose ``prepare`` knows optimizers that ``strategy`` made.
 
     Raises:
-        TypeError: ``strategy`` is no :class:`Strategy`.
+        TypeError: ``accelerator`` is no ``Accelerator``, or ``strategy`` no :class:`Strategy`.
         ConfigError: what the accelerator was told contradicts the strategy.
     """
+    if not isinstance(accelerator, Accelerator):
+        raise TypeError(f"accelerator is a {type(accelerator).__name__}; an accelerate.Accelerator is needed")
     if not isinstance(strategy, Strategy):
         raise TypeError(
             f"strategy is {strategy!r:.80}; the Strategy that made the optimizer is needed: strategy = "

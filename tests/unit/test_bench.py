@@ -200,8 +200,12 @@ def test_ranks_of_one_machine_share_its_cores(monkeypatch: pytest.MonkeyPatch, t
         (["--strategies", "residnet"], "residnet"),
         (["--strategies", "none", "--peers", "none"], "nothing to measure"),
         (["--params", "100"], "smallest stack"),
+        (["--params", "nan"], "a number of parameters is needed"),
+        (["--params", "inf", "--roles"], "a number of parameters is needed"),
         (["--layers", "0"], "at least 1"),
         (["--device", "meta"], "allowed are cpu, cuda"),
+        (["--device", "gpu", "--roles"], "allowed are cpu, cuda"),
+        (["--device", "cuda:99"], "GPU"),
         (["--steps", "0"], "'--steps'"),
     ],
 )
@@ -214,8 +218,9 @@ def test_bad_input_is_one_sentence(arguments: list[str], message: str, tmp_path:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there to be had")
 def test_a_gpu_that_is_not_there_is_refused() -> None:
-    with pytest.raises(ValueError, match="no GPU here"):
-        local_device("cuda")
+    for requested in ("cuda", "cuda:0"):
+        with pytest.raises(ValueError, match="no GPU here"):
+            local_device(requested)
 
 
 # -- one failing contender ---------------------------------------------------------------------------------------

@@ -198,18 +198,14 @@ class Diverging(Training):
     kind = "peer"
 
     def __init__(self, task: Task) -> None:
-        self._model = torch.nn.Linear(1, 1)
-
-    @property
-    def model(self) -> torch.nn.Module:
-        return self._model
+        self.model = torch.nn.Linear(1, 1)
 
     def forward(self, batch: Batch) -> torch.Tensor:
-        loss = self._model(torch.ones(1)).sum()
+        loss: torch.Tensor = self.model(torch.ones(1)).sum()
         return loss if batch[0].numel() <= 32 else loss * torch.inf
 
     def step(self) -> None:
-        self._model.zero_grad()
+        self.model.zero_grad()
 
 
 def test_a_loss_that_is_not_finite_is_no_measurement() -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from lightstep.bench.iteration.shape import TrainedShape
 
@@ -37,17 +37,7 @@ def trained_model(
     shape: TrainedShape, sequence: int, device: torch.device, dtype: torch.dtype, seed: int
 ) -> TrainedLlama:
     """A new model on `device`; the same weights for the same seed."""
-    config = LlamaConfig(
-        hidden_size=shape.hidden,
-        intermediate_size=shape.feed_forward,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.key_value_heads,
-        vocab_size=shape.vocabulary,
-        tie_word_embeddings=shape.tied_embeddings,
-        max_position_embeddings=sequence,
-        attn_implementation="sdpa",
-    )
+    config = shape.config(max_position_embeddings=sequence, attn_implementation="sdpa")
     torch.manual_seed(seed)
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
 
 from lightstep.bench.contender import ADAMW, MAX_NORM
-from lightstep.bench.iteration.contender import Batch, Task, Training
+from lightstep.bench.iteration.contender import Task, Training
 from lightstep.bench.iteration.model import trained_model
 from lightstep.bench.libraries import shard_to_host
 from lightstep.distributed import local_tensor
@@ -21,21 +20,13 @@ class OffloadTraining(Training):
     kind = "peer"
 
     def __init__(self, task: Task) -> None:
-        self._model = trained_model(task.shape, task.sequence, task.device, torch.float32, task.seed)
-        checkpoint_activations(self._model)
-        shard_to_host(self._model, list(self._model.model.layers), task.device, reshard_after_forward=True)
-        self._optimizer = torch.optim.AdamW(self._model.parameters(), fused=True, **ADAMW)
-
-    @property
-    def model(self) -> nn.Module:
-        return self._model
-
-    def forward(self, batch: Batch) -> Tensor:
-        loss: Tensor = self._model(*batch)
-        return loss
+        self.model = trained_model(task.shape, task.sequence, task.device, torch.float32, task.seed)
+        checkpoint_activations(self.model)
+        shard_to_host(self.model, list(self.model.model.layers), task.device, reshard_after_forward=True)
+        self._optimizer = torch.optim.AdamW(self.model.parameters(), fused=True, **ADAMW)
 
     def step(self) -> None:
-        self.grad_norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), MAX_NORM)
+        self.grad_norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), MAX_NORM)
         self._optimizer.step()
         self._optimizer.zero_grad()
 
@@ -44,4 +35,4 @@ class OffloadTraining(Training):
 
     def host_bytes(self) -> int:
         state = [entry for entries in self._optimizer.state.values() for entry in entries.values()]
-        return sum(local_tensor(tensor).nbytes for tensor in [*self._model.parameters(), *state])
+        return sum(local_tensor(tensor).nbytes for tensor in [*self.model.parameters(), *state])

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from lightstep.bench.model import LlamaShape
+
+if TYPE_CHECKING:
+    from transformers import LlamaConfig
 
 _NEAR = 0.1  # of the parameters asked for
 _HEAD_SIZES = (128, 64, 32, 16, 8, 4, 2)
@@ -53,6 +57,21 @@ class TrainedShape:
         block = 2 * self.hidden * (self.hidden + key_value) + 3 * self.hidden * self.feed_forward + 2 * self.hidden
         tables = (1 if self.tied_embeddings else 2) * self.vocabulary * self.hidden
         return self.layers * block + tables + self.hidden
+
+    def config(self, **settings: Any) -> LlamaConfig:
+        """transformers' configuration of these sizes, with ``settings`` beside them."""
+        from transformers import LlamaConfig
+
+        return LlamaConfig(
+            hidden_size=self.hidden,
+            intermediate_size=self.feed_forward,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.key_value_heads,
+            vocab_size=self.vocabulary,
+            tie_word_embeddings=self.tied_embeddings,
+            **settings,
+        )
 
 
 _RELEASED = (

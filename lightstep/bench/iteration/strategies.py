@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightstep.bench.contender import ADAMW
 from lightstep.bench.iteration.contender import SETTINGS, Batch, Task, Training
@@ -21,15 +21,7 @@ class _Prepared(Training):
         self._strategy: Strategy = on_device(source.load(SETTINGS), task.device)
         dtype = self._strategy.parameter_dtype
         model = trained_model(task.shape, task.sequence, task.device, dtype, task.seed)
-        self._model = self._strategy.prepare_model(model)
-
-    @property
-    def model(self) -> nn.Module:
-        return self._model
-
-    def forward(self, batch: Batch) -> Tensor:
-        loss: Tensor = self._model(*batch)
-        return loss
+        self.model = self._strategy.prepare_model(model)
 
     def close(self) -> None:
         self._strategy.close()
@@ -44,10 +36,10 @@ class StrategyTraining(_Prepared):
         super().__init__(task, source)
         self.name = source.text
         self.about = self._strategy.config.description or source.text
-        self._optimizer = self._strategy.create_optimizer(self._model, torch.optim.AdamW, **ADAMW)
+        self._optimizer = self._strategy.create_optimizer(self.model, torch.optim.AdamW, **ADAMW)
 
     def iterate(self, batch: Batch) -> None:
-        with self._strategy.accumulate(self._model):
+        with self._strategy.accumulate(self.model):
             super().iterate(batch)
 
     def backward(self, loss: Tensor) -> None:
@@ -80,4 +72,4 @@ class WithoutOptimizer(_Prepared):
         super().__init__(task, Source.parse("resident" if world_size() == 1 else "fsdp2"))
 
     def step(self) -> None:
-        self._model.zero_grad(set_to_none=True)
+        self.model.zero_grad(set_to_none=True)
