@@ -1,9 +1,9 @@
 """A pool of rank processes: started once, then any check runs on any number of them within a second or so.
 
 A check is a module-level function ``check(rank, world_size, **arguments)``; it runs on ranks ``0 … world_size - 1``
-inside a fresh process group: nccl with one GPU per rank where the machine has that many, else gloo. There is no way to
-skip: a check that does not run is a failure. A rank that fails or hangs takes the pool down with it, and the next check
-gets a new one.
+inside a fresh process group: nccl with one GPU per rank where the machine has that many, else gloo, in processes that
+see no GPU. There is no way to skip: a check that does not run is a failure. A rank that fails or hangs takes the pool
+down with it, and the next check gets a new one.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ import socket
 import tempfile
 import traceback
 from collections.abc import Callable
+from contextlib import nullcontext
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -43,7 +45,7 @@ class Pool:
     def __init__(self, patience: float = 5.0) -> None:
         self._patience = patience
         self._processes: list[BaseProcess] = []
-        self._pipes: list[Connection] = []
+        self._pipes: dict[bool, list[Connection]] = {True: [], False: []}  # whose processes see the GPUs
 
     def run(self, check: Callable[..., Any], world_size: int, *, group: bool = True, **arguments: Any) -> list[Any]:
         """What ``check`` returned, by rank.
@@ -55,13 +57,14 @@ class Pool:
         Raises:
             AssertionError: with every failed rank's traceback.
         """
+        pipes = self._pipes[torch.cuda.device_count() >= world_size]
         self._grow(world_size)
         with tempfile.TemporaryDirectory() as meeting_place:
             place = meeting_place if group else None  # a file: a port may be taken between its choice and its use
             task = (check.__module__, check.__qualname__, world_size, _free_port(), place, arguments)
             for rank in range(world_size):
-                self._pipes[rank].send((rank, *task))
-            outcomes = self._outcomes(world_size)
+                pipes[rank].send((rank, *task))
+            outcomes = self._outcomes(pipes[:world_size])
         failures = [f"--- rank {rank} of {world_size} ---\n{text}" for rank, (ok, text) in outcomes.items() if not ok]
         if failures or len(outcomes) < world_size:
             silent = sorted(set(range(world_size)) - outcomes.keys())
@@ -69,12 +72,12 @@ class Pool:
             raise AssertionError("\n".join([*failures, *(f"rank {rank} did not answer" for rank in silent)]))
         return [outcomes[rank][1] for rank in range(world_size)]
 
-    def _outcomes(self, world_size: int) -> dict[int, tuple[bool, Any]]:
+    def _outcomes(self, pipes: list[Connection]) -> dict[int, tuple[bool, Any]]:
         """Answers by rank. After the first failure the others have some time left to tell theirs."""
         outcomes: dict[int, tuple[bool, Any]] = {}
         seconds = CHECK_SECONDS
-        while len(outcomes) < world_size:
-            waiting = {self._pipes[rank]: rank for rank in range(world_size) if rank not in outcomes}
+        while len(outcomes) < len(pipes):
+            waiting = {pipe: rank for rank, pipe in enumerate(pipes) if rank not in outcomes}
             ready = wait(list(waiting), seconds)
             if not ready:
                 break
@@ -87,13 +90,15 @@ class Pool:
     def _grow(self, world_size: int) -> None:
         context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
         context.set_forkserver_preload(_IMPORTED_ONCE)
-        while len(self._processes) < world_size:
+        gpus = torch.cuda.device_count() >= world_size
+        while len(self._pipes[gpus]) < world_size:
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(theirs,), daemon=True)
-            process.start()
+            with nullcontext() if gpus else mock.patch.dict(os.environ, {"CUDA_VISIBLE_DEVICES": ""}):
+                process.start()
             theirs.close()
             self._processes.append(process)
-            self._pipes.append(ours)
+            self._pipes[gpus].append(ours)
 
     def close(self) -> None:
         """End the processes."""
@@ -101,7 +106,7 @@ class Pool:
             process.kill()
         for process in self._processes:
             process.join()
-        self._processes, self._pipes = [], []
+        self._processes, self._pipes = [], {True: [], False: []}
 
 
 def device_of(rank: int, world_size: int) -> torch.device:
