@@ -25,6 +25,7 @@ class EngineState:
     def __init__(self, engine: Any) -> None:
         self._engine = engine
         self._zero = engine.optimizer
+        self._on_host: list[Tensor] = []
 
     @property
     def masters(self) -> list[Tensor]:
@@ -108,6 +109,7 @@ class EngineState:
             )
         from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum as Kind
 
+        self._on_host = [tensor for tensor in self._entries() if tensor.device.type == "cpu"]
         held = [Kind.hp_params, Kind.optim_states]
         if self._engine.zero_optimization_partition_weights():
             self._move(torch.device("cpu"))  # DeepSpeed does that for its own Adam only
@@ -120,6 +122,8 @@ class EngineState:
         self._engine.reload_states()
         if self._engine.zero_optimization_partition_weights():
             self._move(torch.device(self._engine.device))
+        for tensor in self._on_host:  # step counts: DeepSpeed takes them to the device, where torch would wait for them
+            tensor.data = tensor.data.cpu()
 
     def _move(self, device: torch.device) -> None:
         for tensor in self._held():
@@ -127,8 +131,12 @@ class EngineState:
 
     def _held(self) -> list[Tensor]:
         """Masters, and the state of their shape."""
-        entries = [value for state in self._zero.optimizer.state.values() for value in state.values()]
-        return [*self.masters, *(value for value in entries if isinstance(value, Tensor) and value.dim() > 0)]
+        return [*self.masters, *(entry for entry in self._entries() if entry.dim() > 0)]
+
+    def _entries(self) -> list[Tensor]:
+        """The state's tensors, step counts included."""
+        values = [value for state in self._zero.optimizer.state.values() for value in state.values()]
+        return [value for value in values if isinstance(value, Tensor)]
 
     def memory(self) -> dict[str, float]:
         """As ``BaseOptimizer.memory_report``."""

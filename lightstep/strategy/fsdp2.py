@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import _random as tensor_random
 
 from lightstep.config import ConfigError, FSDP2Sharding
 from lightstep.distributed import Replicas, is_sharded, local_tensor, make_mesh, role_group
@@ -159,8 +160,13 @@ class FSDP2Strategy(ProcessGroupStrategy):
         model.to_empty(device=self.device)
         seed = torch.tensor([torch.initial_seed() % 2**31], device=self.device)
         dist.broadcast(seed, group=role_group(), group_src=0)
-        with torch.random.fork_rng(devices=[], enabled=self.device.type == "cpu"):
-            if self.device.type == "cpu":  # DTensors draw alike on all ranks of a GPU mesh, but not on the CPU
+        on_gpu = self.device.type != "cpu"
+        with torch.random.fork_rng(devices=[self.device] if on_gpu else [], device_type=self.device.type):
+            if on_gpu:
+                # Shards of a GPU mesh draw their parts of one sequence. Unseeded, torch would first bring all ranks of
+                # the default group to one state, those that do not train too.
+                tensor_random.manual_seed(int(seed), mesh)
+            else:
                 torch.manual_seed(int(seed) + mesh.get_local_rank(mesh.ndim - 1))
             initialise_weights(model)
         broadcast_from_first(buffer for buffer in model.buffers() if not is_sharded(buffer))

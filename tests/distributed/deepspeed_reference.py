@@ -29,11 +29,14 @@ class DeepSpeedLoop(ReplicatedLoop):
     """
 
     def __init__(self, *arguments: Any, stage: int, offload: bool = False, **keywords: Any) -> None:
+        self.stage, self.offload = stage, offload
         super().__init__(*arguments, units=[], **keywords)
-        self.stage = stage
         bf16 = self.reduce == "float32" and next(iter(self.masters)).dtype == torch.bfloat16
         self.bf16_optimizer = stage == 1 and bf16 and not offload
         self.overflow_at, self.steps = -1, 0
+
+    def part(self, whole: Tensor) -> Tensor:
+        return whole.cpu() if self.offload else whole
 
     def backward(self, loss: Tensor) -> None:
         if self.stage == 1:
@@ -74,7 +77,8 @@ class DeepSpeedLoop(ReplicatedLoop):
 
     def _update(self, gradients: dict[Tensor, Tensor], norm: Tensor) -> None:
         for parameter, gradient in gradients.items():
-            self.masters[parameter].grad = gradient * self._factor(norm)
+            master = self.masters[parameter]
+            master.grad = (gradient * self._factor(norm)).to(master.device)
         self.optimizer.step()
         for parameter, master in self.masters.items():
             parameter.copy_(master)

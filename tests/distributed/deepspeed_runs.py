@@ -44,13 +44,18 @@ def deepspeed_on_cpu() -> Iterator[Any]:
 
     deepspeed.ops.__compatible_ops__.clear()
     number_anew()
+    _forget_groups(deepspeed)  # those of an earlier check in this process, too
     gc.freeze()  # DeepSpeed collects garbage several times for each engine
     try:
         yield deepspeed
     finally:
         gc.unfreeze()
-        importlib.reload(deepspeed.utils.groups)
-        deepspeed.comm.comm.cdb = None
+        _forget_groups(deepspeed)
+
+
+def _forget_groups(deepspeed: Any) -> None:
+    importlib.reload(deepspeed.utils.groups)
+    deepspeed.comm.comm.cdb = None
 
 
 def make_engine(

@@ -47,18 +47,22 @@ class Pool:
         self._processes: list[BaseProcess] = []
         self._pipes: dict[bool, list[Connection]] = {True: [], False: []}  # whose processes see the GPUs
 
-    def run(self, check: Callable[..., Any], world_size: int, *, group: bool = True, **arguments: Any) -> list[Any]:
+    def run(
+        self, check: Callable[..., Any], world_size: int, *, group: bool = True, cpu: bool = False, **arguments: Any
+    ) -> list[Any]:
         """What ``check`` returned, by rank.
 
         Args:
             check: importable; called with ``rank``, ``world_size`` and ``arguments`` on every rank.
             group: start the default process group before and end it afterwards; else only torchrun's variables are set.
+            cpu: in processes that see no GPU, whatever the machine has.
 
         Raises:
             AssertionError: with every failed rank's traceback.
         """
-        pipes = self._pipes[torch.cuda.device_count() >= world_size]
-        self._grow(world_size)
+        gpus = torch.cuda.device_count() >= world_size and not cpu
+        pipes = self._pipes[gpus]
+        self._grow(world_size, gpus)
         with tempfile.TemporaryDirectory() as meeting_place:
             place = meeting_place if group else None  # a file: a port may be taken between its choice and its use
             task = (check.__module__, check.__qualname__, world_size, _free_port(), place, arguments)
@@ -87,10 +91,9 @@ class Pool:
                 seconds = self._patience
         return outcomes
 
-    def _grow(self, world_size: int) -> None:
+    def _grow(self, world_size: int, gpus: bool) -> None:
         context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
         context.set_forkserver_preload(_IMPORTED_ONCE)
-        gpus = torch.cuda.device_count() >= world_size
         while len(self._pipes[gpus]) < world_size:
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(theirs,), daemon=True)

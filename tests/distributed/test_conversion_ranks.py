@@ -1,7 +1,8 @@
-"""Conversions from and to DeepSpeed and LightRFT, with files that several processes wrote."""
+"""Conversions from and to DeepSpeed and LightRFT, with files that several processes wrote; all of them on the CPU."""
 
 from __future__ import annotations
 
+import functools
 import json
 import random
 import shutil
@@ -26,6 +27,17 @@ UNUSED = ("unused.weight", "unused.bias")
 """DeepSpeed decays what has no gradient, torch's and our optimizers leave it alone."""
 
 Saved = tuple[Path, dict[str, tuple[Any, Any]]]
+
+
+@pytest.fixture(scope="module", name="pool")
+def pool_without_gpus(pool: Pool) -> Any:
+    """Both sides of a comparison run on the CPU, also where the machine has GPUs."""
+    return types.SimpleNamespace(run=functools.partial(pool.run, cpu=True))
+
+
+@pytest.fixture(autouse=True)
+def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Strategy, "device", torch.device("cpu"))
 
 
 @pytest.fixture(scope="module")

@@ -337,14 +337,15 @@ def makes(rank: int, world_size: int, folder: str) -> None:
 
     strategy = _strategy(3)
     torch.manual_seed(3)
-    whole = TinyTransformer().to(torch.bfloat16)
+    with strategy.device:
+        whole = TinyTransformer().to(torch.bfloat16)
     torch.manual_seed(3 + rank)  # the first rank's weights count
     model = strategy.prepare_model(TinyTransformer)
     assert all(p.numel() == 0 for p in model.parameters() if hasattr(p, "ds_id")), "nobody holds all of it"
     for name, value in gathered(model.module, keep=True).items():
-        assert torch.equal(value, whole.state_dict()[name]), name
+        assert torch.equal(value, whole.state_dict()[name].cpu()), name
     with pytest.raises(RuntimeError, match="create_optimizer"):
-        model(torch.zeros(1, 2, dtype=torch.long))
+        model(torch.zeros(1, 2, dtype=torch.long, device=strategy.device))
     with pytest.raises(CheckpointError, match="create_optimizer"):
         strategy.save_checkpoint(f"{folder}/early", model)
 
@@ -371,7 +372,7 @@ def makes(rank: int, world_size: int, folder: str) -> None:
         for name, value in gathered(llama.module, keep=True).items():
             assert torch.equal(value, saved[name]), name
     optimizer = strategy.create_optimizer(read, torch.optim.AdamW, lr=1e-2)
-    tokens = torch.randint(32, (2, 6), generator=torch.Generator().manual_seed(rank))
+    tokens = torch.randint(32, (2, 6), generator=torch.Generator().manual_seed(rank)).to(strategy.device)
     losses = []
     for _ in range(3):
         losses.append(read(input_ids=tokens, labels=tokens, use_cache=False).loss)
@@ -404,7 +405,8 @@ def starts_alike(rank: int, world_size: int) -> None:
         both: list[Any] = [None, None]
         dist.all_gather_object(both, prepared.weight.detach().float().cpu())
         assert torch.equal(*both) and prepared.weight.dtype == torch.bfloat16
-    assert prepared(torch.ones(1, 4, dtype=torch.bfloat16)).shape == (1, 4), "usable before there is an optimizer"
+    ones = torch.ones(1, 4, dtype=torch.bfloat16, device=strategy.device)
+    assert prepared(ones).shape == (1, 4), "usable before there is an optimizer"
 
 
 # -- engines made elsewhere

@@ -207,7 +207,7 @@ def accelerate(rank: int, world_size: int, kind: str, folder: str) -> None:
         weights, rate = whole(strategy.unwrap_model(model)), scheduler.get_last_lr()
         given = accelerator.get_state_dict(model)
         if rank == 0:
-            same({name: given[name] for name in weights}, weights)
+            same({name: given[name].cpu() for name in weights}, weights)
     with fresh_state(kind):
         accelerator, strategy, model, optimizer, scheduler = accelerated(kind, values)
         accelerator.load_state(folder)

@@ -52,7 +52,7 @@ GROUPS = [{"pattern": r"norm|bias", "weight_decay": 0.0, "lr": 2e-2}, {"pattern"
 
 def loss_of(parts: Sequence[nn.Module], step: int, micro: int) -> Tensor:
     hidden = torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(10 * step + micro))
-    hidden = hidden.to(next(parts[0].parameters()).dtype)
+    hidden = hidden.to(next(parts[0].parameters()))
     for part in parts:
         hidden = part(hidden)
     return hidden.float().square().mean()
