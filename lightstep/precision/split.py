@@ -55,16 +55,21 @@ class Splitter:
         """Give the scratch back; the next use takes it again."""
         self._scratch = None
 
-    def split(self, master: Tensor, weight: Tensor, low: Tensor, extra: Tensor) -> None:
+    def split(self, master: Tensor, weight: Tensor, low: Tensor, extra: Tensor, mark: Tensor | None = None) -> None:
         """Write ``master`` (fp32) to ``weight`` (bf16), ``low`` (int16) and the bits of ``extra``.
 
         A sign-carrying ``extra`` keeps its magnitudes; its signs before do not matter (it is never negative).
+        ``mark`` (int64, 0-dim) gets the :meth:`fingerprint` of the weight.
         """
         if self._fused is not None:
-            self._fused.split(master, weight, low, extra)
+            if mark is not None:
+                mark.zero_()
+            self._fused.split(master, weight, low, extra, mark)
             return
         for a, b in _chunks(master.numel()):
             _split(master[a:b], weight[a:b], low[a:b], _part_of(extra, a, b), self._room(b - a))
+        if mark is not None:
+            self.fingerprint(weight, mark)
 
     def join(self, weight: Tensor, low: Tensor, extra: Tensor, master: Tensor) -> None:
         """Write the fp32 ``master`` that :meth:`split` was given; clears the signs of a sign-carrying ``extra``."""
@@ -234,10 +239,10 @@ def _plain(device: torch.device) -> Splitter:
 def _round_trip(splitter: Splitter | ModuleType, master: Tensor, extra: Tensor) -> list[Tensor]:
     n, device = master.numel(), master.device
     weight, low = torch.empty(n, dtype=torch.bfloat16, device=device), torch.empty(n, dtype=torch.int16, device=device)
-    back, mark = torch.empty_like(master), torch.zeros((), dtype=torch.int64, device=device)
-    splitter.split(master, weight, low, extra)
+    back, marks = torch.empty_like(master), torch.zeros(2, dtype=torch.int64, device=device)
+    splitter.split(master, weight, low, extra, marks[0])
     stored = extra.clone()
-    splitter.fingerprint(weight, mark)
+    splitter.fingerprint(weight, marks[1])
     splitter.join(weight, low, extra, back)
     return [
         weight.view(torch.int16),
@@ -245,7 +250,7 @@ def _round_trip(splitter: Splitter | ModuleType, master: Tensor, extra: Tensor) 
         stored.view(torch.uint8),
         extra.view(torch.uint8),
         back.view(torch.int32),
-        mark,
+        marks,
     ]
 
 

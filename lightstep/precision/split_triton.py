@@ -1,6 +1,9 @@
 """The fused twins of :class:`~lightstep.precision.split.Splitter`: one kernel for each direction.
 
 Used only where they gave the torch version's bits on the spot. ``available`` is False without Triton.
+
+Each kernel has its work twice, for whole blocks and for the last one: accesses behind a mask of any length are made one
+element at a time.
 """
 
 from __future__ import annotations
@@ -17,13 +20,13 @@ except ImportError:
     triton = None
 
 available = triton is not None
-_BLOCK = 2048
+_BLOCK, _WARPS = 2048, 4
 
 
-def split(master: Tensor, weight: Tensor, low: Tensor, extra: Tensor) -> None:
-    """See :meth:`Splitter.split`."""
-    arguments = (master.view(torch.int32), weight.view(torch.int16), low, _bits_of(extra))
-    _launch(_split_kernel, master.numel(), arguments, BITMAP=extra.dtype == torch.uint8)
+def split(master: Tensor, weight: Tensor, low: Tensor, extra: Tensor, mark: Tensor | None = None) -> None:
+    """See :meth:`Splitter.split`; the fingerprint is added to ``mark``."""
+    arguments = (master.view(torch.int32), weight.view(torch.int16), low, _bits_of(extra), mark)
+    _launch(_split_kernel, master.numel(), arguments, BITMAP=extra.dtype == torch.uint8, MARK=mark is not None)
 
 
 def join(weight: Tensor, low: Tensor, extra: Tensor, master: Tensor) -> None:
@@ -41,20 +44,44 @@ def _bits_of(extra: Tensor) -> Tensor:
     return extra if extra.dtype == torch.uint8 else extra.view(torch.int32)
 
 
-def _launch(kernel: Any, n: int, arguments: tuple[Tensor, ...], **constants: Any) -> None:
+def _launch(kernel: Any, n: int, arguments: tuple[Tensor | None, ...], **constants: Any) -> None:
     if n == 0:
         return
     with torch.cuda.device_of(arguments[0]):  # Triton launches on the current device; nothing to do on the CPU
-        kernel[(triton.cdiv(n, _BLOCK),)](*arguments, n, BLOCK=_BLOCK, **constants)
+        kernel[(triton.cdiv(n, _BLOCK),)](*arguments, n, BLOCK=_BLOCK, num_warps=_WARPS, **constants)
 
 
 if available:
 
-    @triton.jit(do_not_specialize=["n"])
-    def _split_kernel(master, weight, low, extra, n, BITMAP: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-        first = tl.program_id(0).to(tl.int64) * BLOCK
+    @triton.jit
+    def _inside(place, n, WHOLE: tl.constexpr):  # type: ignore[no-untyped-def]
+        return place < n if not WHOLE else tl.full(place.shape, True, tl.int1)
+
+    @triton.jit
+    def _sum_of_marks(code, place, inside):  # type: ignore[no-untyped-def]
+        # The constants of split.py (_PLACE, _CODE, _MIX): a kernel reads no globals.
+        mixed = place * 2177342782468422677 + code.to(tl.int64) * 4564476756301768121
+        mixed = (mixed ^ (mixed >> 31)) * 1499779743744070123
+        mixed = (mixed ^ (mixed >> 29)) * 1499779743744070123
+        mixed = mixed ^ (mixed >> 32)
+        return tl.sum(tl.where(inside, mixed, 0), axis=0)
+
+    @triton.jit
+    def _split_block(  # type: ignore[no-untyped-def]
+        master,
+        weight,
+        low,
+        extra,
+        mark,
+        first,
+        n,
+        BITMAP: tl.constexpr,
+        MARK: tl.constexpr,
+        BLOCK: tl.constexpr,
+        WHOLE: tl.constexpr,
+    ):
         place = first + tl.arange(0, BLOCK)
-        inside = place < n
+        inside = _inside(place, n, WHOLE)
         bits = tl.load(master + place, mask=inside, other=0)
         upper = bits >> 16
         rounded = (bits + 0x7FFF + (upper & 1)) >> 16
@@ -71,11 +98,25 @@ if available:
         else:
             moment = tl.load(extra + place, mask=inside, other=0)
             tl.store(extra + place, (moment & 0x7FFFFFFF) | (went_up << 31), mask=inside)
+        if MARK:
+            tl.atomic_add(mark, _sum_of_marks(code.to(tl.int16), place, inside))
 
     @triton.jit(do_not_specialize=["n"])
-    def _join_kernel(weight, low, extra, master, n, BITMAP: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-        place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        inside = place < n
+    def _split_kernel(  # type: ignore[no-untyped-def]
+        master, weight, low, extra, mark, n, BITMAP: tl.constexpr, MARK: tl.constexpr, BLOCK: tl.constexpr
+    ):
+        first = tl.program_id(0).to(tl.int64) * BLOCK
+        if first + BLOCK <= n:
+            _split_block(master, weight, low, extra, mark, first, n, BITMAP, MARK, BLOCK, True)
+        else:
+            _split_block(master, weight, low, extra, mark, first, n, BITMAP, MARK, BLOCK, False)
+
+    @triton.jit
+    def _join_block(  # type: ignore[no-untyped-def]
+        weight, low, extra, master, first, n, BITMAP: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr
+    ):
+        place = first + tl.arange(0, BLOCK)
+        inside = _inside(place, n, WHOLE)
         code = tl.load(weight + place, mask=inside, other=0).to(tl.int32)
         lower = tl.load(low + place, mask=inside, other=0).to(tl.int32) & 0xFFFF
         if BITMAP:
@@ -88,13 +129,23 @@ if available:
         tl.store(master + place, ((code - went_up) << 16) | lower, mask=inside)
 
     @triton.jit(do_not_specialize=["n"])
+    def _join_kernel(weight, low, extra, master, n, BITMAP: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+        first = tl.program_id(0).to(tl.int64) * BLOCK
+        if first + BLOCK <= n:
+            _join_block(weight, low, extra, master, first, n, BITMAP, BLOCK, True)
+        else:
+            _join_block(weight, low, extra, master, first, n, BITMAP, BLOCK, False)
+
+    @triton.jit
+    def _fingerprint_block(weight, out, first, n, BLOCK: tl.constexpr, WHOLE: tl.constexpr):  # type: ignore[no-untyped-def]
+        place = first + tl.arange(0, BLOCK)
+        inside = _inside(place, n, WHOLE)
+        tl.atomic_add(out, _sum_of_marks(tl.load(weight + place, mask=inside, other=0), place, inside))
+
+    @triton.jit(do_not_specialize=["n"])
     def _fingerprint_kernel(weight, out, n, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-        place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        inside = place < n
-        code = tl.load(weight + place, mask=inside, other=0).to(tl.int64)
-        # The constants of split.py (_PLACE, _CODE, _MIX): a kernel reads no globals.
-        mixed = place * 2177342782468422677 + code * 4564476756301768121
-        mixed = (mixed ^ (mixed >> 31)) * 1499779743744070123
-        mixed = (mixed ^ (mixed >> 29)) * 1499779743744070123
-        mixed = mixed ^ (mixed >> 32)
-        tl.atomic_add(out, tl.sum(tl.where(inside, mixed, 0), axis=0))
+        first = tl.program_id(0).to(tl.int64) * BLOCK
+        if first + BLOCK <= n:
+            _fingerprint_block(weight, out, first, n, BLOCK, True)
+        else:
+            _fingerprint_block(weight, out, first, n, BLOCK, False)

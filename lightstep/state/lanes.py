@@ -73,7 +73,8 @@ class Lanes:
     def _lane(self, name: str) -> Lane:
         if self.device.type == "cpu":
             return ThreadLane(name, self)
-        return StreamLane(name, torch.Stream(self.device), self)
+        kind = StreamLane if name == COMPUTE else CopyLane
+        return kind(name, torch.Stream(self.device), self)
 
     def event(self) -> Event:
         """A new event for this device's lanes. Events are meant to be kept and recorded again."""
@@ -162,6 +163,27 @@ class StreamLane(Lane):
 
     def synchronize(self) -> None:
         self.stream.synchronize()
+
+
+class CopyLane(StreamLane):
+    """A stream of large copies in one direction, one per job, that lets others in between them.
+
+    A device's copy engine stays with a stream for as long as that one has copies ready. A small copy of another stream
+    in the same direction (a number that a model reads on the host, the sizes that FSDP2 unpacks gathered weights by)
+    would wait for all that were queued by then. So there is a moment after each job in which this stream has nothing
+    ready: until another one has passed a mark on.
+    """
+
+    def __init__(self, name: str, stream: torch.Stream, lanes: Lanes) -> None:
+        super().__init__(name, stream, lanes)
+        self._other = torch.Stream(lanes.device)
+        self._there, self._back = lanes.event(), lanes.event()
+
+    def run(self, job: Callable[[], object], label: str = "") -> None:
+        super().run(job, label)
+        self._other.wait_event(self.record(self._there))
+        self._other.record_event(self._back)
+        self.wait(self._back)
 
 
 class CallerStream(StreamLane):

@@ -145,10 +145,9 @@ class Visit:
             if whole.data_ptr() != master.data_ptr():  # its first update
                 whole.copy_(master.reshape(-1))
             local.copy_(master)
-            weight = local.reshape(-1)
-        else:
-            weight = local.reshape(-1)
-            self._splitter.split(master.view(-1), weight, *self._low_and_extra(part, layout))
-            if weight.data_ptr() != local.data_ptr():  # not contiguous: it was split into a copy
-                local.copy_(weight.view(part.shape))
-        self._splitter.fingerprint(weight, part.mark)
+            self._splitter.fingerprint(local.reshape(-1), part.mark)
+            return
+        weight = local.reshape(-1)
+        self._splitter.split(master.view(-1), weight, *self._low_and_extra(part, layout), part.mark)
+        if weight.data_ptr() != local.data_ptr():  # not contiguous: it was split into a copy
+            local.copy_(weight.view(part.shape))

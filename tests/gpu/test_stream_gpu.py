@@ -17,7 +17,7 @@ from lightstep.precision import split, split_triton
 from lightstep.precision.split import Splitter, probe_masters
 from lightstep.state.backend import Managed, StateBackend
 from lightstep.state.host_memory import HostSlab
-from lightstep.state.lanes import COMPUTE, DEVICE_TO_HOST, HOST_TO_DEVICE, CallerStream, LaneError, StreamLane
+from lightstep.state.lanes import COMPUTE, DEVICE_TO_HOST, HOST_TO_DEVICE, CallerStream, LaneError, Lanes, StreamLane
 from lightstep.state.resident import ResidentBackend
 from lightstep.state.stream import StreamBackend
 from tests.unit.test_stream import random_sleeps
@@ -482,3 +482,27 @@ def test_state_with_dimensions_is_on_the_host_and_counters_are_on_the_device() -
     state = layers.optimizer.state[layers.params[0]]
     assert {value.device.type for value in entries_on_host(state).values()} == {"cpu"}
     assert state["step"].device.type == "cuda"
+
+
+@pytest.mark.parametrize("direction", [HOST_TO_DEVICE, DEVICE_TO_HOST])
+def test_small_copies_of_others_pass_between_the_large_ones_of_a_lane(direction: str) -> None:
+    """The copy engine would stay with the lane until it has nothing left."""
+    lanes = Lanes(torch.device("cuda"))
+    lane = getattr(lanes, direction)
+    buffers = [torch.empty(64 * MIB, dtype=torch.uint8, device="cuda") for _ in range(2)]
+    pages = [torch.empty(64 * MIB, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+    little, there = torch.zeros(1 << 15, dtype=torch.uint8, pin_memory=True), torch.zeros(1 << 15, device="cuda").byte()
+    sources, targets = (pages, buffers) if direction == HOST_TO_DEVICE else (buffers, pages)
+    torch.cuda.synchronize()
+    end, small = lanes.event(), torch.cuda.Event()
+    for number in range(200):
+        lane.run(lambda n=number: targets[n % 2].copy_(sources[n % 2], non_blocking=True))
+    lane.record(end)
+    if direction == HOST_TO_DEVICE:
+        there.copy_(little, non_blocking=True)
+    else:
+        little.copy_(there, non_blocking=True)
+    small.record()
+    small.synchronize()
+    assert not end.query(), "200 large copies are over before the small one"
+    torch.cuda.synchronize()

@@ -187,6 +187,15 @@ def test_the_fingerprint_is_the_sum_it_says_it_is(dtype: torch.dtype, monkeypatc
     assert fingerprint_of(weight[:0]) == 0
 
 
+@pytest.mark.parametrize("place", ["moments", "bitmap"])
+def test_splitting_takes_the_fingerprint_with_it(place: str) -> None:
+    master = torch.randn(1000, generator=torch.Generator().manual_seed(0))
+    weight, low = torch.empty(1000, dtype=torch.bfloat16), torch.empty(1000, dtype=torch.int16)
+    mark = torch.full((), 7, dtype=torch.int64)
+    Splitter(CPU).split(master, weight, low, extra_for(place, 1000), mark)
+    assert int(mark) == expected_fingerprint(weight)
+
+
 def test_a_fingerprint_notices_one_bit_an_exchange_and_a_shift() -> None:
     weight = torch.randn(4096, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
     marks = {fingerprint_of(weight)}
