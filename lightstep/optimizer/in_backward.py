@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lightstep.optimizer.arithmetic import GroupValues
@@ -21,6 +22,7 @@ from lightstep.state.backend import Managed, StateBackend, Unit
 
 __all__ = ["InBackward"]
 
+Take = Callable[[Managed], Tensor | None]
 Decide = Callable[[int, Gradients, GroupValues], Update | None]
 
 
@@ -44,6 +46,7 @@ class InBackward(AtStep):
 
     def _forget(self) -> None:
         self._values: GroupValues | None = None
+        self._take: Take | None = None
         self._decide: Decide | None = None
         self._waiting: Gradients = {}
         self._newest: Tensor | None = None  # FSDP2's other gradients are found through it: they share its memory
@@ -57,22 +60,41 @@ class InBackward(AtStep):
         """Whether this step's updates have begun."""
         return self._values is not None
 
-    @property
-    def touched(self) -> bool:
-        """Whether some layer has been updated in this step."""
-        return self._touched
-
-    def begin(self, layers: Sequence[Sequence[Managed]], values: GroupValues, decide: Decide) -> None:
-        """A step begins.
+    @contextlib.contextmanager
+    def running(
+        self, layers: Sequence[Sequence[Managed]], groups: Sequence[dict[str, Any]], take: Take, decide: Decide
+    ) -> Iterator[None]:
+        """A step begins, and the backward in here completes gradients.
 
         Args:
             layers: the parameters that are updated together, in the order of the model.
-            decide: called with a layer's number, its gradients and ``values`` when they are there; ``None`` leaves the
-                layer alone.
+            groups: their hyper-parameters.
+            take: called with a parameter whose gradient is complete; returns it, or ``None`` without one.
+            decide: called with a layer's number, its gradients and hyper-parameters when they are there; ``None``
+                leaves the layer alone.
         """
+        with self._guarded("the backward in which layers are updated"):
+            self.begin(layers, GroupValues(groups), take, decide)
+            with self._listening():
+                yield
+
+    @contextlib.contextmanager
+    def _guarded(self, what: str) -> Iterator[None]:
+        """After an error in here some layers are updated and others are not."""
+        try:
+            yield
+        except BaseException as error:
+            broken = self._walk.broken
+            if self._touched and not broken:
+                broken.note(what, error)
+            self._abandon()
+            raise
+
+    def begin(self, layers: Sequence[Sequence[Managed]], values: GroupValues, take: Take, decide: Decide) -> None:
+        """The first part of :meth:`running`."""
         self._lay_out(layers)
         everything = [item for layer in self._layers for item in layer]
-        self._values, self._decide = values, decide
+        self._values, self._take, self._decide = values, take, decide
         self._left = [len(layer) for layer in self._layers]
         self._in_lane(partial(self._walk.begin, everything, True))
 
@@ -89,17 +111,25 @@ class InBackward(AtStep):
                 self._units[number].append(unit)
 
     @contextlib.contextmanager
-    def listening(self, items: Iterable[Managed], take: Callable[[Managed], None]) -> Iterator[None]:
-        """Call ``take`` with each parameter whose gradient a backward in here has completed."""
-        hooks = [item.param.register_post_accumulate_grad_hook(_told(take, item)) for item in items]
+    def _listening(self) -> Iterator[None]:
+        """Gradients are collected as a backward in here completes them."""
+        trained = [item for layer in self._layers for item in layer if item.param.requires_grad]
+        hooks = [item.param.register_post_accumulate_grad_hook(_told(self._collect, item)) for item in trained]
         try:
             yield
         finally:
             for hook in hooks:
                 hook.remove()
 
+    @torch.no_grad()
+    def _collect(self, item: Managed) -> None:
+        assert self._take is not None
+        gradient = self._take(item)
+        if gradient is not None:
+            self.arrived(item, gradient)
+
     def arrived(self, item: Managed, gradient: Tensor) -> None:
-        """The whole gradient of a parameter, ready for what the caller does next.
+        """The whole gradient of a parameter: its layer is updated with the last of them.
 
         Raises:
             RuntimeError: the parameter was updated in this step already.
@@ -163,15 +193,21 @@ class InBackward(AtStep):
     def land(self, items: Iterable[Managed] | None = None) -> None:
         self._wait_until(0)
 
-    def complete(self, elsewhere: Collection[Managed]) -> None:
-        """Update what is left of layers that got no gradient for some parameter, and end the step.
+    def complete(self, managed: Sequence[Managed]) -> None:
+        """Take what is left, update layers that got no gradient for some parameter, and end the step.
 
         The caller's next work finds everything updated.
         """
+        with self._guarded("the update"):
+            self._complete(managed)
+
+    def _complete(self, managed: Sequence[Managed]) -> None:
+        for item in managed:
+            self._collect(item)
         for number in reversed(range(len(self._layers))):
             if self._left[number]:
                 self._update(number)
-        self._in_lane(partial(self._walk.finish, elsewhere))
+        self._in_lane(partial(self._walk.finish, [item for item in managed if item.elsewhere]))
         if self._backend.in_lanes:
             lanes = self._backend.lanes
             if -1 not in self._events:
@@ -186,11 +222,12 @@ class InBackward(AtStep):
         """Gradients that wait for others of their layer are given up (``zero_grad``)."""
         self._waiting.clear()
 
-    def abandon(self) -> None:
+    def _abandon(self) -> None:
         """The step broke off."""
         if self._backend.in_lanes:
             self._backend.lanes.compute.synchronize()
         self._forget()
+        self._backend.abandon()
 
 
 def _told(take: Callable[[Managed], None], item: Managed) -> Callable[[Tensor], None]:

@@ -110,7 +110,7 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         self._managed = ManagedParameters(self._arithmetic, self._backend, self.master_weights, places)
         self._state_view = StateView(self._managed, self.parameter_state, self._replace_state)
         self._broken = BrokenStep(self._managed, self._backend)
-        self._walk = UnitWalk(self._arithmetic, self._backend, self._broken.guard, self._managed.record)
+        self._walk = UnitWalk(self._arithmetic, self._backend, self._broken, self._managed.record)
         self._updates = self._update_time(self._walk, self._backend)
         self._scaling, self._closed = None, False
         self._measured = None
@@ -202,37 +202,19 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         self._refuse_if_closed()
         self._broken.refuse("Load a checkpoint before the next backward")
         with torch.no_grad():
-            self._set_up()
-            self._managed.drop_provisional_state()
-            self._managed.adopt_outside_changes(self.param_groups)
-            self._backend.prepare()
+            self._make_ready()
         assert self._scaling is not None
         self._scaling.start()
-        with self._refusing_what_broke_off("the backward in which layers are updated", updates):
-            updates.begin(self._scaling.layers, GroupValues(self.param_groups), self._decide)
-            with updates.listening([item for item in self._managed if item.param.requires_grad], self._take):
-                yield
-
-    @contextlib.contextmanager
-    def _refusing_what_broke_off(self, what: str, updates: InBackward) -> Iterator[None]:
-        """After an error in here some layers are updated and others are not."""
-        try:
+        with updates.running(self._scaling.layers, self.param_groups, self._take, self._decide):
             yield
-        except BaseException as error:
-            if not self._broken and updates.touched:
-                self._broken.note(what, error)
-            updates.abandon()
-            self._backend.abandon()
-            raise
 
-    @torch.no_grad()
-    def _take(self, item: Managed) -> None:
-        """The gradient of a parameter is complete: its norm is kept, and its layer updated with the last of them."""
-        assert isinstance(self._updates, InBackward) and self._scaling is not None
+    def _take(self, item: Managed) -> Tensor | None:
+        """The whole gradient of one parameter in backward; its norm is kept."""
+        assert self._scaling is not None
         gradient = self.gradients.take(item.param)
         if gradient is not None:
             self._scaling.keep(item, gradient)
-            self._updates.arrived(item, gradient)
+        return gradient
 
     def _decide(self, layer: int, gradients: Gradients, values: GroupValues) -> Update | None:
         """The update of one layer in backward. One that is not finite stays as it is."""
@@ -297,10 +279,7 @@ class MixedPrecisionOptimizer(BaseOptimizer):
     def _complete(self, updates: InBackward, loss: Any) -> StepResult:
         """The end of a step whose updates began in backward."""
         assert self._scaling is not None
-        with self._refusing_what_broke_off("the update", updates):
-            for item in self._managed:
-                self._take(item)
-            updates.complete([item for item in self._managed if item.elsewhere])
+        updates.complete(list(self._managed))
         scaled_norm, overflow = self._scaling.kept_norm()
         scale = self.loss_scale.tensor(scaled_norm.device).clone()
         return StepResult(scaled_norm / scale, overflow, scale, loss)
@@ -347,11 +326,15 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         if self._closed:
             raise RuntimeError(f"this {type(self).__name__} is closed: its state is gone; make a new optimizer")
 
-    def _collect_gradients(self) -> Gradients:
+    def _make_ready(self) -> None:
+        """Parameters and memory, while the gradients are still there: without the memory nothing has happened."""
         self._set_up()
         self._managed.drop_provisional_state()
         self._managed.adopt_outside_changes(self.param_groups)
-        self._backend.prepare()  # while the gradients are still there: without the memory nothing has happened
+        self._backend.prepare()
+
+    def _collect_gradients(self) -> Gradients:
+        self._make_ready()
         taken = ((item, self.gradients.take(item.param)) for item in self._managed)
         gradients = unshared({item: gradient for item, gradient in taken if gradient is not None})
         if not gradients:

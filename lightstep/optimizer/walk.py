@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from lightstep.optimizer.arithmetic import BaseArithmetic, GroupValues
+from lightstep.optimizer.broken_step import BrokenStep
 from lightstep.precision.gradients import GradientStage
 from lightstep.state.backend import Managed, Piece, StateBackend, Unit
 
 Gradients = dict[Managed, Tensor]
-Guard = Callable[[str], AbstractContextManager[None]]
 
 
 @dataclass
@@ -59,16 +58,16 @@ class UnitWalk:
     """``begin``, ``unit`` for each unit in order, ``finish``: all of them on one stream (on the CPU: one thread).
 
     Args:
-        guard: context manager around everything that may fail, told what is being done.
+        broken: told what was being done when something fails.
         record: called with each parameter once it is as the optimizer leaves it.
     """
 
     def __init__(
-        self, arithmetic: BaseArithmetic, backend: StateBackend, guard: Guard, record: Callable[[Managed], None]
+        self, arithmetic: BaseArithmetic, backend: StateBackend, broken: BrokenStep, record: Callable[[Managed], None]
     ) -> None:
         self._arithmetic = arithmetic
         self._backend = backend
-        self._guard = guard
+        self.broken = broken
         self._record = record
         self.stage = GradientStage()
 
@@ -83,12 +82,12 @@ class UnitWalk:
 
     def begin(self, managed: Collection[Managed], backwards: bool = False) -> None:
         """``backwards``: the units will come in their order from the last one to the first, as far as is known."""
-        with self._guard("the beginning of the update"):
+        with self.broken.guard("the beginning of the update"):
             self._backend.begin(managed, backwards)
 
     def unit(self, unit: Unit, update: Update) -> list[Managed]:
         """Update one unit; returns the parameters that are complete with it."""
-        with self._guard(f"the update of {unit.label}"):
+        with self.broken.guard(f"the update of {unit.label}"):
             pieces = self._backend.acquire(unit)
             active = [piece for piece in pieces if piece.owner in update.gradients]
             for alike, factor in update.alike(active):
@@ -99,7 +98,7 @@ class UnitWalk:
 
     def finish(self, elsewhere: Iterable[Managed]) -> None:
         """``elsewhere``: parameters whose weights other replicas have sent."""
-        with self._guard("the end of the update"):
+        with self.broken.guard("the end of the update"):
             self._backend.finish()
         for item in elsewhere:
             item.updated = True

@@ -24,12 +24,11 @@ from lightstep.distributed import local_tensor
 from lightstep.strategy.agreement import Ranks
 from lightstep.strategy.checkpoint_format import (
     CheckpointError,
-    begin,
     commit,
-    discard,
     find_checkpoint,
     latest_checkpoint,
     reported,
+    saving,
     write_manifest,
 )
 from lightstep.strategy.checkpoint_load import Saved, apply, match
@@ -86,19 +85,13 @@ def save_checkpoint(
             still there. All ranks raise.
     """
     target, ranks = Path(path).resolve(), Ranks(group)
-    temporary: Path | None = None
     with reported(f"{path} was not saved"):
-        try:
-            tensors = _tensors(model, optimizer, ranks)
-            content = ranks.together(lambda: _collect(tensors, model, optimizer, scheduler, extra))
-            temporary = ranks.together(lambda: begin(target), only_first=True)
+        tensors = _tensors(model, optimizer, ranks)
+        content = ranks.together(lambda: _collect(tensors, model, optimizer, scheduler, extra))
+        with saving(target, ranks) as temporary:
             write_tensors(temporary, content.sources, ranks.group)
             parts = ranks.gather(content.of_this_rank)
             ranks.together(lambda: _finish(temporary, target, content, parts), only_first=True)
-        except BaseException:
-            if ranks.is_first:
-                discard(temporary)
-            raise
     logger.info("saved %s", path)
 
 
@@ -228,9 +221,8 @@ def _model_sources(named: NamedTensor) -> list[Source]:
     return [Source(f"model.{named.name}", shard, tensor.dtype, lambda: local_tensor(tensor).detach())]
 
 
-def _finish(temporary: Path | None, target: Path, content: _Content, parts: list[dict[str, Any]]) -> None:
+def _finish(temporary: Path, target: Path, content: _Content, parts: list[dict[str, Any]]) -> None:
     """The first rank's part: small state, manifest, rename."""
-    assert temporary is not None
     state = {**content.state, "random": [part["random"] for part in parts]}
     groups = None
     if "optimizer" in state:

@@ -27,7 +27,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from lightstep.strategy.agreement import ElsewhereError
+from lightstep.strategy.agreement import ElsewhereError, Ranks
 
 MANIFEST = "lightstep.json"
 INDEX = "tensors.json"
@@ -172,10 +172,21 @@ def write_file(path: Path, content: bytes) -> None:
         os.fsync(stream.fileno())
 
 
-def discard(temporary: Path | None) -> None:
+def discard(temporary: Path) -> None:
     """Remove what a failed save has written so far."""
-    if temporary is not None:
-        shutil.rmtree(temporary, ignore_errors=True)
+    shutil.rmtree(temporary, ignore_errors=True)
+
+
+@contextmanager
+def saving(path: Path, ranks: Ranks) -> Iterator[Path]:
+    """The folder that all ranks write into, removed after an error; the first rank's :func:`commit` ends the block."""
+    temporary = ranks.together(lambda: begin(path), only_first=True)
+    try:
+        yield temporary
+    except BaseException:
+        if ranks.is_first:
+            discard(temporary)
+        raise
 
 
 def sync(path: Path) -> None:

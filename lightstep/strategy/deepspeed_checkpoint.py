@@ -29,12 +29,11 @@ from lightstep.strategy.agreement import Ranks
 from lightstep.strategy.checkpoint import manifest_header
 from lightstep.strategy.checkpoint_format import (
     CheckpointError,
-    begin,
     commit,
-    discard,
     find_checkpoint,
     read_manifest,
     reported,
+    saving,
     write_file,
     write_manifest,
 )
@@ -69,19 +68,12 @@ def save_checkpoint(
         TypeError, CheckpointError: as there. All ranks raise, and what was at ``path`` is still there.
     """
     target, ranks = Path(path).resolve(), Ranks()
-    temporary: Path | None = None
     with reported(f"{path} was not saved"):
-        try:
-            state, manifest = ranks.together(lambda: _content(model, optimizer, scheduler, extra))
-            temporary = ranks.together(lambda: begin(target), only_first=True)
-            tag = manifest[_SECTION]["tag"]
-            _write_engine(temporary, tag, optimizer, ranks, state)
+        state, manifest = ranks.together(lambda: _content(model, optimizer, scheduler, extra))
+        with saving(target, ranks) as temporary:
+            _write_engine(temporary, manifest[_SECTION]["tag"], optimizer, ranks, state)
             states = ranks.gather(random_states())
             ranks.together(lambda: _finish(temporary, target, {**state, "random": states}, manifest), only_first=True)
-        except BaseException:
-            if ranks.is_first:
-                discard(temporary)
-            raise
     logger.info("saved %s", path)
 
 
@@ -206,11 +198,10 @@ class _Writer:
             return None
 
 
-def _finish(temporary: Path | None, target: Path, state: dict[str, Any], manifest: dict[str, Any]) -> None:
+def _finish(temporary: Path, target: Path, state: dict[str, Any], manifest: dict[str, Any]) -> None:
     """The first rank's part: small files, manifest, rename."""
     import deepspeed
 
-    assert temporary is not None
     for tool in _TOOLS:
         source = Path(deepspeed.__file__).parent / "utils" / tool
         if source.is_file():

@@ -60,3 +60,27 @@ def loss_of(model: nn.Module, step: int, micro: int, rank: int, device: torch.de
     tokens = torch.randint(VOCABULARY, (4, 6), generator=generator).to(device)
     targets = torch.randint(CLASSES, (24,), generator=generator).to(device)
     return nn.functional.cross_entropy(model(tokens).float().flatten(0, 1), targets)
+
+
+class Slope(nn.Module):
+    """A gradient that the caller dictates: ``loss = sum(weight * slope)``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 5, bias=False)
+        self.weight = nn.Parameter(torch.zeros(5, 3))
+
+    def forward(self, slope: Tensor) -> Tensor:
+        return (self.weight * slope.to(self.weight.dtype)).sum() + self.inner(
+            slope.T[:1, :3].to(self.weight.dtype)
+        ).sum()
+
+
+def tiny_llama(tied: bool = True) -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=31, hidden_size=12, intermediate_size=20, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=32, tie_word_embeddings=tied,
+    )  # fmt: skip
+    return LlamaForCausalLM(config)

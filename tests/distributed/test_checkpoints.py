@@ -16,9 +16,9 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import lightstep
 from lightstep import CheckpointError
 from lightstep.distributed import local_tensor
-from tests.distributed.models import TinyTransformer, loss_of
+from tests.distributed.models import TinyTransformer, loss_of, tiny_llama
 from tests.distributed.ranks import Pool
-from tests.distributed.test_sharding import full, same_weights, tiny_llama, weights_of
+from tests.distributed.sharding_runs import full, same_weights, weights_of
 
 Content = dict[str, dict[str, Tensor]]
 

@@ -27,12 +27,9 @@ from lightstep.state.units import RingError
 from tests.distributed.collectives import collectives
 from tests.distributed.models import TinyTransformer, loss_of
 from tests.distributed.ranks import Pool, device_of
+from tests.distributed.sharding_runs import DDP, HSDP, full
 from tests.distributed.test_checkpoints import check_content
-from tests.distributed.test_sharding import full
 from tests.reference.pair import FP16_SCALE, same_tree, through_bytes
-
-DDP = {"kind": "ddp", "find_unused_parameters": True}
-HSDP = {"kind": "fsdp2", "mesh": {"replicate": 2, "shard": "auto"}}
 
 RESIDENT = {"backend": "resident"}
 STREAM = {"backend": "stream", "ring_mib": 1}

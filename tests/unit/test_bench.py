@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import threading
 import warnings
@@ -14,12 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-import typer
 from rich.console import Console
-from typer.testing import CliRunner
 
 from lightstep.bench.chart import draw
-from lightstep.bench.command import bench
 from lightstep.bench.contender import Contender, Setup, Skipped
 from lightstep.bench.link import Link, measure_link
 from lightstep.bench.measure import Effort, Measurement, _not_listed
@@ -29,22 +25,11 @@ from lightstep.bench.ranks import Ranks, local_device
 from lightstep.bench.registry import PEERS
 from lightstep.bench.report import as_json, print_table, size
 from lightstep.bench.run import Row, Run, measure_all, start
+from tests.unit.bench_runs import bench_on_two_ranks, run_bench
 
 CPU = torch.device("cpu")
 TINY = ("--params", "60000", "--layers", "2", "--steps", "2", "--warmup", "1", "--device", "cpu")
 HERE = {"layer-stream", "cpu-adamw", "torch", "torch-fp32-grads", "fsdp2-offload"}  # peers that need nothing but torch
-
-app = typer.Typer()
-app.command()(bench)
-
-
-@app.callback()
-def _several_commands() -> None:
-    """So that `bench` is a subcommand, as it is in lightstep's own command line."""
-
-
-def run_bench(*arguments: str) -> Any:
-    return CliRunner().invoke(app, ["bench", *arguments], catch_exceptions=False)
 
 
 @pytest.fixture(scope="module")
@@ -144,27 +129,12 @@ def test_the_chart_shows_memory_and_the_link_where_there_are_any(
 
 
 def test_two_ranks_measure_together(tmp_path: Path) -> None:
-    code = "import typer; from lightstep.bench.command import bench; typer.run(bench)"
-    script = tmp_path / "bench.py"
-    script.write_text(code)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
     names = ["--strategies", "resident,fsdp2-stream", "--peers", "fsdp2-offload,torch,torch-fsdp2"]
     saving = ["--checkpoints", str(tmp_path / "saved")]
-    arguments = [*TINY, "--rounds", "1", *names, *saving]
-    root = Path(__file__).resolve().parents[2]
-    done = subprocess.run(
-        [*torchrun, *arguments, "--output", str(tmp_path / "out")],
-        cwd=root,
-        env={**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stderr
+    output = bench_on_two_ranks(*TINY, "--rounds", "1", *names, *saving, "--output", str(tmp_path / "out"))
     values = json.loads((tmp_path / "out" / "bench.json").read_text())
     rows = rows_of(values)
-    assert values["ranks"] == 2 and done.stdout.count("One optimizer step") == 1
+    assert values["ranks"] == 2 and output.count("One optimizer step") == 1
     assert all(row["note"] is None for row in rows.values())
     assert rows["resident"]["parameters_per_rank"] == values["model"]["parameters"]
     for name in ("fsdp2-stream", "fsdp2-offload", "torch-fsdp2"):
@@ -173,7 +143,7 @@ def test_two_ranks_measure_together(tmp_path: Path) -> None:
     whole = rows["fsdp2-stream"]["checkpoint"]  # fp32 masters and both moments, bf16 weights, over all ranks
     assert whole["gb"] * 1e9 == pytest.approx(14 * values["model"]["parameters"], rel=0.7)
     assert whole["gb_per_s"] > 0 and whole["plain_files_gb_per_s"] > 0
-    assert "fsdp2-stream: checkpoint of 0.00 GB saved at" in done.stdout
+    assert "fsdp2-stream: checkpoint of 0.00 GB saved at" in output
     assert list((tmp_path / "saved").iterdir()) == []
 
 

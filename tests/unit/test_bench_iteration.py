@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import typer
 from rich.console import Console
 from transformers import LlamaForCausalLM
-from typer.testing import CliRunner
 
-from lightstep.bench.command import bench
 from lightstep.bench.iteration import model as model_module
 from lightstep.bench.iteration import timeline as timeline_module
 from lightstep.bench.iteration.chart import draw as draw_chart
@@ -42,21 +36,10 @@ from lightstep.bench.measure import Effort
 from lightstep.bench.ranks import Ranks
 from lightstep.bench.sources import Source
 from lightstep.config import ConfigError
+from tests.unit.bench_runs import bench_on_two_ranks, run_bench
 
 CPU = torch.device("cpu")
 TINY = ("--params", "60000", "--layers", "2", "--tokens", "64,32", "--sequence", "16", "--device", "cpu")
-
-app = typer.Typer()
-app.command()(bench)
-
-
-@app.callback()
-def _several_commands() -> None:
-    """So that `bench` is a subcommand, as it is in lightstep's own command line."""
-
-
-def run_bench(*arguments: str) -> Any:
-    return CliRunner().invoke(app, ["bench", *arguments], catch_exceptions=False)
 
 
 @pytest.fixture(scope="module")
@@ -139,25 +122,11 @@ def test_the_chart_is_a_png(result: tuple[dict[str, Any], Path, str], tmp_path: 
 
 
 def test_two_ranks_train_together(tmp_path: Path) -> None:
-    code = "import typer; from lightstep.bench.command import bench; typer.run(bench)"
-    script = tmp_path / "bench.py"
-    script.write_text(code)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
     names = ["--strategies", "fsdp2,fsdp2-stream", "--peers", "fsdp2-offload"]
-    root = Path(__file__).resolve().parents[2]
-    done = subprocess.run(
-        [*torchrun, "--iteration", *TINY, *names, "--output", str(tmp_path / "out")],
-        cwd=root,
-        env={**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stderr
+    output = bench_on_two_ranks("--iteration", *TINY, *names, "--output", str(tmp_path / "out"))
     values = json.loads((tmp_path / "out" / "iteration.json").read_text())
     rows = rows_of(values)
-    assert values["ranks"] == 2 and done.stdout.count("One iteration of") == 2
+    assert values["ranks"] == 2 and output.count("One iteration of") == 2
     assert list(rows) == ["no optimizer", "fsdp2", "fsdp2-stream", "fsdp2-offload"]
     assert all(row["note"] is None for row in rows.values()), {name: row["note"] for name, row in rows.items()}
     assert rows["fsdp2"]["weight_bytes"] == pytest.approx(values["model"]["parameters"], rel=0.02)  # half of 2 bytes

@@ -1,0 +1,65 @@
+"""The process group: who starts and ends it, and a rank that dies."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.distributed.models import TinyTransformer
+from tests.distributed.ranks import TIMEOUT, Pool
+from tests.distributed.sharding_runs import DDP, FSDP2, load, train
+
+
+def check_process_group(rank: int, world_size: int) -> None:
+    """Started by the strategy from torchrun's environment, and ended by it; left alone when it was somebody else's."""
+    strategy = load(FSDP2)
+    assert (strategy.rank, strategy.world_size, strategy.is_main) == (rank, world_size, rank == 0)
+    assert not dist.is_initialized()
+    with strategy:
+        model = strategy.prepare_model(TinyTransformer())
+        assert dist.is_initialized()
+        train(strategy, model, strategy.create_optimizer(model))
+    assert not dist.is_initialized()
+    os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
+    dist.init_process_group("gloo")
+    with load(FSDP2) as other:
+        other.start()
+    assert dist.is_initialized()
+
+
+def test_process_group(pool: Pool) -> None:
+    pool.run(check_process_group, 2, group=False)
+
+
+def check_dying_rank(rank: int, world_size: int, folder: str, sharding: dict[str, Any]) -> None:
+    """The last rank goes away without a word in the second step; the first one writes down what it is told."""
+    strategy = load(sharding)
+    model = strategy.prepare_model(TinyTransformer())
+    optimizer = strategy.create_optimizer(model)
+    train(strategy, model, optimizer, steps=1)
+    if rank == world_size - 1:
+        os._exit(1)
+    began = time.monotonic()
+    try:
+        train(strategy, model, optimizer, steps=1)
+        strategy.save_checkpoint(Path(folder, "after"), model, optimizer)
+    except Exception as error:
+        Path(folder, f"{rank}.json").write_text(json.dumps([type(error).__name__, time.monotonic() - began]))
+        raise
+
+
+@pytest.mark.parametrize("sharding", [FSDP2, DDP], ids=["fsdp2", "ddp"])
+def test_a_rank_that_dies_ends_the_others(pool: Pool, tmp_path: Path, sharding: dict[str, Any]) -> None:
+    with pytest.raises(AssertionError, match="the process ended"):
+        pool.run(check_dying_rank, 2, folder=str(tmp_path), sharding=sharding)
+    assert not (tmp_path / "after").exists()
+    if torch.cuda.device_count() < 2:  # nccl's watchdog ends the process itself
+        _, seconds = json.loads((tmp_path / "0.json").read_text())
+        assert seconds < TIMEOUT.total_seconds()
