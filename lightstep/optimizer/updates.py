@@ -66,10 +66,8 @@ class NextForward(Updates):
     caller has waited for it.
 
     Units are submitted some way ahead of the forward and not all at once. An accelerator takes about a thousand
-    launches before it makes the host wait, and the forward's have to find room too. And copies of one direction run in
-    the order of submission, whatever they wait for: a forward that reads a number on the host (transformers does once)
-    gets it behind every write-back submitted before. How far is a fixed number, so that replicas that send each other
-    weights submit in the same order.
+    launches before it makes the host wait, and the forward's have to find room too. How far is a fixed number, so that
+    replicas that send each other weights submit in the same order.
     """
 
     at_once: ClassVar[int] = 32

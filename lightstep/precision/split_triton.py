@@ -20,7 +20,7 @@ except ImportError:
     triton = None
 
 available = triton is not None
-_BLOCK, _WARPS = 2048, 4
+_BLOCK, _WARPS = 1024, 4
 
 
 def split(master: Tensor, weight: Tensor, low: Tensor, extra: Tensor, mark: Tensor | None = None) -> None:

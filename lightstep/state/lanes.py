@@ -2,8 +2,8 @@
 
 A lane does what it is given in the order it was given. Across lanes only events order anything: ``record`` marks a
 place in one lane, ``wait`` holds another back until that place is reached, and the host never waits. On an
-accelerator a lane is a stream, and jobs are queued by the calling thread. On the CPU a lane is a thread with the same
-rules, so that whatever is ordered wrongly there is ordered wrongly here.
+accelerator a lane is a stream (for copies two by turns), and jobs are queued by the calling thread. On the CPU a lane
+is a thread with the same rules, so that whatever is ordered wrongly there is ordered wrongly here.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
 __all__ = ["COMPUTE", "DEVICE_TO_HOST", "HOST_TO_DEVICE", "Lane", "LaneError", "Lanes"]
 
@@ -41,6 +42,10 @@ class Lane(ABC):
     @abstractmethod
     def run(self, job: Callable[[], object], label: str = "") -> None:
         """Submit ``job``; ``label`` names it in errors."""
+
+    def copy(self, target: Tensor, source: Tensor, label: str = "") -> None:
+        """Submit a copy between two flat tensors of as many bytes (uint8)."""
+        self.run(lambda: target.copy_(source, non_blocking=True), label)
 
     @abstractmethod
     def record(self, event: Event) -> Event:
@@ -166,24 +171,27 @@ class StreamLane(Lane):
 
 
 class CopyLane(StreamLane):
-    """A stream of large copies in one direction, one per job, that lets others in between them.
+    """Large copies in one direction, on two streams by turns, so that those of others get in between.
 
     A device's copy engine stays with a stream for as long as that one has copies ready. A small copy of another stream
-    in the same direction (a number that a model reads on the host, the sizes that FSDP2 unpacks gathered weights by)
-    would wait for all that were queued by then. So there is a moment after each job in which this stream has nothing
-    ready: until another one has passed a mark on.
+    in the same direction (a number that a model reads on the host, the table by which FSDP2 unpacks gathered weights)
+    would come behind all that are queued. Here it comes behind one piece of one, which costs the link about 1 %.
     """
+
+    PIECE: ClassVar[int] = 32 << 20
+    """Bytes."""
 
     def __init__(self, name: str, stream: torch.Stream, lanes: Lanes) -> None:
         super().__init__(name, stream, lanes)
         self._other = torch.Stream(lanes.device)
-        self._there, self._back = lanes.event(), lanes.event()
+        self._reached = lanes.event()
 
-    def run(self, job: Callable[[], object], label: str = "") -> None:
-        super().run(job, label)
-        self._other.wait_event(self.record(self._there))
-        self._other.record_event(self._back)
-        self.wait(self._back)
+    def copy(self, target: Tensor, source: Tensor, label: str = "") -> None:
+        for piece, origin in zip(target.split(self.PIECE), source.split(self.PIECE), strict=True):
+            self.stream.record_event(self._reached)
+            self._other.wait_event(self._reached)
+            self.stream, self._other = self._other, self.stream
+            super().copy(piece, origin, label)
 
 
 class CallerStream(StreamLane):

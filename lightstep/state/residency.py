@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
-from functools import partial
 
 import torch
-from torch import Tensor
 
 from lightstep.state.lanes import Lanes
 from lightstep.state.records import Record
@@ -133,9 +131,10 @@ class Residency:
         newer = [record for record in records if record in self._ahead]
         lane = self._lanes.device_to_host
         for record in newer:
-            slot = self._slots[record]
+            slot, target = self._slots[record], record.bytes
+            assert target is not None
             lane.wait(slot.updated)
-            lane.run(partial(_copy, slot.buffer, record), f"bringing down {record.unit.label}")
+            lane.copy(target, slot.buffer, f"bringing down {record.unit.label}")
             record.landed = lane.record(slot.drained)
         if newer:
             self._lanes.synchronize()
@@ -186,7 +185,7 @@ class Residency:
         for event in (slot.updated, record.landed):
             if event is not None:
                 lane.wait(event)
-        lane.run(lambda: target.copy_(source, non_blocking=True), f"bringing up {record.unit.label}")
+        lane.copy(target, source, f"bringing up {record.unit.label}")
         lane.record(slot.staged)
         self._behind.discard(record)
 
@@ -233,11 +232,6 @@ def _front(records: Sequence[Record], budget: int) -> list[Record]:
 
 def _place(record: Record) -> int:
     return record.unit.index
-
-
-def _copy(buffer: Tensor, record: Record) -> None:
-    assert record.bytes is not None
-    record.bytes.copy_(buffer, non_blocking=True)
 
 
 def _new_slot(nbytes: int, lanes: Lanes) -> Slot:

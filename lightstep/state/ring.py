@@ -108,7 +108,7 @@ class Ring:
         source, target = slot.buffer[: record.nbytes], record.bytes
         lane.wait(slot.updated)
         if target is not None:
-            lane.run(lambda: target.copy_(source, non_blocking=True), f"writing back {record.unit.label}")
+            lane.copy(target, source, f"writing back {record.unit.label}")
         record.landed = lane.record(slot.drained)
         self._give_back(slot)
 
@@ -144,6 +144,6 @@ class Ring:
             for event in (slot.updated, slot.drained, record.landed):
                 if event is not None:
                     lane.wait(event)
-            lane.run(lambda: target.copy_(source, non_blocking=True), f"fetching {record.unit.label}")
+            lane.copy(target, source, f"fetching {record.unit.label}")
             lane.record(slot.staged)
         self._staged.append((record, slot))

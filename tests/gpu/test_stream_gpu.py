@@ -496,7 +496,7 @@ def test_small_copies_of_others_pass_between_the_large_ones_of_a_lane(direction:
     torch.cuda.synchronize()
     end, small = lanes.event(), torch.cuda.Event()
     for number in range(200):
-        lane.run(lambda n=number: targets[n % 2].copy_(sources[n % 2], non_blocking=True))
+        lane.copy(targets[number % 2], sources[number % 2])
     lane.record(end)
     if direction == HOST_TO_DEVICE:
         there.copy_(little, non_blocking=True)
