@@ -25,7 +25,7 @@ class EngineState:
     def __init__(self, engine: Any) -> None:
         self._engine = engine
         self._zero = engine.optimizer
-        self._on_host: list[Tensor] = []
+        self._staying: list[tuple[dict[str, Any], str]] = []
 
     @property
     def masters(self) -> list[Tensor]:
@@ -109,7 +109,7 @@ class EngineState:
             )
         from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum as Kind
 
-        self._on_host = [tensor for tensor in self._entries() if tensor.device.type == "cpu"]
+        self._staying = [place for place, tensor in self._entries() if tensor.device.type == "cpu"]
         held = [Kind.hp_params, Kind.optim_states]
         if self._engine.zero_optimization_partition_weights():
             self._move(torch.device("cpu"))  # DeepSpeed does that for its own Adam only
@@ -122,8 +122,9 @@ class EngineState:
         self._engine.reload_states()
         if self._engine.zero_optimization_partition_weights():
             self._move(torch.device(self._engine.device))
-        for tensor in self._on_host:  # step counts: DeepSpeed takes them to the device, where torch would wait for them
-            tensor.data = tensor.data.cpu()
+        # Step counts: DeepSpeed takes them along to the device, where torch would wait for them.
+        for state, key in self._staying:
+            state[key] = state[key].cpu()
 
     def _move(self, device: torch.device) -> None:
         for tensor in self._held():
@@ -131,12 +132,12 @@ class EngineState:
 
     def _held(self) -> list[Tensor]:
         """Masters, and the state of their shape."""
-        return [*self.masters, *(entry for entry in self._entries() if entry.dim() > 0)]
+        return [*self.masters, *(entry for _, entry in self._entries() if entry.dim() > 0)]
 
-    def _entries(self) -> list[Tensor]:
-        """The state's tensors, step counts included."""
-        values = [value for state in self._zero.optimizer.state.values() for value in state.values()]
-        return [value for value in values if isinstance(value, Tensor)]
+    def _entries(self) -> list[tuple[tuple[dict[str, Any], str], Tensor]]:
+        """The state's tensors, step counts included, and where they are kept."""
+        states = self._zero.optimizer.state.values()
+        return [((s, key), value) for s in states for key, value in s.items() if isinstance(value, Tensor)]
 
     def memory(self) -> dict[str, float]:
         """As ``BaseOptimizer.memory_report``."""

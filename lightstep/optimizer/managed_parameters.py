@@ -113,11 +113,12 @@ class ManagedParameters:
         """The parameter is now as the optimizer left it."""
         self._watch.record(item.param, local_tensor(item.param))
 
-    def adopt_outside_changes(self, groups: Sequence[dict[str, Any]]) -> None:
-        """Weights that somebody else wrote since the last step become the masters."""
-        self._take_over_casts(groups)
+    def adopt_outside_changes(self, groups: Sequence[dict[str, Any]]) -> bool:
+        """Weights that somebody else wrote since the last step become the masters; ``True`` if items are others now."""
+        cast = self._take_over_casts(groups)
         for item in self:
             self._adopt(item)
+        return cast
 
     def _adopt(self, item: Managed) -> None:
         local = local_tensor(item.param)
@@ -131,11 +132,14 @@ class ManagedParameters:
             self._backend.refresh(item)
         self.record(item)
 
-    def _take_over_casts(self, groups: Sequence[dict[str, Any]]) -> None:
-        """Parameters of another dtype now (``model.float()``) keep their state; masters are made of their weights."""
+    def _take_over_casts(self, groups: Sequence[dict[str, Any]]) -> bool:
+        """Parameters of another dtype now (``model.float()``) keep their state; masters are made of their weights.
+
+        They are other items then: ``True``.
+        """
         cast = [item for item in self if local_tensor(item.param).dtype != item.local.dtype]
         if not cast:
-            return
+            return False
         self._backend.synchronize()
         carried = {item.param: _copied(self._backend.gather(item)) for item in cast}
         before = self._items
@@ -148,14 +152,16 @@ class ManagedParameters:
         for parameter, entries in carried.items():
             entries.pop("master", None)
             self.load_state(self._items[parameter], entries)
+        return True
 
-    def refresh(self, groups: Sequence[dict[str, Any]]) -> None:
-        """All masters become the parameters' values."""
-        self._take_over_casts(groups)
+    def refresh(self, groups: Sequence[dict[str, Any]]) -> bool:
+        """All masters become the parameters' values; ``True`` when items are others now."""
+        cast = self._take_over_casts(groups)
         for item in self:
             item.local = local_tensor(item.param).detach()
             self._backend.refresh(item)
             self.record(item)
+        return cast
 
     # -- state as the rest of the world sees it
 

@@ -330,7 +330,8 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         """Parameters and memory, while the gradients are still there: without the memory nothing has happened."""
         self._set_up()
         self._managed.drop_provisional_state()
-        self._managed.adopt_outside_changes(self.param_groups)
+        if self._managed.adopt_outside_changes(self.param_groups):
+            self._follow_parameters()
         self._backend.prepare()
 
     def _collect_gradients(self) -> Gradients:
@@ -360,15 +361,19 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         self._refuse_if_closed()
         self._updates.land()
         if self._managed.set_up(self.param_groups, also):
-            self._scaling = Scaling(
-                self._managed,
-                self.loss_scale,
-                self.norm_type,
-                self._overflow_everywhere,
-                clip_layers=self.clip_layers,
-                layer_by_layer=self._update_time.in_backward,
-            )
-            self._watch_gradients()
+            self._follow_parameters()
+
+    def _follow_parameters(self) -> None:
+        """The managed parameters are others than before, or new."""
+        self._scaling = Scaling(
+            self._managed,
+            self.loss_scale,
+            self.norm_type,
+            self._overflow_everywhere,
+            clip_layers=self.clip_layers,
+            layer_by_layer=self._update_time.in_backward,
+        )
+        self._watch_gradients()
 
     def _is_state_initialisation(self, gradients: Gradients, norm: Tensor) -> bool:
         """``torch.distributed.checkpoint`` makes state exist by a step with zero gradients and ``lr`` 0."""
@@ -442,7 +447,8 @@ class MixedPrecisionOptimizer(BaseOptimizer):
     def refresh_master_weights(self) -> None:
         with torch.no_grad():
             self._updates.land()
-            self._managed.refresh(self.param_groups)
+            if self._managed.refresh(self.param_groups):
+                self._follow_parameters()
 
     def memory_report(self) -> dict[str, float]:
         parameters = sum(item.local.numel() for item in self._managed)

@@ -70,9 +70,9 @@ class NextForward(Updates):
     replicas that send each other weights submit in the same order.
     """
 
-    at_once: ClassVar[int] = 32
+    at_once: ClassVar[int] = 40
     """Units that ``step()`` submits."""
-    ahead: ClassVar[int] = 6
+    ahead: ClassVar[int] = 24
     """Units that are submitted behind the one that somebody waits for."""
 
     def __init__(self, walk: UnitWalk, backend: StateBackend) -> None:

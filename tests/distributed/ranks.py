@@ -16,7 +16,7 @@ import socket
 import tempfile
 import traceback
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -166,6 +166,10 @@ def _run(
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+        with suppress(ImportError):  # torch keeps what it found out about a mesh for the next one that is equal to it
+            from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+            _clear_sharding_prop_cache()
 
 
 def _free_port() -> int:

@@ -491,18 +491,20 @@ def test_small_copies_of_others_pass_between_the_large_ones_of_a_lane(direction:
     lane = getattr(lanes, direction)
     buffers = [torch.empty(64 * MIB, dtype=torch.uint8, device="cuda") for _ in range(2)]
     pages = [torch.empty(64 * MIB, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
-    little, there = torch.zeros(1 << 15, dtype=torch.uint8, pin_memory=True), torch.zeros(1 << 15, device="cuda").byte()
     sources, targets = (pages, buffers) if direction == HOST_TO_DEVICE else (buffers, pages)
+    others = [torch.cuda.Stream() for _ in range(8)]  # one that shares a queue of the hardware with the lane does wait
+    small = [(torch.zeros(40_000, pin_memory=True), torch.zeros(40_000, device="cuda")) for _ in others]
+    begin, end, *ends = (torch.Event("cuda", enable_timing=True) for _ in range(2 + len(others)))
     torch.cuda.synchronize()
-    end, small = lanes.event(), torch.cuda.Event()
-    for number in range(200):
+    lane.record(begin)
+    for number in range(100):
         lane.copy(targets[number % 2], sources[number % 2])
     lane.record(end)
-    if direction == HOST_TO_DEVICE:
-        there.copy_(little, non_blocking=True)
-    else:
-        little.copy_(there, non_blocking=True)
-    small.record()
-    small.synchronize()
-    assert not end.query(), "200 large copies are over before the small one"
+    for stream, (host, device), done in zip(others, small, ends, strict=True):
+        target, source = (device, host) if direction == HOST_TO_DEVICE else (host, device)
+        with torch.cuda.stream(stream):
+            target.copy_(source, non_blocking=True)
+            done.record()
     torch.cuda.synchronize()
+    before = [done.elapsed_time(end) > 0 for done in ends]
+    assert sum(before) >= len(others) // 2, [begin.elapsed_time(done) for done in (*ends, end)]

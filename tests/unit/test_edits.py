@@ -29,14 +29,16 @@ class Setup:
         optimizer_class: type[torch.optim.Optimizer] = torch.optim.AdamW,
         groups: Any = None,
         master_weights: bool = True,
+        clipping: Any = None,
+        state: Any = None,
         **hyperparameters: Any,
     ) -> None:
         torch.manual_seed(0)
         self.strategy = lightstep.Strategy.load(
             {
                 "precision": {"parameters": parameters, "master_weights": master_weights},
-                "clipping": {"max_norm": None},
-                "optimizer_state": BACKENDS[backend],
+                "clipping": clipping or {"max_norm": None},
+                "optimizer_state": state or BACKENDS[backend],
             }
         )
         self.model = self.strategy.prepare_model(nn.Sequential(nn.Linear(6, 40), nn.Tanh(), nn.Linear(40, 3)))
@@ -149,6 +151,39 @@ def test_a_model_that_is_cast_keeps_its_moments(backend: str, to: torch.dtype) -
     setup.optimizer.param_groups[0]["lr"] = 1e-2
     setup.train(3)
     assert not torch.equal(setup.model[0].weight, weights["0.weight"])
+
+
+@backends
+@pytest.mark.parametrize("by_refresh", [False, True])
+@pytest.mark.parametrize("scope", ["global", "unit"])
+def test_gradients_are_measured_and_clipped_after_a_cast(backend: str, by_refresh: bool, scope: str) -> None:
+    clipping = {"max_norm": 0.01, "scope": scope}
+    setup = Setup(backend, clipping=clipping, optimizer_class=torch.optim.SGD, lr=1.0).train(0)
+    setup.model.float()
+    if by_refresh:
+        setup.optimizer.refresh_master_weights()
+    before = setup.weights()
+    setup.backward(1)
+    norm = torch.stack([p.grad.norm() for p in setup.model.parameters() if p.grad is not None]).norm()
+    result = setup.optimizer.step()
+    setup.optimizer.synchronize()
+    assert torch.allclose(result.grad_norm, norm) and float(norm) > 0.1
+    moved = torch.stack([(value - before[name]).norm() for name, value in setup.weights().items()]).norm()
+    assert 0.0 < float(moved) < 0.03, "at most one clipped gradient per layer"
+    before = setup.weights()
+    setup.optimizer.backward(setup.model(torch.full((5, 6), float("inf"))).float().sum())
+    assert not setup.optimizer.step()
+    assert all(torch.equal(value, before[name]) for name, value in setup.weights().items())
+
+
+def test_layers_are_updated_in_backward_after_a_cast() -> None:
+    def cast(update: str) -> Setup:
+        state = {"backend": "stream", "update": update}
+        setup = Setup("stream", clipping={"max_norm": 0.01, "scope": "unit"}, state=state).train(0)
+        setup.model.float()
+        return setup.train(1, 2)
+
+    assert_same(cast("in_backward"), cast("at_step"))
 
 
 @backends
