@@ -38,8 +38,8 @@ def convert_checkpoint(
 ) -> TrainingState:
     """Convert a checkpoint; the destination appears when it is whole.
 
-    One process, without a process group. Everything is checked before anything is written. Host memory grows by about
-    one tensor, and by one file of 512 MiB when a lightstep checkpoint is written.
+    One process, without a process group. Everything is checked before anything is written. Host memory grows by a
+    few tensors.
 
     Args:
         source: a checkpoint of any format in :data:`~lightstep.conversion.read.READABLE`.

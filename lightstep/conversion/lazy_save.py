@@ -29,8 +29,10 @@ def save_lazily(content: dict[str, Any], path: Path) -> None:
     with set_default_mmap_options(mmap.MAP_SHARED):
         mapped = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     for source, target in zip(leaves, tree_leaves(mapped, is_leaf=_is_size), strict=True):
-        if isinstance(source, LazyTensor | Tensor):
-            target.copy_(source.read() if isinstance(source, LazyTensor) else source)
+        if isinstance(source, LazyTensor):
+            source.copy_to(target)
+        elif isinstance(source, Tensor):
+            target.copy_(source)
 
 
 def _empty(leaf: Any, made: dict[int, Tensor]) -> Any:

@@ -22,11 +22,11 @@ _SHOWN = 5
 
 @dataclass(frozen=True)
 class LazyTensor:
-    """A tensor on disk: ``read`` brings it to the host, whole and in its own dtype."""
+    """A tensor on disk: ``load`` brings it to the host, whole, in the dtype of the file or already in its own."""
 
     dtype: torch.dtype
     shape: torch.Size
-    read: Callable[[], Tensor]
+    load: Callable[[], Tensor]
 
     @classmethod
     def of(cls, tensor: Tensor) -> LazyTensor:
@@ -37,9 +37,17 @@ class LazyTensor:
     def nbytes(self) -> int:
         return self.shape.numel() * self.dtype.itemsize
 
+    def read(self) -> Tensor:
+        """On the host, whole and in its own dtype."""
+        return self.load().to(self.dtype)
+
+    def copy_to(self, target: Tensor) -> None:
+        """The same numbers into ``target`` of its dtype; a cast happens on the way, without a tensor for its result."""
+        target.copy_(self.load())
+
     def to(self, dtype: torch.dtype) -> LazyTensor:
         """The same tensor cast when it is read."""
-        return self if dtype == self.dtype else LazyTensor(dtype, self.shape, lambda: self.read().to(dtype))
+        return self if dtype == self.dtype else LazyTensor(dtype, self.shape, self.read)
 
 
 @dataclass

@@ -15,7 +15,7 @@ from lightstep.strategy.checkpoint_tensors import Source, whole, write_tensors
 
 
 def write_lightstep(state: TrainingState, path: Path) -> None:
-    """Host memory grows by about one file of 512 MiB at most.
+    """Host memory grows by what reading one tensor takes, and by small tensors of 32 MiB together.
 
     Raises:
         CheckpointError: the disk is full, ``path`` is something else than a checkpoint, ...

@@ -17,7 +17,7 @@ MARK = "lightstep"
 
 
 def write_torch(state: TrainingState, path: Path) -> None:
-    """Host memory grows by one tensor at most.
+    """Host memory grows by what reading one tensor takes.
 
     Raises:
         CheckpointError: ``path`` is there and no conversion of ours, ...

@@ -17,10 +17,13 @@ from __future__ import annotations
 import json
 import pickle
 import types
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 import lightstep
 from lightstep.conversion import scales
@@ -40,7 +43,7 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def write_universal(state: TrainingState, path: Path) -> None:
-    """Host memory grows by one tensor at most.
+    """Host memory grows by what reading one tensor takes.
 
     Raises:
         CheckpointError: DeepSpeed's format cannot hold the state; ``path`` is there and no conversion of ours; ...
@@ -112,12 +115,17 @@ def _write_group(state: TrainingState, group: Group, step: int | None, folder: P
         kept, step = dict.fromkeys(_MOMENTS, torch.float32), step or 0
     for name in group.names:
         own, weight = state.entries.get(name, {}), state.weights[name]
-        _save({"param": compact(state.master(name).to(torch.float32).read)()}, folder / name / f"{MASTERS}.pt")
+        _save_entry(compact(state.master(name).to(torch.float32).read), folder / name / f"{MASTERS}.pt")
         for key, dtype in kept.items():
-            value = compact(own[key].read)() if key in own else torch.zeros(weight.shape, dtype=dtype)
-            _save({"param": value}, folder / name / f"{key}.pt")
+            read = compact(own[key].read) if key in own else partial(torch.zeros, weight.shape, dtype=dtype)
+            _save_entry(read, folder / name / f"{key}.pt")
         if step is not None:
             _save(torch.tensor(float(step)), folder / name / "step.pt")
+
+
+def _save_entry(read: Callable[[], Tensor], path: Path) -> None:
+    """Nothing refers to the tensor afterwards, so that it is gone when the next one is read."""
+    _save({"param": read()}, path)
 
 
 def _global_state(state: TrainingState, steps: list[int | None], count: int) -> dict[str, Any]:

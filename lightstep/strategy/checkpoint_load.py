@@ -252,7 +252,7 @@ def _apply_optimizer(matched: Matched, optimizer: OptimizerContent) -> None:
     optimizer.expect(name for name, wanted in matched.entries.items() if wanted or values_of[name])
     targets = []
     for name, wanted in matched.entries.items():
-        values = values_of[name]
+        values = values_of.pop(name)  # the loader fills it, and must be the only one that keeps it
         if not optimizer.keeps(name):
             optimizer.load(name, dict.fromkeys([*values, *wanted]))
             continue

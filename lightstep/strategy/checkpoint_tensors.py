@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,6 +25,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_local_save_plan
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -49,7 +51,10 @@ from torch.futures import Future
 from lightstep.strategy.checkpoint_format import INDEX, CheckpointError, error_text, sync, write_file
 
 FILE_BYTES = 512 * 2**20
-"""Files end after the tensor that reaches this size: torch keeps the host copies of one file until it is written."""
+"""Files end after the tensor that reaches this size; each is flushed to disk while the next one is written."""
+
+PART_BYTES = 32 * 2**20
+"""The same for the parts that a file is written in: torch keeps the host copies of a part until it is written."""
 
 
 @dataclass(frozen=True)
@@ -167,6 +172,7 @@ class _Writer(dcp.FileSystemWriter):
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, single_file_per_rank=True, sync_files=False, thread_count=1, overwrite=False)
+        self.fs = _Appending()
         if torch.cuda.is_available() and not torch.cuda.is_initialized():
             self.per_thread_copy_ahead = 0  # nothing to copy ahead, and torch would start CUDA for it
 
@@ -183,10 +189,12 @@ class _Writer(dcp.FileSystemWriter):
     def _write_files(self, plan: SavePlan, planner: SavePlanner, flusher: ThreadPoolExecutor) -> list[WriteResult]:
         results: list[WriteResult] = []
         flushed = []
-        for number, items in enumerate(_files(plan.items)):
+        for number, items in enumerate(_cut(plan.items, FILE_BYTES)):
             prefix = dataclasses.replace(plan.storage_data, prefix=f"{plan.storage_data.prefix}{number}_")
-            part = dataclasses.replace(plan, items=items, storage_data=prefix)
-            written = super().write_data(part, planner).wait()
+            written: list[WriteResult] = []
+            for part in _cut(items, PART_BYTES):
+                part_plan = dataclasses.replace(plan, items=part, storage_data=prefix)
+                written += super().write_data(part_plan, planner).wait()
             results += written
             for file in {result.storage_data.relative_path for result in written}:
                 flushed.append(flusher.submit(sync, Path(self.path) / file))
@@ -201,6 +209,13 @@ class _Writer(dcp.FileSystemWriter):
     def storage_meta(self) -> StorageMeta:
         """Without the path: it is a temporary one, and nobody else's business."""
         return StorageMeta(save_id=self.save_id)
+
+
+class _Appending(FileSystem):
+    """Torch opens a file anew for each part, which goes behind the ones before it; in a new folder nothing else is."""
+
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Any:
+        return super().create_stream(path, "ab" if mode == "wb" else mode)
 
 
 class _Reader(dcp.FileSystemReader):
@@ -344,19 +359,19 @@ def _write_item(source: Source) -> WriteItem:
     )
 
 
-def _files(items: Sequence[WriteItem]) -> Iterator[list[WriteItem]]:
-    """Consecutive items, about ``FILE_BYTES`` together."""
-    file: list[WriteItem] = []
+def _cut(items: Sequence[WriteItem], size: int) -> Iterator[list[WriteItem]]:
+    """Consecutive items, about ``size`` bytes together."""
+    part: list[WriteItem] = []
     filled = 0
     for item in items:
         assert item.tensor_data is not None
-        file.append(item)
+        part.append(item)
         filled += math.prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize
-        if filled >= FILE_BYTES:
-            yield file
-            file, filled = [], 0
-    if file:
-        yield file
+        if filled >= size:
+            yield part
+            part, filled = [], 0
+    if part:
+        yield part
 
 
 def _format_index(metadata: Metadata, results: list[list[WriteResult]]) -> bytes:

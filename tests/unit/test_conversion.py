@@ -7,6 +7,7 @@ import json
 import os
 import random
 import shutil
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from typer.testing import CliRunner
 
 from lightstep.cli import app
 from lightstep.conversion import convert, convert_checkpoint, describe_checkpoint, read_checkpoint
+from lightstep.conversion.state import Group, LazyTensor, TrainingState
+from lightstep.strategy import checkpoint_tensors
 from lightstep.strategy.checkpoint import CheckpointError
 from tests.reference.converted_run import (
     ADAMW,
@@ -118,6 +121,43 @@ def test_the_file_loads_into_torchs_grad_scaler(tmp_path: Path) -> None:
     scaler.load_state_dict(torch.load(tmp_path / "run.pt", weights_only=True)["scaler"])
     assert scaler.get_scale() == run.optimizer.loss_scale.scale
     assert scaler.state_dict()["_growth_tracker"] == 3
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("to", list(convert.WRITERS))
+def test_tensors_are_read_and_dropped_one_at_a_time(tmp_path: Path, to: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    alive: weakref.WeakSet[Tensor] = weakref.WeakSet()
+    counts = []
+
+    def tensor(dtype: torch.dtype = torch.float32) -> LazyTensor:
+        def load() -> Tensor:
+            made = torch.ones(8, 8)
+            alive.add(made)
+            counts.append(len(alive))
+            return made
+
+        return LazyTensor(torch.float32, torch.Size([8, 8]), load).to(dtype)
+
+    names = [str(number) for number in range(10)]
+    state = TrainingState("test", {name: tensor(torch.bfloat16) for name in names})
+    state.entries = {name: {"master": tensor(), "exp_avg": tensor(), "exp_avg_sq": tensor()} for name in names}
+    state.groups = [Group(names, {"lr": 0.1, "betas": (0.9, 0.99)})]
+    monkeypatch.setattr(checkpoint_tensors, "PART_BYTES", 1)
+    convert.WRITERS[to](state, tmp_path / "out")
+    assert len(counts) == (30 if to == "torch" else 40)
+    assert max(counts) == 1, "another tensor is still alive when one is read"
+
+
+def test_a_cast_on_the_way_into_a_file_is_the_cast_of_reading() -> None:
+    numbers = torch.randn(1000, generator=torch.Generator().manual_seed(0))
+    rounded = LazyTensor.of(numbers).to(torch.bfloat16)
+    for lazy in (rounded, rounded.to(torch.float32)):
+        target = torch.empty(1000, dtype=lazy.dtype)
+        lazy.copy_to(target)
+        assert torch.equal(target, lazy.read())
+        assert torch.equal(target, numbers.bfloat16().to(lazy.dtype))
 
 
 # -- from plain torch --------------------------------------------------------------------------------------------------
