@@ -175,7 +175,7 @@ class CopyLane(StreamLane):
 
     A device's copy engine stays with a stream for as long as that one has copies ready. A small copy of another stream
     in the same direction (a number that a model reads on the host, the table by which FSDP2 unpacks gathered weights)
-    would come behind all that are queued. Here it comes behind one piece of one, which costs the link about 1 %.
+    would come behind all that are queued. Here it comes behind one piece of one.
     """
 
     PIECE: ClassVar[int] = 32 << 20
