@@ -110,8 +110,8 @@ class ManagedParameters:
     # -- masters follow the model
 
     def record(self, item: Managed) -> None:
-        """The parameter is now as the optimizer left it."""
-        self._watch.record(item.param, local_tensor(item.param))
+        """The parameter is now as the optimizer left it: what it wrote to, should the storage be another by now."""
+        self._watch.record(item.param, item.local)
 
     def adopt_outside_changes(self, groups: Sequence[dict[str, Any]]) -> bool:
         """Weights that somebody else wrote since the last step become the masters; ``True`` if items are others now."""

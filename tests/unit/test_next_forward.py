@@ -363,6 +363,23 @@ class FailingOnce(torch.optim.AdamW):
             raise ValueError("the base optimizer fails")
 
 
+@pytest.mark.parametrize("parameters", ["bfloat16", "float16", "float32"])
+def test_weights_that_were_moved_while_they_were_updated_are_trained_on(parameters: str) -> None:
+    """``model.to(...)`` too early loses that one update, and no other."""
+    training = Training(OVERLAP, parameters)
+    training.train(2)
+    with Held(training, "blocks.2"):
+        training.step()
+        for parameter in training.model.parameters():
+            parameter.data = parameter.data.clone()
+    training.step()
+    before = copy.deepcopy(training.model.state_dict())
+    training.step()
+    after = training.model.state_dict()
+    names = ["embed.weight", "blocks.0.up.weight", "blocks.2.up.weight", "blocks.2.down.weight", "head.weight"]
+    assert [name for name in names if torch.equal(before[name], after[name])] == []
+
+
 def test_a_failure_is_raised_once_by_the_next_forward_and_needs_a_checkpoint() -> None:
     FailingOnce.left = -1
     training = Training(OVERLAP, optimizer_class=FailingOnce)
