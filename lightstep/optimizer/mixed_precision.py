@@ -558,6 +558,7 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         Raises:
             ValueError: groups or shapes do not match; nothing has been changed then.
         """
+        self.land()  # the update under way may still write into its groups
         load_torch_state_dict(self, state_dict)
 
     def __repr__(self) -> str:
