@@ -115,10 +115,10 @@ class ManagedParameters:
 
     def adopt_outside_changes(self, groups: Sequence[dict[str, Any]]) -> bool:
         """Weights that somebody else wrote since the last step become the masters; ``True`` if items are others now."""
-        cast = self._take_over_casts(groups)
+        converted = self._take_over_converted(groups)
         for item in self:
             self._adopt(item)
-        return cast
+        return converted
 
     def _adopt(self, item: Managed) -> None:
         local = local_tensor(item.param)
@@ -132,36 +132,40 @@ class ManagedParameters:
             self._backend.refresh(item)
         self.record(item)
 
-    def _take_over_casts(self, groups: Sequence[dict[str, Any]]) -> bool:
-        """Parameters of another dtype now (``model.float()``) keep their state; masters are made of their weights.
+    def _take_over_converted(self, groups: Sequence[dict[str, Any]]) -> bool:
+        """Parameters of another dtype or on another device now (``model.float()``, ``model.to(...)``) keep their state.
 
-        They are other items then: ``True``.
+        After a cast masters are made of the weights. They are other items then: ``True``.
         """
-        cast = [item for item in self if local_tensor(item.param).dtype != item.local.dtype]
-        if not cast:
+        converted = [item for item in self if not _is_alike(local_tensor(item.param), item.local)]
+        if not converted:
             return False
         self._backend.synchronize()
-        carried = {item.param: _copied(self._backend.gather(item)) for item in cast}
+        carried = {item: _copied(self._backend.gather(item)) for item in converted}
         before = self._items
-        self._items = {parameter: item for parameter, item in before.items() if parameter not in carried}
+        self._items = {parameter: item for parameter, item in before.items() if item not in carried}
         try:
-            self.set_up(groups, also=list(carried))
+            self.set_up(groups, also=[item.param for item in converted])
         except BaseException:
             self._items = before
             raise
-        for parameter, entries in carried.items():
-            entries.pop("master", None)
-            self.load_state(self._items[parameter], entries)
+        for old, entries in carried.items():
+            item = self._items.get(old.param)
+            if item is None:  # it has left the groups
+                continue
+            if item.local.dtype != old.local.dtype:
+                entries.pop("master", None)
+            self.load_state(item, entries)
         return True
 
     def refresh(self, groups: Sequence[dict[str, Any]]) -> bool:
         """All masters become the parameters' values; ``True`` when items are others now."""
-        cast = self._take_over_casts(groups)
+        converted = self._take_over_converted(groups)
         for item in self:
             item.local = local_tensor(item.param).detach()
             self._backend.refresh(item)
             self.record(item)
-        return cast
+        return converted
 
     # -- state as the rest of the world sees it
 
@@ -234,6 +238,10 @@ def _placed_like(item: Managed, value: Any) -> Any:
     if isinstance(value, Tensor) and value.dim() and value.shape == item.local.shape:
         return like(item.param, value)
     return value
+
+
+def _is_alike(local: Tensor, known: Tensor) -> bool:
+    return local.dtype == known.dtype and local.device == known.device
 
 
 def _copied(entries: Mapping[str, Any]) -> dict[str, Any]:

@@ -271,10 +271,22 @@ class MixedPrecisionOptimizer(BaseOptimizer):
     def _measure(self) -> tuple[Gradients, Tensor, Tensor]:
         """All gradients, their norm with the loss scale still in it, and whether it overflows."""
         if self._measured is not None:
-            return self._measured
+            return self._measured_before()
         gradients = self._collect_gradients()
         assert self._scaling is not None
         return gradients, *self._scaling.norm(gradients)
+
+    def _measured_before(self) -> tuple[Gradients, Tensor, Tensor]:
+        """What :meth:`grad_norm` has measured: weights may have been edited, cast or moved since."""
+        if any(self.gradients.has_gradient(item.param) for item in self._managed):
+            raise RuntimeError(
+                "gradients arrived between grad_norm() and step(), which have no part in the norm: call step() or "
+                "zero_grad() before the next backward"
+            )
+        self._make_ready()
+        gradients, norm, overflow = self._measured
+        items = ((self._managed.get(item.param), gradient) for item, gradient in gradients.items())
+        return {item: gradient.to(item.local.device) for item, gradient in items if item is not None}, norm, overflow
 
     def _complete(self, updates: InBackward, loss: Any) -> StepResult:
         """The end of a step whose updates began in backward."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import copy
 import io
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import lightstep
-from tests.reference.pair import BACKENDS
+from tests.reference.pair import BACKENDS, EVERY_TIME
 
 backends = pytest.mark.parametrize("backend", list(BACKENDS))
 
@@ -131,6 +132,75 @@ def test_an_exchange_or_edit_before_a_parameter_joins_is_noticed(backend: str, p
     extra = nn.Parameter(torch.zeros(5, dtype=getattr(torch, parameters)))
     setup.optimizer.add_param_group({"params": [extra]})
     assert_same(setup.train(1, 2), expected.train(1, 2))
+
+
+def halve(model: nn.Module) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.5)
+
+
+def exchange(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.data = parameter.data * 0.5
+
+
+def cast(model: nn.Module) -> None:
+    model.float()
+
+
+@pytest.mark.parametrize("edit", [halve, exchange, cast])
+@pytest.mark.parametrize("kind", list(EVERY_TIME))
+def test_edits_between_the_norm_and_the_step_count(kind: str, edit: Callable[[nn.Module], None]) -> None:
+    setups = [Setup(state=EVERY_TIME[kind], clipping={"max_norm": 0.1}).train(0, 1) for _ in range(2)]
+    for setup, asks in zip(setups, (True, False), strict=True):
+        setup.optimizer.synchronize()
+        setup.backward(2)
+        norm = setup.optimizer.grad_norm() if asks else None
+        edit(setup.model)
+        if asks:
+            assert torch.equal(setup.optimizer.grad_norm(), norm)
+        assert setup.optimizer.step()
+    assert_same(*setups)
+    assert_same(*(setup.train(3) for setup in setups))
+
+
+@backends
+def test_gradients_between_the_norm_and_the_step_are_refused(backend: str) -> None:
+    setup, expected = Setup(backend).train(0), Setup(backend).train(0)
+    setup.backward(1)
+    setup.optimizer.grad_norm()
+    setup.model(torch.ones(1, 6, dtype=torch.bfloat16)).float().mean().backward()
+    with pytest.raises(RuntimeError, match="between grad_norm"):
+        setup.optimizer.step()
+    setup.optimizer.zero_grad()
+    assert_same(setup.train(1, 2), expected.train(1, 2))
+
+
+@pytest.mark.parametrize("backend", ["resident", "bulk"])
+@pytest.mark.parametrize("parameters", ["bfloat16", "float32"])
+def test_a_model_that_is_moved_keeps_its_state(backend: str, parameters: str) -> None:
+    """There is one device here: what the optimizer knows of the weights says that they were on another one."""
+    setup, expected = Setup(backend, parameters).train(0, 1), Setup(backend, parameters).train(0, 1)
+    for item in setup.optimizer.managed():
+        item.local = item.local.to("meta")
+    assert_same(setup.train(2, 3), expected.train(2, 3))
+
+
+def test_a_streamed_model_that_is_moved_is_refused_and_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    setup, expected = Setup("stream").train(0, 1), Setup("stream").train(0, 1)
+    item = setup.optimizer.managed()[0]
+    here, item.local = item.local, item.local.to("meta")
+    setup.backward(2)
+    with monkeypatch.context() as patch:
+        patch.setattr(setup.optimizer._backend.lanes, "device", torch.device("meta"))
+        patch.setattr(setup.optimizer._backend, "gather", lambda item: {})
+        with pytest.raises(ValueError, match="moved from meta to cpu after set-up"):
+            setup.optimizer.step()
+    item.local = here
+    assert setup.optimizer.step()
+    expected.step(2)
+    assert_same(setup.train(3), expected.train(3))
 
 
 @backends
