@@ -47,8 +47,8 @@ def _checked_triton(device: torch.device) -> ScaleInto:
 
 def _agrees(kernel: ScaleInto, dtype: torch.dtype, device: torch.device) -> bool:
     patterns = torch.arange(2**16, device=device, dtype=torch.int32).to(torch.int16).view(dtype)
-    factor = torch.tensor([0.37 / 65536], device=device)
-    ours, theirs = (torch.empty(patterns.numel(), device=device) for _ in range(2))
+    factor = torch.tensor([0.37 / 65536], dtype=torch.float32, device=device)
+    ours, theirs = (torch.empty(patterns.numel(), dtype=torch.float32, device=device) for _ in range(2))
     kernel(patterns, factor, ours)
     _by_torch(patterns, factor, theirs)
     return torch.equal(ours.nan_to_num(nan=1.5), theirs.nan_to_num(nan=1.5))

@@ -222,7 +222,8 @@ def _agrees(twin: ModuleType, device: torch.device) -> bool:
     """Whether ``twin`` gives the torch version's bits in split, join and fingerprint, on every kind of number."""
     master = probe_masters(device)
     n = master.numel()
-    moments = torch.rand(n, generator=torch.Generator().manual_seed(1)).to(device)  # leaves the user's dropout alone
+    generator = torch.Generator().manual_seed(1)  # leaves the user's dropout alone
+    moments = torch.rand(n, generator=generator, dtype=torch.float32, device="cpu").to(device)
     for extra in (moments, torch.zeros(-(-n // 8), dtype=torch.uint8, device=device)):
         expected, found = (_round_trip(one, master, extra.clone()) for one in (_plain(device), twin))
         if not all(torch.equal(x, y) for x, y in zip(expected, found, strict=True)):
@@ -261,11 +262,12 @@ def probe_masters(device: torch.device) -> Tensor:
     uppers |= {upper | 0x8000 for upper in uppers}
     lows = [0, 1, 2, 0x3FFF, 0x7FFE, 0x7FFF, 0x8000, 0x8001, 0x8002, 0xC000, 0xFFFE, 0xFFFF]
     edges = torch.tensor(
-        [_as_int32((upper << 16) | low) for upper in sorted(uppers) for low in lows], dtype=torch.int32
+        [_as_int32((upper << 16) | low) for upper in sorted(uppers) for low in lows], dtype=torch.int32, device="cpu"
     )
     generator = torch.Generator().manual_seed(0)
-    noise = torch.randint(-(2**31), 2**31, (_CHUNK + 4099 - edges.numel() % 2,), generator=generator).to(torch.int32)
-    return torch.cat([edges, noise]).to(device).view(torch.float32)
+    size = (_CHUNK + 4099 - edges.numel() % 2,)
+    noise = torch.randint(-(2**31), 2**31, size, generator=generator, dtype=torch.int64, device="cpu")
+    return torch.cat([edges, noise.to(torch.int32)]).to(device).view(torch.float32)
 
 
 def _as_int32(bits: int) -> int:

@@ -45,7 +45,7 @@ class HostEntries:
             found["master"] = record.view(part, layout.master).view(part.shape)
         elif layout.low is not None:
             extra = record.extra(part).clone()  # joining clears the signs: the copy becomes the moment
-            master = torch.empty(part.elements)
+            master = torch.empty(part.elements, dtype=torch.float32, device=_CPU)
             self._on_host.join(self._weight(part), record.view(part, layout.low), extra, master)
             found["master"] = master.view(part.shape)
             if layout.carrier is not None:
@@ -84,7 +84,7 @@ class HostEntries:
         else:
             assert layout.low is not None
             self._on_host.split(loaded, rounded, record.view(part, layout.low), record.extra(part))
-        mark = torch.zeros((), dtype=torch.int64)
+        mark = torch.zeros((), dtype=torch.int64, device=_CPU)
         self._on_host.fingerprint(rounded, mark)
         part.mark.copy_(mark)
         if not self._has(part, rounded):

@@ -288,7 +288,7 @@ class Record:
         """One field of the part."""
         buffer = self.bytes if buffer is None else buffer
         if buffer is None:  # a record without a single byte
-            return torch.empty(where.shape, dtype=where.dtype)
+            return torch.empty(where.shape, dtype=where.dtype, device="cpu")
         return where.view(buffer, self.bases[part])
 
     def region(self, part: Part, buffer: Tensor) -> Tensor:
