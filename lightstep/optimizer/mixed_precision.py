@@ -18,6 +18,7 @@ from lightstep.optimizer.borrowed import KeptInside
 from lightstep.optimizer.broken_step import BrokenStep
 from lightstep.optimizer.in_backward import InBackward
 from lightstep.optimizer.managed_parameters import ManagedParameters, Places, StateView
+from lightstep.optimizer.own_work import own_work
 from lightstep.optimizer.param_groups import Place, learning_rates_are_zero, plain_numbers
 from lightstep.optimizer.result import StepResult
 from lightstep.optimizer.scaling import Scaling
@@ -228,7 +229,7 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         loss = self._evaluate(closure)
         self._notice_what_was_given_up()
         self._scaled_backward.refuse_unscaled()
-        with torch.no_grad():
+        with own_work():
             self._updates.land()
             if isinstance(self._updates, InBackward) and self._updates.started:
                 return self._complete(self._updates, loss)
@@ -262,7 +263,7 @@ class MixedPrecisionOptimizer(BaseOptimizer):
                 "grad_norm() before step(): optimizer_state.update is in_backward, and the layers' gradients went with "
                 "their updates; read it from the result of step()"
             )
-        with torch.no_grad():
+        with own_work():
             self._updates.land()
             self._measured = self._measure()
             norm = self._measured[1]
@@ -369,6 +370,7 @@ class MixedPrecisionOptimizer(BaseOptimizer):
 
     # -- set-up
 
+    @own_work()
     def _set_up(self, also: Collection[Tensor] = ()) -> None:
         self._refuse_if_closed()
         self._updates.land()
@@ -420,26 +422,28 @@ class MixedPrecisionOptimizer(BaseOptimizer):
             self._updates.drop()
         super().zero_grad(set_to_none)
 
+    @own_work()
     def land(self, parameters: Iterable[Tensor] | None = None) -> None:
-        with torch.no_grad():
-            found = None if parameters is None else (self._managed.get(parameter) for parameter in parameters)
-            self._updates.land(None if found is None else (item for item in found if item is not None))
+        found = None if parameters is None else (self._managed.get(parameter) for parameter in parameters)
+        self._updates.land(None if found is None else (item for item in found if item is not None))
 
     @property
     def has_deferred_updates(self) -> bool:
         return self._updates.pending
 
+    @own_work()
     def hold(self, parameters: Iterable[Tensor]) -> None:
         found = (self._managed.get(parameter) for parameter in parameters)
         self._updates.hold(item for item in found if item is not None)
 
     def synchronize(self) -> None:
-        self._updates.land()
+        self.land()
         self._backend.synchronize()
         for device in self._managed.devices:
             if device.type != "cpu":
                 torch.accelerator.synchronize(device)
 
+    @own_work()
     def set_residency(self, gib: float | Literal["auto"]) -> None:
         known = gib == "auto" or (isinstance(gib, (int, float)) and not isinstance(gib, bool) and 0 <= gib < math.inf)
         if not known:
@@ -448,6 +452,7 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         self._updates.land()
         self._backend.set_residency(gib)
 
+    @own_work()
     def release_device_memory(self) -> None:
         self._refuse_if_closed()
         self.synchronize()
@@ -456,11 +461,11 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         if any(device.type != "cpu" for device in self._managed.devices):
             torch.accelerator.memory.empty_cache()
 
+    @own_work()
     def refresh_master_weights(self) -> None:
-        with torch.no_grad():
-            self._updates.land()
-            if self._managed.refresh(self.param_groups):
-                self._follow_parameters()
+        self._updates.land()
+        if self._managed.refresh(self.param_groups):
+            self._follow_parameters()
 
     def memory_report(self) -> dict[str, float]:
         parameters = sum(item.local.numel() for item in self._managed)
@@ -508,6 +513,7 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         item = self._managed.get(parameter)
         return item is None or not item.elsewhere
 
+    @own_work()
     def _state_of(self, parameter: Tensor, kept_only: bool) -> dict[str, Any]:
         self._refuse_if_closed()
         item = self._managed.get(parameter)
@@ -515,8 +521,7 @@ class MixedPrecisionOptimizer(BaseOptimizer):
             return {}
         self._updates.land()
         self._backend.synchronize()
-        with torch.no_grad():
-            return self._managed.state_of(item, kept_only)
+        return self._managed.state_of(item, kept_only)
 
     def takes_entry(self, entry: Tensor, shape: torch.Size) -> bool:
         """Whether a state entry (local part) can belong to a parameter of this local shape."""
@@ -534,6 +539,7 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         self._replace_state(parameter, entries)
         self._broken.repaired(parameter)
 
+    @own_work()
     def _replace_state(self, parameter: Tensor, entries: Mapping[str, Any]) -> None:
         self._set_up(also=[parameter] if entries else ())
         item = self._managed.get(parameter)
@@ -541,8 +547,7 @@ class MixedPrecisionOptimizer(BaseOptimizer):
             return
         if item is None:
             raise ValueError(f"a parameter of shape {tuple(parameter.shape)} is not among the optimizer's groups")
-        with torch.no_grad():
-            self._managed.load_state(item, entries)
+        self._managed.load_state(item, entries)
 
     @property
     def half_updated(self) -> bool:
@@ -557,7 +562,7 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         """
         self._refuse_if_closed()
         self._refuse_unfinished()
-        self._updates.land()
+        self.land()
         packed = super().state_dict()
         packed.setdefault("loss_scale", self.loss_scale.state_dict())
         packed["param_groups"] = [plain_numbers(group) for group in packed["param_groups"]]

@@ -666,3 +666,46 @@ def test_a_state_dict_that_does_not_fit_changes_nothing(backend: str) -> None:
         setup.optimizer.load_state_dict(saved)
     assert setup.optimizer.param_groups[0]["lr"] == 1e-2
     assert_same(setup.train(1), expected.train(1))
+
+
+# -- under torch.inference_mode()
+
+
+def release(setup: Setup) -> None:
+    setup.optimizer.release_device_memory()
+
+
+def resize(setup: Setup) -> None:
+    setup.optimizer.set_residency(1.0 if setup.optimizer.memory_report()["device_bytes"] == 0 else 0)
+
+
+def read(setup: Setup) -> None:
+    assert setup.state() and setup.optimizer.state_dict()
+
+
+def load(setup: Setup) -> None:
+    setup.optimizer.load_state_dict(setup.optimizer.state_dict())
+
+
+def refresh(setup: Setup) -> None:
+    setup.optimizer.refresh_master_weights()
+
+
+WHILE_EVALUATING = [
+    *((do, kind) for do in (release, read, load, refresh) for kind in EVERY_TIME),
+    *((resize, kind) for kind in EVERY_TIME if kind not in ("resident", "bulk")),
+]
+
+
+@pytest.mark.parametrize("parameters", ["bfloat16", "float32"])
+@pytest.mark.parametrize(("do", "kind"), WHILE_EVALUATING)
+def test_what_is_done_while_evaluating_does_not_stop_training(
+    do: Callable[[Setup], None], kind: str, parameters: str
+) -> None:
+    """What is made under ``torch.inference_mode()`` could not be written to by the next step."""
+    setup, expected = (Setup(parameters=parameters, state=EVERY_TIME[kind]).train(0, 1) for _ in range(2))
+    for number in (2, 4):
+        with torch.inference_mode():
+            do(setup)
+        do(expected)
+        assert_same(setup.train(number, number + 1), expected.train(number, number + 1))
