@@ -329,7 +329,7 @@ class GradientStage:
         if divisor is None and factor is not None:
             one_element = factor.reshape(1)
             for view, gradient in zip(staged, foreign, strict=True):
-                scale_into(gradient.device)(gradient.reshape(-1), one_element, view)
+                scale_into(gradient.device)(gradient.contiguous().view(-1), one_element, view)
             _multiply(own, factor)
         else:
             if foreign:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 ScaleInto = Callable[[Tensor, Tensor, Tensor], None]
-"""``(flat gradient, 1-element fp32 factor, flat fp32 out)``, all on one device."""
+"""``(flat gradient, 1-element fp32 factor, flat fp32 out)``, all contiguous and on one device."""
 
 _log = logging.getLogger(__name__)
 
@@ -26,6 +26,7 @@ def scale_into(device: torch.device) -> ScaleInto:
 
 
 def _by_torch(gradient: Tensor, factor: Tensor, out: Tensor) -> None:
+    assert gradient.is_contiguous()  # the fused twin does not look at strides
     # A 1-dim factor promotes to fp32 before multiplying; a 0-dim one would round the product to the gradient's dtype.
     torch.mul(gradient, factor, out=out)
 

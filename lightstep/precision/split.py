@@ -61,6 +61,7 @@ class Splitter:
         A sign-carrying ``extra`` keeps its magnitudes; its signs before do not matter (it is never negative).
         ``mark`` (int64, 0-dim) gets the :meth:`fingerprint` of the weight.
         """
+        assert weight.is_contiguous()  # the fused twins do not look at strides
         if self._fused is not None:
             if mark is not None:
                 mark.zero_()
@@ -73,6 +74,7 @@ class Splitter:
 
     def join(self, weight: Tensor, low: Tensor, extra: Tensor, master: Tensor) -> None:
         """Write the fp32 ``master`` that :meth:`split` was given; clears the signs of a sign-carrying ``extra``."""
+        assert weight.is_contiguous()
         if self._fused is not None:
             self._fused.join(weight, low, extra, master)
             return
@@ -85,6 +87,7 @@ class Splitter:
 
         A master cannot show that somebody else wrote to the weight, since the weight is its upper half; this can.
         """
+        assert weight.is_contiguous()
         out.zero_()
         if self._fused is not None:
             self._fused.fingerprint(weight, out)
