@@ -66,6 +66,7 @@ class Splitter:
             if mark is not None:
                 mark.zero_()
             self._fused.split(master, weight, low, extra, mark)
+            torch.autograd.graph.increment_version(weight)  # autograd refuses graphs that need the weight of before
             return
         for a, b in _chunks(master.numel()):
             _split(master[a:b], weight[a:b], low[a:b], _part_of(extra, a, b), self._room(b - a))
