@@ -108,10 +108,10 @@ class NextForward(Updates):
 
     def _line_up(self, update: Update) -> None:
         """All units in their order, and which one each parameter is complete with."""
-        lanes = self._backend.lanes
+        lanes, known = self._backend.lanes, self._events
+        self._events, self._last = {}, {}  # units of before are let go of, and the weights that they hold
         for number, unit in enumerate([*self._backend.units(), None]):
-            if unit not in self._events:
-                self._events[unit] = lanes.event()
+            self._events[unit] = known[unit] if unit in known else lanes.event()
             self._waiting.append(_Unit(number, unit, self._events[unit]))
         for place in self._waiting:
             for owner, _, _ in place.unit.parts if place.unit is not None else ():

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import collections
 import copy
+import gc
 import io
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import lightstep
-from tests.reference.pair import BACKENDS, EVERY_TIME
+from tests.reference.pair import BACKENDS, EVERY_TIME, IN_BACKWARD
 
 backends = pytest.mark.parametrize("backend", list(BACKENDS))
 
@@ -147,6 +149,17 @@ def exchange(model: nn.Module) -> None:
 
 def cast(model: nn.Module) -> None:
     model.float()
+
+
+@pytest.mark.parametrize("kind", [*EVERY_TIME, *IN_BACKWARD])
+def test_weights_of_before_a_cast_take_no_memory(kind: str) -> None:
+    setup = Setup(state={**EVERY_TIME, **IN_BACKWARD}[kind]).train(0, 1)
+    setup.optimizer.synchronize()
+    before = [weakref.ref(item) for item in setup.optimizer.managed()]
+    setup.model.float()
+    setup.train(2, 3).optimizer.synchronize()
+    gc.collect()
+    assert not any(item() for item in before)
 
 
 @pytest.mark.parametrize("edit", [halve, exchange, cast])
