@@ -136,10 +136,15 @@ class ManagedParameters:
         """Parameters of another dtype or on another device now (``model.float()``, ``model.to(...)``) keep their state.
 
         After a cast masters are made of the weights. They are other items then: ``True``.
+
+        Raises:
+            ValueError: one with state has another shape; nothing has been changed then.
         """
         converted = [item for item in self if not _is_alike(local_tensor(item.param), item.local)]
         if not converted:
             return False
+        for old in converted:
+            _refuse_new_shape(old)
         self._backend.synchronize()
         carried = {item: _copied(self._backend.gather(item)) for item in converted}
         before = self._items
@@ -241,7 +246,16 @@ def _placed_like(item: Managed, value: Any) -> Any:
 
 
 def _is_alike(local: Tensor, known: Tensor) -> bool:
-    return local.dtype == known.dtype and local.device == known.device
+    return (local.shape, local.dtype, local.device) == (known.shape, known.dtype, known.device)
+
+
+def _refuse_new_shape(item: Managed) -> None:
+    shape = local_tensor(item.param).shape
+    if item.updated and shape != item.local.shape:
+        raise ValueError(
+            f"{item.name} has shape {tuple(shape)} now (a resized embedding?), and its optimizer state has "
+            f"{tuple(item.local.shape)}: start it anew with `del optimizer.state[parameter]`, or make a new optimizer"
+        )
 
 
 def _copied(entries: Mapping[str, Any]) -> dict[str, Any]:

@@ -151,6 +151,32 @@ def cast(model: nn.Module) -> None:
     model.float()
 
 
+@pytest.mark.parametrize("parameters", ["bfloat16", "float32"])
+@pytest.mark.parametrize("kind", [*EVERY_TIME, *IN_BACKWARD])
+def test_a_parameter_of_another_shape_starts_anew_or_is_refused(kind: str, parameters: str) -> None:
+    """As ``resize_token_embeddings`` of transformers does it: other data in the same parameter."""
+    state = {**EVERY_TIME, **IN_BACKWARD}[kind]
+    setup, expected = (Setup(parameters=parameters, state=state).train(0, 1) for _ in range(2))
+    setup.optimizer.synchronize()
+    last = setup.model[2]
+    small = last.weight.data, last.bias.data
+    last.weight.data, last.bias.data = (torch.cat([data, data[:2]]) for data in small)
+    with pytest.raises(ValueError, match=r"2.weight has shape \(5, 40\) now .* state has \(3, 40\)"):
+        setup.step(2)
+    setup.optimizer.zero_grad()
+    large = last.weight.data, last.bias.data
+    last.weight.data, last.bias.data = small
+    assert_same(setup.train(2), expected.train(2))
+    last.weight.data, last.bias.data = (data.clone() for data in large)
+    for parameter in last.parameters():
+        del setup.optimizer.state[parameter]
+    setup.train(3).optimizer.synchronize()
+    assert setup.optimizer.state[last.weight]["exp_avg"].shape == (5, 40)
+    assert float(setup.optimizer.state[last.weight]["step"]) == 1
+    assert float(setup.optimizer.state[setup.model[0].weight]["step"]) == 4
+    assert not torch.equal(last.bias[3:], large[1][3:])
+
+
 @pytest.mark.parametrize("kind", [*EVERY_TIME, *IN_BACKWARD])
 def test_weights_of_before_a_cast_take_no_memory(kind: str) -> None:
     setup = Setup(state={**EVERY_TIME, **IN_BACKWARD}[kind]).train(0, 1)
