@@ -200,6 +200,7 @@ class MixedPrecisionOptimizer(BaseOptimizer):
                 "(optimizer_state.update: in_backward). Run all backwards of a step but the last under "
                 "strategy.accumulate(model, last=False)"
             )
+        self._refuse_what_needs_all_gradients()  # settings may have been changed
         self._refuse_if_closed()
         self._broken.refuse("Load a checkpoint before the next backward")
         with torch.no_grad():
@@ -220,7 +221,7 @@ class MixedPrecisionOptimizer(BaseOptimizer):
     def _decide(self, layer: int, gradients: Gradients, values: GroupValues) -> Update | None:
         """The update of one layer in backward. One that is not finite stays as it is."""
         assert self._scaling is not None
-        divisor, factor, overflow = self._scaling.of_layer(layer, gradients, self.max_norm)
+        divisor, factor, overflow = self._scaling.of_layer(layer, gradients, self.loss_scale, self.max_norm)
         if self._skip_known_to_host(gradients, overflow):
             return None
         return Update(gradients, divisor, factor, overflow, values)
@@ -242,7 +243,9 @@ class MixedPrecisionOptimizer(BaseOptimizer):
                 self._initialise_state(gradients, overflow)
                 return result
             if not self._skip_known_to_host(gradients, overflow):
-                divisor, factor = self._scaling.of_all(gradients, result.grad_norm, scale, self.max_norm)
+                divisor, factor = self._scaling.of_all(
+                    gradients, result.grad_norm, self.loss_scale, scale, self.max_norm
+                )
                 self._updates.start(self._update(gradients, divisor, factor, overflow))
             self.loss_scale.update(overflow)
             return result
@@ -381,7 +384,6 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         """The managed parameters are others than before, or new."""
         self._scaling = Scaling(
             self._managed,
-            self.loss_scale,
             self.norm_type,
             self._overflow_everywhere,
             clip_layers=self.clip_layers,
