@@ -87,11 +87,15 @@ def assert_same(tested: Setup, expected: Setup) -> None:
 
 @backends
 @pytest.mark.parametrize("target", ["bfloat16", "float16", "float32"])
-def test_edited_weights_are_what_is_saved(backend: str, target: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("exchanged", [False, True])
+def test_edited_weights_are_what_is_saved(backend: str, exchanged: bool, target: str, tmp_path: Path) -> None:
     setup = Setup(backend).train(0, 1)
     with torch.no_grad():
         for parameter in setup.model.parameters():
-            parameter.fill_(0.25)
+            if exchanged:
+                parameter.data = torch.full_like(parameter, 0.25)
+            else:
+                parameter.fill_(0.25)
     assert (setup.optimizer.state[setup.model[0].weight]["master"] == 0.25).all()
     setup.strategy.save_checkpoint(tmp_path / "saved", setup.model, setup.optimizer)
     other = Setup(backend, target)
