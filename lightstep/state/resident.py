@@ -113,7 +113,8 @@ def write_back(pieces: Sequence[Piece]) -> None:
 def same_rounding(local: Tensor, master: Tensor) -> bool:
     """Whether ``local`` holds exactly ``master`` rounded to its dtype (bits; NaN equals itself)."""
     rounded = master.to(device=local.device, dtype=local.dtype)
-    return torch.equal(rounded.view(torch.int16), local.contiguous().view(torch.int16))
+    bits = torch.int32 if local.dtype == torch.float32 else torch.int16  # fp32: the model was cast since
+    return torch.equal(rounded.view(bits), local.contiguous().view(bits))
 
 
 def _new_piece(item: Managed) -> Piece:

@@ -181,6 +181,23 @@ def test_a_parameter_of_another_shape_starts_anew_or_is_refused(kind: str, param
     assert not torch.equal(last.bias[3:], large[1][3:])
 
 
+@backends
+@pytest.mark.parametrize("to", [torch.float32, torch.float16])
+def test_state_may_be_read_between_a_cast_and_the_next_step(backend: str, to: torch.dtype) -> None:
+    setup = Setup(backend)
+    single = nn.Parameter(torch.tensor(0.5, dtype=torch.bfloat16))
+    setup.model.register_parameter("single", single)
+    setup.optimizer.add_param_group({"params": [single]})
+    for number in range(2):
+        single.grad = torch.ones_like(single)
+        setup.step(number)
+    setup.model.to(to)
+    assert len(setup.optimizer.state_dict()["state"]) == 5
+    for parameter in setup.model.parameters():
+        entries = setup.optimizer.state[parameter]
+        assert entries["master"].shape == entries["exp_avg"].shape == parameter.shape
+
+
 @pytest.mark.parametrize("kind", [*EVERY_TIME, *IN_BACKWARD])
 def test_weights_of_before_a_cast_take_no_memory(kind: str) -> None:
     setup = Setup(state={**EVERY_TIME, **IN_BACKWARD}[kind]).train(0, 1)
