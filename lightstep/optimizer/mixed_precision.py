@@ -234,7 +234,8 @@ class MixedPrecisionOptimizer(BaseOptimizer):
             self._updates.land()
             if isinstance(self._updates, InBackward) and self._updates.started:
                 return self._complete(self._updates, loss)
-            gradients, scaled_norm, overflow = self._measure()
+            self._measured = gradients, scaled_norm, overflow = self._measure()
+            self._walk.make_room(gradients)  # without it the step may be called again
             self._measured = None
             assert self._scaling is not None
             scale = self.loss_scale.tensor(scaled_norm.device).clone()

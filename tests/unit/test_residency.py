@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lightstep.config import ConfigError
+from lightstep.precision.gradients import GradientStage
 from lightstep.precision.split import Splitter
 from lightstep.state import residency
 from lightstep.state import units as units_module
@@ -678,6 +679,31 @@ def test_a_device_that_is_still_full_leaves_the_step_undone(monkeypatch: pytest.
             training.optimizer.step()
     monkeypatch.setattr(ring_module, "Slot", real)
     training.optimizer.step()
+    assert_same(training.snapshot(), expected.snapshot())
+
+
+@pytest.mark.parametrize("state", [{"backend": "resident"}, STREAM, {**STREAM, "update": "next_forward"}])
+def test_no_room_for_scaled_gradients_leaves_the_step_undone(
+    state: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training, expected = Training(state), Training(state)
+    training.train(3)
+    expected.train(3)
+    training.optimizer.release_device_memory()
+    for one in (training, expected):
+        one.optimizer.backward(one.loss(0))
+
+    def full(*_: Any) -> None:
+        raise torch.OutOfMemoryError("the engine has it")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(GradientStage, "reserve", full)
+        for _ in range(2):
+            with pytest.raises(torch.OutOfMemoryError, match="the engine has it"):
+                training.optimizer.step()
+    for one in (training, expected):
+        one.optimizer.step()
+        one.train(1)
     assert_same(training.snapshot(), expected.snapshot())
 
 
