@@ -15,7 +15,7 @@ from torch import Tensor
 from lightstep.config import ConfigError
 from lightstep.precision.gradients import GradientStage
 from lightstep.precision.split import Splitter
-from lightstep.state import residency
+from lightstep.state import bulk, residency
 from lightstep.state import units as units_module
 from lightstep.state.host_memory import CHECK_VARIABLE, HostMemoryError
 from lightstep.state.lanes import DEVICE_TO_HOST, HOST_TO_DEVICE, LaneError
@@ -682,9 +682,17 @@ def test_a_device_that_is_still_full_leaves_the_step_undone(monkeypatch: pytest.
     assert_same(training.snapshot(), expected.snapshot())
 
 
-@pytest.mark.parametrize("state", [{"backend": "resident"}, STREAM, {**STREAM, "update": "next_forward"}])
-def test_no_room_for_scaled_gradients_leaves_the_step_undone(
-    state: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("state", "module", "name"),
+    [
+        ({"backend": "resident"}, GradientStage, "reserve"),
+        (STREAM, GradientStage, "reserve"),
+        ({**STREAM, "update": "next_forward"}, GradientStage, "reserve"),
+        ({"backend": "bulk"}, bulk, "_on_device"),
+    ],
+)
+def test_no_room_for_scaled_gradients_or_state_leaves_the_step_undone(
+    state: dict[str, Any], module: Any, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     training, expected = Training(state), Training(state)
     training.train(3)
@@ -697,7 +705,7 @@ def test_no_room_for_scaled_gradients_leaves_the_step_undone(
         raise torch.OutOfMemoryError("the engine has it")
 
     with monkeypatch.context() as patch:
-        patch.setattr(GradientStage, "reserve", full)
+        patch.setattr(module, name, full)
         for _ in range(2):
             with pytest.raises(torch.OutOfMemoryError, match="the engine has it"):
                 training.optimizer.step()
