@@ -118,7 +118,7 @@ def global_grad_norm(parameters: Tensor | Iterable[Tensor], norm_type: float = 2
     listed = _listed(parameters)
     check_norm_type(norm_type)
     if not listed:
-        return torch.zeros(())
+        return torch.zeros((), dtype=torch.float32)
     return GradientNorm(listed, norm_type).norm([local_gradient(p, torch.float32) for p in listed])
 
 

@@ -20,6 +20,7 @@ from lightstep.optimizer.param_groups import plain_numbers
 from lightstep.state.backend import EntrySpec, Piece, Schema
 
 _NOT_ELEMENT_WISE = {"Adafactor", "Muon", "Shampoo", "SOAP", "Adam_mini"}
+_CPU = torch.device("cpu")  # said wherever tensors are made: torch's defaults are the user's to set
 _SQUARES = frozenset({"exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum"})
 
 
@@ -53,8 +54,10 @@ class _Trial:
         self, optimizer_class: type[torch.optim.Optimizer], hyperparameters: Mapping[str, Any], group: Mapping[str, Any]
     ) -> None:
         self._class, self._hyperparameters, self._group = optimizer_class, hyperparameters, _settings(group)
-        generator = torch.Generator().manual_seed(0)
-        self._numbers = [[torch.randn(16, 16, generator=generator) for _ in range(3)] for _ in range(2)]
+        numbers = torch.randn(
+            2, 3, 16, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device=_CPU
+        )
+        self._numbers = [list(own) for own in numbers]
 
     def mixes_elements(self) -> bool:
         """``False`` where the class cannot be tried out, or draws random numbers."""
@@ -272,13 +275,13 @@ class BaseArithmetic:
 
     def _probe(self, device: torch.device | None = None) -> Tensor:
         """A small tensor to try the class out with; a matrix for classes that take no other."""
-        return torch.zeros(self._probe_shape, device=device)
+        return torch.zeros(self._probe_shape, dtype=torch.float32, device=device or _CPU)
 
     @functools.cached_property
     def _probe_shape(self) -> tuple[int, ...]:
         if self.whole_tensors:
             try:
-                self._construct([torch.zeros(2)], fused=False)
+                self._construct([torch.zeros(2, device=_CPU)], fused=False)
             except ValueError:
                 return (2, 2)
         return (2,)

@@ -175,8 +175,9 @@ class InBackward(AtStep):
     def _wait_until(self, left: int) -> None:
         """The caller waits for all updates but the last few; their gradients are given up, in the caller's order."""
         while len(self._outstanding) > left:
-            done, update = self._outstanding.popleft()
+            done, update = self._outstanding[0]
             self._backend.lanes.caller().wait(done)
+            self._outstanding.popleft()  # not before: an interrupt while waiting would lose it
             update.gradients.clear()
 
     def _in_lane(self, job: Callable[[], None]) -> None:

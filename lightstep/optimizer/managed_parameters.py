@@ -110,15 +110,15 @@ class ManagedParameters:
     # -- masters follow the model
 
     def record(self, item: Managed) -> None:
-        """The parameter is now as the optimizer left it."""
-        self._watch.record(item.param, local_tensor(item.param))
+        """The parameter is now as the optimizer left it: what it wrote to, should the storage be another by now."""
+        self._watch.record(item.param, item.local)
 
     def adopt_outside_changes(self, groups: Sequence[dict[str, Any]]) -> bool:
         """Weights that somebody else wrote since the last step become the masters; ``True`` if items are others now."""
-        cast = self._take_over_casts(groups)
+        converted = self._take_over_converted(groups)
         for item in self:
             self._adopt(item)
-        return cast
+        return converted
 
     def _adopt(self, item: Managed) -> None:
         local = local_tensor(item.param)
@@ -132,36 +132,45 @@ class ManagedParameters:
             self._backend.refresh(item)
         self.record(item)
 
-    def _take_over_casts(self, groups: Sequence[dict[str, Any]]) -> bool:
-        """Parameters of another dtype now (``model.float()``) keep their state; masters are made of their weights.
+    def _take_over_converted(self, groups: Sequence[dict[str, Any]]) -> bool:
+        """Parameters of another dtype or on another device now (``model.float()``, ``model.to(...)``) keep their state.
 
-        They are other items then: ``True``.
+        After a cast masters are made of the weights. They are other items then: ``True``.
+
+        Raises:
+            ValueError: one with state has another shape; nothing has been changed then.
         """
-        cast = [item for item in self if local_tensor(item.param).dtype != item.local.dtype]
-        if not cast:
+        converted = [item for item in self if not _is_alike(local_tensor(item.param), item.local)]
+        if not converted:
             return False
+        for old in converted:
+            _refuse_new_shape(old)
         self._backend.synchronize()
-        carried = {item.param: _copied(self._backend.gather(item)) for item in cast}
+        carried = {item: _copied(self._backend.gather(item)) for item in converted}
         before = self._items
-        self._items = {parameter: item for parameter, item in before.items() if parameter not in carried}
+        self._items = {parameter: item for parameter, item in before.items() if item not in carried}
         try:
-            self.set_up(groups, also=list(carried))
+            self.set_up(groups, also=[item.param for item in converted])
         except BaseException:
             self._items = before
             raise
-        for parameter, entries in carried.items():
-            entries.pop("master", None)
-            self.load_state(self._items[parameter], entries)
+        for old, entries in carried.items():
+            item = self._items.get(old.param)
+            if item is None:  # it has left the groups
+                continue
+            if item.local.dtype != old.local.dtype:
+                entries.pop("master", None)
+            self.load_state(item, entries)
         return True
 
     def refresh(self, groups: Sequence[dict[str, Any]]) -> bool:
         """All masters become the parameters' values; ``True`` when items are others now."""
-        cast = self._take_over_casts(groups)
+        converted = self._take_over_converted(groups)
         for item in self:
             item.local = local_tensor(item.param).detach()
             self._backend.refresh(item)
             self.record(item)
-        return cast
+        return converted
 
     # -- state as the rest of the world sees it
 
@@ -184,7 +193,9 @@ class ManagedParameters:
         local = local_tensor(item.param)
         if not self._watch.knows(item.param) or not self._watch.suspicious(item.param, local):
             return False
-        return self._backend.hands_out_state and not same_rounding(local, master)
+        if not self._backend.hands_out_state and local.data_ptr() == item.local.data_ptr():
+            return False  # the backend has looked itself, at the memory that it knows
+        return not same_rounding(local, master)
 
     def load_state(self, item: Managed, entries: Mapping[str, Any]) -> None:
         """Replace one parameter's state; ``{}`` removes it.
@@ -234,6 +245,19 @@ def _placed_like(item: Managed, value: Any) -> Any:
     if isinstance(value, Tensor) and value.dim() and value.shape == item.local.shape:
         return like(item.param, value)
     return value
+
+
+def _is_alike(local: Tensor, known: Tensor) -> bool:
+    return (local.shape, local.dtype, local.device) == (known.shape, known.dtype, known.device)
+
+
+def _refuse_new_shape(item: Managed) -> None:
+    shape = local_tensor(item.param).shape
+    if item.updated and shape != item.local.shape:
+        raise ValueError(
+            f"{item.name} has shape {tuple(shape)} now (a resized embedding?), and its optimizer state has "
+            f"{tuple(item.local.shape)}: start it anew with `del optimizer.state[parameter]`, or make a new optimizer"
+        )
 
 
 def _copied(entries: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from lightstep.optimizer.borrowed import KeptInside
 from lightstep.optimizer.broken_step import BrokenStep
 from lightstep.optimizer.in_backward import InBackward
 from lightstep.optimizer.managed_parameters import ManagedParameters, Places, StateView
+from lightstep.optimizer.own_work import own_work
 from lightstep.optimizer.param_groups import Place, learning_rates_are_zero, plain_numbers
 from lightstep.optimizer.result import StepResult
 from lightstep.optimizer.scaling import Scaling
@@ -199,6 +200,7 @@ class MixedPrecisionOptimizer(BaseOptimizer):
                 "(optimizer_state.update: in_backward). Run all backwards of a step but the last under "
                 "strategy.accumulate(model, last=False)"
             )
+        self._refuse_what_needs_all_gradients()  # settings may have been changed
         self._refuse_if_closed()
         self._broken.refuse("Load a checkpoint before the next backward")
         with torch.no_grad():
@@ -219,7 +221,7 @@ class MixedPrecisionOptimizer(BaseOptimizer):
     def _decide(self, layer: int, gradients: Gradients, values: GroupValues) -> Update | None:
         """The update of one layer in backward. One that is not finite stays as it is."""
         assert self._scaling is not None
-        divisor, factor, overflow = self._scaling.of_layer(layer, gradients, self.max_norm)
+        divisor, factor, overflow = self._scaling.of_layer(layer, gradients, self.loss_scale, self.max_norm)
         if self._skip_known_to_host(gradients, overflow):
             return None
         return Update(gradients, divisor, factor, overflow, values)
@@ -228,11 +230,12 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         loss = self._evaluate(closure)
         self._notice_what_was_given_up()
         self._scaled_backward.refuse_unscaled()
-        with torch.no_grad():
+        with own_work():
             self._updates.land()
             if isinstance(self._updates, InBackward) and self._updates.started:
                 return self._complete(self._updates, loss)
-            gradients, scaled_norm, overflow = self._measure()
+            self._measured = gradients, scaled_norm, overflow = self._measure()
+            self._walk.make_room(gradients)  # without it the step may be called again
             self._measured = None
             assert self._scaling is not None
             scale = self.loss_scale.tensor(scaled_norm.device).clone()
@@ -241,7 +244,9 @@ class MixedPrecisionOptimizer(BaseOptimizer):
                 self._initialise_state(gradients, overflow)
                 return result
             if not self._skip_known_to_host(gradients, overflow):
-                divisor, factor = self._scaling.of_all(gradients, result.grad_norm, scale, self.max_norm)
+                divisor, factor = self._scaling.of_all(
+                    gradients, result.grad_norm, self.loss_scale, scale, self.max_norm
+                )
                 self._updates.start(self._update(gradients, divisor, factor, overflow))
             self.loss_scale.update(overflow)
             return result
@@ -262,7 +267,7 @@ class MixedPrecisionOptimizer(BaseOptimizer):
                 "grad_norm() before step(): optimizer_state.update is in_backward, and the layers' gradients went with "
                 "their updates; read it from the result of step()"
             )
-        with torch.no_grad():
+        with own_work():
             self._updates.land()
             self._measured = self._measure()
             norm = self._measured[1]
@@ -271,10 +276,22 @@ class MixedPrecisionOptimizer(BaseOptimizer):
     def _measure(self) -> tuple[Gradients, Tensor, Tensor]:
         """All gradients, their norm with the loss scale still in it, and whether it overflows."""
         if self._measured is not None:
-            return self._measured
+            return self._measured_before()
         gradients = self._collect_gradients()
         assert self._scaling is not None
         return gradients, *self._scaling.norm(gradients)
+
+    def _measured_before(self) -> tuple[Gradients, Tensor, Tensor]:
+        """What :meth:`grad_norm` has measured: weights may have been edited, cast or moved since."""
+        if any(self.gradients.has_gradient(item.param) for item in self._managed):
+            raise RuntimeError(
+                "gradients arrived between grad_norm() and step(), which have no part in the norm: call step() or "
+                "zero_grad() before the next backward"
+            )
+        self._make_ready()
+        gradients, norm, overflow = self._measured
+        items = ((self._managed.get(item.param), gradient) for item, gradient in gradients.items())
+        return {item: gradient.to(item.local.device) for item, gradient in items if item is not None}, norm, overflow
 
     def _complete(self, updates: InBackward, loss: Any) -> StepResult:
         """The end of a step whose updates began in backward."""
@@ -357,6 +374,7 @@ class MixedPrecisionOptimizer(BaseOptimizer):
 
     # -- set-up
 
+    @own_work()
     def _set_up(self, also: Collection[Tensor] = ()) -> None:
         self._refuse_if_closed()
         self._updates.land()
@@ -367,7 +385,6 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         """The managed parameters are others than before, or new."""
         self._scaling = Scaling(
             self._managed,
-            self.loss_scale,
             self.norm_type,
             self._overflow_everywhere,
             clip_layers=self.clip_layers,
@@ -408,26 +425,28 @@ class MixedPrecisionOptimizer(BaseOptimizer):
             self._updates.drop()
         super().zero_grad(set_to_none)
 
+    @own_work()
     def land(self, parameters: Iterable[Tensor] | None = None) -> None:
-        with torch.no_grad():
-            found = None if parameters is None else (self._managed.get(parameter) for parameter in parameters)
-            self._updates.land(None if found is None else (item for item in found if item is not None))
+        found = None if parameters is None else (self._managed.get(parameter) for parameter in parameters)
+        self._updates.land(None if found is None else (item for item in found if item is not None))
 
     @property
     def has_deferred_updates(self) -> bool:
         return self._updates.pending
 
+    @own_work()
     def hold(self, parameters: Iterable[Tensor]) -> None:
         found = (self._managed.get(parameter) for parameter in parameters)
         self._updates.hold(item for item in found if item is not None)
 
     def synchronize(self) -> None:
-        self._updates.land()
+        self.land()
         self._backend.synchronize()
         for device in self._managed.devices:
             if device.type != "cpu":
                 torch.accelerator.synchronize(device)
 
+    @own_work()
     def set_residency(self, gib: float | Literal["auto"]) -> None:
         known = gib == "auto" or (isinstance(gib, (int, float)) and not isinstance(gib, bool) and 0 <= gib < math.inf)
         if not known:
@@ -436,6 +455,7 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         self._updates.land()
         self._backend.set_residency(gib)
 
+    @own_work()
     def release_device_memory(self) -> None:
         self._refuse_if_closed()
         self.synchronize()
@@ -444,11 +464,11 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         if any(device.type != "cpu" for device in self._managed.devices):
             torch.accelerator.memory.empty_cache()
 
+    @own_work()
     def refresh_master_weights(self) -> None:
-        with torch.no_grad():
-            self._updates.land()
-            if self._managed.refresh(self.param_groups):
-                self._follow_parameters()
+        self._updates.land()
+        if self._managed.refresh(self.param_groups):
+            self._follow_parameters()
 
     def memory_report(self) -> dict[str, float]:
         parameters = sum(item.local.numel() for item in self._managed)
@@ -496,6 +516,7 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         item = self._managed.get(parameter)
         return item is None or not item.elsewhere
 
+    @own_work()
     def _state_of(self, parameter: Tensor, kept_only: bool) -> dict[str, Any]:
         self._refuse_if_closed()
         item = self._managed.get(parameter)
@@ -503,8 +524,7 @@ class MixedPrecisionOptimizer(BaseOptimizer):
             return {}
         self._updates.land()
         self._backend.synchronize()
-        with torch.no_grad():
-            return self._managed.state_of(item, kept_only)
+        return self._managed.state_of(item, kept_only)
 
     def takes_entry(self, entry: Tensor, shape: torch.Size) -> bool:
         """Whether a state entry (local part) can belong to a parameter of this local shape."""
@@ -522,6 +542,7 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         self._replace_state(parameter, entries)
         self._broken.repaired(parameter)
 
+    @own_work()
     def _replace_state(self, parameter: Tensor, entries: Mapping[str, Any]) -> None:
         self._set_up(also=[parameter] if entries else ())
         item = self._managed.get(parameter)
@@ -529,8 +550,7 @@ class MixedPrecisionOptimizer(BaseOptimizer):
             return
         if item is None:
             raise ValueError(f"a parameter of shape {tuple(parameter.shape)} is not among the optimizer's groups")
-        with torch.no_grad():
-            self._managed.load_state(item, entries)
+        self._managed.load_state(item, entries)
 
     @property
     def half_updated(self) -> bool:
@@ -545,7 +565,7 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         """
         self._refuse_if_closed()
         self._refuse_unfinished()
-        self._updates.land()
+        self.land()
         packed = super().state_dict()
         packed.setdefault("loss_scale", self.loss_scale.state_dict())
         packed["param_groups"] = [plain_numbers(group) for group in packed["param_groups"]]
@@ -558,6 +578,7 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         Raises:
             ValueError: groups or shapes do not match; nothing has been changed then.
         """
+        self.land()  # the update under way may still write into its groups
         load_torch_state_dict(self, state_dict)
 
     def __repr__(self) -> str:

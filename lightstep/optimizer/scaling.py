@@ -27,7 +27,6 @@ class Scaling:
 
     Args:
         managed: the parameters, in the order in which all ranks have them.
-        loss_scale: by which the gradients are multiplied.
         norm_type: p of the norms.
         everywhere: whether all ranks of the process group agree on overflow; ``None`` decides by the parameters.
         clip_layers: clip each layer by its own norm.
@@ -40,7 +39,6 @@ class Scaling:
     def __init__(
         self,
         managed: Iterable[Managed],
-        loss_scale: LossScale,
         norm_type: float,
         everywhere: bool | None = None,
         *,
@@ -48,7 +46,7 @@ class Scaling:
         layer_by_layer: bool = False,
     ) -> None:
         self._managed = list(managed)
-        self._loss_scale, self._norm_type, self._clip_layers = loss_scale, norm_type, clip_layers
+        self._norm_type, self._clip_layers = norm_type, clip_layers
         self._norm = GradientNorm([item.param for item in self._managed], norm_type, everywhere)
         self.layers = group_by_layer(self._managed)
         by_layer = self.layers if clip_layers or layer_by_layer else []
@@ -62,21 +60,22 @@ class Scaling:
         return self._norm([gradients.get(item) for item in self._managed])
 
     def of_all(
-        self, gradients: Gradients, norm: Tensor, scale: Tensor, max_norm: float | None
+        self, gradients: Gradients, norm: Tensor, loss_scale: LossScale, scale: Tensor, max_norm: float | None
     ) -> tuple[Factor, Factor | Mapping[Managed, Tensor]]:
         """``(divisor, factor)`` of :class:`~lightstep.optimizer.walk.Update`.
 
         Args:
             norm: the global norm, unscaled.
-            scale: the loss scale, 0-dim fp32.
+            loss_scale: by which the gradients are multiplied.
+            scale: its number in this step, 0-dim fp32.
             max_norm: ``None`` clips nothing.
         """
         if max_norm is None or not self._clip_layers:
-            return self._scaled(scale, None if max_norm is None else clip_coefficient(norm, max_norm))
+            return _scaled(loss_scale, scale, None if max_norm is None else clip_coefficient(norm, max_norm))
         divisor, factors = None, {}
         for layer, norm_of_layer in zip(self.layers, self._layer_norms, strict=True):
             own = norm_of_layer.norm([gradients.get(item) for item in layer]).to(scale.device) / scale
-            divisor, factor = self._scaled(scale, clip_coefficient(own, max_norm))
+            divisor, factor = _scaled(loss_scale, scale, clip_coefficient(own, max_norm))
             assert factor is not None
             factors.update(dict.fromkeys(layer, factor))
         return divisor, factors
@@ -98,19 +97,22 @@ class Scaling:
         """:meth:`norm` of all that was kept."""
         return self._norm.of_norms([self._kept.get(item) for item in self._managed])
 
-    def of_layer(self, number: int, gradients: Gradients, max_norm: float | None) -> tuple[Factor, Factor, Tensor]:
+    def of_layer(
+        self, number: int, gradients: Gradients, loss_scale: LossScale, max_norm: float | None
+    ) -> tuple[Factor, Factor, Tensor]:
         """``(divisor, factor, overflow)`` of one layer whose norms were kept; all ranks that share it agree."""
         device = next(iter(gradients.values())).device
         kept = [self._kept.get(item) if item in gradients else None for item in self.layers[number]]
         norm = self._layer_norms[number].of_norms(kept)[0].to(device)
-        scale = self._loss_scale.tensor(device)
+        scale = loss_scale.tensor(device)
         coefficient = None if max_norm is None else clip_coefficient(norm / scale, max_norm)
-        return *self._scaled(scale, coefficient), (~norm.isfinite()).float()
+        return *_scaled(loss_scale, scale, coefficient), (~norm.isfinite()).float()
 
-    def _scaled(self, scale: Tensor, coefficient: Factor) -> tuple[Factor, Factor]:
-        """One multiplication, unless dividing by the scale is inexact."""
-        if self._loss_scale.is_identity:
-            return None, coefficient
-        if not self._loss_scale.power_of_two:
-            return scale, coefficient
-        return None, scale.reciprocal() if coefficient is None else coefficient / scale
+
+def _scaled(loss_scale: LossScale, scale: Tensor, coefficient: Factor) -> tuple[Factor, Factor]:
+    """One multiplication, unless dividing by the scale is inexact."""
+    if loss_scale.is_identity:
+        return None, coefficient
+    if not loss_scale.power_of_two:
+        return scale, coefficient
+    return None, scale.reciprocal() if coefficient is None else coefficient / scale

@@ -108,10 +108,10 @@ class NextForward(Updates):
 
     def _line_up(self, update: Update) -> None:
         """All units in their order, and which one each parameter is complete with."""
-        lanes = self._backend.lanes
+        lanes, known = self._backend.lanes, self._events
+        self._events, self._last = {}, {}  # units of before are let go of, and the weights that they hold
         for number, unit in enumerate([*self._backend.units(), None]):
-            if unit not in self._events:
-                self._events[unit] = lanes.event()
+            self._events[unit] = known[unit] if unit in known else lanes.event()
             self._waiting.append(_Unit(number, unit, self._events[unit]))
         for place in self._waiting:
             for owner, _, _ in place.unit.parts if place.unit is not None else ():
@@ -140,6 +140,7 @@ class NextForward(Updates):
             number = None if places is None else max((place.number for _, place in places), default=-1)
             with self._or_forget():
                 self._submit(_EVERY if number is None else number + 1 + self.ahead)
+            with self._or_forget(interrupts=False):
                 self._wait_for(_EVERY if number is None else number)
                 self._backend.receive([item for item, _ in places or () if item.elsewhere])
 
@@ -148,9 +149,8 @@ class NextForward(Updates):
         update = self._update
         assert update is not None
         arriving = list(itertools.takewhile(lambda place: place.number <= number, self._queued))
-        if not arriving:
-            return
-        self._backend.lanes.caller().wait(arriving[-1].done)
+        if arriving:
+            self._backend.lanes.caller().wait(arriving[-1].done)
         for place in arriving:
             self._queued.popleft()
             update.drop_gradients(place.complete)
@@ -171,11 +171,19 @@ class NextForward(Updates):
                 self._backend.receive([item for item, _ in places if item.elsewhere])
 
     @contextlib.contextmanager
-    def _or_forget(self) -> Iterator[None]:
-        """When the update breaks off, nobody waits for the rest of it."""
+    def _or_forget(self, interrupts: bool = True) -> Iterator[None]:
+        """When the update breaks off, nobody waits for the rest of it.
+
+        Args:
+            interrupts: an interrupt breaks it off as well; one that comes while the caller waits does not.
+        """
         try:
             yield
-        except BaseException:
+        except BaseException as error:
+            if not interrupts and not isinstance(error, Exception):
+                raise
+            if self._waiting and not self._walk.broken:
+                self._walk.broken.note("the update under way", error)
             self._backend.lanes.compute.synchronize()
             self._waiting.clear()
             self._queued.clear()

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightstep.optimizer.arithmetic import BaseArithmetic, GroupValues
 from lightstep.optimizer.broken_step import BrokenStep
-from lightstep.precision.gradients import GradientStage
+from lightstep.precision.gradients import GradientStage, scalable_in_place
 from lightstep.state.backend import Managed, Piece, StateBackend, Unit
 
 Gradients = dict[Managed, Tensor]
@@ -70,6 +70,20 @@ class UnitWalk:
         self.broken = broken
         self._record = record
         self.stage = GradientStage()
+
+    def make_room(self, gradients: Gradients) -> None:
+        """Take the memory in which these will be scaled, where none is held: without it nothing has happened.
+
+        Raises:
+            torch.OutOfMemoryError: there is no room.
+        """
+        if self.stage.nbytes():
+            return
+        staged = {item for item, gradient in gradients.items() if not scalable_in_place(gradient)}
+        needs = [[b - a for owner, a, b in unit.parts if owner in staged] for unit in self._backend.units()]
+        largest = max(needs, key=sum, default=[])
+        if largest:
+            self.stage.reserve(largest, next(iter(staged)).local.device)
 
     def run(self, update: Update) -> None:
         """All of it, here and now."""

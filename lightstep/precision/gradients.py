@@ -312,6 +312,25 @@ class GradientStage:
         """Give the memory back; the next use takes it again."""
         self._buffer = None
 
+    def reserve(self, sizes: Sequence[int], device: torch.device) -> None:
+        """Take the memory for gradients of so many elements that will be scaled together.
+
+        Raises:
+            torch.OutOfMemoryError: there is no room.
+        """
+        total = sum(self._aligned(size) for size in sizes)
+        if self._buffer is not None and self._buffer.numel() >= total and self._buffer.device == device:
+            return
+        if self._buffer is not None and self._buffer.device.type != "cpu":
+            # Deferred updates use it on a stream that is not the one to which it will be given back.
+            self._buffer.record_stream(torch.accelerator.current_stream(self._buffer.device))
+        self._buffer = None
+        self._buffer = torch.empty(total, dtype=torch.float32, device=device)
+
+    @classmethod
+    def _aligned(cls, size: int) -> int:
+        return -(-size // cls._ALIGNMENT) * cls._ALIGNMENT
+
     def scaled(self, gradients: list[Tensor], divisor: Tensor | None, factor: Tensor | None) -> list[Tensor]:
         """``gradients / divisor * factor`` in fp32, in their shapes, row-major.
 
@@ -322,14 +341,14 @@ class GradientStage:
             divisor: 0-dim fp32 loss scale to divide by, or ``None``.
             factor: 0-dim fp32 to multiply with, or ``None``.
         """
-        in_place = _scalable_in_place(gradients)
+        in_place = [scalable_in_place(gradient) for gradient in gradients]
         own = [gradient for gradient, here in zip(gradients, in_place, strict=True) if here]
         foreign = [gradient for gradient, here in zip(gradients, in_place, strict=True) if not here]
         staged = self._views(foreign)
         if divisor is None and factor is not None:
             one_element = factor.reshape(1)
             for view, gradient in zip(staged, foreign, strict=True):
-                scale_into(gradient.device)(gradient.reshape(-1), one_element, view)
+                scale_into(gradient.device)(gradient.contiguous().view(-1), one_element, view)
             _multiply(own, factor)
         else:
             if foreign:
@@ -343,17 +362,16 @@ class GradientStage:
         """One flat fp32 view of the stage for each gradient."""
         if not gradients:
             return []
-        sizes = [-(-gradient.numel() // self._ALIGNMENT) * self._ALIGNMENT for gradient in gradients]
-        total, device = sum(sizes), gradients[0].device
-        if self._buffer is None or self._buffer.numel() < total or self._buffer.device != device:
-            self._buffer = None
-            self._buffer = torch.empty(total, dtype=torch.float32, device=device)
-        parts = self._buffer[:total].split(sizes)
+        self.reserve([gradient.numel() for gradient in gradients], gradients[0].device)
+        assert self._buffer is not None
+        sizes = [self._aligned(gradient.numel()) for gradient in gradients]
+        parts = self._buffer[: sum(sizes)].split(sizes)
         return [part[: gradient.numel()] for part, gradient in zip(parts, gradients, strict=True)]
 
 
-def _scalable_in_place(gradients: Sequence[Tensor]) -> list[bool]:
-    return [gradient.dtype == torch.float32 and gradient.is_contiguous() for gradient in gradients]
+def scalable_in_place(gradient: Tensor) -> bool:
+    """Whether the stage has no need of memory for this gradient."""
+    return gradient.dtype == torch.float32 and gradient.is_contiguous()
 
 
 def _multiply(tensors: list[Tensor], factor: Tensor | None) -> None:

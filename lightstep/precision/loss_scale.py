@@ -61,7 +61,7 @@ class ConstantLossScale(LossScale):
 
     def __init__(self, scale: float = 1.0) -> None:
         self._value = _positive("scale", scale)
-        self._tensor = torch.tensor(self._value, dtype=torch.float32)
+        self._tensor = torch.tensor(self._value, dtype=torch.float32, device="cpu")
 
     def tensor(self, device: torch.device | None = None) -> Tensor:
         if device is not None and self._tensor.device != device:
@@ -143,9 +143,9 @@ class DynamicLossScale(LossScale):
         self.growth_interval = _count("growth_interval", growth_interval)
         self.hysteresis = _count("hysteresis", hysteresis)
         self._start = init_scale
-        self._scale = torch.tensor(init_scale, dtype=torch.float32)
-        self._good_steps = torch.tensor(0, dtype=torch.int32)
-        self._hysteresis_left = torch.tensor(self.hysteresis, dtype=torch.int32)
+        self._scale = torch.tensor(init_scale, dtype=torch.float32, device="cpu")
+        self._good_steps = torch.tensor(0, dtype=torch.int32, device="cpu")
+        self._hysteresis_left = torch.tensor(self.hysteresis, dtype=torch.int32, device="cpu")
 
     def tensor(self, device: torch.device | None = None) -> Tensor:
         if device is not None and self._scale.device != device:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 ScaleInto = Callable[[Tensor, Tensor, Tensor], None]
-"""``(flat gradient, 1-element fp32 factor, flat fp32 out)``, all on one device."""
+"""``(flat gradient, 1-element fp32 factor, flat fp32 out)``, all contiguous and on one device."""
 
 _log = logging.getLogger(__name__)
 
@@ -26,6 +26,7 @@ def scale_into(device: torch.device) -> ScaleInto:
 
 
 def _by_torch(gradient: Tensor, factor: Tensor, out: Tensor) -> None:
+    assert gradient.is_contiguous()  # the fused twin does not look at strides
     # A 1-dim factor promotes to fp32 before multiplying; a 0-dim one would round the product to the gradient's dtype.
     torch.mul(gradient, factor, out=out)
 
@@ -47,8 +48,8 @@ def _checked_triton(device: torch.device) -> ScaleInto:
 
 def _agrees(kernel: ScaleInto, dtype: torch.dtype, device: torch.device) -> bool:
     patterns = torch.arange(2**16, device=device, dtype=torch.int32).to(torch.int16).view(dtype)
-    factor = torch.tensor([0.37 / 65536], device=device)
-    ours, theirs = (torch.empty(patterns.numel(), device=device) for _ in range(2))
+    factor = torch.tensor([0.37 / 65536], dtype=torch.float32, device=device)
+    ours, theirs = (torch.empty(patterns.numel(), dtype=torch.float32, device=device) for _ in range(2))
     kernel(patterns, factor, ours)
     _by_torch(patterns, factor, theirs)
     return torch.equal(ours.nan_to_num(nan=1.5), theirs.nan_to_num(nan=1.5))

@@ -61,10 +61,12 @@ class Splitter:
         A sign-carrying ``extra`` keeps its magnitudes; its signs before do not matter (it is never negative).
         ``mark`` (int64, 0-dim) gets the :meth:`fingerprint` of the weight.
         """
+        assert weight.is_contiguous()  # the fused twins do not look at strides
         if self._fused is not None:
             if mark is not None:
                 mark.zero_()
             self._fused.split(master, weight, low, extra, mark)
+            torch.autograd.graph.increment_version(weight)  # autograd refuses graphs that need the weight of before
             return
         for a, b in _chunks(master.numel()):
             _split(master[a:b], weight[a:b], low[a:b], _part_of(extra, a, b), self._room(b - a))
@@ -73,6 +75,7 @@ class Splitter:
 
     def join(self, weight: Tensor, low: Tensor, extra: Tensor, master: Tensor) -> None:
         """Write the fp32 ``master`` that :meth:`split` was given; clears the signs of a sign-carrying ``extra``."""
+        assert weight.is_contiguous()
         if self._fused is not None:
             self._fused.join(weight, low, extra, master)
             return
@@ -85,6 +88,7 @@ class Splitter:
 
         A master cannot show that somebody else wrote to the weight, since the weight is its upper half; this can.
         """
+        assert weight.is_contiguous()
         out.zero_()
         if self._fused is not None:
             self._fused.fingerprint(weight, out)
@@ -222,7 +226,8 @@ def _agrees(twin: ModuleType, device: torch.device) -> bool:
     """Whether ``twin`` gives the torch version's bits in split, join and fingerprint, on every kind of number."""
     master = probe_masters(device)
     n = master.numel()
-    moments = torch.rand(n, generator=torch.Generator().manual_seed(1)).to(device)  # leaves the user's dropout alone
+    generator = torch.Generator().manual_seed(1)  # leaves the user's dropout alone
+    moments = torch.rand(n, generator=generator, dtype=torch.float32, device="cpu").to(device)
     for extra in (moments, torch.zeros(-(-n // 8), dtype=torch.uint8, device=device)):
         expected, found = (_round_trip(one, master, extra.clone()) for one in (_plain(device), twin))
         if not all(torch.equal(x, y) for x, y in zip(expected, found, strict=True)):
@@ -261,11 +266,12 @@ def probe_masters(device: torch.device) -> Tensor:
     uppers |= {upper | 0x8000 for upper in uppers}
     lows = [0, 1, 2, 0x3FFF, 0x7FFE, 0x7FFF, 0x8000, 0x8001, 0x8002, 0xC000, 0xFFFE, 0xFFFF]
     edges = torch.tensor(
-        [_as_int32((upper << 16) | low) for upper in sorted(uppers) for low in lows], dtype=torch.int32
+        [_as_int32((upper << 16) | low) for upper in sorted(uppers) for low in lows], dtype=torch.int32, device="cpu"
     )
     generator = torch.Generator().manual_seed(0)
-    noise = torch.randint(-(2**31), 2**31, (_CHUNK + 4099 - edges.numel() % 2,), generator=generator).to(torch.int32)
-    return torch.cat([edges, noise]).to(device).view(torch.float32)
+    size = (_CHUNK + 4099 - edges.numel() % 2,)
+    noise = torch.randint(-(2**31), 2**31, size, generator=generator, dtype=torch.int64, device="cpu")
+    return torch.cat([edges, noise.to(torch.int32)]).to(device).view(torch.float32)
 
 
 def _as_int32(bits: int) -> int:

@@ -66,6 +66,13 @@ class BulkBackend(ResidentBackend):
                 self._offload(self._pieces[item])
         self._mark_landed()
 
+    def prepare(self) -> None:
+        """The memory is taken and let go of again: torch's allocator has it for ``begin`` then."""
+        room = [
+            _on_device(value, piece.owner.local.device) for piece in self._pieces.values() for value in _away(piece)
+        ]
+        del room
+
     def begin(self, managed: Collection[Managed], backwards: bool = False) -> None:
         for item in managed:
             _load_piece(self._pieces[item])
@@ -128,6 +135,12 @@ class BulkBackend(ResidentBackend):
             self._landed.setdefault(device, torch.Event(device)).record(torch.accelerator.current_stream(device))
 
 
+def _away(piece: Piece) -> list[Tensor]:
+    """What :func:`_load_piece` brings to the device."""
+    state = [value for value in piece.state.values() if isinstance(value, Tensor) and value.dim() > 0]
+    return state if piece.owner.own_master else [*state, piece.master]
+
+
 def _load_piece(piece: Piece) -> None:
     device = piece.owner.local.device
     if not piece.owner.own_master:
@@ -139,7 +152,12 @@ def _load_piece(piece: Piece) -> None:
 
 def _to_device(value: Tensor, device: torch.device) -> Tensor:
     """A copy on ``device``: also on the CPU, where host memory and device memory are the same kind."""
-    return torch.empty_like(value, device=device).copy_(value, non_blocking=True)
+    return _on_device(value, device).copy_(value, non_blocking=True)
+
+
+def _on_device(value: Tensor, device: torch.device) -> Tensor:
+    """Memory for a copy."""
+    return torch.empty_like(value, device=device)
 
 
 _copies: weakref.WeakKeyDictionary[torch.optim.Optimizer, HostCopies] = weakref.WeakKeyDictionary()

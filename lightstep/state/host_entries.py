@@ -45,7 +45,7 @@ class HostEntries:
             found["master"] = record.view(part, layout.master).view(part.shape)
         elif layout.low is not None:
             extra = record.extra(part).clone()  # joining clears the signs: the copy becomes the moment
-            master = torch.empty(part.elements)
+            master = torch.empty(part.elements, dtype=torch.float32, device=_CPU)
             self._on_host.join(self._weight(part), record.view(part, layout.low), extra, master)
             found["master"] = master.view(part.shape)
             if layout.carrier is not None:
@@ -84,7 +84,7 @@ class HostEntries:
         else:
             assert layout.low is not None
             self._on_host.split(loaded, rounded, record.view(part, layout.low), record.extra(part))
-        mark = torch.zeros((), dtype=torch.int64)
+        mark = torch.zeros((), dtype=torch.int64, device=_CPU)
         self._on_host.fingerprint(rounded, mark)
         part.mark.copy_(mark)
         if not self._has(part, rounded):
@@ -97,25 +97,24 @@ class HostEntries:
                 part.codes = None
             return part.codes is not None
         mark = torch.zeros_like(part.mark)
-        self._on_device.fingerprint(part.of(part.owner.local).reshape(-1), mark)
+        self._on_device.fingerprint(part.flat_weight(), mark)
         return not torch.equal(mark, part.mark)
 
     def _has(self, part: Part, rounded: Tensor) -> bool:
         """Whether the weight is this one (flat, on the host); NaN get its payload, splitting and ``copy_`` differ."""
-        local = part.of(part.owner.local)
-        weight = local.reshape(-1).to(_CPU)
+        weight = part.flat_weight().to(_CPU)
         same = weight.view(torch.int16) == rounded.view(torch.int16)
         if not bool((same | (weight.isnan() & rounded.isnan())).all()):
             return False
         if not bool(same.all()):
-            local.copy_(rounded.view(part.shape))
+            part.of(part.owner.local).copy_(rounded.view(part.shape))
         return True
 
     def _weight(self, part: Part) -> Tensor:
         """The 16-bit weight that the record belongs to, flat, on the host."""
         if part.codes is not None:
             return part.codes.view(part.owner.local.dtype)
-        return part.of(part.owner.local).reshape(-1).to(_CPU)
+        return part.flat_weight().to(_CPU)
 
     def _staged(self, part: Part, key: str, value: Tensor) -> Tensor:
         spec = self._spec(key)

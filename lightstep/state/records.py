@@ -130,6 +130,10 @@ class Part:
         """This part of a tensor of the parameter's local shape."""
         return tensor if self.whole else tensor.reshape(-1)[self.start : self.stop]
 
+    def flat_weight(self) -> Tensor:
+        """The parameter's part in one row, which kernels walk through: a copy where it is not so in memory."""
+        return self.of(self.owner.local).contiguous().view(-1)
+
     def forget(self) -> None:
         """Back to a part without state."""
         self.layout, self.keys, self.values, self.codes = None, (), {}, None
@@ -288,7 +292,7 @@ class Record:
         """One field of the part."""
         buffer = self.bytes if buffer is None else buffer
         if buffer is None:  # a record without a single byte
-            return torch.empty(where.shape, dtype=where.dtype)
+            return torch.empty(where.shape, dtype=where.dtype, device="cpu")
         return where.view(buffer, self.bases[part])
 
     def region(self, part: Part, buffer: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ class ResidentBackend(StateBackend):
         self._parking = Parking()
 
     def register(self, managed: Sequence[Managed], schema: Schema, whole_tensors: bool = False) -> None:
-        self.prepare()
+        self._parking.bring_back()
         self._schema = schema
         self._pieces = {item: self._pieces.get(item) or _new_piece(item) for item in managed}
         self._units = _pack(managed, self.unit_elements)
@@ -40,7 +40,7 @@ class ResidentBackend(StateBackend):
         self._parking.bring_back()
 
     def begin(self, managed: Collection[Managed], backwards: bool = False) -> None:
-        self.prepare()
+        self._parking.bring_back()
 
     def acquire(self, unit: Unit) -> list[Piece]:
         pieces = [self._pieces[item] for item, _, _ in unit.parts]
@@ -62,7 +62,7 @@ class ResidentBackend(StateBackend):
         return dict(piece.state) if managed.own_master else {**piece.state, "master": piece.master}
 
     def load(self, managed: Managed, entries: Mapping[str, Any]) -> None:
-        self.prepare()
+        self._parking.bring_back()
         piece = self._pieces[managed]
         if not managed.own_master and "master" in entries:
             piece.master.copy_(entries["master"])
@@ -75,7 +75,7 @@ class ResidentBackend(StateBackend):
         return self._schema.get(key)
 
     def refresh(self, managed: Managed) -> None:
-        self.prepare()
+        self._parking.bring_back()
         piece = self._pieces[managed]
         if managed.own_master:
             piece.master = managed.local
@@ -83,7 +83,7 @@ class ResidentBackend(StateBackend):
             piece.master.copy_(managed.local)
 
     def differs(self, managed: Managed) -> bool:
-        self.prepare()
+        self._parking.bring_back()
         return not managed.own_master and not same_rounding(managed.local, self._pieces[managed].master)
 
     def memory(self) -> dict[str, int]:
@@ -113,7 +113,8 @@ def write_back(pieces: Sequence[Piece]) -> None:
 def same_rounding(local: Tensor, master: Tensor) -> bool:
     """Whether ``local`` holds exactly ``master`` rounded to its dtype (bits; NaN equals itself)."""
     rounded = master.to(device=local.device, dtype=local.dtype)
-    return torch.equal(rounded.view(torch.int16), local.contiguous().view(torch.int16))
+    bits = torch.int32 if local.dtype == torch.float32 else torch.int16  # fp32: the model was cast since
+    return torch.equal(rounded.view(bits), local.contiguous().view(bits))
 
 
 def _new_piece(item: Managed) -> Piece:

@@ -439,7 +439,7 @@ class StreamBackend(StateBackend):
         if scratch is None or scratch.numel() < elements:
             self._idle()
             scratch = self._scratch = None
-            self._scratch = torch.empty(elements, device=self.lanes.device)
+            self._scratch = torch.empty(elements, dtype=torch.float32, device=self.lanes.device)
         return ring
 
     def _live_ring(self) -> Ring:

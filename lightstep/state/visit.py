@@ -77,7 +77,7 @@ class Visit:
         if layout is None:
             master.view(part.shape).copy_(weight)
         else:
-            self._splitter.join(weight.reshape(-1), *self._low_and_extra(part, layout), master)
+            self._splitter.join(part.flat_weight(), *self._low_and_extra(part, layout), master)
         return master.view(part.shape)
 
     def _low_and_extra(self, part: Part, layout: Layout) -> tuple[Tensor, Tensor]:
@@ -145,9 +145,9 @@ class Visit:
             if whole.data_ptr() != master.data_ptr():  # its first update
                 whole.copy_(master.reshape(-1))
             local.copy_(master)
-            self._splitter.fingerprint(local.reshape(-1), part.mark)
+            self._splitter.fingerprint(part.flat_weight(), part.mark)
             return
-        weight = local.reshape(-1)
+        weight = part.flat_weight()
         self._splitter.split(master.view(-1), weight, *self._low_and_extra(part, layout), part.mark)
         if weight.data_ptr() != local.data_ptr():  # not contiguous: it was split into a copy
             local.copy_(weight.view(part.shape))

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import collections
 import copy
+import gc
 import io
+import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import lightstep
-from tests.reference.pair import BACKENDS
+from tests.reference.pair import BACKENDS, EVERY_TIME, IN_BACKWARD
 
 backends = pytest.mark.parametrize("backend", list(BACKENDS))
 
@@ -84,11 +87,15 @@ def assert_same(tested: Setup, expected: Setup) -> None:
 
 @backends
 @pytest.mark.parametrize("target", ["bfloat16", "float16", "float32"])
-def test_edited_weights_are_what_is_saved(backend: str, target: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("exchanged", [False, True])
+def test_edited_weights_are_what_is_saved(backend: str, exchanged: bool, target: str, tmp_path: Path) -> None:
     setup = Setup(backend).train(0, 1)
     with torch.no_grad():
         for parameter in setup.model.parameters():
-            parameter.fill_(0.25)
+            if exchanged:
+                parameter.data = torch.full_like(parameter, 0.25)
+            else:
+                parameter.fill_(0.25)
     assert (setup.optimizer.state[setup.model[0].weight]["master"] == 0.25).all()
     setup.strategy.save_checkpoint(tmp_path / "saved", setup.model, setup.optimizer)
     other = Setup(backend, target)
@@ -131,6 +138,129 @@ def test_an_exchange_or_edit_before_a_parameter_joins_is_noticed(backend: str, p
     extra = nn.Parameter(torch.zeros(5, dtype=getattr(torch, parameters)))
     setup.optimizer.add_param_group({"params": [extra]})
     assert_same(setup.train(1, 2), expected.train(1, 2))
+
+
+def halve(model: nn.Module) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.5)
+
+
+def exchange(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.data = parameter.data * 0.5
+
+
+def cast(model: nn.Module) -> None:
+    model.float()
+
+
+@pytest.mark.parametrize("parameters", ["bfloat16", "float32"])
+@pytest.mark.parametrize("kind", [*EVERY_TIME, *IN_BACKWARD])
+def test_a_parameter_of_another_shape_starts_anew_or_is_refused(kind: str, parameters: str) -> None:
+    """As ``resize_token_embeddings`` of transformers does it: other data in the same parameter."""
+    state = {**EVERY_TIME, **IN_BACKWARD}[kind]
+    setup, expected = (Setup(parameters=parameters, state=state).train(0, 1) for _ in range(2))
+    setup.optimizer.synchronize()
+    last = setup.model[2]
+    small = last.weight.data, last.bias.data
+    last.weight.data, last.bias.data = (torch.cat([data, data[:2]]) for data in small)
+    with pytest.raises(ValueError, match=r"2.weight has shape \(5, 40\) now .* state has \(3, 40\)"):
+        setup.step(2)
+    setup.optimizer.zero_grad()
+    large = last.weight.data, last.bias.data
+    last.weight.data, last.bias.data = small
+    assert_same(setup.train(2), expected.train(2))
+    last.weight.data, last.bias.data = (data.clone() for data in large)
+    for parameter in last.parameters():
+        del setup.optimizer.state[parameter]
+    setup.train(3).optimizer.synchronize()
+    assert setup.optimizer.state[last.weight]["exp_avg"].shape == (5, 40)
+    assert float(setup.optimizer.state[last.weight]["step"]) == 1
+    assert float(setup.optimizer.state[setup.model[0].weight]["step"]) == 4
+    assert not torch.equal(last.bias[3:], large[1][3:])
+
+
+@backends
+@pytest.mark.parametrize("to", [torch.float32, torch.float16])
+def test_state_may_be_read_between_a_cast_and_the_next_step(backend: str, to: torch.dtype) -> None:
+    setup = Setup(backend)
+    single = nn.Parameter(torch.tensor(0.5, dtype=torch.bfloat16))
+    setup.model.register_parameter("single", single)
+    setup.optimizer.add_param_group({"params": [single]})
+    for number in range(2):
+        single.grad = torch.ones_like(single)
+        setup.step(number)
+    setup.model.to(to)
+    assert len(setup.optimizer.state_dict()["state"]) == 5
+    for parameter in setup.model.parameters():
+        entries = setup.optimizer.state[parameter]
+        assert entries["master"].shape == entries["exp_avg"].shape == parameter.shape
+
+
+@pytest.mark.parametrize("kind", [*EVERY_TIME, *IN_BACKWARD])
+def test_weights_of_before_a_cast_take_no_memory(kind: str) -> None:
+    setup = Setup(state={**EVERY_TIME, **IN_BACKWARD}[kind]).train(0, 1)
+    setup.optimizer.synchronize()
+    before = [weakref.ref(item) for item in setup.optimizer.managed()]
+    setup.model.float()
+    setup.train(2, 3).optimizer.synchronize()
+    gc.collect()
+    assert not any(item() for item in before)
+
+
+@pytest.mark.parametrize("edit", [halve, exchange, cast])
+@pytest.mark.parametrize("kind", list(EVERY_TIME))
+def test_edits_between_the_norm_and_the_step_count(kind: str, edit: Callable[[nn.Module], None]) -> None:
+    setups = [Setup(state=EVERY_TIME[kind], clipping={"max_norm": 0.1}).train(0, 1) for _ in range(2)]
+    for setup, asks in zip(setups, (True, False), strict=True):
+        setup.optimizer.synchronize()
+        setup.backward(2)
+        norm = setup.optimizer.grad_norm() if asks else None
+        edit(setup.model)
+        if asks:
+            assert torch.equal(setup.optimizer.grad_norm(), norm)
+        assert setup.optimizer.step()
+    assert_same(*setups)
+    assert_same(*(setup.train(3) for setup in setups))
+
+
+@backends
+def test_gradients_between_the_norm_and_the_step_are_refused(backend: str) -> None:
+    setup, expected = Setup(backend).train(0), Setup(backend).train(0)
+    setup.backward(1)
+    setup.optimizer.grad_norm()
+    setup.model(torch.ones(1, 6, dtype=torch.bfloat16)).float().mean().backward()
+    with pytest.raises(RuntimeError, match="between grad_norm"):
+        setup.optimizer.step()
+    setup.optimizer.zero_grad()
+    assert_same(setup.train(1, 2), expected.train(1, 2))
+
+
+@pytest.mark.parametrize("backend", ["resident", "bulk"])
+@pytest.mark.parametrize("parameters", ["bfloat16", "float32"])
+def test_a_model_that_is_moved_keeps_its_state(backend: str, parameters: str) -> None:
+    """There is one device here: what the optimizer knows of the weights says that they were on another one."""
+    setup, expected = Setup(backend, parameters).train(0, 1), Setup(backend, parameters).train(0, 1)
+    for item in setup.optimizer.managed():
+        item.local = item.local.to("meta")
+    assert_same(setup.train(2, 3), expected.train(2, 3))
+
+
+def test_a_streamed_model_that_is_moved_is_refused_and_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    setup, expected = Setup("stream").train(0, 1), Setup("stream").train(0, 1)
+    item = setup.optimizer.managed()[0]
+    here, item.local = item.local, item.local.to("meta")
+    setup.backward(2)
+    with monkeypatch.context() as patch:
+        patch.setattr(setup.optimizer._backend.lanes, "device", torch.device("meta"))
+        patch.setattr(setup.optimizer._backend, "gather", lambda item: {})
+        with pytest.raises(ValueError, match="moved from meta to cpu after set-up"):
+            setup.optimizer.step()
+    item.local = here
+    assert setup.optimizer.step()
+    expected.step(2)
+    assert_same(setup.train(3), expected.train(3))
 
 
 @backends
@@ -596,3 +726,46 @@ def test_a_state_dict_that_does_not_fit_changes_nothing(backend: str) -> None:
         setup.optimizer.load_state_dict(saved)
     assert setup.optimizer.param_groups[0]["lr"] == 1e-2
     assert_same(setup.train(1), expected.train(1))
+
+
+# -- under torch.inference_mode()
+
+
+def release(setup: Setup) -> None:
+    setup.optimizer.release_device_memory()
+
+
+def resize(setup: Setup) -> None:
+    setup.optimizer.set_residency(1.0 if setup.optimizer.memory_report()["device_bytes"] == 0 else 0)
+
+
+def read(setup: Setup) -> None:
+    assert setup.state() and setup.optimizer.state_dict()
+
+
+def load(setup: Setup) -> None:
+    setup.optimizer.load_state_dict(setup.optimizer.state_dict())
+
+
+def refresh(setup: Setup) -> None:
+    setup.optimizer.refresh_master_weights()
+
+
+WHILE_EVALUATING = [
+    *((do, kind) for do in (release, read, load, refresh) for kind in EVERY_TIME),
+    *((resize, kind) for kind in EVERY_TIME if kind not in ("resident", "bulk")),
+]
+
+
+@pytest.mark.parametrize("parameters", ["bfloat16", "float32"])
+@pytest.mark.parametrize(("do", "kind"), WHILE_EVALUATING)
+def test_what_is_done_while_evaluating_does_not_stop_training(
+    do: Callable[[Setup], None], kind: str, parameters: str
+) -> None:
+    """What is made under ``torch.inference_mode()`` could not be written to by the next step."""
+    setup, expected = (Setup(parameters=parameters, state=EVERY_TIME[kind]).train(0, 1) for _ in range(2))
+    for number in (2, 4):
+        with torch.inference_mode():
+            do(setup)
+        do(expected)
+        assert_same(setup.train(number, number + 1), expected.train(number, number + 1))

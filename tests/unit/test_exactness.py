@@ -10,9 +10,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from lightstep.precision.loss_scale import ConstantLossScale, DynamicLossScale
 from lightstep.state.resident import ResidentBackend
 from tests.reference.lion import Lion
 from tests.reference.pair import DTYPES, EVERY_TIME, FP16_SCALE, TWO_GROUPS, Pair, scale_for
+from tests.reference.plain_loop import ReferenceScale
 from tests.reference.tiny_model import TinyModel, loss_of
 
 OVERFLOWS = (3, 10, 11, 20)
@@ -208,6 +210,21 @@ def test_every_loss_scale(name: str, loss_scale: dict[str, Any], parameters: str
     )
     pair.train(12)
     assert pair.reference.clipped_steps > 0
+
+
+@backends
+@pytest.mark.parametrize(("first", "then"), [("none", "dynamic"), ("dynamic", "none"), ("dynamic", "constant")])
+def test_a_loss_scale_may_be_exchanged(first: str, then: str, backend: str) -> None:
+    settings = {"none": "none", "dynamic": FP16_SCALE, "constant": {"kind": "constant", "scale": 1000.0}}
+    pair = Pair(*TWO_GROUPS["AdamW"], backend=backend, max_norm=MAX_NORM, loss_scale=settings[first])
+    pair.train(3)
+    pair.optimizer.loss_scale = {
+        "none": ConstantLossScale,
+        "dynamic": lambda: DynamicLossScale(**{k: v for k, v in FP16_SCALE.items() if k != "kind"}),
+        "constant": lambda: ConstantLossScale(1000.0),
+    }[then]()
+    pair.reference.loss_scale = ReferenceScale(settings[then])
+    pair.train(6)
 
 
 @backends

@@ -335,6 +335,19 @@ def test_strategies_that_need_all_gradients_are_refused() -> None:
         MixedPrecisionOptimizer(parameters, loss_scale=DynamicLossScale(), update_time=InBackward)
 
 
+def test_settings_that_need_all_gradients_are_refused_later_too() -> None:
+    training = Training(in_backward())
+    training.train(1)
+    before = training.snapshot()
+    for name, setting in (("max_norm", 0.1), ("loss_scale", DynamicLossScale())):
+        own = getattr(training.optimizer, name)
+        setattr(training.optimizer, name, setting)
+        with pytest.raises(ValueError, match=r"know no global norm|cannot skip a whole step"):
+            training.optimizer.backward(training.loss())
+        setattr(training.optimizer, name, own)
+    assert_same(training.snapshot(), before)
+
+
 def test_readers_between_backward_and_step_wait() -> None:
     plain, slow = Training(in_backward()), Training(in_backward())
     for training in (plain, slow):

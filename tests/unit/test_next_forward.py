@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import lightstep
 from lightstep.optimizer.updates import NextForward
 from lightstep.state import units as units_module
-from lightstep.state.lanes import LaneError
+from lightstep.state.lanes import CallerLane, LaneError
 from tests.distributed.models import CLASSES, VOCABULARY, TinyTransformer
 from tests.unit.test_stream import random_delays
 
@@ -363,6 +363,23 @@ class FailingOnce(torch.optim.AdamW):
             raise ValueError("the base optimizer fails")
 
 
+@pytest.mark.parametrize("parameters", ["bfloat16", "float16", "float32"])
+def test_weights_that_were_moved_while_they_were_updated_are_trained_on(parameters: str) -> None:
+    """``model.to(...)`` too early loses that one update, and no other."""
+    training = Training(OVERLAP, parameters)
+    training.train(2)
+    with Held(training, "blocks.2"):
+        training.step()
+        for parameter in training.model.parameters():
+            parameter.data = parameter.data.clone()
+    training.step()
+    before = copy.deepcopy(training.model.state_dict())
+    training.step()
+    after = training.model.state_dict()
+    names = ["embed.weight", "blocks.0.up.weight", "blocks.2.up.weight", "blocks.2.down.weight", "head.weight"]
+    assert [name for name in names if torch.equal(before[name], after[name])] == []
+
+
 def test_a_failure_is_raised_once_by_the_next_forward_and_needs_a_checkpoint() -> None:
     FailingOnce.left = -1
     training = Training(OVERLAP, optimizer_class=FailingOnce)
@@ -381,6 +398,36 @@ def test_a_failure_is_raised_once_by_the_next_forward_and_needs_a_checkpoint() -
     expected = Training({"backend": "resident"})
     expected.train(4)
     training.train(2)
+    assert_same(training.snapshot(), expected.snapshot())
+
+
+@pytest.mark.parametrize("name", ["wait", "run"])
+def test_an_interrupt_loses_no_update_or_needs_a_checkpoint(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who waits may be interrupted; where units were being submitted nobody knows which are done."""
+    monkeypatch.setattr(NextForward, "at_once", 2)
+    monkeypatch.setattr(NextForward, "ahead", 0)
+    training, expected = Training(OVERLAP), Training({"backend": "resident"})
+    for one in (training, expected):
+        one.train(3)
+
+    where: Any = CallerLane if name == "wait" else training.optimizer._backend.lanes.compute
+    wait, caller = CallerLane.wait, threading.get_ident()
+
+    def interrupted(*arguments: Any) -> None:
+        if threading.get_ident() == caller:
+            raise KeyboardInterrupt
+        wait(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(where, name, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            training.optimizer.land(list(training.model.blocks[1].parameters()))
+    if name == "run":
+        with pytest.raises(RuntimeError, match=r"the update under way failed .*Load a checkpoint"):
+            training.step()
+        return
+    for one in (training, expected):
+        one.train(2)
     assert_same(training.snapshot(), expected.snapshot())
 
 

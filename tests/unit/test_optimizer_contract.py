@@ -675,6 +675,23 @@ def test_what_an_optimizer_counts_in_its_groups_counts_steps(backend: str, monke
         assert torch.equal(parameter, expected)
 
 
+def test_loaded_groups_are_not_overwritten_by_the_update_under_way() -> None:
+    values = {"precision": {"parameters": "float32"}, "clipping": {"max_norm": None}}
+    state = {"backend": "stream", "ring_mib": 0.01, "update": "next_forward"}
+    strategy = lightstep.Strategy.load({**values, "optimizer_state": state})
+    model = strategy.prepare_model(nn.Linear(20, 30))
+    optimizer = strategy.create_optimizer(model, Counting, lr=0.05)
+    saved = None
+    for step in range(4):
+        optimizer.backward(model(torch.ones(3, 20)).mean())
+        optimizer.step()
+        saved = optimizer.state_dict() if step == 1 else saved
+    assert saved is not None
+    optimizer.load_state_dict(saved)
+    optimizer.synchronize()
+    assert optimizer.param_groups[0]["k"] == 2
+
+
 # -- torch.distributed.checkpoint.state_dict --------------------------------------------------------------------------
 
 MODES: dict[str, dict[str, bool]] = {

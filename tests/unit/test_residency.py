@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from lightstep.config import ConfigError
+from lightstep.precision.gradients import GradientStage
 from lightstep.precision.split import Splitter
-from lightstep.state import residency
+from lightstep.state import bulk, residency
 from lightstep.state import units as units_module
 from lightstep.state.host_memory import CHECK_VARIABLE, HostMemoryError
 from lightstep.state.lanes import DEVICE_TO_HOST, HOST_TO_DEVICE, LaneError
@@ -678,6 +679,39 @@ def test_a_device_that_is_still_full_leaves_the_step_undone(monkeypatch: pytest.
             training.optimizer.step()
     monkeypatch.setattr(ring_module, "Slot", real)
     training.optimizer.step()
+    assert_same(training.snapshot(), expected.snapshot())
+
+
+@pytest.mark.parametrize(
+    ("state", "module", "name"),
+    [
+        ({"backend": "resident"}, GradientStage, "reserve"),
+        (STREAM, GradientStage, "reserve"),
+        ({**STREAM, "update": "next_forward"}, GradientStage, "reserve"),
+        ({"backend": "bulk"}, bulk, "_on_device"),
+    ],
+)
+def test_no_room_for_scaled_gradients_or_state_leaves_the_step_undone(
+    state: dict[str, Any], module: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training, expected = Training(state), Training(state)
+    training.train(3)
+    expected.train(3)
+    training.optimizer.release_device_memory()
+    for one in (training, expected):
+        one.optimizer.backward(one.loss(0))
+
+    def full(*_: Any) -> None:
+        raise torch.OutOfMemoryError("the engine has it")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, name, full)
+        for _ in range(2):
+            with pytest.raises(torch.OutOfMemoryError, match="the engine has it"):
+                training.optimizer.step()
+    for one in (training, expected):
+        one.optimizer.step()
+        one.train(1)
     assert_same(training.snapshot(), expected.snapshot())
 
 

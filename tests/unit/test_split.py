@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -275,3 +276,15 @@ def test_without_a_usable_twin_the_torch_version_works_and_says_so(
     assert splitter._fused is None
     expected = {"absent": "Triton is not installed", "differs": "they differ", "raises": "RuntimeError: no compiler"}
     assert expected[failure] in caplog.text
+
+
+def test_autograd_notices_what_the_twin_has_written() -> None:
+    """A kernel raises no version counter, as torch's in-place operations do."""
+    splitter, plain = Splitter(CPU), split._plain(CPU)
+    twin: Any = SimpleNamespace(split=lambda master, weight, *rest: plain.split(master, weight.data, *rest))
+    splitter._fused = twin
+    weight = torch.ones(64, dtype=torch.bfloat16, requires_grad=True)
+    squares = (weight * weight).sum()
+    splitter.split(torch.rand(64), weight.detach(), torch.empty(64, dtype=torch.int16), torch.rand(64))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        squares.backward()

@@ -360,15 +360,14 @@ def test_parameters_that_are_not_contiguous(dtype: torch.dtype) -> None:
             backend,
             torch.optim.SGD,
             {"lr": 1e-2, "momentum": 0.9, "foreach": False},
-            shapes=[(12, 20), (12, 20)],
-            layers=[0, 1],
+            shapes=[(12, 20), (12, 20), (12, 20)],
+            layers=[0, 1, 2],
             dtype=dtype,
         )
-        for item, local in zip(
-            run.items, (run.items[0].local.t().contiguous().t(), run.items[1].local[:, 3:11]), strict=True
-        ):
-            item.param, item.local = local, local
-            item.local = local
+        first, second, third = (item.local for item in run.items)
+        # The last one is a row with gaps: it needs no copy to become flat, but one to become contiguous.
+        for item, local in zip(run.items, (first.t().contiguous().t(), second[:, 3:11], third[:, ::2]), strict=True):
+            item.param = item.local = local
         backend.register(
             fresh := [Managed(i.local, i.local, i.group, i.name, i.layer, i.own_master) for i in run.items],
             run.arithmetic.schema(CPU, [run.group]),
