@@ -334,15 +334,16 @@ def parse_config(values: Mapping[str, Any], source: str) -> StrategyConfig:
 def merge_overrides(values: Mapping[str, Any], overrides: Mapping[str, Any] | None) -> dict[str, Any]:
     """``values`` with dotted keys (``{"clipping.max_norm": 0.5}``) or nested mappings laid over it.
 
-    A section whose ``kind`` is overridden starts afresh: the keys of the old kind do not apply to the new one.
+    A section whose ``kind`` is overridden starts afresh: the keys of the old kind do not apply to the new one. In which
+    order the overrides stand does not matter.
     """
     if overrides is not None and not isinstance(overrides, Mapping):
         raise ConfigError(
             f"overrides are {overrides!r:.80}; a mapping is needed, for example {{'clipping.max_norm': 0.5}}"
         )
     merged = {key: dict(value) if isinstance(value, Mapping) else value for key, value in values.items()}
-    for dotted, value in (overrides or {}).items():
-        _assign(merged, dotted.split("."), value)
+    for path, value in _kinds_first(overrides or {}):
+        _assign(merged, path, value)
     return merged
 
 
@@ -361,14 +362,20 @@ def _assign(target: dict[str, Any], path: list[str], value: Any) -> None:
         and value.get("kind", old.get("kind")) == old.get("kind")
     ):
         target[head] = dict(old)
-        for key, entry in value.items():
-            _assign(target[head], str(key).split("."), entry)
+        for below, entry in _kinds_first(value):
+            _assign(target[head], below, entry)
     else:
         target[head] = value
 
 
 _MAPPING = ("model_type", "model_attributes_type", "dict_type")
 _NEEDED = {
+def _kinds_first(overrides: Mapping[str, Any]) -> list[tuple[list[str], Any]]:
+    """Paths and values: whole sections, then kinds, then keys of the new kind, which a later kind would take away."""
+    paths = [(str(dotted).split("."), value) for dotted, value in overrides.items()]
+    return sorted(paths, key=lambda entry: (len(entry[0]), entry[0][-1] != "kind"))
+
+
     "missing": "a value is needed",
     "dict_type": "a mapping is needed",
     "list_type": "a list is needed",

@@ -130,6 +130,24 @@ def test_a_loss_scale_may_be_exchanged_by_an_override() -> None:
     assert config.precision.loss_scale.scale == 64
 
 
+@pytest.mark.parametrize(
+    ("preset", "kind", "key", "value"),
+    [
+        ("ddp", {"sharding.kind": "fsdp2"}, "sharding.wrap", ["Block"]),
+        ("ddp", {"sharding": {"kind": "fsdp2"}}, "sharding.wrap", ["Block"]),
+        ("resident", {"precision.loss_scale.kind": "dynamic"}, "precision.loss_scale.init_scale", 1024.0),
+        ("resident", {"precision": {"loss_scale.kind": "dynamic"}}, "precision.loss_scale.init_scale", 1024.0),
+    ],
+)
+def test_the_order_of_overrides_does_not_matter(preset: str, kind: dict[str, Any], key: str, value: Any) -> None:
+    """A key of the new kind is kept, whether it stands before the kind or behind it."""
+    for overrides in ({key: value} | kind, kind | {key: value}):
+        found = Strategy.load(preset, overrides=overrides).config.model_dump()
+        for part in key.split("."):
+            found = found[part]
+        assert found == value
+
+
 def test_a_configuration_is_frozen() -> None:
     config = Strategy.load("resident").config
     with pytest.raises((ValueError, AttributeError, TypeError)):
