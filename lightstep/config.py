@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, get_args
 
+import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 Dtype = Literal["bfloat16", "float16", "float32"]
@@ -331,6 +332,28 @@ def parse_config(values: Mapping[str, Any], source: str) -> StrategyConfig:
         raise ConfigError(describe_errors(error, StrategyConfig, source)) from None
 
 
+class _OneOfEachKey(yaml.SafeLoader):
+    """YAML of plain values in which a mapping has each key once; of two, PyYAML would drop the first."""
+
+    def compose_mapping_node(self, anchor: Any) -> Any:
+        node = super().compose_mapping_node(anchor)
+        seen: set[str] = set()
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+            if key.value in seen:
+                raise yaml.MarkedYAMLError(problem=f"{key.value!r} is there twice", problem_mark=key.start_mark)
+            seen.add(key.value)
+        return node
+
+
+def read_yaml(text: str) -> Any:
+    """What the YAML text holds.
+
+    Raises:
+        yaml.YAMLError: it is not valid, or a key is twice in one mapping.
+    """
+    return yaml.load(text, Loader=_OneOfEachKey)
+
+
 def merge_overrides(values: Mapping[str, Any], overrides: Mapping[str, Any] | None) -> dict[str, Any]:
     """``values`` with dotted keys (``{"clipping.max_norm": 0.5}``) or nested mappings laid over it.
 
@@ -345,6 +368,12 @@ def merge_overrides(values: Mapping[str, Any], overrides: Mapping[str, Any] | No
     for path, value in _kinds_first(overrides or {}):
         _assign(merged, path, value)
     return merged
+
+
+def _kinds_first(overrides: Mapping[str, Any]) -> list[tuple[list[str], Any]]:
+    """Paths and values: whole sections, then kinds, then keys of the new kind, which a later kind would take away."""
+    paths = [(str(dotted).split("."), value) for dotted, value in overrides.items()]
+    return sorted(paths, key=lambda entry: (len(entry[0]), entry[0][-1] != "kind"))
 
 
 def _assign(target: dict[str, Any], path: list[str], value: Any) -> None:
@@ -370,12 +399,6 @@ def _assign(target: dict[str, Any], path: list[str], value: Any) -> None:
 
 _MAPPING = ("model_type", "model_attributes_type", "dict_type")
 _NEEDED = {
-def _kinds_first(overrides: Mapping[str, Any]) -> list[tuple[list[str], Any]]:
-    """Paths and values: whole sections, then kinds, then keys of the new kind, which a later kind would take away."""
-    paths = [(str(dotted).split("."), value) for dotted, value in overrides.items()]
-    return sorted(paths, key=lambda entry: (len(entry[0]), entry[0][-1] != "kind"))
-
-
     "missing": "a value is needed",
     "dict_type": "a mapping is needed",
     "list_type": "a list is needed",

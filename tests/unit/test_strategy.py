@@ -255,6 +255,21 @@ def test_a_file_that_is_no_mapping_is_named(content: str, tmp_path: Path) -> Non
     assert "broken.yaml" in refusal(path)
 
 
+def test_a_key_that_is_there_twice_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("clipping: {max_norm: 0.5}\nprecision: {parameters: float32}\nclipping: {norm_type: 1}\n")
+    assert "mine.yaml" in refusal(path)
+    assert "'clipping' is there twice" in refusal(path)
+    assert "line 3" in refusal(path)
+
+
+def test_anchors_and_merge_keys(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("clipping: {<<: &own {max_norm: 0.5, norm_type: 2}, norm_type: 1}\n")
+    clipping = Strategy.load(path).config.clipping
+    assert (clipping.max_norm, clipping.norm_type) == (0.5, 1)
+
+
 @pytest.mark.parametrize(
     ("values", "key", "nearest"),
     [
