@@ -135,6 +135,11 @@ class LightstepMixin(_AnyTrainer):
 
     @property
     def _sharded_by_strategy(self) -> bool:
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+        """Deferred updates land: callbacks at the end of training, and the caller behind it, may read parameters."""
+        self._lightstep_optimizer.synchronize()
+        return super()._finalize_training(*args, **kwargs)
+
         return not self.is_fsdp_enabled and any(isinstance(module, FSDPModule) for module in self.model.modules())
 
     @property

@@ -228,6 +228,27 @@ def test_a_checkpoint_of_the_plain_trainer_is_continued(tmp_path: Path) -> None:
         torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-7)
 
 
+def test_parameters_may_be_read_when_training_has_ended(tmp_path: Path) -> None:
+    """At the end of training a callback, and behind it the caller, get the weights without asking for them."""
+    read: list[bool] = []
+
+    class Reader(TrainerCallback):
+        def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            read.append(kwargs["optimizer"].has_deferred_updates)
+
+    values = BF16 | {"optimizer_state": {**STREAM, "update": "next_forward"}}
+    trainer = LightstepTrainer(
+        make_llama(),
+        training_arguments(tmp_path, logging_strategy="no"),
+        strategy=values,
+        train_dataset=Rows(),
+        callbacks=[Reader()],
+    )
+    trainer.train()
+    assert read == [False]
+    assert not trainer.optimizer.has_deferred_updates
+
+
 def test_evaluation_and_saved_weights_are_up_to_date(tmp_path: Path) -> None:
     """With updates that wait for the next forward; `load_best_model_at_end` brings weights that masters follow."""
     values = BF16 | {"optimizer_state": {**STREAM, "update": "next_forward"}}
