@@ -273,6 +273,23 @@ class LightstepAccelerator(Accelerator):
         return optimizer.grad_norm()
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
+    @contextlib.contextmanager
+    def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> Iterator[None]:
+        """accelerate's, for models that are not trained.
+
+        Raises:
+            ConfigError: processes that have run out of batches would be missing in the others' steps.
+        """
+        uneven = not (self.even_batches if even_batches is None else even_batches)
+        trained = any(isinstance(joined, nn.Module) and self._is_trained(joined) for joined in joinables)
+        if uneven and trained and self.num_processes > 1:
+            raise ConfigError(
+                "join_uneven_inputs with even_batches=False: every step of lightstep is one of all processes, and "
+                "waits for those that have run out of batches; leave even_batches at True (then some rows come twice)"
+            )
+        with super().join_uneven_inputs(joinables, even_batches):
+            yield
+
         if self._trained is not None:
             raise ConfigError(
                 f"clip_grad_value_({clip_value}): lightstep adds gradients up outside of p.grad and clips by norm; set "

@@ -291,6 +291,23 @@ def test_accelerate(pool: Pool, tmp_path: Path, kind: str) -> None:
     pool.run(accelerate, 2, kind=kind, folder=str(tmp_path))
 
 
+def uneven(rank: int, world_size: int) -> None:
+    """Nobody would be there for the steps of those that have more batches."""
+    with fresh_state("ddp"):
+        accelerator, _, model, _, _ = accelerated("ddp", STRATEGIES["ddp"])
+        with (
+            pytest.raises(ConfigError, match="join_uneven_inputs"),
+            accelerator.join_uneven_inputs([model], even_batches=False),
+        ):
+            pass
+        with accelerator.join_uneven_inputs([model]):
+            pass
+
+
+def test_uneven_inputs(pool: Pool) -> None:
+    pool.run(uneven, 2)
+
+
 @contextlib.contextmanager
 def logged(name: str) -> Iterator[list[str]]:
     """The warnings of one logger."""
