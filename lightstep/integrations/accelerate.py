@@ -29,6 +29,7 @@ from lightstep.integrations.refusals import (
     refuse_part,
     refuse_stranger,
 )
+from lightstep.integrations.whole_state import fitted_to
 from lightstep.optimizer.base import BaseOptimizer
 from lightstep.optimizer.result import StepResult
 from lightstep.strategy import Strategy
@@ -272,7 +273,6 @@ class LightstepAccelerator(Accelerator):
             )
         return optimizer.grad_norm()
 
-    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
     @contextlib.contextmanager
     def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> Iterator[None]:
         """accelerate's, for models that are not trained.
@@ -290,6 +290,7 @@ class LightstepAccelerator(Accelerator):
         with super().join_uneven_inputs(joinables, even_batches):
             yield
 
+    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
         if self._trained is not None:
             raise ConfigError(
                 f"clip_grad_value_({clip_value}): lightstep adds gradients up outside of p.grad and clips by norm; set "
@@ -325,8 +326,9 @@ class LightstepAccelerator(Accelerator):
             return
         input_dir = self._newest() if input_dir is None else os.path.expanduser(input_dir)
         folder = Path(input_dir) / CHECKPOINT
-        if not folder.is_dir():  # of a run without lightstep
-            super().load_state(input_dir, load_kwargs, **kwargs)
+        if not folder.is_dir():
+            with self._loading_plain_state(pair, Path(input_dir)):
+                super().load_state(input_dir, load_kwargs, **kwargs)
             return
         with self._without(pair):
             super().load_state(input_dir, load_kwargs, **kwargs)
@@ -336,6 +338,26 @@ class LightstepAccelerator(Accelerator):
         trained = self._trained
         models = [model for model in self._models if self._is_trained(model)]
         return (models[0], trained) if trained is not None and models else None
+
+    @contextlib.contextmanager
+    def _loading_plain_state(self, pair: tuple[nn.Module, LightstepOptimizer], folder: Path) -> Iterator[None]:
+        """Of a run without lightstep: weights under the names of the module inside, and the optimizer's state."""
+        inner, models = unwrap_model(pair[0]), self._models
+        if self.is_fsdp2:
+            yield
+            return
+        if any(isinstance(module, FSDPModule) for module in inner.modules()):
+            raise ConfigError(
+                f"{self.strategy.name}: {folder} was saved without lightstep, and whole weights do not go into the "
+                "shards of sharding.kind fsdp2; load it once under a strategy of kind ddp or single and save_state "
+                "again: any number of processes and any strategy load that"
+            )
+        self._models = [inner if model is pair[0] else model for model in models]
+        try:
+            with fitted_to(inner, pair[1].optimizer, folder):
+                yield
+        finally:
+            self._models = models
 
     @contextlib.contextmanager
     def _without(self, pair: tuple[nn.Module, LightstepOptimizer] | None) -> Iterator[None]:

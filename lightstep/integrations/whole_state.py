@@ -1,4 +1,4 @@
-"""The Trainer's ``optimizer.pt``, written by one process, for a model that is sharded or of another dtype."""
+"""Optimizer state that the Trainer or accelerate saved as a whole, for a model that is sharded or of another dtype."""
 
 from __future__ import annotations
 
@@ -49,7 +49,8 @@ def fitted_to(model: nn.Module, optimizer: BaseOptimizer, folder: Path) -> Itera
 
 def _part_of(parameter: Tensor, value: Any) -> Any:
     """This process's part of an entry that is as large as the whole parameter."""
-    if not isinstance(value, Tensor) or not is_sharded(parameter) or value.shape != parameter.shape:
+    whole = isinstance(value, Tensor) and value.shape == parameter.shape and not is_sharded(value)
+    if not whole or not is_sharded(parameter):
         return value
     shard = shard_of(parameter)
     if shard is None:

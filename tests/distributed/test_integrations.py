@@ -291,6 +291,33 @@ def test_accelerate(pool: Pool, tmp_path: Path, kind: str) -> None:
     pool.run(accelerate, 2, kind=kind, folder=str(tmp_path))
 
 
+def load_plain(rank: int, world_size: int, folder: str) -> None:
+    """What accelerate saved without lightstep goes into what DDP wraps; shards are refused in a sentence."""
+    with fresh_state("ddp"):
+        plain, model = Accelerator(cpu=CPU), make_llama()
+        model, optimizer = plain.prepare(model, torch.optim.AdamW(model.parameters(), lr=3e-3))
+        plain.backward(model(input_ids=Rows()[rank]["input_ids"][None].to(plain.device)).logits.square().mean())
+        optimizer.step()
+        plain.save_state(folder)
+        plain.wait_for_everyone()
+        weights = whole(plain.unwrap_model(model))
+    values = {"precision": {"parameters": "bfloat16"}}
+    with fresh_state("ddp"):
+        accelerator, strategy, model, _, _ = accelerated("ddp", STRATEGIES["ddp"] | values)
+        accelerator._schedulers.clear()  # none was saved
+        accelerator.load_state(folder)
+        same(whole(strategy.unwrap_model(model)), {name: tensor.bfloat16() for name, tensor in weights.items()})
+    with fresh_state("strategy"):
+        accelerator, *_ = accelerated("strategy", STRATEGIES["strategy"])
+        accelerator._schedulers.clear()
+        with pytest.raises(ConfigError, match="saved without lightstep"):
+            accelerator.load_state(folder)
+
+
+def test_plain_state(pool: Pool, tmp_path: Path) -> None:
+    pool.run(load_plain, 2, folder=str(tmp_path))
+
+
 def uneven(rank: int, world_size: int) -> None:
     """Nobody would be there for the steps of those that have more batches."""
     with fresh_state("ddp"):
