@@ -8,6 +8,9 @@ import copy
 import functools
 import gc
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -389,6 +392,28 @@ def makes(rank: int, world_size: int, folder: str) -> None:
         strategy.create_optimizer(read, lr=1e-2)
     with pytest.raises(ConfigError, match="wrapped already"):
         strategy.prepare_model(read)
+
+
+_BEFORE_TRANSFORMERS = """
+import sys
+from torch import nn
+from lightstep import Strategy
+
+strategy = Strategy.load("deepspeed-zero3")
+assert "transformers.modeling_utils" not in sys.modules
+model = strategy.prepare_model(lambda: nn.Linear(4, 4))
+assert hasattr(model.module.weight, "ds_id")
+strategy.close()
+"""
+
+
+def test_a_function_is_called_before_transformers_is_imported() -> None:
+    """Importing it makes modules, which are no part of the model."""
+    world = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    found = subprocess.run(
+        [sys.executable, "-c", _BEFORE_TRANSFORMERS], env=os.environ | world, capture_output=True, text=True
+    )
+    assert found.returncode == 0, found.stderr
 
 
 def test_models_made_divided_are_the_same(pool: Pool, tmp_path: Path) -> None:
