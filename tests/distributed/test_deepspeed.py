@@ -416,6 +416,25 @@ def test_a_function_is_called_before_transformers_is_imported() -> None:
     assert found.returncode == 0, found.stderr
 
 
+@_alone
+def divided_elsewhere(rank: int, world_size: int) -> None:
+    import deepspeed
+
+    strategy = _strategy(3)
+    strategy.start()
+    with deepspeed.zero.Init(dtype=torch.float16):
+        other = TinyTransformer()
+    with pytest.raises(ConfigError, match=r"was divided in torch\.float16.*precision\.parameters is bfloat16"):
+        strategy.prepare_model(other)
+    with deepspeed.zero.Init(config_dict_or_path=strategy.deepspeed_config):
+        alike = TinyTransformer()
+    strategy.create_optimizer(strategy.prepare_model(alike), lr=1e-2)
+
+
+def test_weights_that_are_divided_in_another_dtype(pool: Pool) -> None:
+    pool.run(divided_elsewhere, 2)
+
+
 def test_models_made_divided_are_the_same(pool: Pool, tmp_path: Path) -> None:
     pool.run(makes, 2, folder=str(tmp_path))
 
