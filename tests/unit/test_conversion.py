@@ -245,6 +245,14 @@ def test_layouts_that_name_their_parameters(tmp_path: Path, layout: str) -> None
         assert not differences(found, dict(expected)), name
 
 
+def test_a_view_that_is_transposed_is_a_tensor_of_its_own(tmp_path: Path) -> None:
+    square = torch.arange(9.0).view(3, 3)
+    torch.save({"model": {"a": square, "b": square.t(), "c": square}}, tmp_path / "run.pt")
+    state = read_checkpoint(tmp_path / "run.pt")
+    assert state.aliases == {"c": "a"}
+    assert torch.equal(state.weights["b"].read(), square.t())
+
+
 def test_numbers_of_numpy_become_pythons(tmp_path: Path) -> None:
     plain = Plain(named=True, groups=False).train(BEFORE)
     plain.optimizer.param_groups[0]["lr"] = numpy.float64(0.1) / 3
