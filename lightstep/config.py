@@ -446,7 +446,8 @@ def _describe(key: str, items: list[Any], model: type[BaseModel]) -> str:
     if needs:
         text += f": {', or '.join(dict.fromkeys(needs))}"
     if names:
-        text += f"{suggest(str(given), names)}; {'also ' if needs else ''}allowed: {', '.join(names)}"
+        near = " (text)" if given in names else suggest(str(given), names)
+        text += f"{near}; {'also ' if needs else ''}allowed: {', '.join(names)}"
     return text
 
 

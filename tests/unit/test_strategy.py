@@ -334,6 +334,11 @@ def test_a_wrong_value_is_named_with_what_is_allowed(values: dict[str, Any], par
         assert part in text, f"{part!r} is missing in: {text}"
 
 
+def test_a_number_in_quotes_where_a_number_is_needed() -> None:
+    text = refusal("deepspeed-zero2", {"sharding.stage": "3"})
+    assert "'sharding.stage' is '3' (text); allowed: 1, 2, 3" in text
+
+
 def test_dynamic_scaling_with_min_above_max() -> None:
     scale = {"kind": "dynamic", "min_scale": 64.0, "max_scale": 2.0, "init_scale": 16.0}
     text = refusal({"precision": {"parameters": "float16", "loss_scale": scale}})
