@@ -34,6 +34,10 @@ def options() -> argparse.Namespace:
 def fabric_for(strategy: Strategy, devices: int) -> Fabric:
     """On one device Fabric's plain strategy; on several the one that leaves sharding to a function."""
     if strategy.config.sharding.kind == "single":
+        if devices > 1:
+            raise SystemExit(
+                f"strategy {strategy.name} is for one device; --devices {devices} needs ddp or fsdp2-stream"
+            )
         return Fabric(devices=1, strategy=SingleDeviceStrategy(strategy.device))
     sharded = ModelParallelStrategy(
         lambda model, mesh: strategy.prepare_model(model), data_parallel_size=devices, tensor_parallel_size=1

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, get_args
 
+import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 Dtype = Literal["bfloat16", "float16", "float32"]
@@ -331,19 +332,48 @@ def parse_config(values: Mapping[str, Any], source: str) -> StrategyConfig:
         raise ConfigError(describe_errors(error, StrategyConfig, source)) from None
 
 
+class _OneOfEachKey(yaml.SafeLoader):
+    """YAML of plain values in which a mapping has each key once; of two, PyYAML would drop the first."""
+
+    def compose_mapping_node(self, anchor: Any) -> Any:
+        node = super().compose_mapping_node(anchor)
+        seen: set[str] = set()
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+            if key.value in seen:
+                raise yaml.MarkedYAMLError(problem=f"{key.value!r} is there twice", problem_mark=key.start_mark)
+            seen.add(key.value)
+        return node
+
+
+def read_yaml(text: str) -> Any:
+    """What the YAML text holds.
+
+    Raises:
+        yaml.YAMLError: it is not valid, or a key is twice in one mapping.
+    """
+    return yaml.load(text, Loader=_OneOfEachKey)
+
+
 def merge_overrides(values: Mapping[str, Any], overrides: Mapping[str, Any] | None) -> dict[str, Any]:
     """``values`` with dotted keys (``{"clipping.max_norm": 0.5}``) or nested mappings laid over it.
 
-    A section whose ``kind`` is overridden starts afresh: the keys of the old kind do not apply to the new one.
+    A section whose ``kind`` is overridden starts afresh: the keys of the old kind do not apply to the new one. In which
+    order the overrides stand does not matter.
     """
     if overrides is not None and not isinstance(overrides, Mapping):
         raise ConfigError(
             f"overrides are {overrides!r:.80}; a mapping is needed, for example {{'clipping.max_norm': 0.5}}"
         )
     merged = {key: dict(value) if isinstance(value, Mapping) else value for key, value in values.items()}
-    for dotted, value in (overrides or {}).items():
-        _assign(merged, dotted.split("."), value)
+    for path, value in _kinds_first(overrides or {}):
+        _assign(merged, path, value)
     return merged
+
+
+def _kinds_first(overrides: Mapping[str, Any]) -> list[tuple[list[str], Any]]:
+    """Paths and values: whole sections, then kinds, then keys of the new kind, which a later kind would take away."""
+    paths = [(str(dotted).split("."), value) for dotted, value in overrides.items()]
+    return sorted(paths, key=lambda entry: (len(entry[0]), entry[0][-1] != "kind"))
 
 
 def _assign(target: dict[str, Any], path: list[str], value: Any) -> None:
@@ -361,8 +391,8 @@ def _assign(target: dict[str, Any], path: list[str], value: Any) -> None:
         and value.get("kind", old.get("kind")) == old.get("kind")
     ):
         target[head] = dict(old)
-        for key, entry in value.items():
-            _assign(target[head], str(key).split("."), entry)
+        for below, entry in _kinds_first(value):
+            _assign(target[head], below, entry)
     else:
         target[head] = value
 
@@ -416,7 +446,8 @@ def _describe(key: str, items: list[Any], model: type[BaseModel]) -> str:
     if needs:
         text += f": {', or '.join(dict.fromkeys(needs))}"
     if names:
-        text += f"{suggest(str(given), names)}; {'also ' if needs else ''}allowed: {', '.join(names)}"
+        near = " (text)" if given in names else suggest(str(given), names)
+        text += f"{near}; {'also ' if needs else ''}allowed: {', '.join(names)}"
     return text
 
 

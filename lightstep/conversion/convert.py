@@ -102,9 +102,12 @@ def _loadable(state: TrainingState, what: str, value: object) -> bool:
 
 
 def _take_settings(state: TrainingState, strategy: str | os.PathLike[str] | None) -> None:
-    if strategy is None or not is_dynamic(state.loss_scale):
+    if strategy is None:
         return
     scale = Strategy.load(str(strategy)).config.precision.loss_scale
+    if not is_dynamic(state.loss_scale):
+        state.notes.append(f"the checkpoint has no dynamic loss scale: of {strategy} nothing is taken")
+        return
     if not isinstance(scale, DynamicScale):
         raise CheckpointError(f"the loss scale of the checkpoint is dynamic, that of {strategy} is not")
     assert state.loss_scale is not None

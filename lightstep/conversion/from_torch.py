@@ -86,7 +86,7 @@ def module_tensors(module: Mapping[str, Any]) -> tuple[dict[str, LazyTensor], di
         if not isinstance(tensor, Tensor):
             notes.append(f"{name} of the model is no tensor and was left out")
             continue
-        place = (tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tensor.shape)
+        place = (tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tensor.shape, tensor.stride())
         first = seen.setdefault(place, name) if tensor.numel() else name
         if first == name:
             weights[name] = LazyTensor.of(tensor.detach())

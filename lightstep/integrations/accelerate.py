@@ -29,6 +29,7 @@ from lightstep.integrations.refusals import (
     refuse_part,
     refuse_stranger,
 )
+from lightstep.integrations.whole_state import fitted_to
 from lightstep.optimizer.base import BaseOptimizer
 from lightstep.optimizer.result import StepResult
 from lightstep.strategy import Strategy
@@ -272,6 +273,23 @@ class LightstepAccelerator(Accelerator):
             )
         return optimizer.grad_norm()
 
+    @contextlib.contextmanager
+    def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> Iterator[None]:
+        """accelerate's, for models that are not trained.
+
+        Raises:
+            ConfigError: processes that have run out of batches would be missing in the others' steps.
+        """
+        uneven = not (self.even_batches if even_batches is None else even_batches)
+        trained = any(isinstance(joined, nn.Module) and self._is_trained(joined) for joined in joinables)
+        if uneven and trained and self.num_processes > 1:
+            raise ConfigError(
+                "join_uneven_inputs with even_batches=False: every step of lightstep is one of all processes, and "
+                "waits for those that have run out of batches; leave even_batches at True (then some rows come twice)"
+            )
+        with super().join_uneven_inputs(joinables, even_batches):
+            yield
+
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
         if self._trained is not None:
             raise ConfigError(
@@ -308,8 +326,9 @@ class LightstepAccelerator(Accelerator):
             return
         input_dir = self._newest() if input_dir is None else os.path.expanduser(input_dir)
         folder = Path(input_dir) / CHECKPOINT
-        if not folder.is_dir():  # of a run without lightstep
-            super().load_state(input_dir, load_kwargs, **kwargs)
+        if not folder.is_dir():
+            with self._loading_plain_state(pair, Path(input_dir)):
+                super().load_state(input_dir, load_kwargs, **kwargs)
             return
         with self._without(pair):
             super().load_state(input_dir, load_kwargs, **kwargs)
@@ -319,6 +338,26 @@ class LightstepAccelerator(Accelerator):
         trained = self._trained
         models = [model for model in self._models if self._is_trained(model)]
         return (models[0], trained) if trained is not None and models else None
+
+    @contextlib.contextmanager
+    def _loading_plain_state(self, pair: tuple[nn.Module, LightstepOptimizer], folder: Path) -> Iterator[None]:
+        """Of a run without lightstep: weights under the names of the module inside, and the optimizer's state."""
+        inner, models = unwrap_model(pair[0]), self._models
+        if self.is_fsdp2:
+            yield
+            return
+        if any(isinstance(module, FSDPModule) for module in inner.modules()):
+            raise ConfigError(
+                f"{self.strategy.name}: {folder} was saved without lightstep, and whole weights do not go into the "
+                "shards of sharding.kind fsdp2; load it once under a strategy of kind ddp or single and save_state "
+                "again: any number of processes and any strategy load that"
+            )
+        self._models = [inner if model is pair[0] else model for model in models]
+        try:
+            with fitted_to(inner, pair[1].optimizer, folder):
+                yield
+        finally:
+            self._models = models
 
     @contextlib.contextmanager
     def _without(self, pair: tuple[nn.Module, LightstepOptimizer] | None) -> Iterator[None]:

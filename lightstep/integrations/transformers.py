@@ -17,10 +17,12 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer, TrainingArguments
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
 from lightstep.config import ConfigError, DDPSharding, FSDP2Sharding
 from lightstep.integrations.accelerate import CHECKPOINT, LightstepOptimizer, connect
 from lightstep.integrations.refusals import inner_optimizer
+from lightstep.integrations.whole_state import fitted_to
 from lightstep.optimizer.base import BaseOptimizer
 from lightstep.optimizer.result import StepResult
 from lightstep.strategy import Strategy
@@ -133,6 +135,11 @@ class LightstepMixin(_AnyTrainer):
 
     # -- weights and checkpoints
 
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+        """Deferred updates land: callbacks at the end of training, and the caller behind it, may read parameters."""
+        self._lightstep_optimizer.synchronize()
+        return super()._finalize_training(*args, **kwargs)
+
     @property
     def _sharded_by_strategy(self) -> bool:
         return not self.is_fsdp_enabled and any(isinstance(module, FSDPModule) for module in self.model.modules())
@@ -161,11 +168,17 @@ class LightstepMixin(_AnyTrainer):
         self.strategy.save_checkpoint(folder, self.model, self._lightstep_optimizer, self.lr_scheduler)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        folder = None if checkpoint is None else Path(checkpoint) / CHECKPOINT
-        if folder is None or not folder.is_dir():
+        folder = None if checkpoint is None else Path(checkpoint)
+        if folder is not None and (folder / CHECKPOINT).is_dir():
+            optimizer = self._lightstep_optimizer
+            self.strategy.load_checkpoint(folder / CHECKPOINT, self.model, optimizer, self.lr_scheduler)
+        elif folder is not None and not self.is_fsdp_enabled and (folder / OPTIMIZER_NAME).is_file():
+            with fitted_to(self.model, self._lightstep_optimizer, folder):
+                # The Trainer would bring all of it to the device of each process.
+                self.optimizer.load_state_dict(_loaded(folder / OPTIMIZER_NAME))
+            self.lr_scheduler.load_state_dict(_loaded(folder / SCHEDULER_NAME))
+        else:
             super()._load_optimizer_and_scheduler(checkpoint)
-            return
-        self.strategy.load_checkpoint(folder, self.model, self._lightstep_optimizer, self.lr_scheduler)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         if self.is_fsdp_enabled and (Path(resume_from_checkpoint) / CHECKPOINT).is_dir():
@@ -185,6 +198,10 @@ class LightstepMixin(_AnyTrainer):
             load_pretrained(self.model, best)
         else:
             super()._load_best_model()
+
+
+def _loaded(file: Path) -> Any:
+    return torch.load(file, map_location="cpu", weights_only=True)
 
 
 class LightstepTrainer(LightstepMixin, Trainer):

@@ -7,6 +7,7 @@ into one ``torch.save`` file that is checked at save time to load with ``weights
 from __future__ import annotations
 
 import io
+import pickle
 import random
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -60,6 +61,10 @@ def read_state(folder: Path) -> dict[str, Any]:
     """Raises :class:`CheckpointError` when the file is damaged or holds anything that needs unpickling."""
     try:
         state = torch.load(folder / STATE, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:  # torch's text recommends to run what is in it
+        raise CheckpointError(
+            f"{folder / STATE} cannot be read: it is damaged, or holds more than plain values and tensors"
+        ) from error
     except Exception as error:
         raise CheckpointError(f"{folder / STATE} cannot be read: {error_text(error)}") from error
     if not isinstance(state, dict):

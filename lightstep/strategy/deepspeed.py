@@ -92,6 +92,7 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
     def _prepare(self, model: nn.Module) -> nn.Module:
         self._refuse_wrapped(model)
         if deepspeed_weights.is_partitioned(model):
+            self._refuse_other_dtype(model)
             return EngineModel(model, partitioned=True)
         placed = self._placed(model)
         broadcast_from_first([*placed.parameters(), *placed.buffers()])
@@ -115,6 +116,16 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
                 f"{self.name}: {len(sharded)} parameters are DTensors (first: {sharded[0]}), and DeepSpeed divides "
                 "plain ones; prepare the model before anything else shards it"
             )
+
+    def _refuse_other_dtype(self, model: nn.Module) -> None:
+        """What is divided already can no longer be cast."""
+        for name, parameter in model.named_parameters():
+            if parameter.is_floating_point() and parameter.dtype != self.parameter_dtype:
+                raise ConfigError(
+                    f"{self.name}: {name} was divided in {parameter.dtype} (deepspeed.zero.Init), and "
+                    f"precision.parameters is {self.config.precision.parameters}; hand over the function that makes "
+                    "the model, or call zero.Init(config_dict_or_path=strategy.deepspeed_config)"
+                )
 
     def _load_weights(self, prepared: nn.Module, folder: str | Path) -> None:
         module = unwrap_model(prepared)

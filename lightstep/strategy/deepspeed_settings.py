@@ -46,7 +46,9 @@ def deepspeed_config(config: StrategyConfig, name: str) -> dict[str, Any]:
     ours = _generated(config)
     theirs = _read(cast(DeepSpeedSharding, config.sharding).config, name)
     refuse_contradictions(ours, theirs, f"{name}: sharding.config contradicts the strategy")
-    return _merged(ours, theirs)
+    if theirs.get("train_batch_size", _AUTO) != _AUTO:  # DeepSpeed divides it by the ranks
+        del ours["train_micro_batch_size_per_gpu"]
+    return _merged(ours, {key: value for key, value in theirs.items() if key not in _OURS})
 
 
 def refuse_contradictions(ours: Mapping[str, Any], theirs: Mapping[str, Any], what: str) -> None:
@@ -60,13 +62,17 @@ def refuse_contradictions(ours: Mapping[str, Any], theirs: Mapping[str, Any], wh
     Raises:
         ConfigError: every contradicting key with both values.
     """
-    found = [f"{key} is {theirs[key]!r}, but {reason}" for key, reason in _OURS.items() if theirs.get(key)]
+    found = [f"{key} is {theirs[key]!r}, but {reason}" for key, reason in _OURS.items() if _is_on(theirs.get(key))]
     found += [
         f"{key} is {given!r}, and the strategy needs {needed!r}{_where(key)}"
         for key, needed, given in _different(ours, theirs)
     ]
     if found:
         raise ConfigError(f"{what}: {'; '.join(found)}. Leave these keys out, write auto, or change the strategy")
+
+
+def _is_on(section: Any) -> bool:
+    return bool(section) and not (isinstance(section, Mapping) and section.get("enabled") is False)
 
 
 def settings_of(engine: Any) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,7 @@ def construct(factory: Callable[[], nn.Module], settings: dict[str, Any], dtype:
     Raises:
         ConfigError: a transformers model made by its class, which then initialises weights that are not there.
     """
+    importlib.import_module("transformers.modeling_utils")  # makes modules, which would be divided below
     from deepspeed.runtime.zero.partition_parameters import DeepSpeedTensorOverride, Init
     from transformers.integrations import HfDeepSpeedConfig
 

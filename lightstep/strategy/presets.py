@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from lightstep.config import ConfigError, suggest
+from lightstep.config import ConfigError, read_yaml, suggest
 
 
 def available_strategies() -> list[str]:
@@ -46,7 +46,7 @@ def read_source(source: str | Path | Mapping[str, Any]) -> tuple[str, dict[str, 
 
 def _parse(text: str, source: str) -> dict[str, Any]:
     try:
-        values = yaml.safe_load(text)
+        values = read_yaml(text)
     except yaml.YAMLError as error:
         raise ConfigError(f"{source} is not valid YAML: {' '.join(str(error).split())}") from error
     if values is None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 from safetensors import safe_open
@@ -95,16 +96,43 @@ def _check_shapes(folder: Path, files: Mapping[str, str], wanted: Mapping[str, t
                     raise ValueError(f"{folder / file}: {key} has shape {found}, the model's has {expected}")
 
 
+def parts_of_other_dtypes(model: nn.Module, folder: str | Path) -> Iterator[tuple[Tensor, Tensor]]:
+    """The model's tensors that have another dtype in the folder, with what this rank has of them there.
+
+    Nothing where the folder's safetensors are no weights of this model.
+    """
+    folder = Path(folder)
+    try:
+        files, wanted = find_tensors(model, folder)
+    except (FileNotFoundError, ValueError):
+        return
+    for tensor, opened, key in _opened(folder, files, wanted):
+        some = opened.get_slice(key)[:0] if tensor.dim() else opened.get_tensor(key)
+        if some.dtype != tensor.dtype:
+            yield tensor, _part(tensor, opened, key)
+
+
 @torch.no_grad()
 def _read(folder: Path, files: Mapping[str, str], wanted: Mapping[str, Tensor]) -> None:
+    for tensor, opened, key in _opened(folder, files, wanted):
+        local_tensor(tensor).copy_(_part(tensor, opened, key))
+
+
+def _opened(folder: Path, files: Mapping[str, str], wanted: Mapping[str, Tensor]) -> Iterator[tuple[Tensor, Any, str]]:
+    """The model's tensors that this rank has a part of, each with its file and its name there."""
     for file, keys in _by_file(files, wanted).items():
         with safe_open(folder / file, framework="pt") as opened:
             for key in keys:
-                shard, local = shard_of(wanted[key]), local_tensor(wanted[key])
-                if shard is None or local.numel() == 0:
-                    continue
-                part = tuple(slice(o, o + n) for o, n in zip(shard.offsets, shard.lengths, strict=True))
-                local.copy_(opened.get_slice(key)[part] if part else opened.get_tensor(key))
+                if shard_of(wanted[key]) is not None and local_tensor(wanted[key]).numel() > 0:
+                    yield wanted[key], opened, key
+
+
+def _part(tensor: Tensor, opened: Any, key: str) -> Tensor:
+    """What this rank has of a tensor, from the file and in its dtype."""
+    shard = shard_of(tensor)
+    assert shard is not None
+    part = tuple(slice(o, o + n) for o, n in zip(shard.offsets, shard.lengths, strict=True))
+    return cast(Tensor, opened.get_slice(key)[part] if part else opened.get_tensor(key))
 
 
 def _by_file(files: Mapping[str, str], wanted: Iterable[str]) -> dict[str, list[str]]:

@@ -17,6 +17,7 @@ from lightstep.strategy.weight_publishing import LocalEngine, Publication
 from lightstep.strategy.weight_transport import TrainingEnded, WeightTransport
 
 _TIMEOUT = 300.0
+_NO_GROUP = "this strategy has no process group: it was closed, or neither prepare_model nor start() was called"
 
 
 class WeightExchange:
@@ -69,13 +70,15 @@ class WeightExchange:
                 "publish_weights without a receiver: roles.rollout.mode is sync, and no ranks generate alone; name the "
                 "engine of this process, publish_weights(model, to=engine), or set mode: async"
             )
+        if self._board is None:
+            raise ConfigError(f"publish_weights: {_NO_GROUP}")
         left = [number for number in self._roles.rollout_ranks if number not in self._dropped]
         if not left:
             raise ConfigError("publish_weights: all rollout workers were dropped; nobody is left to receive weights")
         return left
 
     def _to_workers(self, device: torch.device) -> GroupTransport:
-        assert self._board is not None, "prepare_model opened it"
+        assert self._board is not None, "_workers has looked"
         receivers = tuple(self._workers())
         if self._transport is None:
             self._transport = GroupTransport(self._board, receivers, device, self._timeout)
@@ -104,7 +107,7 @@ class WeightExchange:
                 "trains; an engine in a trainer's process gets its weights by publish_weights(model, to=engine)"
             )
         if self._board is None:
-            raise ConfigError("receive_weights: this strategy has no process group yet; call prepare_model or start()")
+            raise ConfigError(f"receive_weights: {_NO_GROUP}")
         if not initialized():
             raise TrainingEnded("the process group has ended: no weights will come any more")
         if self._receiver is None:

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from lightstep.config import ConfigError, StrategyConfig, describe_errors, merge_overrides
+from lightstep.config import ConfigError, StrategyConfig, describe_errors, merge_overrides, read_yaml
 
 DEVICES = ("cpu", "cuda")
 STDLIB = "stdlib"
@@ -208,7 +208,7 @@ def load_config(path: Path, strategy: str | None = None, assignments: Sequence[s
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        values = read_yaml(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"{path} does not exist; give the path of a training file") from None
     except (OSError, UnicodeDecodeError) as error:

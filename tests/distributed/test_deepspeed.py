@@ -8,6 +8,9 @@ import copy
 import functools
 import gc
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -389,6 +392,47 @@ def makes(rank: int, world_size: int, folder: str) -> None:
         strategy.create_optimizer(read, lr=1e-2)
     with pytest.raises(ConfigError, match="wrapped already"):
         strategy.prepare_model(read)
+
+
+_BEFORE_TRANSFORMERS = """
+import sys
+from torch import nn
+from lightstep import Strategy
+
+strategy = Strategy.load("deepspeed-zero3")
+assert "transformers.modeling_utils" not in sys.modules
+model = strategy.prepare_model(lambda: nn.Linear(4, 4))
+assert hasattr(model.module.weight, "ds_id")
+strategy.close()
+"""
+
+
+def test_a_function_is_called_before_transformers_is_imported() -> None:
+    """Importing it makes modules, which are no part of the model."""
+    world = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    found = subprocess.run(
+        [sys.executable, "-c", _BEFORE_TRANSFORMERS], env=os.environ | world, capture_output=True, text=True
+    )
+    assert found.returncode == 0, found.stderr
+
+
+@_alone
+def divided_elsewhere(rank: int, world_size: int) -> None:
+    import deepspeed
+
+    strategy = _strategy(3)
+    strategy.start()
+    with deepspeed.zero.Init(dtype=torch.float16):
+        other = TinyTransformer()
+    with pytest.raises(ConfigError, match=r"was divided in torch\.float16.*precision\.parameters is bfloat16"):
+        strategy.prepare_model(other)
+    with deepspeed.zero.Init(config_dict_or_path=strategy.deepspeed_config):
+        alike = TinyTransformer()
+    strategy.create_optimizer(strategy.prepare_model(alike), lr=1e-2)
+
+
+def test_weights_that_are_divided_in_another_dtype(pool: Pool) -> None:
+    pool.run(divided_elsewhere, 2)
 
 
 def test_models_made_divided_are_the_same(pool: Pool, tmp_path: Path) -> None:

@@ -17,8 +17,11 @@ import torch
 from accelerate import Accelerator, PartialState
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from transformers import Trainer, TrainerCallback
 
 from lightstep import ConfigError, Strategy
 from lightstep.integrations.accelerate import prepare
@@ -126,6 +129,45 @@ def train(rank: int, world_size: int, kind: str, folder: str) -> None:
     same({name: parameter.detach() for name, parameter in saved.named_parameters()}, weights)
 
 
+class Loaded(TrainerCallback):
+    """Masters and state, whole and on the host, as training begins with them."""
+
+    def __init__(self) -> None:
+        self.state: list[dict[str, Tensor]] = []
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        inner = kwargs["optimizer"].optimizer
+        for parameter in (p for group in inner.param_groups for p in group["params"]):
+            entries = {key: value for key, value in inner.state[parameter].items() if key != "step"}
+            self.state.append({key: _whole(value) for key, value in entries.items()})
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).cpu().clone()
+
+
+def resume_plain(rank: int, world_size: int, kind: str, folder: str) -> None:
+    """What one process saved as a whole arrives in shards, its fp32 weights as masters."""
+    with fresh_state(kind):
+        args = training_arguments(folder, max_steps=3, per_device_train_batch_size=1, use_cpu=CPU)
+        loaded = Loaded()
+        trainer = LightstepTrainer(
+            make_llama(1), args, strategy=STRATEGIES[kind], train_dataset=Rows(), callbacks=[loaded]
+        )
+        trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-2")
+    saved = torch.load(f"{folder}/checkpoint-2/optimizer.pt", weights_only=True)
+    weights = load_file(f"{folder}/checkpoint-2/model.safetensors")
+    names = [name for name, _ in make_llama().named_parameters()]
+    decayed = trainer.get_decay_parameter_names(make_llama())
+    ordered = [n for n in names if n in decayed] + [n for n in names if n not in decayed]
+    assert len(loaded.state) == len(ordered)
+    for index, name in enumerate(ordered):
+        same(
+            loaded.state[index],
+            {k: saved["state"][index][k] for k in ("exp_avg", "exp_avg_sq")} | {"master": weights[name]},
+        )
+
+
 def plain_loop(rank: int, world_size: int, values: dict[str, Any], logs: list[dict[str, Any]]) -> dict[str, Tensor]:
     """The same training as the README's loop; rows go to the ranks in turn, losses are over the tokens of all."""
     strategy, rows = Strategy.load(values), Rows()
@@ -156,6 +198,14 @@ def test_trainer(pool: Pool, tmp_path: Path, kind: str) -> None:
     pool.run(train, 2, kind=kind, folder=str(tmp_path))
     assert not list(tmp_path.glob("checkpoint-2/optimizer*"))
     assert len(list(tmp_path.glob("checkpoint-2/lightstep/*.distcp"))) == 2  # each rank wrote its part
+
+
+@pytest.mark.parametrize("kind", ["ddp", "strategy"])
+def test_a_checkpoint_of_one_process_is_continued(pool: Pool, tmp_path: Path, kind: str) -> None:
+    args = training_arguments(tmp_path, save_strategy="steps", save_steps=2, max_steps=2)
+    Trainer(make_llama(), args, train_dataset=Rows()).train()
+    reset()
+    pool.run(resume_plain, 2, kind=kind, folder=str(tmp_path))
 
 
 # -- accelerate
@@ -239,6 +289,50 @@ def own_loop(rank: int, world_size: int, values: dict[str, Any]) -> dict[str, Te
 @pytest.mark.parametrize("kind", STRATEGIES)
 def test_accelerate(pool: Pool, tmp_path: Path, kind: str) -> None:
     pool.run(accelerate, 2, kind=kind, folder=str(tmp_path))
+
+
+def load_plain(rank: int, world_size: int, folder: str) -> None:
+    """What accelerate saved without lightstep goes into what DDP wraps; shards are refused in a sentence."""
+    with fresh_state("ddp"):
+        plain, model = Accelerator(cpu=CPU), make_llama()
+        model, optimizer = plain.prepare(model, torch.optim.AdamW(model.parameters(), lr=3e-3))
+        plain.backward(model(input_ids=Rows()[rank]["input_ids"][None].to(plain.device)).logits.square().mean())
+        optimizer.step()
+        plain.save_state(folder)
+        plain.wait_for_everyone()
+        weights = whole(plain.unwrap_model(model))
+    values = {"precision": {"parameters": "bfloat16"}}
+    with fresh_state("ddp"):
+        accelerator, strategy, model, _, _ = accelerated("ddp", STRATEGIES["ddp"] | values)
+        accelerator._schedulers.clear()  # none was saved
+        accelerator.load_state(folder)
+        same(whole(strategy.unwrap_model(model)), {name: tensor.bfloat16() for name, tensor in weights.items()})
+    with fresh_state("strategy"):
+        accelerator, *_ = accelerated("strategy", STRATEGIES["strategy"])
+        accelerator._schedulers.clear()
+        with pytest.raises(ConfigError, match="saved without lightstep"):
+            accelerator.load_state(folder)
+
+
+def test_plain_state(pool: Pool, tmp_path: Path) -> None:
+    pool.run(load_plain, 2, folder=str(tmp_path))
+
+
+def uneven(rank: int, world_size: int) -> None:
+    """Nobody would be there for the steps of those that have more batches."""
+    with fresh_state("ddp"):
+        accelerator, _, model, _, _ = accelerated("ddp", STRATEGIES["ddp"])
+        with (
+            pytest.raises(ConfigError, match="join_uneven_inputs"),
+            accelerator.join_uneven_inputs([model], even_batches=False),
+        ):
+            pass
+        with accelerator.join_uneven_inputs([model]):
+            pass
+
+
+def test_uneven_inputs(pool: Pool) -> None:
+    pool.run(uneven, 2)
 
 
 @contextlib.contextmanager

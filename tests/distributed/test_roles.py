@@ -482,6 +482,22 @@ def test_weights_between_backward_and_step_are_not_published(pool: Pool) -> None
     pool.run(check_updates_in_backward, 2)
 
 
+def check_closed(rank: int, world_size: int) -> None:
+    strategy = load(FSDP2, FIRST)
+    model = prepared(strategy)
+    strategy.close()
+    calls = {
+        "rollout": lambda: strategy.receive_weights(TransformersEngine(model)),
+        "trainer": lambda: strategy.publish_weights(model),
+    }
+    with pytest.raises(ConfigError, match="this strategy has no process group: it was closed"):
+        calls[strategy.role]()
+
+
+def test_a_closed_strategy_sends_and_receives_nothing(pool: Pool) -> None:
+    pool.run(check_closed, 3)
+
+
 def check_ranks(rank: int, world_size: int) -> None:
     for rollout, message in (
         ({"ranks": 3}, "at least one has to be left to train"),

@@ -145,6 +145,23 @@ def test_a_state_that_plain_accelerate_saved(tmp_path: Path) -> None:
     assert len(ours.state_dict()["state"]) == len(optimizer.state_dict()["state"])
 
 
+def test_fp32_weights_that_plain_accelerate_saved_become_masters(tmp_path: Path) -> None:
+    plain, model = Accelerator(cpu=True), TinyModel()
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    model, optimizer = plain.prepare(model, torch.optim.AdamW(trainable, lr=1e-2))
+    plain.backward(loss_of(model, 0, 0))
+    optimizer.step()
+    plain.save_state(str(tmp_path))
+    AcceleratorState._reset_state(reset_partial_state=True)
+    accelerator, strategy = Accelerator(cpu=True), Strategy.load(VALUES)
+    other = TinyModel()
+    tested, ours = prepare(accelerator, other, strategy.create_optimizer(other, lr=1e-2), strategy=strategy)
+    accelerator.load_state(str(tmp_path))
+    for p, q in zip(tested.parameters(), model.parameters(), strict=True):
+        assert torch.equal(p, q.bfloat16())
+        assert not p.requires_grad or torch.equal(ours.optimizer.state[p]["master"], q)
+
+
 def test_evaluation_without_and_prepare_with_an_optimizer() -> None:
     """What is not trained is accelerate's own affair."""
     training = Training(VALUES)

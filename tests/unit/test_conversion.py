@@ -18,6 +18,7 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from lightstep.cli import app
+from lightstep.config import ConfigError
 from lightstep.conversion import convert, convert_checkpoint, describe_checkpoint, read_checkpoint
 from lightstep.conversion.state import Group, LazyTensor, TrainingState
 from lightstep.strategy import checkpoint_tensors
@@ -243,6 +244,23 @@ def test_layouts_that_name_their_parameters(tmp_path: Path, layout: str) -> None
         expected = plain.optimizer.state.get(parameter, {})
         found = {key: value.read() for key, value in state.entries.get(name, {}).items()}
         assert not differences(found, dict(expected)), name
+
+
+def test_a_view_that_is_transposed_is_a_tensor_of_its_own(tmp_path: Path) -> None:
+    square = torch.arange(9.0).view(3, 3)
+    torch.save({"model": {"a": square, "b": square.t(), "c": square}}, tmp_path / "run.pt")
+    state = read_checkpoint(tmp_path / "run.pt")
+    assert state.aliases == {"c": "a"}
+    assert torch.equal(state.weights["b"].read(), square.t())
+
+
+def test_a_strategy_is_checked_and_named_when_it_is_not_needed(tmp_path: Path) -> None:
+    source = Run("bfloat16").train(BEFORE).save(tmp_path / "a")
+    with pytest.raises(ConfigError, match="'fp61' is no strategy"):
+        convert_checkpoint(source, tmp_path / "run.pt", "torch", strategy="fp61")
+    assert not (tmp_path / "run.pt").exists()
+    notes = convert_checkpoint(source, tmp_path / "run.pt", "torch", strategy="fp16").notes
+    assert any("of fp16 nothing is taken" in note for note in notes)
 
 
 def test_numbers_of_numpy_become_pythons(tmp_path: Path) -> None:

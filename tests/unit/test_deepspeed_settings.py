@@ -136,6 +136,15 @@ def test_what_the_strategy_does_not_say_is_passed_on(tmp_path: Path) -> None:
         assert merged["train_micro_batch_size_per_gpu"] == 4
 
 
+def test_sections_that_are_off_and_batch_sizes_are_no_contradiction() -> None:
+    own = {"amp": {"enabled": False}, "torch_autocast": {"enabled": False}, "scheduler": None, "train_batch_size": 32}
+    merged = _load({"config": own}).deepspeed_config
+    assert not {"amp", "torch_autocast", "scheduler"} & merged.keys()
+    assert merged["train_batch_size"] == 32 and "train_micro_batch_size_per_gpu" not in merged
+    with pytest.raises(ConfigError, match="amp is"):
+        _load({"config": {"amp": {"enabled": True}}})
+
+
 def test_what_contradicts_the_strategy_is_named_with_both_values() -> None:
     own = {
         "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}},

@@ -130,6 +130,24 @@ def test_a_loss_scale_may_be_exchanged_by_an_override() -> None:
     assert config.precision.loss_scale.scale == 64
 
 
+@pytest.mark.parametrize(
+    ("preset", "kind", "key", "value"),
+    [
+        ("ddp", {"sharding.kind": "fsdp2"}, "sharding.wrap", ["Block"]),
+        ("ddp", {"sharding": {"kind": "fsdp2"}}, "sharding.wrap", ["Block"]),
+        ("resident", {"precision.loss_scale.kind": "dynamic"}, "precision.loss_scale.init_scale", 1024.0),
+        ("resident", {"precision": {"loss_scale.kind": "dynamic"}}, "precision.loss_scale.init_scale", 1024.0),
+    ],
+)
+def test_the_order_of_overrides_does_not_matter(preset: str, kind: dict[str, Any], key: str, value: Any) -> None:
+    """A key of the new kind is kept, whether it stands before the kind or behind it."""
+    for overrides in ({key: value} | kind, kind | {key: value}):
+        found = Strategy.load(preset, overrides=overrides).config.model_dump()
+        for part in key.split("."):
+            found = found[part]
+        assert found == value
+
+
 def test_a_configuration_is_frozen() -> None:
     config = Strategy.load("resident").config
     with pytest.raises((ValueError, AttributeError, TypeError)):
@@ -237,6 +255,21 @@ def test_a_file_that_is_no_mapping_is_named(content: str, tmp_path: Path) -> Non
     assert "broken.yaml" in refusal(path)
 
 
+def test_a_key_that_is_there_twice_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("clipping: {max_norm: 0.5}\nprecision: {parameters: float32}\nclipping: {norm_type: 1}\n")
+    assert "mine.yaml" in refusal(path)
+    assert "'clipping' is there twice" in refusal(path)
+    assert "line 3" in refusal(path)
+
+
+def test_anchors_and_merge_keys(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("clipping: {<<: &own {max_norm: 0.5, norm_type: 2}, norm_type: 1}\n")
+    clipping = Strategy.load(path).config.clipping
+    assert (clipping.max_norm, clipping.norm_type) == (0.5, 1)
+
+
 @pytest.mark.parametrize(
     ("values", "key", "nearest"),
     [
@@ -299,6 +332,11 @@ def test_a_wrong_value_is_named_with_what_is_allowed(values: dict[str, Any], par
     text = refusal(values)
     for part in parts:
         assert part in text, f"{part!r} is missing in: {text}"
+
+
+def test_a_number_in_quotes_where_a_number_is_needed() -> None:
+    text = refusal("deepspeed-zero2", {"sharding.stage": "3"})
+    assert "'sharding.stage' is '3' (text); allowed: 1, 2, 3" in text
 
 
 def test_dynamic_scaling_with_min_above_max() -> None:

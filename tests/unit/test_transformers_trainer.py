@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -226,6 +227,55 @@ def test_a_checkpoint_of_the_plain_trainer_is_continued(tmp_path: Path) -> None:
     # torch's clipping multiplies by a factor from a norm of norms: the last bit of the weights may differ.
     for p, q in zip(ours.model.parameters(), plain.model.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-7)
+
+
+DTYPES: dict[str, dict[str, Any]] = {
+    "bfloat16": {},
+    "float16": {"precision": {"parameters": "float16", "loss_scale": FP16_SCALE}},
+    "float32": {"precision": {"parameters": "float32"}},
+}
+
+
+@pytest.mark.parametrize(("saved", "loaded"), list(itertools.permutations(DTYPES, 2)))
+def test_weights_change_dtype_through_fp32(tmp_path: Path, saved: str, loaded: str) -> None:
+    """From `optimizer.pt` as from `lightstep/`, bit for bit: masters become weights, fp32 weights become masters."""
+    options = {"max_steps": 3, "save_strategy": "steps", "save_steps": 2}
+    found = []
+    for backend in ({"backend": "resident"}, STREAM):
+        folder = tmp_path / backend["backend"]
+        Ran(folder, BF16 | DTYPES[saved] | {"optimizer_state": backend}, arguments=options)
+        trainer = LightstepTrainer(
+            make_llama(1),
+            training_arguments(folder, **options, train_sampling_strategy="sequential"),
+            strategy=BF16 | DTYPES[loaded] | {"optimizer_state": backend},
+            train_dataset=Rows(),
+        )
+        trainer.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
+        found.append(trainer)
+    same_weights(found[0].model, found[1].model)
+    first, second = (trainer.optimizer.optimizer.state_dict()["state"] for trainer in found)
+    torch.testing.assert_close(first, second, rtol=0, atol=0)
+
+
+def test_parameters_may_be_read_when_training_has_ended(tmp_path: Path) -> None:
+    """At the end of training a callback, and behind it the caller, get the weights without asking for them."""
+    read: list[bool] = []
+
+    class Reader(TrainerCallback):
+        def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            read.append(kwargs["optimizer"].has_deferred_updates)
+
+    values = BF16 | {"optimizer_state": {**STREAM, "update": "next_forward"}}
+    trainer = LightstepTrainer(
+        make_llama(),
+        training_arguments(tmp_path, logging_strategy="no"),
+        strategy=values,
+        train_dataset=Rows(),
+        callbacks=[Reader()],
+    )
+    trainer.train()
+    assert read == [False]
+    assert not trainer.optimizer.has_deferred_updates
 
 
 def test_evaluation_and_saved_weights_are_up_to_date(tmp_path: Path) -> None:

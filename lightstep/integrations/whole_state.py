@@ -1,0 +1,70 @@
+"""Optimizer state that the Trainer or accelerate saved as a whole, for a model that is sharded or of another dtype."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightstep.distributed import is_sharded, local_tensor
+from lightstep.optimizer.base import BaseOptimizer
+from lightstep.strategy.checkpoint_tensors import shard_of
+from lightstep.strategy.pretrained import parts_of_other_dtypes
+
+__all__ = ["fitted_to"]
+
+_LOW_PRECISION = (torch.bfloat16, torch.float16)
+
+
+@contextlib.contextmanager
+def fitted_to(model: nn.Module, optimizer: BaseOptimizer, folder: Path) -> Iterator[None]:
+    """What ``optimizer.load_state_dict`` is given in the body is fitted to the model first.
+
+    Each process takes its shards' parts. Between dtypes weights go through fp32, as in every checkpoint: masters become
+    the weights of another dtype, and fp32 weights in the folder's safetensors the masters of 16-bit ones.
+    """
+
+    def fit(_: torch.optim.Optimizer, packed: Mapping[str, Any]) -> dict[str, Any]:
+        saved = [index for group in packed["param_groups"] for index in group["params"]]
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if len(saved) != len(parameters):  # load_state_dict says so
+            return dict(packed)
+        state = {index: dict(packed["state"].get(index, {})) for index in saved}
+        by_parameter = dict(zip(parameters, (state[index] for index in saved), strict=True))
+        for parameter, entries in by_parameter.items():
+            entries.update({key: _part_of(parameter, value) for key, value in entries.items()})
+        _follow_dtypes(model, folder, by_parameter)
+        return {**packed, "state": {index: entries for index, entries in state.items() if entries}}
+
+    handle = optimizer.register_load_state_dict_pre_hook(fit)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _part_of(parameter: Tensor, value: Any) -> Any:
+    """This process's part of an entry that is as large as the whole parameter."""
+    whole = isinstance(value, Tensor) and value.shape == parameter.shape and not is_sharded(value)
+    if not whole or not is_sharded(parameter):
+        return value
+    shard = shard_of(parameter)
+    if shard is None:
+        return value.new_empty(local_tensor(parameter).shape)
+    part = tuple(slice(start, start + size) for start, size in zip(shard.offsets, shard.lengths, strict=True))
+    return value[part].clone()
+
+
+@torch.no_grad()
+def _follow_dtypes(model: nn.Module, folder: Path, states: Mapping[Tensor, dict[str, Any]]) -> None:
+    for parameter, part in parts_of_other_dtypes(model, folder):
+        if parameter not in states or parameter.dtype not in _LOW_PRECISION:
+            continue
+        if "master" in states[parameter]:
+            local_tensor(parameter).copy_(states[parameter]["master"])
+        elif part.dtype == torch.float32:
+            states[parameter]["master"] = part
