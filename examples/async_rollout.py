@@ -185,7 +185,7 @@ def generated(engine: TransformersEngine, device: torch.device, args: Any, rando
 # -- the trainer ------------------------------------------------------------------------------------------------------
 
 
-def warm_up(strategy: Strategy, model: nn.Module, args: argparse.Namespace) -> None:
+def warm_up(strategy: Strategy, model: nn.Module, samples: Samples, args: argparse.Namespace) -> None:
     """Imitation, until some answers are right."""
     optimizer = strategy.create_optimizer(model, lr=args.warmup_lr, weight_decay=0.0)
     random_numbers = random.Random(7919 * (args.seed + 1) + strategy.rank)
@@ -197,14 +197,23 @@ def warm_up(strategy: Strategy, model: nn.Module, args: argparse.Namespace) -> N
         optimizer.backward(-scores.mean() / ANSWER)
         optimizer.step()
         if (step + 1) % 20 == 0:
-            with torch.no_grad():  # on the same exercises on all trainers: they stop together
+            with torch.no_grad():
                 scores = answer_scores(model, *exercises(256, args.largest, same_everywhere), strategy.device)
             share = scores.exp().mean().item()
             if strategy.is_main:
                 print(f"warm-up {step + 1:4d}: {share:.0%} of the answers would be right", flush=True)
-            if share >= args.warmup_until:
+            if agreed(strategy, samples, share >= args.warmup_until):
                 break
     optimizer.close()
+
+
+def agreed(strategy: Strategy, samples: Samples, stop: bool) -> bool:
+    """The first trainer's word: one that went on alone would wait for the others."""
+    if not strategy.is_main:
+        return samples.pop(f"warm-up {strategy.rank}")["stop"]
+    for number in range(1, strategy.world_size):
+        samples.push(f"warm-up {number}", {"stop": stop})
+    return stop
 
 
 def answer_scores(model: nn.Module, prompts: Tensor, right: list[str], device: torch.device) -> Tensor:
@@ -230,7 +239,7 @@ def grpo_loss(model: nn.Module, batch: dict[str, Any], device: torch.device, cli
 def train(strategy: Strategy, samples: Samples, args: argparse.Namespace) -> dict[str, Any] | None:
     torch.manual_seed(args.seed)
     model = strategy.prepare_model(lambda: make_model(args.hidden, args.layers))
-    warm_up(strategy, model, args)
+    warm_up(strategy, model, samples, args)
     optimizer = strategy.create_optimizer(model, lr=args.lr, weight_decay=0.0)
     version = strategy.publish_weights(model)
     history: list[dict[str, float]] = []
