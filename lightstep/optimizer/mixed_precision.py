@@ -23,6 +23,7 @@ from lightstep.optimizer.param_groups import Place, learning_rates_are_zero, pla
 from lightstep.optimizer.result import StepResult
 from lightstep.optimizer.scaling import Scaling
 from lightstep.optimizer.serialization import load_torch_state_dict, snapshot
+from lightstep.optimizer.settings import Fixed, Setting, check_loss_scale
 from lightstep.optimizer.updates import AtStep, Updates
 from lightstep.optimizer.walk import Gradients, UnitWalk, Update
 from lightstep.precision.gradients import GradientAccumulator, unshared
@@ -60,6 +61,11 @@ class MixedPrecisionOptimizer(BaseOptimizer):
             torch about the groups.
     """
 
+    loss_scale = Setting(check_loss_scale)
+    max_norm = Setting(lambda given: None if given is None else check_max_norm(given))
+    norm_type = Fixed(check_norm_type)
+    clip_layers = Fixed(bool)
+
     accumulating = KeptInside()
     _scaling = KeptInside()
     _measured = KeptInside()
@@ -87,9 +93,7 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         super().__init__(params, dict(self._arithmetic.defaults))
         self.loss_scale = loss_scale or ConstantLossScale(1.0)
         self.master_weights = master_weights
-        self.max_norm = None if max_norm is None else check_max_norm(max_norm)
-        self.norm_type = check_norm_type(norm_type)
-        self.clip_layers = clip_layers
+        self.max_norm, self.norm_type, self.clip_layers = max_norm, norm_type, clip_layers
         self._backend = backend or ResidentBackend()
         self._overflow_everywhere = overflow_everywhere
         self._update_time = update_time
@@ -620,6 +624,8 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         self._arithmetic = BaseArithmetic(state.pop("optimizer_class"), state.pop("hyperparameters"))
         reduce_float32 = state.pop("reduce_float32")
         known: dict[Tensor, Place] = state.pop("places")
+        for setting in ("loss_scale", "max_norm", "norm_type", "clip_layers"):
+            setattr(self, setting, state.pop(setting))
         super().__setstate__(state)
         self._update_time = AtStep  # no strategy makes forwards wait for this one
         self._start(reduce_float32, lambda: known)

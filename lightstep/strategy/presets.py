@@ -10,7 +10,8 @@ from typing import Any
 
 import yaml
 
-from lightstep.config import ConfigError, read_yaml, suggest
+from lightstep.config import ConfigError, read_yaml
+from lightstep.config_errors import suggest
 
 
 def available_strategies() -> list[str]:

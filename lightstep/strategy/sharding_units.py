@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from lightstep.config import ConfigError, suggest
+from lightstep.config import ConfigError
+from lightstep.config_errors import suggest
 from lightstep.optimizer.param_groups import clean_name
 from lightstep.strategy.model_setup import transformer_blocks
 

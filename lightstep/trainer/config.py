@@ -10,7 +10,8 @@ from typing import Annotated, Any
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from lightstep.config import ConfigError, StrategyConfig, describe_errors, merge_overrides, read_yaml
+from lightstep.config import ConfigError, StrategyConfig, merge_overrides, read_yaml
+from lightstep.config_errors import describe_errors
 
 DEVICES = ("cpu", "cuda")
 STDLIB = "stdlib"
@@ -226,7 +227,7 @@ def _assigned(values: dict[str, Any], assignment: str) -> dict[str, Any]:
     if not found or not key:
         raise ConfigError(f"--set {assignment}: key=value is needed, for example --set steps=100")
     try:
-        value = yaml.safe_load(text)
+        value = read_yaml(text)
     except yaml.YAMLError:
         raise ConfigError(f"--set {assignment}: {text!r} is not a valid YAML value") from None
     head, _, rest = key.partition(".")

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, ByT5Tokenizer
 
-from lightstep.config import ConfigError, suggest
+from lightstep.config import ConfigError
+from lightstep.config_errors import suggest
 from lightstep.trainer.config import Model
 
 

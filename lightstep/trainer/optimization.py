@@ -10,7 +10,8 @@ import torch
 from torch import nn
 from transformers import get_scheduler
 
-from lightstep.config import ConfigError, suggest
+from lightstep.config import ConfigError
+from lightstep.config_errors import suggest
 from lightstep.optimizer.base import BaseOptimizer
 from lightstep.strategy import Strategy
 from lightstep.trainer import config as settings

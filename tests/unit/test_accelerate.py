@@ -127,36 +127,31 @@ def test_save_state_and_load_state(tmp_path: Path, values: dict[str, Any]) -> No
     assert second.optimizer.loss_scale.scale == first.optimizer.loss_scale.scale
 
 
-def test_a_state_that_plain_accelerate_saved(tmp_path: Path) -> None:
-    torch.manual_seed(0)
+def loaded_from_plain(folder: Path, model: nn.Module) -> tuple[nn.Module, Any, nn.Module, Any]:
+    """What accelerate alone trained and saved, and what lightstep makes of it: model and optimizer of each."""
     plain = Accelerator(cpu=True)
-    model = TinyModel().bfloat16()
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     model, optimizer = plain.prepare(model, torch.optim.AdamW(trainable, lr=1e-2))
     plain.backward(loss_of(model, 0, 0))
     optimizer.step()
-    plain.save_state(str(tmp_path))
+    plain.save_state(str(folder))
     AcceleratorState._reset_state(reset_partial_state=True)
     accelerator, strategy = Accelerator(cpu=True), Strategy.load(VALUES)
     other = TinyModel()
     tested, ours = prepare(accelerator, other, strategy.create_optimizer(other, lr=1e-2), strategy=strategy)
-    accelerator.load_state(str(tmp_path))
+    accelerator.load_state(str(folder))
+    return model, optimizer, tested, ours
+
+
+def test_a_state_that_plain_accelerate_saved(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, optimizer, tested, ours = loaded_from_plain(tmp_path, TinyModel().bfloat16())
     same(tested, model)
     assert len(ours.state_dict()["state"]) == len(optimizer.state_dict()["state"])
 
 
 def test_fp32_weights_that_plain_accelerate_saved_become_masters(tmp_path: Path) -> None:
-    plain, model = Accelerator(cpu=True), TinyModel()
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    model, optimizer = plain.prepare(model, torch.optim.AdamW(trainable, lr=1e-2))
-    plain.backward(loss_of(model, 0, 0))
-    optimizer.step()
-    plain.save_state(str(tmp_path))
-    AcceleratorState._reset_state(reset_partial_state=True)
-    accelerator, strategy = Accelerator(cpu=True), Strategy.load(VALUES)
-    other = TinyModel()
-    tested, ours = prepare(accelerator, other, strategy.create_optimizer(other, lr=1e-2), strategy=strategy)
-    accelerator.load_state(str(tmp_path))
+    model, _, tested, ours = loaded_from_plain(tmp_path, TinyModel())
     for p, q in zip(tested.parameters(), model.parameters(), strict=True):
         assert torch.equal(p, q.bfloat16())
         assert not p.requires_grad or torch.equal(ours.optimizer.state[p]["master"], q)

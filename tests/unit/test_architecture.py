@@ -20,12 +20,13 @@ CORE = {"distributed"}
 SIBLINGS = {"precision", "clipping", "state"}
 MAY_IMPORT: dict[str, set[str]] = {
     "distributed": set(),
-    "config": set(),
+    "config_errors": set(),
+    "config": {"config_errors"},
     "precision": CORE,
     "clipping": CORE,
     "state": CORE,
     "optimizer": CORE | SIBLINGS,
-    "strategy": CORE | SIBLINGS | {"optimizer", "config"},
+    "strategy": CORE | SIBLINGS | {"optimizer", "config", "config_errors"},
 }
 MAY_IMPORT["lightstep"] = MAY_IMPORT["strategy"] | {"strategy"}
 MAY_IMPORT["integrations"] = MAY_IMPORT["lightstep"] | {"lightstep"}
@@ -37,7 +38,7 @@ MAY_IMPORT["__main__"] = {"cli"}
 
 # Libraries that are kept out of the lower parts. distributed.py alone knows DTensors, meshes and process groups there.
 MAY_NOT_IMPORT: dict[str, tuple[str, ...]] = {
-    "config": ("torch",),
+    **dict.fromkeys(("config", "config_errors"), ("torch",)),
     **dict.fromkeys([*SIBLINGS, "optimizer"], ("torch.distributed", "pydantic", "yaml")),
     "distributed": ("pydantic", "yaml"),
 }

@@ -6,6 +6,7 @@ import collections
 import copy
 import gc
 import io
+import math
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -769,3 +770,29 @@ def test_what_is_done_while_evaluating_does_not_stop_training(
             do(setup)
         do(expected)
         assert_same(setup.train(number, number + 1), expected.train(number, number + 1))
+
+
+# -- settings
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "error", "words"),
+    [
+        ("max_norm", -1.0, ValueError, "a positive number is needed"),
+        ("max_norm", True, ValueError, "a positive number is needed"),
+        ("loss_scale", "dynamic", TypeError, "DynamicLossScale"),
+        ("norm_type", math.inf, AttributeError, "make a new optimizer"),
+        ("clip_layers", True, AttributeError, "make a new optimizer"),
+    ],
+)
+def test_settings_are_checked_when_they_are_assigned(name: str, value: Any, error: Any, words: str) -> None:
+    setup, expected = Setup(clipping={"max_norm": 1.0}).train(0), Setup(clipping={"max_norm": 1.0}).train(0)
+    with pytest.raises(error, match=words):
+        setattr(setup.optimizer, name, value)
+    assert_same(setup.train(1), expected.train(1))
+
+
+def test_a_norm_to_clip_to_may_be_assigned_and_goes_along_in_copies() -> None:
+    setup = Setup(clipping={"max_norm": 1.0}).train(0)
+    setup.optimizer.max_norm = 0.25
+    assert copy.deepcopy(setup.optimizer).max_norm == 0.25 and setup.optimizer.norm_type == 2.0
