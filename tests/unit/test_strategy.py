@@ -260,9 +260,13 @@ def test_a_key_that_is_there_twice_is_named(tmp_path: Path) -> None:
     path.write_text("clipping: {max_norm: 0.5}\nprecision: {parameters: float32}\nclipping: {norm_type: 1}\n")
     assert "mine.yaml" in refusal(path)
     assert "'clipping' is there twice" in refusal(path)
-    path.write_text("[" * 3000)
-    assert "nested too deeply" in refusal(path)
     assert "line 3" in refusal(path)
+
+
+def test_a_file_that_is_nested_too_deeply_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "deep.yaml"
+    path.write_text("[" * 3000)
+    assert "deep.yaml is not valid YAML: it is nested too deeply" in refusal(path)
 
 
 def test_anchors_and_merge_keys(tmp_path: Path) -> None:
