@@ -1,21 +1,21 @@
 """Optimizer state on the host, at the speed of optimizer state on the GPU, bit for bit the same weights."""
 
+from lightstep.checkpoint.checkpoint import CheckpointError
 from lightstep.clipping import clip_grad_norm_, global_grad_norm
 from lightstep.config import ConfigError
 from lightstep.optimizer.base import BaseOptimizer
 from lightstep.optimizer.mixed_precision import MixedPrecisionOptimizer
 from lightstep.optimizer.result import StepResult
 from lightstep.precision.loss_scale import ConstantLossScale, DynamicLossScale, LossScale
-from lightstep.state.bulk import load_fsdp_optimizer, offload_fsdp_optimizer
-from lightstep.strategy import Strategy, available_strategies
-from lightstep.strategy.checkpoint import CheckpointError
-from lightstep.strategy.rollout_engine import RolloutEngine, TransformersEngine
-from lightstep.strategy.weight_transport import (
+from lightstep.rollout.engine import RolloutEngine, TransformersEngine
+from lightstep.rollout.transport import (
     TrainingEnded,
     WeightInfo,
     WeightTransferError,
     WeightTransport,
 )
+from lightstep.state.bulk import load_fsdp_optimizer, offload_fsdp_optimizer
+from lightstep.strategy import Strategy, available_strategies
 
 __version__ = "0.1.0"
 

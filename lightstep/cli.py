@@ -123,7 +123,7 @@ def convert(
 ) -> None:
     """Convert a checkpoint: weights, masters, optimizer state, groups, loss scale, scheduler and extra, bit for bit."""
     with _one_sentence(debug):
-        from lightstep.conversion import convert_checkpoint
+        from lightstep.checkpoint.formats import convert_checkpoint
 
         state = convert_checkpoint(source, destination, to.value, model=model, names=names, strategy=strategy)
     for note in state.notes:
@@ -144,7 +144,7 @@ def inspect(
         from rich.console import Console
         from rich.table import Table
 
-        from lightstep.conversion import describe_checkpoint
+        from lightstep.checkpoint.formats import describe_checkpoint
 
         table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_header=False)
         for row in describe_checkpoint(folder, model=model, names=names):

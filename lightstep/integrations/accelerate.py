@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
 
+from lightstep.checkpoint.export import full_weights
 from lightstep.config import ConfigError, FSDP2Sharding
 from lightstep.integrations.refusals import (
     inner_optimizer,
@@ -32,10 +33,9 @@ from lightstep.integrations.refusals import (
 from lightstep.integrations.whole_state import fitted_to
 from lightstep.optimizer.base import BaseOptimizer
 from lightstep.optimizer.result import StepResult
+from lightstep.sharding.model_names import unwrap_model
+from lightstep.sharding.preparation import cast_parameters
 from lightstep.strategy import Strategy
-from lightstep.strategy.export import full_weights
-from lightstep.strategy.model_names import unwrap_model
-from lightstep.strategy.model_setup import cast_parameters
 
 __all__ = ["LightstepAccelerator", "LightstepOptimizer", "connect", "prepare"]
 

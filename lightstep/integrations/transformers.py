@@ -19,16 +19,16 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer, TrainingArguments
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
+from lightstep.checkpoint.export import full_weights
+from lightstep.checkpoint.pretrained import load_pretrained
 from lightstep.config import ConfigError, DDPSharding, FSDP2Sharding
 from lightstep.integrations.accelerate import CHECKPOINT, LightstepOptimizer, connect
 from lightstep.integrations.refusals import inner_optimizer
 from lightstep.integrations.whole_state import fitted_to
 from lightstep.optimizer.base import BaseOptimizer
 from lightstep.optimizer.result import StepResult
+from lightstep.sharding.preparation import cast_parameters
 from lightstep.strategy import Strategy
-from lightstep.strategy.export import full_weights
-from lightstep.strategy.model_setup import cast_parameters
-from lightstep.strategy.pretrained import load_pretrained
 
 __all__ = ["LightstepMixin", "LightstepTrainer"]
 

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightstep.checkpoint.pretrained import parts_of_other_dtypes
+from lightstep.checkpoint.tensors import shard_of
 from lightstep.distributed import is_sharded, local_tensor
 from lightstep.optimizer.base import BaseOptimizer
-from lightstep.strategy.checkpoint_tensors import shard_of
-from lightstep.strategy.pretrained import parts_of_other_dtypes
 
 __all__ = ["fitted_to"]
 

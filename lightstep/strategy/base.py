@@ -17,6 +17,8 @@ from typing import Any, ClassVar, Self, cast
 import torch
 from torch import nn
 
+from lightstep.checkpoint import checkpoint
+from lightstep.checkpoint.pretrained import load_pretrained
 from lightstep.config import (
     ConstantScale,
     DynamicScale,
@@ -34,27 +36,25 @@ from lightstep.optimizer.param_groups import Place, check_param_groups, places
 from lightstep.optimizer.updates import AtStep, NextForward, Updates
 from lightstep.precision.loss_scale import ConstantLossScale, DynamicLossScale, LossScale
 from lightstep.precision.split import Splitter
+from lightstep.rollout.exchange import WeightExchange
+from lightstep.rollout.reinforcement_learning import ReinforcementLearning
+from lightstep.rollout.roles import Role, Roles, known_role, prepare_inference
+from lightstep.sharding.exchanged_parameters import following
+from lightstep.sharding.forward_gates import gate_forwards, in_order_of_use
+from lightstep.sharding.model_names import unwrap_model
+from lightstep.sharding.preparation import cast_parameters, checkpoint_activations, materialise
 from lightstep.state.backend import StateBackend
 from lightstep.state.bulk import BulkBackend
 from lightstep.state.resident import ResidentBackend
 from lightstep.state.stream import StreamBackend
-from lightstep.strategy import checkpoint
-from lightstep.strategy.exchanged_parameters import following
-from lightstep.strategy.forward_gates import gate_forwards, in_order_of_use
 from lightstep.strategy.launch import start_process_group
-from lightstep.strategy.model_names import unwrap_model
-from lightstep.strategy.model_setup import cast_parameters, checkpoint_activations, materialise
 from lightstep.strategy.presets import read_source
-from lightstep.strategy.pretrained import load_pretrained
-from lightstep.strategy.reinforcement_learning import ReinforcementLearning
-from lightstep.strategy.roles import Role, Roles, known_role, prepare_inference
-from lightstep.strategy.weight_exchange import WeightExchange
 
 _KINDS = {
     "single": ("lightstep.strategy.single", "SingleDeviceStrategy"),
     "ddp": ("lightstep.strategy.ddp", "DDPStrategy"),
     "fsdp2": ("lightstep.strategy.fsdp2", "FSDP2Strategy"),
-    "deepspeed": ("lightstep.strategy.deepspeed", "DeepSpeedStrategy"),
+    "deepspeed": ("lightstep.deepspeed.strategy", "DeepSpeedStrategy"),
 }
 
 _UPDATE_TIMES: dict[str, type[Updates]] = {

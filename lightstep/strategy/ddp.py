@@ -14,9 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 from lightstep.config import ConfigError, DDPSharding
 from lightstep.distributed import Replicas, is_sharded, role_group
 from lightstep.optimizer.updates import AtStep, Updates
-from lightstep.strategy.model_names import unwrap_model
+from lightstep.sharding.model_names import unwrap_model
+from lightstep.sharding.reduced_gradients import ReplicatedGradients
 from lightstep.strategy.process_group import ProcessGroupStrategy, broadcast_from_first, refuse_experts
-from lightstep.strategy.reduced_gradients import ReplicatedGradients
 
 
 class DDPStrategy(ProcessGroupStrategy):

@@ -18,11 +18,11 @@ from lightstep.config import ConfigError, FSDP2Sharding
 from lightstep.distributed import Replicas, is_sharded, local_tensor, make_mesh, role_group
 from lightstep.optimizer.base import BaseOptimizer
 from lightstep.optimizer.param_groups import Place
-from lightstep.strategy.model_names import unwrap_model
-from lightstep.strategy.model_setup import cast_parameters, checkpoint_activations, initialise_weights, to_device
+from lightstep.sharding.model_names import unwrap_model
+from lightstep.sharding.preparation import cast_parameters, checkpoint_activations, initialise_weights, to_device
+from lightstep.sharding.reduced_gradients import ShardedGradients, sharded_gradients
+from lightstep.sharding.units import sharding_units
 from lightstep.strategy.process_group import ProcessGroupStrategy, broadcast_from_first, refuse_experts
-from lightstep.strategy.reduced_gradients import ShardedGradients, sharded_gradients
-from lightstep.strategy.sharding_units import sharding_units
 
 
 class FSDP2Strategy(ProcessGroupStrategy):

@@ -1,4 +1,4 @@
-"""What a process is told about where it runs: its process group from torchrun's environment, DeepSpeed's device."""
+"""The default process group, from torchrun's environment."""
 
 from __future__ import annotations
 
@@ -31,15 +31,6 @@ def start_process_group(why: str) -> None:
         dist.init_process_group("cpu:gloo,cuda:nccl")
     else:
         dist.init_process_group("gloo")
-
-
-def tell_deepspeed_where_it_is() -> None:
-    """Before an import of DeepSpeed: without an accelerator it warns that it found nothing better than the CPU.
-
-    transformers imports it, where it is installed, to save a model.
-    """
-    if torch.accelerator.current_accelerator(check_available=True) is None:
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 
 def _command() -> str:

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightstep.checkpoint.checkpoint import CheckpointError, latest_checkpoint
 from lightstep.optimizer.base import BaseOptimizer
 from lightstep.optimizer.result import StepResult
 from lightstep.strategy import Strategy
-from lightstep.strategy.checkpoint import CheckpointError, latest_checkpoint
 from lightstep.trainer import ranks
 from lightstep.trainer.batches import Batches
 from lightstep.trainer.config import TrainConfig

@@ -11,10 +11,10 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from lightstep.checkpoint.ranks import Ranks
 from lightstep.config import ConfigError
 from lightstep.distributed import initialized, world_size
 from lightstep.strategy import Strategy
-from lightstep.strategy.agreement import Ranks
 from lightstep.strategy.process_group import ProcessGroupStrategy
 
 Result = TypeVar("Result")

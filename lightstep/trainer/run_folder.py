@@ -18,9 +18,9 @@ from pathlib import Path
 
 import yaml
 
+from lightstep.checkpoint.checkpoint import latest_checkpoint
+from lightstep.checkpoint.format import MANIFEST, is_complete
 from lightstep.config import ConfigError
-from lightstep.strategy.checkpoint import latest_checkpoint
-from lightstep.strategy.checkpoint_format import MANIFEST, is_complete
 from lightstep.trainer.config import TrainConfig
 
 CONFIG = "config.yaml"

@@ -15,9 +15,9 @@ from rich.console import Console
 from torch import nn
 from transformers import set_seed
 
+from lightstep.checkpoint.checkpoint import CheckpointError
 from lightstep.config import ConfigError
 from lightstep.strategy import Strategy
-from lightstep.strategy.checkpoint import CheckpointError
 from lightstep.trainer.batches import Batches, validation_rows
 from lightstep.trainer.config import TrainConfig
 from lightstep.trainer.display import Display

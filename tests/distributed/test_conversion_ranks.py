@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from lightstep import DynamicLossScale, Strategy
-from lightstep.conversion import convert_checkpoint, read_checkpoint, scales
-from lightstep.conversion.state import TrainingState
-from lightstep.strategy.checkpoint import CheckpointError
+from lightstep.checkpoint.checkpoint import CheckpointError
+from lightstep.checkpoint.formats import convert_checkpoint, read_checkpoint, scales
+from lightstep.checkpoint.formats.state import TrainingState
 from tests.distributed import deepspeed_runs, lightrft_runs
 from tests.distributed.ranks import Pool
 from tests.reference.converted_run import ADAMW, AFTER, BEFORE, Run, differences, make_groups, make_net

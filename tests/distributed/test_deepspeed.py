@@ -21,10 +21,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightstep import Strategy
+from lightstep.checkpoint.checkpoint import CheckpointError, save_checkpoint
 from lightstep.config import ConfigError
-from lightstep.optimizer.deepspeed import DeepSpeedOptimizer
-from lightstep.strategy.checkpoint import CheckpointError, save_checkpoint
-from lightstep.strategy.deepspeed_weights import gathered
+from lightstep.deepspeed.optimizer import DeepSpeedOptimizer
+from lightstep.deepspeed.weights import gathered
 from tests.distributed.deepspeed_reference import DeepSpeedLoop
 from tests.distributed.deepspeed_runs import number_anew
 from tests.distributed.models import TinyTransformer, loss_of

@@ -24,10 +24,10 @@ from torch.distributed.tensor import DTensor
 from transformers import Trainer, TrainerCallback
 
 from lightstep import ConfigError, Strategy
+from lightstep.checkpoint.export import full_weights
 from lightstep.integrations.accelerate import prepare
 from lightstep.integrations.transformers import LightstepTrainer
 from lightstep.state.replicas import SharedByReplicas
-from lightstep.strategy.export import full_weights
 from tests.distributed.models import TinyTransformer, loss_of
 from tests.distributed.ranks import Pool, device_of
 from tests.distributed.test_next_forward import Training

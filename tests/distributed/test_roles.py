@@ -25,9 +25,9 @@ import lightstep
 from lightstep import ConfigError, Strategy, TrainingEnded, TransformersEngine, WeightTransferError
 from lightstep.bench import roles as bench
 from lightstep.bench.iteration.shape import TrainedShape
+from lightstep.checkpoint.export import full_weights
 from lightstep.cli import app
 from lightstep.strategy import fsdp2
-from lightstep.strategy.export import full_weights
 from tests.distributed.models import TinyTransformer, loss_of
 from tests.distributed.ranks import Pool
 from tests.unit.test_stream import random_delays, random_sleeps

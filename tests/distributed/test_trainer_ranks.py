@@ -17,8 +17,8 @@ from rich.console import Console
 from torch import Tensor
 
 import lightstep
+from lightstep.checkpoint.ranks import ElsewhereError
 from lightstep.config import ConfigError
-from lightstep.strategy.agreement import ElsewhereError
 from lightstep.trainer.config import TrainConfig
 from lightstep.trainer.loop import Loop
 from lightstep.trainer.session import train

@@ -24,8 +24,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts, LambdaLR, MultiStepLR, OneCycleLR, SequentialLR
 
 import lightstep
-from lightstep.strategy import checkpoint_tensors
-from lightstep.strategy.checkpoint import (
+from lightstep.checkpoint import tensors as checkpoint_tensors
+from lightstep.checkpoint.checkpoint import (
     CheckpointError,
     export_model,
     latest_checkpoint,
@@ -33,7 +33,7 @@ from lightstep.strategy.checkpoint import (
     save_checkpoint,
     to_torch_state_dict,
 )
-from lightstep.strategy.checkpoint_state import OptimizerContent
+from lightstep.checkpoint.state import OptimizerContent
 from tests.distributed.ranks import Pool
 from tests.reference.pair import BACKENDS, TWO_GROUPS, Pair, same_tree, scale_for, strategy_values
 from tests.reference.tiny_model import TinyModel, loss_of

@@ -18,9 +18,9 @@ from typer.testing import CliRunner, Result
 
 import lightstep
 from lightstep import Strategy, available_strategies
+from lightstep.checkpoint import checkpoint
 from lightstep.cli import app
 from lightstep.config import StrategyConfig, parse_config
-from lightstep.strategy import checkpoint
 from lightstep.strategy.presets import read_source
 from lightstep.trainer.config import load_config
 from lightstep.trainer.cost import cost

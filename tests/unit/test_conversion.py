@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 from typer.testing import CliRunner
 
+from lightstep.checkpoint import tensors as checkpoint_tensors
+from lightstep.checkpoint.checkpoint import CheckpointError
+from lightstep.checkpoint.formats import convert, convert_checkpoint, describe_checkpoint, read_checkpoint
+from lightstep.checkpoint.formats.state import Group, LazyTensor, TrainingState
 from lightstep.cli import app
 from lightstep.config import ConfigError
-from lightstep.conversion import convert, convert_checkpoint, describe_checkpoint, read_checkpoint
-from lightstep.conversion.state import Group, LazyTensor, TrainingState
-from lightstep.strategy import checkpoint_tensors
-from lightstep.strategy.checkpoint import CheckpointError
 from tests.reference.converted_run import (
     ADAMW,
     AFTER,

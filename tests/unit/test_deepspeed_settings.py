@@ -13,8 +13,8 @@ from torch import nn
 
 from lightstep import Strategy, available_strategies
 from lightstep.config import ConfigError
+from lightstep.deepspeed.optimizer import DeepSpeedOptimizer
 from lightstep.optimizer.base import BaseOptimizer
-from lightstep.optimizer.deepspeed import DeepSpeedOptimizer
 
 DYNAMIC = {"kind": "dynamic", "init_scale": 1024, "growth_interval": 500, "hysteresis": 3, "min_scale": 4}
 

@@ -18,7 +18,7 @@ from lightstep import (
     WeightTransferError,
     WeightTransport,
 )
-from lightstep.strategy.weight_transport import Bucket, buckets_of, refuse_mismatch
+from lightstep.rollout.transport import Bucket, buckets_of, refuse_mismatch
 from lightstep.trainer.ranks import join
 from tests.reference.tiny_model import TinyModel, loss_of
 

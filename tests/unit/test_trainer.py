@@ -18,8 +18,8 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 from torch import Tensor
 
 from lightstep import CheckpointError, ConfigError
-from lightstep.strategy import checkpoint
-from lightstep.strategy.checkpoint_format import is_complete
+from lightstep.checkpoint import checkpoint
+from lightstep.checkpoint.format import is_complete
 from lightstep.trainer import session
 from lightstep.trainer.config import TrainConfig
 from lightstep.trainer.logs import TRAINING, VALIDATION, read_scalars

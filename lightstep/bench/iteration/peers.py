@@ -9,7 +9,7 @@ from lightstep.bench.iteration.contender import Task, Training
 from lightstep.bench.iteration.model import trained_model
 from lightstep.bench.libraries import shard_to_host
 from lightstep.distributed import local_tensor
-from lightstep.strategy.model_setup import checkpoint_activations
+from lightstep.sharding.preparation import checkpoint_activations
 
 
 class OffloadTraining(Training):

@@ -1,0 +1,9 @@
+"""Checkpoints of other libraries, in and out: DeepSpeed, plain torch, transformers, LightRFT."""
+
+from __future__ import annotations
+
+from lightstep.checkpoint.formats.convert import convert_checkpoint
+from lightstep.checkpoint.formats.describe import describe_checkpoint
+from lightstep.checkpoint.formats.read import read_checkpoint
+
+__all__ = ["convert_checkpoint", "describe_checkpoint", "read_checkpoint"]

@@ -1,0 +1,114 @@
+"""From one format to another."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from lightstep.checkpoint.format import CheckpointError, reported
+from lightstep.checkpoint.formats.destination import refuse_overlap
+from lightstep.checkpoint.formats.names import Naming, read_model, read_names
+from lightstep.checkpoint.formats.read import read_checkpoint
+from lightstep.checkpoint.formats.scales import is_dynamic
+from lightstep.checkpoint.formats.state import TrainingState
+from lightstep.checkpoint.formats.to_lightstep import write_lightstep
+from lightstep.checkpoint.formats.to_torch import write_torch
+from lightstep.checkpoint.formats.to_universal import write_universal
+from lightstep.checkpoint.state import check_loadable
+from lightstep.config import DynamicScale
+from lightstep.optimizer.param_groups import plain_numbers
+from lightstep.strategy.base import Strategy
+
+WRITERS: dict[str, Callable[[TrainingState, Path], None]] = {
+    "lightstep": write_lightstep,
+    "torch": write_torch,
+    "deepspeed-universal": write_universal,
+}
+
+
+def convert_checkpoint(
+    source: str | os.PathLike[str],
+    destination: str | os.PathLike[str],
+    to: str,
+    *,
+    model: str | os.PathLike[str] | None = None,
+    names: str | os.PathLike[str] | None = None,
+    strategy: str | os.PathLike[str] | None = None,
+) -> TrainingState:
+    """Convert a checkpoint; the destination appears when it is whole.
+
+    One process, without a process group. Everything is checked before anything is written. Host memory grows by a
+    few tensors.
+
+    Args:
+        source: a checkpoint of any format in :data:`~lightstep.checkpoint.formats.read.READABLE`.
+        destination: a folder, or for ``torch`` a file. What is there is replaced only if a conversion wrote it.
+        to: ``"lightstep"``, ``"torch"`` or ``"deepspeed-universal"``.
+        model: a Hugging Face folder or ``config.json``, for sources that number their parameters without naming them.
+        names: a JSON file with the parameters' names in the optimizer's order, for the same.
+        strategy: the strategy of the run; the settings of its loss scale go to formats that keep them with its state.
+
+    Returns:
+        What was converted; ``notes`` say what the destination cannot hold.
+
+    Raises:
+        CheckpointError: the source cannot be used, or the destination cannot hold it or is something else's.
+        ValueError: an unknown ``to``, or ``strategy`` is none.
+    """
+    if to not in WRITERS:
+        raise ValueError(f"to is {to!r}; allowed: {', '.join(WRITERS)}")
+    start, end = Path(source).resolve(), Path(destination).resolve()
+    with reported(f"{source} was not converted"):
+        refuse_overlap(start, end)
+        naming = Naming(
+            None if model is None else read_model(Path(model)), None if names is None else read_names(Path(names))
+        )
+        state = read_checkpoint(start, naming)
+        _keep_plain(state)
+    _take_settings(state, strategy)
+    if to != "lightstep" and is_dynamic(state.loss_scale) and "settings" not in (state.loss_scale or {}):
+        state.notes.append(
+            "the settings of the dynamic loss scale are not in the checkpoint; lightstep's defaults were written: pass "
+            "--strategy with the run's strategy if its own differ"
+        )
+    with reported(f"{destination} was not written"):
+        WRITERS[to](state, end)
+    return state
+
+
+def _keep_plain(state: TrainingState) -> None:
+    """Leave out what needs unpickling; hyper-parameters must not be left out."""
+    for number, group in enumerate(state.groups or ()):
+        group.settings = plain_numbers(group.settings)
+        try:
+            check_loadable(f"param_groups[{number}]", group.settings)
+        except TypeError as error:
+            raise CheckpointError(str(error)) from error
+    for key in list(state.extra):
+        if not _loadable(state, f"extra[{key!r}]", state.extra[key]):
+            del state.extra[key]
+    if state.scheduler is not None and not _loadable(state, "the scheduler's state", state.scheduler):
+        state.scheduler = None
+
+
+def _loadable(state: TrainingState, what: str, value: object) -> bool:
+    try:
+        check_loadable(what, value)
+    except TypeError as error:
+        state.notes.append(f"{what} was left out: {error}")
+        return False
+    return True
+
+
+def _take_settings(state: TrainingState, strategy: str | os.PathLike[str] | None) -> None:
+    if strategy is None:
+        return
+    scale = Strategy.load(str(strategy)).config.precision.loss_scale
+    if not is_dynamic(state.loss_scale):
+        state.notes.append(f"the checkpoint has no dynamic loss scale: of {strategy} nothing is taken")
+        return
+    if not isinstance(scale, DynamicScale):
+        raise CheckpointError(f"the loss scale of the checkpoint is dynamic, that of {strategy} is not")
+    assert state.loss_scale is not None
+    state.loss_scale = {**state.loss_scale, "settings": scale.model_dump(exclude={"kind", "init_scale"})}

@@ -1,0 +1,38 @@
+"""Checkpoints of ``sharding.kind: deepspeed``: DeepSpeed's own files, with our manifest and small state beside them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from lightstep.checkpoint.format import read_manifest
+from lightstep.checkpoint.formats.from_zero import read_zero
+from lightstep.checkpoint.formats.state import Group, TrainingState
+from lightstep.checkpoint.formats.zero_files import open_zero
+from lightstep.checkpoint.state import read_state
+
+SECTION = "deepspeed"
+
+
+def is_engine_checkpoint(folder: Path) -> bool:
+    """Whether DeepSpeed wrote the tensors of a checkpoint of ours."""
+    return bool(read_manifest(folder).get(SECTION))
+
+
+def read_engine_checkpoint(folder: Path) -> TrainingState:
+    """Tensors and loss scale from DeepSpeed's files; groups, scheduler, extra and random states from ours.
+
+    Raises:
+        CheckpointError: files are missing or damaged.
+    """
+    manifest, small = read_manifest(folder), read_state(folder)
+    state = read_zero(open_zero(folder / manifest[SECTION]["tag"]))
+    trained = set(state.optimized())
+    state.groups = [
+        Group([name for name in names if name in trained], dict(settings))
+        for names, settings in zip(manifest["groups"], small["optimizer"]["groups"], strict=True)
+    ]
+    state.scheduler = small.get("scheduler")
+    state.extra = {**(small.get("extra") or {}), SECTION: state.extra[SECTION]}
+    state.random = list(small.get("random") or [])
+    state.optimizer_class = manifest.get("optimizer")
+    return state

@@ -1,0 +1,67 @@
+"""Our own checkpoints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightstep.checkpoint.formats.state import Group, LazyTensor, TrainingState, updates
+from lightstep.checkpoint.load import Saved
+from lightstep.checkpoint.state import entry_key, stored_entries
+from lightstep.checkpoint.tensors import Stored, Target, read_tensors, whole
+
+
+def read_lightstep(folder: Path) -> TrainingState:
+    """A checkpoint of ``strategy.save_checkpoint``, written by any number of ranks.
+
+    Raises:
+        CheckpointError: it is not complete.
+    """
+    saved = Saved.read(folder)
+    weights = {name: lazy(folder, f"model.{name}", saved.index) for name in _in_model_order(saved)}
+    state = TrainingState("lightstep", weights, aliases=saved.aliases)
+    if saved.optimizer is not None:
+        _read_optimizer(state, saved)
+    state.scheduler = saved.state.get("scheduler")
+    state.extra = dict(saved.state.get("extra") or {})
+    state.random = list(saved.state.get("random") or [])
+    state.modules = dict(saved.state.get("modules") or {})
+    state.world_size = saved.manifest.get("world_size")
+    state.optimizer_class = saved.manifest.get("optimizer")
+    state.step = updates(state.entries.values())
+    return state
+
+
+def lazy(folder: Path, key: str, index: dict[str, Stored]) -> LazyTensor:
+    """One tensor of a folder of ``torch.distributed.checkpoint``, read whole."""
+    stored = index[key]
+
+    def read() -> Tensor:
+        target = Target(key, whole(stored.shape), lambda: torch.empty(stored.shape, dtype=stored.dtype))
+        received: list[Tensor] = []
+        read_tensors(folder, {key: stored}, [Target(key, target.shard, target.make, received.append)])
+        return received[0]
+
+    return LazyTensor(stored.dtype, stored.shape, read)
+
+
+def _in_model_order(saved: Saved) -> list[str]:
+    """The manifest lists the tensors as the model has them."""
+    listed = [name for name in saved.manifest.get("tensors") or () if f"model.{name}" in saved.index]
+    return list(dict.fromkeys([*listed, *sorted(saved.model_names())]))
+
+
+def _read_optimizer(state: TrainingState, saved: Saved) -> None:
+    assert saved.optimizer is not None
+    settings = saved.optimizer["groups"]
+    state.groups = [Group(list(names), dict(own)) for names, own in zip(saved.groups, settings, strict=True)]
+    values: dict[str, dict[str, Any]] = saved.optimizer["values"]
+    stored = stored_entries(saved.index)
+    for name in state.optimized():
+        entries = {key: lazy(saved.folder, entry_key(name, key), saved.index) for key in sorted(stored.get(name, []))}
+        if found := {**values.get(name, {}), **entries}:
+            state.entries[name] = found
+    state.loss_scale = saved.optimizer.get("loss_scale")

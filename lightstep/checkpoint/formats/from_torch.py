@@ -1,0 +1,224 @@
+"""Files of plain torch: ``torch.save({"model": ..., "optimizer": ...})``, and checkpoints of transformers' Trainer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from lightstep.checkpoint.format import CheckpointError
+from lightstep.checkpoint.formats.names import Grouping, Naming, ParameterOrder, name_groups, read_model
+from lightstep.checkpoint.formats.safe_load import load_file
+from lightstep.checkpoint.formats.scales import from_torch
+from lightstep.checkpoint.formats.state import Group, LazyTensor, TrainingState, listed, tensor_step, updates
+from lightstep.optimizer.param_groups import clean_name
+
+MODEL_KEYS = ("model", "model_state_dict", "state_dict")
+OPTIMIZER_KEYS = ("optimizer", "optimizer_state_dict", "optim")
+SCHEDULER_KEYS = ("scheduler", "scheduler_state_dict", "lr_scheduler")
+SCALER_KEYS = ("scaler", "scaler_state_dict", "grad_scaler")
+_OURS = ("lightstep", "optimizer_class", "loss_scale", "extra", "random", "modules", "step", "world_size")
+_SAFETENSORS, _INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+def read_torch_file(path: Path, naming: Naming) -> TrainingState:
+    """One file with a model's and an optimizer's state dict under the usual keys.
+
+    Raises:
+        CheckpointError: damaged, without a model, or with an optimizer whose parameters have no names.
+    """
+    content = load_file(path)
+    key = next((k for k in MODEL_KEYS if isinstance(content, dict) and isinstance(content.get(k), Mapping)), None)
+    if key is None:
+        raise CheckpointError(f"{path} holds no dictionary with a model's state dict under {', '.join(MODEL_KEYS)}")
+    weights, aliases, notes = module_tensors(content[key])
+    state = TrainingState("torch", weights, aliases=aliases, notes=notes)
+    found = {name: next((k for k in keys if content.get(k)), None) for name, keys in _PARTS.items()}
+    if found["optimizer"]:
+        add_optimizer(state, content[found["optimizer"]], naming)
+    _read_rest(state, content, found, {key, *filter(None, found.values())})
+    return state
+
+
+_PARTS = {"optimizer": OPTIMIZER_KEYS, "scheduler": SCHEDULER_KEYS, "scaler": SCALER_KEYS}
+
+
+def _read_rest(
+    state: TrainingState, content: Mapping[str, Any], found: Mapping[str, str | None], used: set[str]
+) -> None:
+    if found["scheduler"]:
+        state.scheduler = content[found["scheduler"]]
+    if found["scaler"]:
+        state.loss_scale = from_torch(content[found["scaler"]])
+    if isinstance(ours := content.get("lightstep"), dict):
+        state.format = "torch (converted)"
+        state.optimizer_class, state.loss_scale = content.get("optimizer_class"), content.get("loss_scale")
+        state.random, state.modules = list(content.get("random") or []), dict(content.get("modules") or {})
+        state.extra, state.world_size = dict(content.get("extra") or {}), content.get("world_size")
+        _cast_back(state, ours.get("trained_in") or {})
+    else:
+        state.extra = {key: value for key, value in content.items() if key not in used}
+        scale = content[found["optimizer"]].get("loss_scale") if found["optimizer"] else None
+        state.loss_scale = state.loss_scale or scale
+
+
+def _cast_back(state: TrainingState, trained_in: Mapping[str, str]) -> None:
+    """Our files hold masters as the weights, and say what the parameters were trained in."""
+    for name, dtype in trained_in.items():
+        if name in state.weights:
+            master = state.weights[name]
+            state.weights[name] = master.to(getattr(torch, dtype))
+            state.entries.setdefault(name, {})["master"] = master
+
+
+def module_tensors(module: Mapping[str, Any]) -> tuple[dict[str, LazyTensor], dict[str, str], list[str]]:
+    """Tensors of a model's state dict, tied ones once, aliases, and notes on what is no tensor."""
+    prefix = "module." if module and all(name.startswith("module.") for name in module) else ""
+    seen: dict[Any, str] = {}
+    weights, aliases, notes = {}, {}, []
+    for key, tensor in module.items():
+        name = clean_name(key.removeprefix(prefix))
+        if not isinstance(tensor, Tensor):
+            notes.append(f"{name} of the model is no tensor and was left out")
+            continue
+        place = (tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tensor.shape, tensor.stride())
+        first = seen.setdefault(place, name) if tensor.numel() else name
+        if first == name:
+            weights[name] = LazyTensor.of(tensor.detach())
+        else:
+            aliases[name] = first
+    return weights, aliases, notes
+
+
+def add_optimizer(
+    state: TrainingState, packed: Mapping[str, Any], naming: Naming, rules: Sequence[Grouping] = ()
+) -> None:
+    """Add the state dict of a torch optimizer: entries by number or by name."""
+    if "state" not in packed or "param_groups" not in packed:
+        raise CheckpointError("its optimizer is no state dict of torch.optim: it has no state and param_groups")
+    groups, states = packed["param_groups"], packed["state"]
+    shapes = {name: weight.shape for name, weight in state.weights.items()}
+    if naming.model is None:
+        shapes = {n: s for n, s in shapes.items() if state.weights[n].dtype.is_floating_point}
+    names = name_groups(groups, states, naming, shapes, rules)
+    left_out = ("params", "param_names")
+    state.groups = [
+        Group(
+            [_known(state, name) for name in own],
+            {key: value for key, value in group.items() if key not in left_out},
+        )
+        for own, group in zip(names, groups, strict=True)
+    ]
+    for group, named in zip(groups, state.groups, strict=True):
+        for index, name in zip(group["params"], named.names, strict=True):
+            if entries := states.get(index):
+                state.entries[name] = {key: _entry(key, value) for key, value in entries.items()}
+    state.step = updates(state.entries.values())
+
+
+def _known(state: TrainingState, name: str) -> str:
+    """The name that the weights have: without wrappers, and the first of tied ones."""
+    name = clean_name(name)
+    for candidate in (name, name.removeprefix("module.")):
+        if (found := state.aliases.get(candidate, candidate)) in state.weights:
+            return found
+    raise CheckpointError(f"the optimizer has {name}, of which there are no weights")
+
+
+def _entry(key: str, value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return LazyTensor.of(value.detach())
+    return tensor_step(value) if key == "step" else value
+
+
+# -- transformers ------------------------------------------------------------------------------------------------------
+
+
+def is_trainer_checkpoint(folder: Path) -> bool:
+    """Whether transformers' Trainer wrote a ``checkpoint-N`` folder that plain torch can read."""
+    return (folder / "optimizer.pt").is_file() and any((folder / name).is_file() for name in (_SAFETENSORS, _INDEX))
+
+
+def read_trainer_checkpoint(folder: Path, naming: Naming) -> TrainingState:
+    """A ``checkpoint-N`` folder: safetensors, optimizer, scheduler, scaler and ``trainer_state.json``.
+
+    Raises:
+        CheckpointError: a file is missing or damaged, or the parameters cannot be named.
+    """
+    state = TrainingState("transformers Trainer", safetensors_weights(folder))
+    if naming.model is None and naming.names is None and (folder / "config.json").is_file():
+        naming = Naming(model=read_model(folder))
+    if naming.model is not None:
+        state.aliases = {alias: name for alias, name in naming.model.aliases.items() if alias not in state.weights}
+        state.weights = _in_order(state.weights, naming.model)
+    add_optimizer(state, load_file(folder / "optimizer.pt"), naming, [_trainer_groups(naming.model)])
+    for file, key in (("scheduler.pt", "scheduler"), ("scaler.pt", "scaler")):
+        if (folder / file).is_file():
+            loaded = load_file(folder / file)
+            if key == "scheduler":
+                state.scheduler = loaded
+            else:
+                state.loss_scale = from_torch(loaded)
+    if (folder / "trainer_state.json").is_file():
+        state.extra["trainer_state"] = json.loads((folder / "trainer_state.json").read_text(encoding="utf-8"))
+    return state
+
+
+def safetensors_weights(folder: Path) -> dict[str, LazyTensor]:
+    """All tensors of ``model.safetensors`` or of the shards that its index names.
+
+    Raises:
+        CheckpointError: a shard is missing or damaged.
+    """
+    files = [_SAFETENSORS]
+    if (folder / _INDEX).is_file():
+        files = sorted(set(json.loads((folder / _INDEX).read_text(encoding="utf-8"))["weight_map"].values()))
+        if missing := [name for name in files if not (folder / name).is_file()]:
+            raise CheckpointError(f"{folder} is incomplete: {listed(missing)} of {_INDEX} is missing")
+    return {name: tensor for file in files for name, tensor in _safetensors(folder / file)}
+
+
+def _safetensors(path: Path) -> list[tuple[str, LazyTensor]]:
+    def lazily(name: str) -> LazyTensor:
+        def read() -> Tensor:
+            with safe_open(path, framework="pt") as reopened:
+                return reopened.get_tensor(name)
+
+        part = opened.get_slice(name)
+        return LazyTensor(_DTYPES[part.get_dtype()], torch.Size(part.get_shape()), read)
+
+    try:
+        with safe_open(path, framework="pt") as opened:
+            return [(name, lazily(name)) for name in opened.keys()]  # noqa: SIM118  (not a mapping)
+    except Exception as error:
+        raise CheckpointError(f"{path} cannot be read: it is truncated or damaged ({error})") from error
+
+
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "BOOL": torch.bool,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+}
+
+
+def _in_order(weights: dict[str, LazyTensor], model: ParameterOrder) -> dict[str, LazyTensor]:
+    first = [name for name in model.shapes if name in weights]
+    return {name: weights[name] for name in dict.fromkeys([*first, *weights])}
+
+
+def _trainer_groups(model: ParameterOrder | None) -> Grouping:
+    """Trainer decays all but biases and norms, and puts those into a second group."""
+    decayed = model.decayed if model is not None and model.decayed is not None else frozenset()
+    return lambda order: [[n for n in order if n in decayed], [n for n in order if n not in decayed]]

@@ -1,0 +1,170 @@
+"""torch's optimizers number their parameters in a state dict; here the numbers get their names back."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightstep.checkpoint.format import CheckpointError
+from lightstep.checkpoint.formats.state import listed
+
+Grouping = Callable[[list[str]], list[list[str]]]
+"""A library's rule: a model's trainable parameters in order to the names in each group."""
+
+
+@dataclass(frozen=True)
+class ParameterOrder:
+    """Names of a model's parameters in its own order, their shapes, tied names, and Trainer's split into two groups."""
+
+    shapes: dict[str, torch.Size]
+    aliases: dict[str, str] = field(default_factory=dict)
+    decayed: frozenset[str] | None = None
+
+
+@dataclass(frozen=True)
+class Naming:
+    """What the user said about names.
+
+    Attributes:
+        model: from ``--model``.
+        names: from ``--names``: per group, or one list for all groups in order.
+    """
+
+    model: ParameterOrder | None = None
+    names: list[list[str]] | None = None
+
+
+def read_names(path: Path) -> list[list[str]]:
+    """A JSON file with a list of names in the optimizer's order, or a list of such lists, one for each group.
+
+    Raises:
+        CheckpointError: something else is in it.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read as JSON: {error}") from error
+    groups = content if isinstance(content, list) and content and isinstance(content[0], list) else [content]
+    if not all(isinstance(group, list) and all(isinstance(name, str) for name in group) for group in groups):
+        raise CheckpointError(f"{path} must hold a list of names, or a list of lists of names, one for each group")
+    return groups
+
+
+def read_model(path: Path) -> ParameterOrder:
+    """The parameters of a Hugging Face model, made on the meta device from its ``config.json``.
+
+    Raises:
+        CheckpointError: transformers cannot make the model.
+    """
+    folder = path.parent if path.is_file() else path
+    try:
+        import transformers
+
+        config = transformers.AutoConfig.from_pretrained(folder)
+        classes = [getattr(transformers, name, None) for name in config.architectures or ()]
+        made = classes[0] if classes and classes[0] is not None else transformers.AutoModelForCausalLM
+        with torch.device("meta"):
+            model = made._from_config(config) if hasattr(made, "_from_config") else made.from_config(config)
+        model.tie_weights()
+        decayed = frozenset(transformers.Trainer.get_decay_parameter_names(None, model))
+    except Exception as error:
+        raise CheckpointError(f"{path} is no model that transformers can make: {error}") from error
+    return parameter_order(model, decayed)
+
+
+def parameter_order(model: torch.nn.Module, decayed: frozenset[str] | None = None) -> ParameterOrder:
+    """Names and shapes of a model's parameters in its own order."""
+    names: dict[int, str] = {}
+    aliases, shapes = {}, {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        first = names.setdefault(id(parameter), name)
+        if first == name:
+            shapes[name] = parameter.shape
+        else:
+            aliases[name] = first
+    return ParameterOrder(shapes, aliases, decayed)
+
+
+def name_groups(
+    groups: Sequence[Mapping[str, Any]],
+    states: Mapping[Any, Mapping[str, Any]],
+    naming: Naming,
+    weights: Mapping[str, torch.Size],
+    rules: Sequence[Grouping] = (),
+) -> list[list[str]]:
+    """The names of each group's parameters.
+
+    Args:
+        groups: with ``params`` (indices or names), perhaps with ``param_names``.
+        states: entries by index; those with dimensions have the parameter's shape.
+        weights: shapes of the checkpoint's weights in the model's order.
+        rules: how the library that wrote it splits parameters into groups.
+
+    Raises:
+        CheckpointError: no order fits; it says what to pass.
+    """
+    if all(isinstance(name, str) for group in groups for name in group["params"]):
+        return [list(group["params"]) for group in groups]
+    if naming.names is None and all(len(group.get("param_names") or ()) == len(group["params"]) for group in groups):
+        return [list(group["param_names"]) for group in groups]
+    shapes = {**weights, **(naming.model.shapes if naming.model else {})}
+    wanted = [[_shape(states.get(index, {})) for index in group["params"]] for group in groups]
+    counts = [len(group) for group in wanted]
+    for proposal in _proposals(naming, counts, list(weights), rules):
+        if len(proposal) == len(counts):
+            found = [_only_way(names, own, shapes) for names, own in zip(proposal, wanted, strict=True)]
+            if all(names is not None for names in found):
+                return [names for names in found if names is not None]
+    given = "--names" if naming.names else "--model" if naming.model else None
+    raise CheckpointError(
+        f"its optimizer numbers {sum(counts)} parameters in groups of {listed(map(str, counts))} and does not name them"
+        + (f", and {given} does not fit them" if given else "")
+        + ". Pass --names FILE, a JSON list of names in the optimizer's order, or --model DIR with the config.json"
+    )
+
+
+def _shape(entries: Mapping[str, Any]) -> torch.Size | None:
+    """Of the parameter, if its state tells."""
+    return next((torch.Size(value.shape) for value in entries.values() if len(getattr(value, "shape", ()))), None)
+
+
+def _proposals(
+    naming: Naming, counts: list[int], weights: list[str], rules: Sequence[Grouping]
+) -> list[list[list[str]]]:
+    if naming.names is not None:
+        flat = [name for group in naming.names for name in group]
+        return [naming.names, _cut(flat, counts)]
+    order = list(naming.model.shapes) if naming.model else weights
+    return [[order], *(rule(order) for rule in rules)] if len(counts) == 1 else [rule(order) for rule in rules]
+
+
+def _cut(names: list[str], counts: list[int]) -> list[list[str]]:
+    ends = [sum(counts[: number + 1]) for number in range(len(counts))]
+    return (
+        [names[end - count : end] for end, count in zip(ends, counts, strict=True)] if ends[-1:] == [len(names)] else []
+    )
+
+
+def _only_way(names: list[str], wanted: list[torch.Size | None], shapes: Mapping[str, torch.Size]) -> list[str] | None:
+    """``names`` without those that the optimizer does not have, if shapes leave one way to choose them in order."""
+    if any(name not in shapes for name in names):
+        return None
+    size = len(wanted)
+    # ways[i][j]: how many ways there are to find wanted[j:] in names[i:], one behind the other
+    ways = [[0] * size + [1] for _ in range(len(names) + 1)]
+    for i in reversed(range(len(names))):
+        for j in reversed(range(size)):
+            fits = wanted[j] is None or wanted[j] == shapes[names[i]]
+            ways[i][j] = ways[i + 1][j] + (ways[i + 1][j + 1] if fits else 0)
+    if ways[0][0] != 1:
+        return None
+    chosen: list[str] = []
+    for i, name in enumerate(names):
+        if len(chosen) < size and ways[i + 1][len(chosen)] == 0:
+            chosen.append(name)
+    return chosen

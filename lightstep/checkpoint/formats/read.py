@@ -1,0 +1,71 @@
+"""What lies at a path, and reading it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from lightstep.checkpoint.format import MANIFEST, CheckpointError, find_checkpoint, latest_checkpoint
+from lightstep.checkpoint.formats.from_dcp import METADATA, read_dcp
+from lightstep.checkpoint.formats.from_engine import is_engine_checkpoint, read_engine_checkpoint
+from lightstep.checkpoint.formats.from_lightrft import is_lightrft, rank_files, read_lightrft
+from lightstep.checkpoint.formats.from_lightstep import read_lightstep
+from lightstep.checkpoint.formats.from_torch import is_trainer_checkpoint, read_torch_file, read_trainer_checkpoint
+from lightstep.checkpoint.formats.from_universal import PARAMETERS, read_universal
+from lightstep.checkpoint.formats.from_zero import read_zero
+from lightstep.checkpoint.formats.names import Naming
+from lightstep.checkpoint.formats.safe_load import load_file
+from lightstep.checkpoint.formats.state import TrainingState
+from lightstep.checkpoint.formats.zero_files import MODEL_FILE, OPTIMIZER_FILE, open_zero
+
+READABLE = (
+    "lightstep checkpoints, DeepSpeed's ZeRO and universal checkpoints, files of torch.save with a model and an "
+    "optimizer, transformers Trainer's checkpoint-N folders, folders of torch.distributed.checkpoint, and LightRFT's "
+    "optim_states"
+)
+
+
+def read_checkpoint(path: Path, naming: Naming | None = None) -> TrainingState:
+    """The run in a checkpoint of any format that is known; every file that it needs is opened, no tensor read.
+
+    Raises:
+        CheckpointError: nothing known is there, or files are missing, damaged, or do not belong together.
+    """
+    state = _read(path, naming or Naming())
+    state.check()
+    return state
+
+
+def _read(path: Path, naming: Naming) -> TrainingState:
+    if path.is_file():
+        content = load_file(path)
+        return read_lightrft(path, naming) if is_lightrft(content) else read_torch_file(path, naming)
+    if not path.is_dir() or (path / MANIFEST).is_file():
+        whole = find_checkpoint(path)
+        return read_engine_checkpoint(whole) if is_engine_checkpoint(whole) else read_lightstep(whole)
+    folder = _tagged(path)
+    if (folder / PARAMETERS).is_dir():
+        return read_universal(folder)
+    if any(OPTIMIZER_FILE.fullmatch(entry.name) or MODEL_FILE.fullmatch(entry.name) for entry in folder.iterdir()):
+        return read_zero(open_zero(folder))
+    if rank_files(path):
+        return read_lightrft(path, naming)
+    if (path / METADATA).is_file():
+        return read_dcp(path)
+    if is_trainer_checkpoint(path):
+        return read_trainer_checkpoint(path, naming)
+    if (newest := latest_checkpoint(path)) is not None:
+        raise CheckpointError(f"{path} is a folder of checkpoints; the newest is {newest}")
+    raise CheckpointError(f"{path} holds no checkpoint that is known. Known are {READABLE}")
+
+
+def _tagged(path: Path) -> Path:
+    """The folder that DeepSpeed's ``latest`` or ``latest_universal`` names."""
+    for pointer in ("latest", "latest_universal"):
+        if (path / pointer).is_file():
+            folder = path / (path / pointer).read_text(encoding="utf-8").strip()
+            if not folder.is_dir() or folder.parent != path:
+                raise CheckpointError(
+                    f"{path / pointer} names {folder.name!r}, which is not there; pass another folder"
+                )
+            return folder
+    return path

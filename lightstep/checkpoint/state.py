@@ -1,0 +1,308 @@
+"""What a checkpoint holds beside tensors of model and optimizer, and how optimizer state is named in it.
+
+Small state (extra, scheduler, group hyper-parameters, loss scale, random states, state entries that are numbers) goes
+into one ``torch.save`` file that is checked at save time to load with ``weights_only=True``.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import random
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from lightstep.checkpoint.format import STATE, CheckpointError, error_text, write_file
+from lightstep.checkpoint.tensors import Shard, Source, shard_of, whole
+from lightstep.distributed import like, local_tensor
+from lightstep.optimizer.param_groups import plain_numbers
+from lightstep.sharding.model_names import NamedTensor
+
+_CHOICES_OF_THIS_RUN = ("params", "param_names", "fused", "foreach", "capturable", "differentiable")
+"""Group keys that say how to compute, not what: the live optimizer's stay."""
+
+
+# -- the small file ----------------------------------------------------------------------------------------------------
+
+
+def check_loadable(what: str, value: Any) -> None:
+    """Refuse what ``weights_only=True`` would not load again, naming the innermost key at fault.
+
+    Raises:
+        TypeError: for example ``extra['sampler'] is a Sampler ...``.
+    """
+    if _survives(value):
+        return
+    inner: Iterable[tuple[Any, Any]] = ()
+    if isinstance(value, Mapping):
+        inner = value.items()
+    elif isinstance(value, list | tuple):
+        inner = enumerate(value)
+    for key, part in inner:
+        check_loadable(f"{what}[{key!r}]", part)
+    kind = type(value)
+    raise TypeError(
+        f"{what} is a {kind.__module__}.{kind.__qualname__}, which a weights-only load refuses; "
+        "save plain numbers, strings, lists, dicts and tensors"
+    )
+
+
+def write_state(folder: Path, state: dict[str, Any]) -> None:
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    write_file(folder / STATE, buffer.getvalue())
+
+
+def read_state(folder: Path) -> dict[str, Any]:
+    """Raises :class:`CheckpointError` when the file is damaged or holds anything that needs unpickling."""
+    try:
+        state = torch.load(folder / STATE, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:  # torch's text recommends to run what is in it
+        raise CheckpointError(
+            f"{folder / STATE} cannot be read: it is damaged, or holds more than plain values and tensors"
+        ) from error
+    except Exception as error:
+        raise CheckpointError(f"{folder / STATE} cannot be read: {error_text(error)}") from error
+    if not isinstance(state, dict):
+        raise CheckpointError(f"{folder / STATE} cannot be read: it holds a {type(state).__name__}")
+    return state
+
+
+def _survives(value: Any) -> bool:
+    buffer = io.BytesIO()
+    try:
+        torch.save(value, buffer)
+        buffer.seek(0)
+        torch.load(buffer, map_location="cpu", weights_only=True)
+    except Exception:
+        return False
+    return True
+
+
+# -- random states -----------------------------------------------------------------------------------------------------
+
+
+def random_states() -> dict[str, Any]:
+    """Python's, numpy's, torch's and the current accelerator's generator, as plain values."""
+    states: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
+    try:
+        import numpy
+
+        name, keys, position, has_gauss, gauss = cast(tuple[Any, ...], numpy.random.get_state())
+        states["numpy"] = [str(name), keys.tolist(), int(position), int(has_gauss), float(gauss)]
+    except ImportError:
+        pass
+    if (device := _accelerator()) is not None:
+        states["accelerator"] = {"type": device, "state": torch.get_device_module(device).get_rng_state()}
+    return states
+
+
+def set_random_states(states: Mapping[str, Any]) -> None:
+    """Continue from :func:`random_states`; generators that this machine does not have are left out."""
+    random.setstate(states["python"])
+    torch.set_rng_state(states["torch"])
+    if "numpy" in states:
+        try:
+            import numpy
+        except ImportError:
+            pass
+        else:
+            numpy.random.set_state(tuple(states["numpy"]))
+    saved = states.get("accelerator")
+    if saved is not None and saved["type"] == _accelerator():
+        torch.get_device_module(saved["type"]).set_rng_state(saved["state"])
+
+
+def _accelerator() -> str | None:
+    """The accelerator's type if this process uses it: asking must not start it."""
+    if not torch.accelerator.is_available():
+        return None
+    device = torch.accelerator.current_accelerator()
+    assert device is not None
+    started = getattr(torch.get_device_module(device.type), "is_initialized", lambda: True)
+    return device.type if started() else None
+
+
+# -- the optimizer -----------------------------------------------------------------------------------------------------
+
+
+class OptimizerContent:
+    """An optimizer's parameters by name, and its state entry by entry.
+
+    Any ``torch.optim.Optimizer`` will do; one with ``load_parameter_state`` places what it is given itself. One with
+    ``kept_state`` and ``keeps_state`` may share its state with other ranks: each saves and loads what it keeps.
+
+    Raises:
+        CheckpointError: it has parameters that the model has not.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, model: Iterable[NamedTensor]) -> None:
+        self.optimizer = optimizer
+        names = {id(named.tensor): named.name for named in model}
+        self.groups: list[list[str]] = []
+        self.parameters: dict[str, Tensor] = {}
+        for group in optimizer.param_groups:
+            foreign = [tuple(p.shape) for p in group["params"] if id(p) not in names]
+            if foreign:
+                raise CheckpointError(
+                    f"{len(foreign)} parameters of the optimizer (shapes {foreign[:3]}) are not the model's; "
+                    "pass the model that the optimizer was built from"
+                )
+            self.groups.append([names[id(p)] for p in group["params"]])
+            self.parameters.update(zip(self.groups[-1], group["params"], strict=True))
+        self._last: tuple[str, dict[str, Any]] = ("", {})
+
+    @property
+    def class_name(self) -> str | None:
+        """The class whose arithmetic is used, when the optimizer says so."""
+        wrapper = hasattr(self.optimizer, "load_parameter_state")
+        inner = getattr(self.optimizer, "optimizer_class", None if wrapper else type(self.optimizer))
+        return None if inner is None else str(inner.__name__)
+
+    @property
+    def keeps_masters(self) -> bool:
+        """Whether it can take an fp32 master for a low-precision parameter."""
+        return hasattr(self.optimizer, "load_parameter_state")
+
+    def keeps(self, name: str) -> bool:
+        """Whether this rank loads the parameter's state; otherwise a replica of this rank does."""
+        return not hasattr(self.optimizer, "keeps_state") or self.optimizer.keeps_state(self.parameters[name])
+
+    def hyperparameters(self) -> list[dict[str, Any]]:
+        """Each group's settings, ``initial_lr`` and tensor learning rates included."""
+        return [
+            plain_numbers({key: value for key, value in group.items() if key not in ("params", "param_names")})
+            for group in self.optimizer.param_groups
+        ]
+
+    def sources(self) -> list[Source]:
+        """Every tensor of the state that this rank keeps, fetched when it is written."""
+        return [source for name in self.parameters for source in self._sources_of(name)]
+
+    def values(self) -> dict[str, dict[str, Any]]:
+        """State entries that are no tensors and that this rank keeps, by parameter and key."""
+        found: dict[str, dict[str, Any]] = {}
+        for name in self.parameters:
+            plain = {key: value for key, value in self._described(name).items() if not isinstance(value, Tensor)}
+            if plain:
+                found[name] = plain
+        return found
+
+    def load(self, name: str, entries: dict[str, Any]) -> None:
+        """Replace one parameter's state by these (local shards on the host); ``{}`` removes it.
+
+        Of a parameter that this rank does not keep (:meth:`keeps`) only the names of the entries matter.
+        """
+        parameter = self.parameters[name]
+        if self.keeps_masters:
+            self.optimizer.load_parameter_state(parameter, entries)  # type: ignore[attr-defined]
+        elif entries:
+            group = next(g for g, names in zip(self.optimizer.param_groups, self.groups, strict=True) if name in names)
+            step_on_device = bool(group.get("fused") or group.get("capturable"))
+            self.optimizer.state[parameter] = {
+                key: _beside(parameter, value, step_on_device) if isinstance(value, Tensor) else value
+                for key, value in entries.items()
+            }
+        else:
+            self.optimizer.state.pop(parameter, None)
+
+    def expect(self, names: Iterable[str]) -> None:
+        """These parameters are about to be loaded, frozen ones among them."""
+        if hasattr(self.optimizer, "managed"):
+            self.optimizer.managed(also=[self.parameters[name] for name in names])
+
+    def set_hyperparameters(self, group: int, saved: Mapping[str, Any]) -> None:
+        """Take over a group's settings; a live tensor learning rate is filled, not exchanged."""
+        live = self.optimizer.param_groups[group]
+        for key, value in saved.items():
+            if key in _CHOICES_OF_THIS_RUN:
+                continue
+            if isinstance(live.get(key), Tensor):
+                live[key].fill_(value)
+            else:
+                live[key] = value.clone() if isinstance(value, Tensor) else value
+
+    def _sources_of(self, name: str) -> list[Source]:
+        shard = shard_of(self.parameters[name])
+        if shard is None:
+            return []
+        sources = []
+        for key, value in self._described(name).items():
+            if isinstance(value, Tensor):
+                local = local_tensor(value)
+                part = _part_of(name, key, local, shard)
+                sources.append(Source(entry_key(name, key), part, local.dtype, self._fetch(name, key)))
+        return sources
+
+    def _fetch(self, name: str, key: str) -> Any:
+        return lambda: local_tensor(self._entries(name)[key])
+
+    def _described(self, name: str) -> dict[str, Any]:
+        """The entries' shapes, dtypes and plain values; building the entries themselves may take time."""
+        describe = getattr(self.optimizer, "described_state", self.optimizer.state.get)
+        return dict(describe(self.parameters[name]) or {})
+
+    def _entries(self, name: str) -> dict[str, Any]:
+        """State of one parameter. It may be built on access, so the last one asked for is kept, and only that."""
+        if self._last[0] != name:
+            self._last = ("", {})
+            read = getattr(self.optimizer, "kept_state", self.optimizer.state.get)
+            self._last = (name, dict(read(self.parameters[name]) or {}))
+        return self._last[1]
+
+
+def same_settings(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
+    """Whether two groups would be updated alike."""
+    keys = (first.keys() | second.keys()) - set(_CHOICES_OF_THIS_RUN)
+    return all(key in first and key in second and _equal(first[key], second[key]) for key in keys)
+
+
+def _equal(first: Any, second: Any) -> bool:
+    if isinstance(first, Tensor) or isinstance(second, Tensor):
+        return torch.equal(torch.as_tensor(first), torch.as_tensor(second))
+    return bool(first == second)
+
+
+def entry_key(name: str, entry: str) -> str:
+    """The name of one state entry among the checkpoint's tensors."""
+    if "." in entry:
+        raise TypeError(f"the optimizer's state of {name} has an entry {entry!r}; names with dots cannot be saved")
+    return f"optimizer.{name}.{entry}"
+
+
+def stored_entries(keys: Iterable[str]) -> dict[str, list[str]]:
+    """Which entries the checkpoint holds, by parameter."""
+    found: dict[str, list[str]] = {}
+    for key in keys:
+        kind, _, rest = key.partition(".")
+        if kind == "optimizer":
+            name, _, entry = rest.rpartition(".")
+            found.setdefault(name, []).append(entry)
+    return found
+
+
+def _part_of(name: str, key: str, local: Tensor, parameter: Shard) -> Shard:
+    """Where an entry's local tensor lies: like its parameter's, or the same on all ranks."""
+    if local.shape == parameter.lengths:
+        return parameter
+    if local.dim() == 0 or not parameter.sharded:
+        return whole(local.shape)
+    raise CheckpointError(
+        f"the state entry {key!r} of {name} has local shape {tuple(local.shape)}, the parameter "
+        f"{tuple(parameter.lengths)}; only element-wise state of a sharded parameter can be saved"
+    )
+
+
+def _beside(parameter: Tensor, value: Tensor, step_on_device: bool) -> Tensor:
+    """A plain torch optimizer's entry, where that optimizer expects it."""
+    local = local_tensor(parameter)
+    if value.dim() == 0:
+        return value.to(local.device) if step_on_device else value
+    if value.shape != local.shape:
+        return value.to(local.device)
+    # With the parameter's strides: fused optimizers walk both side by side.
+    return like(parameter, torch.empty_like(local, dtype=value.dtype).copy_(value))

@@ -1,9 +1,0 @@
-"""Checkpoints of other libraries, in and out: DeepSpeed, plain torch, transformers, LightRFT."""
-
-from __future__ import annotations
-
-from lightstep.conversion.convert import convert_checkpoint
-from lightstep.conversion.describe import describe_checkpoint
-from lightstep.conversion.read import read_checkpoint
-
-__all__ = ["convert_checkpoint", "describe_checkpoint", "read_checkpoint"]

@@ -1,0 +1,1 @@
+"""The strategy and the optimizer contract over DeepSpeed's engine."""

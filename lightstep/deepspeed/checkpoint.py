@@ -1,0 +1,305 @@
+"""Checkpoints of a DeepSpeed engine: its own files, with the same promise as every other checkpoint's.
+
+::
+
+    step-100/
+        lightstep.json       the manifest, as in checkpoint_format.py, with a section "deepspeed"
+        state.pt             extra, scheduler, hyper-parameters, random states; loaded with weights_only=True
+        latest               the name of the folder below: where DeepSpeed's tools begin
+        zero_to_fp32.py      DeepSpeed's script that makes plain weights of its files
+        global_step100/      what engine.save_checkpoint writes: weights, and one file of optimizer state per rank
+
+DeepSpeed reads its files by unpickling. What they ask for is therefore looked at first, and anything but tensors, plain
+values and DeepSpeed's own records is refused.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from lightstep.checkpoint.checkpoint import manifest_header
+from lightstep.checkpoint.format import (
+    CheckpointError,
+    commit,
+    find_checkpoint,
+    read_manifest,
+    reported,
+    saving,
+    write_file,
+    write_manifest,
+)
+from lightstep.checkpoint.ranks import Ranks
+from lightstep.checkpoint.state import (
+    OptimizerContent,
+    check_loadable,
+    random_states,
+    read_state,
+    set_random_states,
+    write_state,
+)
+from lightstep.deepspeed.optimizer import DeepSpeedOptimizer
+from lightstep.deepspeed.universal import DEEPSPEEDS_OWN, UNIVERSAL, load_universal, refuse_untrusted
+from lightstep.deepspeed.weights import shapes
+from lightstep.sharding.model_names import named_tensors, unwrap_model
+
+logger = logging.getLogger(__name__)
+
+_SECTION = "deepspeed"
+_TOOLS = ("zero_to_fp32.py", "zero_to_torch.py")
+
+
+def save_checkpoint(
+    path: str | Path,
+    model: nn.Module,
+    optimizer: DeepSpeedOptimizer,
+    scheduler: Any = None,
+    extra: Mapping[str, Any] | None = None,
+) -> None:
+    """As ``checkpoint.save_checkpoint``, with DeepSpeed's own files.
+
+    Raises:
+        TypeError, CheckpointError: as there. All ranks raise, and what was at ``path`` is still there.
+    """
+    target, ranks = Path(path).resolve(), Ranks()
+    with reported(f"{path} was not saved"):
+        state, manifest = ranks.together(lambda: _content(model, optimizer, scheduler, extra))
+        with saving(target, ranks) as temporary:
+            _write_engine(temporary, manifest[_SECTION]["tag"], optimizer, ranks, state)
+            states = ranks.gather(random_states())
+            ranks.together(lambda: _finish(temporary, target, {**state, "random": states}, manifest), only_first=True)
+    logger.info("saved %s", path)
+
+
+def load_checkpoint(
+    path: str | Path, model: nn.Module, optimizer: DeepSpeedOptimizer, scheduler: Any = None, weights_only: bool = False
+) -> dict[str, Any]:
+    """As ``checkpoint.load_checkpoint``, into the engine; returns ``extra``.
+
+    Args:
+        weights_only: leave optimizer state and random states as they are; masters are rebuilt from the weights.
+
+    Raises:
+        CheckpointError: it cannot be used; nothing has been changed. All ranks raise.
+    """
+    ranks = Ranks()
+    if (Path(path) / UNIVERSAL).is_file():
+        return load_universal(Path(path), optimizer, scheduler, weights_only)
+    with reported(f"{path} was not loaded"):
+        folder = ranks.together(lambda: find_checkpoint(Path(path)), only_first=True)
+        manifest, state = ranks.together(lambda: _read(folder, model, optimizer, ranks, weights_only))
+        tag = manifest[_SECTION]["tag"]
+        ranks.together(lambda: _load_engine(folder, tag, optimizer, weights_only))
+        ranks.together(lambda: _apply(state, model, optimizer, scheduler, ranks.rank, weights_only))
+    logger.info("loaded %s", path)
+    return dict(state.get("extra") or {})
+
+
+# -- saving ------------------------------------------------------------------------------------------------------------
+
+
+def _content(
+    model: nn.Module, optimizer: DeepSpeedOptimizer, scheduler: Any, extra: Mapping[str, Any] | None
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The small state and the manifest, checked; nothing has been written."""
+    optimizer.prepare_for_checkpoint()
+    tensors = named_tensors(model)
+    content = OptimizerContent(optimizer, tensors)
+    state = {
+        "extra": dict(extra or {}),
+        "scheduler": None if scheduler is None else scheduler.state_dict(),
+        "optimizer": {"groups": content.hyperparameters()},
+    }
+    for key, value in state.items():
+        check_loadable(key, value)
+    manifest = {
+        **manifest_header(Ranks().size),
+        "scheduler": None if scheduler is None else type(scheduler).__name__,
+        "optimizer": optimizer.optimizer_class.__name__,
+        "groups": content.groups,
+        "shapes": shapes(tensors),
+        _SECTION: _described(optimizer.engine),
+    }
+    return state, manifest
+
+
+def _described(engine: Any) -> dict[str, Any]:
+    import deepspeed
+
+    return {
+        "version": deepspeed.__version__,
+        "tag": f"global_step{engine.global_steps}",
+        "stage": int(engine.zero_optimization_stage()),
+        "dtype": str(engine.get_data_types()[0]).removeprefix("torch."),
+    }
+
+
+def _write_engine(
+    folder: Path, tag: str, optimizer: DeepSpeedOptimizer, ranks: Ranks, state: Mapping[str, Any]
+) -> None:
+    """All ranks raise when one of them cannot write: none is left in one of DeepSpeed's barriers.
+
+    DeepSpeed's files hold scheduler and ``extra`` too, where its tools and ours look for them.
+    """
+    known = {key: value for key, value in state["extra"].items() if key not in DEEPSPEEDS_OWN}
+    with _noting_failures(optimizer.engine) as failures:
+        optimizer.engine.save_checkpoint(
+            str(folder), tag=tag, client_state={**known, "lr_scheduler": state["scheduler"]}, save_latest=False
+        )
+
+    def check() -> None:
+        if failures:
+            raise failures[0]
+
+    ranks.together(check)
+
+
+@contextmanager
+def _noting_failures(engine: Any) -> Iterator[list[Exception]]:
+    """What goes wrong in writing is put aside while DeepSpeed goes on to its next barrier."""
+    failures: list[Exception] = []
+    writer = engine.checkpoint_engine
+    engine.checkpoint_engine = _Writer(writer, failures)
+    engine._copy_recovery_script = lambda folder: None  # the first rank's, which would raise alone; see _finish
+    try:
+        yield failures
+    finally:
+        engine.checkpoint_engine = writer
+        del engine._copy_recovery_script
+
+
+class _Writer:
+    """DeepSpeed's checkpoint engine, whose errors wait in a list."""
+
+    def __init__(self, writer: Any, failures: list[Exception]) -> None:
+        self._writer = writer
+        self._failures = failures
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._writer, name)
+
+    def save(self, *arguments: Any, **keywords: Any) -> Any:
+        return self._noted(self._writer.save, *arguments, **keywords)
+
+    def makedirs(self, *arguments: Any, **keywords: Any) -> Any:
+        return self._noted(self._writer.makedirs, *arguments, **keywords)
+
+    def _noted(self, action: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
+        try:
+            return action(*arguments, **keywords)
+        except Exception as error:
+            self._failures.append(error)
+            return None
+
+
+def _finish(temporary: Path, target: Path, state: dict[str, Any], manifest: dict[str, Any]) -> None:
+    """The first rank's part: small files, manifest, rename."""
+    import deepspeed
+
+    for tool in _TOOLS:
+        source = Path(deepspeed.__file__).parent / "utils" / tool
+        if source.is_file():
+            shutil.copyfile(source, temporary / tool)
+    write_state(temporary, state)
+    write_file(temporary / "latest", manifest[_SECTION]["tag"].encode())
+    write_manifest(temporary, manifest)
+    commit(temporary, target)
+
+
+# -- loading -----------------------------------------------------------------------------------------------------------
+
+
+def _read(
+    folder: Path, model: nn.Module, optimizer: DeepSpeedOptimizer, ranks: Ranks, weights_only: bool
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    optimizer.prepare_for_checkpoint()
+    manifest = read_manifest(folder)
+    if not manifest.get(_SECTION):
+        raise CheckpointError(
+            "it was not written by sharding.kind deepspeed; convert it first: "
+            f"lightstep checkpoint convert {folder} DESTINATION --to deepspeed-universal"
+        )
+    _compare(manifest, model, optimizer, ranks.size, weights_only)
+    for file in sorted((folder / manifest[_SECTION]["tag"]).glob("*.pt")):
+        refuse_untrusted(file)
+    return manifest, read_state(folder)
+
+
+def _compare(
+    manifest: Mapping[str, Any], model: nn.Module, optimizer: DeepSpeedOptimizer, world_size: int, weights_only: bool
+) -> None:
+    tensors = named_tensors(model)
+    live, saved = shapes(tensors), manifest["shapes"]
+    found = [f"not in the checkpoint: {name}" for name in live if name not in saved]
+    found += [f"not in the model: {name}" for name in saved if name not in live]
+    found += [
+        f"{name} is {saved[name]} in the checkpoint and {live[name]} in the model"
+        for name in live
+        if name in saved and saved[name] != live[name]
+    ]
+    if found:
+        more = f" and {len(found) - 5} more" if len(found) > 5 else ""
+        raise CheckpointError(f"it belongs to another model ({'; '.join(found[:5])}{more})")
+    here, there = _described(optimizer.engine), manifest[_SECTION]
+    for key, name in (("stage", "sharding.stage"), ("dtype", "precision.parameters")):
+        if there[key] != here[key]:
+            raise CheckpointError(f"its {name} is {there[key]}, and this strategy's is {here[key]}; {_HOW}")
+    if weights_only:
+        return
+    if manifest["world_size"] != world_size:
+        raise CheckpointError(
+            f"it was saved by {manifest['world_size']} ranks, there are {world_size}, and DeepSpeed's files belong to "
+            f"one number of ranks; {_HOW}"
+        )
+    if manifest["optimizer"] != optimizer.optimizer_class.__name__:
+        raise CheckpointError(
+            f"it holds the state of {manifest['optimizer']}, the optimizer is {optimizer.optimizer_class.__name__}"
+        )
+    if manifest["groups"] != OptimizerContent(optimizer, tensors).groups:
+        raise CheckpointError("its parameter groups are others than the optimizer's; build the groups as they were")
+
+
+_HOW = "train on as before, or convert it: lightstep checkpoint convert SOURCE DESTINATION --to deepspeed-universal"
+
+
+def _load_engine(folder: Path, tag: str, optimizer: DeepSpeedOptimizer, weights_only: bool) -> None:
+    engine = optimizer.engine
+    module_only = weights_only and not engine.zero_optimization_partition_weights()
+    engine.load_checkpoint(
+        str(folder),
+        tag=tag,
+        load_optimizer_states=not weights_only,
+        load_lr_scheduler_states=False,
+        load_module_only=module_only,
+    )
+    if weights_only:
+        optimizer.refresh_master_weights()
+
+
+def _apply(
+    state: Mapping[str, Any],
+    model: nn.Module,
+    optimizer: DeepSpeedOptimizer,
+    scheduler: Any,
+    rank: int,
+    weights_only: bool,
+) -> None:
+    if not weights_only:
+        content = OptimizerContent(optimizer, named_tensors(unwrap_model(model)))
+        for number, settings in enumerate(state["optimizer"]["groups"]):
+            content.set_hyperparameters(number, settings)
+        if rank < len(state["random"]):
+            set_random_states(state["random"][rank])
+    optimizer.loaded()
+    if scheduler is None:
+        return
+    if state.get("scheduler") is None:
+        logger.warning("the checkpoint holds no scheduler state; the scheduler starts where it is")
+    else:
+        scheduler.load_state_dict(state["scheduler"])

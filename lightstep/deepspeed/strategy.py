@@ -1,0 +1,377 @@
+"""ZeRO through the DeepSpeed engine, which is made together with the optimizer."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+import os
+import warnings
+import weakref
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lightstep.config import ConfigError, DeepSpeedSharding, StrategyConfig
+from lightstep.deepspeed import checkpoint as deepspeed_checkpoint
+from lightstep.deepspeed import weights as deepspeed_weights
+from lightstep.deepspeed.optimizer import DeepSpeedOptimizer
+from lightstep.deepspeed.settings import deepspeed_config, refuse_contradictions, settings_of
+from lightstep.deepspeed.state import EngineState
+from lightstep.distributed import Replicas, is_sharded
+from lightstep.optimizer.base import BaseOptimizer
+from lightstep.optimizer.param_groups import check_param_groups
+from lightstep.precision.gradients import ReducedGradients
+from lightstep.rollout.engine import RolloutEngine
+from lightstep.rollout.transport import WeightTransport
+from lightstep.sharding.engine_model import EngineModel, tell_deepspeed_where_it_is
+from lightstep.sharding.model_names import unwrap_model
+from lightstep.strategy.base import ModelSource
+from lightstep.strategy.process_group import ProcessGroupStrategy, broadcast_from_first, refuse_experts
+
+
+class DeepSpeedStrategy(ProcessGroupStrategy):
+    """Optimizer state (stage 1), gradients (2) and weights (3) divided by the ranks, by DeepSpeed.
+
+    Communicates what DeepSpeed does: at stage 1 gradients in the last micro-batch, at stages 2 and 3 in every one; the
+    updated weights in each step (1, 2) or before each layer's forward and backward (3).
+
+    Raises:
+        ConfigError: something in the strategy that DeepSpeed cannot do, or ``sharding.config`` contradicts it.
+    """
+
+    def __init__(self, config: StrategyConfig, name: str = "strategy") -> None:
+        super().__init__(config, name)
+        self.deepspeed_config = deepspeed_config(config, name)
+        """What ``deepspeed.initialize`` is given."""
+
+    @property
+    def _sharding(self) -> DeepSpeedSharding:
+        return cast(DeepSpeedSharding, self.config.sharding)
+
+    # -- the model
+
+    def prepare_model(self, model: ModelSource, role: str = "trainer", weights: str | Path | None = None) -> nn.Module:
+        """As of every strategy; a function is called under ``deepspeed.zero.Init`` at stage 3.
+
+        No rank ever holds the whole model then. One that makes a transformers model calls its ``from_config`` or
+        ``from_pretrained``, which know about partitioned weights.
+
+        Raises:
+            ConfigError: DeepSpeed is not installed, or cannot work with this model or on this machine.
+        """
+        self._require()
+        self.start()
+        join_process_group()
+        divided = role == "trainer" and self._sharding.stage == 3
+        if divided and callable(model) and not isinstance(model, nn.Module):
+            return super().prepare_model(self._partitioned(model), role, weights)
+        return super().prepare_model(model, role, weights)
+
+    def _require(self) -> None:
+        tell_deepspeed_where_it_is()
+        try:
+            import deepspeed  # noqa: F401
+        except ImportError as error:
+            raise ConfigError(
+                f"{self.name}: sharding.kind deepspeed needs DeepSpeed, which cannot be imported ({error}); install it "
+                "with: pip install 'lightstep-optim[deepspeed]'"
+            ) from error
+        if self._sharding.superoffload and not torch.cuda.is_available():
+            raise ConfigError(f"{self.name}: sharding.superoffload needs an NVIDIA GPU; set it to false")
+
+    def _partitioned(self, factory: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+        return lambda: deepspeed_weights.construct(factory, self.deepspeed_config, self.parameter_dtype)
+
+    def _prepare(self, model: nn.Module) -> nn.Module:
+        self._refuse_wrapped(model)
+        if deepspeed_weights.is_partitioned(model):
+            self._refuse_other_dtype(model)
+            return EngineModel(model, partitioned=True)
+        placed = self._placed(model)
+        broadcast_from_first([*placed.parameters(), *placed.buffers()])
+        return EngineModel(placed)
+
+    def _refuse_wrapped(self, model: nn.Module) -> None:
+        what = type(model).__name__
+        if hasattr(model, "set_gradient_accumulation_boundary"):
+            raise ConfigError(
+                f"{self.name}: this {what} is a DeepSpeed engine already; hand it to strategy.adopt_engine(engine)"
+            )
+        if any(isinstance(module, EngineModel | DistributedDataParallel) for module in model.modules()):
+            raise ConfigError(
+                f"{self.name}: this {what} is wrapped already; prepare a model once, and go on with what the first "
+                "call returned"
+            )
+        refuse_experts(self, dict(model.named_parameters()))
+        sharded = [name for name, parameter in model.named_parameters() if is_sharded(parameter)]
+        if sharded:
+            raise ConfigError(
+                f"{self.name}: {len(sharded)} parameters are DTensors (first: {sharded[0]}), and DeepSpeed divides "
+                "plain ones; prepare the model before anything else shards it"
+            )
+
+    def _refuse_other_dtype(self, model: nn.Module) -> None:
+        """What is divided already can no longer be cast."""
+        for name, parameter in model.named_parameters():
+            if parameter.is_floating_point() and parameter.dtype != self.parameter_dtype:
+                raise ConfigError(
+                    f"{self.name}: {name} was divided in {parameter.dtype} (deepspeed.zero.Init), and "
+                    f"precision.parameters is {self.config.precision.parameters}; hand over the function that makes "
+                    "the model, or call zero.Init(config_dict_or_path=strategy.deepspeed_config)"
+                )
+
+    def _load_weights(self, prepared: nn.Module, folder: str | Path) -> None:
+        module = unwrap_model(prepared)
+        if deepspeed_weights.is_partitioned(module):
+            deepspeed_weights.load_pretrained(module, folder)
+        else:
+            super()._load_weights(prepared, folder)
+
+    # -- the optimizer and its engine
+
+    def create_optimizer(
+        self,
+        model: nn.Module,
+        optimizer_class: type[torch.optim.Optimizer] = torch.optim.AdamW,
+        *,
+        param_groups: Any = None,
+        **hyperparameters: Any,
+    ) -> BaseOptimizer:
+        """As of every strategy, and the engine with it: DeepSpeed runs ``optimizer_class`` on flat fp32 partitions.
+
+        Raises:
+            ConfigError, TypeError, ValueError: as of every strategy, or the model has an engine already.
+        """
+        self._refuse_untrained(model)
+        outer = self._engine_model(model)
+        if outer.engine is not None:
+            raise ValueError(
+                f"{self.name}: this model has an optimizer already, and DeepSpeed makes one engine per model; prepare "
+                "another model for another optimizer"
+            )
+        groups = check_param_groups(param_groups, outer.module)
+        trained = [{**group, "params": [p for p in group["params"] if p.requires_grad]} for group in groups]
+        chosen = _fused(optimizer_class, hyperparameters, self._update_device)
+        client = optimizer_class([group for group in trained if group["params"]], **hyperparameters, **chosen)
+        complete = [{**client.defaults, **group} for group in groups]
+        return self._joined(outer, self._initialise(outer.module, client), complete, client.defaults)
+
+    def adopt_engine(self, engine: Any) -> tuple[nn.Module, DeepSpeedOptimizer]:
+        """Model and optimizer over an engine that ``deepspeed.initialize`` made elsewhere.
+
+        Its own scheduler, if it has one, is the engine's to step, and does so in ``optimizer.step()``.
+
+        Raises:
+            ConfigError: the engine was configured otherwise than this strategy; each key with both values.
+        """
+        self._require()
+        self.start()
+        join_process_group()
+        refuse_contradictions(
+            self.deepspeed_config, settings_of(engine), f"{self.name}: the DeepSpeed engine contradicts the strategy"
+        )
+        outer = EngineModel(engine.module)
+        inside = engine.optimizer.param_groups
+        groups = [
+            {
+                **{key: value for key, value in settings.items() if key not in ("params", "param_names")},
+                "params": members,
+            }
+            for settings, members in zip(inside, EngineState(engine).model_groups, strict=True)
+        ]
+        optimizer = self._joined(outer, engine, groups, engine.basic_optimizer.defaults)
+        return outer, optimizer
+
+    def _joined(
+        self, outer: EngineModel, engine: Any, groups: list[dict[str, Any]], defaults: Mapping[str, Any]
+    ) -> DeepSpeedOptimizer:
+        optimizer = DeepSpeedOptimizer(engine, groups, defaults)
+        outer.attach(engine)
+        self._optimizers.setdefault(outer.module, weakref.WeakSet()).add(optimizer)
+        optimizer.accumulating = False
+        return optimizer
+
+    def _initialise(self, module: nn.Module, client: torch.optim.Optimizer) -> Any:
+        import deepspeed
+
+        os.environ.setdefault("LOCAL_RANK", str(self.device.index or 0))
+        settings = copy.deepcopy(self.deepspeed_config)
+        own = self._sharding.superoffload or self._sharding.zenflow
+        if own:  # these two bring an optimizer of their own, which takes Adam's settings
+            settings["optimizer"] = _native(client, self._sharding.zenflow, self.name)
+        engine, *_ = deepspeed.initialize(
+            model=module,
+            optimizer=None if own else client,
+            model_parameters=client.param_groups if own else None,
+            config=settings,
+            dist_init_required=False,
+        )
+        if len(engine.optimizer.param_groups) != len(client.param_groups):
+            raise ValueError(
+                f"{self.name}: DeepSpeed joins the {len(client.param_groups)} parameter groups of "
+                f"{type(client).__name__} into {len(engine.optimizer.param_groups)}; use one group, or another class"
+            )
+        return engine
+
+    @property
+    def _update_device(self) -> torch.device:
+        """Where DeepSpeed keeps masters and state."""
+        return self.device if self._sharding.offload == "none" else torch.device("cpu")
+
+    def _engine_model(self, model: nn.Module) -> EngineModel:
+        outer: Any = model
+        while isinstance(outer, nn.Module) and not isinstance(outer, EngineModel):
+            own = vars(outer).get("_modules", {})  # of torch.compile or Lightning Fabric
+            outer = own.get("_orig_mod", own.get("_forward_module"))
+        if outer is None:
+            raise ValueError(
+                f"{self.name}: this {type(model).__name__} was not prepared by this strategy; hand over what "
+                "strategy.prepare_model returned"
+            )
+        return cast(EngineModel, outer)
+
+    def _accumulate(self, model: nn.Module, last: bool) -> AbstractContextManager[None]:
+        """DeepSpeed is told before the forward whether the micro-batch is the step's last one."""
+        if self._sharding.zenflow:
+            if not last:
+                raise ConfigError(
+                    f"{self.name}: accumulate(last=False) with sharding.zenflow true: ZenFlow decides itself when "
+                    "gradients are applied; train without accumulation, or set zenflow to false"
+                )
+            return contextlib.nullcontext()
+        engine = self._engine_model(model).engine
+        if engine is not None:
+            engine.set_gradient_accumulation_boundary(last)
+        return contextlib.nullcontext()
+
+    def _replicas(self, model: nn.Module) -> Replicas | None:
+        return None
+
+    def _fp32_gradients(self, model: nn.Module) -> ReducedGradients | None:
+        return None
+
+    def publish_weights(
+        self, model: nn.Module, to: RolloutEngine | WeightTransport | None = None, version: int | None = None
+    ) -> int:
+        """As of every strategy, at stages 1 and 2.
+
+        Raises:
+            ConfigError: at stage 3 no rank has a weight that it could send.
+        """
+        if self._sharding.stage == 3:
+            raise ConfigError(
+                f"{self.name}: publish_weights with sharding.stage 3: DeepSpeed has divided the weights by the ranks; "
+                "set stage to 1 or 2, or sharding.kind to fsdp2"
+            )
+        return super().publish_weights(model, to, version)
+
+    # -- checkpoints
+
+    def save_checkpoint(
+        self,
+        path: str | Path,
+        model: nn.Module,
+        optimizer: BaseOptimizer | None = None,
+        scheduler: Any = None,
+        extra: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Write DeepSpeed's own files, scheduler, random states and ``extra`` to the directory ``path``.
+
+        Whole or not at all, as of every strategy. DeepSpeed's tools read the folder too.
+
+        Raises:
+            CheckpointError: as of every strategy.
+        """
+        owner = self._owner(model, optimizer)
+        if owner is None:
+            deepspeed_weights.refuse_partitioned(model, self.name)
+            super().save_checkpoint(path, model, None, scheduler, extra)
+        else:
+            deepspeed_checkpoint.save_checkpoint(path, model, owner, scheduler, extra)
+
+    def load_checkpoint(
+        self, path: str | Path, model: nn.Module, optimizer: BaseOptimizer | None = None, scheduler: Any = None
+    ) -> dict[str, Any]:
+        """Continue from :meth:`save_checkpoint`, on as many ranks; returns its ``extra``.
+
+        A folder in DeepSpeed's universal format is loaded at any stage, on any number of ranks.
+
+        Without ``optimizer`` the weights alone are loaded, and masters are rebuilt from them.
+
+        Raises:
+            CheckpointError: it cannot be used; the message says what differs, and nothing was changed.
+        """
+        owner = self._owner(model, optimizer)
+        if owner is None:
+            deepspeed_weights.refuse_partitioned(model, self.name)
+            return super().load_checkpoint(path, model, None, scheduler)
+        return deepspeed_checkpoint.load_checkpoint(path, model, owner, scheduler, weights_only=optimizer is None)
+
+    def _owner(self, model: nn.Module, optimizer: BaseOptimizer | None) -> DeepSpeedOptimizer | None:
+        """The optimizer whose engine holds the model."""
+        known = self._optimizers_of(model)
+        if optimizer is not None and not any(optimizer is other for other in known):
+            raise ValueError(
+                f"{self.name}: this {type(optimizer).__name__} is not the model's; pass both of one engine"
+            )
+        return cast("DeepSpeedOptimizer | None", known[0] if known else None)
+
+    def export_model(self, path: str | Path, model: nn.Module, tokenizer: Any = None) -> None:
+        module = unwrap_model(model)
+        if deepspeed_weights.is_partitioned(module):
+            deepspeed_weights.export(path, module, tokenizer)
+        else:
+            super().export_model(path, model, tokenizer)
+
+
+_joined_group: weakref.ref[Any] | None = None
+
+
+def join_process_group() -> None:
+    """Have DeepSpeed's communication use the default process group, also when an earlier one was ended."""
+    global _joined_group
+    import deepspeed
+    from deepspeed.utils import groups
+
+    world = dist.group.WORLD
+    if _joined_group is not None and _joined_group() is world:
+        return
+    if deepspeed.get_accelerator().device_name() == "cpu":
+        # A shared-memory reduction for inference that would be compiled here; training does not use it.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    if _joined_group is not None:
+        groups._release_process_group_references()
+    deepspeed.comm.init_distributed(auto_mpi_discovery=False, verbose=False)
+    # torch 2.13 has other names for two collectives, and says so at each call of the old ones.
+    warnings.filterwarnings("ignore", r".*torch\.distributed\.\w+. is deprecated", FutureWarning)
+    _joined_group = weakref.ref(world)
+
+
+def _fused(
+    optimizer_class: type[torch.optim.Optimizer], hyperparameters: Mapping[str, Any], device: torch.device
+) -> dict[str, Any]:
+    """``fused`` where torch has it and nothing else was asked for; its SGD on the CPU is wrong with momentum (2.13)."""
+    asked = {"fused", "foreach", "differentiable"} & hyperparameters.keys()
+    known = "fused" in inspect.signature(optimizer_class.__init__).parameters
+    elsewhere = torch.optim.SGD if device.type == "cpu" else torch.optim.Adagrad
+    return {"fused": True} if known and not asked and not issubclass(optimizer_class, elsewhere) else {}
+
+
+def _native(client: torch.optim.Optimizer, zenflow: bool, name: str) -> dict[str, Any]:
+    """DeepSpeed's own CPU optimizer with the client's settings."""
+    settings = {key: client.defaults.get(key) for key in ("lr", "betas", "eps", "weight_decay")}
+    if type(client) is torch.optim.AdamW:
+        return {"type": "AdamW", "params": settings}
+    if type(client) is torch.optim.Adam and not zenflow:
+        return {"type": "Adam", "params": {**settings, "adam_w_mode": False}}
+    raise ValueError(
+        f"{name}: {'zenflow' if zenflow else 'superoffload'} updates with DeepSpeed's own optimizer, and this is "
+        f"{type(client).__name__}; use torch.optim.AdamW{'' if zenflow else ' or Adam'}"
+    )

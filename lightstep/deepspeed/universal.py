@@ -1,0 +1,126 @@
+"""DeepSpeed's universal checkpoints: for any stage and number of ranks, from DeepSpeed's or lightstep's converter.
+
+::
+
+    DIRECTORY/
+        latest_universal       the name of the folder below
+        global_step100/zero/   one folder per parameter: master and moments; and the groups
+        global_step100/*.pt    weights and everything small
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightstep.checkpoint.format import CheckpointError, reported
+from lightstep.checkpoint.ranks import Ranks
+from lightstep.checkpoint.state import set_random_states
+from lightstep.deepspeed.optimizer import DeepSpeedOptimizer
+
+logger = logging.getLogger(__name__)
+
+UNIVERSAL = "latest_universal"
+
+_TRUSTED = {
+    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
+    "deepspeed.runtime.fp16.loss_scaler.LossScaler",
+    "deepspeed.runtime.zero.config.ZeroStageEnum",
+    "deepspeed.utils.tensor_fragment.fragment_address",
+}
+"""Classes in DeepSpeed's files beside what torch itself allows."""
+
+DEEPSPEEDS_OWN = {
+    *("module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params", "lightstep"),
+    *("frozen_param_fragments", "lr_scheduler", "data_sampler", "random_ltd", "skipped_steps", "global_steps"),
+    *("global_samples", "dp_world_size", "mp_world_size", "ds_config", "ds_version", "universal_checkpoint_info"),
+    *("checkpoint_parallel_dimensions", "sparse_tensor_module_names", "ds_autoep_layers", "num_experts"),
+}
+"""Keys of a file of model states; what else is in it is the caller's ``extra``."""
+
+
+def refuse_untrusted(file: Path) -> None:
+    """Raise when unpickling the file would run anything but torch's and DeepSpeed's own records.
+
+    Raises:
+        CheckpointError: naming what it asks for.
+    """
+    wanted = set(torch.serialization.get_unsafe_globals_in_checkpoint(file)) - _TRUSTED
+    if wanted:
+        raise CheckpointError(f"{file} asks for {', '.join(sorted(wanted))}, which no file of DeepSpeed's needs")
+
+
+def load_universal(
+    folder: Path, optimizer: DeepSpeedOptimizer, scheduler: Any, weights_only: bool = False
+) -> dict[str, Any]:
+    """Masters, moments, groups and what else the converter knew, at this engine's stage and number of ranks.
+
+    Raises:
+        CheckpointError: it cannot be used. All ranks raise.
+    """
+    ranks = Ranks()
+    with reported(f"{folder} was not loaded"):
+        if weights_only:
+            raise CheckpointError("a universal checkpoint is loaded with its optimizer state; pass the optimizer too")
+        tag = ranks.together(lambda: _checked(folder, optimizer))
+        client = ranks.together(lambda: _load_engine(folder, tag, optimizer))
+        ours = client.get("lightstep") or {}
+        ranks.together(lambda: _apply(client, ours, optimizer, scheduler, ranks.rank))
+    logger.info("loaded %s", folder)
+    return {key: value for key, value in client.items() if key not in DEEPSPEEDS_OWN}
+
+
+def _checked(folder: Path, optimizer: DeepSpeedOptimizer) -> str:
+    """The tag; every file has been looked at, and every trained parameter has its files."""
+    optimizer.prepare_for_checkpoint()
+    tag = (folder / UNIVERSAL).read_text().strip()
+    names = [optimizer.engine.param_names[p] for group in optimizer.param_groups for p in group["params"]]
+    trained = [p.requires_grad for group in optimizer.param_groups for p in group["params"]]
+    missing = [
+        name
+        for name, wanted in zip(names, trained, strict=True)
+        if wanted and not (folder / tag / "zero" / name / "fp32.pt").is_file()
+    ]
+    if missing:
+        raise CheckpointError(f"it belongs to another model: {', '.join(missing[:5])} of {len(missing)} are not in it")
+    for file in sorted((folder / tag).rglob("*.pt")):
+        refuse_untrusted(file)
+    return tag
+
+
+def _load_engine(folder: Path, tag: str, optimizer: DeepSpeedOptimizer) -> dict[str, Any]:
+    engine = optimizer.engine
+    engine._config.load_universal_checkpoint = True
+    try:
+        _, client = engine.load_checkpoint(str(folder), tag=tag, load_lr_scheduler_states=False)
+    finally:
+        engine._config.load_universal_checkpoint = False
+    _separate_step_counts(engine.optimizer.optimizer)
+    return dict(client)
+
+
+def _separate_step_counts(optimizer: torch.optim.Optimizer) -> None:
+    """Stage 3 puts one tensor into the state of every group, and each group's update would count it up."""
+    for entries in optimizer.state.values():
+        if isinstance(entries.get("step"), torch.Tensor):
+            entries["step"] = entries["step"].clone()
+
+
+def _apply(
+    client: Mapping[str, Any], ours: Mapping[str, Any], optimizer: DeepSpeedOptimizer, scheduler: Any, rank: int
+) -> None:
+    optimizer.take_hyperparameters(ours.get("param_groups"))
+    optimizer.loaded()
+    states = ours.get("random") or []
+    if rank < len(states):
+        set_random_states(states[rank])
+    if scheduler is None:
+        return
+    if client.get("lr_scheduler") is None:
+        logger.warning("the checkpoint holds no scheduler state; the scheduler starts where it is")
+    else:
+        scheduler.load_state_dict(client["lr_scheduler"])

@@ -1,0 +1,303 @@
+"""Weights from the first trainer to rollout workers over a process group: both ends.
+
+A set of weights has a number, and these messages (:mod:`lightstep.rollout.message_board`): the trainer's ``offer``
+(what will come, and for whom), every receiver's ``reply`` (it can take it, or why not), the trainer's ``verdict`` (it
+begins, or not), and every receiver's ``done`` (it has the complete set, or what went wrong). The weights are broadcast
+over a :class:`~lightstep.rollout.link.WeightLink`, which is kept for the next set.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lightstep.rollout.engine import RolloutEngine
+from lightstep.rollout.link import WeightLink, identity, shared_device
+from lightstep.rollout.message_board import MessageBoard
+from lightstep.rollout.transport import (
+    Bucket,
+    TrainingEnded,
+    WeightInfo,
+    WeightTransferError,
+    WeightTransport,
+)
+
+logger = logging.getLogger(__name__)
+
+LATEST, ENDED = "latest", "ended"
+
+_GRACE = 5.0
+"""Seconds in which receivers whose link broke say so; who is silent for longer has died."""
+
+_SHARE = 0.9
+"""Of the timeout, for one broadcast; what is left is for finding out who is to blame."""
+
+
+@dataclass
+class _Open:
+    """A link and its number; the members of a link know it by that."""
+
+    number: int
+    link: WeightLink
+
+
+class GroupTransport(WeightTransport):
+    """The trainer's end.
+
+    Args:
+        board: shared with the receivers.
+        receivers: their numbers in the default process group.
+        device: where buckets are.
+        timeout: seconds that it waits for receivers.
+    """
+
+    def __init__(self, board: MessageBoard, receivers: Sequence[int], device: torch.device, timeout: float) -> None:
+        self.receivers = tuple(receivers)
+        self._board, self._device, self._timeout = board, device, timeout
+        self._open: _Open | None = None
+        self._set = 0
+
+    def change_receivers(self, receivers: Sequence[int]) -> None:
+        """Send to these from the next set on."""
+        self._close_link()
+        self.receivers = tuple(receivers)
+
+    def begin(self, version: int, buckets: Sequence[Sequence[WeightInfo]]) -> None:
+        self._forget_last_but_one()
+        self._set = self._board.next_number()
+        offer = {
+            "version": version,
+            "receivers": list(self.receivers),
+            "buckets": [[info.as_json() for info in infos] for infos in buckets],
+        }
+        self._board.write(f"{self._set}/offer", offer)
+        self._board.write(LATEST, self._set)
+        self._open_link(self._replies())
+
+    def _replies(self) -> list[dict[str, Any]]:
+        deadline = time.monotonic() + self._timeout
+        replies = {rank: self._board.wait(f"{self._set}/reply/{rank}", deadline) for rank in self.receivers}
+        silent = [rank for rank, reply in replies.items() if reply is None]
+        if silent:
+            raise WeightTransferError(
+                f"rollout {_named(silent)} did not answer within {self._timeout:g} s: dead, or busy for longer than "
+                "roles.rollout.timeout_s; nothing was sent, and every engine has the weights that it had",
+                silent,
+            )
+        refusing = {rank: reply["error"] for rank, reply in replies.items() if "error" in reply}
+        if refusing:
+            texts = "; ".join(f"rollout rank {rank} cannot take these weights: {e}" for rank, e in refusing.items())
+            raise WeightTransferError(f"{texts}. Nothing was sent", refusing)
+        return list(replies.values())
+
+    def _open_link(self, replies: Sequence[dict[str, Any]]) -> None:
+        """The one that all members still have, or a new one."""
+        known = None if self._open is None else self._open.number
+        if known is None or any(reply["link"] != known for reply in replies):
+            self._close_link()
+            known = None
+        device = shared_device([identity(self._device), *(reply["device"] for reply in replies)])
+        number = self._set if known is None else known
+        self._board.write(f"{self._set}/verdict", {"link": number, "device": device})
+        if known is None:
+            place = torch.device("cpu") if device == "cpu" else self._device
+            store = self._board.place(str(number))
+            with self._reporting():
+                link = WeightLink(store, 0, 1 + len(self.receivers), place, _SHARE * self._timeout)
+                self._open = _Open(number, link)
+
+    def send(self, bucket: Bucket) -> None:
+        assert self._open is not None
+        link = self._open.link
+        with self._reporting():
+            link.broadcast(bucket.buffer.to(link.device))
+
+    @contextlib.contextmanager
+    def _reporting(self) -> Iterator[None]:
+        """When the link breaks, it is said whose fault that is."""
+        latest = time.monotonic() + self._timeout
+        try:
+            yield
+        except RuntimeError as error:
+            self._close_link()
+            raise self._found_out(error, min(latest, time.monotonic() + _GRACE)) from error
+
+    def _found_out(self, error: RuntimeError, deadline: float) -> WeightTransferError:
+        reports = {rank: self._board.wait(f"{self._set}/done/{rank}", deadline) for rank in self.receivers}
+        guilty = {rank: report["error"] for rank, report in reports.items() if report and report.get("own")}
+        silent = [rank for rank, report in reports.items() if report is None]
+        texts = [f"rollout rank {rank} failed: {text}" for rank, text in guilty.items()]
+        if silent:
+            texts.append(f"rollout {_named(silent)} died or hangs")
+        what = "; ".join(texts) or f"the link broke: {error}"
+        return WeightTransferError(
+            f"{what}. Training can go on; engines that got a part wait for a whole set", [*guilty, *silent]
+        )
+
+    def finish(self) -> None:
+        deadline = time.monotonic() + self._timeout
+        reports = {rank: self._board.wait(f"{self._set}/done/{rank}", deadline) for rank in self.receivers}
+        failed = [rank for rank, report in reports.items() if report is None or "error" in report]
+        if failed:
+            texts = [f"rollout rank {rank}: {(reports[rank] or {}).get('error', 'no answer')}" for rank in failed]
+            raise WeightTransferError(f"not everybody has the complete set: {'; '.join(texts)}", failed)
+
+    def abort(self, reason: str) -> None:
+        self._close_link()
+        with contextlib.suppress(RuntimeError):
+            self._board.write(f"{self._set}/verdict", {"abort": reason})
+
+    def close(self) -> None:
+        """Tell the receivers that no weights will come any more."""
+        self._close_link()
+        with contextlib.suppress(RuntimeError):
+            self._board.write(ENDED, True)
+
+    def _close_link(self) -> None:
+        if self._open is not None:
+            self._open.link.close()
+            self._open = None
+
+    def _forget_last_but_one(self) -> None:
+        old = self._set - 1
+        if old > 0:
+            each = [f"{old}/{what}/{rank}" for rank in self.receivers for what in ("reply", "done")]
+            self._board.forget(f"{old}/offer", f"{old}/verdict", *each)
+
+
+class GroupReceiver:
+    """A rollout worker's end.
+
+    Args:
+        board: shared with the trainer.
+        rank: this process's number in the default process group.
+        timeout: seconds that it waits for the trainer.
+    """
+
+    def __init__(self, board: MessageBoard, rank: int, timeout: float) -> None:
+        self._board, self._rank, self._timeout = board, rank, timeout
+        self._open: _Open | None = None
+        self._seen = 0
+
+    def receive(self, engine: RolloutEngine, wait: bool, timeout: float | None) -> int | None:
+        """See ``Strategy.receive_weights``."""
+        deadline = time.monotonic() + (self._timeout if timeout is None else timeout)
+        try:
+            return self._received(engine, wait, deadline)
+        except dist.DistNetworkError as error:  # the store is gone, and who hosted it
+            raise TrainingEnded(f"the trainers cannot be reached any more: {error}") from error
+
+    def _received(self, engine: RolloutEngine, wait: bool, deadline: float) -> int | None:
+        while True:
+            offer = self._next_offer(wait, deadline)
+            if offer is None and not wait:
+                return None
+            if offer is None:
+                raise WeightTransferError(
+                    "no weights were published in time; the engine is as it was. Wait for longer "
+                    "(receive_weights(timeout=...), roles.rollout.timeout_s), or look at the trainers"
+                )
+            if self._take(offer, engine):
+                return engine.version
+            if not wait:
+                return None
+
+    def _next_offer(self, wait: bool, deadline: float) -> dict[str, Any] | None:
+        """An offer for this rank that still stands, and that it has not had."""
+        pause = 0.001
+        while True:
+            number = self._board.read(LATEST) or 0
+            if number > self._seen:
+                self._seen = number
+                offer = self._board.read(f"{number}/offer")
+                if offer and self._rank in offer["receivers"] and self._board.read(f"{number}/verdict") is None:
+                    return dict(offer)
+            elif self._board.read(ENDED):
+                raise TrainingEnded("the trainers have ended: no weights will come any more")
+            elif not wait or time.monotonic() > deadline:
+                return None
+            else:
+                time.sleep(pause)
+                pause = min(2 * pause, 0.02)
+
+    def _take(self, offer: dict[str, Any], engine: RolloutEngine) -> bool:
+        """Whether the set arrived; not if the trainer gave it up before it began."""
+        buckets = [[WeightInfo.from_json(values) for values in infos] for infos in offer["buckets"]]
+        try:
+            engine.begin_set(offer["version"], [info for infos in buckets for info in infos])
+        except Exception as error:
+            self._say("reply", {"error": str(error)})
+            raise WeightTransferError(
+                f"version {offer['version']} was refused: {error}; nothing was written"
+            ) from error
+        link = None if self._open is None else self._open.number
+        self._say("reply", {"link": link, "device": identity(engine.device)})
+        verdict = self._board.wait(f"{self._seen}/verdict", time.monotonic() + self._timeout)
+        if verdict is None or "abort" in verdict:
+            why = "the trainer went silent" if verdict is None else verdict["abort"]
+            logger.warning("version %s was not sent (%s); going on with %s", offer["version"], why, engine.version)
+            return False
+        self._load(offer, verdict, buckets, engine)
+        return True
+
+    def _load(
+        self, offer: dict[str, Any], verdict: dict[str, Any], buckets: list[list[WeightInfo]], engine: RolloutEngine
+    ) -> None:
+        own = False
+        try:
+            link = self._link(offer, verdict, engine.device)
+            size = max(map(Bucket.nbytes_of, buckets), default=0)
+            buffer = torch.empty(size, dtype=torch.uint8, device=link.device)
+            for infos in buckets:
+                bucket = Bucket(infos, buffer)
+                link.broadcast(bucket.buffer)
+                own = True
+                engine.take(bucket)
+                own = False
+            own = True
+            engine.end_set()
+        except BaseException as error:
+            self._say("done", {"error": f"{type(error).__name__}: {error}", "own": own})
+            self.close()
+            if own or not isinstance(error, RuntimeError):
+                raise
+            raise WeightTransferError(
+                f"version {offer['version']} broke off: {self._reason(error)}. "
+                f"{'The engine is as it was' if engine.complete else 'The engine generates again with a complete set'}"
+            ) from error
+        self._say("done", {})
+
+    def _link(self, offer: dict[str, Any], verdict: dict[str, Any], device: torch.device) -> WeightLink:
+        if self._open is None or self._open.number != verdict["link"]:
+            self.close()
+            rank = 1 + offer["receivers"].index(self._rank)
+            store = self._board.place(str(verdict["link"]))
+            place = torch.device("cpu") if verdict["device"] == "cpu" else device
+            link = WeightLink(store, rank, 1 + len(offer["receivers"]), place, _SHARE * self._timeout)
+            self._open = _Open(verdict["link"], link)
+        return self._open.link
+
+    def _reason(self, error: RuntimeError) -> str:
+        """What the trainer says, if it can."""
+        verdict = self._board.wait(f"{self._seen}/verdict", time.monotonic() + 0.5) or {}
+        return str(verdict.get("abort", error))
+
+    def _say(self, what: str, value: dict[str, Any]) -> None:
+        self._board.write(f"{self._seen}/{what}/{self._rank}", value)
+
+    def close(self) -> None:
+        """Let go of the link."""
+        if self._open is not None:
+            self._open.link.close()
+            self._open = None
+
+
+def _named(ranks: Sequence[int]) -> str:
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"

@@ -1,0 +1,1 @@
+"""What preparing a model means: placement, units, gates in front of forwards and gathering, reduced gradients."""

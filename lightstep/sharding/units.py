@@ -1,0 +1,74 @@
+"""Which modules FSDP2 gathers and frees together: one unit per transformer block, the rest with the root."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from torch import nn
+
+from lightstep.config import ConfigError
+from lightstep.config_errors import suggest
+from lightstep.optimizer.param_groups import clean_name
+from lightstep.sharding.preparation import transformer_blocks
+
+
+def sharding_units(model: nn.Module, wrap: str | Sequence[str]) -> list[nn.Module]:
+    """The modules to shard on their own, inner ones first; the root is not among them.
+
+    Args:
+        wrap: ``"auto"`` (the model's ``_no_split_modules``, else its largest list of equal modules) or names of
+            classes or modules, each of which must be there.
+
+    Raises:
+        ConfigError: a name matches nothing, or a named module shares a weight with one outside it.
+    """
+    if isinstance(wrap, str):
+        blocks = set(transformer_blocks(model))
+        chosen = {block for block in blocks if not _shared_outside(model, block)}
+    else:
+        chosen = {module for name in wrap for module in _named(model, name)}
+        _refuse_shared(model, chosen)
+    inner_first = [module for module in reversed(list(model.modules())) if module in chosen and module is not model]
+    return [_checkpointed(model).get(module, module) for module in inner_first]
+
+
+def _named(model: nn.Module, name: str) -> list[nn.Module]:
+    modules = {clean_name(path): module for path, module in model.named_modules() if path}
+    found = [module for path, module in modules.items() if name in (path, type(module).__name__)]
+    if not found:
+        classes = sorted({type(module).__name__ for module in modules.values()})
+        raise ConfigError(
+            f"sharding.wrap: {name!r} is neither a class nor a module of {type(model).__name__}"
+            f"{suggest(name, [*classes, *modules])}; its classes: {', '.join(classes)}"
+        )
+    return found
+
+
+def _refuse_shared(model: nn.Module, chosen: set[nn.Module]) -> None:
+    for path, module in model.named_modules():
+        if module in chosen and (other := _shared_outside(model, module)):
+            raise ConfigError(
+                f"sharding.wrap: {path} shares a weight with {other}, which is outside it; tied weights have to be in "
+                "one unit: leave it out of wrap, so that both stay with the root"
+            )
+
+
+def _shared_outside(model: nn.Module, block: nn.Module) -> str | None:
+    """The name of a parameter outside ``block`` that is one of its own, or ``None``."""
+    own = Counter(id(p) for _, p in block.named_parameters(remove_duplicate=False))
+    total = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
+    if all(total[key] == count for key, count in own.items()):
+        return None
+    inside = {id(module) for module in block.modules()}
+    for path, module in model.named_modules(remove_duplicate=False):
+        for name, parameter in module.named_parameters(recurse=False):
+            if id(parameter) in own and id(module) not in inside:
+                return f"{path}.{name}" if path else name
+    return "itself in another place"
+
+
+def _checkpointed(model: nn.Module) -> dict[nn.Module, nn.Module]:
+    """Block -> the activation checkpointing wrapper around it, which is what should be sharded then."""
+    wrappers = [(module, getattr(module, "_checkpoint_wrapped_module", None)) for module in model.modules()]
+    return {inner: wrapper for wrapper, inner in wrappers if isinstance(inner, nn.Module)}
