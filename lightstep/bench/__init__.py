@@ -1,7 +1,8 @@
-"""`lightstep bench`: strategies and peers side by side on this machine, each doing the same optimizer step.
+"""`lightstep bench`: strategies and peers side by side on this machine, each doing the same work.
 
-`command` is what the command line runs; `run` measures every contender in turn; `contender` says what a contender is,
-and `strategies`, `peers`, `layer_stream` and `libraries` hold them; `model`, `link`, `measure` and `probes` are what
-they are measured with; `report` and `chart` show the result. `iteration` measures whole training iterations instead.
-Nothing else in lightstep imports this package.
+`command` is what the command line runs. `contender` says what a contender and a task are; `step`, `iteration`, `tiny`
+and `timeline` are the tasks, each with its figures and how they are shown; `strategies`, `peers`, `layer_stream` and
+`libraries` hold the contenders, `entries` their names. `run` measures every contender in turn with `probes`, `link` and
+`disk`; `report` and `chart` show any result. `roles` measures memory in processes of its own. Nothing else in lightstep
+imports this package.
 """

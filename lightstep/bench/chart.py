@@ -1,94 +1,76 @@
-"""The table as a picture: time and device memory per parameter, side by side."""
+"""A result as a picture: a line of panels for each section, a bar for each row, and how far its figures spread."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from lightstep.bench.report import size
+from lightstep.bench.report import Panel, Values, View, label
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 # Okabe and Ito's colours, told apart with every common kind of colour blindness; the hatch tells them apart in grey.
-STYLE = {
+_STYLE = {
     "lightstep": ("#0072B2", "", "lightstep"),
     "peer": ("#E69F00", "//", "others"),
 }
-GREY = "#D0D0D0"
-
-Values = dict[str, Any]
+_GREY = "#D0D0D0"
 
 
-def draw(values: Values, path: Path) -> None:
-    """Write the chart of `report.as_json`'s values as a PNG."""
+def draw(values: Values, view: View, path: Path) -> None:
+    """Write the chart as a PNG."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    rows = [row for row in values["rows"] if row["note"] is None]
-    figure = Figure(figsize=(11, 2.2 + 0.45 * max(1, len(rows))), layout="constrained")
+    measured = [row for row in values["rows"] if view.key in row]
+    panels = [panel for panel in view.panels if any(panel.end(row) is not None for row in measured)] or view.panels[:1]
+    sections = view.sections(values)
+    height = len(sections) * 1.2 + 0.8 + 0.45 * max(1, len(measured))
+    figure = Figure(figsize=(11, height), layout="constrained")
     FigureCanvasAgg(figure)
-    with_memory = any(row["peak_device_bytes_beyond"] is not None for row in rows)
-    panels = figure.subplots(1, 2 if with_memory else 1, sharey=True, squeeze=False)[0]
-    _draw_times(panels[0], rows, values)
-    if with_memory:
-        _draw_memory(panels[1], rows)
-    panels[0].set_yticks(range(len(rows)), [row["name"] for row in rows])
-    panels[0].invert_yaxis()
-    figure.suptitle(_title(values))
-    add_legend(figure)
+    for line, (title, rows) in zip(figure.subplots(len(sections), len(panels), squeeze=False), sections, strict=True):
+        line[0].set_title(title, loc="left", fontsize="medium")
+        shown = [row for row in rows if view.key in row and row["kind"] != "baseline"]
+        for axes, panel in zip(line, panels, strict=True):
+            _draw_panel(axes, panel, shown, rows, values)
+            axes.set_yticks(range(len(shown)), [label(row) for row in shown] if axes is line[0] else [""] * len(shown))
+            axes.invert_yaxis()
+    if values["hardware"]["device"] == "CPU":
+        figure.suptitle("Measured on a CPU: nothing crosses a link here", fontsize="medium")
+    _add_legend(figure)
     figure.savefig(path, dpi=150, metadata={"Title": values["command"], "Description": values["date"]})
 
 
-def _draw_times(axes: Axes, rows: list[Values], values: Values) -> None:
-    bars(axes, rows, [0.0] * len(rows), [row["ms_per_1e9_parameters"] for row in rows])
-    axes.set_xlabel("ms per 10⁹ parameters (less is better)")
-    link = values["link_gb_per_s"]
-    if link is not None:
-        floor = 10 / link["duplex"] * 1e3
-        label = f"{floor:.0f} ms: 10 bytes per parameter each way at the link's rate"
-        axes.axvline(floor, color="black", linestyle=":", linewidth=1.2, label=label)
-
-
-def _draw_memory(axes: Axes, rows: list[Values]) -> None:
-    """Peak bytes per parameter on the device: weights and gradients in grey, what lies beyond them in colour."""
-    base = [row["weight_and_gradient_bytes_per_parameter"] for row in rows]
-    beyond = [(row["peak_device_bytes_beyond"] or 0) / row["parameters_per_rank"] for row in rows]
-    axes.barh(range(len(rows)), base, color=GREY, edgecolor="black", linewidth=0.6, label="weights and gradients")
-    bars(axes, rows, base, beyond)
-    axes.set_xlabel("peak device bytes per parameter (less is better)")
-
-
-def bars(axes: Axes, rows: list[Values], left: list[float], lengths: list[float]) -> None:
-    """A bar for each row from `left`, in the colour of its kind, with the number where it ends."""
-    for kind, (color, hatch, label) in STYLE.items():
-        places = [i for i, row in enumerate(rows) if row["kind"] == kind]
-        if not places:
-            continue
-        starts, own = [left[i] for i in places], [lengths[i] for i in places]
-        style: Values = {"edgecolor": "black", "linewidth": 0.6, "color": color, "hatch": hatch, "label": label}
-        drawn = axes.barh(places, own, left=starts, **style)
-        ends = [short(start + length) for start, length in zip(starts, own, strict=True)]
-        axes.bar_label(drawn, labels=ends, padding=3)
+def _draw_panel(axes: Axes, panel: Panel, shown: list[Values], rows: list[Values], values: Values) -> None:
+    ends = [panel.end(row) or 0.0 for row in shown]
+    bases = [min(end, panel.base(row, rows)) for row, end in zip(shown, ends, strict=True)]
+    edge: Values = {"edgecolor": "black", "linewidth": 0.6}
+    if panel.base_label is not None:
+        axes.barh(range(len(shown)), bases, color=_GREY, label=panel.base_label, **edge)
+    for kind, (color, hatch, name) in _STYLE.items():
+        places = [i for i, row in enumerate(shown) if row["kind"] == kind]
+        if places:
+            lengths = [ends[i] - bases[i] for i in places]
+            left = [bases[i] for i in places]
+            axes.barh(places, lengths, left=left, color=color, hatch=hatch, label=name, **edge)
+    for place, (row, end) in enumerate(zip(shown, ends, strict=True)):
+        least, most = panel.spread(row) or (end, end)
+        if most > least:
+            axes.errorbar(end, place, xerr=[[max(0.0, end - least)], [max(0.0, most - end)]], color="black", capsize=3)
+        text = f"{end:.0f}" if end >= 100 else f"{end:.1f}"
+        axes.annotate(text, (max(end, most), place), xytext=(4, 0), textcoords="offset points", va="center")
+    if (mark := panel.mark(values)) is not None:
+        axes.axvline(mark[0], color="black", linestyle=":", linewidth=1.2, label=mark[1])
+    axes.set_xlabel(f"{panel.label} (less is better)")
     axes.margins(x=0.14)
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def short(number: float) -> str:
-    return f"{number:.0f}" if number >= 100 else f"{number:.1f}"
-
-
-def add_legend(figure: Figure) -> None:
+def _add_legend(figure: Figure) -> None:
     """One for all panels, below them, each label once."""
     entries = [entry for axes in figure.axes for entry in zip(*axes.get_legend_handles_labels(), strict=True)]
-    unique = {label: handle for handle, label in reversed(entries)}
+    unique = {name: handle for handle, name in reversed(entries)}
     if unique:
         figure.legend(unique.values(), unique.keys(), loc="outside lower center", ncols=len(unique), frameon=False)
-
-
-def _title(values: Values) -> str:
-    ranks = f", {values['ranks']} ranks" if values["ranks"] > 1 else ""
-    parameters = size(values["model"]["parameters"])
-    torch_version = values["versions"]["torch"]
-    return f"One optimizer step, {parameters} parameters, {values['hardware']['device']}{ranks}, torch {torch_version}"

@@ -3,33 +3,61 @@
 from __future__ import annotations
 
 import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-
-from lightstep.bench.progress import Progress
 
 if TYPE_CHECKING:
-    from lightstep.bench.run import Run
+    import torch
 
-_CPU_DEFAULTS = {"params": 2e6, "steps": 4, "warmup": 1}
-_GPU_DEFAULTS = {"params": 1e9, "steps": 8, "warmup": 2}
+    from lightstep.bench.contender import Task
+    from lightstep.bench.entries import Entry
+    from lightstep.bench.report import Values
+    from lightstep.bench.run import Effort, Run
+
+FAILED = 1
+"""The exit code when a contender failed."""
+
+_ITERATION_CPU = {"params": 2e6, "tokens": "512,128", "sequence": 64, "steps": 2, "warmup": 1, "rounds": 1}
+_ITERATION_GPU = {"params": 3e9, "tokens": "65536,16384", "sequence": 4096, "steps": 4, "warmup": 2, "rounds": 1}
+_TINY = {"steps": 5, "warmup": 1, "rounds": 3}
+_DEFAULTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "step": (
+        {"params": 2e6, "steps": 4, "warmup": 1, "rounds": 2},
+        {"params": 1e9, "steps": 8, "warmup": 2, "rounds": 2},
+    ),
+    "iteration": (_ITERATION_CPU, _ITERATION_GPU),
+    "timeline": (_ITERATION_CPU, {**_ITERATION_GPU, "tokens": "65536", "steps": 2}),
+    "tensors": (_TINY, _TINY),
+}
+"""On a CPU and on a GPU."""
+
+_MEASURED = {"strategies", "peers", "steps", "warmup"}
+_USED = {
+    "step": {*_MEASURED, "rounds", "params", "layers", "checkpoints"},
+    "iteration": {*_MEASURED, "rounds", "params", "layers", "tokens", "sequence", "iteration"},
+    "timeline": {*_MEASURED, "params", "layers", "tokens", "sequence", "timeline"},
+    "tensors": {*_MEASURED, "rounds", "tensors"},
+    "roles": {"params", "layers", "roles"},
+}
+_ANYWHERE = {"output", "device", "seed"}
 
 _Strategies = Annotated[
     str,
     typer.Option(
-        help="Names or paths separated by commas, each with keys laid over it if need be: "
-        "stream-overlap:optimizer_state.ring_mib=256. 'default' is resident, bulk and stream, in whole iterations "
-        "resident, stream and stream-overlap, with several ranks those of fsdp2; 'none'."
+        help="Names or paths separated by commas, each with keys laid over it if need be. 'default' is resident, bulk "
+        "and stream; with --iteration and --tensors resident, stream and stream-overlap, in iterations on several "
+        "ranks those of fsdp2; 'none'."
     ),
 ]
 _Peers = Annotated[
     str | None,
     typer.Option(
-        help="Peers to hold them against, separated by commas; 'all' or 'none'. Default: all, in whole iterations "
-        "none; there is one there, fsdp2-offload."
+        help="Peers to hold them against, separated by commas; 'all' or 'none'. Default: all, in whole iterations none."
     ),
 ]
 _Params = Annotated[
@@ -42,21 +70,21 @@ _Layers = Annotated[int | None, typer.Option(help="Transformer blocks. Default: 
 _Steps = Annotated[
     int | None,
     typer.Option(
-        min=1,
-        help="Timed steps per round. Default: 8 on a GPU, 4 on a CPU; iterations: 4 and 2; in a timeline 2.",
+        min=1, help="Timed steps per round. Default: 8 on a GPU, 4 on a CPU; iterations: 4 and 2; in a timeline 2."
     ),
 ]
 _Warmup = Annotated[int | None, typer.Option(min=1, help="Untimed steps before them. Default: 2 on a GPU, 1 on a CPU.")]
 _Rounds = Annotated[
     int | None,
     typer.Option(
-        min=1, help="How often each is built and timed, in alternating order. Default: 2, in whole iterations 1."
+        min=1,
+        help="How often each is built and timed, in alternating order. Default: 2, iterations 1, tiny tensors 3.",
     ),
 ]
 _Output = Annotated[
-    Path,
+    Path | None,
     typer.Option(
-        help="Folder for bench.json and bench.png, iteration.json and iteration.png, roles.json and .png, or timelines."
+        help="Folder for the JSON file and the chart, or the timelines. Default: a new one in runs/bench for each run."
     ),
 ]
 _Checkpoints = Annotated[
@@ -73,6 +101,12 @@ _Timeline = Annotated[
         "--timeline", help="A profiler's trace of some iterations of each, and a picture of its lanes. Needs a GPU."
     ),
 ]
+_Tensors = Annotated[
+    str | None,
+    typer.Option(
+        help="The Python time of a step, and of hooks in backward: lora (448 small tensors), moe (9216), tiny (both)."
+    ),
+]
 _Tokens = Annotated[
     str | None,
     typer.Option(
@@ -81,8 +115,7 @@ _Tokens = Annotated[
     ),
 ]
 _Roles = Annotated[
-    bool,
-    typer.Option("--roles", help="Memory of a worker that only generates, with the role for it and without."),
+    bool, typer.Option("--roles", help="Memory of a worker that only generates, with the role for it and without.")
 ]
 _Sequence = Annotated[
     int | None,
@@ -98,12 +131,13 @@ def bench(
     steps: _Steps = None,
     warmup: _Warmup = None,
     rounds: _Rounds = None,
-    output: _Output = Path("runs/bench"),
+    output: _Output = None,
     checkpoints: _Checkpoints = None,
     device: _Device = None,
     seed: _Seed = 0,
     iteration: _Iteration = False,
     timeline: _Timeline = False,
+    tensors: _Tensors = None,
     tokens: _Tokens = None,
     sequence: _Sequence = None,
     roles: _Roles = False,
@@ -113,135 +147,169 @@ def bench(
     Everybody does the same work: global norm, clipping, AdamW in fp32, new bf16 weights. Under torchrun all ranks
     measure at once, and each has its share of the cores. With --iteration everybody trains a Llama instead, with
     activation checkpointing, and the time and memory of whole iterations are shown beside those without an optimizer.
-    With --roles nobody trains: the memory of one rollout worker is measured.
+    With --tensors the tensors are so small that only Python takes time. With --roles nobody trains: the memory of one
+    rollout worker is measured.
+
+    Keys are laid over a strategy like this: --strategies stream-overlap:optimizer_state.ring_mib=256
+
+    Exit code 1: a contender failed; the others have their figures.
     """
+    options = dict(locals())
     from lightstep.config import ConfigError
 
-    asked: dict[str, Any] = {"params": params, "steps": steps, "warmup": warmup}
-    whole: dict[str, Any] = {"tokens": tokens, "sequence": sequence}
+    if strategies == "default":
+        options["strategies"] = None
+    asked = {name: value for name, value in options.items() if value is not None and value is not False}
     try:
-        if params is not None and not math.isfinite(params):
-            raise ValueError(f"--params {params}: a number of parameters is needed, for example 1e9")
-        if roles:
-            others = {**asked, **whole, "rounds": rounds, "checkpoints": checkpoints, "peers": peers}
-            others |= {"strategies": None if strategies == "default" else strategies}
-            _refuse_with_roles({**others, "iteration": iteration or None, "timeline": timeline or None})
-            return _measure_roles(params, layers, output, device, seed)
-        _refuse_idle(iteration, timeline, {**whole, "checkpoints": checkpoints, "rounds": rounds})
-        if iteration or timeline:
-            asked = {**asked, **whole, "rounds": rounds}
-            _train(timeline, strategies, peers, asked, layers, output, device, seed)
-        else:
-            measure(strategies, peers or "all", asked, layers, rounds or 2, output, device, seed, checkpoints)
+        values = _run(_mode(asked), asked)
     except (ConfigError, ValueError) as error:
         raise typer.BadParameter(str(error)) from error
+    if any(row.get("note") and not row["skipped"] for row in values["rows"]):
+        raise typer.Exit(FAILED)
 
 
-def _refuse_idle(iteration: bool, timeline: bool, options: dict[str, Any]) -> None:
-    """Options that would do nothing."""
-    if iteration and timeline:
-        raise ValueError("--iteration and --timeline are two runs; give one of them")
-    mode = "--iteration" if iteration else "--timeline" if timeline else "one optimizer step"
-    idle = {"--iteration": ("checkpoints",), "--timeline": ("checkpoints", "rounds")}.get(mode, ("tokens", "sequence"))
-    for name in idle:
-        if options[name] is not None:
-            also = "; it belongs to --iteration" if name != "checkpoints" else ""
-            raise ValueError(f"--{name} {options[name]} does nothing for {mode}{also}; leave it out")
+def _mode(asked: Mapping[str, Any]) -> str:
+    """What is measured.
+
+    Raises:
+        ValueError: two things at once, or an option that would do nothing.
+    """
+    params = asked.get("params", 1.0)
+    if not math.isfinite(params):
+        raise ValueError(f"--params {params}: a number of parameters is needed, for example 1e9")
+    modes = [name for name in ("roles", "iteration", "timeline", "tensors") if name in asked]
+    if len(modes) > 1 and modes[0] != "roles":
+        raise ValueError(f"--{modes[0]} and --{modes[1]} are two runs; give one of them")
+    mode = modes[0] if modes else "step"
+    for name in (name for name in asked if name not in _USED[mode] | _ANYWHERE):
+        what = "one optimizer step" if mode == "step" else f"--{mode}"
+        also = "; it belongs to --iteration" if name in _USED["iteration"] and mode == "step" else ""
+        raise ValueError(f"--{name} {asked[name]} does nothing for {what}{also}; leave it out")
+    return mode
 
 
-def _refuse_with_roles(options: dict[str, Any]) -> None:
-    for name, value in options.items():
-        if value is not None and name != "params":
-            raise ValueError(f"--{name} {value} does nothing for --roles; leave it out")
+def _run(mode: str, asked: Mapping[str, Any]) -> Values:
+    from lightstep.bench.report import result_folder
+
+    files = {"step": "bench.*", "timeline": "*-timeline.*", "tensors": "tiny.*"}.get(mode, f"{mode}.*")
+    folder = result_folder(asked.get("output"), mode, files)
+    if mode == "roles":
+        from lightstep.bench.roles import measure as measure_roles
+
+        return measure_roles(asked.get("params"), asked.get("layers"), folder, asked.get("device"), asked["seed"])
+    return measure(plan(mode, asked, folder), folder, asked.get("checkpoints"))
 
 
-def _measure_roles(params: float | None, layers: int | None, output: Path, device: str | None, seed: int) -> None:
-    from lightstep.bench import roles
+@dataclass(frozen=True)
+class Plan:
+    """What the command line asks for, checked."""
 
-    roles.measure(params, layers, output, device, seed)
-    Console().print(f"{output / 'roles.json'} and {output / 'roles.png'} written", highlight=False)
-
-
-def _train(
-    timeline: bool,
-    strategies: str,
-    peers: str | None,
-    asked: dict[str, Any],
-    layers: int | None,
-    output: Path,
-    device_name: str | None,
-    seed: int,
-) -> None:
-    from lightstep.bench.iteration import command
-
-    plan = command.plan(strategies, peers, asked, layers, device_name, seed, timeline)
-    if timeline:
-        command.record(plan, output)
-    else:
-        command.measure(plan, output)
+    task: Task
+    effort: Effort
+    entries: Sequence[Entry]
 
 
-def measure(
-    strategies: str,
-    peers: str,
-    asked: dict[str, Any],
-    layers: int | None,
-    rounds: int,
-    output: Path,
-    device_name: str | None,
-    seed: int,
-    checkpoints: Path | None = None,
-) -> dict[str, Any]:
-    """What `bench` does; returns `bench.json`'s values. `asked`: params, steps and warmup, None for the defaults."""
-    from lightstep.bench import registry
-    from lightstep.bench.contender import Setup
-    from lightstep.bench.measure import Effort
+def plan(mode: str, asked: Mapping[str, Any], folder: Path) -> Plan:
+    """From the options that were given; others have their defaults.
+
+    Args:
+        mode: `step`, `iteration`, `timeline` or `tensors`.
+
+    Raises:
+        ConfigError, ValueError: an option is wrong; with what is allowed.
+    """
+    from lightstep.bench.entries import chosen_peers, chosen_strategies
+    from lightstep.bench.ranks import local_device
+    from lightstep.bench.run import Effort
+
+    device = local_device(asked.get("device"))
+    options = {**_DEFAULTS[mode][device.type == "cuda"], **asked}
+    task = _task(mode, options, device, folder)
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    ours = chosen_strategies(options.get("strategies", "default"), task, ranks)
+    entries = [*ours, *chosen_peers(options.get("peers"), task)]
+    if not entries:
+        raise ValueError("--strategies none and no --peers: nothing to measure")
+    effort = Effort(int(options["steps"]), int(options["warmup"]), int(options["rounds"]))
+    return Plan(task, effort, entries)
+
+
+def _task(mode: str, options: Mapping[str, Any], device: torch.device, folder: Path) -> Task:
+    seed = int(options.get("seed", 0))
+    if mode == "tensors":
+        from lightstep.bench.tiny import TinyTask, tensor_counts
+
+        return TinyTask(device, seed, cases=tensor_counts(options["tensors"]))
     from lightstep.bench.model import LlamaShape
-    from lightstep.bench.ranks import Ranks, local_device, share_cores
+
+    shape = LlamaShape.near(int(options["params"]), options.get("layers"), released=mode != "step")
+    if mode == "step":
+        from lightstep.bench.step import StepTask
+
+        return StepTask(device, seed, shape)
+    from lightstep.bench.iteration import IterationTask, token_counts
+
+    sequence = int(options["sequence"])
+    cases = token_counts(str(options["tokens"]), sequence)
+    if mode == "iteration":
+        return IterationTask(device, seed, shape, sequence, cases=cases)
+    if device.type != "cuda":
+        raise ValueError("--timeline needs a GPU: on a CPU there are no streams, and nothing crosses a link")
+    from lightstep.bench.timeline import TimelineTask
+
+    return TimelineTask(device, seed, shape, sequence, folder, cases=cases)
+
+
+def measure(plan: Plan, folder: Path, checkpoints: Path | None = None) -> Values:
+    """Measure what was planned, write it to `folder`, show it; returns the JSON's values."""
+    from lightstep.bench.progress import Progress
+    from lightstep.bench.ranks import Ranks, share_cores
+    from lightstep.bench.report import as_json, write_json
     from lightstep.bench.run import measure_all, start
 
-    device = local_device(device_name)
-    defaults = _GPU_DEFAULTS if device.type == "cuda" else _CPU_DEFAULTS
-    sizes = {**defaults, **{key: value for key, value in asked.items() if value is not None}}
-    ours, others = registry.chosen_strategies(strategies), registry.chosen_peers(peers)
-    builds = {**ours, **others}
-    if not builds:
-        raise ValueError("--strategies none --peers none: nothing to measure")
-    setup = Setup(LlamaShape.near(int(sizes["params"]), layers), device, seed)
-    for folder in (output, *([checkpoints] if checkpoints is not None else [])):
-        folder.mkdir(parents=True, exist_ok=True)
-    share_cores()
-    ranks = Ranks(device)
+    share_cores(plan.task.threads)
+    ranks = Ranks(plan.task.device)
+    for needed in (folder if ranks.is_main else None, checkpoints):
+        if needed is not None:
+            needed.mkdir(parents=True, exist_ok=True)
+    file = folder / f"{plan.task.stem}.json"
     try:
-        kinds = {name: "lightstep" if name in ours else "peer" for name in builds}
-        effort = Effort(int(sizes["steps"]), int(sizes["warmup"]))
-        run = start(setup, effort, rounds, ranks, kinds, checkpoints)
+        run = start(plan.task, plan.effort, ranks, plan.entries, checkpoints)
         with Progress(ranks.is_main) as progress:
-            measure_all(run, builds, lambda sentence, run: _show(progress, sentence, run, output))
-        return _publish(run, output)
+
+            def show(sentence: str) -> None:
+                """Also save the rows so far, so that an interrupted run keeps its figures."""
+                progress.show(sentence)
+                values = as_json(run)
+                if ranks.is_main and plan.task.stem != "timeline":
+                    write_json(values, file)
+
+            measure_all(run, show)
+            show("done")
+        values = as_json(run)
+        if ranks.is_main:
+            _publish(run, values, file)
+        return values
     finally:
         ranks.close()
 
 
-def _show(progress: Progress, sentence: str, run: Run, output: Path) -> None:
-    """Say it, and save the rows so far, so that an interrupted run keeps its figures."""
-    from lightstep.bench.report import as_json, write_json
+def _publish(run: Run, values: Values, file: Path) -> None:
+    from rich.console import Console
 
-    progress.show(sentence)
-    values = as_json(run)
-    if run.ranks.is_main:
-        write_json(values, output / "bench.json")
+    from lightstep.bench.report import label, print_table
 
-
-def _publish(run: Run, output: Path) -> dict[str, Any]:
+    console = Console()
+    if run.task.stem == "timeline":
+        for cell in (cell for row in run.rows for cell in row.cells.values() if cell.note is None):
+            written = cell.seen["picture"]
+            console.print(f"{written.with_suffix('.json')} and {written} written", highlight=False)
+            console.print("\n".join(cell.seen["said"]), highlight=False, markup=False)
+        for row in (row for row in values["rows"] if row["note"] is not None):
+            console.print(f"{label(row)}: {row['note']}", highlight=False, markup=False)
+        return
     from lightstep.bench.chart import draw
-    from lightstep.bench.report import as_json, print_table, write_json
 
-    values = as_json(run)
-    if run.ranks.is_main:
-        write_json(values, output / "bench.json")
-        draw(values, output / "bench.png")
-        console = Console()
-        print_table(values, console)
-        console.print(f"{output / 'bench.json'} and {output / 'bench.png'} written", highlight=False)
-    return values
+    draw(values, run.task.view, file.with_suffix(".png"))
+    print_table(values, run.task.view, console)
+    console.print(f"{file} and {file.with_suffix('.png')} written", highlight=False)

@@ -1,63 +1,93 @@
-"""What the benchmark runs: something that takes a list of gradients and leaves updated low-precision weights behind.
+"""What is measured: contenders, and the task that all of them have.
 
-Every contender does the same work per step: one global gradient norm, clipping to `MAX_NORM`, AdamW in fp32, and the
-new weights in bf16 on the device. What differs is where the state lives and how it gets there.
+A contender does one global gradient norm, clipping to `MAX_NORM`, AdamW in fp32, and leaves new bf16 weights on the
+device. What differs is where the state lives and how it gets there. One class serves single steps from given gradients
+(`step`) and whole iterations from a batch (`iterate`).
 """
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.profiler import record_function
 
-from lightstep.bench.model import LlamaShape, LlamaStack
+from lightstep.distributed import local_tensor
+
+if TYPE_CHECKING:
+    from lightstep.bench.report import Values, View
+    from lightstep.bench.run import Cell, Run, Visit
 
 MAX_NORM = 1.0
 ADAMW: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+
+FORWARD, STEP = "lightstep: forward", "lightstep: step"
+"""Ranges in traces; what lies between them is backward."""
 
 
 class Skipped(Exception):
     """This contender cannot run here; the message is the row's note."""
 
 
-@dataclass(frozen=True)
-class Setup:
-    """What every contender is built from."""
-
-    shape: LlamaShape
-    device: torch.device
-    seed: int = 0
-
-    def stack(self, dtype: torch.dtype = torch.bfloat16) -> LlamaStack:
-        return LlamaStack(self.shape, self.device, dtype, self.seed)
-
-
 class Contender(ABC):
-    """One row of the table. Building it allocates what a step needs, except state that its optimizer creates lazily."""
+    """One row of the table. Building it allocates what a step needs, except state that its optimizer creates lazily.
+
+    Attributes:
+        model: what is trained; called with a batch it returns the loss.
+        loss, grad_norm: of the last iteration, 0-dim on the device; the norm before clipping, None if nobody has it.
+    """
 
     name: str
     about: str
-    kind: Literal["lightstep", "peer"] = "peer"
+    kind: Literal["lightstep", "peer", "baseline"] = "peer"
     gradient_dtype: torch.dtype = torch.bfloat16
+    needs_group: ClassVar[bool] = False
+    model: nn.Module
+    loss: Tensor
+    grad_norm: Tensor | None = None
 
     @abstractmethod
     def step(self, gradients: Sequence[Tensor]) -> None:
         """One optimizer step from gradients shaped like `gradient_weights()`; may change them, keeps none of them."""
 
-    @abstractmethod
+    def iterate(self, batch: Sequence[Tensor]) -> None:
+        """Forward, backward and step. Nothing waits for the device, unless the contender does."""
+        with self.accumulate():
+            with record_function(FORWARD):
+                loss = self.model(*batch)
+            self.backward(loss)
+            with record_function(STEP):
+                self.update()
+        self.loss = loss.detach()
+
+    def accumulate(self) -> AbstractContextManager[object]:
+        """Around each iteration."""
+        return contextlib.nullcontext()
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
+
+    def update(self) -> None:
+        """One optimizer step from the gradients that backward left in the model; consumes them."""
+        self.step([parameter.grad for parameter in self.model.parameters() if parameter.grad is not None])
+        self.model.zero_grad()
+
     def weights(self) -> list[Tensor]:
         """The weights a forward would use after the step (this rank's shards)."""
+        return [local_tensor(parameter.detach()) for parameter in self.model.parameters()]
 
     def gradient_weights(self) -> list[Tensor]:
         """Tensors whose shapes the gradients have."""
         return self.weights()
 
     def device_weights(self) -> list[Tensor]:
-        """What counts as weights on the device; the table's peak is what lies beyond them and the gradients."""
+        """What counts as weights on the device."""
         return self.weights()
 
     def host_tensors(self) -> list[Tensor]:
@@ -65,7 +95,7 @@ class Contender(ABC):
         return []
 
     def host_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.host_tensors())
+        return nbytes(self.host_tensors())
 
     def finish(self) -> None:
         """Wait (the host or the current stream) until the last step's weights and host state have landed."""
@@ -74,6 +104,96 @@ class Contender(ABC):
     def close(self) -> None:
         """Let go of what garbage collection does not."""
         return
+
+
+class Inputs:
+    """What steps are given: gradients or batches, taken in turn."""
+
+    def __init__(self, sets: Sequence[Sequence[Tensor]]) -> None:
+        self.sets = sets
+
+    def __getitem__(self, step: int) -> Sequence[Tensor]:
+        return self.sets[step % len(self.sets)]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(nbytes(tensors) for tensors in self.sets)
+
+
+@dataclass(frozen=True)
+class Task(ABC):
+    """What everybody does, how that is measured, and how the result is shown.
+
+    Attributes:
+        cases: the sizes that each contender is measured at, ascending.
+        stem: of the files that hold the result.
+        case_name: the key of a row's size.
+        gives_gradients: whether steps are given their gradients, without any backward.
+        settings: laid over every strategy.
+        threads: of torch's CPU work; None for this rank's share of the cores.
+        peers: who may take part beside the strategies.
+        baseline: measured before all others.
+        view: the result as tables and a chart.
+    """
+
+    device: torch.device
+    seed: int
+
+    stem: ClassVar[str]
+    case_name: ClassVar[str | None] = None
+    default_peers: ClassVar[str] = "all"
+    settings: ClassVar[Mapping[str, Any]] = {"clipping.max_norm": MAX_NORM}
+    gives_gradients: ClassVar[bool] = False
+    threads: ClassVar[int | None] = None
+    peers: ClassVar[tuple[type[Contender], ...]]
+    baseline: ClassVar[type[Contender] | None] = None
+    view: ClassVar[View]
+
+    cases: tuple[int, ...] = field(default=(0,), kw_only=True)
+
+    def parts(self) -> Sequence[Task]:
+        """Tasks with cases that one model serves."""
+        return [self]
+
+    def default_strategies(self, ranks: int) -> tuple[str, ...]:
+        """What `--strategies default` means on so many ranks."""
+        return ("resident", "stream", "stream-overlap")
+
+    @abstractmethod
+    def model(self, dtype: torch.dtype = torch.bfloat16) -> Any:
+        """A new one on the device; equal weights for equal seeds."""
+
+    def model_by_hand(self, dtype: torch.dtype = torch.bfloat16) -> Any:
+        """The same with what `settings` tell strategies to do to it."""
+        return self.model(dtype)
+
+    @abstractmethod
+    def measure(self, visit: Visit, case: int, cell: Cell) -> None:
+        """One round of one contender at one size."""
+
+    def probe(self, visit: Visit, case: int, cell: Cell) -> None:
+        """What else is wanted of the last round."""
+        return
+
+    def versions(self) -> dict[str, str]:
+        """Of libraries besides torch."""
+        return {}
+
+    @abstractmethod
+    def head(self, run: Run) -> Values:
+        """The result's values above the rows."""
+
+    @abstractmethod
+    def figures(self, run: Run, case: int, cell: Cell) -> Values:
+        """One row's values. A collective: all ranks call it."""
+
+    def compare(self, cells: Sequence[Cell], rows: Sequence[Values]) -> None:
+        """Add to the rows of one case what follows from all of them."""
+        return
+
+
+def nbytes(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
 
 
 def total_norm(gradients: Sequence[Tensor]) -> Tensor:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightstep.bench.contender import ADAMW, MAX_NORM, Contender, Setup
+from lightstep.bench.contender import ADAMW, MAX_NORM, Contender, Task
 from lightstep.bench.lane import Lane, pinned_like
 
 PREFETCH_LAYERS = 1
@@ -40,15 +40,15 @@ class LayerStream(Contender):
     about = "per-layer m/v streamer, pinned copies per tensor, fp32 weights and gradients (verl pull request 5364)"
     gradient_dtype = torch.float32
 
-    def __init__(self, setup: Setup) -> None:
-        stack = setup.stack(torch.float32)
+    def __init__(self, task: Task) -> None:
+        stack = task.model(torch.float32)
         self._layers = stack.layer_indices()
         self._masters = list(stack.parameters())
         self._weights = [master.detach().bfloat16() for master in self._masters]
-        self._steps = [torch.zeros((), device=setup.device) for _ in self._masters]
+        self._steps = [torch.zeros((), device=task.device) for _ in self._masters]
         self._host = [Moments(self._pinned(layer), self._pinned(layer)) for layer in self._layers]
-        self._to_device, self._to_host = Lane(setup.device), Lane(setup.device)
-        self._compute = setup.device
+        self._to_device, self._to_host = Lane(task.device), Lane(task.device)
+        self._compute = task.device
 
     def _pinned(self, layer: list[int]) -> list[Tensor]:
         return [pinned_like(self._masters[i]) for i in layer]

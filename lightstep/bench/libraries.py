@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
-from lightstep.bench.contender import ADAMW, MAX_NORM, Contender, Setup, Skipped, clip_coefficient, total_norm
-from lightstep.bench.model import LlamaStack
+from lightstep.bench.contender import ADAMW, MAX_NORM, Contender, Skipped, Task, clip_coefficient, total_norm
 from lightstep.bench.peers import CpuAdamW, HostSlot
 from lightstep.distributed import local_tensor, world_size
 
@@ -44,75 +45,79 @@ class HandedModule(nn.Module):
 
 
 class Fsdp2Offload(Contender):
-    """FSDP2 with `CPUOffloadPolicy`: fp32 shards on the CPU, fused AdamW there.
+    """FSDP2 with `CPUOffloadPolicy`: fp32 shards on the CPU, `clip_grad_norm_` and fused AdamW there.
 
-    FSDP moves weights and gradients in forward and backward, so these belong to what is timed; the passes do no
-    arithmetic.
+    FSDP moves weights and gradients in forward and backward. So these belong to what is timed in a single step too;
+    there the passes do no arithmetic.
     """
 
     name = "fsdp2-offload"
     about = "fully_shard(CPUOffloadPolicy), fp32 shards, bf16 compute, fused CPU AdamW; includes FSDP's own gathers"
+    needs_group = True
 
-    def __init__(self, setup: Setup) -> None:
-        self._shapes = setup.stack()  # bf16, only for the gradients' shapes
-        self._units = _handed_units(setup.stack(torch.float32))
-        self._model = nn.Sequential(*self._units).to("cpu")
-        shard_to_host(self._model, self._units, setup.device, reshard_after_forward=False)  # weights make one trip
-        self._optimizer = torch.optim.AdamW(self._model.parameters(), fused=True, **ADAMW)
-        self._order = [i for layer in self._shapes.layer_indices() for i in layer]
-        self._input = torch.zeros(1, device=setup.device, requires_grad=True)
+    def __init__(self, task: Task) -> None:
+        self.model = model = task.model_by_hand(torch.float32)
+        self._shard(task, list(model.layers), reshard_after_forward=True)
+
+    def _shard(self, task: Task, units: Sequence[nn.Module], reshard_after_forward: bool) -> None:
+        """`fully_shard` on the units and the model, with fp32 shards on the CPU and bf16 compute on the device."""
+        settings: dict[str, Any] = {
+            "mesh": init_device_mesh(task.device.type, (world_size(),)),
+            "reshard_after_forward": reshard_after_forward,
+            "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+            "offload_policy": CPUOffloadPolicy(pin_memory=task.device.type == "cuda"),
+        }
+        for module in (*units, self.model):
+            fully_shard(module, **settings)
+        self._optimizer = torch.optim.AdamW(self.model.parameters(), fused=True, **ADAMW)
+
+    def step(self, gradients: Sequence[Tensor]) -> None:
+        raise NotImplementedError("takes gradients from its own backward")
+
+    def update(self) -> None:
+        self.grad_norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), MAX_NORM)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+    def device_weights(self) -> list[Tensor]:
+        return []
+
+    def host_tensors(self) -> list[Tensor]:
+        state = [entry for entries in self._optimizer.state.values() for entry in entries.values()]
+        return [local_tensor(tensor.detach()) for tensor in [*self.model.parameters(), *state]]
+
+
+class Fsdp2OffloadStep(Fsdp2Offload):
+    """Single steps of it."""
+
+    def __init__(self, task: Task) -> None:
+        self._shapes = task.model()  # bf16, only for the gradients' shapes
+        stack = task.model(torch.float32)
+        self._order = [i for layer in stack.layer_indices() for i in layer]
+        parameters = list(stack.parameters())
+        self._units = [HandedModule([parameters[i] for i in layer]) for layer in stack.layer_indices()]
+        self.model = nn.Sequential(*self._units).to("cpu")
+        self._shard(task, self._units, reshard_after_forward=False)  # weights make one trip
+        self._input = torch.zeros(1, device=task.device, requires_grad=True)
         self._shapes.to("meta")
 
     def step(self, gradients: Sequence[Tensor]) -> None:
         ordered = iter([gradients[i] for i in self._order])
         for unit in self._units:
             unit.gradients = [next(ordered) for _ in unit.parameters()]
-        self._model(self._input).sum().backward()
-        torch.nn.utils.clip_grad_norm_(self._model.parameters(), MAX_NORM)
-        self._optimizer.step()
-        self._optimizer.zero_grad()
+        self.model(self._input).sum().backward()
+        self.update()
 
     def weights(self) -> list[Tensor]:
-        shards = dict(zip(self._order, self._model.parameters(), strict=True))
-        return [local_tensor(shards[i].detach()) for i in sorted(shards)]
+        shards = dict(zip(self._order, super().weights(), strict=True))
+        return [shards[i] for i in sorted(shards)]
 
     def gradient_weights(self) -> list[Tensor]:
         return list(self._shapes.parameters())
 
-    def device_weights(self) -> list[Tensor]:
-        return []
-
-    def host_tensors(self) -> list[Tensor]:
-        state = [t for entries in self._optimizer.state.values() for t in entries.values()]
-        return [*self.weights(), *(local_tensor(t) for t in state)]
-
-
-def _handed_units(stack: LlamaStack) -> list[HandedModule]:
-    parameters = list(stack.parameters())
-    return [HandedModule([parameters[i] for i in layer]) for layer in stack.layer_indices()]
-
-
-def shard_to_host(
-    model: nn.Module, units: Sequence[nn.Module], device: torch.device, reshard_after_forward: bool
-) -> None:
-    """`fully_shard` on the units and the model, with fp32 shards on the CPU and bf16 compute on the device."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-
-    settings: dict[str, Any] = {
-        "mesh": init_device_mesh(device.type, (world_size(),)),
-        "reshard_after_forward": reshard_after_forward,
-        "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
-        "offload_policy": CPUOffloadPolicy(pin_memory=device.type == "cuda"),
-    }
-    for module in (*units, model):
-        fully_shard(module, **settings)
-
 
 class TorchaoOffload(Contender):
     """torchao's `CPUOffloadOptimizer` over fp32 weights: gradients leave in hooks, AdamW on the CPU, weights return.
-
-
 
     Its hooks copy gradients before a global norm could be known, so they are clipped first and handed over after.
     """
@@ -121,15 +126,15 @@ class TorchaoOffload(Contender):
     about = "torchao CPUOffloadOptimizer(AdamW), fp32 weights and gradients on the device, clipped before its hooks run"
     gradient_dtype = torch.float32
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, task: Task) -> None:
         module = _installed("torchao.optim", "torchao.prototype.low_bit_optim")
-        if setup.device.type != "cuda":
+        if task.device.type != "cuda":
             raise Skipped("needs a GPU")
-        self._module = HandedModule(list(setup.stack(torch.float32).parameters()))
+        self._module = HandedModule(list(task.model(torch.float32).parameters()))
         self._weights = [parameter.detach().bfloat16() for parameter in self._module.parameters()]
         parameters = list(self._module.parameters())
         self._optimizer = module.CPUOffloadOptimizer(parameters, torch.optim.AdamW, fused=True, **ADAMW)
-        self._input = torch.zeros(1, device=setup.device, requires_grad=True)
+        self._input = torch.zeros(1, device=task.device, requires_grad=True)
 
     def step(self, gradients: Sequence[Tensor]) -> None:
         torch._foreach_mul_(list(gradients), clip_coefficient(total_norm(gradients)))
@@ -157,9 +162,9 @@ class DeepSpeedCpuAdam(CpuAdamW):
     name = "deepspeed"
     about = "DeepSpeed CPUAdam with the transfers of cpu-adamw"
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, task: Task) -> None:
         self._library = _installed("deepspeed.ops.adam")
-        super().__init__(setup)
+        super().__init__(task)
 
     def make_optimizer(self, masters: list[nn.Parameter]) -> torch.optim.Optimizer:
         """DeepSpeed compiles the kernel when it is first used."""

@@ -4,39 +4,47 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from lightstep.bench.contender import ADAMW, MAX_NORM, Contender, Setup, Skipped, clip_coefficient, total_norm
+from lightstep.bench.contender import ADAMW, MAX_NORM, Contender, Skipped, Task, clip_coefficient, total_norm
 from lightstep.bench.lane import Lane, pinned_like, synchronize
-from lightstep.distributed import like, local_tensor, world_size
+from lightstep.distributed import like, world_size
 
 
 class TorchResident(Contender):
-    """The loop that everybody writes: fp32 masters, `clip_grad_norm_`, `AdamW(fused=True)`, copy back."""
+    """The loop that everybody writes: fp32 masters, `clip_grad_norm_`, AdamW, copy back."""
 
     name = "torch"
     about = "by hand: bf16 gradients cast to fp32, clip_grad_norm_, AdamW(fused=True), copy; all state on the device"
+    implementation: ClassVar[dict[str, Any]] = {"fused": True}
 
-    def __init__(self, setup: Setup) -> None:
-        self._weights = [parameter.detach() for parameter in setup.stack().parameters()]
+    def __init__(self, task: Task) -> None:
+        self.model = task.model_by_hand()
+        self._weights = [parameter.detach() for parameter in self.model.parameters()]
         self._masters = [torch.nn.Parameter(weight.float()) for weight in self._weights]
-        self._optimizer = torch.optim.AdamW(self._masters, fused=True, **ADAMW)
+        self._optimizer = torch.optim.AdamW(self._masters, **self.implementation, **ADAMW)
 
     def step(self, gradients: Sequence[Tensor]) -> None:
         for master, gradient in zip(self._masters, gradients, strict=True):
             master.grad = gradient.float()
-        torch.nn.utils.clip_grad_norm_(self._masters, MAX_NORM)
+        self.grad_norm = torch.nn.utils.clip_grad_norm_(self._masters, MAX_NORM)
         self._optimizer.step()
         self._optimizer.zero_grad()
         with torch.no_grad():
             torch._foreach_copy_(self._weights, [master.detach() for master in self._masters])
 
-    def weights(self) -> list[Tensor]:
-        return self._weights
+
+class TorchForeach(TorchResident):
+    """The same with torch's default implementation of AdamW on a GPU."""
+
+    name = "torch-foreach"
+    about = "by hand: gradients cast to fp32, clip_grad_norm_, AdamW(foreach=True), copy; all state on the device"
+    implementation: ClassVar[dict[str, Any]] = {"foreach": True}
 
 
 class TorchResidentFloatGradients(TorchResident):
@@ -54,11 +62,11 @@ class TorchFsdp2(Contender):
     about = "by hand: fully_shard, fp32 shards and state on the device, clip_grad_norm_, AdamW(fused=True)"
     gradient_dtype = torch.float32
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, task: Task) -> None:
         if world_size() == 1:
             raise Skipped("shards over several ranks; start the bench with torchrun")
-        stack = setup.stack(torch.float32)
-        mesh = init_device_mesh(setup.device.type, (world_size(),))
+        self.model = stack = task.model(torch.float32)
+        mesh = init_device_mesh(task.device.type, (world_size(),))
         for module in (*stack.layers, stack):
             fully_shard(module, mesh=mesh)
         self._shards = list(stack.parameters())
@@ -70,9 +78,6 @@ class TorchFsdp2(Contender):
         torch.nn.utils.clip_grad_norm_(self._shards, MAX_NORM)
         self._optimizer.step()
         self._optimizer.zero_grad()
-
-    def weights(self) -> list[Tensor]:
-        return [local_tensor(shard.detach()) for shard in self._shards]
 
 
 @dataclass(eq=False)
@@ -91,12 +96,13 @@ class CpuAdamW(Contender):
     name = "cpu-adamw"
     about = "torch's fused CPU AdamW, gradients and weights sent per tensor from page-locked memory, overlapped"
 
-    def __init__(self, setup: Setup) -> None:
-        self._weights = [parameter.detach() for parameter in setup.stack().parameters()]
-        self._lanes = Lane(setup.device), Lane(setup.device)
+    def __init__(self, task: Task) -> None:
+        self.model = task.model_by_hand()
+        self._weights = [parameter.detach() for parameter in self.model.parameters()]
+        self._lanes = Lane(task.device), Lane(task.device)
         self._slots = [self._slot(weight) for weight in self._weights]
         self._scratch = torch.empty(max(weight.numel() for weight in self._weights))
-        self._coefficient = pinned_like(torch.empty((), device=setup.device))
+        self._coefficient = pinned_like(torch.empty((), device=task.device))
 
     def _slot(self, weight: Tensor) -> HostSlot:
         master = torch.nn.Parameter(weight.cpu().float())
@@ -134,9 +140,6 @@ class CpuAdamW(Contender):
         # The fused kernel divides by `grad_scale`: no extra pass to clip.
         slot.optimizer.grad_scale = 1.0 / self._coefficient  # type: ignore[attr-defined]
         slot.optimizer.step()
-
-    def weights(self) -> list[Tensor]:
-        return self._weights
 
     def host_tensors(self) -> list[Tensor]:
         entries = [value for slot in self._slots for value in slot.optimizer.state[slot.master].values()]

@@ -1,12 +1,14 @@
-"""What a step does besides taking time: host waits, allocations, bytes over the link, counted from outside."""
+"""What is seen of a step from outside: its time, host waits, allocations, bytes over the link."""
 
 from __future__ import annotations
 
 import functools
+import gc
 import json
 import sys
 import tempfile
 import threading
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +20,29 @@ import torch
 _WAITS = frozenset({"synchronize", "_cuda_synchronize"})
 _WAITS_IN_PYTHON: tuple[Any, ...] = (torch.cuda, torch.cuda.Event, torch.cuda.Stream)
 """Where `synchronize` is a Python function, which can be replaced for every thread."""
+
+
+class Clock:
+    """`lap()` marks a moment: in the current stream of a GPU, on a CPU by the host's clock; `read()`: ms between."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._marks: list[Any] = []
+
+    def lap(self) -> None:
+        if self._cuda:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self._marks.append(event)
+        else:
+            self._marks.append(time.perf_counter() * 1e3)
+
+    def read(self) -> list[float]:
+        pairs = zip(self._marks, self._marks[1:], strict=False)
+        if not self._cuda:
+            return [end - start for start, end in pairs]
+        self._marks[-1].synchronize()
+        return [start.elapsed_time(end) for start, end in pairs]
 
 
 class HostSyncs:
@@ -140,3 +165,14 @@ def traffic_of(events: list[dict[str, Any]]) -> tuple[int, int] | None:
 
 def _bytes(copies: list[dict[str, Any]], direction: str) -> int:
     return sum(int(copy["args"].get("bytes", 0)) for copy in copies if direction in copy["name"])
+
+
+def free_memory(device: torch.device) -> None:
+    """Give back what the last contender held, on the device and in torch's pinned allocator."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+        empty_host_cache = getattr(torch._C, "_host_emptyCache", None)
+        if empty_host_cache is not None:
+            empty_host_cache()

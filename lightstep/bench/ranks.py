@@ -71,14 +71,14 @@ class Ranks:
         self._started = False
 
 
-def share_cores() -> None:
-    """Give every rank its share of the machine's cores for torch's CPU work.
+def share_cores(threads: int | None) -> None:
+    """Give every rank so many threads for torch's CPU work, or its share of the machine's cores.
 
     torchrun sets `OMP_NUM_THREADS=1` for several ranks, which slows those down that compute on the CPU.
     """
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if ranks > 1:
-        torch.set_num_threads(max(1, _cores() // ranks))
+    if threads is not None or ranks > 1:
+        torch.set_num_threads(threads or max(1, _cores() // ranks))
 
 
 def _cores() -> int:

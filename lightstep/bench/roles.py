@@ -10,30 +10,28 @@ from __future__ import annotations
 import multiprocessing
 import os
 import socket
+import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich import box
-from rich.console import Console
-from rich.table import Table
 from torch import nn
 
-from lightstep.bench.chart import GREY
-from lightstep.bench.iteration.shape import TrainedShape
+from lightstep.bench.chart import draw
+from lightstep.bench.model import LlamaShape
 from lightstep.bench.progress import Progress
 from lightstep.bench.ranks import local_device
-from lightstep.bench.report import Values, conditions, size, write_json
+from lightstep.bench.report import Column, Panel, Values, View, conditions, print_table, size, write_json
 
 _PARAMETERS = {"cpu": 1e8, "cuda": 3e9}
 _PROMPT, _NEW_TOKENS = 16, 4
 
 WITHOUT, WITH = "sharded model and inference copy", "role rollout, mode async"
 
-REPORTED = {
+REPORTED: dict[str, Any] = {
     "source": "https://github.com/verl-project/verl/pull/4257, for issue 4229",
     "model": "Qwen2.5-3B",
     "gb": {WITHOUT: 22, WITH: 14},
@@ -45,7 +43,7 @@ REPORTED = {
 class Task:
     """What is measured. `device_name` is `cpu` or `cuda`."""
 
-    shape: TrainedShape
+    shape: LlamaShape
     device_name: str
     seed: int
 
@@ -62,7 +60,7 @@ def measure(
 ) -> Values:
     """Write roles.json and roles.png to `output`; returns the JSON's values."""
     device = local_device(device_name)
-    task = Task(TrainedShape.near(int(params or _PARAMETERS[device.type]), layers), device.type, seed)
+    task = Task(LlamaShape.near(int(params or _PARAMETERS[device.type]), layers, released=True), device.type, seed)
     output.mkdir(parents=True, exist_ok=True)
     rows = []
     with Progress(True) as progress:
@@ -71,13 +69,14 @@ def measure(
             rows.append({"name": name, **_in_fresh_processes(task, name)})
     values = {
         **conditions(device),
-        "model": {**asdict(task.shape), "parameters": task.shape.parameters, "weights": "bfloat16"},
+        "model": {**task.shape.values(), "weights": "bfloat16"},
         "rows": rows,
         "reported": REPORTED,
     }
     write_json(values, output / "roles.json")
-    draw(values, output / "roles.png")
-    print_table(values)
+    draw(values, VIEW, output / "roles.png")
+    print_table(values, VIEW)
+    sys.stdout.write(f"{output / 'roles.json'} and {output / 'roles.png'} written\n")
     return values
 
 
@@ -127,7 +126,7 @@ def _run(task: Task, name: str, environment: Mapping[str, str], answer: Connecti
 def _worker(task: Task, strategy: Any) -> dict[str, int]:
     from lightstep import TransformersEngine
 
-    _generate(Task(TrainedShape.near(20_000, 1), task.device_name, 0).model().to_empty(device=strategy.device))
+    _generate(Task(LlamaShape.near(20_000, 1), task.device_name, 0).model().to_empty(device=strategy.device))
     memory = Memory(strategy.device)
     trained = strategy.prepare_model(task.model) if strategy.role == "trainer" else None
     engine = TransformersEngine(strategy.prepare_model(task.model, role="rollout"))
@@ -182,43 +181,31 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-# -- the result -------------------------------------------------------------------------------------------------------
+# -- how it is shown --------------------------------------------------------------------------------------------------
 
 
-def print_table(values: Values, console: Console | None = None) -> None:
-    """Gigabytes of one worker, beside those that were reported."""
-    console = console or Console()
-    where = values["hardware"]["device"]
-    title = f"One rollout worker: {size(values['model']['parameters'])} parameters in bfloat16, {where}"
-    table = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False)
-    reported = f"reported for verl\n({values['reported']['model']}), GB"
-    for column in ("the worker has", "inference\nweights, GB", "held\nGB", "peak\nGB", reported):
-        table.add_column(column, justify="left" if column == "the worker has" else "right")
-    for row in values["rows"]:
-        figures = [f"{row[key] / 1e9:.2f}" for key in ("inference_weight_bytes", "held_bytes", "peak_bytes")]
-        table.add_row(row["name"], *figures, str(values["reported"]["gb"][row["name"]]))
-    console.print(table)
-    console.print(f"Reported: {values['reported']['source']}", highlight=False)
+def _sections(values: Values) -> list[tuple[str, list[Values]]]:
+    what = f"{size(values['model']['parameters'])} parameters in bfloat16, {values['hardware']['device']}"
+    reported = values["reported"]["gb"]
+    rows = [
+        {**row, "kind": "lightstep" if row["name"] == WITH else "peer", "reported": reported[row["name"]]}
+        for row in values["rows"]
+    ]
+    return [(f"One rollout worker: {what}", rows)]
 
 
-def draw(values: Values, path: Path) -> None:
-    """Peak memory of one worker as a PNG: here, and as reported."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10, 2.6), layout="constrained")
-    FigureCanvasAgg(figure)
-    ours, theirs = figure.subplots(1, 2, sharey=True)
-    names = [row["name"] for row in values["rows"]]
-    peaks = [row["peak_bytes"] / 1e9 for row in values["rows"]]
-    for axes, lengths, label in (
-        (ours, peaks, f"peak GB, {size(values['model']['parameters'])} parameters, measured here"),
-        (theirs, [values["reported"]["gb"][name] for name in names], "GB, 3 B parameters, reported for verl"),
-    ):
-        bars = axes.barh(names, lengths, color=[GREY, "#0072B2"], edgecolor="black", linewidth=0.6)
-        axes.bar_label(bars, labels=[f"{length:.3g}" for length in lengths], padding=3)
-        axes.set_xlabel(label)
-        axes.margins(x=0.14)
-        axes.spines[["top", "right"]].set_visible(False)
-    ours.invert_yaxis()
-    figure.savefig(path, dpi=150, metadata={"Title": values["command"], "Description": values["date"]})
+VIEW = View(
+    key="peak_bytes",
+    columns=(
+        Column("inference\nweights, GB", lambda row: f"{row['inference_weight_bytes'] / 1e9:.2f}", 1),
+        Column("held\nGB", lambda row: f"{row['held_bytes'] / 1e9:.2f}", 2),
+        Column("peak\nGB", lambda row: f"{row['peak_bytes'] / 1e9:.2f}", 3),
+        Column(f"reported for verl\n({REPORTED['model']}), GB", lambda row: str(row["reported"]), 0),
+    ),
+    panels=(
+        Panel("peak GB, measured here", lambda row: row["peak_bytes"] / 1e9),
+        Panel(f"GB, {REPORTED['model']}, reported for verl", lambda row: float(REPORTED["gb"][row["name"]])),
+    ),
+    sections=_sections,
+    below=lambda values: [f"Reported: {values['reported']['source']}"],
+)

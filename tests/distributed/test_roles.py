@@ -24,7 +24,9 @@ from typer.testing import CliRunner
 import lightstep
 from lightstep import ConfigError, Strategy, TrainingEnded, TransformersEngine, WeightTransferError
 from lightstep.bench import roles as bench
-from lightstep.bench.iteration.shape import TrainedShape
+from lightstep.bench.chart import draw
+from lightstep.bench.model import LlamaShape
+from lightstep.bench.report import print_table
 from lightstep.checkpoint.export import full_weights
 from lightstep.cli import app
 from lightstep.strategy import fsdp2
@@ -555,7 +557,7 @@ def check_measured_memory(rank: int, world_size: int, params: int) -> list[dict[
     answer = Answer()
     environment = {name: os.environ[name] for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
     bench._run(
-        bench.Task(TrainedShape.near(params), device, 0),
+        bench.Task(LlamaShape.near(params, released=True), device, 0),
         bench.WITH if world_size == 2 else bench.WITHOUT,
         environment,
         answer,
@@ -577,9 +579,9 @@ def test_the_memory_of_a_worker_is_measured(pool: Pool, tmp_path: Path) -> None:
         "model": {"parameters": 40_000_000},
         "hardware": {"device": "CPU"},
     }
-    bench.draw({**values, "command": "lightstep bench --roles", "date": "now"}, tmp_path / "roles.png")
+    draw({**values, "command": "lightstep bench --roles", "date": "now"}, bench.VIEW, tmp_path / "roles.png")
     console = Console(record=True, width=120, file=io.StringIO())
-    bench.print_table(values, console)
+    print_table(values, bench.VIEW, console)
     assert "22" in (text := console.export_text()) and bench.WITH in text and (tmp_path / "roles.png").exists()
 
 

@@ -8,13 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightstep.bench.command import measure
-from lightstep.bench.iteration import command as iteration
-from lightstep.bench.iteration.lanes import phases
-from lightstep.bench.iteration.trace import MAIN, TO_DEVICE, TO_HOST, UPDATES, read_timeline
+from lightstep.bench.command import measure, plan
 from lightstep.bench.link import measure_link
 from lightstep.bench.probes import HostSyncs, link_traffic, pinned_bytes
 from lightstep.bench.ranks import Ranks
+from lightstep.bench.timeline import phases
+from lightstep.bench.trace import MAIN, TO_DEVICE, TO_HOST, UPDATES, read_timeline
 from lightstep.optimizer.updates import NextForward
 
 pytestmark = pytest.mark.gpu
@@ -80,8 +79,8 @@ def test_traffic_is_counted_to_the_byte(device: torch.device) -> None:
 
 
 def test_every_row_is_measured_and_moves_what_it_should(device: torch.device, tmp_path: Path) -> None:
-    asked = {"params": 3e7, "steps": 3, "warmup": 1}
-    measure("default", "all", asked, 4, 1, tmp_path, str(device), 0)
+    asked = {"params": 3e7, "layers": 4, "steps": 3, "warmup": 1, "rounds": 1, "device": str(device)}
+    measure(plan("step", asked, tmp_path), tmp_path)
     values = json.loads((tmp_path / "bench.json").read_text())
     rows = {row["name"]: row for row in values["rows"] if not row["skipped"]}
     assert all(row["note"] is None for row in rows.values()), {name: row["note"] for name, row in rows.items()}
@@ -97,12 +96,13 @@ def test_every_row_is_measured_and_moves_what_it_should(device: torch.device, tm
     assert rows["fsdp2-offload"]["host_syncs"] >= 1  # it waits for its gradients
 
 
-SMALL = {"params": 3e7, "tokens": "8192,4096", "sequence": 1024, "steps": 2, "warmup": 1}
+SMALL = {"params": 3e7, "layers": 4, "tokens": "8192,4096", "sequence": 1024, "steps": 2, "warmup": 1}
 
 
 def test_whole_iterations_are_measured(device: torch.device, tmp_path: Path) -> None:
     ours = "resident,stream:optimizer_state.ring_mib=32,stream-overlap:optimizer_state.ring_mib=32"
-    values = iteration.measure(iteration.plan(ours, "all", SMALL, 4, str(device)), tmp_path)
+    asked = {**SMALL, "strategies": ours, "peers": "torch,cpu-adamw,fsdp2-offload", "device": str(device)}
+    values = measure(plan("iteration", asked, tmp_path), tmp_path)
     assert all(row["note"] is None for row in values["rows"]), [row["note"] for row in values["rows"]]
     assert (tmp_path / "iteration.png").stat().st_size > 10_000
     for tokens in (4096, 8192):
@@ -122,9 +122,10 @@ def test_a_timeline_shows_copies_beside_the_forward(
 ) -> None:
     for number in ("at_once", "ahead"):  # else all of a small model is updated before its forward begins
         monkeypatch.setattr(NextForward, number, 2)
-    asked = {**SMALL, "tokens": "8192"}
     ours = "stream-overlap:optimizer_state.ring_mib=32"
-    (picture,) = iteration.record(iteration.plan(ours, None, asked, 4, str(device), timeline=True), tmp_path)
+    asked = {**SMALL, "tokens": "8192", "strategies": ours, "device": str(device)}
+    measure(plan("timeline", asked, tmp_path), tmp_path)
+    (picture,) = tmp_path.glob("*-timeline.png")
     timeline = read_timeline(json.loads(picture.with_suffix(".json").read_text())["traceEvents"])
     assert {MAIN, UPDATES, TO_DEVICE, TO_HOST} <= set(timeline.lanes)
     assert [name for name, _ in phases(timeline)] == ["forward", "backward", "step"] * 2

@@ -16,19 +16,21 @@ import torch
 from rich.console import Console
 
 from lightstep.bench.chart import draw
-from lightstep.bench.contender import Contender, Setup, Skipped
+from lightstep.bench.contender import Contender, Skipped, Task
+from lightstep.bench.entries import Entry
 from lightstep.bench.link import Link, measure_link
-from lightstep.bench.measure import Effort, Measurement, _not_listed
 from lightstep.bench.model import GradientSets, LlamaShape, LlamaStack
 from lightstep.bench.probes import HostSyncs, link_traffic, pinned_bytes, traffic_of
 from lightstep.bench.ranks import Ranks, local_device
-from lightstep.bench.registry import PEERS
 from lightstep.bench.report import as_json, print_table, size
-from lightstep.bench.run import Row, Run, measure_all, start
+from lightstep.bench.run import Cell, Effort, Run, measure_all, not_listed, start
+from lightstep.bench.step import StepTask
+from lightstep.bench.tiny import SIZES, Adapter, Expert, Layers
 from tests.unit.bench_runs import bench_on_two_ranks, run_bench
 
 CPU = torch.device("cpu")
 TINY = ("--params", "60000", "--layers", "2", "--steps", "2", "--warmup", "1", "--device", "cpu")
+PEERS = {peer.name: peer for peer in StepTask.peers}
 HERE = {"layer-stream", "cpu-adamw", "torch", "torch-fp32-grads", "fsdp2-offload"}  # peers that need nothing but torch
 
 
@@ -89,8 +91,8 @@ def test_a_contender_that_does_less_is_seen(tmp_path: Path) -> None:
         def step(self, gradients: Any) -> None:
             pass
 
-    run = tiny_run(["torch", "lazy"])
-    measure_all(run, {"torch": PEERS["torch"], "lazy": Lazy}, lambda *_: None)
+    run = tiny_run({"torch": PEERS["torch"], "lazy": Lazy})
+    measure_all(run, lambda _: None)
     assert rows_of(as_json(run))["lazy"]["largest_weight_difference"] > 0
 
 
@@ -122,9 +124,9 @@ def test_the_chart_shows_memory_and_the_link_where_there_are_any(
 ) -> None:
     link = {"to_device": 53.0, "to_host": 55.0, "duplex": 46.0, "page_locked": True}
     rows = [{**row, "peak_device_bytes_beyond": 10**6} for row in result[0]["rows"]]
-    draw({**result[0], "rows": rows, "link_gb_per_s": link}, tmp_path / "gpu.png")
+    draw({**result[0], "rows": rows, "link_gb_per_s": link}, StepTask.view, tmp_path / "gpu.png")
     assert (tmp_path / "gpu.png").stat().st_size > (result[1] / "bench.png").stat().st_size
-    draw({**result[0], "rows": []}, tmp_path / "empty.png")
+    draw({**result[0], "rows": []}, StepTask.view, tmp_path / "empty.png")
     assert (tmp_path / "empty.png").is_file()
 
 
@@ -196,9 +198,12 @@ def test_a_gpu_that_is_not_there_is_refused() -> None:
 # -- one failing contender ---------------------------------------------------------------------------------------
 
 
-def tiny_run(names: list[str], rounds: int = 1) -> Run:
-    setup = Setup(LlamaShape.near(60_000, 2), CPU)
-    return start(setup, Effort(steps=2, warmup=1), rounds, Ranks(CPU), dict.fromkeys(names, "peer"))
+TASK = StepTask(CPU, 0, LlamaShape.near(60_000, 2))
+
+
+def tiny_run(contenders: dict[str, type[Contender]], rounds: int = 1) -> Run:
+    entries = [Entry(name, name, "peer", "", contender) for name, contender in contenders.items()]
+    return start(TASK, Effort(steps=2, warmup=1, rounds=rounds), Ranks(CPU), entries)
 
 
 class Counting(Contender):
@@ -207,7 +212,7 @@ class Counting(Contender):
     name = about = "counting"
     built: list[str]
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, task: Task) -> None:
         self._weights = [torch.zeros(4)]
 
     def step(self, gradients: Any) -> None:
@@ -223,14 +228,14 @@ class Failing(Counting):
 
 
 class Absent(Counting):
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, task: Task) -> None:
         raise Skipped("not for this machine")
 
 
 def test_a_failure_is_a_row_and_the_run_goes_on() -> None:
-    run = tiny_run(["a", "b", "c"], rounds=2)
+    run = tiny_run({"a": Failing, "b": Absent, "c": Counting}, rounds=2)
     seen: list[str] = []
-    measure_all(run, {"a": Failing, "b": Absent, "c": Counting}, lambda sentence, _: seen.append(sentence))
+    measure_all(run, seen.append)
     rows = rows_of(as_json(run))
     assert rows["a"]["note"] == "MemoryError: no room" and not rows["a"]["skipped"]
     assert rows["b"]["note"] == "not for this machine" and rows["b"]["skipped"]
@@ -239,9 +244,9 @@ def test_a_failure_is_a_row_and_the_run_goes_on() -> None:
 
 
 def test_rounds_run_forth_and_back() -> None:
-    run = tiny_run(["a", "b"], rounds=2)
+    run = tiny_run({"a": Counting, "b": Counting}, rounds=2)
     seen: list[str] = []
-    measure_all(run, {"a": Counting, "b": Counting}, lambda sentence, _: seen.append(sentence.split(": ")[-1]))
+    measure_all(run, lambda sentence: seen.append(sentence.split(": ")[-1]))
     assert [name for name in seen if name in "ab"] == ["a", "b", "b", "a"]
 
 
@@ -286,36 +291,38 @@ def test_gradients_are_random_fresh_and_the_same_for_every_dtype() -> None:
 
 
 def test_percent_of_the_link_is_the_busier_ways() -> None:
-    seen = Measurement(
+    run = tiny_run({"x": Counting, "y": Counting})
+    run.rows[0].cells[0] = Cell(
         parameters=10**9,
-        step_ms=[200.0, 250.0, 220.0],
-        block_ms=[230.0],
-        to_device_bytes=10 * 10**9,
-        to_host_bytes=9 * 10**9,
+        windows=[[240.0, 200.0, 250.0, 220.0]],  # the first step is left out
+        landing_ms=[10.0],
+        traffic=(10 * 10**9, 9 * 10**9),
         peak_bytes=10**9,
         host_syncs=2,
-        first_sync="somewhere.py:3",
     )
-    run = tiny_run(["x"])
-    run.rows = [Row("x", "x", "lightstep", seen), Row("y", "y", "peer", note="not installed", skipped=True)]
+    run.rows[1].cells[0] = Cell(note="not installed", skipped=True)
     run.link = Link(to_device=55.0, to_host=54.0, duplex=50.0, page_locked=True)
     values = as_json(run)
     row = values["rows"][0]
     assert row["step_ms"] == 220.0 and row["ms_per_1e9_parameters"] == 220.0
+    assert row["block_ms"] == 230.0 and row["step_ms_range"] == [200.0, 250.0]
     assert row["gb_per_s_to_device"] == pytest.approx(10 / 0.22) and row["gb_to_host"] == 9.0
     assert row["percent_of_duplex"] == pytest.approx(100 * (10 / 0.22) / 50)
     with (console := Console(width=200, force_terminal=True)).capture() as output:
-        print_table(values, console)
-    assert "91" in output.get() and "page-locked" in output.get() and "somewhere.py:3" in output.get()
+        print_table(values, StepTask.view, console)
+    assert "91" in output.get() and "page-locked" in output.get() and "200.0 – 250.0" in output.get()
 
 
-@pytest.mark.parametrize("width", [80, 100, 200])
-def test_the_table_fits(width: int, result: tuple[dict[str, Any], Path, str]) -> None:
+@pytest.mark.parametrize("width", [60, 80, 200])
+def test_the_table_fits_and_cuts_no_number(width: int, result: tuple[dict[str, Any], Path, str]) -> None:
     console = Console(width=width, force_terminal=True, color_system=None)
     with console.capture() as output:
-        print_table(result[0], console)
-    assert all(len(line) <= width for line in output.get().splitlines())
-    assert width < 100 or "…" not in output.get()
+        print_table(result[0], StepTask.view, console)
+    table = output.get()
+    assert all(len(line) <= width for line in table.splitlines()) and "…" not in table
+    row = rows_of(result[0])["layer-stream"]
+    assert f"{row['step_ms']:.1f}" in table and "{:.1f} – {:.1f}".format(*row["step_ms_range"]) in table
+    assert ("for want of room" in table) == (width < 100)
 
 
 def test_sizes_are_written_for_people() -> None:
@@ -399,7 +406,52 @@ def test_page_locked_memory_that_nobody_lists_counts() -> None:
         def host_tensors(self) -> list[torch.Tensor]:
             return [torch.zeros(3), *([torch.zeros(2).pin_memory()] if torch.cuda.is_available() else [])]
 
-    contender = Listing(Setup(LlamaShape.near(60_000, 2), CPU))
+    contender = Listing(TASK)
     listed = 8 if torch.cuda.is_available() else 0
-    assert _not_listed(contender, 100) == 100 - listed
-    assert _not_listed(contender, 0) == 0
+    assert not_listed(contender, 100) == 100 - listed
+    assert not_listed(contender, 0) == 0
+
+
+# -- where results go, and exit codes ----------------------------------------------------------------------------
+
+
+def test_a_failed_contender_is_an_exit_code_and_nothing_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lightstep.bench.report.RUNS", tmp_path)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    done = run_bench(*TINY, "--rounds", "1", "--strategies", "fsdp2", "--peers", "torch")
+    assert done.exit_code == 1 and "failed" in done.output and "torchrun" in done.output
+    (folder,) = tmp_path.iterdir()
+    assert folder.name.endswith("-step")
+    rows = rows_of(json.loads((folder / "bench.json").read_text()))
+    assert rows["fsdp2"]["note"] and rows["torch"]["step_ms"] > 0
+    again = run_bench(*TINY, "--strategies", "none", "--peers", "torch", "--output", str(folder))
+    assert again.exit_code == 2 and "from an earlier run" in " ".join(again.output.replace("│", " ").split())
+
+
+# -- tiny tensors ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["lora", "moe"])
+def test_tiny_models_have_as_many_tensors_as_they_say(name: str) -> None:
+    count, build = SIZES[name]
+    model = build()
+    assert len(list(model.parameters())) == count
+    model(torch.ones(1, 64)).backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_the_python_time_of_a_step_is_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(SIZES, "moe", (12, lambda: Layers(2, 2, Expert)))
+    monkeypatch.setitem(SIZES, "lora", (8, lambda: Layers(2, 2, Adapter)))
+    few = ("--steps", "2", "--rounds", "2", "--device", "cpu", "--output", str(tmp_path))
+    done = run_bench("--tensors", "tiny", *few)
+    assert done.exit_code == 0, done.output
+    rows = json.loads((tmp_path / "tiny.json").read_text())["rows"]
+    names = ["resident", "stream", "stream-overlap", "torch-foreach", "torch"]
+    assert [(row["tensors"], row["name"]) for row in rows] == [(count, name) for count in (8, 12) for name in names]
+    for row in rows:
+        assert [len(window) for window in row["windows_ms"]] == [2, 2] and row["first_ms"] > 0
+        assert row["hooks_percent"] == pytest.approx(100 * (row["backward_ms"] / row["plain_backward_ms"] - 1))
+    assert rows[3]["times_by_hand"] == 1.0 and "12 small tensors" in done.output

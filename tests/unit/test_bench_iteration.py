@@ -11,18 +11,20 @@ import torch
 from rich.console import Console
 from transformers import LlamaForCausalLM
 
-from lightstep.bench.iteration import model as model_module
-from lightstep.bench.iteration import timeline as timeline_module
-from lightstep.bench.iteration.chart import draw as draw_chart
-from lightstep.bench.iteration.command import plan, token_counts
-from lightstep.bench.iteration.contender import FORWARD, STEP, Batch, Task, Training
-from lightstep.bench.iteration.lanes import draw, hidden_copies, phases
-from lightstep.bench.iteration.model import trained_model
-from lightstep.bench.iteration.registry import Entry, chosen_strategies
-from lightstep.bench.iteration.report import as_json, print_table
-from lightstep.bench.iteration.run import measure_all, start
-from lightstep.bench.iteration.shape import TrainedShape
-from lightstep.bench.iteration.trace import (
+from lightstep.bench import llama as model_module
+from lightstep.bench import timeline as timeline_module
+from lightstep.bench.chart import draw as draw_chart
+from lightstep.bench.command import plan
+from lightstep.bench.contender import FORWARD, STEP, Contender, Task
+from lightstep.bench.entries import Entry, Source, chosen_strategies
+from lightstep.bench.iteration import IterationTask, token_counts
+from lightstep.bench.llama import trained_model
+from lightstep.bench.model import LlamaShape
+from lightstep.bench.ranks import Ranks
+from lightstep.bench.report import as_json, print_table
+from lightstep.bench.run import Effort, measure_all, start
+from lightstep.bench.timeline import TimelineTask, draw, hidden_copies, phases
+from lightstep.bench.trace import (
     COLLECTIVES,
     MAIN,
     OTHERS,
@@ -32,9 +34,6 @@ from lightstep.bench.iteration.trace import (
     merged,
     read_timeline,
 )
-from lightstep.bench.measure import Effort
-from lightstep.bench.ranks import Ranks
-from lightstep.bench.sources import Source
 from lightstep.config import ConfigError
 from tests.unit.bench_runs import bench_on_two_ranks, run_bench
 
@@ -47,7 +46,8 @@ def result(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Pa
     """The values, the folder and the output of one small run of everything."""
     folder = tmp_path_factory.mktemp("iteration")
     names = "resident,stream,stream-overlap,stream:optimizer_state.ring_mib=4"
-    done = run_bench("--iteration", *TINY, "--strategies", names, "--peers", "all", "--output", str(folder))
+    peers = "torch,cpu-adamw,fsdp2-offload"
+    done = run_bench("--iteration", *TINY, "--strategies", names, "--peers", peers, "--output", str(folder))
     assert done.exit_code == 0, done.output
     return json.loads((folder / "iteration.json").read_text()), folder, done.output
 
@@ -65,7 +65,7 @@ def test_every_contender_is_measured_at_every_number_of_tokens(
 ) -> None:
     rows = rows_of(result[0], tokens)
     ours = ["resident", "stream", "stream-overlap", "stream:optimizer_state.ring_mib=4"]
-    assert list(rows) == ["no optimizer", *ours, "fsdp2-offload"]
+    assert list(rows) == ["no optimizer", *ours, "torch", "cpu-adamw", "fsdp2-offload"]
     for name, row in rows.items():
         assert row["note"] is None, f"{name}: {row['note']}"
         assert [len(window) for window in row["windows_ms"]] == [2]
@@ -80,7 +80,8 @@ def test_all_strategies_train_the_same(result: tuple[dict[str, Any], Path, str])
     for name in ("stream", "stream-overlap", "stream:optimizer_state.ring_mib=4"):
         assert rows[name]["loss"] == rows["resident"]["loss"], name
         assert rows[name]["grad_norm"] == rows["resident"]["grad_norm"], name
-    assert rows["fsdp2-offload"]["loss"] == pytest.approx(rows["resident"]["loss"], rel=0.02)
+    for name in ("torch", "cpu-adamw", "fsdp2-offload"):
+        assert rows[name]["loss"] == pytest.approx(rows["resident"]["loss"], rel=0.02), name
     assert rows["no optimizer"]["grad_norm"] is None
     assert rows["no optimizer"]["loss"] > rows["resident"]["loss"], "the others learn their tokens by heart"
 
@@ -116,8 +117,8 @@ def test_the_chart_is_a_png(result: tuple[dict[str, Any], Path, str], tmp_path: 
     assert not list(result[1].glob("*.part"))
     memory = {"peak_device_bytes": 10**9, "peak_device_bytes_beyond_weights": 8 * 10**8, "weight_bytes": 2 * 10**8}
     rows = [{**row, **memory} for row in result[0]["rows"]]
-    draw_chart({**result[0], "rows": rows}, tmp_path / "gpu.png")
-    draw_chart({**result[0], "rows": []}, tmp_path / "empty.png")
+    draw_chart({**result[0], "rows": rows}, IterationTask.view, tmp_path / "gpu.png")
+    draw_chart({**result[0], "rows": []}, IterationTask.view, tmp_path / "empty.png")
     assert (tmp_path / "gpu.png").stat().st_size > len(data) and (tmp_path / "empty.png").is_file()
 
 
@@ -137,8 +138,8 @@ def test_two_ranks_train_together(tmp_path: Path) -> None:
 # -- contenders that cannot --------------------------------------------------------------------------------------
 
 
-def tiny_task(tokens: tuple[int, ...] = (32,)) -> Task:
-    return Task(TrainedShape.near(60_000, 2), CPU, seed=0, sequence=16, tokens=tokens)
+def tiny_task(tokens: tuple[int, ...] = (32,)) -> IterationTask:
+    return IterationTask(CPU, 0, LlamaShape.near(60_000, 2), sequence=16, cases=tokens)
 
 
 def test_what_this_version_refuses_is_a_row_with_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,45 +147,48 @@ def test_what_this_version_refuses_is_a_row_with_a_note(tmp_path: Path, monkeypa
         raise ConfigError("not in this version")
 
     source = Source.parse("stream")
-    entry = chosen_strategies("stream", sharded=False)[0]
-    monkeypatch.setattr("lightstep.bench.sources.Strategy.load", refuse)
+    task = tiny_task((32, 64))
+    entry = chosen_strategies("stream", task)[0]
+    monkeypatch.setattr("lightstep.bench.entries.Strategy.load", refuse)
     with pytest.raises(ConfigError, match="not in this version"):
         source.load({})
-    run = start(tiny_task((32, 64)), Effort(1, 1), 2, Ranks(CPU), [entry])
+    run = start(task, Effort(1, 1, 2), Ranks(CPU), [entry])
     measure_all(run, lambda sentence: None)
     values = as_json(run)
     assert [row["note"] for row in values["rows"]] == ["ConfigError: not in this version"] * 4
     console = Console(width=130, force_terminal=True, color_system=None)
     with console.capture() as output:
-        print_table(values, console)
+        print_table(values, task.view, console)
     assert output.get().count("stream: ConfigError: not in this version") == 1 and "failed" in output.get()
 
 
-class Diverging(Training):
+class InfiniteForMany(torch.nn.Linear):
     """Its loss is infinite for more than 32 tokens."""
 
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        loss = super().forward(torch.ones(1)).sum()
+        return loss if tokens.numel() <= 32 else loss * torch.inf
+
+
+class Diverging(Contender):
     name = about = "diverging"
-    kind = "peer"
 
     def __init__(self, task: Task) -> None:
-        self.model = torch.nn.Linear(1, 1)
+        self.model = InfiniteForMany(1, 1)
 
-    def forward(self, batch: Batch) -> torch.Tensor:
-        loss: torch.Tensor = self.model(torch.ones(1)).sum()
-        return loss if batch[0].numel() <= 32 else loss * torch.inf
-
-    def step(self) -> None:
-        self.model.zero_grad()
+    def step(self, gradients: Any) -> None:
+        return
 
 
 def test_a_loss_that_is_not_finite_is_no_measurement() -> None:
     entry = Entry("diverging", "diverging", "peer", "", Diverging)
-    run = start(tiny_task((32, 64)), Effort(1, 1), 2, Ranks(CPU), [entry])
+    run = start(tiny_task((32, 64)), Effort(1, 1, 2), Ranks(CPU), [entry])
     seen: list[str] = []
     measure_all(run, seen.append)
     small, large = (rows_of(as_json(run), tokens)["diverging"] for tokens in (32, 64))
     assert small["note"] is None and len(small["windows_ms"]) == 2
     assert large["note"].startswith("FloatingPointError: the loss is") and "iteration_ms" not in large
+    assert (small["note"], large["skipped"]) == (None, False)
     order = ["no optimizer", "diverging", "diverging", "no optimizer"]
     assert [sentence.split(": ")[-1] for sentence in seen[1:]] == order
 
@@ -229,7 +233,7 @@ def test_overrides_lie_over_the_settings_of_the_bench() -> None:
         (["--iteration", "--strategies", "stream:optimizer_state.ring_mib=-1"], "ring_mib"),
         (["--iteration", "--strategies", ":a.b=4"], "name is needed in front"),
         (["--iteration", "--strategies", "stream:clipping.max_norm=[1"], "not a valid YAML value"),
-        (["--iteration", "--peers", "torhc"], "allowed are all, none and fsdp2-offload"),
+        (["--iteration", "--peers", "torhc"], "allowed are all, none and torch, cpu-adamw, fsdp2-offload, deepspeed"),
         (["--iteration", "--strategies", "none"], "nothing to measure"),
         (["--iteration", "--tokens", "100"], "a multiple of --sequence 64"),
         (["--iteration", "--tokens", "many"], "whole numbers separated by commas"),
@@ -253,10 +257,10 @@ def test_token_counts_ascend() -> None:
 
 
 def test_defaults_are_what_the_device_can_do() -> None:
-    done = plan("default", None, {}, device_name="cpu")
+    done = plan("iteration", {"device": "cpu"}, Path())
     assert [entry.name for entry in done.entries][:3] == ["resident", "stream", "stream-overlap"]
     assert [entry.resident for entry in done.entries] == [True, False, False, False]
-    assert done.task.tokens == (128, 512) and done.effort == Effort(steps=2, warmup=1)
+    assert done.task.cases == (128, 512) and done.effort == Effort(steps=2, warmup=1, rounds=1)
 
 
 # -- the model ---------------------------------------------------------------------------------------------------
@@ -267,13 +271,13 @@ def test_defaults_are_what_the_device_can_do() -> None:
     [(3 * 10**9, "Llama-3.2-3B", 3_212_749_824), (8 * 10**9, "Llama-3.1-8B", 8_030_261_248)],
 )
 def test_released_llamas_are_taken_where_they_are_near(parameters: int, name: str, exact: int) -> None:
-    shape = TrainedShape.near(parameters)
+    shape = LlamaShape.near(parameters, released=True)
     assert (shape.name, shape.parameters) == (name, exact)
 
 
 @pytest.mark.parametrize(("parameters", "layers"), [(60_000, 2), (2_000_000, None), (2 * 10**9, None), (3 * 10**9, 8)])
 def test_other_sizes_are_scaled(parameters: int, layers: int | None) -> None:
-    shape = TrainedShape.near(parameters, layers)
+    shape = LlamaShape.near(parameters, layers, released=True)
     assert shape.name == "a scaled Llama" and shape.parameters == pytest.approx(parameters, rel=0.3)
     assert shape.hidden % shape.heads == 0 and shape.heads % shape.key_value_heads == 0
     assert layers is None or shape.layers == layers
@@ -282,7 +286,7 @@ def test_other_sizes_are_scaled(parameters: int, layers: int | None) -> None:
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_loss_in_chunks_is_the_models_own(monkeypatch: pytest.MonkeyPatch, tied: bool) -> None:
     monkeypatch.setattr(model_module, "LOSS_CHUNK", 10)
-    shape = TrainedShape("test", 32, 64, 2, 4, 2, 64, tied)
+    shape = LlamaShape("test", 32, 64, 16, 2, 64, 8, tied)
     model = trained_model(shape, 16, CPU, torch.float32, seed=3)
     assert sum(parameter.numel() for parameter in model.parameters()) == shape.parameters
     tokens, targets = tiny_task().batches(0)[32]
@@ -389,17 +393,20 @@ def test_contenders_are_recorded_in_turn(tmp_path: Path, monkeypatch: pytest.Mon
     """The profiler sees no device here, so it is told what it saw."""
     iterations: list[int] = []
 
-    def trace(training: Training, batch: Batch, count: int, path: Path) -> None:
+    def trace(contender: Contender, batch: Any, count: int, path: Path) -> None:
         iterations.append(count)
         path.write_text(json.dumps({"traceEvents": TRACE}))
 
     monkeypatch.setattr(timeline_module, "_trace", trace)
-    entries = [*chosen_strategies("stream:optimizer_state.ring_mib=4", sharded=False)]
+    task = TimelineTask(CPU, 0, tiny_task().shape, 16, tmp_path, cases=(32,))
+    entries = chosen_strategies("stream:optimizer_state.ring_mib=4", task)
     entries.append(Entry("absent", "absent", "peer", "", lambda task: 1 / 0))  # type: ignore[arg-type, return-value]
-    said: list[str] = []
-    done = timeline_module.record_all(tiny_task(), Effort(2, 1), Ranks(CPU), entries, tmp_path, said.append)
-    assert [recording.note for recording in done] == [None, "ZeroDivisionError: division by zero"]
-    assert [path.name for path in done[0].pictures] == ["stream-optimizer_state.ring_mib=4-32-timeline.png"]
-    assert done[0].said[0].startswith("stream ring_mib=4, 32 tokens: 10 of 20 ms")
-    assert done[0].pictures[0].is_file() and done[0].pictures[0].with_suffix(".json").is_file()
-    assert iterations == [2] and said == ["the timeline of stream ring_mib=4", "the timeline of absent"]
+    run = start(task, Effort(2, 1), Ranks(CPU), entries)
+    measure_all(run, lambda sentence: None)
+    recorded, absent = (row.cells[32] for row in run.rows)
+    assert (recorded.note, absent.note) == (None, "ZeroDivisionError: division by zero")
+    picture = recorded.seen["picture"]
+    assert picture.name == "stream-optimizer_state.ring_mib=4-32-timeline.png"
+    assert recorded.seen["said"][0].startswith("stream ring_mib=4, 32 tokens: 10 of 20 ms")
+    assert picture.is_file() and picture.with_suffix(".json").is_file()
+    assert iterations == [2]

@@ -7,12 +7,12 @@ head and the cross entropy are computed chunk by chunk and recomputed in backwar
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 from transformers import LlamaForCausalLM
 
-from lightstep.bench.iteration.shape import TrainedShape
+from lightstep.bench.model import LlamaShape
 
 LOSS_CHUNK = 1024
 """Tokens whose logits exist at the same time."""
@@ -20,6 +20,10 @@ LOSS_CHUNK = 1024
 
 class TrainedLlama(LlamaForCausalLM):
     """`model(tokens, targets)` is the mean cross entropy, 0-dim fp32."""
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        return self.model.layers
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """`tokens`, `targets`: (sequences, length) of token numbers; `targets` are the tokens one place further on."""
@@ -34,7 +38,7 @@ class TrainedLlama(LlamaForCausalLM):
 
 
 def trained_model(
-    shape: TrainedShape, sequence: int, device: torch.device, dtype: torch.dtype, seed: int
+    shape: LlamaShape, sequence: int, device: torch.device, dtype: torch.dtype, seed: int
 ) -> TrainedLlama:
     """A new model on `device`; the same weights for the same seed."""
     config = shape.config(max_position_embeddings=sequence, attn_implementation="sdpa")

@@ -1,11 +1,21 @@
-"""A timeline as a picture: one row for each lane, the phases above, a line where each iteration begins."""
+"""`lightstep bench --timeline`: a profiler's trace of some iterations of each contender, and a picture of it."""
 
 from __future__ import annotations
 
+import json
+import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lightstep.bench.iteration.trace import (
+import torch
+from torch.profiler import ProfilerActivity, profile, schedule
+
+from lightstep.bench.contender import Contender
+from lightstep.bench.iteration import IterationTask
+from lightstep.bench.report import device_name
+from lightstep.bench.run import Cell, Visit
+from lightstep.bench.trace import (
     COLLECTIVES,
     MAIN,
     OTHERS,
@@ -15,10 +25,64 @@ from lightstep.bench.iteration.trace import (
     Span,
     Timeline,
     merged,
+    read_timeline,
 )
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
+
+@dataclass(frozen=True)
+class TimelineTask(IterationTask):
+    """A trace and a picture for each number of tokens, in `folder`; only the first rank writes."""
+
+    folder: Path
+
+    stem = "timeline"
+    baseline = None
+
+    def measure(self, visit: Visit, case: int, cell: Cell) -> None:
+        contender, effort = visit.contender, visit.run.effort
+        assert contender is not None
+        batch = self.batches(visit.run.ranks.rank)[case]
+        for _ in range(self.warmup(visit, case)):
+            contender.iterate(batch)
+        if visit.run.ranks.is_main:
+            path = self.folder / f"{_file_name(visit.row.entry.name)}-{case}-timeline.json"
+            _trace(contender, batch, effort.steps, path)
+            self._draw(f"{visit.row.entry.label}, {case} tokens", path, cell)
+        else:
+            for _ in range(effort.steps + 1):
+                contender.iterate(batch)
+        contender.finish()
+
+    def probe(self, visit: Visit, case: int, cell: Cell) -> None:
+        return
+
+    def _draw(self, name: str, trace: Path, cell: Cell) -> None:
+        timeline = read_timeline(json.loads(trace.read_text())["traceEvents"])
+        picture = trace.with_suffix(".png")
+        draw(timeline, picture, f"{name}, {device_name(self.device)}")
+        cell.seen = {"picture": picture, "said": [f"{name}: {line}" for line in hidden_copies(timeline)]}
+
+
+def _trace(contender: Contender, batch: tuple[torch.Tensor, torch.Tensor], iterations: int, path: Path) -> None:
+    """Write the Chrome trace of `iterations`, after one more that only starts the profiler."""
+    with profile(
+        activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA],
+        schedule=schedule(wait=0, warmup=1, active=iterations, repeat=1),
+        on_trace_ready=lambda profiler: profiler.export_chrome_trace(str(path)),
+    ) as profiler:
+        for _ in range(1 + iterations):
+            contender.iterate(batch)
+            profiler.step()
+
+
+def _file_name(name: str) -> str:
+    return re.sub(r"[^A-Za-z0-9.=_-]+", "-", Path(name).name if "/" in name else name)
+
+
+# -- the picture ------------------------------------------------------------------------------------------------------
 
 _COLORS = {  # Okabe and Ito
     MAIN: "#0072B2",
@@ -45,7 +109,7 @@ def draw(timeline: Timeline, path: Path, title: str) -> None:
     axes.set_yticks(range(len(timeline.lanes)), list(timeline.lanes))
     axes.set_ylim(len(timeline.lanes) - 0.5, -1.1)
     axes.set_xlim(0, timeline.end)
-    axes.set_xlabel("ms; dashed: an iteration begins")
+    axes.set_xlabel("ms; dashed: an iteration begins" if timeline.forwards else "ms")
     axes.spines[["top", "right"]].set_visible(False)
     for name, span in phases(timeline):
         _draw_phase(axes, name, span)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lightstep.bench.iteration.contender import FORWARD, STEP
+from lightstep.bench.contender import FORWARD, STEP
 
 MAIN, UPDATES, OTHERS = "main stream", "updates beside it", "other streams"
 TO_DEVICE, TO_HOST, COLLECTIVES = "host → device", "device → host", "NCCL"

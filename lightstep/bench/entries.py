@@ -1,0 +1,139 @@
+"""Who takes part: what `--strategies` and `--peers` name, before it is built."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import yaml
+
+from lightstep.bench.contender import Contender, Task
+from lightstep.bench.strategies import StrategyContender
+from lightstep.config import ConfigError, StrategyConfig, merge_overrides, parse_config
+from lightstep.strategy import Strategy
+from lightstep.strategy.presets import read_source
+
+_SEPARATOR = re.compile(r":(?=[^:=/]+=)")  # in front of a key=; other colons belong to a path
+
+
+@dataclass(frozen=True)
+class Source:
+    """One entry of `--strategies`: `stream`, or `stream:optimizer_state.ring_mib=256:precision.reduce=parameters`."""
+
+    text: str
+    strategy: str
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def parse(cls, text: str) -> Source:
+        """Values are YAML.
+
+        Raises:
+            ConfigError: no name in front of the keys, or a value that is no YAML.
+        """
+        strategy, *assignments = _SEPARATOR.split(text)
+        if not strategy or ("=" in strategy and not assignments):
+            raise ConfigError(f"--strategies {text}: a strategy's name is needed in front, NAME:section.key=VALUE")
+        return cls(text, strategy, dict(_assignment(text, assignment) for assignment in assignments))
+
+    @property
+    def label(self) -> str:
+        """For tables: the strategy, and the last part of each key."""
+        return " ".join([self.strategy, *(f"{key.split('.')[-1]}={value}" for key, value in self.overrides.items())])
+
+    def config(self, settings: Mapping[str, Any]) -> StrategyConfig:
+        """What it says under the bench's own `settings`, whether or not this version of lightstep can do it.
+
+        Raises:
+            ConfigError: an unknown strategy, key or value.
+        """
+        name, values = read_source(self.strategy)
+        return parse_config(merge_overrides(values, self._over(settings)), name)
+
+    def load(self, settings: Mapping[str, Any]) -> Strategy:
+        """The strategy with the bench's own `settings`, and with its overrides over those."""
+        return Strategy.load(self.strategy, overrides=self._over(settings))
+
+    def _over(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """The settings come last: an override of a `kind` would drop those of its section."""
+        return {**self.overrides, **{key: value for key, value in settings.items() if key not in self.overrides}}
+
+
+def _assignment(text: str, assignment: str) -> tuple[str, Any]:
+    key, _, value = assignment.partition("=")
+    try:
+        return key, yaml.safe_load(value)
+    except yaml.YAMLError:
+        raise ConfigError(f"--strategies {text}: {value!r} is not a valid YAML value of {key}") from None
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One contender before it is built.
+
+    Attributes:
+        name: as on the command line.
+        label: for people.
+        build: makes it, or raises.
+        resident: whether it is one that keeps all state on the device, which the others are compared with.
+        needs_group: whether it needs a process group even when it is alone.
+    """
+
+    name: str
+    label: str
+    kind: str
+    about: str
+    build: Callable[[Any], Contender]
+    resident: bool = False
+    needs_group: bool = False
+
+    @classmethod
+    def of(cls, contender: type[Contender]) -> Entry:
+        kind, about = contender.kind, contender.about
+        return cls(contender.name, contender.name, kind, about, contender, needs_group=contender.needs_group)
+
+
+def chosen_strategies(text: str, task: Task, ranks: int = 1) -> list[Entry]:
+    """From `--strategies`. Mistakes show at once; what this version cannot do fails when it is built.
+
+    Raises:
+        ConfigError: an unknown strategy, key or value.
+    """
+    names = task.default_strategies(ranks) if text == "default" else _split(text)
+    return [_strategy(Source.parse(name), task.settings) for name in names]
+
+
+def _strategy(source: Source, settings: Mapping[str, Any]) -> Entry:
+    config = source.config(settings)
+
+    def build(task: Task) -> Contender:
+        return StrategyContender(task, source.load(settings), source.text)
+
+    resident = config.optimizer_state.backend == "resident"
+    return Entry(source.text, source.label, "lightstep", config.description or source.text, build, resident=resident)
+
+
+def chosen_peers(text: str | None, task: Task) -> list[Entry]:
+    """From `--peers`: names separated by commas, `all` or `none`.
+
+    Raises:
+        ValueError: an unknown peer.
+    """
+    text = text or task.default_peers
+    known = {peer.name: peer for peer in task.peers}
+    names = list(known) if text == "all" else _split(text)
+    for name in names:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            hint = f" (did you mean {near[0]}?)" if near else ""
+            raise ValueError(f"--peers {name}: no such peer{hint}; allowed are all, none and {', '.join(known)}")
+    return [Entry.of(known[name]) for name in names]
+
+
+def _split(text: str) -> list[str]:
+    """Names separated by commas, each once; `none` is none."""
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    return [] if names == ["none"] else list(dict.fromkeys(names))

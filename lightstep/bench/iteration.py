@@ -1,0 +1,217 @@
+"""`lightstep bench --iteration`: whole training iterations of a Llama; forward, backward and step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from lightstep.bench.contender import ADAMW, MAX_NORM, Contender, Inputs, Task
+from lightstep.bench.libraries import DeepSpeedCpuAdam, Fsdp2Offload
+from lightstep.bench.model import LlamaShape
+from lightstep.bench.peers import CpuAdamW, TorchResident
+from lightstep.bench.report import Column, Panel, Values, View, gigabytes, number, size, spread
+from lightstep.bench.run import Cell, Run, Visit
+from lightstep.bench.strategies import WithoutOptimizer
+from lightstep.sharding.preparation import checkpoint_activations
+
+
+@dataclass(frozen=True)
+class IterationTask(Task):
+    """Iterations of each of `cases`: tokens per step and rank, multiples of `sequence`.
+
+    What a step leaves to be done beside the next forward counts in the next iteration, as far as that has to wait for
+    it: the first one of a round waits for the last one of the warm-up, and what the last one leaves is not counted.
+    """
+
+    shape: LlamaShape
+    sequence: int
+
+    stem = "iteration"
+    case_name = "tokens"
+    default_peers = "none"
+    settings: ClassVar[dict[str, Any]] = {"clipping.max_norm": MAX_NORM, "sharding.activation_checkpointing": True}
+    peers = (TorchResident, CpuAdamW, Fsdp2Offload, DeepSpeedCpuAdam)
+    baseline: ClassVar[type[Contender] | None] = WithoutOptimizer
+
+    def default_strategies(self, ranks: int) -> tuple[str, ...]:
+        if ranks > 1:
+            return ("fsdp2", "fsdp2-stream", "fsdp2-stream-overlap")
+        return ("resident", "stream", "stream-overlap", "stream-overlap:optimizer_state.resident_gib=8")
+
+    def model(self, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
+        from lightstep.bench.llama import trained_model
+
+        return trained_model(self.shape, self.sequence, self.device, dtype, self.seed)
+
+    def model_by_hand(self, dtype: torch.dtype = torch.bfloat16) -> Any:
+        model = self.model(dtype)
+        checkpoint_activations(model)
+        return model
+
+    def batches(self, rank: int) -> dict[int, tuple[Tensor, Tensor]]:
+        """Random tokens and targets, (sequences, length) each, for each size; other ranks have others."""
+        generator = torch.Generator().manual_seed(self.seed + 1 + rank)
+        return {tokens: self._batch(tokens // self.sequence, generator) for tokens in self.cases}
+
+    def _batch(self, sequences: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        size = (sequences, self.sequence + 1)
+        words = torch.randint(self.shape.vocabulary, size, generator=generator).to(self.device)
+        return words[:, :-1].contiguous(), words[:, 1:].contiguous()
+
+    def warmup(self, visit: Visit, case: int) -> int:
+        """Iterations before those that count. The first one of all makes the state."""
+        return visit.run.effort.warmup + (case == self.cases[0])
+
+    def measure(self, visit: Visit, case: int, cell: Cell) -> None:
+        """One round.
+
+        Raises:
+            FloatingPointError: the loss is not finite: such steps are skipped, and their times would mean nothing.
+        """
+        contender = visit.contender
+        assert contender is not None
+        visit.inputs[case] = inputs = Inputs([self.batches(visit.run.ranks.rank)[case]])
+        visit.time(contender.iterate, inputs, cell, self.warmup(visit, case), settle=False)
+        norm = contender.grad_norm
+        cell.seen = {"loss": float(contender.loss), "grad_norm": None if norm is None else float(norm)}
+        if not math.isfinite(loss := cell.seen["loss"]):
+            raise FloatingPointError(f"the loss is {loss}: its steps are skipped, and their times mean nothing")
+
+    def probe(self, visit: Visit, case: int, cell: Cell) -> None:
+        if case == self.cases[0] and visit.contender is not None:
+            visit.count_syncs(visit.contender.iterate, visit.inputs[case], cell)
+
+    def versions(self) -> dict[str, str]:
+        from transformers import __version__
+
+        return {"transformers": __version__}
+
+    def head(self, run: Run) -> Values:
+        from lightstep.bench.llama import LOSS_CHUNK
+
+        how = {"attention": "sdpa", "activation_checkpointing": True, "loss_chunk_tokens": LOSS_CHUNK}
+        return {
+            "model": {**self.shape.values(), **how},
+            "optimizer": {"class": "AdamW", **ADAMW, "max_norm": MAX_NORM},
+            "sequence": self.sequence,
+            "tokens_per_rank": list(self.cases),
+            "iterations": run.effort.steps,
+        }
+
+    def figures(self, run: Run, case: int, cell: Cell) -> Values:
+        """Times are means over all iterations, of the slowest rank."""
+        iterations = [time for window in cell.windows for time in window]
+        own = [sum(iterations) / len(iterations), min(iterations), max(iterations)]
+        mean, least, most = run.ranks.maximum(own)
+        counts = [cell.peak_bytes or 0, cell.weight_bytes, cell.host_bytes, cell.host_syncs or 0]
+        peak, weights, host, syncs = (int(value) for value in run.ranks.maximum([float(count) for count in counts]))
+        return {
+            "iteration_ms": mean,
+            "iteration_ms_range": [least, most],
+            "windows_ms": cell.windows,
+            "tokens_per_s": case * run.ranks.world_size / mean * 1e3,
+            "peak_device_bytes": None if cell.peak_bytes is None else peak,
+            "peak_device_bytes_beyond_weights": None if cell.peak_bytes is None else peak - weights,
+            "weight_bytes": weights,
+            "host_bytes": host,
+            "host_syncs": None if cell.host_syncs is None else syncs,
+            "first_sync": cell.first_sync,
+            **cell.seen,
+        }
+
+    def compare(self, cells: Sequence[Cell], rows: Sequence[Values]) -> None:
+        without = next((row.get("iteration_ms") for row in rows if row["kind"] == "baseline"), None)
+        resident = next((row["iteration_ms"] for row in rows if row["resident"] and "iteration_ms" in row), None)
+        for row in rows:
+            if "iteration_ms" in row:
+                own = row["iteration_ms"]
+                row["exposed_ms"] = None if without is None else own - without
+                row["times_resident"] = None if resident is None else own / resident
+
+
+def token_counts(text: str, sequence: int) -> tuple[int, ...]:
+    """`--tokens`: whole numbers of sequences, ascending, each once.
+
+    Raises:
+        ValueError: no numbers, or no multiples of `sequence`.
+    """
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    if not parts or not all(part.isdecimal() for part in parts):
+        raise ValueError(f"--tokens {text}: whole numbers separated by commas are needed, for example 65536,16384")
+    for tokens in map(int, parts):
+        if tokens < 1 or tokens % sequence:
+            raise ValueError(f"--tokens {tokens}: a multiple of --sequence {sequence} is needed; change one of the two")
+    return tuple(sorted(set(map(int, parts))))
+
+
+# -- how it is shown --------------------------------------------------------------------------------------------------
+
+
+def _sections(values: Values) -> list[tuple[str, list[Values]]]:
+    model = values["model"]
+    ranks = f" on each of {values['ranks']} ranks (the slowest counts)" if values["ranks"] > 1 else ""
+    what = f"{size(model['parameters'])} parameters ({model['name']}), {values['hardware']['device']}"
+    return [
+        (f"One iteration of {tokens} tokens{ranks}: {what}", [row for row in values["rows"] if row["tokens"] == tokens])
+        for tokens in values["tokens_per_rank"]
+    ]
+
+
+def _below(values: Values) -> list[str]:
+    base = "resident" if values["ranks"] == 1 else "fsdp2"
+    return [
+        f"Mean of iterations that follow each other. exposed: beyond forward and backward of {base} with the gradients",
+        "dropped. Peak: largest during an iteration, on one rank. Host waits: in one iteration, the model's own too.",
+    ]
+
+
+def _exposed(row: Values) -> str:
+    return "–" if row["kind"] == "baseline" else number(row["exposed_ms"], ".1f")
+
+
+def _time_without(row: Values, rows: list[Values]) -> float:
+    return float(row["iteration_ms"] - max(0.0, row["exposed_ms"] or 0.0))
+
+
+def _memory_without(row: Values, rows: list[Values]) -> float:
+    """Peak of forward and backward alone: most of what is taken is not the optimizer's."""
+    alone = next((other for other in rows if other["kind"] == "baseline" and "iteration_ms" in other), None)
+    return gigabytes(row["weight_bytes"] if alone is None else alone["peak_device_bytes"]) or 0.0
+
+
+IterationTask.view = View(
+    key="iteration_ms",
+    columns=(
+        Column("iteration\nms", lambda row: f"{row['iteration_ms']:.1f}", 9),
+        Column("from – to\nms", lambda row: spread(row["iteration_ms_range"]), 8),
+        Column("×\nresident", lambda row: number(row["times_resident"], ".3f"), 6),
+        Column("exposed\nms", _exposed, 5),
+        Column("tokens/s", lambda row: f"{row['tokens_per_s']:.0f}", 1),
+        Column("peak\nGB", lambda row: number(gigabytes(row["peak_device_bytes"]), ".2f"), 7),
+        Column("beyond\nweights\nGB", lambda row: number(gigabytes(row["peak_device_bytes_beyond_weights"]), ".2f"), 2),
+        Column("host\nGB", lambda row: f"{row['host_bytes'] / 1e9:.1f}", 4),
+        Column("host\nwaits", lambda row: number(row["host_syncs"], "d"), 3),
+    ),
+    panels=(
+        Panel(
+            "ms per iteration",
+            lambda row: float(row["iteration_ms"]),
+            base=_time_without,
+            base_label="forward and backward alone",
+            spread=lambda row: row["iteration_ms_range"],
+        ),
+        Panel(
+            "peak device memory, GB",
+            lambda row: gigabytes(row["peak_device_bytes"]),
+            base=_memory_without,
+            base_label="forward and backward alone",
+        ),
+    ),
+    sections=_sections,
+    below=_below,
+)

@@ -1,0 +1,203 @@
+"""`lightstep bench --tensors`: models of many tiny tensors, where a step takes the time of its Python."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from lightstep.bench.contender import Task
+from lightstep.bench.peers import TorchForeach, TorchResident
+from lightstep.bench.report import Column, Panel, Values, View, number, spread
+from lightstep.bench.run import Cell, Run, Visit
+
+_WIDTH, _RANK, _EXPERT = 64, 8, 16
+_WEIGHT_STD = 0.02
+
+
+class Adapter(nn.Module):
+    """A LoRA adapter of rank 8: two tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.up = nn.Linear(_WIDTH, _RANK, bias=False), nn.Linear(_RANK, _WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.up(self.down(x))
+        return out
+
+
+class Expert(nn.Module):
+    """A gated feed-forward: three tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up = (nn.Linear(_WIDTH, _EXPERT, bias=False) for _ in range(2))
+        self.down = nn.Linear(_EXPERT, _WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.down(nn.functional.silu(self.gate(x)) * self.up(x))
+        return out
+
+
+class Layers(nn.Module):
+    """Layers of equal parts, each used once in a forward, whose output is added up to a loss."""
+
+    def __init__(self, layers: int, parts: int, part: type[nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(*(part() for _ in range(parts))) for _ in range(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.float().sum()
+
+
+SIZES: dict[str, tuple[int, Callable[[], Layers]]] = {
+    "lora": (448, lambda: Layers(32, 7, Adapter)),
+    "moe": (9216, lambda: Layers(24, 128, Expert)),
+}
+"""Name: how many tensors, and the model: adapters at seven places of 32 layers; 24 layers of 128 experts."""
+
+
+@dataclass(frozen=True)
+class TinyTask(Task):
+    """Forward, backward and step of models of so many tensors; backward and step are timed by the host's clock.
+
+    A step's time is that until its weights and state have landed: what is left to the next forward counts. The same
+    backward is also done on a plain copy of the model each time, so that what hooks cost is seen in pairs.
+    """
+
+    stem = "tiny"
+    case_name = "tensors"
+    threads = 1  # the tensors are too small for more, which would only wait for each other
+    peers = (TorchForeach, TorchResident)
+
+    def parts(self) -> Sequence[Task]:
+        return [replace(self, cases=(case,)) for case in self.cases]
+
+    def model(self, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
+        build = next(build for tensors, build in SIZES.values() if tensors == self.cases[0])
+        torch.manual_seed(self.seed)
+        with self.device:
+            model = build()
+        for parameter in model.parameters():
+            nn.init.normal_(parameter, std=_WEIGHT_STD)
+        return model.to(dtype)
+
+    def measure(self, visit: Visit, case: int, cell: Cell) -> None:
+        contender, effort = visit.contender, visit.run.effort
+        assert contender is not None
+        plain = self.model(contender.gradient_dtype)
+        batch = torch.ones(1, _WIDTH, dtype=contender.gradient_dtype, device=self.device)
+
+        def update() -> None:
+            contender.update()
+            contender.finish()
+
+        steps, hooked, without = [], [], []
+        for _ in range(1 + effort.warmup + effort.steps):
+            loss = plain(batch)
+            without.append(self._timed(loss.backward))
+            plain.zero_grad()
+            with contender.accumulate():
+                loss = contender.model(batch)
+                hooked.append(self._timed(partial(contender.backward, loss)))
+                steps.append(self._timed(update))
+        cell.windows.append(steps[1 + effort.warmup :])
+        for key, times in (("first_ms", steps[:1]), ("backward_ms", hooked), ("plain_backward_ms", without)):
+            cell.seen.setdefault(key, []).extend(times[-effort.steps :])
+
+    def _timed(self, work: Callable[[], object]) -> float:
+        """ms until the device is done too."""
+        self._wait()
+        began = time.perf_counter()
+        work()
+        self._wait()
+        return (time.perf_counter() - began) * 1e3
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def head(self, run: Run) -> Values:
+        return {"tensors": list(self.cases), "steps": run.effort.steps}
+
+    def figures(self, run: Run, case: int, cell: Cell) -> Values:
+        """Medians over all rounds, of the slowest rank."""
+        steps = [time for window in cell.windows for time in window]
+        medians = {"step_ms": statistics.median(steps)}
+        medians |= {key: statistics.median(times) for key, times in cell.seen.items()}
+        medians = dict(zip(medians, run.ranks.maximum(list(medians.values())), strict=True))
+        hooks = medians["backward_ms"] / medians["plain_backward_ms"] - 1
+        return {
+            **medians,
+            "step_ms_range": run.ranks.maximum([min(steps), max(steps)]),
+            "windows_ms": cell.windows,
+            "hooks_percent": 100 * hooks,
+        }
+
+    def compare(self, cells: Sequence[Cell], rows: Sequence[Values]) -> None:
+        by_hand = next((row.get("step_ms") for row in rows if row["name"] == TorchForeach.name), None)
+        for row in rows:
+            if "step_ms" in row:
+                row["times_by_hand"] = None if by_hand is None else row["step_ms"] / by_hand
+
+
+def tensor_counts(text: str) -> tuple[int, ...]:
+    """`--tensors`: `tiny` for all, or names of them.
+
+    Raises:
+        ValueError: an unknown name.
+    """
+    names = list(SIZES) if text == "tiny" else [name.strip() for name in text.split(",")]
+    for name in names:
+        if name not in SIZES:
+            raise ValueError(f"--tensors {name}: allowed are tiny (all of them), {', '.join(SIZES)}")
+    return tuple(sorted({SIZES[name][0] for name in names}))
+
+
+# -- how it is shown --------------------------------------------------------------------------------------------------
+
+
+def _sections(values: Values) -> list[tuple[str, list[Values]]]:
+    where = f"{values['hardware']['device']}, torch {values['versions']['torch']}"
+    return [
+        (
+            f"One optimizer step: {count} small tensors, {where}",
+            [row for row in values["rows"] if row["tensors"] == count],
+        )
+        for count in values["tensors"]
+    ]
+
+
+TinyTask.view = View(
+    key="step_ms",
+    columns=(
+        Column("first\nstep, ms", lambda row: f"{row['first_ms']:.1f}", 5),
+        Column("step\nms", lambda row: f"{row['step_ms']:.1f}", 9),
+        Column("from – to\nms", lambda row: spread(row["step_ms_range"]), 7),
+        Column("×\nby hand", lambda row: number(row["times_by_hand"], ".2f"), 8),
+        Column("backward\nms", lambda row: f"{row['backward_ms']:.1f}", 4),
+        Column("hooks\n% of it", lambda row: f"{row['hooks_percent']:+.1f}", 6),
+    ),
+    panels=(
+        Panel("ms per step", lambda row: float(row["step_ms"]), spread=lambda row: row["step_ms_range"]),
+        Panel(
+            "ms per backward",
+            lambda row: float(row["backward_ms"]),
+            base=lambda row, rows: float(row["plain_backward_ms"]),
+            base_label="backward without hooks",
+        ),
+    ),
+    sections=_sections,
+    below=lambda values: [
+        f"Medians; a step until its weights and state have landed. By hand: {TorchForeach.name}. Hooks: how much",
+        "longer a backward takes than that of a plain copy of the model, done in turn with it.",
+    ],
+)
