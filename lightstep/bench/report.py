@@ -157,7 +157,7 @@ def print_table(values: Values, view: View, console: Console | None = None) -> N
     """One table for each section, as many columns as there is room for, and what there is to be said of the rows."""
     console = console or Console()
     if not console.is_terminal and "COLUMNS" not in os.environ:  # a file has room for every column
-        console = Console(file=console.file, width=WIDE, record=console.record)
+        console.width = WIDE
     left_out: list[str] = []
     for title, rows in view.sections(values):
         columns = list(view.columns)
