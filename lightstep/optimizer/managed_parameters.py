@@ -21,7 +21,7 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class ManagedParameters:
-    """The trainable parameters of an optimizer's groups, set up as late as possible.
+    """The trainable parameters of an optimizer's groups in the model's order, set up as late as possible.
 
     Args:
         arithmetic: told about each device parameters are found on.
@@ -87,7 +87,7 @@ class ManagedParameters:
         place = {parameter: index for index, parameter in enumerate(places)}
         in_model_order = sorted(items, key=lambda item: place.get(item.param, len(place)))
         self._backend.register(in_model_order, schema, self._arithmetic.whole_tensors)  # refuses, or takes them all
-        self._items, self._schema = {item.param: item for item in items}, schema
+        self._items, self._schema = {item.param: item for item in in_model_order}, schema
         for item in new:
             self.record(item)
         return True
