@@ -80,7 +80,7 @@ class GradientNorm:
         address, a plain loop in tensors of their own; shards are the same views of FSDP2's buffer in both.
         """
         if self.norm_type not in (1.0, 2.0, math.inf):  # no kernel for the list, and one for each dtype
-            return gradient.float()
+            gradient = gradient.float()
         own = self._reduction.sharded or gradient.data_ptr() % (4 * gradient.element_size()) == 0
         return gradient if own else gradient.clone()
 
