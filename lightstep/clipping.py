@@ -17,15 +17,25 @@ LARGEST_POWER = 8
 class GradientNorm:
     """The norm of all gradients together, planned once for a list of parameters.
 
+    Where ``torch.nn.utils.clip_grad_norm_`` is defined for such parameters (:attr:`NormReduction.as_torch`) it has that
+    function's bits: each gradient's norm in fp32, and the norm of these. Elsewhere the powers are added up in fp64.
+
     Args:
-        parameters: plain tensors and DTensors on any meshes, in the same order on all ranks of a mesh.
+        parameters: plain tensors and DTensors on any meshes, in the order of ``model.parameters()``, on which the last
+            bits depend; the same on all ranks of a mesh.
         norm_type: p of the norm, 1 to 8; ``math.inf`` is the largest element.
         everywhere: agree on overflow over all ranks of the default process group; ``None`` decides by the parameters.
+
+    Attributes:
+        device: where the norm is.
+        dtype: of each gradient's own norm.
     """
 
     def __init__(self, parameters: Sequence[Tensor], norm_type: float = 2.0, everywhere: bool | None = None) -> None:
         self.norm_type = check_norm_type(norm_type)
         self._reduction = NormReduction(parameters, everywhere)
+        self.device = self._reduction.device
+        self.dtype = torch.float32 if self._reduction.as_torch else torch.float64
 
     def __call__(self, gradients: Sequence[Tensor | None]) -> tuple[Tensor, Tensor]:
         """``(norm, overflow)``: 0-dim fp32; ``overflow`` is 1 where the norm is not finite on some rank, else 0.
@@ -33,64 +43,87 @@ class GradientNorm:
         Args:
             gradients: each parameter's local gradient, ``None`` where it has none.
         """
-        return self._of_sums(self._partial_sums(gradients))
-
-    def of_norms(self, norms: Sequence[Tensor | None]) -> tuple[Tensor, Tensor]:
-        """The same from each gradient's own norm (0-dim fp64, of :func:`tensor_norms`): the gradients may be gone."""
-        parts: list[list[Tensor]] = [[] for _ in range(self._reduction.sums)]
-        for norm, place in zip(norms, self._reduction.places, strict=True):
-            if norm is not None:
-                parts[place].append(norm.to(self._reduction.device))
-        nothing = torch.zeros((), dtype=torch.float64, device=self._reduction.device)
-        return self._of_sums([self._sum_of_norms(torch.stack(part)) if part else nothing.clone() for part in parts])
-
-    def _of_sums(self, sums: list[Tensor]) -> tuple[Tensor, Tensor]:
-        total, overflow = self._reduction.total_and_overflow(sums, self.norm_type)
-        norm = _root(total, self.norm_type)
-        return norm, torch.maximum((~norm.isfinite()).float(), overflow.float().clamp_(max=1))
+        return self.of_norms(self.tensor_norms(gradients))
 
     def norm(self, gradients: Sequence[Tensor | None]) -> Tensor:
         """The norm alone, 0-dim fp32."""
-        return _root(self._reduction.total(self._partial_sums(gradients), self.norm_type), self.norm_type)
+        norms = self.tensor_norms(gradients)
+        if self._reduction.as_torch:
+            return self._as_torch(norms)
+        return self._root(self._reduction.total(self._partial_sums(norms), self.norm_type))
 
-    def _partial_sums(self, gradients: Sequence[Tensor | None]) -> list[Tensor]:
+    def tensor_norms(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Each gradient's own norm, 0-dim and on its device; ``None`` where nothing has a norm."""
+        found: list[Tensor | None] = [None] * len(gradients)
+        alike: dict[tuple[torch.device, torch.dtype], list[tuple[int, Tensor]]] = {}
+        for number, gradient in enumerate(gradients):
+            if gradient is None:
+                continue
+            if gradient.numel():
+                alike.setdefault((gradient.device, gradient.dtype), []).append((number, gradient))
+            else:  # another rank has all of it
+                found[number] = gradient.new_zeros((), dtype=self.dtype)
+        for listed in alike.values():
+            for (number, _), norm in zip(listed, self._norms([gradient for _, gradient in listed]), strict=True):
+                found[number] = norm
+        return found
+
+    def _norms(self, gradients: list[Tensor]) -> Sequence[Tensor]:
+        if self._reduction.as_torch and gradients[0].is_cuda:
+            gradients = [self._as_allocated(gradient) for gradient in gradients]
+        return torch._foreach_norm(gradients, self.norm_type, dtype=self.dtype)
+
+    def _as_allocated(self, gradient: Tensor) -> Tensor:
+        """The gradient as torch's loop has it: the kernel's order of additions depends on the address.
+
+        It adds four elements at a time where the first one is aligned to four. DDP's buckets hold gradients at any
+        address, a plain loop in tensors of their own; shards are the same views of FSDP2's buffer in both.
+        """
+        if self.norm_type not in (1.0, 2.0, math.inf):  # no kernel for the list, and one for each dtype
+            gradient = gradient.float()
+        own = self._reduction.sharded or gradient.data_ptr() % (4 * gradient.element_size()) == 0
+        return gradient if own else gradient.clone()
+
+    def of_norms(self, norms: Sequence[Tensor | None]) -> tuple[Tensor, Tensor]:
+        """:meth:`__call__` from each gradient's :meth:`tensor_norms`: the gradients may be gone.
+
+        Raises:
+            ValueError: in the first call, on all ranks: parameters on slices of a mesh are no copies of each other.
+        """
+        self._reduction.refuse_unequal_copies()
+        if self._reduction.as_torch:
+            norm = self._as_torch(norms)
+            return norm, self._reduction.anywhere(~norm.isfinite())
+        total, overflow = self._reduction.total_and_overflow(self._partial_sums(norms), self.norm_type)
+        norm = self._root(total)
+        return norm, torch.maximum((~norm.isfinite()).float(), overflow.float().clamp_(max=1))
+
+    def _as_torch(self, norms: Sequence[Tensor | None]) -> Tensor:
+        """The bits of ``torch.nn.utils.get_total_norm``, in one reduction over the shards."""
+        listed = [norm for norm in norms if norm is not None]
+        if not listed:
+            return torch.zeros((), dtype=torch.float32, device=self.device)
+        own = torch.stack(listed).to(self.device, torch.float32)
+        if math.isinf(self.norm_type):
+            return self._reduction.over_shards(torch.linalg.vector_norm(own, self.norm_type), self.norm_type)
+        return torch.linalg.vector_norm(self._reduction.over_shards(own, self.norm_type), self.norm_type)
+
+    def _partial_sums(self, norms: Sequence[Tensor | None]) -> list[Tensor]:
         """This rank's ``sum |g|^p`` for each sum of the reduction, 0-dim fp64 on the reduction's device."""
         parts: list[list[Tensor]] = [[] for _ in range(self._reduction.sums)]
-        for gradient, place in zip(gradients, self._reduction.places, strict=True):
-            if gradient is not None and gradient.numel():
-                parts[place].append(gradient)
+        for norm, place in zip(norms, self._reduction.places, strict=True):
+            if norm is not None:
+                parts[place].append(norm.to(self.device))
         return [self._sum(part) for part in parts]
 
-    def _sum(self, gradients: list[Tensor]) -> Tensor:
-        device = self._reduction.device
-        if not gradients:
-            return torch.zeros((), dtype=torch.float64, device=device)
-        norms = torch.cat([norms.to(device) for norms in tensor_norms(gradients, self.norm_type)])
-        return self._sum_of_norms(norms)
+    def _sum(self, norms: list[Tensor]) -> Tensor:
+        if not norms:
+            return torch.zeros((), dtype=torch.float64, device=self.device)
+        stacked = torch.stack(norms).double()
+        return stacked.amax() if math.isinf(self.norm_type) else stacked.pow_(self.norm_type).sum()
 
-    def _sum_of_norms(self, norms: Tensor) -> Tensor:
-        return norms.amax() if math.isinf(self.norm_type) else norms.pow_(self.norm_type).sum()
-
-
-def tensor_norms(gradients: Sequence[Tensor], norm_type: float) -> list[Tensor]:
-    """The norm of each gradient, as one 1-dim fp64 tensor per device.
-
-    The elements are added in fp64: fp32 sums lose digits in large tensors and squares leave its range.
-    """
-    by_device: dict[torch.device, list[Tensor]] = {}
-    for gradient in gradients:
-        by_device.setdefault(gradient.device, []).append(gradient)
-    return [torch.stack(_norms(listed, norm_type)) for listed in by_device.values()]
-
-
-def _norms(gradients: list[Tensor], norm_type: float) -> list[Tensor] | tuple[Tensor, ...]:
-    if gradients[0].device.type == "cpu":
-        return [torch.linalg.vector_norm(gradient, norm_type, dtype=torch.float64) for gradient in gradients]
-    return torch._foreach_norm(gradients, norm_type, dtype=torch.float64)
-
-
-def _root(total: Tensor, norm_type: float) -> Tensor:
-    return (total if math.isinf(norm_type) else total.pow(1.0 / norm_type)).float()
+    def _root(self, total: Tensor) -> Tensor:
+        return (total if math.isinf(self.norm_type) else total.pow(1.0 / self.norm_type)).float()
 
 
 def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
@@ -101,9 +134,10 @@ def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
 def global_grad_norm(parameters: Tensor | Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
     """The norm of all ``p.grad`` together, as if the model were on one device.
 
-    Correct on any mix of plain tensors and DTensors on different meshes; replicated parameters count once. Sharded
-    parameters make this a collective call: every rank calls it with its parameters in the same order. One all-reduce
-    over each mesh that shards something.
+    Correct on any mix of plain tensors and DTensors on different meshes; replicated parameters count once. For fp32
+    gradients of plain tensors on one device, or of shards on one mesh, it has the bits of torch's own
+    ``clip_grad_norm_`` on the same list. Sharded parameters make this a collective call: every rank calls it with its
+    parameters in the same order. One all-reduce over each mesh that shards something.
 
     Args:
         parameters: a tensor or tensors; those without ``.grad`` count as zero.

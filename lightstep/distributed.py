@@ -3,7 +3,8 @@
 A gradient's share of the global norm is added up over the ranks that hold different parts of it. One
 :class:`NormReduction` is planned from the parameters (never from which of them have gradients), so every rank issues
 the same collectives in the same order: one all-reduce over each mesh that shards something, one over all ranks for
-the overflow flag, and none where nothing is sharded.
+the overflow flag, and none where nothing is sharded. On one mesh it is the all-reduce that torch's own norm of
+DTensors makes.
 """
 
 from __future__ import annotations
@@ -204,7 +205,7 @@ class NormReduction:
     mesh; slices of one mesh along the same dimension (``mesh["tp"]`` of a ``dp × tp`` mesh) hold copies of each other.
     A DTensor on a mesh of its own that does not cover all ranks (experts), and any parameter that carries a true
     attribute ``differs_across_ranks``, is a different one on the other ranks, and is added up over all of them. What
-    is taken for copies is compared once, in the first :meth:`total_and_overflow`.
+    is taken for copies is compared once, in the first :meth:`refuse_unequal_copies`.
 
     Args:
         parameters: the optimizer's parameters, in one order on all ranks that share a mesh.
@@ -212,6 +213,10 @@ class NormReduction:
             parameter is a DTensor on more than one rank.
 
     Attributes:
+        device: where norms are added up.
+        as_torch: whether torch defines the norm of such parameters: plain tensors on one device, or DTensors of one
+            mesh with one dimension that shards. Then :meth:`over_shards` takes the place of :meth:`total`.
+        sharded: whether they are DTensors.
         places: for each parameter the index of the partial sum that its gradient on this rank belongs to.
         sums: how many partial sums there are: what is alike on all ranks, one for each mesh, what differs on all ranks,
             and copies. A copy (of ranks that hold the same, all but the first) is looked at for overflow only.
@@ -236,6 +241,8 @@ class NormReduction:
         index = {key: number for number, key in enumerate(reduced, start=1)}
         self.sums = len(reduced) + 3
         self.places = [self._place(parameter, index) for parameter in parameters]
+        self.sharded = any(isinstance(parameter, DTensor) for parameter in parameters)
+        self.as_torch, self._shards = self._torchs_way(parameters)
         self._world = _world_group(self.device) if self.everywhere or self._own_parts else None
 
     def _place(self, parameter: Tensor, index: dict[_MeshKey, int]) -> int:
@@ -246,6 +253,65 @@ class NormReduction:
             return 0
         number = index.get(_mesh_key(parameter.device_mesh), 0)
         return number if number == 0 or _first_copy(parameter) else copy
+
+    def _torchs_way(self, parameters: Sequence[Tensor]) -> tuple[bool, dist.ProcessGroup | None]:
+        """:attr:`as_torch`, and the ranks that hold different shards of one parameter."""
+        kinds = {
+            (_mesh_key(p.device_mesh), tuple(placed.is_replicate() for placed in p.placements))
+            if isinstance(p, DTensor)
+            else None
+            for p in parameters
+        }
+        devices = {local_tensor(parameter).device for parameter in parameters}
+        if self._own_parts or len(kinds) > 1 or len(devices) > 1:
+            return False, None
+        if not self.sharded:
+            return True, None
+        first = cast(DTensor, parameters[0])
+        mesh, placements = first.device_mesh, first.placements
+        dims = [d for d, placed in enumerate(placements) if not placed.is_replicate() and mesh.size(d) > 1]
+        if mesh.get_coordinate() is None or len(dims) > 1:
+            return False, None
+        if not dims:
+            return True, None
+        group = mesh.get_group(dims[0])
+        ranks = tuple(dist.get_process_group_ranks(group))
+        return True, group if _carries(group, self.device) else _made_group(ranks, self.device)
+
+    def over_shards(self, norms: Tensor, norm_type: float) -> Tensor:
+        """Norms of whole parameters from those of this rank's shards, as DTensor's ``_NormPartial`` reduces them.
+
+        The last bits depend on the number of elements too: ranks have gradients of the same parameters, and send no
+        more than torch does.
+
+        Args:
+            norms: 1-dim fp32, one for each gradient; for ``p = inf`` the 0-dim largest of them.
+            norm_type: p.
+        """
+        if self._shards is None:
+            return norms
+        infinite = math.isinf(norm_type)
+        # The largest of a NaN and a number is either one, depending on the backend.
+        powers = norms.nan_to_num(nan=math.inf, posinf=math.inf) if infinite else norms**norm_type
+        dist.all_reduce(powers, op=_operation(norm_type), group=self._shards)
+        return powers if infinite else powers ** (1.0 / norm_type)
+
+    def anywhere(self, overflow: Tensor) -> Tensor:
+        """0-dim fp32: 1 if it is true on any of the ranks that agree, else 0."""
+        flag = overflow.float()
+        if self._world is not None:
+            dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._world)
+        return flag
+
+    def refuse_unequal_copies(self) -> None:
+        """In the first call: compare what is taken for copies.
+
+        Raises:
+            ValueError: on all ranks: parameters on slices of a mesh are no copies of each other.
+        """
+        if self._taken_for_copies:
+            _refuse_unequal(self._taken_for_copies, self.device)
+            self._taken_for_copies = []
 
     def total(self, sums: Sequence[Tensor], norm_type: float) -> Tensor:
         """``sum_i |g_i| ** p`` over all ranks (the largest ``|g_i|`` for ``p = inf``), 0-dim fp64.
@@ -260,14 +326,7 @@ class NormReduction:
         return _combined([*parts, own], norm_type)
 
     def total_and_overflow(self, sums: Sequence[Tensor], norm_type: float) -> tuple[Tensor, Tensor]:
-        """:meth:`total`, and a 0-dim bool tensor: whether anything is not finite, the total included, on any rank.
-
-        Raises:
-            ValueError: in the first call, on all ranks: parameters on slices of a mesh are no copies of each other.
-        """
-        if self._taken_for_copies:
-            _refuse_unequal(self._taken_for_copies, self.device)
-            self._taken_for_copies = []
+        """:meth:`total`, and a 0-dim bool tensor: whether anything is not finite, the total included, on any rank."""
         parts, own, copies = self._over_meshes(sums, norm_type)
         overflow = ~_combined([*parts, own, copies], norm_type).isfinite()
         if self._world is None:

@@ -21,7 +21,7 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class ManagedParameters:
-    """The trainable parameters of an optimizer's groups, set up as late as possible.
+    """The trainable parameters of an optimizer's groups in the model's order, set up as late as possible.
 
     Args:
         arithmetic: told about each device parameters are found on.
@@ -85,8 +85,9 @@ class ManagedParameters:
             self._arithmetic.prepare(device, low_precision=low)
         schema = self._arithmetic.schema(items[0].local.device, groups)
         place = {parameter: index for index, parameter in enumerate(places)}
-        in_model_order = sorted(items, key=lambda item: place.get(item.param, len(place)))
-        self._backend.register(in_model_order, schema, self._arithmetic.whole_tensors)  # refuses, or takes them all
+        in_order_of_use = sorted(items, key=lambda item: place.get(item.param, len(place)))
+        self._backend.register(in_order_of_use, schema, self._arithmetic.whole_tensors)  # refuses, or takes them all
+        items.sort(key=lambda item: places[item.param].number if item.param in places else len(places))
         self._items, self._schema = {item.param: item for item in items}, schema
         for item in new:
             self.record(item)

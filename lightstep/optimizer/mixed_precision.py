@@ -219,7 +219,7 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         assert self._scaling is not None
         gradient = self.gradients.take(item.param)
         if gradient is not None:
-            self._scaling.keep(item, gradient)
+            self._scaling.keep(item, gradient, self.loss_scale)
         return gradient
 
     def _decide(self, layer: int, gradients: Gradients, values: GroupValues) -> Update | None:
@@ -238,13 +238,13 @@ class MixedPrecisionOptimizer(BaseOptimizer):
             self._updates.land()
             if isinstance(self._updates, InBackward) and self._updates.started:
                 return self._complete(self._updates, loss)
-            self._measured = gradients, scaled_norm, overflow = self._measure()
+            self._measured = gradients, norm, overflow = self._measure()
             self._walk.make_room(gradients)  # without it the step may be called again
             self._measured = None
             assert self._scaling is not None
-            scale = self.loss_scale.tensor(scaled_norm.device).clone()
-            result = StepResult(scaled_norm / scale, overflow, scale, loss)
-            if self._is_state_initialisation(gradients, scaled_norm):
+            scale = self.loss_scale.tensor(norm.device).clone()
+            result = StepResult(norm, overflow, scale, loss)
+            if self._is_state_initialisation(gradients, norm):
                 self._initialise_state(gradients, overflow)
                 return result
             if not self._skip_known_to_host(gradients, overflow):
@@ -274,16 +274,15 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         with own_work():
             self._updates.land()
             self._measured = self._measure()
-            norm = self._measured[1]
-            return norm / self.loss_scale.tensor(norm.device)
+            return self._measured[1].clone()
 
     def _measure(self) -> tuple[Gradients, Tensor, Tensor]:
-        """All gradients, their norm with the loss scale still in it, and whether it overflows."""
+        """All gradients, their norm without the loss scale, and whether it overflows."""
         if self._measured is not None:
             return self._measured_before()
         gradients = self._collect_gradients()
         assert self._scaling is not None
-        return gradients, *self._scaling.norm(gradients)
+        return gradients, *self._scaling.norm(gradients, self.loss_scale)
 
     def _measured_before(self) -> tuple[Gradients, Tensor, Tensor]:
         """What :meth:`grad_norm` has measured: weights may have been edited, cast or moved since."""
@@ -301,9 +300,8 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         """The end of a step whose updates began in backward."""
         assert self._scaling is not None
         updates.complete(list(self._managed))
-        scaled_norm, overflow = self._scaling.kept_norm()
-        scale = self.loss_scale.tensor(scaled_norm.device).clone()
-        return StepResult(scaled_norm / scale, overflow, scale, loss)
+        norm, overflow = self._scaling.kept_norm(self.loss_scale)
+        return StepResult(norm, overflow, self.loss_scale.tensor(norm.device).clone(), loss)
 
     def _update(
         self,

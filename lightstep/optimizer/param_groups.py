@@ -13,10 +13,11 @@ _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 
 
 class Place(NamedTuple):
-    """Where a parameter stands in the model: its name, and the block it belongs to (``model.layers.3``)."""
+    """Where a parameter stands in the model: its name, the block it belongs to, its number in ``parameters()``."""
 
     name: str
     layer: str
+    number: int = 0
 
 
 def clean_name(name: str) -> str:
@@ -32,7 +33,8 @@ def places(model: nn.Module) -> dict[Tensor, Place]:
     """
     inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
     return {
-        parameter: Place(clean_name(name), layer_of(clean_name(name))) for name, parameter in inner.named_parameters()
+        parameter: Place(clean_name(name), layer_of(clean_name(name)), number)
+        for number, (name, parameter) in enumerate(inner.named_parameters())
     }
 
 

@@ -16,8 +16,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from tests.reference.plain_loop import ReferenceScale, check_norm, has_fused
+from tests.reference.plain_loop import ReferenceScale, check_same_norm, has_fused, in_order
 
 
 class DistributedLoop(ABC):
@@ -68,8 +70,8 @@ class DistributedLoop(ABC):
         """Write the whole parameter from the ranks' parts."""
 
     @abstractmethod
-    def everywhere(self, gradients: Iterable[Tensor]) -> list[Tensor]:
-        """All distinct parts of all ranks, for the norm in fp64."""
+    def norm(self, gradients: Mapping[Tensor, Tensor]) -> Tensor:
+        """torch's own norm of the parts of all ranks."""
 
     def backward(self, loss: Tensor) -> None:
         (loss * self.loss_scale.scale).backward()
@@ -81,17 +83,20 @@ class DistributedLoop(ABC):
                 parameter.grad = None
 
     @torch.no_grad()
-    def step(self, norm: Tensor) -> bool:
-        """Finish the step with the norm the tested optimizer reported; False when it is skipped."""
+    def step(self, reported: Tensor) -> bool:
+        """Finish the step; False when it is skipped. ``reported`` is the tested norm, which must have torch's bits."""
         scale = self.loss_scale.scale
-        gradients = {p: g.float() / scale for p, g in self.average(self.sums).items()}
+        averaged = self.average(self.sums)
+        gradients = {p: averaged[p].float().div_(scale) for p in in_order(averaged, self.model.parameters())}
         self.sums = {}
-        check_norm(norm.cpu(), self.everywhere(gradients.values()), self.norm_type)
+        norm = self.norm(gradients)
+        check_same_norm(reported, norm)
         applied = math.isfinite(float(norm))
         if applied:
-            coefficient = 1.0 if self.max_norm is None else torch.clamp(self.max_norm / (norm + 1e-6), max=1.0)
             for parameter, gradient in gradients.items():
-                self.masters[parameter].grad = gradient * coefficient
+                self.masters[parameter].grad = gradient
+            if self.max_norm is not None:
+                torch.nn.utils.clip_grads_with_norm_(self.masters.values(), self.max_norm, norm)
             self.optimizer.step()
             for parameter, master in self.masters.items():
                 master.grad = None
@@ -112,6 +117,8 @@ class ShardedLoop(DistributedLoop):
         self.copies = world_size // self.shard
         self.place = rank % self.shard
         self.shards, self.replicas = self._groups(rank, world_size)
+        device = "cpu" if arguments[0].head.weight.device.type == "cpu" else "cuda"
+        self.mesh = init_device_mesh(device, (world_size,) if self.copies == 1 else (self.copies, self.shard))
         super().__init__(*arguments, **keywords)
 
     def _groups(self, rank: int, world_size: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
@@ -149,7 +156,8 @@ class ShardedLoop(DistributedLoop):
             )
         if self.copies > 1:
             dist.all_reduce(received, op=dist.ReduceOp.AVG, group=self.replicas)
-        parts = received.split([rows[0].numel() for rows in padded])
+        # Views of one buffer, as FSDP2's are: on a GPU the last bits of a norm depend on where a gradient begins.
+        parts = received.float().split([rows[0].numel() for rows in padded])
         return {p: part[: self.part(p).numel()].view_as(self.part(p)) for p, part in zip(members, parts, strict=True)}
 
     def _padded(self, gradient: Tensor) -> Tensor:
@@ -167,11 +175,20 @@ class ShardedLoop(DistributedLoop):
         dist.all_gather(gathered, padded, group=self.shards)
         parameter.copy_(torch.cat(gathered)[: parameter.shape[0]])
 
-    def everywhere(self, gradients: Iterable[Tensor]) -> list[Tensor]:
-        flat = torch.cat([gradient.flatten() for gradient in gradients])
-        sizes: list[Any] = [None] * self.shard
-        dist.all_gather_object(sizes, flat.cpu(), group=self.shards)
-        return sizes
+    def norm(self, gradients: Mapping[Tensor, Tensor]) -> Tensor:
+        if math.isinf(self.norm_type):  # torch refuses that of empty shards; the largest of all is no matter of order
+            largest = torch.stack([part.abs().amax() for part in gradients.values() if part.numel()]).amax()
+            dist.all_reduce(largest.nan_to_num_(nan=math.inf), op=dist.ReduceOp.MAX)
+            return largest
+        total = torch.nn.utils.get_total_norm([self._placed(p, part) for p, part in gradients.items()], self.norm_type)
+        return total.full_tensor()
+
+    def _placed(self, parameter: Tensor, part: Tensor) -> DTensor:
+        """As FSDP2 places it."""
+        placements = [Shard(0)] if self.copies == 1 else [Replicate(), Shard(0)]
+        return DTensor.from_local(
+            part, self.mesh, placements, run_check=False, shape=parameter.size(), stride=parameter.stride()
+        )
 
 
 class ReplicatedLoop(DistributedLoop):
@@ -192,5 +209,5 @@ class ReplicatedLoop(DistributedLoop):
     def restore(self, parameter: Tensor, part: Tensor) -> None:
         parameter.copy_(part)
 
-    def everywhere(self, gradients: Iterable[Tensor]) -> list[Tensor]:
-        return list(gradients)
+    def norm(self, gradients: Mapping[Tensor, Tensor]) -> Tensor:
+        return torch.nn.utils.get_total_norm(gradients.values(), self.norm_type)

@@ -15,6 +15,7 @@ from tests.distributed.models import TinyTransformer, loss_of
 from tests.distributed.ranks import Pool, device_of
 from tests.distributed.sharded_reference import DistributedLoop, ReplicatedLoop, ShardedLoop
 from tests.reference.pair import FP16_SCALE, check_state
+from tests.reference.tiny_model import representable
 
 OWN_BUCKETS = 1e-6
 """``bucket_mib`` under which DDP reduces every parameter by itself, as the reference does."""
@@ -65,7 +66,7 @@ class DistributedPair:
         self.values = values_of(case, sharding)
         self.strategy = lightstep.Strategy.load(self.values)
         torch.manual_seed(0)
-        model = TinyTransformer()
+        model = representable(TinyTransformer())
         self.replica = copy.deepcopy(model).to(self.device, self.strategy.parameter_dtype)
         self.model = self.strategy.prepare_model(model)
         inner = self.strategy.unwrap_model(self.model)

@@ -196,6 +196,35 @@ def test_norm_of_every_layout(pool: Pool, layout: str, world_size: int) -> None:
     pool.run(check_layout, world_size, layout=layout)
 
 
+def check_torchs_bits(rank: int, world_size: int) -> None:
+    """Where torch has a norm of DTensors ours is that one, and so are the clipped gradients; one has no gradient."""
+    device = device_of(rank, world_size)
+    meshes = [(init_device_mesh(device.type, (world_size,)), [Shard(0)])]
+    if world_size == 4:
+        meshes.append((init_device_mesh(device.type, (2, 2)), [Replicate(), Shard(0)]))
+    for mesh, placements in meshes:
+        shapes = [(8, 3), (5, 3), (1, 4), (64, 33), (7,), (12, 5)] * 4
+        placed = [(shape, mesh, placements) for shape in shapes]
+        values = whole_values(placed, device)
+        ours, theirs = (make_parameters(placed, values) for _ in range(2))
+        ours[3].grad = theirs[3].grad = None
+        for norm_type in (1.0, 2.0, 3.0):
+            expected = torch.nn.utils.get_total_norm([p.grad for p in theirs if p.grad is not None], norm_type)
+            assert torch.equal(lightstep.global_grad_norm(ours, norm_type), expected.full_tensor()), norm_type
+            planned = GradientNorm(ours, norm_type)
+            norm, _ = planned([local_gradient(parameter) for parameter in ours])
+            assert torch.equal(norm, expected.full_tensor()), norm_type
+        expected = torch.nn.utils.clip_grad_norm_(theirs, 1.5)
+        assert torch.equal(lightstep.clip_grad_norm_(ours, 1.5), expected.full_tensor())
+        for mine, other in zip(ours, theirs, strict=True):
+            assert mine.grad is None or torch.equal(local_tensor(mine.grad), local_tensor(other.grad))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_torchs_bits(pool: Pool, world_size: int) -> None:
+    pool.run(check_torchs_bits, world_size)
+
+
 def check_missing_gradients(rank: int, world_size: int) -> None:
     """Ranks without a gradient take part in the collectives all the same."""
     device = device_of(rank, world_size)

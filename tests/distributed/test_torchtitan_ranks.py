@@ -87,7 +87,7 @@ def check_stages(rank: int, world_size: int) -> None:
         dist.all_gather(norms, result.grad_norm)
         assert result.applied == (step != 1)
         assert all(torch.equal(norm, norms[0]) for norm in norms) or step == 1
-        assert reference.step(result.grad_norm) == result.applied
+        assert reference.step(result.grad_norm, same_bits=False) == result.applied
     assert reference.clipped_steps == 3
     for mine, theirs in zip(whole(list(part.parameters())), expected[number].parameters(), strict=True):
         assert torch.equal(mine, theirs)

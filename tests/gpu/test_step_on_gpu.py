@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -95,27 +98,39 @@ def test_the_fused_scaling_gives_torchs_bits(dtype: torch.dtype) -> None:
         assert torch.equal(ours, theirs)
 
 
+SIZES = (10_000_019, 1, 3, 4096, 65_536, 65_540, 70_001, 300_002, 0)
+
+
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, float("inf")])
-def test_the_norm_is_accurate_on_the_device(norm_type: float) -> None:
-    gradients = [torch.randn(size, device="cuda", dtype=torch.bfloat16) for size in (10_000_019, 1, 4096)]
-    parameters = [torch.zeros_like(gradient) for gradient in gradients]
-    norm, overflow = GradientNorm(parameters, norm_type)(gradients)
-    exact = torch.linalg.vector_norm(torch.cat([gradient.double() for gradient in gradients]), norm_type)
-    assert abs(norm.double() - exact) <= 2e-6 * exact
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("offset", [0, 1, 2, 4], ids="{} elements into a bucket".format)
+def test_the_norm_has_the_bits_of_torchs_own(norm_type: float, dtype: torch.dtype, offset: int) -> None:
+    """On fp32 copies in tensors of their own, wherever in a buffer of any dtype the gradients are."""
+    sizes = [size for size in SIZES if size or norm_type != float("inf")]
+    buffers = [torch.randn(size + offset, device="cuda").to(dtype) for size in sizes]
+    gradients = [buffer[offset:] for buffer in buffers]
+    norm, overflow = GradientNorm([torch.zeros_like(gradient) for gradient in gradients], norm_type)(gradients)
+    expected = torch.nn.utils.get_total_norm([gradient.float().clone() for gradient in gradients], norm_type)
+    assert torch.equal(norm, expected)
     assert overflow == 0
 
 
-def test_norms_outside_fp32_squares_are_right() -> None:
-    for size in (1e25, 1e-25):
-        gradient = torch.full((1000,), size, device="cuda")
-        norm, overflow = GradientNorm([gradient], 2.0)([gradient])
-        assert abs(float(norm) / (size * 1000**0.5) - 1) < 2e-6
-        assert overflow == 0
+@pytest.mark.parametrize("norm_type", [2.0, float("inf")])
+def test_gradients_of_several_dtypes_have_the_bits_of_their_fp32_copies(norm_type: float) -> None:
+    dtypes = (torch.bfloat16, torch.float32, torch.float16, torch.bfloat16)
+    gradients = [torch.randn(70_001 + i, device="cuda").to(dtype) for i, dtype in enumerate(dtypes)]
+    norm, _ = GradientNorm([torch.zeros_like(gradient) for gradient in gradients], norm_type)(gradients)
+    assert torch.equal(norm, torch.nn.utils.get_total_norm([gradient.float() for gradient in gradients], norm_type))
+
+
+@pytest.mark.parametrize("backend", ["resident", "bulk", "stream"])
+def test_the_example_of_exactness(backend: str) -> None:
+    script = Path(__file__).parents[2] / "examples" / "exactness.py"
+    command = [sys.executable, str(script), "--backend", backend]
+    said = subprocess.run(command, check=True, timeout=300, capture_output=True, text=True).stdout
+    assert "cuda" in said and "every bit equal" in said
 
 
 def test_importing_touches_no_device() -> None:
-    import subprocess
-    import sys
-
     code = "import lightstep, torch; assert not torch.cuda.is_initialized()"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

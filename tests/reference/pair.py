@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 import lightstep
 from tests.reference.plain_loop import ReferenceLoop
-from tests.reference.tiny_model import TinyModel, loss_of
+from tests.reference.tiny_model import TinyModel, loss_of, representable
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -160,6 +160,7 @@ class Pair:
             reduce=self.values["precision"]["reduce"],
             units=layers_of(self.reference_model),
             skip="unit" if update == "in_backward" else "step",
+            model=self.reference_model.parameters(),
             **self.values["clipping"],
             **self.common,
         )
@@ -173,7 +174,7 @@ class Pair:
         return strategy, model, self.build_optimizer(strategy, model)
 
     def build_model(self, strategy: Any) -> nn.Module:
-        return strategy.prepare_model(self.make_model())
+        return strategy.prepare_model(representable(self.make_model()))
 
     def build_optimizer(self, strategy: Any, model: nn.Module) -> Any:
         groups = self.param_groups(model)
@@ -223,7 +224,7 @@ class Pair:
         """``step()`` of both on the gradients that are there."""
         scale = self.reference.loss_scale.scale
         result = self.optimizer.step()
-        applied = self.reference.step(result.grad_norm.cpu())
+        applied = self.reference.step(result.grad_norm)
         assert bool(result) is applied
         assert bool(result.applied) is applied
         assert float(result.loss_scale) == scale

@@ -5,13 +5,11 @@ Nothing here imports lightstep. One step, in the order of the text::
     grad32  = sum of the micro-batches' gradients, each brought to fp32, in order      (reduce="float32")
             = the gradient torch accumulated in the parameter's own dtype, as fp32     (reduce="parameters")
     grad32 /= loss_scale
-    norm    = what the tested step reported, checked here against the norm in fp64
+    master.grad = grad32
+    norm    = torch.nn.utils.clip_grad_norm_(masters, max_norm)                        (in the order of the model)
     skip the step when norm is not finite
-    grad32 *= clamp(max_norm / (norm + 1e-6), max=1)
-    master.grad = grad32;  optimizer.step()                                            (installed torch optimizer, fp32)
+    optimizer.step()                                                                   (installed torch optimizer, fp32)
     param.copy_(master)
-
-The norm is an argument because its last bit depends on the order of a sum, and everything after it on that bit.
 
 Two variants: with ``scope="unit"`` each unit of parameters has a norm and a factor of its own, and with ``skip="unit"``
 (updates in backward) a unit whose own norm is not finite is left out, while the others go on.
@@ -77,7 +75,12 @@ class ReferenceLoop:
         reduce: ``"float32"`` or ``"parameters"``, the dtype in which micro-batches are added.
         units: the parameters of each unit.
         skip: ``"step"`` or ``"unit"``, what is left out where a norm is not finite.
+        model: the parameters in the order of ``model.parameters()``, where the groups have another one.
+        masters: fp32 values to start from; without them a parameter's master is the parameter.
         hyperparameters: the optimizer's.
+
+    Attributes:
+        norm: of the last step.
     """
 
     def __init__(
@@ -92,12 +95,15 @@ class ReferenceLoop:
         reduce: str = "float32",
         units: Sequence[Sequence[Tensor]] = (),
         skip: str = "step",
+        model: Iterable[Tensor] | None = None,
+        masters: Mapping[Tensor, Tensor] | None = None,
         **hyperparameters: Any,
     ) -> None:
-        groups = [dict(group) for group in param_groups]
+        groups = [{**group, "params": list(group["params"])} for group in param_groups]
         self.scope, self.units, self.skip = scope, units, skip
-        self.parameters: list[Tensor] = [param for group in groups for param in group["params"]]
-        self.masters = {param: contiguous32(param) for param in self.parameters}
+        listed = [param for group in groups for param in group["params"]]
+        self.parameters: list[Tensor] = listed if model is None else in_order(listed, model)
+        self.masters = {param: contiguous32((masters or {}).get(param, param)) for param in self.parameters}
         if not {"fused", "foreach"} & hyperparameters.keys() and has_fused(optimizer_class, self.parameters[0].device):
             hyperparameters["fused"] = True
         self.optimizer = optimizer_class(
@@ -122,7 +128,7 @@ class ReferenceLoop:
         for param in self.parameters:
             if param.grad is None:
                 continue
-            grad = contiguous32(param.grad)
+            grad = param.grad.detach().clone().float()
             if self.reduce == "float32":
                 self.sums[param] = self.sums[param] + grad if param in self.sums else grad
                 param.grad = None
@@ -130,33 +136,43 @@ class ReferenceLoop:
                 self.sums[param] = grad
 
     @torch.no_grad()
-    def step(self, norm: Tensor) -> bool:
-        """Finish the step with the reported ``norm`` (0-dim fp32); False when it was skipped."""
+    def step(self, reported: Tensor | None = None, *, same_bits: bool = True) -> bool:
+        """Finish the step; False when it was skipped.
+
+        Args:
+            reported: what the tested step says the norm is, which must be torch's.
+            same_bits: otherwise (where ranks add up a norm that torch defines for one device only) it must be near
+                the norm in fp64, and is taken.
+        """
         scale = self.loss_scale.scale
-        grads = {param: total / scale for param, total in self.sums.items()}
+        grads = {param: self.sums[param] / scale for param in self.parameters if param in self.sums}
         self.sums = {}
         for param in self.parameters:
             param.grad = None
-        check_norm(norm, grads.values(), self.norm_type)
-        applied = math.isfinite(float(norm))
+        self.norm = torch.nn.utils.get_total_norm(grads.values(), self.norm_type)
+        if not same_bits and reported is not None:
+            check_norm(reported, grads.values(), self.norm_type)
+            self.norm = reported
+        elif reported is not None:
+            check_same_norm(reported, self.norm)
+        applied = math.isfinite(float(self.norm))
         if not applied:
             self.skipped_steps += 1
         if self.skip == "unit":
             grads = self._finite_units(grads)
         if applied or self.skip == "unit":
-            self._update(grads, norm)
+            self._update(grads)
         self.loss_scale.update(overflow=not applied)
         return applied
 
-    def _update(self, grads: dict[Tensor, Tensor], norm: Tensor) -> None:
+    def _update(self, grads: dict[Tensor, Tensor]) -> None:
+        for param, grad in grads.items():
+            self.masters[param].grad = grad
         if self.max_norm is not None:
-            coefficients = [
-                (unit, torch.clamp(self.max_norm / (own + 1e-6), max=1.0)) for unit, own in self._norms(grads, norm)
-            ]
-            self.clipped_steps += int(any(coefficient < 1 for _, coefficient in coefficients))
-            for unit, coefficient in coefficients:
-                for param in unit:
-                    grads[param] *= coefficient.to(grads[param].device)
+            self._clip(list(grads))
+        for param, grad in grads.items():
+            grads[param] = contiguous32(grad)
+            self.masters[param].grad = None
         for part in self._calls(grads):
             for param in part:
                 self.masters[param].grad = grads[param]
@@ -166,16 +182,19 @@ class ReferenceLoop:
         for param, master in self.masters.items():
             param.copy_(master)
 
-    def _norms(self, grads: Mapping[Tensor, Tensor], norm: Tensor) -> list[tuple[list[Tensor], Tensor]]:
-        """What is clipped together, and its norm."""
-        if self.scope == "global":
-            return [(list(grads), norm)]
-        units = [[param for param in unit if param in grads] for unit in self.units]
-        return [
-            (unit, torch.tensor(exact_norm([grads[param] for param in unit], self.norm_type), dtype=torch.float32))
-            for unit in units
-            if unit
-        ]
+    def _clip(self, params: list[Tensor]) -> None:
+        """torch's ``clip_grad_norm_``: once, or for each unit; its second half alone where the norm was given."""
+        assert self.max_norm is not None
+        units = [params] if self.scope == "global" else [in_order(params, unit) for unit in self.units]
+        norms = []
+        for unit in filter(None, units):
+            masters = [self.masters[param] for param in unit]
+            if self.scope == "global":
+                norms.append(self.norm)
+                torch.nn.utils.clip_grads_with_norm_(masters, self.max_norm, self.norm)
+            else:
+                norms.append(torch.nn.utils.clip_grad_norm_(masters, self.max_norm, self.norm_type))
+        self.clipped_steps += int(any(self.max_norm / (norm + 1e-6) < 1 for norm in norms))
 
     def _finite_units(self, grads: Mapping[Tensor, Tensor]) -> dict[Tensor, Tensor]:
         finite = [unit for unit in self.units if all(grads[param].isfinite().all() for param in unit if param in grads)]
@@ -213,6 +232,12 @@ def contiguous32(tensor: Tensor) -> Tensor:
     return tensor.detach().clone(memory_format=torch.contiguous_format).float()
 
 
+def in_order(params: Iterable[Tensor], model: Iterable[Tensor]) -> list[Tensor]:
+    """``params`` as ``model`` lists them, each once."""
+    wanted = set(params)
+    return [param for param in dict.fromkeys(model) if param in wanted]
+
+
 def has_fused(optimizer_class: type[Optimizer], device: torch.device) -> bool:
     """Whether torch has a fused implementation of ``optimizer_class`` on ``device`` (Adagrad's is for the CPU only)."""
     if issubclass(optimizer_class, torch.optim.Adagrad):
@@ -237,3 +262,10 @@ def check_norm(norm: Tensor, grads: Iterable[Tensor], norm_type: float = 2.0) ->
         assert not math.isfinite(float(norm)), f"the norm is {exact}, reported {float(norm)}"
         return
     assert abs(float(norm) - exact) <= NORM_TOLERANCE * exact, f"reported norm {float(norm)!r}, in fp64 {exact!r}"
+
+
+def check_same_norm(reported: Tensor, norm: Tensor) -> None:
+    """Assert equal bits; a norm that is not finite may be so in any way."""
+    assert (reported.dim(), reported.dtype) == (0, torch.float32), f"norm must be a 0-dim fp32 tensor, is {reported!r}"
+    same = torch.equal(reported.cpu(), norm.cpu())
+    assert same or not (reported.isfinite() or norm.isfinite()), f"reported {reported!r}, torch has {norm!r}"

@@ -42,6 +42,13 @@ class TinyModel(nn.Module):
         return [p for p in parameters if p.dim() >= 2], [p for p in parameters if p.dim() < 2]
 
 
+def representable(model: nn.Module) -> nn.Module:
+    """The model itself with weights that bf16 and fp16 hold exactly: no master depends on what rounded them."""
+    for parameter in model.parameters():
+        parameter.data.copy_(parameter.data.bfloat16().half())
+    return model
+
+
 def batch(step: int, micro: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """The same tokens [6] and targets [6] for the same ``step`` and ``micro``, always."""
     generator = torch.Generator().manual_seed(1000 * step + micro)

@@ -62,19 +62,30 @@ def test_the_norm_of_mixed_gradients_is_that_of_fp64(norm_type: float, seed: int
     check_norm(global_grad_norm(parameters, norm_type=norm_type), grads_of(parameters), norm_type)
 
 
+def of_fp32(seed: int) -> list[nn.Parameter]:
+    """One of each kind and many small ones, in fp32."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(300_001,), (), (128, 33), (7,), *[(16, 4)] * 50]
+    values = [torch.randn(shape, generator=generator) for shape in shapes]
+    return with_grads(*values, None, torch.randn(80, 90, generator=generator).t(), torch.full((1_000_000,), 0.1))
+
+
 @norm_types
-def test_many_elements_lose_no_digits(norm_type: float) -> None:
-    """A plain running fp32 sum of a million squares is off by far more than 2e-6."""
-    parameters = with_grads(torch.full((1_000_000,), 0.1), torch.rand(300_001), torch.full((5,), 1e3))
-    check_norm(global_grad_norm(parameters, norm_type=norm_type), grads_of(parameters), norm_type)
+@pytest.mark.parametrize("seed", range(4))
+def test_fp32_gradients_have_the_bits_of_torchs_own_norm(norm_type: float, seed: int) -> None:
+    ours, theirs = of_fp32(seed), of_fp32(seed)
+    norm = clip_grad_norm_(ours, 0.5, norm_type=norm_type)
+    assert torch.equal(norm, torch.nn.utils.clip_grad_norm_(theirs, 0.5, norm_type))
+    assert all(torch.equal(mine, other) for mine, other in zip(grads_of(ours), grads_of(theirs), strict=True))
 
 
 @norm_types
 @pytest.mark.parametrize("magnitude", [1e-30, 1e-25, 1e25, 1e30])
 def test_squares_that_fit_no_fp32(norm_type: float, magnitude: float) -> None:
-    """The norm fits fp32 although its elements' powers do not: neither an overflow nor a zero."""
-    parameters = with_grads(torch.tensor([3.0, 4.0]) * magnitude, (torch.tensor([-5.0]) * magnitude).bfloat16())
-    check_norm(global_grad_norm(parameters, norm_type=norm_type), grads_of(parameters), norm_type)
+    """As torch has it: powers below the range of fp32 are nothing, those above it an overflow."""
+    values = torch.tensor([3.0, 4.0]) * magnitude, torch.tensor([-5.0]) * magnitude
+    expected = torch.nn.utils.get_total_norm(values, norm_type)
+    assert torch.equal(global_grad_norm(with_grads(*values), norm_type=norm_type), expected)
 
 
 @settings(max_examples=100, deadline=None)

@@ -132,7 +132,8 @@ def test_one_norm_over_all_parts_when_the_strategy_clips() -> None:
     container = container_of(parts, strategy_for("stream", "bfloat16", clipping={"max_norm": 0.1}))
     groups = PlainContainer._groups(nn.ModuleList(part.bfloat16() for part in expected))
     unnamed = [{**group, "params": [parameter for _, parameter in group["params"]]} for group in groups]
-    reference = ReferenceLoop(unnamed, torch.optim.AdamW, max_norm=0.1, lr=1e-2)
+    order = nn.ModuleList(expected).parameters()
+    reference = ReferenceLoop(unnamed, torch.optim.AdamW, max_norm=0.1, model=order, lr=1e-2)
     for step in range(5):
         for micro in range(2):
             container.backward(loss_of(parts, step, micro) / 2)

@@ -104,6 +104,7 @@ def textbook(ran: Ran, values: dict[str, Any], dtype: torch.dtype, overflow: set
         lr=args.learning_rate,
         loss_scale=values.get("precision", {}).get("loss_scale", "none"),
         max_norm=0.5,
+        model=model.parameters(),
     )
     scheduler = get_scheduler("linear", loop.optimizer, 0, args.max_steps)
     for step, logged in enumerate(ran.logs):
