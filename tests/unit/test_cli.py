@@ -95,6 +95,7 @@ def test_train_and_resume(file: Path, tmp_path: Path) -> None:
         (["--set", "model.config.model_type=3"], "config needs model_type"),
         (["--set", "name=../x"], "'name' is '../x': letters, digits, '_', '.' and '-' are allowed"),
         (["--set", "optimizer=AdamW"], "'optimizer' is 'AdamW': a mapping is needed, write optimizer: {name: ...}"),
+        (["--set", "trackers=[wnadb]"], "'trackers' is 'wnadb', did you mean 'wandb'"),
         (["--set", "strategy=3"], "'strategy' is 3: text is needed, or a mapping is needed"),
         (["--set", "strategy.cpu=resident"], "strategy is 'fp32', one for every device; write --set strategy=NAME"),
         (["--set", "strategy.cpu.clipping.max_norm=1"], "strategy.cpu is no mapping; write --set strategy.clip"),
@@ -114,7 +115,8 @@ def test_a_mistake_gets_one_sentence(file: Path, tmp_path: Path, arguments: list
     [
         (None, "does not exist; give the path of a training file"),
         ("model: [", "is not valid YAML"),
-        ("- 1", "holds list; a mapping of keys is needed"),
+        ("- 1", "holds a list; a mapping of keys is needed"),
+        ("", "is empty; a mapping of keys is needed"),
         ("steps: 3", "'model' is missing: a value is needed"),
     ],
 )
@@ -165,7 +167,7 @@ def test_the_example_is_valid_and_uses_ready_strategies() -> None:
 def test_a_process_that_is_killed_while_saving_resumes_from_the_checkpoint_before(file: Path, tmp_path: Path) -> None:
     """The whole run, and one that `kill -9` ends in the middle of its second checkpoint: the last ones are equal."""
     script = (
-        "import os, signal, sys, torch; from lightstep.cli import app; from lightstep.strategy import checkpoint\n"
+        "import os, signal, sys, torch; from lightstep.cli import app; from lightstep.checkpoint import checkpoint\n"
         "torch.set_num_threads(1)\n"
         "write, saves = checkpoint.write_tensors, []\n"
         "def killed(*arguments):\n"
