@@ -64,7 +64,8 @@ def construct(factory: Callable[[], nn.Module], settings: dict[str, Any], dtype:
                     parameter.data = parameter.data.to(dtype)
             super()._post_init_method(module)
 
-    with Dividing(config_dict_or_path=settings, dtype=dtype, tensor_overrides=[DeepSpeedTensorOverride.device]):
+    # Not with dtype=...: where the accelerator has no fp16, DeepSpeed 0.19 takes bf16 whatever that says.
+    with Dividing(config_dict_or_path=settings, tensor_overrides=[DeepSpeedTensorOverride.device]):
         model = factory()
     del hint
     return model

@@ -161,8 +161,9 @@ class Logs:
 
 def draw_loss_curve(logs: Path, image: Path) -> None:
     """Training and validation loss over steps, as the logs hold them."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    with _without_remarks("matplotlib"):  # of a home that it cannot write to
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
 
     curves = read_scalars(logs, (TRAINING, VALIDATION))
     figure = Figure(figsize=(8, 4.5), layout="constrained")
@@ -188,15 +189,22 @@ def read_scalars(logs: Path, names: tuple[str, ...]) -> dict[str, list[tuple[int
     """``(step, value)`` by name; of a step that was logged again after a resume the last value."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    remarks = logging.getLogger("tensorboard")
-    level = remarks.level
-    remarks.setLevel(logging.ERROR)  # it warns of every step that was logged again after a resume
-    try:
+    with _without_remarks("tensorboard"):  # of every step that was logged again after a resume
         events = EventAccumulator(str(logs), size_guidance={"scalars": 0}).Reload()
-    finally:
-        remarks.setLevel(level)
     known = events.Tags()["scalars"]
     return {
         name: sorted({event.step: event.value for event in events.Scalars(name)}.items()) if name in known else []
         for name in names
     }
+
+
+@contextmanager
+def _without_remarks(library: str) -> Iterator[None]:
+    """Its errors alone are logged."""
+    remarks = logging.getLogger(library)
+    level = remarks.level
+    remarks.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        remarks.setLevel(level)

@@ -292,6 +292,25 @@ def test_help_imports_no_more_than_the_package() -> None:
     assert (done.returncode, done.stderr) == (0, "") and "--resume" in done.stdout
 
 
+def _main(body: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """The console script with ``body`` in place of a command."""
+    script = "import atexit, signal; from lightstep import __main__, cli\n"
+    script += f"cli.app = lambda **_: {body}\n__main__.main()"
+    return subprocess.run(
+        [sys.executable, "-c", script], env=os.environ | environment, capture_output=True, text=True, check=False
+    )
+
+
+def test_what_the_terminal_cannot_show_ends_no_run() -> None:
+    done = _main("print('2 × cpu')", PYTHONIOENCODING="ascii")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "2 ? cpu\n", "")
+
+
+def test_a_signal_while_python_exits_is_no_success() -> None:
+    done = _main("atexit.register(signal.raise_signal, signal.SIGINT)")
+    assert (done.returncode, done.stderr) == (-signal.SIGINT, "")
+
+
 def test_bench_takes_its_own_options() -> None:
     result = _run("bench", "--help")
     assert result.exit_code == 0 and "--strategies" in result.output and "--peers" in result.output
