@@ -9,50 +9,53 @@ BENCH_ARGS ?= --strategies resident,bulk
 WORKERS    ?= 2
 TESTS      ?=
 
-BIN    := $(VENV)/bin
-STAMP  := $(VENV)/.installed
-PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
 .PHONY: help venv train test lint format types docs bench clean
+.NOTPARALLEL:  # one pip at a time
 
 help:
 	@sed -n '1,2s/^# //p' Makefile
 
-venv: $(STAMP)
+venv: $(VENV)/.dev $(VENV)/.docs
 
-# Rebuilt when what is installed changes; otherwise the environment is used as it stands.
-$(STAMP): setup.cfg pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
-		{ echo "$(PYTHON) is not a Python 3.11 or later; name one: make PYTHON=python3.12 ..." >&2; exit 1; }
-	@echo "installing into $(VENV)"
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@$(PIP) install --constraint constraints.txt --editable '.[dev,docs]'
+# One environment, and a stamp for each extra of setup.cfg that is in it: `make train` waits for no compiler and no
+# documentation. Renewed when what is installed changes; otherwise the environment is used as it stands.
+$(VENV)/.%: setup.cfg pyproject.toml constraints.txt | $(BIN)/python
+	@echo "installing what '$*' needs into $(VENV)"
+	@$(PIP) install --constraint constraints.txt --editable '.[$*]'
 	@touch $@
 
-train: $(STAMP)
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "$(PYTHON) is not a Python 3.11 or later; name one: make PYTHON=python3.12 ..." >&2; exit 1; }
+	@$(PYTHON) -m venv $(VENV)
+
+train: $(VENV)/.train
 	@$(BIN)/lightstep train $(CONFIG) $(ARGS)
 
 # Two processes, each of one thread: tensors are small, some tests start processes of their own, and every worker imports
 # torch again. WORKERS=8 spreads the tests over a larger machine.
-test: $(STAMP)
+test: $(VENV)/.dev
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal --quiet $(TESTS)
 
-lint: $(STAMP)
+lint: $(VENV)/.dev
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 
-format: $(STAMP)
+format: $(VENV)/.dev
 	@$(BIN)/ruff check --fix --quiet .
 	@$(BIN)/ruff format --quiet .
 
-types: $(STAMP)
+types: $(VENV)/.dev
 	@$(BIN)/mypy
 
-docs: $(STAMP)
+docs: $(VENV)/.docs
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-bench: $(STAMP)
+bench: $(VENV)/.bench
 	@$(BIN)/lightstep bench $(BENCH_ARGS)
 
 clean:

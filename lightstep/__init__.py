@@ -1,21 +1,25 @@
 """Optimizer state on the host, at the speed of optimizer state on the GPU, bit for bit the same weights."""
 
-from lightstep.checkpoint.checkpoint import CheckpointError
-from lightstep.clipping import clip_grad_norm_, global_grad_norm
-from lightstep.config import ConfigError
-from lightstep.optimizer.base import BaseOptimizer
-from lightstep.optimizer.mixed_precision import MixedPrecisionOptimizer
-from lightstep.optimizer.result import StepResult
-from lightstep.precision.loss_scale import ConstantLossScale, DynamicLossScale, LossScale
-from lightstep.rollout.engine import RolloutEngine, TransformersEngine
-from lightstep.rollout.transport import (
-    TrainingEnded,
-    WeightInfo,
-    WeightTransferError,
-    WeightTransport,
-)
-from lightstep.state.bulk import load_fsdp_optimizer, offload_fsdp_optimizer
-from lightstep.strategy import Strategy, available_strategies
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lightstep.checkpoint.checkpoint import CheckpointError
+    from lightstep.clipping import clip_grad_norm_, global_grad_norm
+    from lightstep.config import ConfigError
+    from lightstep.optimizer.base import BaseOptimizer
+    from lightstep.optimizer.mixed_precision import MixedPrecisionOptimizer
+    from lightstep.optimizer.result import StepResult
+    from lightstep.precision.loss_scale import ConstantLossScale, DynamicLossScale, LossScale
+    from lightstep.rollout.engine import RolloutEngine, TransformersEngine
+    from lightstep.rollout.transport import (
+        TrainingEnded,
+        WeightInfo,
+        WeightTransferError,
+        WeightTransport,
+    )
+    from lightstep.state.bulk import load_fsdp_optimizer, offload_fsdp_optimizer
+    from lightstep.strategy import Strategy, available_strategies
 
 __version__ = "0.1.0"
 
@@ -41,3 +45,32 @@ __all__ = [
     "load_fsdp_optimizer",
     "offload_fsdp_optimizer",
 ]
+
+_MODULES = {
+    "checkpoint.checkpoint": ["CheckpointError"],
+    "clipping": ["clip_grad_norm_", "global_grad_norm"],
+    "config": ["ConfigError"],
+    "optimizer.base": ["BaseOptimizer"],
+    "optimizer.mixed_precision": ["MixedPrecisionOptimizer"],
+    "optimizer.result": ["StepResult"],
+    "precision.loss_scale": ["ConstantLossScale", "DynamicLossScale", "LossScale"],
+    "rollout.engine": ["RolloutEngine", "TransformersEngine"],
+    "rollout.transport": ["TrainingEnded", "WeightInfo", "WeightTransferError", "WeightTransport"],
+    "state.bulk": ["load_fsdp_optimizer", "offload_fsdp_optimizer"],
+    "strategy": ["Strategy", "available_strategies"],
+}
+"""Where the names are defined. Each is imported when it is first used: torch's DTensors alone take a second."""
+
+_HOME = {name: module for module, names in _MODULES.items() for name in names}
+
+if not TYPE_CHECKING:  # a type checker would take any attribute for one that exists
+
+    def __getattr__(name: str) -> Any:
+        if name not in _HOME:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = globals()[name] = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+        return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,6 +1,29 @@
-"""`python -m lightstep`, and `torchrun -m lightstep`."""
+"""The console script `lightstep`, `python -m lightstep`, and `torchrun -m lightstep`."""
 
-from lightstep.cli import app
+import io
+import signal
+import sys
+
+from lightstep.extras import MissingLibraryError, needs
+
+
+def main() -> None:
+    """Run the command. If a library that it needs is not installed, one sentence names the extra; exit code 2."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # what the terminal cannot show ends no run
+    try:
+        with needs("bench" if sys.argv[1:2] == ["bench"] else "train"):
+            from lightstep.cli import app
+
+            app(prog_name="lightstep")
+    except MissingLibraryError as error:
+        sys.stderr.write(f"lightstep: {error}\n")
+        sys.exit(2)
+    except KeyboardInterrupt:  # while the command was imported
+        sys.exit(130)
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # at its own exit Python would show a traceback and return 0
+
 
 if __name__ == "__main__":
-    app(prog_name="lightstep")
+    main()

@@ -25,8 +25,8 @@ from lightstep.deepspeed.optimizer import DeepSpeedOptimizer
 from lightstep.deepspeed.settings import deepspeed_config, refuse_contradictions, settings_of
 from lightstep.deepspeed.state import EngineState
 from lightstep.distributed import Replicas, is_sharded
+from lightstep.extras import needs
 from lightstep.optimizer.base import BaseOptimizer
-from lightstep.optimizer.param_groups import check_param_groups
 from lightstep.precision.gradients import ReducedGradients
 from lightstep.rollout.engine import RolloutEngine
 from lightstep.rollout.transport import WeightTransport
@@ -77,12 +77,19 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
     def _require(self) -> None:
         tell_deepspeed_where_it_is()
         try:
-            import deepspeed  # noqa: F401
+            with needs("deepspeed"):
+                import deepspeed
         except ImportError as error:
             raise ConfigError(
-                f"{self.name}: sharding.kind deepspeed needs DeepSpeed, which cannot be imported ({error}); install it "
-                "with: pip install 'lightstep-optim[deepspeed]'"
+                f"{self.name}: sharding.kind deepspeed needs DeepSpeed, which cannot be imported: {error}"
             ) from error
+        accelerator = deepspeed.get_accelerator()
+        if self.parameter_dtype not in accelerator.supported_dtypes():
+            allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in accelerator.supported_dtypes())
+            raise ConfigError(
+                f"{self.name}: precision.parameters is {self.config.precision.parameters}, which DeepSpeed does not "
+                f"support on this machine's {accelerator.device_name()}; allowed here: {allowed}"
+            )
         if self._sharding.superoffload and not torch.cuda.is_available():
             raise ConfigError(f"{self.name}: sharding.superoffload needs an NVIDIA GPU; set it to false")
 
@@ -136,27 +143,24 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
 
     # -- the optimizer and its engine
 
-    def create_optimizer(
+    def _make_optimizer(
         self,
         model: nn.Module,
-        optimizer_class: type[torch.optim.Optimizer] = torch.optim.AdamW,
-        *,
-        param_groups: Any = None,
-        **hyperparameters: Any,
+        optimizer_class: type[torch.optim.Optimizer],
+        groups: list[dict[str, Any]],
+        hyperparameters: dict[str, Any],
     ) -> BaseOptimizer:
-        """As of every strategy, and the engine with it: DeepSpeed runs ``optimizer_class`` on flat fp32 partitions.
+        """DeepSpeed runs ``optimizer_class`` on flat fp32 partitions.
 
         Raises:
-            ConfigError, TypeError, ValueError: as of every strategy, or the model has an engine already.
+            ValueError: the model has an engine already, or was not prepared by this strategy.
         """
-        self._refuse_untrained(model)
         outer = self._engine_model(model)
         if outer.engine is not None:
             raise ValueError(
                 f"{self.name}: this model has an optimizer already, and DeepSpeed makes one engine per model; prepare "
                 "another model for another optimizer"
             )
-        groups = check_param_groups(param_groups, outer.module)
         trained = [{**group, "params": [p for p in group["params"] if p.requires_grad]} for group in groups]
         chosen = _fused(optimizer_class, hyperparameters, self._update_device)
         client = optimizer_class([group for group in trained if group["params"]], **hyperparameters, **chosen)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -50,9 +51,8 @@ def construct(factory: Callable[[], nn.Module], settings: dict[str, Any], dtype:
     Raises:
         ConfigError: a transformers model made by its class, which then initialises weights that are not there.
     """
-    importlib.import_module("transformers.modeling_utils")  # makes modules, which would be divided below
+    hint = _hint_to_transformers(settings)
     from deepspeed.runtime.zero.partition_parameters import DeepSpeedTensorOverride, Init
-    from transformers.integrations import HfDeepSpeedConfig
 
     class Dividing(Init):
         """DeepSpeed itself would make every floating-point tensor in ``dtype``, rotary frequencies among them."""
@@ -64,18 +64,27 @@ def construct(factory: Callable[[], nn.Module], settings: dict[str, Any], dtype:
                     parameter.data = parameter.data.to(dtype)
             super()._post_init_method(module)
 
-    hint = HfDeepSpeedConfig(settings)  # while it lives, transformers initialises and loads weights part by part
-    with Dividing(config_dict_or_path=settings, dtype=dtype, tensor_overrides=[DeepSpeedTensorOverride.device]):
+    # Not with dtype=...: where the accelerator has no fp16, DeepSpeed 0.19 takes bf16 whatever that says.
+    with Dividing(config_dict_or_path=settings, tensor_overrides=[DeepSpeedTensorOverride.device]):
         model = factory()
     del hint
     return model
 
 
-def _refuse_uninitialised(module: nn.Module) -> None:
-    import transformers
+def _hint_to_transformers(settings: dict[str, Any]) -> Any:
+    """While it lives, transformers, where it is installed, initialises and loads weights part by part."""
+    if importlib.util.find_spec("transformers") is None:
+        return None
+    importlib.import_module("transformers.modeling_utils")  # makes modules, which would be divided later
+    from transformers.integrations import HfDeepSpeedConfig
 
-    known = getattr(transformers.modeling_utils, "_is_ds_init_called", True)
-    if isinstance(module, transformers.PreTrainedModel) and not known:
+    return HfDeepSpeedConfig(settings)
+
+
+def _refuse_uninitialised(module: nn.Module) -> None:
+    modeling: Any = sys.modules.get("transformers.modeling_utils")
+    known = getattr(modeling, "_is_ds_init_called", True)
+    if not known and isinstance(module, modeling.PreTrainedModel):
         what = type(module).__name__
         raise ConfigError(
             f"prepare_model(function) made a {what} by its class, and at sharding.stage 3 its weights are divided "

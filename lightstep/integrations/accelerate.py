@@ -15,11 +15,15 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from accelerate import Accelerator
-from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
+
+from lightstep.extras import needs
+
+with needs("train"):
+    from accelerate import Accelerator
+    from accelerate.optimizer import AcceleratedOptimizer
 
 from lightstep.checkpoint.export import full_weights
 from lightstep.config import ConfigError, FSDP2Sharding

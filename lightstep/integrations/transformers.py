@@ -16,8 +16,12 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
-from transformers import Trainer, TrainingArguments
-from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
+
+from lightstep.extras import needs
+
+with needs("train"):
+    from transformers import Trainer, TrainingArguments
+    from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
 from lightstep.checkpoint.export import full_weights
 from lightstep.checkpoint.pretrained import load_pretrained

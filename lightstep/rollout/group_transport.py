@@ -12,7 +12,6 @@ import contextlib
 import logging
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -40,14 +39,6 @@ _SHARE = 0.9
 """Of the timeout, for one broadcast; what is left is for finding out who is to blame."""
 
 
-@dataclass
-class _Open:
-    """A link and its number; the members of a link know it by that."""
-
-    number: int
-    link: WeightLink
-
-
 class GroupTransport(WeightTransport):
     """The trainer's end.
 
@@ -61,7 +52,7 @@ class GroupTransport(WeightTransport):
     def __init__(self, board: MessageBoard, receivers: Sequence[int], device: torch.device, timeout: float) -> None:
         self.receivers = tuple(receivers)
         self._board, self._device, self._timeout = board, device, timeout
-        self._open: _Open | None = None
+        self._link: WeightLink | None = None
         self._set = 0
 
     def change_receivers(self, receivers: Sequence[int]) -> None:
@@ -99,25 +90,21 @@ class GroupTransport(WeightTransport):
 
     def _open_link(self, replies: Sequence[dict[str, Any]]) -> None:
         """The one that all members still have, or a new one."""
-        known = None if self._open is None else self._open.number
-        if known is None or any(reply["link"] != known for reply in replies):
+        if self._link is not None and any(reply["link"] != self._link.number for reply in replies):
             self._close_link()
-            known = None
         device = shared_device([identity(self._device), *(reply["device"] for reply in replies)])
-        number = self._set if known is None else known
+        number = self._set if self._link is None else self._link.number
         self._board.write(f"{self._set}/verdict", {"link": number, "device": device})
-        if known is None:
+        if self._link is None:
             place = torch.device("cpu") if device == "cpu" else self._device
             store = self._board.place(str(number))
             with self._reporting():
-                link = WeightLink(store, 0, 1 + len(self.receivers), place, _SHARE * self._timeout)
-                self._open = _Open(number, link)
+                self._link = WeightLink(number, store, 0, 1 + len(self.receivers), place, _SHARE * self._timeout)
 
     def send(self, bucket: Bucket) -> None:
-        assert self._open is not None
-        link = self._open.link
+        assert self._link is not None
         with self._reporting():
-            link.broadcast(bucket.buffer.to(link.device))
+            self._link.broadcast(bucket.buffer.to(self._link.device))
 
     @contextlib.contextmanager
     def _reporting(self) -> Iterator[None]:
@@ -161,9 +148,9 @@ class GroupTransport(WeightTransport):
             self._board.write(ENDED, True)
 
     def _close_link(self) -> None:
-        if self._open is not None:
-            self._open.link.close()
-            self._open = None
+        if self._link is not None:
+            self._link.close()
+            self._link = None
 
     def _forget_last_but_one(self) -> None:
         old = self._set - 1
@@ -183,7 +170,7 @@ class GroupReceiver:
 
     def __init__(self, board: MessageBoard, rank: int, timeout: float) -> None:
         self._board, self._rank, self._timeout = board, rank, timeout
-        self._open: _Open | None = None
+        self._link: WeightLink | None = None
         self._seen = 0
 
     def receive(self, engine: RolloutEngine, wait: bool, timeout: float | None) -> int | None:
@@ -196,36 +183,28 @@ class GroupReceiver:
 
     def _received(self, engine: RolloutEngine, wait: bool, deadline: float) -> int | None:
         while True:
-            offer = self._next_offer(wait, deadline)
-            if offer is None and not wait:
-                return None
-            if offer is None:
+            offer = self._board.until(self._next_offer, deadline) if wait else self._next_offer()
+            if offer is None and wait:
                 raise WeightTransferError(
                     "no weights were published in time; the engine is as it was. Wait for longer "
                     "(receive_weights(timeout=...), roles.rollout.timeout_s), or look at the trainers"
                 )
-            if self._take(offer, engine):
+            if offer is not None and self._take(offer, engine):
                 return engine.version
             if not wait:
                 return None
 
-    def _next_offer(self, wait: bool, deadline: float) -> dict[str, Any] | None:
+    def _next_offer(self) -> dict[str, Any] | None:
         """An offer for this rank that still stands, and that it has not had."""
-        pause = 0.001
-        while True:
-            number = self._board.read(LATEST) or 0
-            if number > self._seen:
-                self._seen = number
-                offer = self._board.read(f"{number}/offer")
-                if offer and self._rank in offer["receivers"] and self._board.read(f"{number}/verdict") is None:
-                    return dict(offer)
-            elif self._board.read(ENDED):
-                raise TrainingEnded("the trainers have ended: no weights will come any more")
-            elif not wait or time.monotonic() > deadline:
-                return None
-            else:
-                time.sleep(pause)
-                pause = min(2 * pause, 0.02)
+        number = self._board.read(LATEST) or 0
+        if number > self._seen:
+            self._seen = number
+            offer = self._board.read(f"{number}/offer")
+            if offer and self._rank in offer["receivers"] and self._board.read(f"{number}/verdict") is None:
+                return dict(offer)
+        if self._board.read(ENDED):
+            raise TrainingEnded("the trainers have ended: no weights will come any more")
+        return None
 
     def _take(self, offer: dict[str, Any], engine: RolloutEngine) -> bool:
         """Whether the set arrived; not if the trainer gave it up before it began."""
@@ -237,7 +216,7 @@ class GroupReceiver:
             raise WeightTransferError(
                 f"version {offer['version']} was refused: {error}; nothing was written"
             ) from error
-        link = None if self._open is None else self._open.number
+        link = None if self._link is None else self._link.number
         self._say("reply", {"link": link, "device": identity(engine.device)})
         verdict = self._board.wait(f"{self._seen}/verdict", time.monotonic() + self._timeout)
         if verdict is None or "abort" in verdict:
@@ -252,7 +231,7 @@ class GroupReceiver:
     ) -> None:
         own = False
         try:
-            link = self._link(offer, verdict, engine.device)
+            link = self._linked(offer, verdict, engine.device)
             size = max(map(Bucket.nbytes_of, buckets), default=0)
             buffer = torch.empty(size, dtype=torch.uint8, device=link.device)
             for infos in buckets:
@@ -274,15 +253,16 @@ class GroupReceiver:
             ) from error
         self._say("done", {})
 
-    def _link(self, offer: dict[str, Any], verdict: dict[str, Any], device: torch.device) -> WeightLink:
-        if self._open is None or self._open.number != verdict["link"]:
+    def _linked(self, offer: dict[str, Any], verdict: dict[str, Any], device: torch.device) -> WeightLink:
+        number = verdict["link"]
+        if self._link is None or self._link.number != number:
             self.close()
             rank = 1 + offer["receivers"].index(self._rank)
-            store = self._board.place(str(verdict["link"]))
+            store = self._board.place(str(number))
             place = torch.device("cpu") if verdict["device"] == "cpu" else device
-            link = WeightLink(store, rank, 1 + len(offer["receivers"]), place, _SHARE * self._timeout)
-            self._open = _Open(verdict["link"], link)
-        return self._open.link
+            size = 1 + len(offer["receivers"])
+            self._link = WeightLink(number, store, rank, size, place, _SHARE * self._timeout)
+        return self._link
 
     def _reason(self, error: RuntimeError) -> str:
         """What the trainer says, if it can."""
@@ -294,9 +274,9 @@ class GroupReceiver:
 
     def close(self) -> None:
         """Let go of the link."""
-        if self._open is not None:
-            self._open.link.close()
-            self._open = None
+        if self._link is not None:
+            self._link.close()
+            self._link = None
 
 
 def _named(ranks: Sequence[int]) -> str:

@@ -24,6 +24,7 @@ class WeightLink:
     end the process) when ``timeout`` is over.
 
     Args:
+        number: by which its members know it.
         store: where the members meet; for this link alone.
         rank: this process's number in it; 0 sends.
         size: how many there are.
@@ -31,8 +32,10 @@ class WeightLink:
         timeout: seconds for one broadcast.
     """
 
-    def __init__(self, store: dist.Store, rank: int, size: int, device: torch.device, timeout: float) -> None:
-        self.device = device
+    def __init__(
+        self, number: int, store: dist.Store, rank: int, size: int, device: torch.device, timeout: float
+    ) -> None:
+        self.number, self.device = number, device
         self._timeout = timeout
         self._used = False
         limit = datetime.timedelta(seconds=timeout)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
@@ -34,11 +35,20 @@ class MessageBoard:
 
     def wait(self, key: str, deadline: float) -> Any:
         """:meth:`read`, once there is something, or ``None`` when ``deadline`` (of ``time.monotonic()``) has passed."""
+        return self.until(lambda: self.read(key), deadline)
+
+    @staticmethod
+    def until(look: Callable[[], Any], deadline: float) -> Any:
+        """What ``look`` returns as soon as that is not ``None``, or ``None`` at the deadline.
+
+        The store's own ``wait`` is not used: it keeps the connection from this process's other threads (nccl's among
+        them) and Ctrl-C from the process for as long as it lasts, and logs every wait that was in vain.
+        """
         pause = _SHORTEST
-        while (value := self.read(key)) is None and time.monotonic() < deadline:
+        while (found := look()) is None and time.monotonic() < deadline:
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST)
-        return value
+        return found
 
     def next_number(self) -> int:
         """1, 2, 3, ..., to whoever asks."""

@@ -162,7 +162,7 @@ class _GatedAllGather:
         except ValueError:  # several groups of parameters in one module, on meshes of their own
             self.unguarded = True
 
-    @torch.compiler.disable
+    @torch._disable_dynamo  # as torch.compiler.disable, which would import dynamo here and now
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Memory for the gathered weights. The stream on which this is called reads the shards next."""
         self.reads_early = self._dtypes != {dtype}

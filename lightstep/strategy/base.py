@@ -268,11 +268,21 @@ class Strategy(ReinforcementLearning, ABC):
             TypeError: not an optimizer class, or malformed groups.
             ValueError: no trainable parameter, a parameter twice or foreign, or a refused hyper-parameter.
         """
-        self._refuse_untrained(model)
+        self.roles.refuse("create_optimizer", "create it on the ranks that train, for the model that they train", model)
+        groups = check_param_groups(param_groups, unwrap_model(model))
+        return self._make_optimizer(model, optimizer_class, groups, hyperparameters)
+
+    def _make_optimizer(
+        self,
+        model: nn.Module,
+        optimizer_class: type[torch.optim.Optimizer],
+        groups: list[dict[str, Any]],
+        hyperparameters: dict[str, Any],
+    ) -> BaseOptimizer:
         config = self.config
         self._settle(model)
         optimizer = MixedPrecisionOptimizer(
-            check_param_groups(param_groups, unwrap_model(model)),
+            groups,
             optimizer_class,
             hyperparameters,
             master_weights=config.precision.master_weights,
@@ -291,9 +301,6 @@ class Strategy(ReinforcementLearning, ABC):
         self._connect(model, optimizer)
         self._gate(model, optimizer)
         return optimizer
-
-    def _refuse_untrained(self, model: nn.Module) -> None:
-        self.roles.refuse("create_optimizer", "create it on the ranks that train, for the model that they train", model)
 
     @property
     def _update_time(self) -> type[Updates]:

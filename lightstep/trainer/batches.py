@@ -26,7 +26,7 @@ class Batches:
         if batch.sequences % parts:
             raise ConfigError(
                 f"batch.sequences is {batch.sequences}; it has to be a multiple of {parts} "
-                f"(batch.accumulation {batch.accumulation} × {world_size} ranks)"
+                f"(batch.accumulation {batch.accumulation} × {world_size} {'rank' if world_size == 1 else 'ranks'})"
             )
         self._windows = windows
         self._batch = batch

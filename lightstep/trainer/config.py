@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -15,6 +15,8 @@ from lightstep.config_errors import describe_errors
 
 DEVICES = ("cpu", "cuda")
 STDLIB = "stdlib"
+
+Tracker = Literal["aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "tensorboard", "trackio", "wandb"]
 
 Count = Annotated[int, Field(ge=1)]
 CountOrZero = Annotated[int, Field(ge=0)]
@@ -153,6 +155,8 @@ class TrainConfig(_Frozen):
     checkpoint: Checkpoint = Checkpoint()
     log_every: Count = 10
     """Steps between looks at loss and norm; every step is recorded, but looking waits for the device."""
+    trackers: list[Tracker] = ["tensorboard"]
+    """Where the figures are recorded: files in the run's folder, or services, under the run's name, by accelerate."""
     sample: Sample | None = Sample()
 
     @field_validator("name")
@@ -217,7 +221,8 @@ def _read(path: Path) -> dict[str, Any]:
     except yaml.YAMLError as error:
         raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(values, dict):
-        raise ConfigError(f"{path} holds {type(values).__name__}; a mapping of keys is needed (model:, data:, ...)")
+        what = "is empty" if values is None else f"holds a {type(values).__name__}"
+        raise ConfigError(f"{path} {what}; a mapping of keys is needed (model:, data:, ...)")
     return {str(key): value for key, value in values.items()}
 
 

@@ -1,86 +1,169 @@
-"""TensorBoard scalars, and the loss curve drawn from them."""
+"""What a run records: scalars, in TensorBoard or a service that tracks experiments, and the loss curve."""
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
+from typing import Any, Protocol
 
 from torch.utils.tensorboard import SummaryWriter
 
+from lightstep.config import ConfigError
+
 TRAINING, VALIDATION = "loss/training", "loss/validation"
+TENSORBOARD = "tensorboard"
 
 logger = logging.getLogger(__name__)
 
 
-class Logs:
-    """Scalars in ``<folder>/tensorboard``, and ``<folder>/loss.png`` at the end.
+class Tracker(Protocol):
+    """The part of accelerate's ``GeneralTracker`` that is used here."""
 
-    Training does not depend on them: when they cannot be written, one warning says so and nothing more is logged.
+    def log(self, values: dict[str, float], step: int) -> None: ...
 
-    Args:
-        folder: ``None`` on ranks that write nothing.
-        start: the step that the run continues from; what an interrupted run logged after it is superseded.
+    def finish(self) -> None: ...
+
+
+class TensorBoard:
+    """Scalars in a folder; what an interrupted run wrote after ``start`` is superseded.
+
+    accelerate has such a tracker too. It starts a process group under torchrun even where the strategy needs none, and
+    flushes its file at every step.
     """
 
-    def __init__(self, folder: Path | None, start: int) -> None:
+    def __init__(self, folder: Path, start: int) -> None:
+        self._writer = SummaryWriter(str(folder), purge_step=start + 1 if start else None)
+
+    def log(self, values: dict[str, float], step: int) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+
+    def finish(self) -> None:
+        self._writer.close()
+
+
+def check_trackers(names: Sequence[str]) -> None:
+    """Whether the services' libraries are there.
+
+    Raises:
+        ConfigError: one is not.
+    """
+    if missing := [name for name in names if name != TENSORBOARD and name not in _installed()]:
+        raise ConfigError(f"trackers: {missing[0]} is not installed; install its library, or leave it out")
+
+
+def _installed() -> list[str]:
+    from accelerate.tracking import get_available_trackers
+
+    return [str(getattr(tracker, "value", tracker)) for tracker in get_available_trackers()]
+
+
+def _service(name: str, run: str, folder: Path, settings: Mapping[str, Any]) -> Tracker:
+    """accelerate's tracker of that name."""
+    from accelerate import PartialState
+    from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+
+    PartialState()  # its trackers report to it
+    made = LOGGER_TYPE_TO_CLASS[name]
+    tracker: Any = made(run, folder) if made.requires_logging_directory else made(run)
+    tracker.start()
+    tracker.store_init_configuration(_flat(settings))
+    return tracker
+
+
+def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Plain values by dotted keys."""
+    flat: dict[str, Any] = {}
+    for key, value in settings.items():
+        if isinstance(value, Mapping):
+            flat |= _flat(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value if isinstance(value, bool | int | float | str | None) else str(value)
+    return flat
+
+
+class Logs:
+    """Scalars of every step, and ``<folder>/loss.png`` at the end.
+
+    Training does not depend on them: what cannot be written is warned of once, and not tried again.
+
+    Args:
+        folder: the run's; ``None`` on ranks that write nothing.
+        start: the step that the run continues from.
+        trackers: where to: ``tensorboard``, which writes to ``<folder>/tensorboard``, and names of accelerate's.
+        settings: of the run, for the services.
+    """
+
+    def __init__(
+        self,
+        folder: Path | None,
+        start: int,
+        trackers: Sequence[str] = (TENSORBOARD,),
+        settings: Mapping[str, Any] | None = None,
+    ) -> None:
         self._folder, self._start = folder, start
-        self._writer: SummaryWriter | None = None
-        self._given_up = False
+        self._names, self._settings = trackers, settings or {}
+        self._open: dict[str, Tracker] = {}
         self._hook = threading.excepthook
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Scalars of one step (from 1)."""
-        if self._writer is not None:
-            try:
-                for name, value in values.items():
-                    self._writer.add_scalar(name, value, step)
-            except OSError as error:
-                self._give_up(error)
+        for name, tracker in list(self._open.items()):
+            with self._giving_up(name):
+                tracker.log(dict(values), step)
 
     def __enter__(self) -> Logs:
         if self._folder is not None:
             self._hook, threading.excepthook = threading.excepthook, self._outside_writer
-            purge = self._start + 1 if self._start else None
-            try:
-                self._writer = SummaryWriter(str(self._folder / "tensorboard"), purge_step=purge)
-            except OSError as error:
-                self._give_up(error)
+            for name in self._names:
+                with self._giving_up(name):
+                    self._open[name] = self._started(name, self._folder)
         return self
+
+    def _started(self, name: str, folder: Path) -> Tracker:
+        if name == TENSORBOARD:
+            return TensorBoard(folder / TENSORBOARD, self._start)
+        return _service(name, folder.name, folder, self._settings)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._folder is None:
             return
-        try:
-            if self._writer is not None:
-                self._writer.close()
-            draw_loss_curve(self._folder / "tensorboard", self._folder / "loss.png")
-        except OSError as failure:
-            if error is None:  # else a full disk has already been reported
-                self._give_up(failure)
-        finally:
-            threading.excepthook = self._hook
+        for name, tracker in list(self._open.items()):
+            with self._giving_up(name, silent=error is not None):  # a full disk has already been reported
+                tracker.finish()
+        if TENSORBOARD in self._names:
+            with self._giving_up("loss.png", silent=error is not None or TENSORBOARD not in self._open):
+                draw_loss_curve(self._folder / TENSORBOARD, self._folder / "loss.png")
+        threading.excepthook = self._hook
 
-    def _give_up(self, error: OSError) -> None:
-        self._writer = None
-        if not self._given_up:
-            logger.warning("warning: %s: %s; nothing more is logged", self._folder, error.strerror or error)
-        self._given_up = True
+    @contextmanager
+    def _giving_up(self, name: str, silent: bool = False) -> Iterator[None]:
+        """What fails in here is not used again."""
+        try:
+            yield
+        except Exception as error:
+            self._open.pop(name, None)
+            reason = getattr(error, "strerror", None) or error
+            if not silent:
+                logger.warning("warning: %s: %s: %s; nothing more is logged there", self._folder, name, reason)
 
     def _outside_writer(self, arguments: threading.ExceptHookArgs) -> None:
-        """The writer's thread hands its errors to ``add_scalar``; a traceback of them says nothing new."""
+        """TensorBoard's thread hands its errors to ``add_scalar``; a traceback of them says nothing new."""
         if type(arguments.thread).__name__ != "_AsyncWriterThread":
             self._hook(arguments)
 
 
 def draw_loss_curve(logs: Path, image: Path) -> None:
     """Training and validation loss over steps, as the logs hold them."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    with _without_remarks("matplotlib"):  # of a home that it cannot write to
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
 
     curves = read_scalars(logs, (TRAINING, VALIDATION))
     figure = Figure(figsize=(8, 4.5), layout="constrained")
@@ -106,15 +189,22 @@ def read_scalars(logs: Path, names: tuple[str, ...]) -> dict[str, list[tuple[int
     """``(step, value)`` by name; of a step that was logged again after a resume the last value."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    remarks = logging.getLogger("tensorboard")
-    level = remarks.level
-    remarks.setLevel(logging.ERROR)  # it warns of every step that was logged again after a resume
-    try:
+    with _without_remarks("tensorboard"):  # of every step that was logged again after a resume
         events = EventAccumulator(str(logs), size_guidance={"scalars": 0}).Reload()
-    finally:
-        remarks.setLevel(level)
     known = events.Tags()["scalars"]
     return {
         name: sorted({event.step: event.value for event in events.Scalars(name)}.items()) if name in known else []
         for name in names
     }
+
+
+@contextmanager
+def _without_remarks(library: str) -> Iterator[None]:
+    """Its errors alone are logged."""
+    remarks = logging.getLogger(library)
+    level = remarks.level
+    remarks.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        remarks.setLevel(level)

@@ -10,10 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
-from rich.console import Console
 from torch import nn
-from transformers import set_seed
+
+from lightstep.extras import needs
+
+with needs("train"):
+    import transformers
+    from rich.console import Console
+    from transformers import set_seed
 
 from lightstep.checkpoint.checkpoint import CheckpointError
 from lightstep.config import ConfigError
@@ -22,7 +26,7 @@ from lightstep.trainer.batches import Batches, validation_rows
 from lightstep.trainer.config import TrainConfig
 from lightstep.trainer.display import Display
 from lightstep.trainer.interrupt import Interrupt
-from lightstep.trainer.logs import Logs
+from lightstep.trainer.logs import TENSORBOARD, Logs, check_trackers
 from lightstep.trainer.loop import Loop, Pieces
 from lightstep.trainer.model import load_tokenizer, make_model, model_config
 from lightstep.trainer.optimization import make_optimizer, make_scheduler
@@ -31,7 +35,7 @@ from lightstep.trainer.run_folder import newest_checkpoint, start_run
 from lightstep.trainer.samples import write_samples
 from lightstep.trainer.tokens import Corpus, load_corpus
 
-_FREE_TO_CHANGE = {"steps", "log_every", "strategy", "strategy_overrides", "output", "name", "sample"}
+_FREE_TO_CHANGE = {"steps", "log_every", "strategy", "strategy_overrides", "output", "name", "sample", "trackers"}
 """Settings that a resumed run may change without a word."""
 
 
@@ -65,6 +69,7 @@ def train(config: TrainConfig, resume: bool = False, console: Console | None = N
     """
     with _quiet_transformers(), load_strategy(config) as strategy:
         join(strategy)
+        together(lambda: check_trackers(config.trackers), only_first=True)
         display = Display(console or Console(), strategy.is_main)
         checkpoint = together(lambda: newest_checkpoint(config.folder), only_first=True) if resume else None
         pieces, tokenizer = _assemble(config, strategy, display)
@@ -72,7 +77,8 @@ def train(config: TrainConfig, resume: bool = False, console: Console | None = N
         moved = together(lambda: start_run(config, resume), only_first=True)
         if moved is not None:
             display.say(f"an earlier run was in {config.folder}; it is now {moved}")
-        with Logs(config.folder if strategy.is_main else None, start) as logs:
+        folder = config.folder if strategy.is_main else None
+        with Logs(folder, start, config.trackers, config.model_dump(mode="json")) as logs:
             loop = Loop(config, pieces, logs, display, step=start, saved=checkpoint)
             return _run(loop, tokenizer)
 
@@ -183,7 +189,8 @@ def _finish(loop: Loop, tokenizer: Any) -> list[str]:
         samples = write_samples(strategy.unwrap_model(model), tokenizer, config.sample, config.seed)
         for number, text in enumerate(samples, 1):
             loop.display.say(f"--- sample {number} of {len(samples)}\n{text}")
-    loop.display.say(f"--- {config.folder}: {loop.saved and loop.saved.name}, model, tensorboard, loss.png")
+    logs = "tensorboard, loss.png" if TENSORBOARD in config.trackers else ", ".join(config.trackers)
+    loop.display.say(f"--- {config.folder}: {loop.saved and loop.saved.name}, model, {logs}")
     return samples
 
 

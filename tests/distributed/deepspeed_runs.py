@@ -8,6 +8,7 @@ import copy
 import gc
 import importlib
 import os
+import warnings
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightstep import Strategy
+from lightstep.sharding.engine_model import tell_deepspeed_where_it_is
 from tests.reference.converted_run import ADAMW, AFTER, BEFORE, SCALE, make_groups, make_net, tokens
 
 CLIENT = {"epoch": 3, "order": [1, 2]}
@@ -31,6 +33,23 @@ def number_anew() -> None:
 
     Init.param_id = 0
     DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__ = ([0],)
+
+
+def trainable(pool: Any, dtype: str) -> str:
+    """``dtype``, or bfloat16 where DeepSpeed cannot train in it: the summary of the tests then says so."""
+    if dtype in pool.run(_supported_dtypes, 1)[0]:
+        return dtype
+    warnings.warn(
+        f"not run: DeepSpeed in {dtype}, which it does not support on this machine; it ran in bfloat16", stacklevel=2
+    )
+    return "bfloat16"
+
+
+def _supported_dtypes(rank: int, world_size: int) -> list[str]:
+    tell_deepspeed_where_it_is()
+    import deepspeed
+
+    return [str(dtype).removeprefix("torch.") for dtype in deepspeed.get_accelerator().supported_dtypes()]
 
 
 @contextlib.contextmanager
@@ -165,17 +184,17 @@ def _growth(scaler: Any) -> int | None:
     return steps if scaler.dynamic else None
 
 
-def save_stages(rank: int, world_size: int, folder: str, runs: list[tuple[int, str]]) -> dict[str, Any]:
-    """Each run is trained, saved and trained further; what it was at both times."""
+def save_stages(rank: int, world_size: int, folder: str, runs: dict[str, tuple[int, str]]) -> dict[str, Any]:
+    """Each run (stage, dtype) is trained, saved and trained further; what it was at both times."""
     found = {}
     with deepspeed_on_cpu() as deepspeed:
-        for stage, dtype in runs:
+        for name, (stage, dtype) in runs.items():
             engine = make_engine(deepspeed, stage, dtype)
             train(engine, BEFORE)
-            engine.save_checkpoint(f"{folder}/{stage}-{dtype}", client_state=CLIENT)
+            engine.save_checkpoint(f"{folder}/{name}", client_state=CLIENT)
             at = content(engine)
             train(engine, AFTER)
-            found[f"{stage}-{dtype}"] = (at, content(engine))
+            found[name] = (at, content(engine))
             engine.destroy()
     return found
 

@@ -3,7 +3,7 @@
 A check is a module-level function ``check(rank, world_size, **arguments)``; it runs on ranks ``0 … world_size - 1``
 inside a fresh process group: nccl with one GPU per rank where the machine has that many, else gloo, in processes that
 see no GPU. There is no way to skip: a check that does not run is a failure. A rank that fails or hangs takes the pool
-down with it, and the next check gets a new one.
+down with it, and the next check gets a new one. Tensors are pickled as bytes: not every machine has shared memory.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import datetime
 import importlib
 import multiprocessing
 import os
+import pickle
 import socket
 import tempfile
 import traceback
@@ -67,7 +68,7 @@ class Pool:
             place = meeting_place if group else None  # a file: a port may be taken between its choice and its use
             task = (check.__module__, check.__qualname__, world_size, _free_port(), place, arguments)
             for rank in range(world_size):
-                pipes[rank].send((rank, *task))
+                pipes[rank].send_bytes(pickle.dumps((rank, *task)))
             outcomes = self._outcomes(pipes[:world_size])
         failures = [f"--- rank {rank} of {world_size} ---\n{text}" for rank, (ok, text) in outcomes.items() if not ok]
         if failures or len(outcomes) < world_size:
@@ -119,7 +120,7 @@ def device_of(rank: int, world_size: int) -> torch.device:
 
 def _answer(pipe: Connection) -> tuple[bool, Any]:
     try:
-        ok, value = pipe.recv()
+        ok, value = pickle.loads(pipe.recv_bytes())
     except EOFError:
         return False, "the process ended"
     return ok, value
@@ -130,16 +131,16 @@ def _serve(pipe: Connection) -> None:
     torch.set_num_threads(1)
     while True:
         try:
-            rank, module, name, world_size, port, meeting_place, arguments = pipe.recv()
+            rank, module, name, world_size, port, meeting_place, arguments = pickle.loads(pipe.recv_bytes())
         except EOFError:
             return
         try:
             check: Any = importlib.import_module(module)
             for part in name.split("."):
                 check = getattr(check, part)
-            pipe.send((True, _run(check, rank, world_size, port, meeting_place, arguments)))
+            pipe.send_bytes(pickle.dumps((True, _run(check, rank, world_size, port, meeting_place, arguments))))
         except BaseException:
-            pipe.send((False, traceback.format_exc()))
+            pipe.send_bytes(pickle.dumps((False, traceback.format_exc())))
 
 
 def _run(

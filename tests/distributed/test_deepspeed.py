@@ -26,7 +26,7 @@ from lightstep.config import ConfigError
 from lightstep.deepspeed.optimizer import DeepSpeedOptimizer
 from lightstep.deepspeed.weights import gathered
 from tests.distributed.deepspeed_reference import DeepSpeedLoop
-from tests.distributed.deepspeed_runs import number_anew
+from tests.distributed.deepspeed_runs import number_anew, trainable
 from tests.distributed.models import TinyTransformer, loss_of
 from tests.distributed.ranks import Pool
 
@@ -174,6 +174,7 @@ def follows(rank: int, world_size: int, stage: int, dtype: str, reduce: str, off
 def test_weights_and_masters_are_those_of_a_plain_loop(
     pool: Pool, stage: int, dtype: str, reduce: str, offload: str
 ) -> None:
+    dtype = trainable(pool, dtype)
     first, second = pool.run(follows, 2, stage=stage, dtype=dtype, reduce=reduce, offload=offload)
     assert first == second, "the ranks agree"
     assert max(norm for norm in first["norms"] if norm != float("inf")) > 0.3, "clipping was active"
@@ -222,7 +223,7 @@ def resumes(rank: int, world_size: int, stage: int, dtype: str, folder: str) -> 
     ("stage", "dtype"), [(1, "bfloat16"), (2, "bfloat16"), (3, "bfloat16"), (2, "float16"), (3, "float16")]
 )
 def test_a_resumed_run_continues_bit_for_bit(pool: Pool, tmp_path: Path, stage: int, dtype: str) -> None:
-    folder = tmp_path / "step-3"
+    folder, dtype = tmp_path / "step-3", trainable(pool, dtype)
     pool.run(resumes, 2, stage=stage, dtype=dtype, folder=str(folder))
     manifest = json.loads((folder / "lightstep.json").read_text())
     tag = manifest["deepspeed"]["tag"]
@@ -263,7 +264,7 @@ def fails_to_save(rank: int, world_size: int, folder: str) -> list[str]:
     said.append(str(caught.value))
     assert strategy.load_checkpoint(folder, *pieces) == {"step": 1}, "the one before is kept"
     _assert_same(_everything(*pieces[:2]), before)
-    for other in (_strategy(3), _strategy(2, "float16")):
+    for other in (_strategy(3), _strategy(2, "float32")):
         live = _made(other)
         kept = _everything(*live[:2])
         with pytest.raises(CheckpointError) as caught:
@@ -320,7 +321,7 @@ def test_a_checkpoint_is_whole_or_refused(pool: Pool, tmp_path: Path) -> None:
     full, stage, dtype, groups = first
     assert "No space left" in full and "rank 1" in full and "was not saved" in second[0]
     assert "sharding.stage is 2, and this strategy's is 3" in stage
-    assert "precision.parameters is bfloat16, and this strategy's is float16" in dtype
+    assert "precision.parameters is bfloat16, and this strategy's is float32" in dtype
     assert "parameter groups" in groups
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a"]
     ((ranks, model, other, plain, code),) = pool.run(may_not_load, 1, folder=folder)
@@ -422,13 +423,15 @@ def divided_elsewhere(rank: int, world_size: int) -> None:
 
     strategy = _strategy(3)
     strategy.start()
-    with deepspeed.zero.Init(dtype=torch.float16):
+    with deepspeed.zero.Init(dtype=torch.bfloat16):
         other = TinyTransformer()
-    with pytest.raises(ConfigError, match=r"was divided in torch\.float16.*precision\.parameters is bfloat16"):
-        strategy.prepare_model(other)
+    with pytest.raises(ConfigError, match=r"was divided in torch\.bfloat16.*precision\.parameters is float32"):
+        _strategy(3, "float32").prepare_model(other)
     with deepspeed.zero.Init(config_dict_or_path=strategy.deepspeed_config):
         alike = TinyTransformer()
     strategy.create_optimizer(strategy.prepare_model(alike), lr=1e-2)
+    whole = _strategy(3, "float32").prepare_model(TinyTransformer)
+    assert {parameter.dtype for parameter in whole.parameters()} == {torch.float32}
 
 
 def test_weights_that_are_divided_in_another_dtype(pool: Pool) -> None:

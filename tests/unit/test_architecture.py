@@ -21,6 +21,7 @@ SIBLINGS = {"precision", "clipping", "state"}
 MAY_IMPORT: dict[str, set[str]] = {
     "distributed": set(),
     "config_errors": set(),
+    "extras": set(),
     "config": {"config_errors"},
     "precision": CORE,
     "clipping": CORE,
@@ -28,7 +29,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "optimizer": CORE | SIBLINGS,
     "sharding": CORE | SIBLINGS | {"optimizer", "config", "config_errors"},
 }
-MAY_IMPORT["checkpoint"] = MAY_IMPORT["sharding"] | {"sharding", "lightstep", "strategy"}
+MAY_IMPORT["checkpoint"] = MAY_IMPORT["sharding"] | {"sharding", "lightstep", "strategy", "extras"}
 MAY_IMPORT["rollout"] = MAY_IMPORT["checkpoint"] | {"checkpoint"}
 MAY_IMPORT["strategy"] = MAY_IMPORT["rollout"] | {"rollout"}
 MAY_IMPORT["deepspeed"] = MAY_IMPORT["strategy"] | {"strategy"}
@@ -38,7 +39,7 @@ MAY_IMPORT["integrations"] = MAY_IMPORT["deepspeed"] | {"lightstep"}
 MAY_IMPORT["trainer"] = MAY_IMPORT["integrations"] | {"integrations"}
 MAY_IMPORT["bench"] = MAY_IMPORT["trainer"] | {"trainer"}
 MAY_IMPORT["cli"] = MAY_IMPORT["bench"] | {"bench"}
-MAY_IMPORT["__main__"] = {"cli"}
+MAY_IMPORT["__main__"] = {"cli", "extras"}
 
 # Libraries that are kept out of the lower parts. distributed.py alone knows DTensors, meshes and process groups there.
 MAY_NOT_IMPORT: dict[str, tuple[str, ...]] = {

@@ -95,6 +95,7 @@ def test_train_and_resume(file: Path, tmp_path: Path) -> None:
         (["--set", "model.config.model_type=3"], "config needs model_type"),
         (["--set", "name=../x"], "'name' is '../x': letters, digits, '_', '.' and '-' are allowed"),
         (["--set", "optimizer=AdamW"], "'optimizer' is 'AdamW': a mapping is needed, write optimizer: {name: ...}"),
+        (["--set", "trackers=[wnadb]"], "'trackers' is 'wnadb', did you mean 'wandb'"),
         (["--set", "strategy=3"], "'strategy' is 3: text is needed, or a mapping is needed"),
         (["--set", "strategy.cpu=resident"], "strategy is 'fp32', one for every device; write --set strategy=NAME"),
         (["--set", "strategy.cpu.clipping.max_norm=1"], "strategy.cpu is no mapping; write --set strategy.clip"),
@@ -114,7 +115,8 @@ def test_a_mistake_gets_one_sentence(file: Path, tmp_path: Path, arguments: list
     [
         (None, "does not exist; give the path of a training file"),
         ("model: [", "is not valid YAML"),
-        ("- 1", "holds list; a mapping of keys is needed"),
+        ("- 1", "holds a list; a mapping of keys is needed"),
+        ("", "is empty; a mapping of keys is needed"),
         ("steps: 3", "'model' is missing: a value is needed"),
     ],
 )
@@ -165,7 +167,7 @@ def test_the_example_is_valid_and_uses_ready_strategies() -> None:
 def test_a_process_that_is_killed_while_saving_resumes_from_the_checkpoint_before(file: Path, tmp_path: Path) -> None:
     """The whole run, and one that `kill -9` ends in the middle of its second checkpoint: the last ones are equal."""
     script = (
-        "import os, signal, sys, torch; from lightstep.cli import app; from lightstep.strategy import checkpoint\n"
+        "import os, signal, sys, torch; from lightstep.cli import app; from lightstep.checkpoint import checkpoint\n"
         "torch.set_num_threads(1)\n"
         "write, saves = checkpoint.write_tensors, []\n"
         "def killed(*arguments):\n"
@@ -189,8 +191,8 @@ def test_a_process_that_is_killed_while_saving_resumes_from_the_checkpoint_befor
         assert tensors.read_bytes() == (folder / "checkpoint-6" / tensors.name).read_bytes()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_saves_and_exits(file: Path, tmp_path: Path, number: signal.Signals) -> None:
+def test_a_signal_saves_and_exits(file: Path, tmp_path: Path) -> None:
+    """SIGTERM does in test_trainer.py, and under torchrun."""
     command = [sys.executable, "-m", "lightstep", "train", str(file), "--set", "steps=100000", "--set", "log_every=1"]
     command += ["--set", "checkpoint.every=0"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
@@ -199,10 +201,10 @@ def test_a_signal_saves_and_exits(file: Path, tmp_path: Path, number: signal.Sig
     ) as process:
         assert process.stdout is not None
         assert any("step 1/" in line for line in process.stdout)
-        process.send_signal(number)
+        process.send_signal(signal.SIGINT)
         said, errors = process.communicate(timeout=60)
-    assert process.returncode == 128 + number and errors == ""
-    found = re.search(rf"{number.name}: stopped after step (\d+); continue from .*checkpoint-\1 with --resume", said)
+    assert process.returncode == 128 + signal.SIGINT and errors == ""
+    found = re.search(r"SIGINT: stopped after step (\d+); continue from .*checkpoint-\1 with --resume", said)
     assert found and (tmp_path / "runs/train" / f"checkpoint-{found[1]}" / "lightstep.json").is_file()
 
 
@@ -288,6 +290,25 @@ def test_help_imports_no_more_than_the_package() -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "") and "--resume" in done.stdout
+
+
+def _main(body: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """The console script with ``body`` in place of a command."""
+    script = "import atexit, signal; from lightstep import __main__, cli\n"
+    script += f"cli.app = lambda **_: {body}\n__main__.main()"
+    return subprocess.run(
+        [sys.executable, "-c", script], env=os.environ | environment, capture_output=True, text=True, check=False
+    )
+
+
+def test_what_the_terminal_cannot_show_ends_no_run() -> None:
+    done = _main("print('2 × cpu')", PYTHONIOENCODING="ascii")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "2 ? cpu\n", "")
+
+
+def test_a_signal_while_python_exits_is_no_success() -> None:
+    done = _main("atexit.register(signal.raise_signal, signal.SIGINT)")
+    assert (done.returncode, done.stderr) == (-signal.SIGINT, "")
 
 
 def test_bench_takes_its_own_options() -> None:

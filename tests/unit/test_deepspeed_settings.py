@@ -191,3 +191,14 @@ def test_without_deepspeed_this_strategy_says_what_to_install(monkeypatch: pytes
     model = other.prepare_model(nn.Linear(2, 2))
     assert isinstance(other.create_optimizer(model, torch.optim.AdamW, lr=1e-3), BaseOptimizer)
     assert issubclass(DeepSpeedOptimizer, BaseOptimizer)
+
+
+def test_a_dtype_that_deepspeed_does_not_support_on_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    import deepspeed
+
+    accelerator = deepspeed.get_accelerator()
+    monkeypatch.setattr(accelerator, "supported_dtypes", lambda: [torch.float32, torch.bfloat16])
+    half = _load(precision={"parameters": "float16", "loss_scale": DYNAMIC})
+    allowed = f"this machine's {accelerator.device_name()}; allowed here: float32, bfloat16"
+    with pytest.raises(ConfigError, match=f"precision.parameters is float16, which DeepSpeed .*{allowed}"):
+        half.prepare_model(nn.Linear(2, 2))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
-import sysconfig
 import zipfile
 from pathlib import Path
 
@@ -58,7 +57,7 @@ def _build(checkout: Path, kind: str) -> Path:
 
 
 def _presets_found(where: Path) -> list[str]:
-    libraries = [sysconfig.get_path(name) for name in ("purelib", "platlib")]
+    libraries = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
     done = subprocess.run(
         [sys.executable, "-I", "-S", "-c", LIST_PRESETS, str(where), *libraries],
         cwd=where,

@@ -9,10 +9,12 @@ import signal
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
+from accelerate import PartialState
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
 from rich.console import Console
 from tensorboard.summary.writer.record_writer import RecordWriter
 from torch import Tensor
@@ -20,7 +22,7 @@ from torch import Tensor
 from lightstep import CheckpointError, ConfigError
 from lightstep.checkpoint import checkpoint
 from lightstep.checkpoint.format import is_complete
-from lightstep.trainer import session
+from lightstep.trainer import logs, session
 from lightstep.trainer.config import TrainConfig
 from lightstep.trainer.logs import TRAINING, VALIDATION, read_scalars
 from lightstep.trainer.loop import Loop
@@ -338,6 +340,51 @@ def test_logs_that_cannot_be_written_stop_nothing(
     (warning,) = [record.message for record in caplog.records if record.name.startswith("lightstep")]
     assert "No space left on device; nothing more is logged" in warning
     assert "Traceback" not in capfd.readouterr().err and threading.excepthook is hook
+
+
+class _Service(GeneralTracker):
+    """Keeps what it is told, until its connection breaks."""
+
+    name, requires_logging_directory = "mlflow", True
+    said: ClassVar[list[Any]] = []
+
+    def __init__(self, run: str, folder: Path) -> None:
+        super().__init__()
+        self.said.append((run, folder))
+
+    @property
+    def tracker(self) -> Any:
+        return self
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        self.said.append(values)
+
+    def log(self, values: dict[str, float], step: int | None = None, **_: Any) -> None:
+        if step == 5:
+            raise ConnectionError("nobody answers")
+        self.said.append((step, sorted(values)))
+
+
+def test_figures_go_to_the_services_that_are_named(
+    configured: Callable[..., TrainConfig],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, "mlflow", _Service)
+    monkeypatch.setattr(logs, "_installed", lambda: ["mlflow"])
+    with pytest.raises(ConfigError, match="trackers: wandb is not installed"):
+        _train(configured(trackers=["mlflow", "wandb"]))
+    try:
+        _train(configured(trackers=["mlflow"]))
+    finally:
+        PartialState._reset_state()
+    folder = tmp_path / "runs/run"
+    assert _Service.said[0] == ("run", folder) and _Service.said[1]["optimizer.lr"] == 0.01
+    assert (4, [TRAINING, "step/gradient_norm", "step/learning_rate", "step/loss_scale"]) in _Service.said
+    assert not (folder / "tensorboard").exists() and not (folder / "loss.png").exists()
+    (warning,) = [record.message for record in caplog.records if record.name.startswith("lightstep")]
+    assert "mlflow: nobody answers; nothing more is logged there" in warning and is_complete(folder / "checkpoint-6")
 
 
 def _fails_after(function: Callable[..., Any], good_calls: int) -> Callable[..., Any]:

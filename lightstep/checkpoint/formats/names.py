@@ -12,6 +12,7 @@ import torch
 
 from lightstep.checkpoint.format import CheckpointError
 from lightstep.checkpoint.formats.state import listed
+from lightstep.extras import needs
 
 Grouping = Callable[[list[str]], list[list[str]]]
 """A library's rule: a model's trainable parameters in order to the names in each group."""
@@ -62,9 +63,9 @@ def read_model(path: Path) -> ParameterOrder:
         CheckpointError: transformers cannot make the model.
     """
     folder = path.parent if path.is_file() else path
-    try:
+    with needs("train"):
         import transformers
-
+    try:
         config = transformers.AutoConfig.from_pretrained(folder)
         classes = [getattr(transformers, name, None) for name in config.architectures or ()]
         made = classes[0] if classes and classes[0] is not None else transformers.AutoModelForCausalLM

@@ -1,0 +1,131 @@
+"""Light to import and to install: what importing brings along, and what runs without the libraries of the extras."""
+
+from __future__ import annotations
+
+import ast
+import configparser
+import pickle
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import lightstep
+from lightstep.extras import LIBRARIES, MissingLibraryError, needs
+
+CHECKOUT = Path(lightstep.__file__).resolve().parents[1]
+OPTIONAL = sorted({library for libraries in LIBRARIES.values() for library in libraries})
+
+HIDDEN = f"""
+import sys
+for name in {OPTIONAL!r}:
+    sys.modules[name] = None
+"""
+"""Importing any of them fails as if it were not installed."""
+
+PLAIN_MODEL = """
+import torch
+from types import SimpleNamespace
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = torch.nn.Embedding(32, 16), torch.nn.Linear(16, 32)
+
+    def forward(self, input_ids, labels):
+        logits = self.head(self.embedding(input_ids))
+        return SimpleNamespace(loss=torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten()))
+
+model = Model()
+tokens = torch.randint(32, (4, 2, 8))
+loader = [[{"input_ids": part, "labels": part} for part in parts] for parts in tokens.split(2)]
+"""
+
+
+def _python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments], cwd=CHECKOUT, capture_output=True, text=True, check=False
+    )
+
+
+def test_importing_lightstep_brings_nothing_along() -> None:
+    """And its strategies none of the libraries and compilers that they can do without."""
+    heavy = ["torch._dynamo", "torch._inductor", *OPTIONAL]
+    done = _python(
+        f"import sys, torch; before = set(sys.modules); heavy = {heavy!r}; import lightstep\n"
+        "assert set(sys.modules) - before == {'lightstep'}, set(sys.modules) - before\n"
+        "lightstep.Strategy.load('stream')\n"
+        "assert not set(heavy) & (set(sys.modules) - before), set(heavy) & set(sys.modules)"
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_public_names_are_where_they_are_said_to_be() -> None:
+    tree = ast.parse(Path(lightstep.__file__).read_text(encoding="utf-8"))
+    typed = {
+        alias.name: node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names
+    }
+    assert {name: f"lightstep.{module}" for name, module in lightstep._HOME.items()}.items() <= typed.items()
+    assert set(lightstep.__all__) == set(lightstep._HOME) <= set(dir(lightstep))
+    for name in lightstep.__all__:
+        found = getattr(lightstep, name)
+        assert pickle.loads(pickle.dumps(found)) is found
+    with pytest.raises(AttributeError, match="module 'lightstep' has no attribute 'Strateggy'"):
+        lightstep.Strateggy  # noqa: B018
+    with pytest.raises(ImportError, match="cannot import name 'Strateggy'"):
+        exec("from lightstep import Strateggy")
+
+
+@pytest.mark.parametrize("name", ["resident", "stream"])
+def test_the_loop_of_the_readme_needs_no_extra(name: str) -> None:
+    readme = (CHECKOUT / "README.md").read_text(encoding="utf-8")
+    found = re.search(r"^```python\n(.*?)^```$", readme, re.MULTILINE | re.DOTALL)
+    assert found is not None and '"stream"' in found[1]
+    done = _python(HIDDEN + PLAIN_MODEL + found[1].replace('"stream"', repr(name), 1) + "\nassert result.applied\n")
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "library", "extra"),
+    [
+        ([], "typer", "train"),
+        (["strategies"], "rich", "train"),
+        (["train", "examples/train.yaml"], "transformers", "train"),
+        (["train", "examples/train.yaml"], "tensorboard", "train"),
+        (["bench"], "typer", "bench"),
+    ],
+)
+def test_a_command_names_the_extra_that_is_missing(arguments: list[str], library: str, extra: str) -> None:
+    done = _python(
+        f"import sys; sys.modules[{library!r}] = None; from lightstep.__main__ import main; main()", *arguments
+    )
+    sentence = f"lightstep: {library} is not installed; install it with: pip install 'lightstep-optim[{extra}]'\n"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", sentence)
+
+
+@pytest.mark.parametrize("module", ["accelerate", "transformers"])
+def test_an_integration_names_the_extra_that_is_missing(module: str) -> None:
+    done = _python(f"{HIDDEN}import lightstep.integrations.{module}")
+    assert f"{module} is not installed; install it with: pip install 'lightstep-optim[train]'" in done.stderr
+
+
+def test_only_libraries_of_the_extra_are_taken_for_missing_ones() -> None:
+    with pytest.raises(ModuleNotFoundError, match="No module named 'no_such_library'") as caught, needs("train"):
+        import no_such_library  # noqa: F401
+    assert not isinstance(caught.value, MissingLibraryError)
+
+
+def test_extras_are_those_of_the_distribution() -> None:
+    parser = configparser.ConfigParser()
+    parser.read(CHECKOUT / "setup.cfg")
+    extras = {name: sorted(_names(text)) for name, text in parser["options.extras_require"].items()}
+    assert {name: extras[name] for name in LIBRARIES} == {name: sorted(names) for name, names in LIBRARIES.items()}
+    assert set(_names(parser["options"]["install_requires"])) == {"torch", "numpy", "pydantic", "PyYAML", "safetensors"}
+    assert f"lightstep-optim[{','.join(LIBRARIES)}]" in parser["options.extras_require"]["dev"]
+
+
+def _names(requirements: str) -> list[str]:
+    lines = [line for line in requirements.split("\n") if line and not line.startswith("#")]
+    return [re.split(r"[<>=\[]", line)[0] for line in lines]
