@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -18,11 +20,14 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer, TrainingArguments
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
+from transformers.trainer_callback import CallbackHandler
 
+from lightstep import CheckpointError
 from lightstep.checkpoint.export import full_weights
 from lightstep.checkpoint.pretrained import load_pretrained
 from lightstep.config import ConfigError, DDPSharding, FSDP2Sharding
-from lightstep.integrations.accelerate import CHECKPOINT, LightstepOptimizer, connect
+from lightstep.integrations import adapters
+from lightstep.integrations.accelerate import CHECKPOINT, LightstepOptimizer, connect, holds_checkpoint
 from lightstep.integrations.refusals import inner_optimizer
 from lightstep.integrations.whole_state import fitted_to
 from lightstep.optimizer.base import BaseOptimizer
@@ -36,6 +41,20 @@ logger = logging.getLogger(__name__)
 
 _AnyTrainer: Any = object
 """What the mixin stands in front of."""
+
+
+class UpToDateCallbacks(CallbackHandler):
+    """Callbacks see the weights after the last step, those too that keep parameters since training began (EMA).
+
+    transformers' own callbacks read none: with them alone nothing waits.
+    """
+
+    def call_event(self, event: str, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        handlers = [getattr(callback, event) for callback in self.callbacks]
+        others = any(not str(handler.__module__).startswith("transformers.") for handler in handlers)
+        if others and isinstance(self.optimizer, LightstepOptimizer):
+            self.optimizer.land()
+        return super().call_event(event, args, state, control, **kwargs)
 
 
 class LightstepMixin(_AnyTrainer):
@@ -54,13 +73,14 @@ class LightstepMixin(_AnyTrainer):
     def __init__(self, *args: Any, strategy: Strategy | str | Path | Mapping[str, Any], **kwargs: Any) -> None:
         self.strategy = strategy if isinstance(strategy, Strategy) else Strategy.load(strategy)
         super().__init__(*args, **kwargs)
+        self.callback_handler.__class__ = UpToDateCallbacks
         if self.optimizer is not None:
-            self._refuse_foreign(self.optimizer)
+            self._adopt(self.optimizer)
 
     def create_accelerator_and_postprocess(self) -> None:
         _refuse_contradictions(self.args, self.strategy)
         super().create_accelerator_and_postprocess()
-        connect(self.accelerator, self.strategy)
+        connect(self.accelerator, self.strategy).trainer = weakref.ref(self)
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """In the strategy's dtype from the start. What the strategy shards comes to the device with its sharding."""
@@ -96,15 +116,19 @@ class LightstepMixin(_AnyTrainer):
         finally:
             self.optimizer_cls_and_kwargs = given
         optimizer = cast(torch.optim.Optimizer, self.optimizer)
-        self._refuse_foreign(optimizer)
+        self._adopt(optimizer)
         return optimizer
 
-    def _refuse_foreign(self, optimizer: torch.optim.Optimizer) -> None:
-        if not self.strategy.trains(self.model, inner_optimizer(optimizer)):
+    def _adopt(self, optimizer: torch.optim.Optimizer) -> None:
+        """It was made for this, and clips as ``max_grad_norm`` says where the strategy leaves it open."""
+        inner: Any = inner_optimizer(optimizer)
+        if not self.strategy.trains(self.model, inner):
             raise ValueError(
                 f"{self.strategy.name}: the optimizer in optimizers=(...) was made by another strategy or for another "
                 f"model; hand over both: strategy=strategy, optimizers=(strategy.create_optimizer(model, ...), None)"
             )
+        if _norm_is_told(self.args):
+            inner.max_norm = _max_norm(self.args.max_grad_norm)
 
     @property
     def _lightstep_optimizer(self) -> BaseOptimizer:
@@ -168,36 +192,51 @@ class LightstepMixin(_AnyTrainer):
         self.strategy.save_checkpoint(folder, self.model, self._lightstep_optimizer, self.lr_scheduler)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        folder = None if checkpoint is None else Path(checkpoint)
-        if folder is not None and (folder / CHECKPOINT).is_dir():
-            optimizer = self._lightstep_optimizer
+        """
+        Raises:
+            CheckpointError: there is no optimizer's state to continue from.
+        """
+        if checkpoint is None:
+            return
+        folder, optimizer = Path(checkpoint), self._lightstep_optimizer
+        if holds_checkpoint(folder):
             self.strategy.load_checkpoint(folder / CHECKPOINT, self.model, optimizer, self.lr_scheduler)
-        elif folder is not None and not self.is_fsdp_enabled and (folder / OPTIMIZER_NAME).is_file():
-            with fitted_to(self.model, self._lightstep_optimizer, folder):
+        elif not self.is_fsdp_enabled and (folder / OPTIMIZER_NAME).is_file():
+            with fitted_to(self.model, optimizer, folder):
                 # The Trainer would bring all of it to the device of each process.
                 self.optimizer.load_state_dict(_loaded(folder / OPTIMIZER_NAME))
             self.lr_scheduler.load_state_dict(_loaded(folder / SCHEDULER_NAME))
         else:
-            super()._load_optimizer_and_scheduler(checkpoint)
+            raise CheckpointError(
+                f"{folder} has no optimizer state ({CHECKPOINT}/, or {OPTIMIZER_NAME} of a model that accelerate does "
+                "not shard), and resuming from it would start a new optimizer in the middle of a run. Resume from "
+                "another checkpoint, or start a new run from its weights (save_only_model=True saves no more)"
+            )
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        if self.is_fsdp_enabled and (Path(resume_from_checkpoint) / CHECKPOINT).is_dir():
+        folder = Path(resume_from_checkpoint)
+        if self.is_fsdp_enabled and holds_checkpoint(folder):
             return  # the weights come with the optimizer
-        if self._sharded_by_strategy:
-            load_pretrained(self.model, resume_from_checkpoint)
-            return
-        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        if not self._load_in_place(folder):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_best_model(self) -> None:
-        best = self.state.best_model_checkpoint
-        folder = None if best is None else Path(best) / CHECKPOINT
-        if folder is not None and folder.is_dir():
-            logger.info("loading the best model from %s (score: %s)", best, self.state.best_metric)
-            self.strategy.load_checkpoint(folder, self.model)
-        elif best is not None and self._sharded_by_strategy:
-            load_pretrained(self.model, best)
-        else:
+        best, score = self.state.best_model_checkpoint, self.state.best_metric
+        logger.info("loading the best model from %s (score: %s)", best, score)
+        if holds_checkpoint(Path(best)):
+            self.strategy.load_checkpoint(Path(best) / CHECKPOINT, self.model)
+        elif not self._load_in_place(Path(best)):
             super()._load_best_model()
+
+    def _load_in_place(self, folder: Path) -> bool:
+        """Whether the weights were loaded where the Trainer would exchange parameters, or knows no shards."""
+        if not self.is_fsdp_enabled and adapters.are_saved_in(folder, self.model):
+            adapters.load_adapters(self.model, folder)
+        elif self._sharded_by_strategy:
+            load_pretrained(self.model, folder)
+        else:
+            return False
+        return True
 
 
 def _loaded(file: Path) -> Any:
@@ -245,20 +284,31 @@ def _refuse_contradictions(args: TrainingArguments, strategy: Strategy) -> None:
     _refuse_other_ddp(args, strategy)
 
 
-def _refuse_other_clipping(args: TrainingArguments, strategy: Strategy) -> None:
+def _norm_is_told(args: TrainingArguments) -> bool:
     """The default of ``max_grad_norm`` cannot be told from a choice, and gives way to the strategy."""
-    own = strategy.config.clipping.max_norm
     default = next(field.default for field in dataclasses.fields(args) if field.name == "max_grad_norm")
-    given = args.max_grad_norm
-    if given == (own or 0.0) or (given == own):
+    return bool(args.max_grad_norm != default)
+
+
+def _max_norm(given: float) -> float | None:
+    """As lightstep says it: the Trainer's 0 is no clipping."""
+    return given if given and math.isfinite(given) else None
+
+
+def _refuse_other_clipping(args: TrainingArguments, strategy: Strategy) -> None:
+    """A preset's norm gives way; one that a file, a mapping or an override sets is contradicted."""
+    clipping, given = strategy.config.clipping, args.max_grad_norm
+    if not _norm_is_told(args):
+        logger.info("lightstep: clipping.max_norm %s of the strategy counts, not max_grad_norm", clipping.max_norm)
         return
-    if given != default:
+    told = "max_norm" in dict(strategy.chosen.get("clipping", {}))
+    all_first = strategy.config.optimizer_state.update == "in_backward" and clipping.scope == "global"
+    if _max_norm(given) != _max_norm(clipping.max_norm or 0.0) and (told or all_first):
         raise ConfigError(
-            f"{strategy.name}: max_grad_norm={given} in TrainingArguments, clipping.max_norm {own} in the strategy: "
-            f"gradients are clipped once, in step(). Leave max_grad_norm out, and give the strategy "
-            f"{{'clipping.max_norm': {given or None}}}: Strategy.load(name, overrides)"
+            f"{strategy.name}: max_grad_norm={given} in TrainingArguments, clipping.max_norm {clipping.max_norm} in "
+            f"the strategy: gradients are clipped once, in step(). Leave max_grad_norm out, and give the strategy "
+            f"{{'clipping.max_norm': {_max_norm(given)}}}: Strategy.load(name, overrides)"
         )
-    logger.info("lightstep: clipping.max_norm %s of the strategy counts, not max_grad_norm %s", own, given)
 
 
 def _refuse_other_ddp(args: TrainingArguments, strategy: Strategy) -> None:
