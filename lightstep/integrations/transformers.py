@@ -6,9 +6,8 @@ any class made from the Trainer: ``class MyTrainer(LightstepMixin, SFTTrainer)``
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 import logging
-import math
 import weakref
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,19 +15,20 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.nn.parallel import DistributedDataParallel
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 from transformers.trainer_callback import CallbackHandler
 
 from lightstep import CheckpointError
 from lightstep.checkpoint.export import full_weights
 from lightstep.checkpoint.pretrained import load_pretrained
-from lightstep.config import ConfigError, DDPSharding, FSDP2Sharding
+from lightstep.config import ConfigError
 from lightstep.integrations import adapters
 from lightstep.integrations.accelerate import CHECKPOINT, LightstepOptimizer, connect, holds_checkpoint
 from lightstep.integrations.refusals import inner_optimizer
+from lightstep.integrations.training_arguments import max_norm, norm_is_told, refuse_class, refuse_contradictions
 from lightstep.integrations.whole_state import fitted_to
 from lightstep.optimizer.base import BaseOptimizer
 from lightstep.optimizer.result import StepResult
@@ -78,7 +78,7 @@ class LightstepMixin(_AnyTrainer):
             self._adopt(self.optimizer)
 
     def create_accelerator_and_postprocess(self) -> None:
-        _refuse_contradictions(self.args, self.strategy)
+        refuse_contradictions(self.args, self.strategy)
         super().create_accelerator_and_postprocess()
         connect(self.accelerator, self.strategy).trainer = weakref.ref(self)
 
@@ -102,7 +102,7 @@ class LightstepMixin(_AnyTrainer):
         trained = self.model if model is None else model
         given = self.optimizer_cls_and_kwargs
         optimizer_class, values = given or self.get_optimizer_cls_and_kwargs(self.args, trained)
-        _refuse_class(optimizer_class, values, None if given else self.args.optim)
+        refuse_class(optimizer_class, values, None if given else self.args.optim)
 
         def create(groups: Any, **hyperparameters: Any) -> BaseOptimizer:
             return self.strategy.create_optimizer(trained, optimizer_class, param_groups=groups, **hyperparameters)
@@ -127,8 +127,8 @@ class LightstepMixin(_AnyTrainer):
                 f"{self.strategy.name}: the optimizer in optimizers=(...) was made by another strategy or for another "
                 f"model; hand over both: strategy=strategy, optimizers=(strategy.create_optimizer(model, ...), None)"
             )
-        if _norm_is_told(self.args):
-            inner.max_norm = _max_norm(self.args.max_grad_norm)
+        if norm_is_told(self.args):
+            inner.max_norm = max_norm(self.args.max_grad_norm)
 
     @property
     def _lightstep_optimizer(self) -> BaseOptimizer:
@@ -138,6 +138,12 @@ class LightstepMixin(_AnyTrainer):
     def _result(self) -> StepResult | None:
         """What the last step did."""
         return self.optimizer.result if isinstance(self.optimizer, LightstepOptimizer) else None
+
+    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+        prepared = super()._prepare_for_training(*args, **kwargs)
+        if isinstance(self.model, FSDPModule) and hasattr(self.model, "generate"):
+            _generate_from_shards(self.model, self.strategy)
+        return prepared
 
     # -- clipping and logs
 
@@ -174,15 +180,11 @@ class LightstepMixin(_AnyTrainer):
         config = self.strategy.config
         return config.sharding.kind == "single" and config.optimizer_state.backend == "resident"
 
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """As the Trainer, also where the strategy has sharded the model; every process calls it."""
-        if not self._sharded_by_strategy:
-            super().save_model(output_dir, _internal_call)
-            return
-        model = self.strategy.unwrap_model(self.model)
-        self._save(output_dir, state_dict=full_weights(model, keep=self.args.should_save))
-        if self.args.push_to_hub and not _internal_call:
-            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+        if state_dict is None and self._sharded_by_strategy:
+            state_dict = full_weights(self.strategy.unwrap_model(self.model), keep=self.args.should_save)
+        super()._save(output_dir, state_dict)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if self._has_own_files:
@@ -239,6 +241,20 @@ class LightstepMixin(_AnyTrainer):
         return True
 
 
+def _generate_from_shards(model: Any, strategy: Strategy) -> None:
+    """``generate`` calls parts of the model (an encoder), or reads weights: FSDP2 gathers them as for a forward."""
+    model.generate = type(model).generate.__get__(model)
+    register_fsdp_forward_method(model, "generate")
+    gathered = model.generate
+
+    @functools.wraps(gathered)
+    def generate(*args: Any, **kwargs: Any) -> Any:
+        strategy.unwrap_model(model)  # deferred updates: FSDP2 gathers before any module is called
+        return gathered(*args, **kwargs)
+
+    model.generate = generate
+
+
 def _loaded(file: Path) -> Any:
     return torch.load(file, map_location="cpu", weights_only=True)
 
@@ -248,88 +264,3 @@ class LightstepTrainer(LightstepMixin, Trainer):
 
     Every other argument is the Trainer's.
     """
-
-
-# -- what does not go together -----------------------------------------------------------------------------------------
-
-_OF_DDP = {
-    "ddp_find_unused_parameters": "find_unused_parameters",
-    "ddp_bucket_cap_mb": "bucket_mib",
-    "ddp_static_graph": "static_graph",
-}
-_OTHER_ARITHMETIC = ("bitsandbytes", "torchao", "galore_torch", "apollo_torch", "lomo_optim", "schedulefree", "apex")
-
-
-def _refuse_contradictions(args: TrainingArguments, strategy: Strategy) -> None:
-    name, config = strategy.name, strategy.config
-    if args.fp16:
-        raise ConfigError(
-            f"{name}: fp16=True in TrainingArguments scales the loss with a GradScaler of its own, and lightstep with "
-            f"precision.loss_scale ({config.precision.loss_scale.kind}); leave fp16 out, and choose a strategy with "
-            "precision.parameters: float16 and a dynamic precision.loss_scale (preset 'fp16')"
-        )
-    if args.deepspeed:
-        raise ConfigError(f"{name}: deepspeed in TrainingArguments brings an optimizer of its own; leave it out")
-    if args.n_gpu > 1:
-        raise ConfigError(
-            f"{name}: one process sees {args.n_gpu} GPUs, and the Trainer would use nn.DataParallel; start one process "
-            "per GPU with torchrun, or show it one GPU (CUDA_VISIBLE_DEVICES=0)"
-        )
-    if args.fsdp and not isinstance(config.sharding, FSDP2Sharding):
-        raise ConfigError(
-            f"{name}: fsdp in TrainingArguments shards the model, and the strategy's sharding.kind is "
-            f"{config.sharding.kind}; choose a strategy of kind fsdp2 (fsdp2, fsdp2-stream), or leave fsdp out"
-        )
-    _refuse_other_clipping(args, strategy)
-    _refuse_other_ddp(args, strategy)
-
-
-def _norm_is_told(args: TrainingArguments) -> bool:
-    """The default of ``max_grad_norm`` cannot be told from a choice, and gives way to the strategy."""
-    default = next(field.default for field in dataclasses.fields(args) if field.name == "max_grad_norm")
-    return bool(args.max_grad_norm != default)
-
-
-def _max_norm(given: float) -> float | None:
-    """As lightstep says it: the Trainer's 0 is no clipping."""
-    return given if given and math.isfinite(given) else None
-
-
-def _refuse_other_clipping(args: TrainingArguments, strategy: Strategy) -> None:
-    """A preset's norm gives way; one that a file, a mapping or an override sets is contradicted."""
-    clipping, given = strategy.config.clipping, args.max_grad_norm
-    if not _norm_is_told(args):
-        logger.info("lightstep: clipping.max_norm %s of the strategy counts, not max_grad_norm", clipping.max_norm)
-        return
-    told = "max_norm" in dict(strategy.chosen.get("clipping", {}))
-    all_first = strategy.config.optimizer_state.update == "in_backward" and clipping.scope == "global"
-    if _max_norm(given) != _max_norm(clipping.max_norm or 0.0) and (told or all_first):
-        raise ConfigError(
-            f"{strategy.name}: max_grad_norm={given} in TrainingArguments, clipping.max_norm {clipping.max_norm} in "
-            f"the strategy: gradients are clipped once, in step(). Leave max_grad_norm out, and give the strategy "
-            f"{{'clipping.max_norm': {_max_norm(given)}}}: Strategy.load(name, overrides)"
-        )
-
-
-def _refuse_other_ddp(args: TrainingArguments, strategy: Strategy) -> None:
-    sharding = strategy.config.sharding
-    for argument, key in _OF_DDP.items() if isinstance(sharding, DDPSharding) else ():
-        given, own = getattr(args, argument), getattr(sharding, key)
-        if given is not None and given != own:
-            raise ConfigError(
-                f"{strategy.name}: {argument}={given} in TrainingArguments, and sharding.{key} {own} in the strategy, "
-                f"which wraps the model; leave {argument} out, and set sharding.{key}"
-            )
-
-
-def _refuse_class(optimizer_class: Any, values: Mapping[str, Any], optim: str | None) -> None:
-    source = "optimizer_cls_and_kwargs" if optim is None else f"optim={str(optim)!r} in TrainingArguments"
-    is_class = isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)
-    wraps = is_class and issubclass(optimizer_class, BaseOptimizer)
-    library = getattr(optimizer_class, "__module__", "").partition(".")[0]
-    if not is_class or wraps or library in _OTHER_ARITHMETIC or {"model", "optimizer_dict"} & set(values):
-        raise ConfigError(
-            f"{source} is {getattr(optimizer_class, '__name__', optimizer_class)} of {library}, which does more than "
-            "update one weight from its gradient; lightstep runs any element-wise torch.optim.Optimizer class on its "
-            "masters: 'adamw_torch', 'adamw_torch_fused', 'sgd', 'adagrad', 'rmsprop', or a class of your own"
-        )

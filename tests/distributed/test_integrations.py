@@ -22,7 +22,14 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from transformers import Trainer, TrainerCallback
+from transformers import (
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+    T5Config,
+    T5ForConditionalGeneration,
+    Trainer,
+    TrainerCallback,
+)
 
 from lightstep import ConfigError, Strategy
 from lightstep.checkpoint.export import full_weights
@@ -239,6 +246,38 @@ def reference(rank: int, world_size: int, kind: str, folder: str) -> None:
 @pytest.mark.parametrize("kind", ["ddp", "strategy"])
 def test_a_reference_model_that_follows(pool: Pool, tmp_path: Path, kind: str) -> None:
     pool.run(reference, 2, kind=kind, folder=str(tmp_path))
+
+
+class Mixed2Seq(LightstepMixin, Seq2SeqTrainer):
+    """Generates when it evaluates."""
+
+
+def generation(rank: int, world_size: int, kind: str, folder: str) -> None:
+    """An encoder that ``generate`` calls by itself, with updates that are not waited for: the whole model's tokens."""
+    torch.manual_seed(0)
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2, "vocab_size": 48}
+    model = T5ForConditionalGeneration(T5Config(**sizes, dropout_rate=0.0, decoder_start_token_id=0))
+    rows = Rows()
+    with fresh_state(kind):
+        arguments = training_arguments(folder, per_device_train_batch_size=1, use_cpu=CPU, max_steps=3).to_dict()
+        keys = {"output_dir", "per_device_train_batch_size", "use_cpu", "max_steps", "learning_rate", "report_to"}
+        args = Seq2SeqTrainingArguments(
+            **{key: arguments[key] for key in keys}, save_strategy="no", predict_with_generate=True
+        )
+        trainer = Mixed2Seq(model, args, strategy=STRATEGIES[kind], train_dataset=rows)
+        trainer.train()
+        batch = {key: tensor[None].to(args.device) for key, tensor in rows[0].items()}
+        found = trainer.model.generate(batch["input_ids"], max_new_tokens=5)
+        weights = whole(trainer.model)
+        alike = T5ForConditionalGeneration(model.config).to(args.device, torch.bfloat16)
+        alike.load_state_dict(weights, strict=False)
+        assert torch.equal(found, alike.generate(batch["input_ids"], max_new_tokens=5))
+        assert trainer.predict(torch.utils.data.Subset(rows, range(4))).predictions.shape[0] == 4
+
+
+@pytest.mark.parametrize("kind", ["ddp", "strategy"])
+def test_generation_from_shards(pool: Pool, tmp_path: Path, kind: str) -> None:
+    pool.run(generation, 2, kind=kind, folder=str(tmp_path))
 
 
 def best_adapter(rank: int, world_size: int, folder: str) -> None:
