@@ -24,8 +24,11 @@ from lightstep.extras import needs
 with needs("train"):
     from accelerate import Accelerator
     from accelerate.optimizer import AcceleratedOptimizer
+    from accelerate.state import AcceleratorState
+    from accelerate.utils import FullyShardedDataParallelPlugin
 
 from lightstep.checkpoint.export import full_weights
+from lightstep.checkpoint.format import CheckpointError, find_checkpoint
 from lightstep.config import ConfigError, FSDP2Sharding
 from lightstep.integrations.refusals import (
     inner_optimizer,
@@ -91,11 +94,30 @@ def connect(accelerator: Accelerator, strategy: Strategy) -> LightstepAccelerato
         )
     refuse_contradictions(accelerator, strategy)
     if not isinstance(accelerator, LightstepAccelerator):
-        kind = type(accelerator)
-        accelerator.__class__ = type(f"Lightstep{kind.__name__}", (LightstepAccelerator, kind), {})
+        accelerator.__class__ = _connected_class(type(accelerator))
     connected = cast(LightstepAccelerator, accelerator)
     connected.strategy = strategy
+    if connected._strategy_shards:
+        connected.state.__class__ = _ShardedByStrategy
     return connected
+
+
+def holds_checkpoint(folder: Path) -> bool:
+    """Whether a lightstep checkpoint is in the folder, also where a crash kept it from being put into its place."""
+    try:
+        find_checkpoint(folder / CHECKPOINT)
+    except CheckpointError:
+        return (folder / CHECKPOINT).exists()  # loading it says what is wrong
+    return True
+
+
+class _ShardedByStrategy(AcceleratorState):
+    """accelerate's state where the strategy shards: who asks for an FSDP plugin (TRL does) learns that it is FSDP2.
+
+    A class, because accelerate's states share their attributes: what is set here, every later Accelerator would have.
+    """
+
+    fsdp_plugin = property(lambda _: FullyShardedDataParallelPlugin(fsdp_version=2))
 
 
 class LightstepOptimizer(AcceleratedOptimizer):
@@ -139,6 +161,13 @@ class LightstepAccelerator(Accelerator):
     _models: list[nn.Module]
     _optimizers: list[torch.optim.Optimizer]
     _model: weakref.ref[nn.Module] | None = None
+    trainer: weakref.ref[Any] | None = None
+    """The transformers Trainer whose accelerator this is."""
+
+    def __reduce__(self) -> Any:
+        """The class was made by :func:`connect`. Weak references stay behind."""
+        state = {key: value for key, value in vars(self).items() if key not in ("_model", "trainer")}
+        return _unpickled, (type(self).__bases__[1],), state
 
     # -- prepare
 
@@ -161,6 +190,21 @@ class LightstepAccelerator(Accelerator):
         prepared |= {id(given): super(LightstepAccelerator, self).prepare(given) for given in rest}
         result = tuple(prepared[id(given)] for given in args)
         return result if len(result) > 1 else result[0]
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """What is only evaluated (TRL's reference models) is sharded as a reference where the strategy shards."""
+        own = self.trainer() if self.trainer is not None else None
+        trained = self._is_trained(model) or getattr(own, "model", None) is model
+        reference = evaluation_mode and device_placement is None and not trained
+        if reference and self._strategy_shards and not _is_sharded(model):
+            model = self.strategy.prepare_model(model, role="reference")
+        return cast(nn.Module, super().prepare_model(model, device_placement, evaluation_mode))
+
+    @property
+    def _strategy_shards(self) -> bool:
+        return self.strategy.config.sharding.kind == "fsdp2" and not self.is_fsdp2
 
     def _checked(self, optimizers: list[torch.optim.Optimizer], models: list[nn.Module]) -> BaseOptimizer:
         if len(optimizers) > 1 or len(models) > 1:
@@ -306,8 +350,7 @@ class LightstepAccelerator(Accelerator):
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """The whole weights; of a sharded model on the first process only, and every process calls it."""
-        sharded = any(isinstance(module, FSDPModule) for module in model.modules())
-        if not sharded or self.is_fsdp2:
+        if not _is_sharded(model) or self.is_fsdp2:
             return cast(dict[str, Any], super().get_state_dict(model, unwrap=unwrap))
         return full_weights(self.strategy.unwrap_model(model), keep=self.is_main_process)
 
@@ -329,14 +372,13 @@ class LightstepAccelerator(Accelerator):
             super().load_state(input_dir, load_kwargs, **kwargs)
             return
         input_dir = self._newest() if input_dir is None else os.path.expanduser(input_dir)
-        folder = Path(input_dir) / CHECKPOINT
-        if not folder.is_dir():
+        if not holds_checkpoint(Path(input_dir)):
             with self._loading_plain_state(pair, Path(input_dir)):
                 super().load_state(input_dir, load_kwargs, **kwargs)
             return
         with self._without(pair):
             super().load_state(input_dir, load_kwargs, **kwargs)
-        self.strategy.load_checkpoint(folder, pair[0], pair[1].optimizer)
+        self.strategy.load_checkpoint(Path(input_dir) / CHECKPOINT, pair[0], pair[1].optimizer)
 
     def _pair(self) -> tuple[nn.Module, LightstepOptimizer] | None:
         trained = self._trained
@@ -350,7 +392,7 @@ class LightstepAccelerator(Accelerator):
         if self.is_fsdp2:
             yield
             return
-        if any(isinstance(module, FSDPModule) for module in inner.modules()):
+        if _is_sharded(inner):
             raise ConfigError(
                 f"{self.strategy.name}: {folder} was saved without lightstep, and whole weights do not go into the "
                 "shards of sharding.kind fsdp2; load it once under a strategy of kind ddp or single and save_state "
@@ -381,3 +423,15 @@ class LightstepAccelerator(Accelerator):
             raise ValueError("load_state() needs input_dir, or a ProjectConfiguration with automatic_checkpoint_naming")
         folders = (Path(self.project_dir) / "checkpoints").glob("checkpoint_*")
         return str(max(folders, key=lambda folder: int(folder.name.rpartition("_")[2])))
+
+
+def _is_sharded(model: nn.Module) -> bool:
+    return any(isinstance(module, FSDPModule) for module in model.modules())
+
+
+def _connected_class(kind: type[Accelerator]) -> type[LightstepAccelerator]:
+    return type(f"Lightstep{kind.__name__}", (LightstepAccelerator, kind), {})
+
+
+def _unpickled(kind: type[Accelerator]) -> LightstepAccelerator:
+    return object.__new__(_connected_class(kind))

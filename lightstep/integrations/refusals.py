@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterable
 
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
 
+from lightstep import MixedPrecisionOptimizer
 from lightstep.config import ConfigError, FSDP2Sharding
+from lightstep.distributed import initialized
 from lightstep.optimizer.base import BaseOptimizer
-from lightstep.optimizer.mixed_precision import MixedPrecisionOptimizer
 from lightstep.strategy import Strategy
 
 __all__ = ["inner_optimizer", "refuse_contradictions", "refuse_other_norm", "refuse_part", "refuse_stranger"]
@@ -47,6 +50,12 @@ def refuse_contradictions(accelerator: Accelerator, strategy: Strategy) -> None:
         raise ConfigError(
             f"{name}: sharding.kind {kind} brings an engine of its own, which takes the place of accelerate and of the "
             f"Trainer's loop; use it in a plain loop, or choose a strategy of kind {', '.join(_KINDS)}"
+        )
+    started = dist.get_world_size() if initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    if accelerator.num_processes != started:
+        raise ConfigError(
+            f"{name}: {started} processes were started, and accelerate sees {accelerator.num_processes}: all of them "
+            "would train on the same rows. On CPUs say use_cpu=True in TrainingArguments, or Accelerator(cpu=True)"
         )
     if accelerator.mixed_precision in ("fp16", "fp8") or accelerator.scaler is not None:
         raise ConfigError(

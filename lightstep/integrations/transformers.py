@@ -6,28 +6,33 @@ any class made from the Trainer: ``class MyTrainer(LightstepMixin, SFTTrainer)``
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 import logging
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.nn.parallel import DistributedDataParallel
 
 from lightstep.extras import needs
 
 with needs("train"):
-    from transformers import Trainer, TrainingArguments
+    from transformers import Trainer
     from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
+    from transformers.trainer_callback import CallbackHandler
 
+from lightstep import CheckpointError
 from lightstep.checkpoint.export import full_weights
 from lightstep.checkpoint.pretrained import load_pretrained
-from lightstep.config import ConfigError, DDPSharding, FSDP2Sharding
-from lightstep.integrations.accelerate import CHECKPOINT, LightstepOptimizer, connect
+from lightstep.config import ConfigError
+from lightstep.integrations import adapters
+from lightstep.integrations.accelerate import CHECKPOINT, LightstepOptimizer, connect, holds_checkpoint
 from lightstep.integrations.refusals import inner_optimizer
+from lightstep.integrations.training_arguments import max_norm, norm_is_told, refuse_class, refuse_contradictions
 from lightstep.integrations.whole_state import fitted_to
 from lightstep.optimizer.base import BaseOptimizer
 from lightstep.optimizer.result import StepResult
@@ -40,6 +45,20 @@ logger = logging.getLogger(__name__)
 
 _AnyTrainer: Any = object
 """What the mixin stands in front of."""
+
+
+class UpToDateCallbacks(CallbackHandler):
+    """Callbacks see the weights after the last step, those too that keep parameters since training began (EMA).
+
+    transformers' own callbacks read none: with them alone nothing waits.
+    """
+
+    def call_event(self, event: str, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        handlers = [getattr(callback, event) for callback in self.callbacks]
+        others = any(not str(handler.__module__).startswith("transformers.") for handler in handlers)
+        if others and isinstance(self.optimizer, LightstepOptimizer):
+            self.optimizer.land()
+        return super().call_event(event, args, state, control, **kwargs)
 
 
 class LightstepMixin(_AnyTrainer):
@@ -58,13 +77,14 @@ class LightstepMixin(_AnyTrainer):
     def __init__(self, *args: Any, strategy: Strategy | str | Path | Mapping[str, Any], **kwargs: Any) -> None:
         self.strategy = strategy if isinstance(strategy, Strategy) else Strategy.load(strategy)
         super().__init__(*args, **kwargs)
+        self.callback_handler.__class__ = UpToDateCallbacks
         if self.optimizer is not None:
-            self._refuse_foreign(self.optimizer)
+            self._adopt(self.optimizer)
 
     def create_accelerator_and_postprocess(self) -> None:
-        _refuse_contradictions(self.args, self.strategy)
+        refuse_contradictions(self.args, self.strategy)
         super().create_accelerator_and_postprocess()
-        connect(self.accelerator, self.strategy)
+        connect(self.accelerator, self.strategy).trainer = weakref.ref(self)
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """In the strategy's dtype from the start. What the strategy shards comes to the device with its sharding."""
@@ -86,7 +106,7 @@ class LightstepMixin(_AnyTrainer):
         trained = self.model if model is None else model
         given = self.optimizer_cls_and_kwargs
         optimizer_class, values = given or self.get_optimizer_cls_and_kwargs(self.args, trained)
-        _refuse_class(optimizer_class, values, None if given else self.args.optim)
+        refuse_class(optimizer_class, values, None if given else self.args.optim)
 
         def create(groups: Any, **hyperparameters: Any) -> BaseOptimizer:
             return self.strategy.create_optimizer(trained, optimizer_class, param_groups=groups, **hyperparameters)
@@ -100,15 +120,19 @@ class LightstepMixin(_AnyTrainer):
         finally:
             self.optimizer_cls_and_kwargs = given
         optimizer = cast(torch.optim.Optimizer, self.optimizer)
-        self._refuse_foreign(optimizer)
+        self._adopt(optimizer)
         return optimizer
 
-    def _refuse_foreign(self, optimizer: torch.optim.Optimizer) -> None:
-        if not self.strategy.trains(self.model, inner_optimizer(optimizer)):
+    def _adopt(self, optimizer: torch.optim.Optimizer) -> None:
+        """It was made for this, and clips as ``max_grad_norm`` says where the strategy leaves it open."""
+        inner: Any = inner_optimizer(optimizer)
+        if not self.strategy.trains(self.model, inner):
             raise ValueError(
                 f"{self.strategy.name}: the optimizer in optimizers=(...) was made by another strategy or for another "
                 f"model; hand over both: strategy=strategy, optimizers=(strategy.create_optimizer(model, ...), None)"
             )
+        if norm_is_told(self.args):
+            inner.max_norm = max_norm(self.args.max_grad_norm)
 
     @property
     def _lightstep_optimizer(self) -> BaseOptimizer:
@@ -118,6 +142,12 @@ class LightstepMixin(_AnyTrainer):
     def _result(self) -> StepResult | None:
         """What the last step did."""
         return self.optimizer.result if isinstance(self.optimizer, LightstepOptimizer) else None
+
+    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+        prepared = super()._prepare_for_training(*args, **kwargs)
+        if isinstance(self.model, FSDPModule) and hasattr(self.model, "generate"):
+            _generate_from_shards(self.model, self.strategy)
+        return prepared
 
     # -- clipping and logs
 
@@ -154,15 +184,11 @@ class LightstepMixin(_AnyTrainer):
         config = self.strategy.config
         return config.sharding.kind == "single" and config.optimizer_state.backend == "resident"
 
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """As the Trainer, also where the strategy has sharded the model; every process calls it."""
-        if not self._sharded_by_strategy:
-            super().save_model(output_dir, _internal_call)
-            return
-        model = self.strategy.unwrap_model(self.model)
-        self._save(output_dir, state_dict=full_weights(model, keep=self.args.should_save))
-        if self.args.push_to_hub and not _internal_call:
-            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+        if state_dict is None and self._sharded_by_strategy:
+            state_dict = full_weights(self.strategy.unwrap_model(self.model), keep=self.args.should_save)
+        super()._save(output_dir, state_dict)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if self._has_own_files:
@@ -172,36 +198,65 @@ class LightstepMixin(_AnyTrainer):
         self.strategy.save_checkpoint(folder, self.model, self._lightstep_optimizer, self.lr_scheduler)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        folder = None if checkpoint is None else Path(checkpoint)
-        if folder is not None and (folder / CHECKPOINT).is_dir():
-            optimizer = self._lightstep_optimizer
+        """
+        Raises:
+            CheckpointError: there is no optimizer's state to continue from.
+        """
+        if checkpoint is None:
+            return
+        folder, optimizer = Path(checkpoint), self._lightstep_optimizer
+        if holds_checkpoint(folder):
             self.strategy.load_checkpoint(folder / CHECKPOINT, self.model, optimizer, self.lr_scheduler)
-        elif folder is not None and not self.is_fsdp_enabled and (folder / OPTIMIZER_NAME).is_file():
-            with fitted_to(self.model, self._lightstep_optimizer, folder):
+        elif not self.is_fsdp_enabled and (folder / OPTIMIZER_NAME).is_file():
+            with fitted_to(self.model, optimizer, folder):
                 # The Trainer would bring all of it to the device of each process.
                 self.optimizer.load_state_dict(_loaded(folder / OPTIMIZER_NAME))
             self.lr_scheduler.load_state_dict(_loaded(folder / SCHEDULER_NAME))
         else:
-            super()._load_optimizer_and_scheduler(checkpoint)
+            raise CheckpointError(
+                f"{folder} has no optimizer state ({CHECKPOINT}/, or {OPTIMIZER_NAME} of a model that accelerate does "
+                "not shard), and resuming from it would start a new optimizer in the middle of a run. Resume from "
+                "another checkpoint, or start a new run from its weights (save_only_model=True saves no more)"
+            )
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        if self.is_fsdp_enabled and (Path(resume_from_checkpoint) / CHECKPOINT).is_dir():
+        folder = Path(resume_from_checkpoint)
+        if self.is_fsdp_enabled and holds_checkpoint(folder):
             return  # the weights come with the optimizer
-        if self._sharded_by_strategy:
-            load_pretrained(self.model, resume_from_checkpoint)
-            return
-        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        if not self._load_in_place(folder):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_best_model(self) -> None:
-        best = self.state.best_model_checkpoint
-        folder = None if best is None else Path(best) / CHECKPOINT
-        if folder is not None and folder.is_dir():
-            logger.info("loading the best model from %s (score: %s)", best, self.state.best_metric)
-            self.strategy.load_checkpoint(folder, self.model)
-        elif best is not None and self._sharded_by_strategy:
-            load_pretrained(self.model, best)
-        else:
+        best, score = self.state.best_model_checkpoint, self.state.best_metric
+        logger.info("loading the best model from %s (score: %s)", best, score)
+        if holds_checkpoint(Path(best)):
+            self.strategy.load_checkpoint(Path(best) / CHECKPOINT, self.model)
+        elif not self._load_in_place(Path(best)):
             super()._load_best_model()
+
+    def _load_in_place(self, folder: Path) -> bool:
+        """Whether the weights were loaded where the Trainer would exchange parameters, or knows no shards."""
+        if not self.is_fsdp_enabled and adapters.are_saved_in(folder, self.model):
+            adapters.load_adapters(self.model, folder)
+        elif self._sharded_by_strategy:
+            load_pretrained(self.model, folder)
+        else:
+            return False
+        return True
+
+
+def _generate_from_shards(model: Any, strategy: Strategy) -> None:
+    """``generate`` calls parts of the model (an encoder), or reads weights: FSDP2 gathers them as for a forward."""
+    model.generate = type(model).generate.__get__(model)
+    register_fsdp_forward_method(model, "generate")
+    gathered = model.generate
+
+    @functools.wraps(gathered)
+    def generate(*args: Any, **kwargs: Any) -> Any:
+        strategy.unwrap_model(model)  # deferred updates: FSDP2 gathers before any module is called
+        return gathered(*args, **kwargs)
+
+    model.generate = generate
 
 
 def _loaded(file: Path) -> Any:
@@ -213,77 +268,3 @@ class LightstepTrainer(LightstepMixin, Trainer):
 
     Every other argument is the Trainer's.
     """
-
-
-# -- what does not go together -----------------------------------------------------------------------------------------
-
-_OF_DDP = {
-    "ddp_find_unused_parameters": "find_unused_parameters",
-    "ddp_bucket_cap_mb": "bucket_mib",
-    "ddp_static_graph": "static_graph",
-}
-_OTHER_ARITHMETIC = ("bitsandbytes", "torchao", "galore_torch", "apollo_torch", "lomo_optim", "schedulefree", "apex")
-
-
-def _refuse_contradictions(args: TrainingArguments, strategy: Strategy) -> None:
-    name, config = strategy.name, strategy.config
-    if args.fp16:
-        raise ConfigError(
-            f"{name}: fp16=True in TrainingArguments scales the loss with a GradScaler of its own, and lightstep with "
-            f"precision.loss_scale ({config.precision.loss_scale.kind}); leave fp16 out, and choose a strategy with "
-            "precision.parameters: float16 and a dynamic precision.loss_scale (preset 'fp16')"
-        )
-    if args.deepspeed:
-        raise ConfigError(f"{name}: deepspeed in TrainingArguments brings an optimizer of its own; leave it out")
-    if args.n_gpu > 1:
-        raise ConfigError(
-            f"{name}: one process sees {args.n_gpu} GPUs, and the Trainer would use nn.DataParallel; start one process "
-            "per GPU with torchrun, or show it one GPU (CUDA_VISIBLE_DEVICES=0)"
-        )
-    if args.fsdp and not isinstance(config.sharding, FSDP2Sharding):
-        raise ConfigError(
-            f"{name}: fsdp in TrainingArguments shards the model, and the strategy's sharding.kind is "
-            f"{config.sharding.kind}; choose a strategy of kind fsdp2 (fsdp2, fsdp2-stream), or leave fsdp out"
-        )
-    _refuse_other_clipping(args, strategy)
-    _refuse_other_ddp(args, strategy)
-
-
-def _refuse_other_clipping(args: TrainingArguments, strategy: Strategy) -> None:
-    """The default of ``max_grad_norm`` cannot be told from a choice, and gives way to the strategy."""
-    own = strategy.config.clipping.max_norm
-    default = next(field.default for field in dataclasses.fields(args) if field.name == "max_grad_norm")
-    given = args.max_grad_norm
-    if given == (own or 0.0) or (given == own):
-        return
-    if given != default:
-        raise ConfigError(
-            f"{strategy.name}: max_grad_norm={given} in TrainingArguments, clipping.max_norm {own} in the strategy: "
-            f"gradients are clipped once, in step(). Leave max_grad_norm out, and give the strategy "
-            f"{{'clipping.max_norm': {given or None}}}: Strategy.load(name, overrides)"
-        )
-    logger.info("lightstep: clipping.max_norm %s of the strategy counts, not max_grad_norm %s", own, given)
-
-
-def _refuse_other_ddp(args: TrainingArguments, strategy: Strategy) -> None:
-    sharding = strategy.config.sharding
-    for argument, key in _OF_DDP.items() if isinstance(sharding, DDPSharding) else ():
-        given, own = getattr(args, argument), getattr(sharding, key)
-        if given is not None and given != own:
-            raise ConfigError(
-                f"{strategy.name}: {argument}={given} in TrainingArguments, and sharding.{key} {own} in the strategy, "
-                f"which wraps the model; leave {argument} out, and set sharding.{key}"
-            )
-
-
-def _refuse_class(optimizer_class: Any, values: Mapping[str, Any], optim: str | None) -> None:
-    source = "optimizer_cls_and_kwargs" if optim is None else f"optim={str(optim)!r} in TrainingArguments"
-    is_class = isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)
-    wraps = is_class and issubclass(optimizer_class, BaseOptimizer)
-    library = getattr(optimizer_class, "__module__", "").partition(".")[0]
-    if not is_class or wraps or library in _OTHER_ARITHMETIC or {"model", "optimizer_dict"} & set(values):
-        raise ConfigError(
-            f"{source} is {getattr(optimizer_class, '__name__', optimizer_class)} of {library}, which does more than "
-            "update one weight from its gradient; lightstep runs any element-wise torch.optim.Optimizer class on its "
-            "masters: 'adamw_torch', 'adamw_torch_fused', 'sgd', 'adagrad', 'rmsprop', or a class of your own"
-        )

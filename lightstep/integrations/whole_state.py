@@ -15,7 +15,7 @@ from lightstep.checkpoint.tensors import shard_of
 from lightstep.distributed import is_sharded, local_tensor
 from lightstep.optimizer.base import BaseOptimizer
 
-__all__ = ["fitted_to"]
+__all__ = ["fitted_to", "part_of"]
 
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
 
@@ -36,7 +36,7 @@ def fitted_to(model: nn.Module, optimizer: BaseOptimizer, folder: Path) -> Itera
         state = {index: dict(packed["state"].get(index, {})) for index in saved}
         by_parameter = dict(zip(parameters, (state[index] for index in saved), strict=True))
         for parameter, entries in by_parameter.items():
-            entries.update({key: _part_of(parameter, value) for key, value in entries.items()})
+            entries.update({key: part_of(parameter, value) for key, value in entries.items()})
         _follow_dtypes(model, folder, by_parameter)
         return {**packed, "state": {index: entries for index, entries in state.items() if entries}}
 
@@ -47,7 +47,7 @@ def fitted_to(model: nn.Module, optimizer: BaseOptimizer, folder: Path) -> Itera
         handle.remove()
 
 
-def _part_of(parameter: Tensor, value: Any) -> Any:
+def part_of(parameter: Tensor, value: Any) -> Any:
     """This process's part of an entry that is as large as the whole parameter."""
     whole = isinstance(value, Tensor) and value.shape == parameter.shape and not is_sharded(value)
     if not whole or not is_sharded(parameter):

@@ -48,7 +48,7 @@ from lightstep.state.bulk import BulkBackend
 from lightstep.state.resident import ResidentBackend
 from lightstep.state.stream import StreamBackend
 from lightstep.strategy.launch import start_process_group
-from lightstep.strategy.presets import read_source
+from lightstep.strategy.presets import available_strategies, read_source
 
 _KINDS = {
     "single": ("lightstep.strategy.single", "SingleDeviceStrategy"),
@@ -77,8 +77,11 @@ class Strategy(ReinforcementLearning, ABC):
     Attributes:
         config: the validated, frozen configuration.
         name: the preset's name, the file's path, or ``"strategy"`` for a mapping.
+        chosen: the keys that the caller chose: the file's or mapping's, and the overrides; of a preset the overrides.
         roles: which ranks train and which generate.
     """
+
+    chosen: Mapping[str, Any] = {}
 
     _overflow_everywhere: ClassVar[bool | None] = None
 
@@ -106,7 +109,13 @@ class Strategy(ReinforcementLearning, ABC):
         name, values = read_source(source)
         config = parse_config(merge_overrides(values, overrides), name)
         module, class_name = _KINDS[config.sharding.kind]
-        return cast(Strategy, getattr(importlib.import_module(module), class_name)(config, name))
+        strategy = cast(Strategy, getattr(importlib.import_module(module), class_name)(config, name))
+        strategy.chosen = merge_overrides({} if name in available_strategies() else values, overrides)
+        return strategy
+
+    def __reduce__(self) -> Any:
+        """A copy has the same settings, and no models or optimizers."""
+        return type(self), (self.config, self.name), {"chosen": self.chosen}
 
     # -- where this process stands
 

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import math
 import os
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,18 +22,27 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from transformers import Trainer, TrainerCallback
+from transformers import (
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+    T5Config,
+    T5ForConditionalGeneration,
+    Trainer,
+    TrainerCallback,
+)
 
 from lightstep import ConfigError, Strategy
 from lightstep.checkpoint.export import full_weights
 from lightstep.integrations.accelerate import prepare
-from lightstep.integrations.transformers import LightstepTrainer
+from lightstep.integrations.transformers import LightstepMixin, LightstepTrainer
 from lightstep.state.replicas import SharedByReplicas
 from tests.distributed.models import TinyTransformer, loss_of
 from tests.distributed.ranks import Pool, device_of
 from tests.distributed.test_next_forward import Training
+from tests.reference import peft_stand_in
 from tests.reference.pair import FP16_SCALE
 from tests.reference.tiny_llama import ROWS, Rows, make_llama, training_arguments
+from tests.reference.trl_stand_in import ReferenceTrainer
 
 OVERLAP = {"backend": "stream", "ring_mib": 0.05, "update": "next_forward"}
 CLIPPING = {"max_norm": 0.5}
@@ -206,6 +216,113 @@ def test_a_checkpoint_of_one_process_is_continued(pool: Pool, tmp_path: Path, ki
     Trainer(make_llama(), args, train_dataset=Rows()).train()
     reset()
     pool.run(resume_plain, 2, kind=kind, folder=str(tmp_path))
+
+
+# -- what stands in front of the Trainer
+
+
+class Mixed(LightstepMixin, ReferenceTrainer):
+    """Under a strategy, with a reference model that follows, and weights for vLLM."""
+
+
+def reference(rank: int, world_size: int, kind: str, folder: str) -> None:
+    """The reference is sharded as the model is, and both are what the callbacks make of whole ones."""
+    with fresh_state(kind):
+        args = training_arguments(folder, per_device_train_batch_size=1, use_cpu=CPU, max_steps=3)
+        model, other = make_llama(), make_llama(1).bfloat16()
+        expected = {name: p.detach().clone() for name, p in other.named_parameters()}
+        strategy = {**STRATEGIES[kind], "precision": {"parameters": "bfloat16"}}
+        trainer = Mixed(model, args, other, strategy=strategy, train_dataset=Rows(), eval_dataset=Rows())
+        assert isinstance(trainer.reference, FSDPModule) is (kind == "strategy")
+        assert getattr(AcceleratorState(), "fsdp_plugin", None) is None  # nobody else's state knows of one
+        trainer.train()
+        for weights in trainer.published.published:
+            for name, average in expected.items():
+                average.mul_(0.5).add_(weights[name].cpu(), alpha=0.5)
+        same({name: p.cpu() for name, p in whole(trainer.reference).items()}, expected)
+        same(trainer.published.published[-1], whole(trainer.model))
+
+
+@pytest.mark.parametrize("kind", ["ddp", "strategy"])
+def test_a_reference_model_that_follows(pool: Pool, tmp_path: Path, kind: str) -> None:
+    pool.run(reference, 2, kind=kind, folder=str(tmp_path))
+
+
+class Mixed2Seq(LightstepMixin, Seq2SeqTrainer):
+    """Generates when it evaluates."""
+
+
+def generation(rank: int, world_size: int, kind: str, folder: str) -> None:
+    """An encoder that ``generate`` calls by itself, with updates that are not waited for: the whole model's tokens."""
+    torch.manual_seed(0)
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2, "vocab_size": 48}
+    model = T5ForConditionalGeneration(T5Config(**sizes, dropout_rate=0.0, decoder_start_token_id=0))
+    rows = Rows()
+    with fresh_state(kind):
+        arguments = training_arguments(folder, per_device_train_batch_size=1, use_cpu=CPU, max_steps=3).to_dict()
+        keys = {"output_dir", "per_device_train_batch_size", "use_cpu", "max_steps", "learning_rate", "report_to"}
+        args = Seq2SeqTrainingArguments(
+            **{key: arguments[key] for key in keys}, save_strategy="no", predict_with_generate=True
+        )
+        trainer = Mixed2Seq(model, args, strategy=STRATEGIES[kind], train_dataset=rows)
+        trainer.train()
+        batch = {key: tensor[None].to(args.device) for key, tensor in rows[0].items()}
+        found = trainer.model.generate(batch["input_ids"], max_new_tokens=5)
+        weights = whole(trainer.model)
+        alike = T5ForConditionalGeneration(model.config).to(args.device, torch.bfloat16)
+        alike.load_state_dict(weights, strict=False)
+        assert torch.equal(found, alike.generate(batch["input_ids"], max_new_tokens=5))
+        trainer.predict(torch.utils.data.Subset(rows, range(4)))  # calls generate itself
+
+
+@pytest.mark.parametrize("kind", ["ddp", "strategy"])
+def test_generation_from_shards(pool: Pool, tmp_path: Path, kind: str) -> None:
+    pool.run(generation, 2, kind=kind, folder=str(tmp_path))
+
+
+def best_adapter(rank: int, world_size: int, folder: str) -> None:
+    """Into shards, from a checkpoint that holds the adapter alone; training goes on from there."""
+    with fresh_state("strategy"), mock.patch.dict(sys.modules, peft=peft_stand_in.module()):
+        steps = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1, "max_steps": 3}
+        steps |= {"per_device_train_batch_size": 1, "use_cpu": CPU}
+        args = training_arguments(folder, save_only_model=True, load_best_model_at_end=True, **steps)
+        data = Rows()
+        trainer = LightstepTrainer(
+            peft_stand_in.make_adapted(), args, strategy=STRATEGIES["strategy"], train_dataset=data, eval_dataset=data
+        )
+        if CPU:
+            trainer.evaluate()  # prepares the model for itself: no reference
+            assert not isinstance(trainer.model, FSDPModule)
+        trainer.train()
+        losses = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
+        assert trainer.evaluate()["eval_loss"] == min(losses)
+        saved = load_file(Path(trainer.state.best_model_checkpoint) / peft_stand_in.FILE)
+        weights = whole(trainer.model)
+        same({name: weights[name.removeprefix("base_model.")].cpu() for name in saved}, saved)
+        before = {name: tensor.clone() for name, tensor in weights.items()}
+        trainer.train()
+        assert any(not torch.equal(tensor, before[name]) for name, tensor in whole(trainer.model).items())
+
+
+def test_the_best_adapter_of_a_sharded_model(pool: Pool, tmp_path: Path) -> None:
+    pool.run(best_adapter, 2, folder=str(tmp_path))
+
+
+def alone(rank: int, world_size: int, kind: str, folder: str) -> None:
+    """Without use_cpu accelerate sees one process, and gives all rows to each."""
+    with mock.patch.dict(os.environ, OMP_NUM_THREADS="1"):
+        reset()
+        try:
+            with pytest.raises(ConfigError, match=r"2 processes were started, and accelerate sees 1.*use_cpu=True"):
+                LightstepTrainer(make_llama(), training_arguments(folder, use_cpu=False), strategy=kind)
+        finally:
+            reset()
+
+
+@pytest.mark.parametrize("group", [True, False])
+@pytest.mark.parametrize("kind", ["ddp", "resident"])
+def test_accelerate_that_sees_one_process(pool: Pool, tmp_path: Path, kind: str, group: bool) -> None:
+    pool.run(alone, 2, cpu=True, group=group, kind=kind, folder=str(tmp_path))
 
 
 # -- accelerate

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from torch import nn
 
 import lightstep
 from lightstep import ConfigError, Strategy
-from lightstep.integrations.accelerate import prepare
+from lightstep.integrations.accelerate import LightstepAccelerator, connect, prepare
 from tests.reference.pair import FP16_SCALE
 from tests.reference.plain_loop import ReferenceLoop
 from tests.reference.tiny_model import TinyModel, loss_of
@@ -165,6 +167,35 @@ def test_evaluation_without_and_prepare_with_an_optimizer() -> None:
     loader = training.accelerator.prepare(torch.utils.data.DataLoader(list(range(4))))
     assert len(list(loader)) == 4
     assert isinstance(training.accelerator, Accelerator)
+
+
+class OwnAccelerator(Accelerator):
+    """A subclass, as libraries make them."""
+
+
+@pytest.mark.parametrize("kind", [Accelerator, OwnAccelerator])
+def test_accelerators_are_pickled_and_copied(kind: type[Accelerator]) -> None:
+    """As plain ones, with the strategy's settings."""
+    training = Training(VALUES)
+    accelerator: Any = training.accelerator
+    if kind is OwnAccelerator:
+        accelerator = connect(OwnAccelerator(cpu=True), training.strategy)
+    for again in (pickle.loads(pickle.dumps(accelerator)), copy.deepcopy(accelerator)):
+        assert isinstance(again, LightstepAccelerator)
+        assert isinstance(again, kind)
+        assert again.strategy.config == training.strategy.config
+        assert again.strategy.chosen == VALUES
+        assert again.gradient_accumulation_steps == accelerator.gradient_accumulation_steps
+
+
+def test_a_crash_while_the_checkpoint_is_replaced(tmp_path: Path) -> None:
+    first = Training(VALUES | {"optimizer_state": STREAM})
+    first.train(range(2))
+    first.accelerator.save_state(str(tmp_path))
+    (tmp_path / "lightstep").rename(tmp_path / ".lightstep.replaced-0123abcd")
+    second = Training(VALUES | {"optimizer_state": STREAM}, seed=1)
+    second.accelerator.load_state(str(tmp_path))
+    same(second.model, first.model)
 
 
 def test_measuring_clips_nothing() -> None:

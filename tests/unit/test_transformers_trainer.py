@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
+import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +15,16 @@ from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback, TrainingArguments, get_scheduler
 
 import lightstep
-from lightstep import ConfigError, Strategy
+from lightstep import CheckpointError, ConfigError, Strategy
 from lightstep.integrations.accelerate import LightstepOptimizer
 from lightstep.integrations.transformers import LightstepMixin, LightstepTrainer
 from lightstep.optimizer.in_backward import InBackward
+from tests.reference import peft_stand_in
 from tests.reference.lion import Lion
 from tests.reference.pair import FP16_SCALE
 from tests.reference.plain_loop import ReferenceLoop
 from tests.reference.tiny_llama import Rows, make_llama, training_arguments
+from tests.reference.trl_stand_in import ReferenceTrainer
 
 BF16: dict[str, Any] = {"sharding": {"kind": "single"}, "clipping": {"max_norm": 0.5}}
 FP16: dict[str, Any] = {
@@ -279,6 +284,70 @@ def test_parameters_may_be_read_when_training_has_ended(tmp_path: Path) -> None:
     assert not trainer.optimizer.has_deferred_updates
 
 
+class Average(TrainerCallback):
+    """An EMA: it keeps the parameters from the beginning, and reads them at the end of each step and of more."""
+
+    def __init__(self) -> None:
+        self.parameters: list[Tensor] = []
+        self.read: list[list[Tensor]] = []
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.parameters = list(kwargs["model"].parameters())
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        assert not kwargs["optimizer"].has_deferred_updates
+        self.read.append([parameter.detach().clone() for parameter in self.parameters])
+
+    on_log = on_optimizer_step = on_epoch_end = on_save = on_step_end
+
+
+def test_callbacks_see_updated_weights(tmp_path: Path) -> None:
+    """Through parameters that they have kept, too: nobody asks the module for those."""
+    read = []
+    for update in ("at_step", "next_forward"):
+        average = Average()
+        args = training_arguments(tmp_path / update, save_strategy="steps", save_steps=2)
+        values = BF16 | {"optimizer_state": {**STREAM, "update": update}}
+        LightstepTrainer(make_llama(), args, strategy=values, train_dataset=Rows(), callbacks=[average]).train()
+        read.append(average.read)
+    assert len(read[0]) == len(read[1]) > 15
+    for expected, found in zip(*read, strict=True):
+        assert all(torch.equal(p, q) for p, q in zip(found, expected, strict=True))
+
+
+def test_nothing_waits_for_callbacks_of_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[int] = []
+    monkeypatch.setattr(LightstepOptimizer, "land", lambda _: waits.append(1), raising=False)
+    args = training_arguments(tmp_path)
+    trainer = LightstepTrainer(make_llama(), args, strategy=BF16, train_dataset=Rows())
+    trainer.train()
+    assert not waits
+    trainer.add_callback(Average())
+    trainer.train()
+    assert waits
+
+
+@pytest.mark.parametrize("update", ["at_step", "next_forward"])
+def test_a_reference_model_and_vllm_get_updated_weights(tmp_path: Path, update: str) -> None:
+    """TRL's callback and iterator, at the end of each step."""
+
+    class Mixed(LightstepMixin, ReferenceTrainer):
+        pass
+
+    args = training_arguments(tmp_path)
+    values = BF16 | {"optimizer_state": {**STREAM, "update": update}}
+    reference = make_llama(1).bfloat16()
+    expected = [parameter.detach().clone() for parameter in reference.parameters()]
+    trainer = Mixed(make_llama(), args, reference=reference, strategy=values, train_dataset=Rows())
+    trainer.train()
+    for weights in trainer.published.published:
+        for average, weight in zip(expected, weights.values(), strict=True):
+            average.mul_(0.5).add_(weight, alpha=0.5)
+    assert all(torch.equal(p, q) for p, q in zip(reference.parameters(), expected, strict=True))
+    last = trainer.published.published[-1]
+    assert all(torch.equal(p, last[name]) for name, p in trainer.model.named_parameters())
+
+
 def test_evaluation_and_saved_weights_are_up_to_date(tmp_path: Path) -> None:
     """With updates that wait for the next forward; `load_best_model_at_end` brings weights that masters follow."""
     values = BF16 | {"optimizer_state": {**STREAM, "update": "next_forward"}}
@@ -312,6 +381,73 @@ def test_train_may_be_called_again(tmp_path: Path) -> None:
     first = [parameter.clone() for parameter in ran.model.parameters()]
     ran.trainer.train()
     assert not all(torch.equal(p, q) for p, q in zip(ran.model.parameters(), first, strict=True))
+
+
+@pytest.mark.parametrize("crash", ["replaced", "missing", "incomplete"])
+def test_a_crash_while_the_optimizer_s_files_are_replaced(tmp_path: Path, crash: str) -> None:
+    """Between the two renames the folder has another name. Without it no run goes on with a new optimizer."""
+    values = BF16 | {"optimizer_state": STREAM}
+    options = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    ran = Ran(tmp_path, values, arguments=options)
+    checkpoint = tmp_path / "checkpoint-2"
+    if crash == "replaced":
+        (checkpoint / "lightstep").rename(checkpoint / ".lightstep.replaced-0123abcd")
+    elif crash == "missing":
+        shutil.rmtree(checkpoint / "lightstep")
+    else:
+        (checkpoint / "lightstep" / "state.pt").unlink()
+    args = training_arguments(tmp_path, **options, train_sampling_strategy="sequential")
+    again = LightstepTrainer(make_llama(1), args, strategy=values, train_dataset=Rows())
+    if crash == "replaced":
+        again.train(resume_from_checkpoint=str(checkpoint))
+        same_weights(again.model, ran.model)
+        return
+    message = "has no optimizer state" if crash == "missing" else "state.pt is missing"
+    with pytest.raises(CheckpointError, match=message):
+        again.train(resume_from_checkpoint=str(checkpoint))
+
+
+# -- PEFT
+
+
+def peft_model(kind: str, monkeypatch: pytest.MonkeyPatch) -> nn.Module:
+    if kind == "stand-in":
+        monkeypatch.setitem(sys.modules, "peft", peft_stand_in.module())
+        return peft_stand_in.make_adapted()
+    if importlib.util.find_spec("peft") is None:
+        pytest.skip("peft is not installed: only its stand-in was tried")
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(0)
+    return get_peft_model(make_llama(), LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+
+
+@pytest.mark.parametrize("only_model", [False, True], ids=["", "save_only_model"])
+@pytest.mark.parametrize("backend", ["resident", "stream"])
+@pytest.mark.parametrize("kind", ["stand-in", "peft"])
+def test_the_best_adapter_is_trained_on(
+    tmp_path: Path, kind: str, backend: str, only_model: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PEFT would put other parameters, of another dtype, in the place of those that the optimizer has."""
+    model = peft_model(kind, monkeypatch)
+    steps = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2, "max_steps": 4}
+    args = training_arguments(tmp_path, **steps, load_best_model_at_end=True, save_only_model=only_model)
+    values = BF16 | {"optimizer_state": {"backend": backend}}
+    data = Rows()
+    trainer = LightstepTrainer(model, args, strategy=values, train_dataset=data, eval_dataset=data)
+    trainer.train()
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    assert {p.dtype for p in trained.values()} == {torch.bfloat16}
+    losses = {entry["step"]: entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry}
+    assert trainer.evaluate()["eval_loss"] == min(losses.values())
+
+    before = {name: p.detach().clone() for name, p in trained.items()}
+    trainer.train()
+    assert all(entry["grad_norm"] > 0 for entry in trainer.state.log_history if "grad_norm" in entry)
+    assert not all(torch.equal(p, before[name]) for name, p in trained.items())
+    if not only_model:
+        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+        assert all(p is trained[name] for name, p in model.named_parameters() if p.requires_grad)
 
 
 # -- the Trainer's ways to choose an optimizer
@@ -414,8 +550,36 @@ def trainer_of(folder: Path, strategy: Any = "resident", *, options: Any = None,
     ids=str,
 )
 def test_arguments_that_contradict_the_strategy(tmp_path: Path, arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        trainer_of(tmp_path, **arguments)
+    """What is written there counts: in a mapping as in a file, and in an override that says what the preset says."""
+    (tmp_path / "own.yaml").write_text("clipping: {max_norm: 1.0}")
+    for strategy in (
+        {"clipping": {"max_norm": 1.0}},
+        tmp_path / "own.yaml",
+        Strategy.load("resident", {"clipping.max_norm": 1.0}),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            trainer_of(tmp_path, strategy, **arguments)
+
+
+@pytest.mark.parametrize("strategy", ["resident", "mapping", "optimizer"])
+def test_the_norm_of_a_preset_gives_way(tmp_path: Path, strategy: str) -> None:
+    """And a mapping's that says none. The weights are those of the strategy that has the norm."""
+    expected = Ran(tmp_path, Strategy.load("resident", {"clipping.max_norm": 0.05}))
+    if strategy == "optimizer":
+        made, model = Strategy.load("resident"), make_llama()
+        optimizer = made.create_optimizer(model, lr=3e-3)
+        args = training_arguments(tmp_path, max_grad_norm=0.0)
+        LightstepTrainer(model, args, strategy=made, train_dataset=Rows(), optimizers=(optimizer, None))
+        assert optimizer.max_norm is None
+        return
+    ran = Ran(tmp_path, {} if strategy == "mapping" else strategy, arguments={"max_grad_norm": 0.05})
+    assert ran.trainer.optimizer.optimizer.max_norm == 0.05
+    same_weights(ran.model, expected.model)
+
+
+def test_no_global_norm_with_updates_in_backward(tmp_path: Path) -> None:
+    values = {"clipping": {"scope": "unit"}, "optimizer_state": {"update": "in_backward"}}
+    assert trainer_of(tmp_path, values, max_grad_norm=0.3).strategy.config.clipping.scope == "unit"
 
 
 def test_the_same_norm_twice_is_no_contradiction(tmp_path: Path) -> None:
