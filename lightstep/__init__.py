@@ -1,6 +1,6 @@
 """Optimizer state on the host, at the speed of optimizer state on the GPU, bit for bit the same weights."""
 
-from lightstep.checkpoint.checkpoint import CheckpointError
+from lightstep.checkpoint import CheckpointError
 from lightstep.clipping import clip_grad_norm_, global_grad_norm
 from lightstep.config import ConfigError
 from lightstep.optimizer.base import BaseOptimizer

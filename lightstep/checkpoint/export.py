@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightstep.checkpoint.format import CheckpointError, reported
+from lightstep.checkpoint.errors import CheckpointError, reported
 from lightstep.checkpoint.ranks import Ranks
 from lightstep.distributed import is_sharded, mesh_ranks, rank
 from lightstep.sharding.engine_model import tell_deepspeed_where_it_is

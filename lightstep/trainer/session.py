@@ -15,7 +15,7 @@ from rich.console import Console
 from torch import nn
 from transformers import set_seed
 
-from lightstep.checkpoint.checkpoint import CheckpointError
+from lightstep.checkpoint import CheckpointError
 from lightstep.config import ConfigError
 from lightstep.strategy import Strategy
 from lightstep.trainer.batches import Batches, validation_rows

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from lightstep import DynamicLossScale, Strategy
-from lightstep.checkpoint.checkpoint import CheckpointError
+from lightstep.checkpoint import CheckpointError
 from lightstep.checkpoint.formats import convert_checkpoint, read_checkpoint, scales
 from lightstep.checkpoint.formats.state import TrainingState
 from tests.distributed import deepspeed_runs, lightrft_runs

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightstep import Strategy
-from lightstep.checkpoint.checkpoint import CheckpointError, save_checkpoint
+from lightstep.checkpoint import CheckpointError, save_checkpoint
 from lightstep.config import ConfigError
 from lightstep.deepspeed.optimizer import DeepSpeedOptimizer
 from lightstep.deepspeed.weights import gathered

@@ -28,7 +28,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "optimizer": CORE | SIBLINGS,
     "sharding": CORE | SIBLINGS | {"optimizer", "config", "config_errors"},
 }
-MAY_IMPORT["checkpoint"] = MAY_IMPORT["sharding"] | {"sharding", "lightstep", "strategy"}
+MAY_IMPORT["checkpoint"] = MAY_IMPORT["sharding"] | {"sharding", "lightstep"}
 MAY_IMPORT["rollout"] = MAY_IMPORT["checkpoint"] | {"checkpoint"}
 MAY_IMPORT["strategy"] = MAY_IMPORT["rollout"] | {"rollout"}
 MAY_IMPORT["deepspeed"] = MAY_IMPORT["strategy"] | {"strategy"}

@@ -18,7 +18,7 @@ from typer.testing import CliRunner, Result
 
 import lightstep
 from lightstep import Strategy, available_strategies
-from lightstep.checkpoint import checkpoint
+from lightstep.checkpoint import save
 from lightstep.cli import app
 from lightstep.config import StrategyConfig, parse_config
 from lightstep.strategy.presets import read_source
@@ -126,7 +126,7 @@ def test_an_unusable_file_gets_one_sentence(tmp_path: Path, content: str | None,
 
 
 def test_a_full_disk_gets_one_sentence(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint, "write_tensors", _fails_after(checkpoint.write_tensors, 1))
+    monkeypatch.setattr(save, "write_tensors", _fails_after(save.write_tensors, 1))
     sentence = _sentence(_run("train", file), 1)
     assert "checkpoint-4 was not saved: No space left on device" in sentence and "checkpoint-2 is kept" in sentence
 

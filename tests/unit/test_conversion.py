@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from typer.testing import CliRunner
 
+from lightstep.checkpoint import CheckpointError
 from lightstep.checkpoint import tensors as checkpoint_tensors
-from lightstep.checkpoint.checkpoint import CheckpointError
 from lightstep.checkpoint.formats import convert, convert_checkpoint, describe_checkpoint, read_checkpoint
 from lightstep.checkpoint.formats.state import Group, LazyTensor, TrainingState
 from lightstep.cli import app

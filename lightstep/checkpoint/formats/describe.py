@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from lightstep.checkpoint.format import reported
+from lightstep.checkpoint.errors import reported
 from lightstep.checkpoint.formats.names import Naming, read_model, read_names
 from lightstep.checkpoint.formats.read import read_checkpoint
 from lightstep.checkpoint.formats.state import LazyTensor, TrainingState, listed

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from lightstep.checkpoint.format import CheckpointError, error_text
+from lightstep.checkpoint.errors import CheckpointError, error_text
 
 _KNOWN: dict[str, Any] = {"deepspeed.runtime.zero.config.ZeroStageEnum": int}
 
