@@ -1,4 +1,8 @@
-"""Weights and optimizer state in other libraries' formats."""
+"""Weights and optimizer state in other libraries' formats.
+
+Not through torch's ``HuggingFaceStorageWriter``: its shards per rank have to be written a second time to become files
+that ``from_pretrained`` reads, with tied weights twice; configuration and names are ``save_pretrained``'s anyway.
+"""
 
 from __future__ import annotations
 

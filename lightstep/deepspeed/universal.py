@@ -13,6 +13,7 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+import pickle
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +22,7 @@ from typing import Any
 import torch
 
 from lightstep.checkpoint.errors import CheckpointError, reported
+from lightstep.checkpoint.formats.safe_load import refused_name
 from lightstep.checkpoint.formats.zero_files import RESERVED as DEEPSPEEDS_OWN
 from lightstep.checkpoint.load import apply_scheduler
 from lightstep.checkpoint.partly_loaded import changing
@@ -64,6 +66,8 @@ def trusted_loads() -> Iterator[None]:
     try:
         with torch.serialization.safe_globals([_imported(name) for name in _TRUSTED]):
             yield
+    except pickle.UnpicklingError as error:  # torch's text recommends to run what is in it
+        raise CheckpointError(f"a file is damaged, or holds what must not be run ({refused_name(error)})") from error
     finally:
         for name, value in before.items():
             if value is None:

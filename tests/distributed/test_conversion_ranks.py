@@ -83,12 +83,10 @@ def test_a_lightstep_run_continues_under_deepspeed(
     pool: Pool, stage: int, dtype: str, world_size: int, tmp_path: Path
 ) -> None:
     run = Run(dtype, deepspeed_runs.WINDOW).train(BEFORE)
-    strategy = tmp_path / "strategy.yaml"
-    strategy.write_text(
-        f"precision: {{parameters: {dtype}, loss_scale: {{kind: dynamic, growth_interval: 8, hysteresis: 2}}}}"
-    )
+    scale = {"kind": "dynamic", "growth_interval": 8, "hysteresis": 2}
+    strategy = Strategy.load({"precision": {"parameters": dtype, "loss_scale": scale}})
     source = run.save(tmp_path / "step-3")
-    convert_checkpoint(source, tmp_path / "u", "deepspeed-universal", strategy=strategy)
+    convert_checkpoint(source, tmp_path / "u", "deepspeed-universal", loss_scale=strategy.config.precision.loss_scale)
     at = lightstep_state(run)
     client, loaded, continued = pool.run(
         deepspeed_runs.resume_universal, world_size, folder=str(tmp_path / "u"), stage=stage, dtype=dtype
