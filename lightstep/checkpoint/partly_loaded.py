@@ -18,7 +18,7 @@ _PARTLY: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
 @contextmanager
 def changing(model: nn.Module, optimizer: Any, path: Any) -> Iterator[None]:
     """The model is loaded in this block. After an error neither ``step()`` nor a save goes on from what is there."""
-    reason = f"loading {path} failed after a part of it had been loaded; load a checkpoint first"
+    reason = f"loading {path} failed after a part of it had been loaded"
     inner = unwrap_model(model)
     _PARTLY[inner] = reason
     try:
@@ -34,4 +34,4 @@ def refuse_partly_loaded(model: nn.Module) -> None:
     """Raises :class:`CheckpointError` when the last load broke off after it had changed something."""
     reason = _PARTLY.get(unwrap_model(model))
     if reason is not None:
-        raise CheckpointError(reason)
+        raise CheckpointError(f"{reason}; load a checkpoint before saving one")
