@@ -4,7 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lightstep.checkpoint.checkpoint import CheckpointError
+    from lightstep.checkpoint import CheckpointError
     from lightstep.clipping import clip_grad_norm_, global_grad_norm
     from lightstep.config import ConfigError
     from lightstep.optimizer.base import BaseOptimizer
@@ -47,7 +47,7 @@ __all__ = [
 ]
 
 _MODULES = {
-    "checkpoint.checkpoint": ["CheckpointError"],
+    "checkpoint": ["CheckpointError"],
     "clipping": ["clip_grad_norm_", "global_grad_norm"],
     "config": ["ConfigError"],
     "optimizer.base": ["BaseOptimizer"],

@@ -285,6 +285,8 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
         optimizer: BaseOptimizer | None = None,
         scheduler: Any = None,
         extra: Mapping[str, Any] | None = None,
+        *,
+        trainable_only: bool | None = None,
     ) -> None:
         """Write DeepSpeed's own files, scheduler, random states and ``extra`` to the directory ``path``.
 
@@ -292,16 +294,25 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
 
         Raises:
             CheckpointError: as of every strategy.
+            ValueError: ``trainable_only=True``: DeepSpeed's files hold whole models.
         """
         owner = self._owner(model, optimizer)
         if owner is None:
             deepspeed_weights.refuse_partitioned(model, self.name)
-            super().save_checkpoint(path, model, None, scheduler, extra)
+            super().save_checkpoint(path, model, None, scheduler, extra, trainable_only=trainable_only)
+        elif trainable_only:
+            raise ValueError(f"{self.name}: trainable_only=True, and DeepSpeed's files hold whole models; leave it out")
         else:
             deepspeed_checkpoint.save_checkpoint(path, model, owner, scheduler, extra)
 
     def load_checkpoint(
-        self, path: str | Path, model: nn.Module, optimizer: BaseOptimizer | None = None, scheduler: Any = None
+        self,
+        path: str | Path,
+        model: nn.Module,
+        optimizer: BaseOptimizer | None = None,
+        scheduler: Any = None,
+        *,
+        trainable_only: bool | None = None,
     ) -> dict[str, Any]:
         """Continue from :meth:`save_checkpoint`, on as many ranks; returns its ``extra``.
 
@@ -311,11 +322,14 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
 
         Raises:
             CheckpointError: it cannot be used; the message says what differs, and nothing was changed.
+            ValueError: ``trainable_only=True``: DeepSpeed's files hold whole models.
         """
         owner = self._owner(model, optimizer)
         if owner is None:
             deepspeed_weights.refuse_partitioned(model, self.name)
-            return super().load_checkpoint(path, model, None, scheduler)
+            return super().load_checkpoint(path, model, None, scheduler, trainable_only=trainable_only)
+        if trainable_only:
+            raise ValueError(f"{self.name}: trainable_only=True, and DeepSpeed's files hold whole models; leave it out")
         return deepspeed_checkpoint.load_checkpoint(path, model, owner, scheduler, weights_only=optimizer is None)
 
     def _owner(self, model: nn.Module, optimizer: BaseOptimizer | None) -> DeepSpeedOptimizer | None:

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Self, cast
 import torch
 from torch import nn
 
-from lightstep.checkpoint import checkpoint
+from lightstep import checkpoint
 from lightstep.checkpoint.pretrained import load_pretrained
 from lightstep.config import (
     ConstantScale,
@@ -390,27 +390,36 @@ class Strategy(ReinforcementLearning, ABC):
         optimizer: BaseOptimizer | None = None,
         scheduler: Any = None,
         extra: Mapping[str, Any] | None = None,
+        *,
+        trainable_only: bool | None = None,
     ) -> None:
         """Write model, optimizer, scheduler, random states and ``extra`` to the directory ``path``.
 
-        Called by all ranks that train, and by none that only generate.
+        Called by all ranks that train, and by none that only generate. ``trainable_only`` leaves out the frozen base;
+        it is the default for models with adapters of PEFT.
         """
         self.roles.refuse("save_checkpoint", _SAVED_BY_TRAINERS, model, but=("reference",))
         self._land(model)
-        checkpoint.save_checkpoint(path, model, optimizer, scheduler, extra)
+        checkpoint.save_checkpoint(path, model, optimizer, scheduler, extra, trainable_only=trainable_only)
 
     def load_checkpoint(
-        self, path: str | Path, model: nn.Module, optimizer: BaseOptimizer | None = None, scheduler: Any = None
+        self,
+        path: str | Path,
+        model: nn.Module,
+        optimizer: BaseOptimizer | None = None,
+        scheduler: Any = None,
+        *,
+        trainable_only: bool | None = None,
     ) -> dict[str, Any]:
         """Continue from :meth:`save_checkpoint`; returns its ``extra``.
 
         Without ``optimizer`` only the weights are loaded, and the masters of the model's optimizers are rebuilt from
-        them.
+        them. ``trainable_only=True`` leaves the frozen base alone, which happens anyway if it was not saved.
         """
         but: tuple[Role, ...] = ("reference", "rollout") if optimizer is None else ()
         self.roles.refuse("load_checkpoint with an optimizer", "leave the optimizer out", model, but)
         self._land(model)
-        extra = checkpoint.load_checkpoint(path, model, optimizer, scheduler)
+        extra = checkpoint.load_checkpoint(path, model, optimizer, scheduler, trainable_only=trainable_only)
         for follower in self._optimizers_of(model) if optimizer is None else ():
             follower.refresh_master_weights()
         return extra
