@@ -16,7 +16,6 @@ import itertools
 import sys
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +26,7 @@ from lightstep.optimizer.base import BaseOptimizer
 from lightstep.optimizer.param_groups import Place
 from lightstep.sharding.gathering_gates import GatheringGates, gathered_with, own_parts, sharded_modules
 from lightstep.sharding.hooks import ModuleHook
-from lightstep.sharding.parameter_reads import DeferredUpdates, await_reads
+from lightstep.sharding.parameter_reads import AwaitedParameters, DeferredUpdates, await_reads, awaited, wait_for
 from lightstep.sharding.preparation import transformer_blocks
 
 __all__ = ["Gates", "in_order_of_use"]
@@ -48,8 +47,7 @@ class Gates:
     """
 
     def __init__(self) -> None:
-        self._optimizers: weakref.WeakSet[BaseOptimizer] = weakref.WeakSet()
-        self._updates = DeferredUpdates(self._optimizers)
+        self._updates = DeferredUpdates()
         self._gathering: GatheringGates | None = None
         self._handles: list[Any] = []
         self._gated: tuple[int, ...] = ()
@@ -59,9 +57,8 @@ class Gates:
 
         To be called again when the model has been sharded, or has got other modules.
         """
-        if optimizer not in self._optimizers:
-            weakref.finalize(optimizer, _open_without, self._optimizers, self._handles)
-        self._optimizers.add(optimizer)
+        if optimizer not in self._updates.optimizers:
+            weakref.finalize(optimizer, _open_without, self._updates.optimizers, self._handles)
         self._updates.follow(optimizer, in_backward)
         sharded = sharded_modules(model)
         gated = (*map(id, model.modules()), -1, *map(id, model.parameters() if sharded else ()))
@@ -71,30 +68,30 @@ class Gates:
             _forget_compiled()
         _remove(self._handles)
         self._gated = gated
-        await_reads(model.modules(), self._updates)
+        await_reads(list(model.modules()), self._updates)
         self._handles += self._before_units(model, sharded) if sharded else self._before_blocks(model)
 
     def _before_blocks(self, model: nn.Module) -> Iterator[Any]:
         blocks = transformer_blocks(model)
+        early = itertools.takewhile(lambda module: module not in blocks[:1], model.modules())
+        yield self._before(model, awaited(early))
         if blocks:
-            early = itertools.takewhile(lambda module: module is not blocks[0], model.modules())
-            yield self._before(model, early)
-            yield blocks[-1].register_forward_hook(ModuleHook(_without_arguments(self._updates.wait_for_all)))
-        else:
-            yield self._before(model, model.modules())
+            yield blocks[-1].register_forward_hook(ModuleHook(lambda *_, updates=self._updates: updates.wait()))
         yield from self._outside(model, blocks, but=model)
         for block in blocks:
-            yield self._before(block, block.modules())
+            yield self._before(block, awaited(block.modules()))
 
     def _before_units(self, model: nn.Module, sharded: Sequence[nn.Module]) -> Iterator[Any]:
         """Each FSDP module waits for what is gathered with it; modules outside of them as elsewhere."""
         if self._gathering is None or not self._gathering.belongs_to(sharded[0]):
-            self._gathering = GatheringGates(sharded, self._updates)
+            self._gathering = GatheringGates(sharded)
         gathered = {module: gathered_with(module, sharded) for module in sharded}
         everything = [parameter for parameters in gathered.values() for parameter in parameters]
         for module, parameters in gathered.items():
-            needed = partial(_needed, self._gathering, parameters, everything)
-            yield self._before(module, own_parts(module), needed)
+            if self._gathering.unguarded:
+                yield self._before(module, awaited(model.modules()), everything)
+            else:
+                yield self._before(module, awaited(own_parts(module)), parameters)
         yield from self._outside(model, sharded)
 
     def _outside(self, model: nn.Module, units: Sequence[nn.Module], but: nn.Module | None = None) -> Iterator[Any]:
@@ -103,21 +100,20 @@ class Gates:
         for module in model.modules():
             if module is not but and module not in inside:
                 holds_units = not inside.isdisjoint(module.modules())
-                yield self._before(module, [module] if holds_units else module.modules())
+                yield self._before(module, awaited([module] if holds_units else module.modules()))
 
-    def _before(self, module: nn.Module, read: Iterable[nn.Module], parameters: Any = None) -> Any:
-        """A hook that waits for the parameters of the modules ``read``, before FSDP2 reads shards."""
-        own = await_reads(read, self._updates)
-        wait = _without_arguments(partial(self._updates.wait, own, parameters))
+    def _before(
+        self, module: nn.Module, read: list[AwaitedParameters], shards: Collection[Tensor] | None = None
+    ) -> Any:
+        """A hook that waits for the parameters ``read``, before FSDP2 reads shards."""
+        updates = self._updates
+
+        def wait(*_: Any) -> None:
+            if updates.in_backward:
+                updates.wait(())
+            wait_for(read, shards)
+
         return module.register_forward_pre_hook(ModuleHook(wait), prepend=True)
-
-
-def _needed(gathering: GatheringGates, own: Collection[Tensor], everything: Collection[Tensor]) -> Collection[Tensor]:
-    return everything if gathering.unguarded else own
-
-
-def _without_arguments(call: Any) -> Any:
-    return lambda *_: call()
 
 
 def _forget_compiled() -> None:

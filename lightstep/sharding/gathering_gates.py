@@ -23,7 +23,7 @@ from torch.distributed.fsdp import FSDPModule, UnshardHandle, fully_shard
 
 from lightstep.distributed import local_tensor
 from lightstep.sharding.hooks import ModuleHook
-from lightstep.sharding.parameter_reads import DeferredUpdates
+from lightstep.sharding.parameter_reads import awaited, updates_of
 
 __all__ = ["GatheringGates", "gathered_with", "own_parts", "sharded_modules"]
 
@@ -58,16 +58,12 @@ class GatheringGates:
     """The all-gathers of one FSDP2 model, each behind the updates of its own shards.
 
     Args:
-        modules: :func:`sharded_modules` of the model; the first one is what is called.
-        updates: what to wait for.
+        modules: :func:`sharded_modules` of the model, whose reads wait; the first one is what is called.
     """
 
-    def __init__(self, modules: Sequence[nn.Module], updates: DeferredUpdates) -> None:
-        self._updates = updates
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._root = weakref.ref(modules[0])
-        self._units = weakref.WeakKeyDictionary(
-            {module: _GatedAllGather(module, modules, updates) for module in modules}
-        )
+        self._units = weakref.WeakKeyDictionary({module: _GatedAllGather(module, modules) for module in modules})
         self._called_next: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = weakref.WeakKeyDictionary()
         self._last: nn.Module | None = None  # called in the forward that is running
         self._running = self._from_here = False
@@ -88,7 +84,7 @@ class GatheringGates:
 
     def _before_forward(self, module: nn.Module, *_: Any) -> None:
         if module is self._root():
-            self._from_here = self._updates.pending and any(unit.reads_early for unit in self._units.values())
+            self._from_here = any(unit.reads_early and unit.pending for unit in self._units.values())
             self._running = True
         if not self._running:  # a block that is recomputed in backward, or called on its own
             return
@@ -152,13 +148,13 @@ class _GatedAllGather:
         unguarded: torch does not take another all-gather for this module.
     """
 
-    def __init__(self, module: nn.Module, sharded: Sequence[nn.Module], updates: DeferredUpdates) -> None:
+    def __init__(self, module: nn.Module, sharded: Sequence[nn.Module]) -> None:
         shards = gathered_with(module, sharded)
         self.device = local_tensor(shards[0]).device if shards else torch.device("cpu")
         self.reads_early = self.unguarded = False
         self._shards = [weakref.ref(shard) for shard in shards]
         self._dtypes = {local_tensor(shard).dtype for shard in shards}
-        self._updates = updates
+        self._own = awaited(part for other in sharded for part in own_parts(other))
         assert isinstance(module, FSDPModule)
         try:
             module.set_custom_all_gather(self)  # type: ignore[arg-type]
@@ -174,7 +170,14 @@ class _GatedAllGather:
 
     def wait_on_stream(self) -> None:
         """The current stream waits for the updates of the shards."""
-        self._updates.wait_on_stream([shard for reference in self._shards if (shard := reference()) is not None])
+        shards = [shard for reference in self._shards if (shard := reference()) is not None]
+        for updates in updates_of(self._own):
+            updates.wait_on_stream(shards)
+
+    @property
+    def pending(self) -> bool:
+        """Whether updates may be under way."""
+        return any(updates.pending for updates in updates_of(self._own))
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False

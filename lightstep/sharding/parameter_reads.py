@@ -13,89 +13,73 @@ from __future__ import annotations
 import copy
 import sys
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator
-from typing import Any
+from collections.abc import Collection, Iterable, Iterator
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from lightstep.optimizer.base import BaseOptimizer
 
-__all__ = ["AwaitedParameters", "DeferredUpdates", "await_reads"]
+__all__ = ["AwaitedParameters", "DeferredUpdates", "await_reads", "awaited", "updates_of", "wait_for"]
 
 
 class DeferredUpdates:
-    """The updates of one model that may still be under way.
+    """The updates of some optimizers of one model, which may still be under way.
 
     Attributes:
-        steps: how many steps the optimizers have made. A module whose parameters were waited for since the last one
-            need not wait again.
+        steps: how many steps such optimizers have made, of all models. A module whose parameters were waited for since
+            the last one need not wait again.
         in_backward: updates begin before ``step()``, and no count says when.
     """
 
-    def __init__(self, optimizers: weakref.WeakSet[BaseOptimizer]) -> None:
-        self._optimizers = optimizers
-        self._counted: weakref.WeakSet[BaseOptimizer] = weakref.WeakSet()
-        self.steps = 0
+    steps: ClassVar[int] = 0
+
+    def __init__(self) -> None:
+        self.optimizers: weakref.WeakSet[BaseOptimizer] = weakref.WeakSet()
         self.in_backward = False
 
     def follow(self, optimizer: BaseOptimizer, in_backward: bool) -> None:
-        """Count this optimizer's steps."""
+        """Wait for this optimizer's updates, too."""
         self.in_backward |= in_backward
-        if optimizer not in self._counted:
-            self._counted.add(optimizer)
-            optimizer.register_step_post_hook(self._stepped)
-
-    def _stepped(self, *_: Any) -> None:
-        self.steps += 1
+        if optimizer not in self.optimizers:
+            self.optimizers.add(optimizer)
+            optimizer.register_step_post_hook(_count_step)
 
     @property
     def pending(self) -> bool:
         """Whether updates of the last step may still be under way."""
-        return any(optimizer.has_deferred_updates for optimizer in self._optimizers)
+        return any(optimizer.has_deferred_updates for optimizer in self.optimizers)
 
-    def wait(
-        self, modules: Iterable[AwaitedParameters], parameters: Callable[[], Collection[Tensor]] | None = None
-    ) -> None:
-        """What is done next sees these modules' parameters updated.
-
-        Args:
-            modules: nothing is done if all of them have been waited for since the last step.
-            parameters: what to wait for in their stead: parameters of modules that FSDP2 has gathered are no shards.
-        """
-        stale = [own for own in modules if own.steps != self.steps]
-        if not stale and not self.in_backward:
-            return
-        found = [p for own in stale for p in own.held()] if parameters is None else parameters()
-        steps = self.steps
-        for optimizer in self._optimizers:
-            optimizer.wait_for_update(found)
-        for own in stale:
-            own.steps = steps
-
-    def wait_for_all(self) -> None:
-        """What is done next sees every parameter updated."""
-        for optimizer in self._optimizers:
-            optimizer.wait_for_update()
+    def wait(self, parameters: Collection[Tensor] | None = None) -> None:
+        """What is done next sees these parameters updated; ``None``: all of them."""
+        for optimizer in self.optimizers:
+            if self.in_backward or optimizer.has_deferred_updates:
+                optimizer.wait_for_update(parameters)
 
     def wait_on_stream(self, parameters: Collection[Tensor]) -> None:
         """The current stream waits for the updates of these parameters, and no other does."""
-        for optimizer in self._optimizers:
+        for optimizer in self.optimizers:
             optimizer.wait_on_stream(parameters)
+
+
+def _count_step(*_: Any) -> None:
+    DeferredUpdates.steps += 1
 
 
 class AwaitedParameters(dict[str, "nn.Parameter | None"]):
     """A module's ``_parameters``. In a copy of the module it is a plain dictionary.
 
     Attributes:
+        updates: what is waited for. A module may be in several models that have optimizers of their own.
         steps: :attr:`DeferredUpdates.steps` when they were last waited for.
     """
 
     __slots__ = ("steps", "updates")
 
-    def __init__(self, plain: dict[str, nn.Parameter | None], updates: DeferredUpdates) -> None:
+    def __init__(self, plain: dict[str, nn.Parameter | None]) -> None:
         super().__init__(plain)
-        self.updates = updates
+        self.updates: list[DeferredUpdates] = []
         self.steps = -1
 
     def held(self) -> list[nn.Parameter]:
@@ -105,8 +89,8 @@ class AwaitedParameters(dict[str, "nn.Parameter | None"]):
     def _wait(self) -> None:
         if torch.compiler.is_dynamo_compiling():  # first: dynamo guards on whatever is looked at
             return
-        if self.steps != self.updates.steps and not _is_zero_grad(sys._getframe(2)):
-            self.updates.wait((self,))
+        if self.steps != DeferredUpdates.steps and not _is_zero_grad(sys._getframe(2)):
+            wait_for((self,))
 
     def __getitem__(self, name: str) -> nn.Parameter | None:
         self._wait()
@@ -156,11 +140,39 @@ def _is_zero_grad(frame: Any) -> bool:
 
 def await_reads(modules: Iterable[nn.Module], updates: DeferredUpdates) -> list[AwaitedParameters]:
     """Have reads of these modules' own parameters wait for ``updates``; their ``_parameters``, where they have any."""
-    found = []
     for module in modules:
         own = vars(module)["_parameters"]
         if own and not isinstance(own, AwaitedParameters):
-            own = vars(module)["_parameters"] = AwaitedParameters(own, updates)
-        if own:
-            found.append(own)
-    return found
+            own = vars(module)["_parameters"] = AwaitedParameters(own)
+        if own and updates not in own.updates:
+            own.updates.append(updates)
+            own.steps = -1
+    return awaited(modules)
+
+
+def awaited(modules: Iterable[nn.Module]) -> list[AwaitedParameters]:
+    """The ``_parameters`` of those modules whose reads wait."""
+    return [own for module in modules if isinstance(own := vars(module)["_parameters"], AwaitedParameters)]
+
+
+def updates_of(modules: Iterable[AwaitedParameters]) -> list[DeferredUpdates]:
+    """All updates that these modules' parameters may wait for."""
+    return list(dict.fromkeys(updates for own in modules for updates in own.updates))
+
+
+def wait_for(modules: Iterable[AwaitedParameters], shards: Collection[Tensor] | None = None) -> None:
+    """What is done next sees these modules' parameters updated.
+
+    Args:
+        modules: nothing is done if all of them have been waited for since the last step.
+        shards: what to wait for in their stead: the parameters of modules that FSDP2 has gathered are no shards.
+    """
+    steps = DeferredUpdates.steps
+    stale = [own for own in modules if own.steps != steps]
+    if not stale:
+        return
+    found = [p for own in stale for p in own.held()] if shards is None else shards
+    for updates in updates_of(stale):
+        updates.wait(found)
+    for own in stale:
+        own.steps = steps

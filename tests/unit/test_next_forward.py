@@ -365,12 +365,13 @@ class FailingOnce(torch.optim.AdamW):
 
 @pytest.mark.parametrize("parameters", ["bfloat16", "float16", "float32"])
 def test_weights_that_were_moved_while_they_were_updated_are_trained_on(parameters: str) -> None:
-    """``model.to(...)`` too early loses that one update, and no other."""
+    """Exchanging the storage of parameters from an old list too early loses that one update, and no other."""
     training = Training(OVERLAP, parameters)
     training.train(2)
+    known = list(training.model.parameters())
     with Held(training, "blocks.2"):
         training.step()
-        for parameter in training.model.parameters():
+        for parameter in known:
             parameter.data = parameter.data.clone()
     training.step()
     before = copy.deepcopy(training.model.state_dict())
