@@ -27,6 +27,10 @@ class DirectCalls:
         replica.module.register_forward_pre_hook(ModuleHook(self._before), with_kwargs=True)
         replica.module.register_forward_hook(ModuleHook(self._after))
 
+    def reach(self, replica: DistributedDataParallel) -> bool:
+        """Whether it is this replica that is told."""
+        return self._replica() is replica
+
     def _before(self, module: nn.Module, arguments: Any, keywords: Any) -> Any:
         replica = self._replica()
         called = replica is not None and DistributedDataParallel._active_ddp_module is not replica

@@ -16,6 +16,7 @@ from lightstep.optimizer.base import BaseOptimizer
 from lightstep.optimizer.mixed_precision import MixedPrecisionOptimizer
 from lightstep.optimizer.param_groups import clean_name
 from lightstep.precision.gradients import ReducedGradients
+from lightstep.sharding.direct_calls import DirectCalls
 from lightstep.sharding.forward_gates import Gates
 from lightstep.sharding.model_names import unwrap_model
 
@@ -31,6 +32,7 @@ class PreparedModel:
         role: for which ``prepare_model`` prepared it; ``None``: nobody did.
         gates: what holds back its readers while updates are deferred.
         gradients: what takes its gradients out of the reduction over ranks, if anything does.
+        direct_calls: how DDP hears of forwards of the user's module, where nobody kept what is around it.
         optimizers: made for it by ``create_optimizer`` of any strategy, and still in use.
     """
 
@@ -40,6 +42,7 @@ class PreparedModel:
         self.role: str | None = None
         self.gates = Gates()
         self.gradients: ReducedGradients | None = None
+        self.direct_calls: DirectCalls | None = None
         self.optimizers: weakref.WeakSet[BaseOptimizer] = weakref.WeakSet()
         self._wrapper: weakref.ref[nn.Module] | None = None
         self._given = WeakTensorKeyDictionary()

@@ -59,7 +59,8 @@ class DDPStrategy(ProcessGroupStrategy):
     def _equal_masters(self, replica: DistributedDataParallel) -> None:
         """DDP has given every rank the first one's rounded weights; the masters that they start from follow."""
         record, group = PreparedModel.of(replica), role_group()
-        kept = dict(record.kept_masters(replica.module))
+        ignored = replica.parameters_to_ignore
+        kept = {name: pair for name, pair in record.kept_masters(replica.module) if name not in ignored}
         everybody: list[list[str]] = [[]] * self.world_size
         dist.all_gather_object(everybody, list(kept), group=group)
         if everybody.count(everybody[0]) < self.world_size:
@@ -71,11 +72,16 @@ class DDPStrategy(ProcessGroupStrategy):
             record.keep_masters([(parameter, shared.to(value.device))])
 
     def _wrapped(self, model: nn.Module) -> nn.Module:
-        inner = unwrap_model(model)
-        if model is not inner or PreparedModel.of(inner).role != "trainer":
+        inner, record = unwrap_model(model), PreparedModel.of(model)
+        if model is not inner or record.role != "trainer":
             return model
-        replica = _replica(inner) or self._replicate(inner)
-        DirectCalls(replica)
+        replica = _replica(inner)
+        everywhere: list[bool] = [False] * self.world_size
+        dist.all_gather_object(everywhere, replica is not None, group=role_group())
+        if replica is None or not all(everywhere):
+            replica = self._replicate(inner)
+        if record.direct_calls is None or not record.direct_calls.reach(replica):
+            record.direct_calls = DirectCalls(replica)
         return replica
 
     def _prepare_reference(self, model: nn.Module) -> nn.Module:
@@ -128,7 +134,8 @@ class DDPStrategy(ProcessGroupStrategy):
 
     def _refuse_unprepared(self, model: nn.Module) -> None:
         super()._refuse_unprepared(model)
-        if self.world_size > 1 and _replica(model) is None:
+        reduced = any(isinstance(module, DistributedDataParallel) for module in model.modules())
+        if self.world_size > 1 and not reduced and _replica(model) is None:
             raise ConfigError(
                 f"{self.name}: nothing averages the gradients of this {type(unwrap_model(model)).__name__} over the "
                 f"{self.world_size} ranks, which would train apart; call model = strategy.prepare_model(model) on all "

@@ -98,6 +98,7 @@ def check_in_place(rank: int, world_size: int, sharding: dict[str, Any], state: 
             model = prepared
         del prepared
         gc.collect()
+        strategy.create_optimizer(model, lr=1e-2)  # given up at once
         optimizer = strategy.create_optimizer(model, lr=1e-2)
         assert all(train(strategy, model, optimizer, steps=3))
         optimizer.synchronize()

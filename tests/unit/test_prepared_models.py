@@ -8,10 +8,12 @@ import io
 import pickle
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils import parameters_to_vector
@@ -291,3 +293,12 @@ def test_nothing_is_kept_where_nothing_was_rounded_or_no_master_is_wanted() -> N
     assert set(initial_masters(lightstep.Strategy.load("resident").prepare_model(meta)).values()) == {None}
     reference = lightstep.Strategy.load("resident").prepare_model(TinyTransformer(), role="reference")
     assert set(initial_masters(reference).values()) == {None}
+
+
+def test_masters_start_from_the_fp32_weights_of_a_folder(tmp_path: Path) -> None:
+    saved = TinyTransformer()
+    save_file({key: value.contiguous() for key, value in saved.state_dict().items()}, tmp_path / "model.safetensors")
+    model = lightstep.Strategy.load("resident").prepare_model(TinyTransformer(), weights=tmp_path)
+    for name, master in initial_masters(model).items():
+        given = saved.get_parameter(name)
+        assert (master is None) if not given.requires_grad else torch.equal(master, given)
