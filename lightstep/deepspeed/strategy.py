@@ -252,6 +252,10 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
     def _replicas(self, model: nn.Module) -> Replicas | None:
         return None
 
+    @property
+    def _rounds(self) -> bool:
+        return False  # DeepSpeed makes its masters itself, of the weights that it is given
+
     def publish_weights(
         self, model: nn.Module, to: RolloutEngine | WeightTransport | None = None, version: int | None = None
     ) -> int:

@@ -73,16 +73,26 @@ class DDPStrategy(ProcessGroupStrategy):
 
     def _wrapped(self, model: nn.Module) -> nn.Module:
         inner, record = unwrap_model(model), PreparedModel.of(model)
-        if model is not inner or record.role != "trainer":
+        if record.role != "trainer":
             return model
+        outer = self._replica_everywhere(inner) if model is inner else model
+        replica = _replica(outer)
+        # Fp32 gradients that come through the hook are refused by the step when nothing reduced them; others are not.
+        unnoticed = model is inner or record.gradients is None
+        if (
+            replica is not None
+            and unnoticed
+            and (record.direct_calls is None or not record.direct_calls.reach(replica))
+        ):
+            record.direct_calls = DirectCalls(replica)
+        return outer
+
+    def _replica_everywhere(self, inner: nn.Module) -> DistributedDataParallel:
+        """What stands around the user's module; a new one on all ranks where some rank kept none."""
         replica = _replica(inner)
         everywhere: list[bool] = [False] * self.world_size
         dist.all_gather_object(everywhere, replica is not None, group=role_group())
-        if replica is None or not all(everywhere):
-            replica = self._replicate(inner)
-        if record.direct_calls is None or not record.direct_calls.reach(replica):
-            record.direct_calls = DirectCalls(replica)
-        return replica
+        return replica if replica is not None and all(everywhere) else self._replicate(inner)
 
     def _prepare_reference(self, model: nn.Module) -> nn.Module:
         prepared = super()._prepare_reference(model)
