@@ -27,7 +27,7 @@ class DirectCalls:
         replica.module.register_forward_pre_hook(ModuleHook(self._before), with_kwargs=True)
         replica.module.register_forward_hook(ModuleHook(self._after))
 
-    def reach(self, replica: DistributedDataParallel) -> bool:
+    def reach(self, replica: DistributedDataParallel | None) -> bool:
         """Whether it is this replica that is told."""
         return self._replica() is replica
 

@@ -131,8 +131,9 @@ def _is_zero_grad(frame: Any) -> bool:
     Plain loops call it right after ``step()``, where waiting would leave nothing to overlap with the next forward. It
     is told by its code among the callers; should torch call it otherwise one day, it waits like any other reader.
     """
+    code = getattr(nn.Module.zero_grad, "__code__", None)
     for _ in range(6):  # items <- named_parameters' lambda <- _named_members <- named_parameters <- parameters <- it
-        if frame is None or frame.f_code is nn.Module.zero_grad.__code__:
+        if frame is None or frame.f_code is code:
             return frame is not None
         frame = frame.f_back
     return False

@@ -79,11 +79,8 @@ class DDPStrategy(ProcessGroupStrategy):
         replica = _replica(outer)
         # Fp32 gradients that come through the hook are refused by the step when nothing reduced them; others are not.
         unnoticed = model is inner or record.gradients is None
-        if (
-            replica is not None
-            and unnoticed
-            and (record.direct_calls is None or not record.direct_calls.reach(replica))
-        ):
+        reached = record.direct_calls is not None and record.direct_calls.reach(replica)
+        if replica is not None and unnoticed and not reached:
             record.direct_calls = DirectCalls(replica)
         return outer
 
