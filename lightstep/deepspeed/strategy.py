@@ -27,7 +27,6 @@ from lightstep.deepspeed.state import EngineState
 from lightstep.distributed import Replicas, is_sharded
 from lightstep.extras import needs
 from lightstep.optimizer.base import BaseOptimizer
-from lightstep.precision.gradients import ReducedGradients
 from lightstep.rollout.engine import RolloutEngine
 from lightstep.rollout.transport import WeightTransport
 from lightstep.sharding.engine_model import EngineModel, tell_deepspeed_where_it_is
@@ -198,8 +197,7 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
     ) -> DeepSpeedOptimizer:
         optimizer = DeepSpeedOptimizer(engine, groups, defaults)
         outer.attach(engine)
-        self._optimizers.setdefault(outer.module, weakref.WeakSet()).add(optimizer)
-        optimizer.accumulating = False
+        self._register(outer, optimizer)
         return optimizer
 
     def _initialise(self, module: nn.Module, client: torch.optim.Optimizer) -> Any:
@@ -258,8 +256,9 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
     def _replicas(self, model: nn.Module) -> Replicas | None:
         return None
 
-    def _fp32_gradients(self, model: nn.Module) -> ReducedGradients | None:
-        return None
+    @property
+    def _rounds(self) -> bool:
+        return False  # DeepSpeed makes its masters itself, of the weights that it is given
 
     def publish_weights(
         self, model: nn.Module, to: RolloutEngine | WeightTransport | None = None, version: int | None = None

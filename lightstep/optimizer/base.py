@@ -59,6 +59,14 @@ class BaseOptimizer(torch.optim.Optimizer):
         :meth:`land` in its turn.
         """
 
+    def wait_for_update(self, parameters: Iterable[Tensor] | None = None) -> None:
+        """What is done next sees these parameters updated (``None``: all of them)."""
+        self.land(parameters)
+
+    def wait_on_stream(self, parameters: Iterable[Tensor]) -> None:
+        """The current stream waits for these parameters' updates, and no other does."""
+        self.hold(parameters)
+
     @abstractmethod
     def synchronize(self) -> None:
         """Wait until all deferred work has landed in the parameters and the state."""

@@ -54,6 +54,7 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         overflow_everywhere: whether all ranks of the process group skip a step together; ``None``: if any parameter is
             a DTensor.
         update_time: when the updates that a step decides upon are done.
+        initial_masters: called at set-up for the fp32 local shard from which a parameter was rounded, if there is one.
 
     Raises:
         TypeError: ``optimizer_class`` is not a usable optimizer class.
@@ -87,6 +88,7 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         places: Places | None = None,
         overflow_everywhere: bool | None = None,
         update_time: type[Updates] = AtStep,
+        initial_masters: Callable[[Tensor], Tensor | None] | None = None,
     ) -> None:
         self._inside: dict[str, Any] = {}
         self._arithmetic = BaseArithmetic(optimizer_class, dict(hyperparameters or {}))
@@ -97,6 +99,7 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         self._backend = backend or ResidentBackend()
         self._overflow_everywhere = overflow_everywhere
         self._update_time = update_time
+        self._initial_masters = initial_masters
         self._refuse_what_needs_all_gradients()
         self._start(reduce_float32, places)
 
