@@ -4,7 +4,7 @@ from lightstep.checkpoint.checkpoint import CheckpointError
 from lightstep.clipping import clip_grad_norm_, global_grad_norm
 from lightstep.config import ConfigError
 from lightstep.optimizer.base import BaseOptimizer
-from lightstep.optimizer.mixed_precision import MixedPrecisionOptimizer
+from lightstep.optimizer.optimizer import MixedPrecisionOptimizer
 from lightstep.optimizer.result import StepResult
 from lightstep.precision.loss_scale import ConstantLossScale, DynamicLossScale, LossScale
 from lightstep.rollout.engine import RolloutEngine, TransformersEngine

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightstep.config import ConfigError, FSDP2Sharding
 from lightstep.optimizer.base import BaseOptimizer
-from lightstep.optimizer.mixed_precision import MixedPrecisionOptimizer
+from lightstep.optimizer.optimizer import MixedPrecisionOptimizer
 from lightstep.strategy import Strategy
 
 __all__ = ["inner_optimizer", "refuse_contradictions", "refuse_other_norm", "refuse_part", "refuse_stranger"]

@@ -14,7 +14,7 @@ from torch import nn
 
 from lightstep.config import StrategyConfig
 from lightstep.optimizer.base import BaseOptimizer
-from lightstep.optimizer.mixed_precision import MixedPrecisionOptimizer
+from lightstep.optimizer.optimizer import MixedPrecisionOptimizer
 from lightstep.rollout.engine import RolloutEngine
 from lightstep.rollout.exchange import WeightExchange
 from lightstep.rollout.roles import Role, Roles, fsdp_version

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightstep.optimizer.base import BaseOptimizer
-from lightstep.optimizer.mixed_precision import MixedPrecisionOptimizer
+from lightstep.optimizer.optimizer import MixedPrecisionOptimizer
 from lightstep.optimizer.param_groups import clean_name
 from lightstep.sharding.model_names import unwrap_model
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lightstep.config import ConfigError
 from lightstep.distributed import Replicas, differs_across_ranks, initialized, is_sharded, role_group
 from lightstep.optimizer.base import BaseOptimizer
-from lightstep.optimizer.mixed_precision import MixedPrecisionOptimizer
+from lightstep.optimizer.optimizer import MixedPrecisionOptimizer
 from lightstep.optimizer.param_groups import Place
 from lightstep.precision.gradients import ReducedGradients
 from lightstep.state.backend import StateBackend

@@ -15,7 +15,7 @@ from lightstep.bench.iteration.trace import MAIN, TO_DEVICE, TO_HOST, UPDATES, r
 from lightstep.bench.link import measure_link
 from lightstep.bench.probes import HostSyncs, link_traffic, pinned_bytes
 from lightstep.bench.ranks import Ranks
-from lightstep.optimizer.updates import NextForward
+from lightstep.optimizer.schedule import NextForward
 
 pytestmark = pytest.mark.gpu
 
