@@ -169,7 +169,7 @@ class GradientAccumulator:
     def _delivered_to(self, parameter: Tensor) -> Tensor | None:
         """What was delivered becomes one fp32 tensor, with what is in ``p.grad`` unless that is a rounded copy."""
         parts = self._delivered.get(parameter, [])
-        own = None if parameter in self._rounded else self._own(parameter)
+        own = None if parameter in self._rounded else self._local(parameter)
         parameter.grad = None
         if own is not None:
             parts.append(own.to(torch.float32))
@@ -179,6 +179,12 @@ class GradientAccumulator:
         return parts[0] if parts else None
 
     def _own(self, parameter: Tensor) -> Tensor | None:
+        """The whole gradient where none was delivered."""
+        if self._reduction is not None:
+            self._refuse_unreduced(parameter)
+        return self._local(parameter)
+
+    def _local(self, parameter: Tensor) -> Tensor | None:
         """The local part of ``p.grad``."""
         gradient = parameter.grad
         if gradient is None:
@@ -188,8 +194,6 @@ class GradientAccumulator:
                 f"a parameter of shape {tuple(parameter.shape)} has a sparse gradient, which fp32 masters and one "
                 "global norm cannot take; build its layer with sparse=False"
             )
-        if self._reduction is not None:
-            self._refuse_unreduced(parameter)
         return local_gradient(parameter, torch.float32) if is_sharded(gradient) else _outside_autograd(gradient)
 
     def _refuse_unreduced(self, parameter: Tensor) -> None:

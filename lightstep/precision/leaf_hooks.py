@@ -57,4 +57,4 @@ def _registered(parameter: Tensor, before: Make | None, after: Make | None) -> l
 def _marked(hook: Hook) -> Hook:
     """Neither saved with its parameter nor traced by compiled autograd."""
     hook._torchdynamo_disable = True  # type: ignore[attr-defined]  # torch.compiler.disable's mark, without dynamo
-    return unserializable_hook(hook)  # type: ignore[no-any-return]
+    return unserializable_hook(hook)
