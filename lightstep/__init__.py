@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from lightstep.clipping import clip_grad_norm_, global_grad_norm
     from lightstep.config import ConfigError
     from lightstep.optimizer.base import BaseOptimizer
-    from lightstep.optimizer.mixed_precision import MixedPrecisionOptimizer
+    from lightstep.optimizer.optimizer import MixedPrecisionOptimizer
     from lightstep.optimizer.result import StepResult
     from lightstep.precision.loss_scale import ConstantLossScale, DynamicLossScale, LossScale
     from lightstep.rollout.engine import RolloutEngine, TransformersEngine
@@ -51,7 +51,7 @@ _MODULES = {
     "clipping": ["clip_grad_norm_", "global_grad_norm"],
     "config": ["ConfigError"],
     "optimizer.base": ["BaseOptimizer"],
-    "optimizer.mixed_precision": ["MixedPrecisionOptimizer"],
+    "optimizer.optimizer": ["MixedPrecisionOptimizer"],
     "optimizer.result": ["StepResult"],
     "precision.loss_scale": ["ConstantLossScale", "DynamicLossScale", "LossScale"],
     "rollout.engine": ["RolloutEngine", "TransformersEngine"],

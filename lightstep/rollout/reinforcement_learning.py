@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from lightstep.config import Rollout
-from lightstep.optimizer.mixed_precision import MixedPrecisionOptimizer
+from lightstep.optimizer.optimizer import MixedPrecisionOptimizer
 from lightstep.rollout.engine import RolloutEngine
 from lightstep.rollout.exchange import WeightExchange
 from lightstep.rollout.roles import Roles

@@ -204,6 +204,14 @@ class StateBackend(ABC):
     def differs(self, managed: Managed) -> bool:
         """Whether the parameter is no longer its master rounded: somebody else wrote to it. May wait for the device."""
 
+    def changed(self, managed: Sequence[Managed]) -> list[Managed]:
+        """Those whose weight is no longer its master rounded: somebody else wrote to it. May wait for the device."""
+        return [item for item in managed if self.differs(item)]
+
+    def start_from(self, managed: Managed, master: Tensor) -> None:
+        """Before the first update: the master is this (fp32, local shape), and not the weight brought to fp32."""
+        self.load(managed, {"master": master})
+
     @abstractmethod
     def memory(self) -> dict[str, int]:
         """``device_bytes``, ``host_bytes`` and ``ring_bytes`` held between steps."""

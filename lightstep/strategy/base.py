@@ -31,9 +31,9 @@ from lightstep.config import (
 from lightstep.distributed import end_process_group, initialized
 from lightstep.optimizer.base import BaseOptimizer
 from lightstep.optimizer.in_backward import InBackward
-from lightstep.optimizer.mixed_precision import MixedPrecisionOptimizer
+from lightstep.optimizer.optimizer import MixedPrecisionOptimizer
 from lightstep.optimizer.param_groups import Place, check_param_groups, places
-from lightstep.optimizer.updates import AtStep, NextForward, Updates
+from lightstep.optimizer.schedule import AtStep, NextForward, Schedule
 from lightstep.precision.gradients import ReducedGradients
 from lightstep.precision.loss_scale import ConstantLossScale, DynamicLossScale, LossScale
 from lightstep.precision.split import Splitter
@@ -60,7 +60,7 @@ _KINDS = {
     "deepspeed": ("lightstep.deepspeed.strategy", "DeepSpeedStrategy"),
 }
 
-_UPDATE_TIMES: dict[str, type[Updates]] = {
+_UPDATE_TIMES: dict[str, type[Schedule]] = {
     "at_step": AtStep,
     "next_forward": NextForward,
     "in_backward": InBackward,
@@ -345,7 +345,7 @@ class Strategy(ABC):
         optimizer.accumulating = False
 
     @property
-    def _update_time(self) -> type[Updates]:
+    def _update_time(self) -> type[Schedule]:
         return _UPDATE_TIMES[self.config.optimizer_state.update]
 
     def _wrapped(self, model: nn.Module) -> nn.Module:

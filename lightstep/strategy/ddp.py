@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightstep.config import ConfigError, DDPSharding
 from lightstep.distributed import Replicas, is_sharded, role_group
-from lightstep.optimizer.updates import AtStep, Updates
+from lightstep.optimizer.schedule import AtStep, Schedule
 from lightstep.precision.gradients import ReducedGradients
 from lightstep.sharding.direct_calls import DirectCalls
 from lightstep.sharding.model_names import unwrap_model
@@ -127,7 +127,7 @@ class DDPStrategy(ProcessGroupStrategy):
         return contextlib.nullcontext() if last or replica is None else replica.no_sync()
 
     @property
-    def _update_time(self) -> type[Updates]:
+    def _update_time(self) -> type[Schedule]:
         """DDP's buckets hold all gradients until backward ends: updates in backward would come to the same."""
         known = super()._update_time
         return AtStep if known.in_backward else known

@@ -145,7 +145,7 @@ def check_same_bits(
         if prefetch:
             prefetch_forward(tested.inner)
         losses = [tested.step()]
-        tested.optimizer._updates.at_once = (1, 48)[seed % 2]
+        tested.optimizer.engine.schedule.at_once = (1, 48)[seed % 2]
         if state["backend"] == "stream":
             tested.delay(seed * world_size + rank, 2e-2 if broken else 2e-3)
         if broken:

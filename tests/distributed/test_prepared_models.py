@@ -16,7 +16,7 @@ from torch.optim.swa_utils import AveragedModel
 import lightstep
 from lightstep import ConfigError
 from lightstep.distributed import local_tensor
-from lightstep.optimizer.updates import NextForward
+from lightstep.optimizer.schedule import NextForward
 from lightstep.sharding.prepared_model import PreparedModel
 from tests.distributed.models import TinyTransformer, loss_of
 from tests.distributed.ranks import Pool

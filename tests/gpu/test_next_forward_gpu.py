@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import lightstep
-from lightstep.optimizer.updates import NextForward
+from lightstep.optimizer.schedule import NextForward
 from tests.distributed.models import CLASSES, VOCABULARY
 from tests.unit import test_next_forward as on_cpu
 from tests.unit.test_next_forward import BETWEEN, OVERLAP, Skipping, assert_same

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightstep.optimizer.arithmetic import BaseArithmetic, GroupValues
-from lightstep.optimizer.mixed_precision import MixedPrecisionOptimizer
+from lightstep.optimizer.optimizer import MixedPrecisionOptimizer
 from lightstep.precision import split, split_triton
 from lightstep.precision.split import Splitter, probe_masters
 from lightstep.state.backend import Managed, StateBackend

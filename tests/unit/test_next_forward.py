@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import lightstep
-from lightstep.optimizer.updates import NextForward
+from lightstep.optimizer.schedule import NextForward
 from lightstep.state import units as units_module
 from lightstep.state.lanes import CallerLane, LaneError
 from tests.distributed.models import CLASSES, VOCABULARY, TinyTransformer
@@ -95,7 +95,7 @@ class Held:
 
     def __init__(self, training: Training, name: str) -> None:
         training.optimizer.synchronize()
-        self.walk, self.name, self.free = training.optimizer._walk, name, threading.Event()
+        self.walk, self.name, self.free = training.optimizer.engine.walk, name, threading.Event()
 
     def __enter__(self) -> Held:
         update = self.walk.unit
@@ -233,8 +233,8 @@ def test_units_are_submitted_a_fixed_way_ahead(ahead: int, monkeypatch: pytest.M
     training.optimizer.synchronize()
     units = training.optimizer._backend.units()
     submitted: list[int] = []
-    update = training.optimizer._walk.unit
-    training.optimizer._walk.unit = lambda unit, of: (submitted.append(units.index(unit)), update(unit, of))[1]
+    update = training.optimizer.engine.walk.unit
+    training.optimizer.engine.walk.unit = lambda unit, of: (submitted.append(units.index(unit)), update(unit, of))[1]
     training.step()
     training.optimizer._backend.lanes.compute.synchronize()
     assert submitted == list(range(ahead))

@@ -21,7 +21,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import lightstep
 from lightstep import ConfigError
-from lightstep.optimizer.updates import NextForward
+from lightstep.optimizer.schedule import NextForward
 from lightstep.sharding.parameter_reads import AwaitedParameters, DeferredUpdates, await_reads
 from lightstep.sharding.prepared_model import PreparedModel
 from tests.distributed.models import TinyTransformer

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightstep.optimizer.arithmetic import BaseArithmetic, GroupValues
-from lightstep.optimizer.mixed_precision import MixedPrecisionOptimizer
+from lightstep.optimizer.optimizer import MixedPrecisionOptimizer
 from lightstep.precision.split import Splitter
 from lightstep.state import host_memory
 from lightstep.state import records as records_module
