@@ -13,7 +13,7 @@ from lightstep.optimizer.arithmetic import BaseArithmetic
 from lightstep.optimizer.param_groups import Place
 from lightstep.precision.master_weights import ModelWatch
 from lightstep.state.backend import Managed, Schema, StateBackend
-from lightstep.state.resident import same_rounding
+from lightstep.state.kept_records import same_rounding
 
 Places = Callable[[], Mapping[Tensor, Place]]
 
@@ -116,21 +116,18 @@ class ManagedParameters:
     def adopt_outside_changes(self, groups: Sequence[dict[str, Any]]) -> bool:
         """Weights that somebody else wrote since the last step become the masters; ``True`` if items are others now."""
         converted = self._take_over_converted(groups)
-        for item in self:
-            self._adopt(item)
-        return converted
-
-    def _adopt(self, item: Managed) -> None:
-        local = local_tensor(item.param)
-        if not self._watch.suspicious(item.param, local):
-            return
-        if self._watch.moved(item.param, local):
-            item.local = local.detach()
-            if item.own_master:
-                self._backend.refresh(item)
-        if self._backend.differs(item):
+        suspects = [item for item in self if self._watch.suspicious(item.param, local_tensor(item.param))]
+        for item in suspects:
+            local = local_tensor(item.param)
+            if self._watch.moved(item.param, local):
+                item.local = local.detach()
+                if item.own_master:
+                    self._backend.refresh(item)
+        for item in self._backend.changed(suspects):
             self._backend.refresh(item)
-        self.record(item)
+        for item in suspects:
+            self.record(item)
+        return converted
 
     def _take_over_converted(self, groups: Sequence[dict[str, Any]]) -> bool:
         """Parameters of another dtype or on another device now (``model.float()``, ``model.to(...)``) keep their state.
