@@ -15,7 +15,7 @@ from lightstep.optimizer.arithmetic import BaseArithmetic
 from lightstep.optimizer.param_groups import Place
 from lightstep.precision.master_weights import ModelWatch
 from lightstep.state.backend import Managed, Schema, StateBackend
-from lightstep.state.resident import same_rounding
+from lightstep.state.kept_records import same_rounding
 
 Places = Callable[[], Mapping[Tensor, Place]]
 

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from lightstep.distributed import initialized, is_sharded, local_gradient
 from lightstep.precision.gradient_sums import SumsAside, SumsInPlace
-from lightstep.precision.scale_kernel import scale_into
 
 Key = TypeVar("Key")
 
@@ -240,94 +239,3 @@ def unshared(gradients: dict[Key, Tensor]) -> dict[Key, Tensor]:
             gradients[key] = gradient.clone()
         seen.add(gradient.data_ptr())
     return gradients
-
-
-class GradientStage:
-    """fp32 memory in which one unit's gradients stand, scaled, while the base optimizer reads them.
-
-    The memory grows to the largest unit and is kept: a steady-state step allocates nothing.
-    """
-
-    _ALIGNMENT = 64  # elements; keeps every view 256-byte aligned for vectorised kernels
-
-    def __init__(self) -> None:
-        self._buffer: Tensor | None = None
-
-    def nbytes(self) -> int:
-        """Bytes held between steps."""
-        return 0 if self._buffer is None else self._buffer.nbytes
-
-    def free(self) -> None:
-        """Give the memory back; the next use takes it again."""
-        self._buffer = None
-
-    def reserve(self, sizes: Sequence[int], device: torch.device) -> None:
-        """Take the memory for gradients of so many elements that will be scaled together.
-
-        Raises:
-            torch.OutOfMemoryError: there is no room.
-        """
-        total = sum(self._aligned(size) for size in sizes)
-        if self._buffer is not None and self._buffer.numel() >= total and self._buffer.device == device:
-            return
-        if self._buffer is not None and self._buffer.device.type != "cpu":
-            # Deferred updates use it on a stream that is not the one to which it will be given back.
-            self._buffer.record_stream(torch.accelerator.current_stream(self._buffer.device))
-        self._buffer = None
-        self._buffer = torch.empty(total, dtype=torch.float32, device=device)
-
-    @classmethod
-    def _aligned(cls, size: int) -> int:
-        return -(-size // cls._ALIGNMENT) * cls._ALIGNMENT
-
-    def scaled(self, gradients: list[Tensor], divisor: Tensor | None, factor: Tensor | None) -> list[Tensor]:
-        """``gradients / divisor * factor`` in fp32, in their shapes, row-major.
-
-        Row-major fp32 gradients are scaled in place (they are consumed by the step); others are written to the stage.
-
-        Args:
-            gradients: local gradients on one device, any float dtype, contiguous or not.
-            divisor: 0-dim fp32 loss scale to divide by, or ``None``.
-            factor: 0-dim fp32 to multiply with, or ``None``.
-        """
-        in_place = [scalable_in_place(gradient) for gradient in gradients]
-        own = [gradient for gradient, here in zip(gradients, in_place, strict=True) if here]
-        foreign = [gradient for gradient, here in zip(gradients, in_place, strict=True) if not here]
-        staged = self._views(foreign)
-        if divisor is None and factor is not None:
-            one_element = factor.reshape(1)
-            for view, gradient in zip(staged, foreign, strict=True):
-                scale_into(gradient.device)(gradient.contiguous().view(-1), one_element, view)
-            _multiply(own, factor)
-        else:
-            if foreign:
-                torch._foreach_copy_(staged, [gradient.reshape(-1) for gradient in foreign])
-            _divide([*own, *staged], divisor)
-            _multiply([*own, *staged], factor)
-        views = iter(staged)
-        return [g if here else next(views).view(g.shape) for g, here in zip(gradients, in_place, strict=True)]
-
-    def _views(self, gradients: list[Tensor]) -> list[Tensor]:
-        """One flat fp32 view of the stage for each gradient."""
-        if not gradients:
-            return []
-        self.reserve([gradient.numel() for gradient in gradients], gradients[0].device)
-        assert self._buffer is not None
-        sizes = [self._aligned(gradient.numel()) for gradient in gradients]
-        parts = self._buffer[: sum(sizes)].split(sizes)
-        return [part[: gradient.numel()] for part, gradient in zip(parts, gradients, strict=True)]
-
-
-def scalable_in_place(gradient: Tensor) -> bool:
-    """Whether the stage has no need of memory for this gradient."""
-    return gradient.dtype == torch.float32 and gradient.is_contiguous()
-
-
-def _multiply(tensors: list[Tensor], factor: Tensor | None) -> None:
-    if tensors and factor is not None:
-        torch._foreach_mul_(tensors, factor)
-
-
-def _divide(tensors: list[Tensor], divisor: Tensor | None) -> None:
-    if tensors and divisor is not None:
-        torch._foreach_div_(tensors, divisor)
