@@ -4,11 +4,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lightstep.checkpoint.checkpoint import CheckpointError
+    from lightstep.checkpoint import CheckpointError
     from lightstep.clipping import clip_grad_norm_, global_grad_norm
     from lightstep.config import ConfigError
     from lightstep.optimizer.base import BaseOptimizer
-    from lightstep.optimizer.mixed_precision import MixedPrecisionOptimizer
+    from lightstep.optimizer.optimizer import MixedPrecisionOptimizer
     from lightstep.optimizer.result import StepResult
     from lightstep.precision.loss_scale import ConstantLossScale, DynamicLossScale, LossScale
     from lightstep.rollout.engine import RolloutEngine, TransformersEngine
@@ -47,11 +47,11 @@ __all__ = [
 ]
 
 _MODULES = {
-    "checkpoint.checkpoint": ["CheckpointError"],
+    "checkpoint": ["CheckpointError"],
     "clipping": ["clip_grad_norm_", "global_grad_norm"],
     "config": ["ConfigError"],
     "optimizer.base": ["BaseOptimizer"],
-    "optimizer.mixed_precision": ["MixedPrecisionOptimizer"],
+    "optimizer.optimizer": ["MixedPrecisionOptimizer"],
     "optimizer.result": ["StepResult"],
     "precision.loss_scale": ["ConstantLossScale", "DynamicLossScale", "LossScale"],
     "rollout.engine": ["RolloutEngine", "TransformersEngine"],

@@ -124,8 +124,10 @@ def convert(
     """Convert a checkpoint: weights, masters, optimizer state, groups, loss scale, scheduler and extra, bit for bit."""
     with _one_sentence(debug):
         from lightstep.checkpoint.formats import convert_checkpoint
+        from lightstep.strategy import Strategy
 
-        state = convert_checkpoint(source, destination, to.value, model=model, names=names, strategy=strategy)
+        scale = None if strategy is None else Strategy.load(strategy).config.precision.loss_scale
+        state = convert_checkpoint(source, destination, to.value, model=model, names=names, loss_scale=scale)
     for note in state.notes:
         sys.stderr.write(f"note: {note}\n")
     sys.stdout.write(f"{source} ({state.format}) → {destination} ({to.value})\n")

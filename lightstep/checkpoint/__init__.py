@@ -1,13 +1,10 @@
 """Checkpoints: written whole or not at all, read on any number of ranks; other libraries' formats in ``formats``."""
 
-from lightstep.checkpoint.checkpoint import (
-    CheckpointError,
-    export_model,
-    latest_checkpoint,
-    load_checkpoint,
-    save_checkpoint,
-    to_torch_state_dict,
-)
+from lightstep.checkpoint.errors import CheckpointError
+from lightstep.checkpoint.export import export_model, to_torch_state_dict
+from lightstep.checkpoint.layout import latest_checkpoint
+from lightstep.checkpoint.load import load_checkpoint
+from lightstep.checkpoint.save import save_checkpoint
 
 __all__ = [
     "CheckpointError",

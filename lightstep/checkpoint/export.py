@@ -1,4 +1,8 @@
-"""Weights and optimizer state in other libraries' formats."""
+"""Weights and optimizer state in other libraries' formats.
+
+Not through torch's ``HuggingFaceStorageWriter``: its shards per rank have to be written a second time to become files
+that ``from_pretrained`` reads, with tied weights twice; configuration and names are ``save_pretrained``'s anyway.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightstep.checkpoint.format import CheckpointError, reported
+from lightstep.checkpoint.errors import CheckpointError, reported
 from lightstep.checkpoint.ranks import Ranks
 from lightstep.distributed import is_sharded, mesh_ranks, rank
 from lightstep.sharding.engine_model import tell_deepspeed_where_it_is

@@ -1,244 +1,212 @@
-"""Comparing a checkpoint with a live model and optimizer, and then loading it."""
+"""Loading a training run, on any number of ranks: all of it, or nothing is changed.
+
+Everything is compared first, then everything that a rank needs is read once, tensor by tensor, and dropped again. Only
+what could be read and is of one save is then loaded into the model and the optimizer.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightstep.checkpoint.format import CheckpointError, read_manifest, refuse_engine_files
-from lightstep.checkpoint.state import (
-    OptimizerContent,
-    entry_key,
-    read_state,
-    same_settings,
-    set_random_states,
-    stored_entries,
-)
-from lightstep.checkpoint.tensors import Shard, Stored, Target, read_index, read_tensors, shard_of, whole
-from lightstep.distributed import local_tensor
+from lightstep.checkpoint.compare import Matched, local_shard, match
+from lightstep.checkpoint.errors import CheckpointError, reported
+from lightstep.checkpoint.frozen_base import say_if_another, without_base
+from lightstep.checkpoint.layout import Manifest, find_checkpoint, is_unchanged, read_manifest
+from lightstep.checkpoint.optimizer_content import OptimizerContent
+from lightstep.checkpoint.partly_loaded import changing
+from lightstep.checkpoint.ranks import Ranks
+from lightstep.checkpoint.save import live_tensors
+from lightstep.checkpoint.saved import Saved
+from lightstep.checkpoint.small_state import set_random_states
+from lightstep.checkpoint.tensors import Stored, Target, read_tensors, whole
 from lightstep.optimizer.serialization import refuse_nan
 from lightstep.sharding.model_names import NamedTensor, set_extra_states
 
 logger = logging.getLogger(__name__)
 
-_LOW_PRECISION = (torch.bfloat16, torch.float16)
-_NAMES_SHOWN = 8
+_ATTEMPTS, _PAUSE = 10, 0.02
+"""How often a checkpoint is looked for that another process is just replacing, and seconds between."""
 
 
-@dataclass
-class Saved:
-    """A complete checkpoint on disk: its manifest, index and small state."""
+def load_checkpoint(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    scheduler: Any = None,
+    *,
+    trainable_only: bool | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> dict[str, Any]:
+    """Load what :func:`save_checkpoint` wrote, on any number of ranks, and return its ``extra``.
 
-    folder: Path
-    manifest: dict[str, Any]
-    index: dict[str, Stored]
-    state: dict[str, Any]
+    Called by every rank of ``group``. A checkpoint that is incomplete or damaged, or of another model or optimizer, is
+    refused before anything is changed. Should loading fail after that all the same (a disk that is gone), the model
+    cannot be saved, and its optimizer makes no step, until a load has gone through. Another process may save to
+    ``path`` meanwhile: what is loaded is one checkpoint or the other.
 
-    @classmethod
-    def read(cls, folder: Path) -> Saved:
-        """Raises :class:`CheckpointError` when it is not complete."""
-        manifest = read_manifest(folder)
-        refuse_engine_files(folder, manifest)
-        return cls(folder, manifest, read_index(folder), read_state(folder))
-
-    @property
-    def aliases(self) -> dict[str, str]:
-        """Names of tied tensors, and the name under which each is saved."""
-        return dict(self.manifest.get("aliases") or {})
-
-    @property
-    def optimizer(self) -> dict[str, Any] | None:
-        """Hyper-parameters, loss scale and plain state values, when an optimizer was saved."""
-        return self.state.get("optimizer")
-
-    @property
-    def groups(self) -> list[list[str]]:
-        """Parameter names of each group."""
-        return list(self.manifest.get("groups") or [])
-
-    def model_names(self) -> set[str]:
-        return {key.removeprefix("model.") for key in self.index if key.startswith("model.")}
-
-
-@dataclass
-class Matched:
-    """A checkpoint that fits: what to read into what."""
-
-    saved: Saved
-    tensors: list[Target]
-    optimizer: OptimizerContent | None
-    entries: dict[str, dict[str, str]] = field(default_factory=dict)
-    """Per parameter of the optimizer: state entry → key of the stored tensor."""
-    groups: list[int] = field(default_factory=list)
-    """Per live group: the saved group whose settings it takes."""
-    called: dict[str, str] = field(default_factory=dict)
-    """Per parameter of the optimizer: its name in the checkpoint."""
-
-
-def match(
-    saved: Saved,
-    tensors: Sequence[NamedTensor],
-    optimizer: OptimizerContent | None,
-    everywhere: Sequence[Mapping[str, set[str]]],
-) -> Matched:
-    """Find every live tensor in the checkpoint.
+    With an ``optimizer``, its state, hyper-parameters and loss scale are loaded bit for bit, and each rank's random
+    states are restored (ranks that were not there when it was saved keep theirs). Weights change dtype through their
+    fp32 masters: fp32 weights become the masters of bf16 parameters, and masters become fp32 weights. If the
+    checkpoint holds no optimizer, the masters are rebuilt from the loaded weights.
 
     Args:
-        everywhere: the names of all ranks' live tensors (a rank need not have all of them).
+        trainable_only: ``None`` loads what the checkpoint holds; if that is only what was trained, the frozen base in
+            the model is left as it is, and its shapes are checked. ``True`` leaves the base alone also when the
+            checkpoint has it; ``False`` refuses a checkpoint that has not.
 
     Raises:
-        CheckpointError: naming what is missing, unexpected, or of another shape.
+        CheckpointError: the checkpoint cannot be used; the message names the path and what differs. All ranks raise.
     """
-    found, missing, other = _find_tensors(saved, tensors)
-    live = set().union(*(names["model"] for names in everywhere))
-    known = live | {saved.aliases[name] for name in live if name in saved.aliases}
-    unexpected = sorted(saved.model_names() - known)
-    _raise_differences("model", missing, unexpected, other)
-    matched = Matched(saved, [], optimizer)
-    if optimizer is not None and saved.optimizer is not None:
-        _match_optimizer(matched, saved, optimizer, set().union(*(names["optimizer"] for names in everywhere)))
-    matched.tensors = [_model_target(saved, named, name, matched) for named, name in found]
-    return matched
+    ranks = Ranks(group)
+    with reported(f"{path} was not loaded"):
+        tensors = live_tensors(model, optimizer, ranks)
+        content = ranks.together(lambda: None if optimizer is None else OptimizerContent(optimizer, tensors))
+        into = _Into(model, scheduler, tensors, content, _names_everywhere(tensors, content, ranks), trainable_only)
+        matched = _read_once(Path(path), into, ranks)
+        with changing(model, optimizer, path):
+            while not _loaded(matched, into, ranks):
+                matched = _read_once(Path(path), into, ranks)  # another one has taken its place
+    if matched.saved.base is not None:
+        say_if_another(model, matched.saved.base)
+    logger.info("loaded %s", path)
+    return dict(matched.saved.state.get("extra") or {})
 
 
-def apply(matched: Matched, model: nn.Module, scheduler: Any, rank: int) -> None:
-    """Read weights, then optimizer state, then everything small."""
+@dataclass
+class _Into:
+    """What is loaded into, on this rank; ``everywhere`` has all ranks' names."""
+
+    model: nn.Module
+    scheduler: Any
+    tensors: list[NamedTensor]
+    optimizer: OptimizerContent | None
+    everywhere: list[dict[str, set[str]]]
+    trainable_only: bool | None
+
+
+def _names_everywhere(
+    tensors: list[NamedTensor], optimizer: OptimizerContent | None, ranks: Ranks
+) -> list[dict[str, set[str]]]:
+    model = {name for named in tensors for name in named.names}
+    return ranks.gather({"model": model, "optimizer": set() if optimizer is None else set(optimizer.parameters)})
+
+
+# -- one save, whatever happens meanwhile ------------------------------------------------------------------------------
+
+
+def _read_once(path: Path, into: _Into, ranks: Ranks) -> Matched:
+    """A checkpoint that fits, all of which could be read; nothing has been changed."""
+    for _ in range(_ATTEMPTS):
+        folder, manifest = ranks.together(lambda: _found(path), only_first=True)
+        matched: list[Matched] = []
+        step = _reading(folder, manifest, into, matched)
+        if _bound(step, folder, manifest, ranks):
+            return matched[0]
+    raise CheckpointError("other processes replace it all the time; wait until they have finished")
+
+
+def _reading(folder: Path, manifest: Manifest, into: _Into, result: list[Matched]) -> Callable[[], None]:
+    def step() -> None:
+        result.append(_match(Saved.read(folder, manifest), into))
+        _rehearse(result[0])
+
+    return step
+
+
+def _found(path: Path) -> tuple[Path, Manifest]:
+    """On one rank; again after a moment, should another process be between two renames."""
+    for attempt in range(_ATTEMPTS):
+        try:
+            folder = find_checkpoint(path)
+            return folder, read_manifest(folder)
+        except CheckpointError:
+            if attempt == _ATTEMPTS - 1:
+                raise
+            time.sleep(_PAUSE)
+    raise AssertionError
+
+
+def _bound(step: Callable[[], None], folder: Path, manifest: Manifest, ranks: Ranks) -> bool:
+    """Take a step on every rank; ``False``, on all of them, when what it read may be of two checkpoints."""
+
+    def guarded() -> bool:
+        try:
+            step()
+        except Exception:
+            if is_unchanged(folder, manifest):
+                raise
+        return is_unchanged(folder, manifest)
+
+    return all(ranks.gather(ranks.together(guarded)))
+
+
+def _loaded(matched: Matched, into: _Into, ranks: Ranks) -> bool:
+    saved = matched.saved
+    return _bound(lambda: _apply(matched, into, ranks.rank), saved.folder, saved.manifest, ranks)
+
+
+# -- reading without changing anything ---------------------------------------------------------------------------------
+
+
+def _match(saved: Saved, into: _Into) -> Matched:
+    if into.trainable_only is False and saved.base is not None:
+        raise CheckpointError("it holds only what was trained, and trainable_only=False asks for the base too")
+    left_alone: set[str] = set()
+    if into.trainable_only:
+        optimizer = None if into.optimizer is None else into.optimizer.optimizer
+        trained = {named.name for named in without_base(into.tensors, optimizer)}
+        left_alone = {named.name for named in into.tensors} - trained
+    return match(saved, into.tensors, into.optimizer, into.everywhere, left_alone)
+
+
+def _rehearse(matched: Matched) -> None:
+    """Read everything that this rank will load, one tensor at a time, and drop it.
+
+    Raises:
+        CheckpointError: something cannot be read, or state holds NaN.
+    """
     saved, optimizer = matched.saved, matched.optimizer
-    try:
-        with torch.no_grad():
-            read_tensors(saved.folder, saved.index, matched.tensors)
-            if optimizer is not None:
-                _apply_optimizer(matched, optimizer)
-    except CheckpointError as error:
-        raise CheckpointError(f"{error}; the model may be partly loaded") from error
-    set_extra_states(model, saved.state.get("modules") or {})
-    if scheduler is not None:
-        _apply_scheduler(saved, scheduler)
+    targets = [_dropped(target, saved.index[target.key]) for target in matched.tensors]
+    if optimizer is not None and saved.optimizer is not None:
+        values = saved.optimizer["values"]
+        optimizer.expect(name for name, wanted in matched.entries.items() if wanted or values.get(matched.called[name]))
+        for name, wanted in matched.entries.items():
+            if optimizer.keeps(name):
+                loader = _ParameterLoader(optimizer, name, {}, len(wanted))
+                targets += [loader.checked(entry, key, saved.index[key]) for entry, key in wanted.items()]
+    read_tensors(saved.folder, saved.index, targets)
+
+
+def _dropped(target: Target, stored: Stored) -> Target:
+    return replace(target, make=lambda: torch.empty(target.shard.lengths, dtype=stored.dtype), arrived=lambda _: None)
+
+
+# -- loading -----------------------------------------------------------------------------------------------------------
+
+
+def _apply(matched: Matched, into: _Into, rank: int) -> None:
+    """Weights, then optimizer state, then everything small."""
+    saved, optimizer = matched.saved, matched.optimizer
+    with torch.no_grad():
+        read_tensors(saved.folder, saved.index, matched.tensors)
+        if optimizer is not None:
+            _apply_optimizer(matched, optimizer)
+    set_extra_states(into.model, saved.state.get("modules") or {})
+    if into.scheduler is not None:
+        apply_scheduler(saved.state.get("scheduler"), into.scheduler)
     states = saved.state.get("random") or []
     if optimizer is not None and saved.optimizer is not None and rank < len(states):
         set_random_states(states[rank])
-
-
-# -- the model ---------------------------------------------------------------------------------------------------------
-
-
-def _find_tensors(
-    saved: Saved, tensors: Iterable[NamedTensor]
-) -> tuple[list[tuple[NamedTensor, str]], list[str], list[str]]:
-    """``(live tensor, saved name)`` pairs, names that are not saved, and descriptions of what has another shape."""
-    found, missing, other = [], [], []
-    for named in tensors:
-        names = [saved.aliases.get(name, name) for name in named.names]
-        name = next((name for name in names if f"model.{name}" in saved.index), None)
-        if name is None:
-            missing.append(named.name)
-            continue
-        stored, tensor = saved.index[f"model.{name}"], named.tensor
-        if stored.shape != tensor.shape:
-            shapes = f"{list(stored.shape)} in the checkpoint and {list(tensor.shape)} in the model"
-            other.append(f"{named.name} is {shapes}")
-        elif stored.dtype.is_floating_point != tensor.dtype.is_floating_point:
-            other.append(f"{named.name} is {stored.dtype} in the checkpoint and {tensor.dtype} in the model")
-        found.append((named, name))
-    return found, missing, other
-
-
-def _raise_differences(what: str, missing: Sequence[str], unexpected: Sequence[str], other: Sequence[str]) -> None:
-    parts = []
-    if missing:
-        parts.append(f"not in the checkpoint: {_listed(missing)}")
-    if unexpected:
-        parts.append(f"not in the {what}: {_listed(unexpected)}")
-    if other:
-        parts.append(f"different: {_listed(other)}")
-    if parts:
-        raise CheckpointError(f"it belongs to another {what} ({'; '.join(parts)})")
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = len(names) - _NAMES_SHOWN
-    return ", ".join(names[:_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
-
-
-def _model_target(saved: Saved, named: NamedTensor, name: str, matched: Matched) -> Target:
-    """Weights come from their masters when they change dtype and the optimizer is loaded too."""
-    key, tensor = f"model.{name}", named.tensor
-    master = entry_key(name, "master")
-    if named.name in matched.entries and saved.index[key].dtype != tensor.dtype and master in saved.index:
-        key = master
-    return Target(key, _shard(tensor), lambda: local_tensor(tensor).detach())
-
-
-def _shard(tensor: Tensor) -> Shard:
-    """This rank's part; nothing at all when it is not in the DTensor's mesh."""
-    nothing = local_tensor(tensor).shape
-    return shard_of(tensor) or Shard(tensor.shape, torch.Size([0] * len(nothing)), nothing)
-
-
-# -- the optimizer -----------------------------------------------------------------------------------------------------
-
-
-def _match_optimizer(matched: Matched, saved: Saved, optimizer: OptimizerContent, everywhere: set[str]) -> None:
-    expected, known = saved.manifest.get("optimizer"), optimizer.class_name
-    if expected and known and expected != known:
-        raise CheckpointError(f"it holds the state of {expected}, the optimizer is {known}")
-    before = {name: number for number, names in enumerate(saved.groups) for name in names}
-    called = matched.called = {name: saved.aliases.get(name, name) for name in everywhere}
-    missing = sorted(name for name, theirs in called.items() if theirs not in before)
-    unexpected = sorted(before.keys() - set(called.values()))
-    entries = stored_entries(saved.index)
-    other = [text for name in optimizer.parameters for text in _unusable(saved, optimizer, name, called[name], entries)]
-    _raise_differences("optimizer", missing, unexpected, other)
-    for number, names in enumerate(optimizer.groups):
-        matched.groups.append(_one_group(saved, number, sorted({before[called[name]] for name in names})))
-    for name in optimizer.parameters:
-        matched.entries[name] = _wanted(saved, optimizer, name, called[name], entries)
-
-
-def _unusable(
-    saved: Saved, optimizer: OptimizerContent, name: str, theirs: str, entries: Mapping[str, list[str]]
-) -> list[str]:
-    parameter = optimizer.parameters[name]
-    shard = shard_of(parameter)
-    if shard is None or not shard.sharded:
-        return []
-    return [
-        f"state {entry!r} of {name} is {list(stored.shape)} in the checkpoint, the parameter {list(shard.shape)}"
-        for entry in entries.get(theirs, [])
-        if (stored := saved.index[entry_key(theirs, entry)]).shape not in (shard.shape, torch.Size(()))
-    ]
-
-
-def _one_group(saved: Saved, number: int, origins: list[int]) -> int:
-    """The saved group whose settings a live group takes."""
-    assert saved.optimizer is not None
-    settings = saved.optimizer["groups"]
-    for origin in origins[1:]:
-        if not same_settings(settings[origin], settings[origins[0]]):
-            raise CheckpointError(
-                f"parameter group {number} of the optimizer joins groups {origins} of the checkpoint, whose settings "
-                "differ; build the groups as they were"
-            )
-    return origins[0] if origins else -1
-
-
-def _wanted(
-    saved: Saved, optimizer: OptimizerContent, name: str, theirs: str, entries: Mapping[str, list[str]]
-) -> dict[str, str]:
-    """State entry → stored tensor, with the master that the parameter's dtype asks for."""
-    parameter = optimizer.parameters[name]
-    wanted = {entry: entry_key(theirs, entry) for entry in entries.get(theirs, [])}
-    if parameter.dtype not in _LOW_PRECISION or not optimizer.keeps_masters:
-        wanted.pop("master", None)
-    elif "master" not in wanted and saved.index[f"model.{theirs}"].dtype == torch.float32:
-        wanted["master"] = f"model.{theirs}"
-    return wanted
 
 
 def _apply_optimizer(matched: Matched, optimizer: OptimizerContent) -> None:
@@ -249,7 +217,6 @@ def _apply_optimizer(matched: Matched, optimizer: OptimizerContent) -> None:
         logger.info("%s holds no optimizer; the masters were rebuilt from the weights", matched.saved.folder)
         return
     values_of = {name: dict(saved["values"].get(matched.called[name], {})) for name in matched.entries}
-    optimizer.expect(name for name, wanted in matched.entries.items() if wanted or values_of[name])
     targets = []
     for name, wanted in matched.entries.items():
         values = values_of.pop(name)  # the loader fills it, and must be the only one that keeps it
@@ -278,8 +245,9 @@ class _ParameterLoader:
         self._missing = missing
 
     def target(self, entry: str, key: str, stored: Stored) -> Target:
+        """Where an entry is read to, for the optimizer."""
         parameter = self._optimizer.parameters[self._name]
-        shard = _shard(parameter) if stored.shape == parameter.shape else whole(stored.shape)
+        shard = local_shard(parameter) if stored.shape == parameter.shape else whole(stored.shape)
 
         def arrived(tensor: Tensor) -> None:
             self._entries[entry] = tensor
@@ -288,19 +256,26 @@ class _ParameterLoader:
 
         return Target(key, shard, lambda: torch.empty(shard.lengths, dtype=stored.dtype), arrived)
 
-    def finish_if_whole(self) -> None:
-        if self._missing == 0:
+    def checked(self, entry: str, key: str, stored: Stored) -> Target:
+        """Where an entry is read to, only to see whether it can be used."""
+
+        def arrived(tensor: Tensor) -> None:
             try:
-                refuse_nan(self._name, self._entries)
+                refuse_nan(self._name, {entry: tensor})
             except ValueError as error:
                 raise CheckpointError(str(error)) from error
+
+        return replace(self.target(entry, key, stored), arrived=arrived)
+
+    def finish_if_whole(self) -> None:
+        if self._missing == 0:
             self._optimizer.load(self._name, self._entries)
             self._entries = {}
 
 
-def _apply_scheduler(saved: Saved, scheduler: Any) -> None:
-    state = saved.state.get("scheduler")
+def apply_scheduler(state: Any, scheduler: Any) -> None:
+    """Load a scheduler's state, or say that there is none."""
     if state is None:
-        logger.warning("%s holds no scheduler state; the scheduler starts where it is", saved.folder)
-        return
-    scheduler.load_state_dict(state)
+        logger.warning("the checkpoint holds no scheduler state; the scheduler starts where it is")
+    else:
+        scheduler.load_state_dict(state)

@@ -1,4 +1,8 @@
-"""Weights of a Hugging Face folder into a model that is already sharded: every rank reads its own part of a tensor."""
+"""Weights of a Hugging Face folder into a model that is already sharded: every rank reads its own part of a tensor.
+
+Not through torch's ``HuggingFaceStorageReader``: it takes every safetensors file in the folder, whatever the index
+says, and knows no second names (``base_model_prefix``, tied weights), so that all that is done here would still be.
+"""
 
 from __future__ import annotations
 

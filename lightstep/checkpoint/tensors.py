@@ -48,7 +48,9 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from lightstep.checkpoint.format import INDEX, CheckpointError, error_text, sync, write_file
+from lightstep.checkpoint.errors import CheckpointError, error_text
+from lightstep.checkpoint.layout import INDEX, TORCHS_INDEX, sizes
+from lightstep.checkpoint.storage import sync, write_file
 
 FILE_BYTES = 512 * 2**20
 """Files end after the tensor that reaches this size; each is flushed to disk while the next one is written."""
@@ -116,14 +118,19 @@ class Stored:
     places: tuple[tuple[str, int, int], ...]
 
 
-def write_tensors(folder: Path, sources: Sequence[Source], group: dist.ProcessGroup | None) -> None:
+def write_tensors(folder: Path, sources: Sequence[Source], group: dist.ProcessGroup | None) -> dict[str, int]:
     """Write every rank's ``sources`` into ``folder``, all ranks at once; equal keys and offsets are written once.
+
+    Returns:
+        The files that this rank wrote, and their sizes.
 
     Raises:
         CheckpointError: on all ranks, with the cause, when any of them could not write.
     """
+    writer = _Writer(folder)
     with _dcp_errors(), _without_single_process_warning():
-        dcp.save({}, storage_writer=_Writer(folder), planner=_SavePlanner(sources), process_group=group)
+        dcp.save({}, storage_writer=writer, planner=_SavePlanner(sources), process_group=group)
+    return sizes(folder, writer.files)
 
 
 def read_tensors(folder: Path, index: dict[str, Stored], targets: Sequence[Target]) -> None:
@@ -173,6 +180,8 @@ class _Writer(dcp.FileSystemWriter):
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, single_file_per_rank=True, sync_files=False, thread_count=1, overwrite=False)
         self.fs = _Appending()
+        self.files: list[str] = []
+        """What this rank wrote."""
         if torch.cuda.is_available() and not torch.cuda.is_initialized():
             self.per_thread_copy_ahead = 0  # nothing to copy ahead, and torch would start CUDA for it
 
@@ -197,6 +206,7 @@ class _Writer(dcp.FileSystemWriter):
                 written += super().write_data(part_plan, planner).wait()
             results += written
             for file in {result.storage_data.relative_path for result in written}:
+                self.files.append(file)
                 flushed.append(flusher.submit(sync, Path(self.path) / file))
         for pending in flushed:
             pending.result()
@@ -204,7 +214,9 @@ class _Writer(dcp.FileSystemWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         super().finish(metadata, results)
+        sync(Path(self.path) / TORCHS_INDEX)
         write_file(Path(self.path) / INDEX, _format_index(metadata, results))
+        self.files += [TORCHS_INDEX, INDEX]
 
     def storage_meta(self) -> StorageMeta:
         """Without the path: it is a temporary one, and nobody else's business."""

@@ -3,20 +3,20 @@
 ::
 
     step-100/
-        lightstep.json       the manifest, as in checkpoint_format.py, with a section "deepspeed"
+        lightstep.json       the manifest, as in checkpoint/layout.py, with a section "deepspeed"
         state.pt             extra, scheduler, hyper-parameters, random states; loaded with weights_only=True
         latest               the name of the folder below: where DeepSpeed's tools begin
         zero_to_fp32.py      DeepSpeed's script that makes plain weights of its files
         global_step100/      what engine.save_checkpoint writes: weights, and one file of optimizer state per rank
 
-DeepSpeed reads its files by unpickling. What they ask for is therefore looked at first, and anything but tensors, plain
-values and DeepSpeed's own records is refused.
+DeepSpeed unpickles its files with everything allowed. Here it does so through torch's weights-only unpickler, which
+makes nothing but tensors, plain values and DeepSpeed's own records (``trusted_loads``); files that ask for anything
+else are refused by name before the first of them is loaded.
 """
 
 from __future__ import annotations
 
 import logging
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,34 +24,32 @@ from typing import Any
 
 from torch import nn
 
-from lightstep.checkpoint.checkpoint import manifest_header
-from lightstep.checkpoint.format import (
-    CheckpointError,
-    commit,
+from lightstep.checkpoint.errors import CheckpointError, reported
+from lightstep.checkpoint.layout import (
+    CHECKPOINT,
+    STATE,
     find_checkpoint,
+    manifest_header,
     read_manifest,
-    reported,
-    saving,
-    write_file,
+    refuse_replaced,
+    sizes,
     write_manifest,
 )
+from lightstep.checkpoint.load import apply_scheduler
+from lightstep.checkpoint.optimizer_content import OptimizerContent
+from lightstep.checkpoint.partly_loaded import changing, refuse_partly_loaded
 from lightstep.checkpoint.ranks import Ranks
-from lightstep.checkpoint.state import (
-    OptimizerContent,
-    check_loadable,
-    random_states,
-    read_state,
-    set_random_states,
-    write_state,
-)
+from lightstep.checkpoint.small_state import check_loadable, random_states, read_state, set_random_states, write_state
+from lightstep.checkpoint.storage import commit, new_folder_of_ranks, sync, write_file
 from lightstep.deepspeed.optimizer import DeepSpeedOptimizer
-from lightstep.deepspeed.universal import DEEPSPEEDS_OWN, UNIVERSAL, load_universal, refuse_untrusted
+from lightstep.deepspeed.universal import DEEPSPEEDS_OWN, UNIVERSAL, load_universal, refuse_untrusted, trusted_loads
 from lightstep.deepspeed.weights import shapes
 from lightstep.sharding.model_names import named_tensors, unwrap_model
 
 logger = logging.getLogger(__name__)
 
 _SECTION = "deepspeed"
+_LATEST = "latest"
 _TOOLS = ("zero_to_fp32.py", "zero_to_torch.py")
 
 
@@ -62,7 +60,7 @@ def save_checkpoint(
     scheduler: Any = None,
     extra: Mapping[str, Any] | None = None,
 ) -> None:
-    """As ``checkpoint.save_checkpoint``, with DeepSpeed's own files.
+    """As ``lightstep.checkpoint.save_checkpoint``, with DeepSpeed's own files.
 
     Raises:
         TypeError, CheckpointError: as there. All ranks raise, and what was at ``path`` is still there.
@@ -70,17 +68,19 @@ def save_checkpoint(
     target, ranks = Path(path).resolve(), Ranks()
     with reported(f"{path} was not saved"):
         state, manifest = ranks.together(lambda: _content(model, optimizer, scheduler, extra))
-        with saving(target, ranks) as temporary:
-            _write_engine(temporary, manifest[_SECTION]["tag"], optimizer, ranks, state)
-            states = ranks.gather(random_states())
-            ranks.together(lambda: _finish(temporary, target, {**state, "random": states}, manifest), only_first=True)
+        with new_folder_of_ranks(target, CHECKPOINT, ranks) as temporary:
+            files = _write_engine(temporary, manifest[_SECTION]["tag"], optimizer, ranks, state)
+            parts = ranks.gather((random_states(), files))
+            state["random"] = [random for random, _ in parts]
+            everyones = {name: size for _, written in parts for name, size in written.items()}
+            ranks.together(lambda: _finish(temporary, target, state, manifest, everyones), only_first=True)
     logger.info("saved %s", path)
 
 
 def load_checkpoint(
     path: str | Path, model: nn.Module, optimizer: DeepSpeedOptimizer, scheduler: Any = None, weights_only: bool = False
 ) -> dict[str, Any]:
-    """As ``checkpoint.load_checkpoint``, into the engine; returns ``extra``.
+    """As ``lightstep.checkpoint.load_checkpoint``, into the engine; returns ``extra``.
 
     Args:
         weights_only: leave optimizer state and random states as they are; masters are rebuilt from the weights.
@@ -95,8 +95,10 @@ def load_checkpoint(
         folder = ranks.together(lambda: find_checkpoint(Path(path)), only_first=True)
         manifest, state = ranks.together(lambda: _read(folder, model, optimizer, ranks, weights_only))
         tag = manifest[_SECTION]["tag"]
-        ranks.together(lambda: _load_engine(folder, tag, optimizer, weights_only))
-        ranks.together(lambda: _apply(state, model, optimizer, scheduler, ranks.rank, weights_only))
+        with changing(model, optimizer, path):
+            ranks.together(lambda: _load_engine(folder, tag, optimizer, weights_only))
+            ranks.together(lambda: refuse_replaced(folder, manifest))
+            ranks.together(lambda: _apply(state, model, optimizer, scheduler, ranks.rank, weights_only))
     logger.info("loaded %s", path)
     return dict(state.get("extra") or {})
 
@@ -108,6 +110,7 @@ def _content(
     model: nn.Module, optimizer: DeepSpeedOptimizer, scheduler: Any, extra: Mapping[str, Any] | None
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """The small state and the manifest, checked; nothing has been written."""
+    refuse_partly_loaded(model)
     optimizer.prepare_for_checkpoint()
     tensors = named_tensors(model)
     content = OptimizerContent(optimizer, tensors)
@@ -119,7 +122,6 @@ def _content(
     for key, value in state.items():
         check_loadable(key, value)
     manifest = {
-        **manifest_header(Ranks().size),
         "scheduler": None if scheduler is None else type(scheduler).__name__,
         "optimizer": optimizer.optimizer_class.__name__,
         "groups": content.groups,
@@ -142,50 +144,55 @@ def _described(engine: Any) -> dict[str, Any]:
 
 def _write_engine(
     folder: Path, tag: str, optimizer: DeepSpeedOptimizer, ranks: Ranks, state: Mapping[str, Any]
-) -> None:
-    """All ranks raise when one of them cannot write: none is left in one of DeepSpeed's barriers.
+) -> dict[str, int]:
+    """The files that this rank wrote, and their sizes.
 
-    DeepSpeed's files hold scheduler and ``extra`` too, where its tools and ours look for them.
+    All ranks raise when one of them cannot write: none is left in one of DeepSpeed's barriers. DeepSpeed's files hold
+    scheduler and ``extra`` too, where its tools and ours look for them.
     """
     known = {key: value for key, value in state["extra"].items() if key not in DEEPSPEEDS_OWN}
-    with _noting_failures(optimizer.engine) as failures:
+    with _watched(optimizer.engine) as writer:
         optimizer.engine.save_checkpoint(
             str(folder), tag=tag, client_state={**known, "lr_scheduler": state["scheduler"]}, save_latest=False
         )
 
-    def check() -> None:
-        if failures:
-            raise failures[0]
+    def check() -> dict[str, int]:
+        if writer.failures:
+            raise writer.failures[0]
+        for file in writer.files:
+            sync(file)
+        return sizes(folder, [file.relative_to(folder).as_posix() for file in writer.files])
 
-    ranks.together(check)
+    return ranks.together(check)
 
 
 @contextmanager
-def _noting_failures(engine: Any) -> Iterator[list[Exception]]:
+def _watched(engine: Any) -> Iterator[_Writer]:
     """What goes wrong in writing is put aside while DeepSpeed goes on to its next barrier."""
-    failures: list[Exception] = []
     writer = engine.checkpoint_engine
-    engine.checkpoint_engine = _Writer(writer, failures)
+    engine.checkpoint_engine = watched = _Writer(writer)
     engine._copy_recovery_script = lambda folder: None  # the first rank's, which would raise alone; see _finish
     try:
-        yield failures
+        yield watched
     finally:
         engine.checkpoint_engine = writer
         del engine._copy_recovery_script
 
 
 class _Writer:
-    """DeepSpeed's checkpoint engine, whose errors wait in a list."""
+    """DeepSpeed's checkpoint engine, whose errors wait in a list, and which remembers what it wrote."""
 
-    def __init__(self, writer: Any, failures: list[Exception]) -> None:
+    def __init__(self, writer: Any) -> None:
         self._writer = writer
-        self._failures = failures
+        self.failures: list[Exception] = []
+        self.files: list[Path] = []
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._writer, name)
 
-    def save(self, *arguments: Any, **keywords: Any) -> Any:
-        return self._noted(self._writer.save, *arguments, **keywords)
+    def save(self, state_dict: Any, path: str, *arguments: Any, **keywords: Any) -> Any:
+        self.files.append(Path(path))
+        return self._noted(self._writer.save, state_dict, path, *arguments, **keywords)
 
     def makedirs(self, *arguments: Any, **keywords: Any) -> Any:
         return self._noted(self._writer.makedirs, *arguments, **keywords)
@@ -194,22 +201,25 @@ class _Writer:
         try:
             return action(*arguments, **keywords)
         except Exception as error:
-            self._failures.append(error)
+            self.failures.append(error)
             return None
 
 
-def _finish(temporary: Path, target: Path, state: dict[str, Any], manifest: dict[str, Any]) -> None:
+def _finish(
+    temporary: Path, target: Path, state: dict[str, Any], manifest: dict[str, Any], files: Mapping[str, int]
+) -> None:
     """The first rank's part: small files, manifest, rename."""
     import deepspeed
 
-    for tool in _TOOLS:
-        source = Path(deepspeed.__file__).parent / "utils" / tool
-        if source.is_file():
-            shutil.copyfile(source, temporary / tool)
+    utilities = Path(deepspeed.__file__).parent / "utils"
+    tools = [tool for tool in _TOOLS if (utilities / tool).is_file()]
+    for tool in tools:
+        write_file(temporary / tool, (utilities / tool).read_bytes())
     write_state(temporary, state)
-    write_file(temporary / "latest", manifest[_SECTION]["tag"].encode())
-    write_manifest(temporary, manifest)
-    commit(temporary, target)
+    write_file(temporary / _LATEST, manifest[_SECTION]["tag"].encode())
+    manifest = {**manifest_header(target, len(state["random"])), **manifest}
+    write_manifest(temporary, manifest, {**files, **sizes(temporary, [*tools, STATE, _LATEST])})
+    commit(temporary, target, CHECKPOINT)
 
 
 # -- loading -----------------------------------------------------------------------------------------------------------
@@ -271,13 +281,14 @@ _HOW = "train on as before, or convert it: lightstep checkpoint convert SOURCE D
 def _load_engine(folder: Path, tag: str, optimizer: DeepSpeedOptimizer, weights_only: bool) -> None:
     engine = optimizer.engine
     module_only = weights_only and not engine.zero_optimization_partition_weights()
-    engine.load_checkpoint(
-        str(folder),
-        tag=tag,
-        load_optimizer_states=not weights_only,
-        load_lr_scheduler_states=False,
-        load_module_only=module_only,
-    )
+    with trusted_loads():
+        engine.load_checkpoint(
+            str(folder),
+            tag=tag,
+            load_optimizer_states=not weights_only,
+            load_lr_scheduler_states=False,
+            load_module_only=module_only,
+        )
     if weights_only:
         optimizer.refresh_master_weights()
 
@@ -297,9 +308,5 @@ def _apply(
         if rank < len(state["random"]):
             set_random_states(state["random"][rank])
     optimizer.loaded()
-    if scheduler is None:
-        return
-    if state.get("scheduler") is None:
-        logger.warning("the checkpoint holds no scheduler state; the scheduler starts where it is")
-    else:
-        scheduler.load_state_dict(state["scheduler"])
+    if scheduler is not None:
+        apply_scheduler(state.get("scheduler"), scheduler)

@@ -197,14 +197,14 @@ class DeepSpeedOptimizer(BaseOptimizer):
             )
         super().add_param_group(param_group)
 
-    def land(self, parameters: Iterable[Tensor] | None = None) -> None:
+    def wait_for_update(self, parameters: Iterable[Tensor] | None = None) -> None:
         """Nothing is deferred: DeepSpeed updates within ``step()``."""
 
     @property
     def has_deferred_updates(self) -> bool:
         return False
 
-    def hold(self, parameters: Iterable[Tensor]) -> None:
+    def wait_on_stream(self, parameters: Iterable[Tensor]) -> None:
         """Nothing is deferred."""
 
     def synchronize(self) -> None:

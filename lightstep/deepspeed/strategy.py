@@ -27,7 +27,6 @@ from lightstep.deepspeed.state import EngineState
 from lightstep.distributed import Replicas, is_sharded
 from lightstep.extras import needs
 from lightstep.optimizer.base import BaseOptimizer
-from lightstep.precision.gradients import ReducedGradients
 from lightstep.rollout.engine import RolloutEngine
 from lightstep.rollout.transport import WeightTransport
 from lightstep.sharding.engine_model import EngineModel, tell_deepspeed_where_it_is
@@ -198,8 +197,7 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
     ) -> DeepSpeedOptimizer:
         optimizer = DeepSpeedOptimizer(engine, groups, defaults)
         outer.attach(engine)
-        self._optimizers.setdefault(outer.module, weakref.WeakSet()).add(optimizer)
-        optimizer.accumulating = False
+        self._register(outer, optimizer)
         return optimizer
 
     def _initialise(self, module: nn.Module, client: torch.optim.Optimizer) -> Any:
@@ -258,8 +256,9 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
     def _replicas(self, model: nn.Module) -> Replicas | None:
         return None
 
-    def _fp32_gradients(self, model: nn.Module) -> ReducedGradients | None:
-        return None
+    @property
+    def _rounds(self) -> bool:
+        return False  # DeepSpeed makes its masters itself, of the weights that it is given
 
     def publish_weights(
         self, model: nn.Module, to: RolloutEngine | WeightTransport | None = None, version: int | None = None
@@ -285,6 +284,8 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
         optimizer: BaseOptimizer | None = None,
         scheduler: Any = None,
         extra: Mapping[str, Any] | None = None,
+        *,
+        trainable_only: bool | None = None,
     ) -> None:
         """Write DeepSpeed's own files, scheduler, random states and ``extra`` to the directory ``path``.
 
@@ -292,16 +293,25 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
 
         Raises:
             CheckpointError: as of every strategy.
+            ValueError: ``trainable_only=True``: DeepSpeed's files hold whole models.
         """
         owner = self._owner(model, optimizer)
         if owner is None:
             deepspeed_weights.refuse_partitioned(model, self.name)
-            super().save_checkpoint(path, model, None, scheduler, extra)
+            super().save_checkpoint(path, model, None, scheduler, extra, trainable_only=trainable_only)
+        elif trainable_only:
+            raise ValueError(f"{self.name}: trainable_only=True, and DeepSpeed's files hold whole models; leave it out")
         else:
             deepspeed_checkpoint.save_checkpoint(path, model, owner, scheduler, extra)
 
     def load_checkpoint(
-        self, path: str | Path, model: nn.Module, optimizer: BaseOptimizer | None = None, scheduler: Any = None
+        self,
+        path: str | Path,
+        model: nn.Module,
+        optimizer: BaseOptimizer | None = None,
+        scheduler: Any = None,
+        *,
+        trainable_only: bool | None = None,
     ) -> dict[str, Any]:
         """Continue from :meth:`save_checkpoint`, on as many ranks; returns its ``extra``.
 
@@ -311,11 +321,14 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
 
         Raises:
             CheckpointError: it cannot be used; the message says what differs, and nothing was changed.
+            ValueError: ``trainable_only=True``: DeepSpeed's files hold whole models.
         """
         owner = self._owner(model, optimizer)
         if owner is None:
             deepspeed_weights.refuse_partitioned(model, self.name)
-            return super().load_checkpoint(path, model, None, scheduler)
+            return super().load_checkpoint(path, model, None, scheduler, trainable_only=trainable_only)
+        if trainable_only:
+            raise ValueError(f"{self.name}: trainable_only=True, and DeepSpeed's files hold whole models; leave it out")
         return deepspeed_checkpoint.load_checkpoint(path, model, owner, scheduler, weights_only=optimizer is None)
 
     def _owner(self, model: nn.Module, optimizer: BaseOptimizer | None) -> DeepSpeedOptimizer | None:

@@ -10,16 +10,24 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
-from collections.abc import Mapping
+import os
+import pickle
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from lightstep.checkpoint.format import CheckpointError, reported
+from lightstep.checkpoint.errors import CheckpointError, reported
+from lightstep.checkpoint.formats.safe_load import refused_name
+from lightstep.checkpoint.formats.zero_files import RESERVED as DEEPSPEEDS_OWN
+from lightstep.checkpoint.load import apply_scheduler
+from lightstep.checkpoint.partly_loaded import changing
 from lightstep.checkpoint.ranks import Ranks
-from lightstep.checkpoint.state import set_random_states
+from lightstep.checkpoint.small_state import set_random_states
 from lightstep.deepspeed.optimizer import DeepSpeedOptimizer
 
 logger = logging.getLogger(__name__)
@@ -34,14 +42,6 @@ _TRUSTED = {
 }
 """Classes in DeepSpeed's files beside what torch itself allows."""
 
-DEEPSPEEDS_OWN = {
-    *("module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params", "lightstep"),
-    *("frozen_param_fragments", "lr_scheduler", "data_sampler", "random_ltd", "skipped_steps", "global_steps"),
-    *("global_samples", "dp_world_size", "mp_world_size", "ds_config", "ds_version", "universal_checkpoint_info"),
-    *("checkpoint_parallel_dimensions", "sparse_tensor_module_names", "ds_autoep_layers", "num_experts"),
-}
-"""Keys of a file of model states; what else is in it is the caller's ``extra``."""
-
 
 def refuse_untrusted(file: Path) -> None:
     """Raise when unpickling the file would run anything but torch's and DeepSpeed's own records.
@@ -52,6 +52,33 @@ def refuse_untrusted(file: Path) -> None:
     wanted = set(torch.serialization.get_unsafe_globals_in_checkpoint(file)) - _TRUSTED
     if wanted:
         raise CheckpointError(f"{file} asks for {', '.join(sorted(wanted))}, which no file of DeepSpeed's needs")
+
+
+@contextmanager
+def trusted_loads() -> Iterator[None]:
+    """``torch.load(..., weights_only=False)``, as DeepSpeed calls it, makes nothing but what is trusted in this block.
+
+    torch's own switch does it, an environment variable that is read at each load: the call's argument has no say then.
+    """
+    switches = {"TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "0"}
+    before = {name: os.environ.get(name) for name in switches}
+    os.environ.update(switches)
+    try:
+        with torch.serialization.safe_globals([_imported(name) for name in _TRUSTED]):
+            yield
+    except pickle.UnpicklingError as error:  # torch's text recommends to run what is in it
+        raise CheckpointError(f"a file is damaged, or holds what must not be run ({refused_name(error)})") from error
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def _imported(name: str) -> Any:
+    module, _, attribute = name.rpartition(".")
+    return getattr(importlib.import_module(module), attribute)
 
 
 def load_universal(
@@ -67,9 +94,10 @@ def load_universal(
         if weights_only:
             raise CheckpointError("a universal checkpoint is loaded with its optimizer state; pass the optimizer too")
         tag = ranks.together(lambda: _checked(folder, optimizer))
-        client = ranks.together(lambda: _load_engine(folder, tag, optimizer))
-        ours = client.get("lightstep") or {}
-        ranks.together(lambda: _apply(client, ours, optimizer, scheduler, ranks.rank))
+        with changing(optimizer.engine.module, optimizer, folder):
+            client = ranks.together(lambda: _load_engine(folder, tag, optimizer))
+            ours = client.get("lightstep") or {}
+            ranks.together(lambda: _apply(client, ours, optimizer, scheduler, ranks.rank))
     logger.info("loaded %s", folder)
     return {key: value for key, value in client.items() if key not in DEEPSPEEDS_OWN}
 
@@ -96,7 +124,8 @@ def _load_engine(folder: Path, tag: str, optimizer: DeepSpeedOptimizer) -> dict[
     engine = optimizer.engine
     engine._config.load_universal_checkpoint = True
     try:
-        _, client = engine.load_checkpoint(str(folder), tag=tag, load_lr_scheduler_states=False)
+        with trusted_loads():
+            _, client = engine.load_checkpoint(str(folder), tag=tag, load_lr_scheduler_states=False)
     finally:
         engine._config.load_universal_checkpoint = False
     _separate_step_counts(engine.optimizer.optimizer)
@@ -118,9 +147,5 @@ def _apply(
     states = ours.get("random") or []
     if rank < len(states):
         set_random_states(states[rank])
-    if scheduler is None:
-        return
-    if client.get("lr_scheduler") is None:
-        logger.warning("the checkpoint holds no scheduler state; the scheduler starts where it is")
-    else:
-        scheduler.load_state_dict(client["lr_scheduler"])
+    if scheduler is not None:
+        apply_scheduler(client.get("lr_scheduler"), scheduler)

@@ -12,8 +12,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from lightstep.checkpoint.errors import CheckpointError, reported
 from lightstep.checkpoint.export import write_export
-from lightstep.checkpoint.format import CheckpointError, reported
 from lightstep.checkpoint.pretrained import find_tensors
 from lightstep.checkpoint.ranks import Ranks
 from lightstep.config import ConfigError

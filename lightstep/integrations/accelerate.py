@@ -27,8 +27,9 @@ with needs("train"):
     from accelerate.state import AcceleratorState
     from accelerate.utils import FullyShardedDataParallelPlugin
 
+from lightstep.checkpoint.errors import CheckpointError
 from lightstep.checkpoint.export import full_weights
-from lightstep.checkpoint.format import CheckpointError, find_checkpoint
+from lightstep.checkpoint.layout import find_checkpoint
 from lightstep.config import ConfigError, FSDP2Sharding
 from lightstep.integrations.refusals import (
     inner_optimizer,

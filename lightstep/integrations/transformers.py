@@ -57,7 +57,7 @@ class UpToDateCallbacks(CallbackHandler):
         handlers = [getattr(callback, event) for callback in self.callbacks]
         others = any(not str(handler.__module__).startswith("transformers.") for handler in handlers)
         if others and isinstance(self.optimizer, LightstepOptimizer):
-            self.optimizer.land()
+            self.optimizer.wait_for_update()
         return super().call_event(event, args, state, control, **kwargs)
 
 

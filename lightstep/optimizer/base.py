@@ -31,7 +31,8 @@ class BaseOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> StepResult:  # type: ignore[override]
         """Consume the gradients (``p.grad is None`` afterwards) and update the weights, or skip on overflow.
 
-        Never waits for the device unless the result is read (see ``docs/how-a-step-works.md`` for the exceptions).
+        Never waits for the device unless the result is read: see :class:`~lightstep.optimizer.result.StepResult`, and
+        ``docs/how-a-step-works.md`` for the exceptions.
         """
 
     accumulating: bool | None = None
@@ -39,7 +40,7 @@ class BaseOptimizer(torch.optim.Optimizer):
     ``strategy.create_optimizer`` made; ``None``: nobody does, and updates wait for ``step()``."""
 
     @abstractmethod
-    def land(self, parameters: Iterable[Tensor] | None = None) -> None:
+    def wait_for_update(self, parameters: Iterable[Tensor] | None = None) -> None:
         """What is done next sees these parameters updated (``None``: all of them) when a step's updates are deferred.
 
         On an accelerator the current stream waits and the host does not. Forwards, ``state_dict`` and checkpoints call
@@ -52,12 +53,20 @@ class BaseOptimizer(torch.optim.Optimizer):
         """Whether updates of the last step may still be under way."""
 
     @abstractmethod
-    def hold(self, parameters: Iterable[Tensor]) -> None:
+    def wait_on_stream(self, parameters: Iterable[Tensor]) -> None:
         """The current stream waits for these parameters' updates, and no other does.
 
         For a stream that reads weights beside the one that computes (FSDP2 gathers on its own), which calls
-        :meth:`land` in its turn.
+        :meth:`wait_for_update` in its turn.
         """
+
+    def land(self, parameters: Iterable[Tensor] | None = None) -> None:
+        """The earlier name of :meth:`wait_for_update`."""
+        self.wait_for_update(parameters)
+
+    def hold(self, parameters: Iterable[Tensor]) -> None:
+        """The earlier name of :meth:`wait_on_stream`."""
+        self.wait_on_stream(parameters)
 
     @abstractmethod
     def synchronize(self) -> None:

@@ -46,9 +46,13 @@ class BrokenStep:
 
     def note(self, what: str, error: BaseException) -> str:
         """From now on nothing goes on; returns what failed."""
-        self._what = f"{what} failed ({type(error).__name__}: {error})"
+        return self.because(f"{what} failed ({type(error).__name__}: {error})")
+
+    def because(self, reason: str) -> str:
+        """:meth:`note` in other words."""
+        self._what = reason
         self._left = {item.param for item in self._managed}
-        return self._what
+        return reason
 
     def repaired(self, parameter: Tensor) -> None:
         """This one has been given its state."""

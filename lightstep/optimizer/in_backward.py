@@ -7,17 +7,17 @@ for clipping, skipping a whole step) is not to be had here.
 from __future__ import annotations
 
 import contextlib
-from collections import deque
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightstep.optimizer.arithmetic import GroupValues
-from lightstep.optimizer.updates import AtStep
+from lightstep.optimizer.schedule import Schedule
 from lightstep.optimizer.walk import Gradients, UnitWalk, Update
+from lightstep.precision.leaf_hooks import LeafHooks
 from lightstep.state.backend import Managed, StateBackend, Unit
 
 __all__ = ["InBackward"]
@@ -26,8 +26,8 @@ Take = Callable[[Managed], Tensor | None]
 Decide = Callable[[int, Gradients, GroupValues], Update | None]
 
 
-class InBackward(AtStep):
-    """Updates of a step that has begun in backward; one that has not is done as a whole, in ``step()``.
+class InBackward(Schedule):
+    """Units of a layer are lined up with its last gradient; a step that did not begin in backward runs in ``step()``.
 
     On an accelerator the stream that brings a layer's gradients waits for the update of the layer before it, so that
     the gradients of two layers are in memory at a time. The host does not wait.
@@ -39,26 +39,27 @@ class InBackward(AtStep):
         super().__init__(walk, backend)
         self._layers: list[list[Managed]] = []
         self._layer_of: dict[Managed, int] = {}
-        self._units: list[list[Unit]] = []
-        self._events: dict[int, Any] = {}
-        self._ready: Any = None
-        self._forget()
-
-    def _forget(self) -> None:
-        self._values: GroupValues | None = None
-        self._take: Take | None = None
+        self._units_of: list[list[Unit]] = []
+        self._hooks = LeafHooks()
+        self._arrives: list[Callable[[Managed], None]] = []  # called by the hooks, while a backward of ours runs
         self._decide: Decide | None = None
-        self._waiting: Gradients = {}
+        self.started = False
+        self._forget_gradients()
+
+    def _forget_gradients(self) -> None:
+        self._incomplete: Gradients = {}
         self._newest: Tensor | None = None  # FSDP2's other gradients are found through it: they share its memory
         self._done: set[Managed] = set()
         self._touched = False
         self._left: list[int] = []
-        self._outstanding: deque[tuple[Any, Update]] = deque()
 
     @property
-    def started(self) -> bool:
-        """Whether this step's updates have begun."""
-        return self._values is not None
+    def pending(self) -> bool:
+        return bool(self._queued)
+
+    @property
+    def _half_done(self) -> bool:
+        return self._touched or super()._half_done
 
     @contextlib.contextmanager
     def running(
@@ -73,58 +74,37 @@ class InBackward(AtStep):
             decide: called with a layer's number, its gradients and hyper-parameters when they are there; ``None``
                 leaves the layer alone.
         """
-        with self._guarded("the backward in which layers are updated"):
-            self.begin(layers, GroupValues(groups), take, decide)
-            with self._listening():
+        with self._failing_once("the backward in which layers are updated"):
+            self._lay_out(layers)
+            self.started, self._decide = True, decide
+            self._left = [len(layer) for layer in self._layers]
+            everything = [item for layer in self._layers for item in layer]
+            self._begin(everything, GroupValues(groups), self._backend.in_lanes, backwards=True)
+            self._arrives.append(lambda item: self._collect(item, take))
+            try:
                 yield
-
-    @contextlib.contextmanager
-    def _guarded(self, what: str) -> Iterator[None]:
-        """After an error in here some layers are updated and others are not."""
-        try:
-            yield
-        except BaseException as error:
-            broken = self._walk.broken
-            if self._touched and not broken:
-                broken.note(what, error)
-            self._abandon()
-            raise
-
-    def begin(self, layers: Sequence[Sequence[Managed]], values: GroupValues, take: Take, decide: Decide) -> None:
-        """The first part of :meth:`running`."""
-        self._lay_out(layers)
-        everything = [item for layer in self._layers for item in layer]
-        self._values, self._take, self._decide = values, take, decide
-        self._left = [len(layer) for layer in self._layers]
-        self._in_lane(partial(self._walk.begin, everything, True))
+            finally:
+                self._arrives.clear()
+                self._decide = None
 
     def _lay_out(self, layers: Sequence[Sequence[Managed]]) -> None:
         listed = [list(layer) for layer in layers]
         units = list(self._backend.units())
-        if listed == self._layers and [u for own in self._units for u in own] == units:
+        if listed != self._layers:
+            self._layers = listed
+            self._layer_of = {item: number for number, layer in enumerate(listed) for item in layer}
+            items = {item.param: weakref.ref(item) for item in self._layer_of}
+            self._hooks.carry(items, after=lambda parameter: _telling(self._arrives, items[parameter]))
+        elif [u for own in self._units_of for u in own] == units:
             return
-        self._layers = listed
-        self._layer_of = {item: number for number, layer in enumerate(listed) for item in layer}
-        self._units = [[] for _ in listed]
+        self._units_of = [[] for _ in listed]
         for unit in units:
             for number in dict.fromkeys(self._layer_of[owner] for owner, _, _ in unit.parts):
-                self._units[number].append(unit)
-
-    @contextlib.contextmanager
-    def _listening(self) -> Iterator[None]:
-        """Gradients are collected as a backward in here completes them."""
-        trained = [item for layer in self._layers for item in layer if item.param.requires_grad]
-        hooks = [item.param.register_post_accumulate_grad_hook(_told(self._collect, item)) for item in trained]
-        try:
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()
+                self._units_of[number].append(unit)
 
     @torch.no_grad()
-    def _collect(self, item: Managed) -> None:
-        assert self._take is not None
-        gradient = self._take(item)
+    def _collect(self, item: Managed, take: Take) -> None:
+        gradient = take(item)
         if gradient is not None:
             self.arrived(item, gradient)
 
@@ -142,94 +122,78 @@ class InBackward(AtStep):
             )
         number = self._layer_of[item]
         self._done.add(item)
-        self._waiting[item] = self._newest = gradient
+        self._incomplete[item] = self._newest = gradient
         self._left[number] -= 1
         if self._left[number] == 0:
             self._update(number)
 
     def _update(self, number: int) -> None:
         layer = self._layers[number]
-        gradients = {item: self._waiting.pop(item) for item in layer if item in self._waiting}
+        gradients = {item: self._incomplete.pop(item) for item in layer if item in self._incomplete}
         assert self._decide is not None and self._values is not None
         update = self._decide(number, gradients, self._values) if gradients else None
         if update is None:
             return
         self._touched = True
         update.drop_gradients(update.elsewhere)
-        units = list(reversed(self._units[number]))
         del gradients
-        if not self._backend.in_lanes:
-            self._carry_out(units, update)
-            return
-        self._in_lane(partial(self._carry_out, units, update))
-        lanes = self._backend.lanes
-        if number not in self._events:
-            self._events[number] = lanes.event()
-        self._outstanding.append((lanes.compute.record(self._events[number]), update))
-        self._wait_until(1)
+        before = self._lined_up
+        if self._in_lane:
+            self._follow_caller()
+        self._line_up(reversed(self._units_of[number]), update)
+        self._submit(self._lined_up)
+        self._wait(before - 1)
 
-    def _carry_out(self, units: Sequence[Unit], update: Update) -> None:
-        for unit in units:
-            self._walk.unit(unit, update)
+    def wait_for_update(self, items: Iterable[Managed] | None = None) -> None:
+        self._wait(self._lined_up)
 
-    def _wait_until(self, left: int) -> None:
-        """The caller waits for all updates but the last few; their gradients are given up, in the caller's order."""
-        while len(self._outstanding) > left:
-            done, update = self._outstanding[0]
-            self._backend.lanes.caller().wait(done)
-            self._outstanding.popleft()  # not before: an interrupt while waiting would lose it
-            update.gradients.clear()
+    def wait_on_stream(self, items: Iterable[Managed]) -> None:
+        """A forward finds all done: ``step()``, and whoever comes before it, has waited."""
 
-    def _in_lane(self, job: Callable[[], None]) -> None:
-        """In the compute lane behind the caller's work so far; without lanes here and now."""
-        if not self._backend.in_lanes:
-            job()
-            return
-        lanes = self._backend.lanes
-        if self._ready is None:
-            self._ready = lanes.event()
-        lanes.compute.wait(lanes.caller().record(self._ready))
-        lanes.compute.run(job)
-
-    def land(self, items: Iterable[Managed] | None = None) -> None:
-        self._wait_until(0)
-
-    def complete(self, managed: Sequence[Managed]) -> None:
+    def complete(self, managed: Sequence[Managed], take: Take, decide: Decide) -> None:
         """Take what is left, update layers that got no gradient for some parameter, and end the step.
 
         The caller's next work finds everything updated.
         """
-        with self._guarded("the update"):
-            self._complete(managed)
-
-    def _complete(self, managed: Sequence[Managed]) -> None:
-        for item in managed:
-            self._collect(item)
-        for number in reversed(range(len(self._layers))):
-            if self._left[number]:
-                self._update(number)
-        self._in_lane(partial(self._walk.finish, [item for item in managed if item.elsewhere]))
-        if self._backend.in_lanes:
-            lanes = self._backend.lanes
-            if -1 not in self._events:
-                self._events[-1] = lanes.event()
-            lanes.caller().wait(lanes.compute.record(self._events[-1]))
-        self._wait_until(0)
-        assert self._values is not None
-        self._values.give_back()
-        self._forget()
+        with self._failing_once("the update"):
+            self._decide = decide
+            for item in managed:
+                self._collect(item, take)
+            for number in reversed(range(len(self._layers))):
+                if self._left[number]:
+                    self._update(number)
+            assert self._values is not None
+            overflow = torch.zeros((), dtype=torch.float32, device="cpu")
+            end = Update({}, None, None, overflow, self._values, [])
+            end.elsewhere = [item for item in managed if item.elsewhere]
+            if self._in_lane:
+                self._follow_caller()
+            self._line_up([None], end)
+            self._submit(self._lined_up)
+            self._wait(self._lined_up)
+            self._end()
 
     def drop(self) -> None:
         """Gradients that wait for others of their layer are given up (``zero_grad``)."""
-        self._waiting.clear()
+        self._incomplete.clear()
 
-    def _abandon(self) -> None:
-        """The step broke off."""
-        if self._backend.in_lanes:
-            self._backend.lanes.compute.synchronize()
-        self._forget()
-        self._backend.abandon()
+    def forget(self) -> None:
+        super().forget()
+        self._end()
+
+    def _end(self) -> None:
+        self.started, self._decide = False, None
+        self._forget_gradients()
+
+    def close(self) -> None:
+        """Take the hooks off."""
+        self._hooks.carry(())
 
 
-def _told(take: Callable[[Managed], None], item: Managed) -> Callable[[Tensor], None]:
-    return lambda _: take(item)
+def _telling(arrives: list[Callable[[Managed], None]], reference: weakref.ref[Managed]) -> Callable[[Tensor], None]:
+    def hook(_: Tensor) -> None:
+        item = reference()
+        if arrives and item is not None:
+            arrives[0](item)
+
+    return hook

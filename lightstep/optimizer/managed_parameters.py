@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
+import operator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -13,33 +15,44 @@ from lightstep.optimizer.arithmetic import BaseArithmetic
 from lightstep.optimizer.param_groups import Place
 from lightstep.precision.master_weights import ModelWatch
 from lightstep.state.backend import Managed, Schema, StateBackend
-from lightstep.state.resident import same_rounding
+from lightstep.state.kept_records import same_rounding
 
 Places = Callable[[], Mapping[Tensor, Place]]
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
+InitialMasters = Callable[[Tensor], Tensor | None]
+
+
 class ManagedParameters:
-    """The trainable parameters of an optimizer's groups in the model's order, set up as late as possible.
+    """The parameters of an optimizer's groups that are trained, or have been; set up as late as possible.
 
     Args:
         arithmetic: told about each device parameters are found on.
         backend: told which parameters it is in charge of.
         master_weights: whether 16-bit parameters get fp32 masters.
         places: called at set-up for the name and layer of each parameter.
+        initial_masters: called at set-up for the fp32 values (of the local shard) that a parameter was rounded from.
     """
 
     def __init__(
-        self, arithmetic: BaseArithmetic, backend: StateBackend, master_weights: bool, places: Places | None
+        self,
+        arithmetic: BaseArithmetic,
+        backend: StateBackend,
+        master_weights: bool,
+        places: Places | None,
+        initial_masters: InitialMasters | None = None,
     ) -> None:
         self._arithmetic = arithmetic
         self._backend = backend
         self._master_weights = master_weights
         self._places = places
+        self._initial_masters = initial_masters
         self._watch = ModelWatch()
         self._items: dict[Tensor, Managed] = {}
         self._schema: Schema = {}
+        self._checked: tuple[list[dict[str, Any]], list[Tensor]] = ([], [])
 
     def __iter__(self) -> Iterator[Managed]:
         return iter(self._items.values())
@@ -50,6 +63,10 @@ class ManagedParameters:
     def get(self, parameter: object) -> Managed | None:
         """The record of one parameter, or ``None`` for one that is not managed (yet)."""
         return self._items.get(parameter)  # type: ignore[call-overload]
+
+    def those_of(self, parameters: Iterable[Tensor]) -> list[Managed]:
+        """The records of those that are managed."""
+        return [item for item in map(self._items.get, parameters) if item is not None]
 
     @property
     def devices(self) -> set[torch.device]:
@@ -66,19 +83,24 @@ class ManagedParameters:
 
         A parameter that is frozen later keeps its state, and continues from it when it is thawed.
         """
-        every = [(p, group) for group in groups for p in group["params"]]
-        wanted = {*self._items, *also}
-        listed = [(p, group) for p, group in every if p.requires_grad or p in wanted]
+        trained = [p for group in groups for p in group["params"] if p.requires_grad]
+        if not also and _identical(trained, self._checked[1]) and _identical(groups, self._checked[0]):
+            return False
+        new = self._take_charge(groups, {*self._items, *also})
+        self._checked = (list(groups), trained)
+        return new
+
+    def _take_charge(self, groups: Sequence[dict[str, Any]], wanted: Collection[Tensor]) -> bool:
+        listed = [(p, group) for group in groups for p in group["params"] if p.requires_grad or p in wanted]
         for parameter, group in listed:  # groups are the user's to exchange
             if parameter in self._items:
                 self._items[parameter].group = group
-        if len(listed) == len(self._items) and all(p in self._items for p, _ in listed):
+        if not listed or (len(listed) == len(self._items) and all(p in self._items for p, _ in listed)):
             return False
-        if not listed:
-            raise ValueError("the optimizer has no trainable parameter: requires_grad is False on all of them")
         self._arithmetic.consider(groups)
         places = self.places()
         items = [self._items.get(p) or self._manage(p, group, places.get(p), i) for i, (p, group) in enumerate(listed)]
+        _refuse_shared_memory((item.name, item.local) for item in items)
         new = [item for item in items if item.param not in self._items]
         for device in {item.local.device for item in items}:
             low = any(item.own_master and item.local.dtype != torch.float32 for item in items)
@@ -91,7 +113,14 @@ class ManagedParameters:
         self._items, self._schema = {item.param: item for item in items}, schema
         for item in new:
             self.record(item)
+            self._start_master(item)
         return True
+
+    def _start_master(self, item: Managed) -> None:
+        """The master is what the weight was rounded from, if that is known and still so."""
+        given = None if item.own_master or self._initial_masters is None else self._initial_masters(item.param)
+        if given is not None and same_rounding(item.local, given):
+            self._backend.start_from(item, given)
 
     def _manage(self, parameter: Tensor, group: dict[str, Any], place: Place | None, index: int) -> Managed:
         local = local_tensor(parameter).detach()
@@ -112,26 +141,27 @@ class ManagedParameters:
 
     def record(self, item: Managed) -> None:
         """The parameter is now as the optimizer left it: what it wrote to, should the storage be another by now."""
-        self._watch.record(item.param, item.local)
+        self._watch.record(item, item.local)
 
     def adopt_outside_changes(self, groups: Sequence[dict[str, Any]]) -> bool:
         """Weights that somebody else wrote since the last step become the masters; ``True`` if items are others now."""
         converted = self._take_over_converted(groups)
-        for item in self:
-            self._adopt(item)
-        return converted
-
-    def _adopt(self, item: Managed) -> None:
-        local = local_tensor(item.param)
-        if not self._watch.suspicious(item.param, local):
-            return
-        if self._watch.moved(item.param, local):
+        found = [(item, local_tensor(item.param)) for item in self]
+        touched = [(item, local) for item, local in found if not self._watch.untouched(item, local)]
+        moved = {item: local for item, local in touched if self._watch.moved(item, local)}
+        if moved:
+            _refuse_shared_memory((item.name, local) for item, local in found)
+        for item, local in moved.items():
             item.local = local.detach()
             if item.own_master:
                 self._backend.refresh(item)
-        if self._backend.differs(item):
+        for item, _ in touched:
+            self.record(item)
+        known = dict(touched)
+        suspects = [item for item, local in found if local.device.type == "cpu" or item in known]
+        for item in self._backend.changed(suspects) if suspects else ():
             self._backend.refresh(item)
-        self.record(item)
+        return converted
 
     def _take_over_converted(self, groups: Sequence[dict[str, Any]]) -> bool:
         """Parameters of another dtype or on another device now (``model.float()``, ``model.to(...)``) keep their state.
@@ -150,18 +180,20 @@ class ManagedParameters:
         carried = {item: _copied(self._backend.gather(item)) for item in converted}
         before = self._items
         self._items = {parameter: item for parameter, item in before.items() if item not in carried}
+        for item in converted:
+            self._watch.forget(item)
         try:
-            self.set_up(groups, also=[item.param for item in converted])
+            self._take_charge(groups, {*self._items, *(item.param for item in converted)})
         except BaseException:
             self._items = before
             raise
         for old, entries in carried.items():
-            item = self._items.get(old.param)
-            if item is None:  # it has left the groups
+            new = self._items.get(old.param)
+            if new is None:  # it has left the groups
                 continue
-            if item.local.dtype != old.local.dtype:
+            if new.local.dtype != old.local.dtype:
                 entries.pop("master", None)
-            self.load_state(item, entries)
+            self.load_state(new, entries)
         return True
 
     def refresh(self, groups: Sequence[dict[str, Any]]) -> bool:
@@ -186,17 +218,27 @@ class ManagedParameters:
         return {key: _placed_like(item, value) for key, value in entries.items()}
 
     def _was_edited(self, item: Managed, master: Tensor) -> bool:
-        """Whether somebody else wrote to the weight since the last step: what is read and saved follows it.
+        """Whether the weight is not its master rounded: what is read and saved follows it.
 
-        Nothing is changed here: the weights may be others only while somebody looks (averages swapped in and out). And
-        state that was just loaded may still wait for the weights that go with it.
+        Nothing is changed here: the weights may be others only while somebody looks (averages swapped in and out), or
+        state that was just loaded still waits for the weights that go with it.
         """
         local = local_tensor(item.param)
-        if not self._watch.knows(item.param) or not self._watch.suspicious(item.param, local):
+        if local.device.type != "cpu" and self._watch.untouched(item, local):
             return False
         if not self._backend.hands_out_state and local.data_ptr() == item.local.data_ptr():
             return False  # the backend has looked itself, at the memory that it knows
         return not same_rounding(local, master)
+
+    def check_state(self, item: Managed, entries: Mapping[str, Any]) -> None:
+        """Raises ``ValueError`` for an entry of another shape than the parameter's local shard."""
+        for key, entry in entries.items():
+            value = local_tensor(entry) if isinstance(entry, Tensor) else entry
+            if isinstance(value, Tensor) and not self.takes(value, item.local.shape):
+                raise ValueError(
+                    f"state {key!r} of {item.name} has shape {tuple(value.shape)}; the parameter's local shape is "
+                    f"{tuple(item.local.shape)}"
+                )
 
     def load_state(self, item: Managed, entries: Mapping[str, Any]) -> None:
         """Replace one parameter's state; ``{}`` removes it.
@@ -207,20 +249,15 @@ class ManagedParameters:
         Raises:
             ValueError: an entry has another shape than the parameter's local shard; nothing has been changed then.
         """
+        self.check_state(item, entries)
         order = [*(key for key in self._schema if key in entries), *sorted(entries.keys() - self._schema.keys())]
         local = {key: local_tensor(entries[key]) if isinstance(entries[key], Tensor) else entries[key] for key in order}
-        for key, value in local.items():
-            if isinstance(value, Tensor) and not self.takes(value, item.local.shape):
-                raise ValueError(
-                    f"state {key!r} of {item.name} has shape {tuple(value.shape)}; the parameter's local shape is "
-                    f"{tuple(item.local.shape)}"
-                )
         if item.own_master and "master" in local:
             item.local.copy_(local.pop("master"))
         self._backend.load(item, local)
         item.updated, item.provisional = bool(local), False
         # The next step looks whether master and weight agree: the model may be loaded before or after its optimizer.
-        self._watch.forget(item.param)
+        self._watch.forget(item)
 
     def takes(self, entry: Tensor, shape: torch.Size) -> bool:
         """Whether a state entry (local) can belong to a parameter of this local shape."""
@@ -265,97 +302,24 @@ def _copied(entries: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value.clone() if isinstance(value, Tensor) else value for key, value in entries.items()}
 
 
-class StateView(MutableMapping[Tensor, dict[str, Any]]):
-    """``optimizer.state``: parameter → entries, read from the state backend whenever somebody looks.
+def _identical(now: Sequence[Any], before: Sequence[Any]) -> bool:
+    """The same objects; comparing tensors by ``==`` would compare their elements."""
+    return len(now) == len(before) and all(map(operator.is_, now, before))
 
-    Assigning replaces a parameter's state, and so does assigning one of its entries. Whether a tensor that was read is
-    the state itself or a copy is the backend's affair (``stream`` gives copies). Like torch's own it answers ``{}`` for
-    a parameter without state.
+
+def _refuse_shared_memory(named: Iterable[tuple[str, Tensor]]) -> None:
+    """Parameters over one storage (``a.data = b.data``) would each be updated, and each undo the other's update.
+
+    Raises:
+        ValueError: naming two of them.
     """
-
-    def __init__(
-        self,
-        managed: ManagedParameters,
-        read: Callable[[Tensor], dict[str, Any]],
-        write: Callable[[Tensor, Mapping[str, Any]], None],
-    ) -> None:
-        self._managed = managed
-        self._read = read
-        self._write = write
-
-    def __getitem__(self, parameter: Tensor) -> dict[str, Any]:
-        return _Entries(self._read(parameter), lambda new, gone: self._change(parameter, new, gone))
-
-    def _change(self, parameter: Tensor, new: Mapping[str, Any], gone: Collection[str]) -> None:
-        entries = {**self._read(parameter), **new}
-        self._write(parameter, {key: value for key, value in entries.items() if key not in gone})
-
-    def __setitem__(self, parameter: Tensor, entries: dict[str, Any]) -> None:
-        self._write(parameter, entries)
-
-    def __delitem__(self, parameter: Tensor) -> None:
-        self._write(parameter, {})
-
-    def __contains__(self, parameter: object) -> bool:
-        item = self._managed.get(parameter)
-        return item is not None and item.updated
-
-    def __iter__(self) -> Iterator[Tensor]:
-        return (item.param for item in self._managed if item.updated)
-
-    def __len__(self) -> int:
-        return sum(item.updated for item in self._managed)
-
-
-class _Entries(dict[str, Any]):
-    """One parameter's entries as they were read; what is assigned here is written to the state, and only that.
-
-    Args:
-        change: called with the entries that are new and the names of those that go.
-    """
-
-    def __init__(
-        self, entries: Mapping[str, Any], change: Callable[[Mapping[str, Any], Collection[str]], None]
-    ) -> None:
-        super().__init__(entries)
-        self._change = change
-
-    def __setitem__(self, key: str, value: Any) -> None:
-        self.update({key: value})
-
-    def __delitem__(self, key: str) -> None:
-        super().__delitem__(key)
-        self._change({}, [key])
-
-    def update(self, *arguments: Any, **entries: Any) -> None:
-        new = dict(*arguments, **entries)
-        super().update(new)
-        self._change(new, ())
-
-    def __ior__(self, other: Any) -> _Entries:  # type: ignore[misc,override]
-        self.update(other)
-        return self
-
-    def setdefault(self, key: str, default: Any = None) -> Any:
-        if key not in self:
-            self[key] = default
-        return self[key]
-
-    def pop(self, key: str, *default: Any) -> Any:
-        if key not in self:
-            return super().pop(key, *default)
-        value = self[key]
-        del self[key]
-        return value
-
-    def popitem(self) -> tuple[str, Any]:
-        key = next(reversed(self))
-        return key, self.pop(key)
-
-    def clear(self) -> None:
-        gone = list(self)
-        super().clear()
-        self._change({}, gone)
-
-    def __reduce__(self) -> Any:
-        return dict, (dict(self),)
+    held = [(local.data_ptr(), name, local) for name, local in named if local.numel() and local.device.type != "meta"]
+    placed = sorted(held, key=lambda entry: (str(entry[2].device), entry[0]))
+    for (start, one, first), (other_start, other, second) in pairwise(placed):
+        reached = first.device == second.device and other_start < start + first.nbytes
+        if reached and (start == other_start or (first.is_contiguous() and second.is_contiguous())):
+            raise ValueError(
+                f"{one} and {other} share memory (one's .data is the other's): each would have a master and undo the "
+                "other's update. Tie them by making them one parameter (b.weight = a.weight) before the optimizer is "
+                "made"
+            )

@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
@@ -72,9 +71,7 @@ def check_param_groups(groups: Any, model: nn.Module) -> list[dict[str, Any]]:
 
 def _as_groups(groups: Any, model: nn.Module) -> Sequence[Any]:
     if groups is None:
-        every = list(model.parameters())
-        trainable = [parameter for parameter in every if parameter.requires_grad]
-        return [{"params": trainable or every}]
+        return [{"params": list(model.parameters())}]
     if isinstance(groups, Tensor):
         return [{"params": [groups]}]
     if isinstance(groups, Mapping):
@@ -105,12 +102,6 @@ def _refuse_repeated(parameters: Sequence[Tensor], names: Mapping[Tensor, str]) 
     if repeated:
         given = ", ".join(names.get(parameter, str(tuple(parameter.shape))) for parameter in repeated[:5])
         raise ValueError(f"given more than once in param_groups: {given}; each parameter belongs to one group")
-
-
-def learning_rates_are_zero(groups: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether every group's ``lr`` is 0 (numbers or 0-dim tensors), and there is one."""
-    rates = [float(group["lr"]) for group in groups if isinstance(group.get("lr"), (int, float, torch.Tensor))]
-    return bool(rates) and not any(rates)
 
 
 def plain_numbers(settings: Mapping[str, Any]) -> dict[str, Any]:

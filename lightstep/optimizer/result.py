@@ -10,6 +10,10 @@ from torch import Tensor
 class StepResult:
     """The outcome of one :meth:`BaseOptimizer.step`; true when the step was applied.
 
+    Making one waits for nothing. ``applied`` (also ``bool(result)``) and ``loss_scale`` make the host wait until the
+    device has measured the step's norm, and so does looking into ``grad_norm`` (``.item()``, ``print``): before that
+    the host may already be queuing the next iteration. A loop that never reads the result never waits.
+
     Attributes:
         grad_norm: 0-dim fp32 tensor on the gradients' device: the global norm, unscaled, before clipping.
         loss: what the closure returned, or ``None``.

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map
 from lightstep.distributed import is_sharded, local_tensor
 
 if TYPE_CHECKING:
-    from lightstep.optimizer.mixed_precision import MixedPrecisionOptimizer
+    from lightstep.optimizer.optimizer import MixedPrecisionOptimizer
 
 
 def snapshot(packed: dict[str, Any]) -> dict[str, Any]:
@@ -33,15 +33,16 @@ def load_torch_state_dict(optimizer: MixedPrecisionOptimizer, state_dict: Mappin
     for pre_hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
         incoming = pre_hook(optimizer, incoming) or incoming
     groups = copy.deepcopy(incoming["param_groups"])
-    _check_groups(optimizer, groups)
-    saved_ids = [index for group in groups for index in group["params"]]
-    parameters = dict(zip(saved_ids, (p for group in optimizer.param_groups for p in group["params"]), strict=True))
+    parameters = _matched(optimizer, groups)
+    states = {parameters[index]: entries for index, entries in incoming["state"].items() if index in parameters}
     _check_shapes(optimizer, parameters, incoming["state"])
     for index, entries in incoming["state"].items():
         refuse_nan(f"parameter {index}", entries)
+    if "loss_scale" in incoming:
+        copy.deepcopy(optimizer.loss_scale).load_state_dict(incoming["loss_scale"])
+    _load_states(optimizer, states)
     for live, saved in zip(optimizer.param_groups, groups, strict=True):
-        live.update({key: value for key, value in saved.items() if key not in ("params", "param_names")})
-    _load_states(optimizer, parameters, incoming["state"])
+        live.update({key: value for key, value in saved.items() if key != "params"})
     if "loss_scale" in incoming:
         optimizer.loss_scale.load_state_dict(incoming["loss_scale"])
     for post_hook in optimizer._optimizer_load_state_dict_post_hooks.values():
@@ -65,28 +66,43 @@ def refuse_nan(name: str, entries: Mapping[str, Any]) -> None:
             )
 
 
-def _load_states(
-    optimizer: MixedPrecisionOptimizer, parameters: Mapping[Any, Tensor], states: Mapping[Any, Any]
-) -> None:
-    loaded = {parameters[index]: entries for index, entries in states.items() if index in parameters}
-    if not loaded and not optimizer.is_set_up:  # wrappers load the empty state back, before a model is sharded
+def _load_states(optimizer: MixedPrecisionOptimizer, states: Mapping[Tensor, Mapping[str, Any]]) -> None:
+    """All of it, or the optimizer refuses to go on."""
+    if not states and not optimizer.is_set_up:  # wrappers load the empty state back, before a model is sharded
         return
-    frozen = [parameter for parameter, entries in loaded.items() if entries and not parameter.requires_grad]
-    for item in optimizer.managed(also=frozen):
-        if item.param in loaded or item.updated or optimizer.half_updated:
-            optimizer.load_parameter_state(item.param, loaded.get(item.param, {}))
+    frozen = [parameter for parameter, entries in states.items() if entries and not parameter.requires_grad]
+    items = [
+        item
+        for item in optimizer.managed(also=frozen)
+        if item.param in states or item.updated or optimizer.half_updated
+    ]
+    for item in items:
+        optimizer.engine.managed.check_state(item, states.get(item.param, {}))
+    try:
+        for item in items:
+            optimizer.load_parameter_state(item.param, states.get(item.param, {}))
+    except BaseException as error:
+        optimizer.refuse_until_loaded(f"load_state_dict failed ({type(error).__name__}: {error})")
+        raise
 
 
-def _check_groups(optimizer: MixedPrecisionOptimizer, saved: list[dict[str, Any]]) -> None:
+def _matched(optimizer: MixedPrecisionOptimizer, saved: list[dict[str, Any]]) -> dict[Any, Tensor]:
+    """The parameter that each index of the state dict stands for."""
     live = optimizer.param_groups
     if len(saved) != len(live):
         raise ValueError(f"the state dict has {len(saved)} parameter groups; this optimizer has {len(live)}")
+    matched: dict[Any, Tensor] = {}
     for index, (mine, theirs) in enumerate(zip(live, saved, strict=True)):
-        if len(mine["params"]) != len(theirs["params"]):
+        own: list[Tensor] = mine["params"]
+        if len(own) != len(theirs["params"]):  # groups of earlier versions held no frozen parameters
+            own = [parameter for parameter in own if parameter.requires_grad]
+        if len(own) != len(theirs["params"]):
             raise ValueError(
                 f"parameter group {index} of the state dict has {len(theirs['params'])} parameters; "
-                f"this optimizer's has {len(mine['params'])}"
+                f"this optimizer's has {len(mine['params'])}, of which {len(own)} are trainable"
             )
+        matched.update(zip(theirs["params"], own, strict=True))
+    return matched
 
 
 def _check_shapes(

@@ -9,8 +9,10 @@ from torch import Tensor
 
 from lightstep.optimizer.arithmetic import BaseArithmetic, GroupValues
 from lightstep.optimizer.broken_step import BrokenStep
-from lightstep.precision.gradients import GradientStage, scalable_in_place
-from lightstep.state.backend import Managed, Piece, StateBackend, Unit
+from lightstep.precision.gradient_stage import GradientStage, scalable_in_place
+from lightstep.state.backend import Managed, StateBackend, Unit
+from lightstep.state.record import aligned
+from lightstep.state.segment import Segment
 
 Gradients = dict[Managed, Tensor]
 
@@ -38,14 +40,14 @@ class Update:
     def __post_init__(self) -> None:
         self.elsewhere = [item for item in self.gradients if item.elsewhere]
 
-    def alike(self, pieces: list[Piece]) -> list[tuple[list[Piece], Tensor | None]]:
-        """The pieces with equal factors together, and the factor."""
+    def alike(self, segments: list[Segment]) -> list[tuple[list[Segment], Tensor | None]]:
+        """The segments with equal factors together, and the factor."""
         if not isinstance(self.factor, Mapping):
-            return [(pieces, self.factor)] if pieces else []
-        found: dict[int, tuple[list[Piece], Tensor]] = {}
-        for piece in pieces:
-            factor = self.factor[piece.owner]
-            found.setdefault(id(factor), ([], factor))[0].append(piece)
+            return [(segments, self.factor)] if segments else []
+        found: dict[int, tuple[list[Segment], Tensor]] = {}
+        for segment in segments:
+            factor = self.factor[segment.parts[0].owner]
+            found.setdefault(id(factor), ([], factor))[0].append(segment)
         return list(found.values())
 
     def drop_gradients(self, items: list[Managed]) -> None:
@@ -80,9 +82,9 @@ class UnitWalk:
         if self.stage.nbytes():
             return
         staged = {item for item, gradient in gradients.items() if not scalable_in_place(gradient)}
-        needs = [[b - a for owner, a, b in unit.parts if owner in staged] for unit in self._backend.units()]
-        largest = max(needs, key=sum, default=[])
-        if largest:
+        units = [unit for unit in self._backend.units() if any(owner in staged for owner, _, _ in unit.parts)]
+        if units:
+            largest = max(sum(aligned(b - a) for _, a, b in unit.parts) for unit in units)
             self.stage.reserve(largest, next(iter(staged)).local.device)
 
     def run(self, update: Update) -> None:
@@ -102,13 +104,13 @@ class UnitWalk:
     def unit(self, unit: Unit, update: Update) -> list[Managed]:
         """Update one unit; returns the parameters that are complete with it."""
         with self.broken.guard(f"the update of {unit.label}"):
-            pieces = self._backend.acquire(unit)
-            active = [piece for piece in pieces if piece.owner in update.gradients]
-            for alike, factor in update.alike(active):
+            apart = update.factor if isinstance(update.factor, Mapping) else None
+            segments = self._backend.acquire(unit, update.gradients, apart)
+            for alike, factor in update.alike(segments):
                 overflow = update.overflow.to(alike[0].master.device)
-                self._arithmetic.apply(alike, self._staged(alike, update, factor), overflow, update.values)
-            self._backend.release(unit, active)
-        return self._noted(active)
+                self._arithmetic.apply(alike, self._scaled(alike, update, factor), overflow, update.values)
+            self._backend.release(unit, segments)
+        return self._noted(segments)
 
     def finish(self, elsewhere: Iterable[Managed]) -> None:
         """``elsewhere``: parameters whose weights other replicas have sent."""
@@ -118,14 +120,16 @@ class UnitWalk:
             item.updated = True
             self._record(item)
 
-    def _staged(self, pieces: list[Piece], update: Update, factor: Tensor | None) -> list[Tensor]:
-        device = pieces[0].master.device
+    def _scaled(self, segments: list[Segment], update: Update, factor: Tensor | None) -> list[Tensor]:
+        device = segments[0].master.device
         divisor, factor = (None if value is None else value.to(device) for value in (update.divisor, factor))
-        staged = self.stage.scaled([piece.of(update.gradients[piece.owner]) for piece in pieces], divisor, factor)
-        return [value.to(piece.master.dtype) for piece, value in zip(pieces, staged, strict=True)]
+        gradients = [[part.of(update.gradients[part.owner]) for part in segment.parts] for segment in segments]
+        rows = self.stage.scaled(segments, gradients, divisor, factor)
+        return [row.view(one.shape).to(one.master.dtype) for one, row in zip(segments, rows, strict=True)]
 
-    def _noted(self, updated: list[Piece]) -> list[Managed]:
-        for piece in updated:
-            piece.owner.updated = True
-            self._record(piece.owner)
-        return [piece.owner for piece in updated if piece.stop == piece.owner.local.numel()]
+    def _noted(self, updated: list[Segment]) -> list[Managed]:
+        owners = [part.owner for segment in updated for part in segment.parts]
+        for owner in owners:
+            owner.updated = True
+            self._record(owner)
+        return [part.owner for one in updated for part in one.parts if part.stop == part.owner.local.numel()]

@@ -1,31 +1,24 @@
 """Gradients on their way to the optimizer: added up in fp32, scaled into fp32 staging memory.
 
-Autograd adds the gradients of several micro-batches in the parameter's dtype. :class:`GradientAccumulator` puts
-``p.grad`` aside just before each new gradient arrives, and adds it to an fp32 buffer when that has arrived, so that
-``grad32 = float(g1) + float(g2) + ...`` in order. With one micro-batch nothing is copied: ``p.grad`` is what autograd
-made.
+Autograd adds the gradients of several micro-batches in the parameter's dtype. :class:`GradientAccumulator` has them
+added up in fp32, so that ``grad32 = float(g1) + float(g2) + ...`` in order. With one micro-batch nothing is copied:
+``p.grad`` is what autograd made. With several, ``p.grad`` is the fp32 sum (:mod:`lightstep.precision.gradient_sums`).
 """
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
-from torch.autograd import Variable
-from torch.utils.hooks import RemovableHandle, unserializable_hook
-from torch.utils.weak import WeakIdKeyDictionary
 
-from lightstep.distributed import local_gradient
-from lightstep.precision.gradient_watch import GradientWatch
-from lightstep.precision.scale_kernel import scale_into
+from lightstep.distributed import initialized, is_sharded, local_gradient
+from lightstep.precision.gradient_sums import SumsAside, SumsInPlace
 
 Key = TypeVar("Key")
 
-_collectors: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""Parameter → weak reference to the accumulator whose hook it carries."""
+_LOW = (torch.bfloat16, torch.float16)
 
 
 class ReducedGradients(Protocol):
@@ -41,54 +34,47 @@ class ReducedGradients(Protocol):
 class GradientAccumulator:
     """The gradients of the micro-batches since the last step, one per parameter.
 
+    A gradient is in ``p.grad``; if a reduction delivered it in fp32, it is here instead.
+
     Args:
         float32: add them in fp32 (``precision.reduce: float32``) instead of in the parameter's dtype.
     """
 
     def __init__(self, float32: bool = True) -> None:
         self.float32 = float32
-        self._sums: dict[Tensor, Tensor] = {}
-        self._reduced: dict[Tensor, list[Tensor]] = {}
+        self._sums: SumsInPlace | SumsAside = SumsInPlace()
+        self._watched: list[tuple[Tensor, torch.dtype, bool]] = []
+        self._delivered: dict[Tensor, list[Tensor]] = {}
         self._rounded: set[Tensor] = set()
         self._uncertain: list[tuple[Tensor, Sequence[Tensor | None]]] = []
-        self._handles: dict[Tensor, list[RemovableHandle]] = {}
         self._reduction: ReducedGradients | None = None
-        self._aside: dict[Tensor, tuple[Tensor, bool]] = {}
-        self._watch = GradientWatch()
-        self._watching_the_end = False
+        self._collected: list[Tensor] = []
 
     def comes_from(self, reduction: ReducedGradients) -> None:
         """Gradients of parameters watched now or later are delivered by this."""
         self._reduction = reduction
-        reduction.connect(self._handles, self)
+        reduction.connect([parameter for parameter, _, _ in self._watched], self)
 
     def watch(self, parameters: Iterable[Tensor]) -> None:
-        """From now on keep the sums of these parameters; others are forgotten."""
-        wanted = {p for p in parameters if self.float32 and p.dtype in (torch.bfloat16, torch.float16)}
-        if wanted == self._handles.keys():
+        """From now on add up the gradients of these parameters in fp32, also of frozen ones once they are thawed."""
+        watched = [(p, p.dtype, p.requires_grad) for p in parameters if p.dtype in _LOW] if self.float32 else []
+        kind = SumsAside if initialized() else SumsInPlace
+        if _same(watched, self._watched) and type(self._sums) is kind:
             return
-        for parameter in self._handles.keys() - wanted:
-            self._take_off(parameter)
-        for parameter in wanted - self._handles.keys():
-            self._take_over(parameter)
-            self._handles[parameter] = [
-                parameter.register_hook(_before_accumulation(self, parameter)),
-                parameter.register_post_accumulate_grad_hook(_after_accumulation(self)),
-            ]
+        if type(self._sums) is not kind:
+            self._sums.carry(())
+            self._sums = kind(self._rounded)
+        self._watched = watched
+        self._sums.carry([parameter for parameter, _, _ in watched])
         if self._reduction is not None:
-            self._reduction.connect(wanted, self)
+            self._reduction.connect([parameter for parameter, _, _ in watched], self)
 
-    def _take_over(self, parameter: Tensor) -> None:
-        """The newest optimizer of a parameter gets its gradients; an abandoned one may live on for a while."""
-        previous = _collectors.get(parameter, lambda: None)()
-        if previous is not None and previous is not self and parameter in previous._handles:
-            previous._take_off(parameter)
-            previous._sums.pop(parameter, None)
-        _collectors[parameter] = weakref.ref(self)
+    def begin_backward(self) -> None:
+        """A backward begins whose gradients are to be added to those that are there."""
+        if self._watched:
+            self._sums.begin([parameter for parameter, _, _ in self._watched])
 
-    def _take_off(self, parameter: Tensor) -> None:
-        for handle in self._handles.pop(parameter):
-            handle.remove()
+    # -- what a reduction over ranks does in backward
 
     def deliver(self, parameter: Tensor, gradient: Tensor) -> None:
         """Add a local gradient that is reduced over all ranks, in fp32, and did not come through ``p.grad``.
@@ -97,7 +83,7 @@ class GradientAccumulator:
             gradient: fp32, shape of the local shard. Kept, not copied; the reduction may still be under way until the
                 end of this backward.
         """
-        parts = self._reduced.setdefault(parameter, [])
+        parts = self._delivered.setdefault(parameter, [])
         if len(parts) == 2:
             parts[0].add_(parts.pop())
         parts.append(gradient)
@@ -109,11 +95,11 @@ class GradientAccumulator:
     @property
     def delivered(self) -> bool:
         """Whether there are gradients that did not come through ``p.grad``."""
-        return bool(self._reduced)
+        return bool(self._delivered)
 
     def withdraw(self, parameter: Tensor) -> Tensor | None:
         """The fp32 sum of earlier micro-batches, handed over to a strategy that reduces it together with the last."""
-        return self._sums.pop(parameter, None)
+        return self._sums.withdraw(parameter)
 
     def disregard(self, parameter: Tensor) -> None:
         """What this backward leaves in ``p.grad`` is a rounded copy of what was delivered: to be dropped, not added."""
@@ -128,99 +114,90 @@ class GradientAccumulator:
         """
         self._uncertain.append((used, parameters))
 
-    def _settle(self) -> None:
+    # -- what the step does
+
+    def collect(self, parameters: Sequence[Tensor]) -> list[Tensor | None]:
+        """The whole gradient of each parameter: local shard; fp32 if several were added.
+
+        Nothing is given up until :meth:`consume`: asked again, it answers the same.
+
+        Raises:
+            RuntimeError, TypeError: some gradient is not what it should be, and ranks would drift apart or an edit be
+                lost.
+        """
+        if self._uncertain:
+            self._forget_unused()
+        self._sums.finish()
+        self._collected = list(parameters)
+        special = self._delivered or self._rounded
+        return [self._delivered_to(p) if special and self._is_special(p) else self._own(p) for p in parameters]
+
+    def consume(self) -> None:
+        """All that was collected is the caller's now."""
+        self._drop(self._collected)
+        self._collected = []
+        self._sums.forget()
+
+    def take(self, parameter: Tensor) -> Tensor | None:
+        """:meth:`collect` and :meth:`consume` of one parameter, also while backward goes on with others."""
+        self._sums.finish([parameter])
+        gradient = self._delivered_to(parameter) if self._is_special(parameter) else self._own(parameter)
+        self._drop([parameter])
+        return gradient
+
+    def _drop(self, parameters: Iterable[Tensor]) -> None:
+        for parameter in parameters:
+            parameter.grad = None
+            if self._delivered or self._rounded:
+                self._delivered.pop(parameter, None)
+                self._rounded.discard(parameter)
+
+    def _forget_unused(self) -> None:
         pairs, self._uncertain = self._uncertain, []
         used = torch.cat([flags for flags, _ in pairs]).tolist()
         for parameter, flag in zip([p for _, parameters in pairs for p in parameters], used, strict=True):
             if parameter is not None and not flag:
-                self._reduced.pop(parameter, None)
-                self._rounded.discard(parameter)
+                self._delivered.pop(parameter, None)
+                if parameter in self._rounded:
+                    self._rounded.discard(parameter)
+                    parameter.grad = None
 
-    def put_aside(self, parameter: Tensor) -> None:
-        """A new gradient is about to arrive in ``p.grad``: what stands there makes room, for it to be added in fp32.
+    def _is_special(self, parameter: Tensor) -> bool:
+        return parameter in self._delivered or parameter in self._rounded
 
-        ``torch.autograd.grad`` announces gradients too, and then writes none: what was put aside comes back at its end.
-        """
-        self._put_back(parameter)
-        if parameter in self._rounded:
-            self._rounded.discard(parameter)
-            parameter.grad = None
-        elif parameter.grad is None:
-            self._sums.pop(parameter, None)  # somebody gave the micro-batches up: ``model.zero_grad()``
-            self._watch.forget(parameter)
-        else:
-            self._watch.refuse_change(parameter)
-            self._aside[parameter] = parameter.grad, self._watch.untouched(parameter)
-            parameter.grad = None
-            if not self._watching_the_end:
-                self._watching_the_end = True
-                Variable._execution_engine.queue_callback(self._end_of_backward)
-
-    def _end_of_backward(self) -> None:
-        self._watching_the_end = False
-        for parameter in list(self._aside):
-            self._put_back(parameter)
-
-    def arrived(self, parameter: Tensor) -> None:
-        """The new gradient is in ``p.grad``."""
-        earlier, untouched = self._aside.pop(parameter, (None, False))
-        if earlier is not None:
-            newest, parameter.grad = parameter.grad, earlier
-            self._add_to_sum(parameter)
-            parameter.grad = newest
-            self._watch.added(parameter, untouched)
-        self._watch.written(parameter)
-
-    def _put_back(self, parameter: Tensor) -> None:
-        """Nothing arrived after all."""
-        earlier, _ = self._aside.pop(parameter, (None, False))
-        if earlier is not None and parameter.grad is None:
-            parameter.grad = earlier
-
-    def _add_to_sum(self, parameter: Tensor) -> None:
-        """Move ``p.grad`` into the parameter's fp32 sum."""
-        gradient = _local_gradient(parameter)
+    def _delivered_to(self, parameter: Tensor) -> Tensor | None:
+        """What was delivered becomes one fp32 tensor, with what is in ``p.grad`` unless that is a rounded copy."""
+        parts = self._delivered.get(parameter, [])
+        own = None if parameter in self._rounded else self._local(parameter)
         parameter.grad = None
-        if parameter in self._sums:
-            self._sums[parameter].add_(gradient)
-        else:
-            self._sums[parameter] = gradient.to(torch.float32)
-
-    def take(self, parameter: Tensor) -> Tensor | None:
-        """The whole gradient of one parameter (local shard; fp32 if several were added), which is then forgotten.
-
-        Raises:
-            RuntimeError: some of it is not what it should be, and ranks would drift apart or an edit be lost.
-        """
-        if self._uncertain:
-            self._settle()
-        self._watching_the_end = False  # a backward that failed did not come to its end
-        self._put_back(parameter)
-        rounded = parameter in self._rounded
-        if not rounded and parameter not in self._reduced:
-            self._watch.refuse_change(parameter)
-            self._refuse_unreduced(parameter)
-        if rounded or (parameter.grad is None and parameter not in self._reduced):
-            self._rounded.discard(parameter)
-            parameter.grad = None
-            if not rounded:
-                self._sums.pop(parameter, None)  # given up, as in put_aside
-        self._watch.forget(parameter)
-        parts = self._reduced.pop(parameter, [])
-        if not parts and parameter not in self._sums:
-            gradient = None if parameter.grad is None else _local_gradient(parameter)
-            parameter.grad = None
-            return gradient
-        if parameter.grad is not None:
-            self._add_to_sum(parameter)
-        if parameter in self._sums:
-            parts = [*parts, self._sums.pop(parameter)]
+        if own is not None:
+            parts.append(own.to(torch.float32))
         for part in parts[1:]:
             parts[0].add_(part)
-        return parts[0]
+        del parts[1:]
+        return parts[0] if parts else None
+
+    def _own(self, parameter: Tensor) -> Tensor | None:
+        """The whole gradient where none was delivered."""
+        if self._reduction is not None:
+            self._refuse_unreduced(parameter)
+        return self._local(parameter)
+
+    def _local(self, parameter: Tensor) -> Tensor | None:
+        """The local part of ``p.grad``."""
+        gradient = parameter.grad
+        if gradient is None:
+            return None
+        if gradient.is_sparse:
+            raise TypeError(
+                f"a parameter of shape {tuple(parameter.shape)} has a sparse gradient, which fp32 masters and one "
+                "global norm cannot take; build its layer with sparse=False"
+            )
+        return local_gradient(parameter, torch.float32) if is_sharded(gradient) else _outside_autograd(gradient)
 
     def _refuse_unreduced(self, parameter: Tensor) -> None:
-        if self._reduction is not None and self._reduction.takes_part(parameter) and self._watch.untouched(parameter):
+        assert self._reduction is not None
+        if self._sums.is_of_this_rank(parameter) and self._reduction.takes_part(parameter):
             raise RuntimeError(
                 f"a gradient of shape {tuple(parameter.shape)} is this rank's own, and ranks would drift apart: no "
                 "backward since the last step was reduced over the ranks. Run each step's last micro-batch under "
@@ -230,57 +207,28 @@ class GradientAccumulator:
 
     def clear(self) -> None:
         """Forget all sums (``zero_grad``)."""
-        self._sums.clear()
-        self._reduced.clear()
+        for parameter in self._rounded:
+            parameter.grad = None
+        self._delivered.clear()
         self._rounded.clear()
         self._uncertain.clear()
-        self._aside.clear()
-        self._watching_the_end = False
-        self._watch.clear()
+        self._collected = []
+        self._sums.forget()
 
     def close(self) -> None:
         """Forget all sums and take the hooks off the parameters."""
         self.clear()
-        self.watch(())
+        self._watched = []
+        self._sums.carry(())
 
 
-def _before_accumulation(accumulator: GradientAccumulator, parameter: Tensor) -> Callable[[Tensor], None]:
-    """A tensor hook: autograd calls it with each new gradient before adding it to ``p.grad``."""
-    accumulator_ref, parameter_ref = weakref.ref(accumulator), weakref.ref(parameter)
-
-    @unserializable_hook
-    def hook(_: Tensor) -> None:
-        owner, leaf = accumulator_ref(), parameter_ref()
-        if owner is not None and leaf is not None:
-            owner.put_aside(leaf)
-
-    return hook
+def _same(now: Sequence[tuple[Tensor, torch.dtype, bool]], before: Sequence[tuple[Tensor, torch.dtype, bool]]) -> bool:
+    """Equal, and the same tensors; comparing tensors by ``==`` would compare their elements."""
+    return len(now) == len(before) and all(a[0] is b[0] and a[1:] == b[1:] for a, b in zip(now, before, strict=True))
 
 
-def _after_accumulation(accumulator: GradientAccumulator) -> Callable[[Tensor], None]:
-    """A post-accumulate-grad hook."""
-    accumulator_ref = weakref.ref(accumulator)
-
-    @unserializable_hook
-    def hook(leaf: Tensor) -> None:
-        owner = accumulator_ref()
-        if owner is not None:
-            owner.arrived(leaf)
-
-    return hook
-
-
-def _local_gradient(parameter: Tensor) -> Tensor:
-    gradient = parameter.grad
-    assert gradient is not None
-    if gradient.is_sparse:
-        raise TypeError(
-            f"a parameter of shape {tuple(parameter.shape)} has a sparse gradient, which fp32 masters and one global "
-            "norm cannot take; build its layer with sparse=False"
-        )
-    local = local_gradient(parameter, torch.float32)
-    assert local is not None
-    return local
+def _outside_autograd(gradient: Tensor) -> Tensor:
+    return gradient.detach() if gradient.requires_grad else gradient
 
 
 def unshared(gradients: dict[Key, Tensor]) -> dict[Key, Tensor]:
@@ -291,94 +239,3 @@ def unshared(gradients: dict[Key, Tensor]) -> dict[Key, Tensor]:
             gradients[key] = gradient.clone()
         seen.add(gradient.data_ptr())
     return gradients
-
-
-class GradientStage:
-    """fp32 memory in which one unit's gradients stand, scaled, while the base optimizer reads them.
-
-    The memory grows to the largest unit and is kept: a steady-state step allocates nothing.
-    """
-
-    _ALIGNMENT = 64  # elements; keeps every view 256-byte aligned for vectorised kernels
-
-    def __init__(self) -> None:
-        self._buffer: Tensor | None = None
-
-    def nbytes(self) -> int:
-        """Bytes held between steps."""
-        return 0 if self._buffer is None else self._buffer.nbytes
-
-    def free(self) -> None:
-        """Give the memory back; the next use takes it again."""
-        self._buffer = None
-
-    def reserve(self, sizes: Sequence[int], device: torch.device) -> None:
-        """Take the memory for gradients of so many elements that will be scaled together.
-
-        Raises:
-            torch.OutOfMemoryError: there is no room.
-        """
-        total = sum(self._aligned(size) for size in sizes)
-        if self._buffer is not None and self._buffer.numel() >= total and self._buffer.device == device:
-            return
-        if self._buffer is not None and self._buffer.device.type != "cpu":
-            # Deferred updates use it on a stream that is not the one to which it will be given back.
-            self._buffer.record_stream(torch.accelerator.current_stream(self._buffer.device))
-        self._buffer = None
-        self._buffer = torch.empty(total, dtype=torch.float32, device=device)
-
-    @classmethod
-    def _aligned(cls, size: int) -> int:
-        return -(-size // cls._ALIGNMENT) * cls._ALIGNMENT
-
-    def scaled(self, gradients: list[Tensor], divisor: Tensor | None, factor: Tensor | None) -> list[Tensor]:
-        """``gradients / divisor * factor`` in fp32, in their shapes, row-major.
-
-        Row-major fp32 gradients are scaled in place (they are consumed by the step); others are written to the stage.
-
-        Args:
-            gradients: local gradients on one device, any float dtype, contiguous or not.
-            divisor: 0-dim fp32 loss scale to divide by, or ``None``.
-            factor: 0-dim fp32 to multiply with, or ``None``.
-        """
-        in_place = [scalable_in_place(gradient) for gradient in gradients]
-        own = [gradient for gradient, here in zip(gradients, in_place, strict=True) if here]
-        foreign = [gradient for gradient, here in zip(gradients, in_place, strict=True) if not here]
-        staged = self._views(foreign)
-        if divisor is None and factor is not None:
-            one_element = factor.reshape(1)
-            for view, gradient in zip(staged, foreign, strict=True):
-                scale_into(gradient.device)(gradient.contiguous().view(-1), one_element, view)
-            _multiply(own, factor)
-        else:
-            if foreign:
-                torch._foreach_copy_(staged, [gradient.reshape(-1) for gradient in foreign])
-            _divide([*own, *staged], divisor)
-            _multiply([*own, *staged], factor)
-        views = iter(staged)
-        return [g if here else next(views).view(g.shape) for g, here in zip(gradients, in_place, strict=True)]
-
-    def _views(self, gradients: list[Tensor]) -> list[Tensor]:
-        """One flat fp32 view of the stage for each gradient."""
-        if not gradients:
-            return []
-        self.reserve([gradient.numel() for gradient in gradients], gradients[0].device)
-        assert self._buffer is not None
-        sizes = [self._aligned(gradient.numel()) for gradient in gradients]
-        parts = self._buffer[: sum(sizes)].split(sizes)
-        return [part[: gradient.numel()] for part, gradient in zip(parts, gradients, strict=True)]
-
-
-def scalable_in_place(gradient: Tensor) -> bool:
-    """Whether the stage has no need of memory for this gradient."""
-    return gradient.dtype == torch.float32 and gradient.is_contiguous()
-
-
-def _multiply(tensors: list[Tensor], factor: Tensor | None) -> None:
-    if tensors and factor is not None:
-        torch._foreach_mul_(tensors, factor)
-
-
-def _divide(tensors: list[Tensor], divisor: Tensor | None) -> None:
-    if tensors and divisor is not None:
-        torch._foreach_div_(tensors, divisor)

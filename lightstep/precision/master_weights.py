@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+
 from torch import Tensor
 
 Fingerprint = tuple[int, int]
@@ -16,28 +18,21 @@ class ModelWatch:
     """
 
     def __init__(self) -> None:
-        self._seen: dict[Tensor, Fingerprint] = {}
+        self._seen: dict[Hashable, Fingerprint] = {}
 
-    def record(self, parameter: Tensor, local: Tensor) -> None:
+    def record(self, key: Hashable, local: Tensor) -> None:
         """The parameter is now as the optimizer left it."""
-        self._seen[parameter] = _fingerprint(local)
+        self._seen[key] = local._version, local.data_ptr()
 
-    def knows(self, parameter: Tensor) -> bool:
-        """Whether the parameter was recorded, and not forgotten since."""
-        return parameter in self._seen
+    def untouched(self, key: Hashable, local: Tensor) -> bool:
+        """Whether nothing says that somebody else has written to the parameter since :meth:`record`."""
+        return self._seen.get(key) == (local._version, local.data_ptr())
 
-    def suspicious(self, parameter: Tensor, local: Tensor) -> bool:
-        """Whether the parameter may have been written to since :meth:`record`."""
-        return local.device.type == "cpu" or self._seen.get(parameter) != _fingerprint(local)
-
-    def moved(self, parameter: Tensor, local: Tensor) -> bool:
+    def moved(self, key: Hashable, local: Tensor) -> bool:
         """Whether the parameter's storage is another one than at :meth:`record`."""
-        seen = self._seen.get(parameter)
+        seen = self._seen.get(key)
         return seen is None or seen[1] != local.data_ptr()
 
-    def forget(self, parameter: Tensor) -> None:
-        self._seen.pop(parameter, None)
-
-
-def _fingerprint(local: Tensor) -> Fingerprint:
-    return local._version, local.data_ptr()
+    def forget(self, key: Hashable) -> None:
+        """It has to be looked at in any case."""
+        self._seen.pop(key, None)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 
 from torch import Tensor
-from torch.utils.hooks import RemovableHandle, unserializable_hook
 
+from lightstep.precision.leaf_hooks import LeafHooks
 from lightstep.precision.loss_scale import ConstantLossScale, LossScale
 
-_running: list[LossScale] = []
-"""The scales of the backwards that are under way (autograd may run hooks in threads of its own)."""
+_watching: weakref.WeakSet[ScaledBackward] = weakref.WeakSet()
+"""Autograd may run hooks in threads of its own, so that a backward of one optimizer is announced to all."""
 
 
 class ScaledBackward:
@@ -25,35 +26,37 @@ class ScaledBackward:
     """
 
     def __init__(self) -> None:
-        self._handles: dict[Tensor, RemovableHandle] = {}
+        self._hooks = LeafHooks()
+        self._watched: list[Tensor] = []
         self._scale: LossScale | None = None
+        self._running = 0  # backwards of losses with this scale
         self.unscaled = False
+        _watching.add(self)
 
     def watch(self, parameters: Iterable[Tensor], scale: LossScale) -> None:
         """From now on look at the gradients of these parameters; others are forgotten."""
         self._scale = scale
-        wanted = set() if scale.is_identity else set(parameters)
-        for parameter in self._handles.keys() - wanted:
-            self._handles.pop(parameter).remove()
-        for parameter in wanted - self._handles.keys():
-            self._handles[parameter] = parameter.register_post_accumulate_grad_hook(_noting(self))
+        wanted = [] if scale.is_identity else [p for p in parameters if p.is_floating_point()]
+        if len(wanted) == len(self._watched) and all(map(operator.is_, wanted, self._watched)):
+            return
+        self._watched = wanted
+        reference = weakref.ref(self)
+        self._hooks.carry(wanted, after=lambda _: _noting(reference))
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """A backward of a scaled loss."""
+        """A backward of a scaled loss. Several optimizers may share it if their scales never part."""
         if self._scale is None or self._scale.is_identity:
             yield
             return
-        _running.append(self._scale)
+        told = [watch for watch in _watching if watch._scale is not None and _equal(self._scale, watch._scale)]
+        for watch in told:
+            watch._running += 1
         try:
             yield
         finally:
-            _running.remove(self._scale)
-
-    def note(self) -> None:
-        """A gradient has arrived."""
-        mine = self._scale
-        self.unscaled |= mine is not None and not any(_equal(mine, other) for other in _running)
+            for watch in told:
+                watch._running -= 1
 
     def refuse_unscaled(self) -> None:
         """Called before gradients are taken.
@@ -74,26 +77,22 @@ class ScaledBackward:
 
     def close(self) -> None:
         """Take the hooks off."""
-        for handle in self._handles.values():
-            handle.remove()
-        self._handles.clear()
+        self._watched = []
+        self._hooks.carry(())
         self.clear()
 
 
 def _equal(mine: LossScale, other: LossScale) -> bool:
-    """Several optimizers may share one backward if their scales never part."""
     constant = isinstance(mine, ConstantLossScale) and isinstance(other, ConstantLossScale)
     return mine is other or (constant and mine.scale == other.scale)
 
 
-def _noting(watch: ScaledBackward) -> Callable[[Tensor], None]:
+def _noting(reference: weakref.ref[ScaledBackward]) -> Callable[[Tensor], None]:
     """A post-accumulate-grad hook."""
-    reference = weakref.ref(watch)
 
-    @unserializable_hook
     def hook(_: Tensor) -> None:
-        owner = reference()
-        if owner is not None:
-            owner.note()
+        watch = reference()
+        if watch is not None and not watch._running:
+            watch.unscaled = True
 
     return hook

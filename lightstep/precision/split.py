@@ -14,8 +14,10 @@ fp16 parameters cannot be split this way: their exponent is shorter.
 
 from __future__ import annotations
 
+import bisect
 import functools
 import logging
+from collections.abc import Sequence
 from types import ModuleType
 
 import torch
@@ -55,23 +57,18 @@ class Splitter:
         """Give the scratch back; the next use takes it again."""
         self._scratch = None
 
-    def split(self, master: Tensor, weight: Tensor, low: Tensor, extra: Tensor, mark: Tensor | None = None) -> None:
+    def split(self, master: Tensor, weight: Tensor, low: Tensor, extra: Tensor) -> None:
         """Write ``master`` (fp32) to ``weight`` (bf16), ``low`` (int16) and the bits of ``extra``.
 
         A sign-carrying ``extra`` keeps its magnitudes; its signs before do not matter (it is never negative).
-        ``mark`` (int64, 0-dim) gets the :meth:`fingerprint` of the weight.
         """
         assert weight.is_contiguous()  # the fused twins do not look at strides
         if self._fused is not None:
-            if mark is not None:
-                mark.zero_()
-            self._fused.split(master, weight, low, extra, mark)
+            self._fused.split(master, weight, low, extra)
             torch.autograd.graph.increment_version(weight)  # autograd refuses graphs that need the weight of before
             return
         for a, b in _chunks(master.numel()):
             _split(master[a:b], weight[a:b], low[a:b], _part_of(extra, a, b), self._room(b - a))
-        if mark is not None:
-            self.fingerprint(weight, mark)
 
     def join(self, weight: Tensor, low: Tensor, extra: Tensor, master: Tensor) -> None:
         """Write the fp32 ``master`` that :meth:`split` was given; clears the signs of a sign-carrying ``extra``."""
@@ -82,19 +79,26 @@ class Splitter:
         for a, b in _chunks(master.numel()):
             _join(weight[a:b], low[a:b], _part_of(extra, a, b), master[a:b], self._room(b - a))
 
-    def fingerprint(self, weight: Tensor, out: Tensor) -> None:
-        """Write a 64-bit sum over ``weight`` (16-bit, ``[n]``) that depends on values and places to ``out`` (int64,
-        0-dim).
+    def fingerprints(self, weight: Tensor, first: int, ranges: Sequence[tuple[int, int]], out: Tensor) -> None:
+        """Write a 64-bit sum over each range of ``weight`` (16-bit, ``[n]``) that depends on values and places to
+        ``out`` (int64, one element per range).
 
         A master cannot show that somebody else wrote to the weight, since the weight is its upper half; this can.
+
+        Args:
+            first: the place of the first element; weights that are compared stand at the same places.
+            ranges: in order, none reaching into another.
         """
         assert weight.is_contiguous()
         out.zero_()
         if self._fused is not None:
-            self._fused.fingerprint(weight, out)
+            self._fused.fingerprints(weight, first, ranges, out)
             return
         for a, b in _chunks(weight.numel()):
-            _add_fingerprint(weight[a:b], a, out, self._room(b - a))
+            mixed, room = _mixed(weight[a:b], first + a, self._room(b - a)), self._room(b - a)
+            begin = bisect.bisect_right(ranges, a, key=lambda one: one[1])
+            end = bisect.bisect_left(ranges, b, key=lambda one: one[0])
+            _add_sums(mixed, [(max(x - a, 0), min(y, b) - a) for x, y in ranges[begin:end]], out[begin:end], room)
 
     def _room(self, n: int) -> _Scratch:
         if self._scratch is None or self._scratch.a.numel() < n:
@@ -109,10 +113,10 @@ class _Scratch:
         n = min(_CHUNK, -(-n // 8) * 8)
         self.a, self.b, self.c = (torch.empty(n, dtype=torch.int32, device=device) for _ in range(3))
         self.flag = torch.empty(n, dtype=torch.bool, device=device)
-        self.product, self.codes = (torch.empty(n, dtype=torch.int64, device=device) for _ in range(2))
+        self.product, self.codes = (torch.empty(n + extra, dtype=torch.int64, device=device) for extra in (0, 1))
         self.places = torch.arange(n, dtype=torch.int64, device=device).mul_(_PLACE)
         self.total = torch.empty((), dtype=torch.int64, device=device)
-        self.nbytes = n * (3 * 4 + 1 + 3 * 8) + 8
+        self.nbytes = n * (3 * 4 + 1 + 3 * 8) + 16
 
 
 def _chunks(n: int) -> list[tuple[int, int]]:
@@ -184,22 +188,35 @@ def _take_bits(extra: Tensor, n: int, room: _Scratch) -> Tensor:
     return ones.bitwise_and_(1)
 
 
-def _add_fingerprint(weight: Tensor, start: int, out: Tensor, room: _Scratch) -> None:
-    """Add Σ mix(place · _PLACE + code · _CODE) mod 2^64.
+def _mixed(weight: Tensor, start: int, room: _Scratch) -> Tensor:
+    """mix(place · _PLACE + code · _CODE) mod 2^64 of each element.
 
     ``mix`` is not linear in place or code: sums of edits that undo each other in a linear hash (two rows exchanged)
     do not do so here.
     """
     n = weight.numel()
-    mixed, shifted = room.product[:n], room.codes[:n]
+    mixed, shifted = room.product[:n], room.codes[1 : n + 1]
     mixed.copy_(weight.view(torch.int16)).mul_(_CODE)
     mixed.add_(room.places[:n]).add_(_wrap(start * _PLACE))
     for shift in (31, 29):  # arithmetic shifts: torch has no others
         torch.bitwise_right_shift(mixed, shift, out=shifted)
         mixed.bitwise_xor_(shifted).mul_(_MIX)
     torch.bitwise_right_shift(mixed, 32, out=shifted)
-    mixed.bitwise_xor_(shifted)
-    out.add_(torch.sum(mixed, dim=0, out=room.total))
+    return mixed.bitwise_xor_(shifted)
+
+
+def _add_sums(numbers: Tensor, ranges: Sequence[tuple[int, int]], out: Tensor, room: _Scratch) -> None:
+    """Add the sum over each range to its element of ``out``: differences of running sums, mod 2^64."""
+    if len(ranges) == 1:
+        ((a, b),) = ranges
+        out.add_(torch.sum(numbers[a:b], dim=0, out=room.total))
+    elif ranges:
+        running = room.codes[: numbers.numel() + 1]
+        running[0] = 0
+        torch.cumsum(numbers, 0, out=running[1:])
+        edges = torch.tensor(ranges, dtype=torch.int64, device="cpu").to(running.device)
+        sums = running[edges.view(-1)].view(-1, 2)
+        out.add_(sums[:, 1]).sub_(sums[:, 0])
 
 
 def _wrap(value: int) -> int:
@@ -223,7 +240,7 @@ def _checked_twin(device: torch.device) -> ModuleType | None:
 
 
 def _agrees(twin: ModuleType, device: torch.device) -> bool:
-    """Whether ``twin`` gives the torch version's bits in split, join and fingerprint, on every kind of number."""
+    """Whether ``twin`` gives the torch version's bits in split, join and fingerprints, on every kind of number."""
     master = probe_masters(device)
     n = master.numel()
     generator = torch.Generator().manual_seed(1)  # leaves the user's dropout alone
@@ -244,10 +261,12 @@ def _plain(device: torch.device) -> Splitter:
 def _round_trip(splitter: Splitter | ModuleType, master: Tensor, extra: Tensor) -> list[Tensor]:
     n, device = master.numel(), master.device
     weight, low = torch.empty(n, dtype=torch.bfloat16, device=device), torch.empty(n, dtype=torch.int16, device=device)
-    back, marks = torch.empty_like(master), torch.zeros(2, dtype=torch.int64, device=device)
-    splitter.split(master, weight, low, extra, marks[0])
+    ranges = [(0, n // 9), (n // 8, n // 7), (n // 7, n // 2), (n // 2, n)]
+    back, marks = torch.empty_like(master), torch.zeros(5, dtype=torch.int64, device=device)
+    splitter.split(master, weight, low, extra)
     stored = extra.clone()
-    splitter.fingerprint(weight, marks[1])
+    splitter.fingerprints(weight, 0, [(0, n)], marks[:1])
+    splitter.fingerprints(weight, 1 << 40, ranges, marks[1:])
     splitter.join(weight, low, extra, back)
     return [
         weight.view(torch.int16),

@@ -8,6 +8,9 @@ element at a time.
 
 from __future__ import annotations
 
+import bisect
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,10 +26,10 @@ available = triton is not None
 _BLOCK, _WARPS = 1024, 4
 
 
-def split(master: Tensor, weight: Tensor, low: Tensor, extra: Tensor, mark: Tensor | None = None) -> None:
-    """See :meth:`Splitter.split`; the fingerprint is added to ``mark``."""
-    arguments = (master.view(torch.int32), weight.view(torch.int16), low, _bits_of(extra), mark)
-    _launch(_split_kernel, master.numel(), arguments, BITMAP=extra.dtype == torch.uint8, MARK=mark is not None)
+def split(master: Tensor, weight: Tensor, low: Tensor, extra: Tensor) -> None:
+    """See :meth:`Splitter.split`."""
+    arguments = (master.view(torch.int32), weight.view(torch.int16), low, _bits_of(extra))
+    _launch(_split_kernel, master.numel(), arguments, BITMAP=extra.dtype == torch.uint8)
 
 
 def join(weight: Tensor, low: Tensor, extra: Tensor, master: Tensor) -> None:
@@ -35,20 +38,29 @@ def join(weight: Tensor, low: Tensor, extra: Tensor, master: Tensor) -> None:
     _launch(_join_kernel, master.numel(), arguments, BITMAP=extra.dtype == torch.uint8)
 
 
-def fingerprint(weight: Tensor, out: Tensor) -> None:
-    """Add the sum of :meth:`Splitter.fingerprint` to ``out``."""
-    _launch(_fingerprint_kernel, weight.numel(), (weight.view(torch.int16), out))
+def fingerprints(weight: Tensor, first: int, ranges: Sequence[tuple[int, int]], out: Tensor) -> None:
+    """Add the sums of :meth:`Splitter.fingerprints` to ``out``."""
+    edges, heads = _tables(tuple(ranges), weight.numel(), weight.device)
+    _launch(_fingerprint_kernel, weight.numel(), (weight.view(torch.int16), out, edges, heads), len(ranges), first)
+
+
+@functools.lru_cache(maxsize=4096)
+def _tables(ranges: tuple[tuple[int, int], ...], n: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """``[2k]`` begin and end of each range; for each block the first range that reaches into it or beyond."""
+    heads = [bisect.bisect_right(ranges, block, key=lambda one: one[1]) for block in range(0, n, _BLOCK)]
+    edges = [edge for one in ranges for edge in one]
+    return tuple(torch.tensor(x, dtype=torch.int64, device="cpu").to(device) for x in (edges, heads))  # type: ignore[return-value]
 
 
 def _bits_of(extra: Tensor) -> Tensor:
     return extra if extra.dtype == torch.uint8 else extra.view(torch.int32)
 
 
-def _launch(kernel: Any, n: int, arguments: tuple[Tensor | None, ...], **constants: Any) -> None:
+def _launch(kernel: Any, n: int, tensors: tuple[Tensor, ...], *numbers: int, **constants: Any) -> None:
     if n == 0:
         return
-    with torch.cuda.device_of(arguments[0]):  # Triton launches on the current device; nothing to do on the CPU
-        kernel[(triton.cdiv(n, _BLOCK),)](*arguments, n, BLOCK=_BLOCK, num_warps=_WARPS, **constants)
+    with torch.cuda.device_of(tensors[0]):  # Triton launches on the current device; nothing to do on the CPU
+        kernel[(triton.cdiv(n, _BLOCK),)](*tensors, n, *numbers, BLOCK=_BLOCK, num_warps=_WARPS, **constants)
 
 
 if available:
@@ -58,25 +70,14 @@ if available:
         return place < n if not WHOLE else tl.full(place.shape, True, tl.int1)
 
     @triton.jit
-    def _sum_of_marks(code, place, inside):  # type: ignore[no-untyped-def]
-        # The constants of split.py (_PLACE, _CODE, _MIX): a kernel reads no globals.
-        mixed = place * 2177342782468422677 + code.to(tl.int64) * 4564476756301768121
-        mixed = (mixed ^ (mixed >> 31)) * 1499779743744070123
-        mixed = (mixed ^ (mixed >> 29)) * 1499779743744070123
-        mixed = mixed ^ (mixed >> 32)
-        return tl.sum(tl.where(inside, mixed, 0), axis=0)
-
-    @triton.jit
     def _split_block(  # type: ignore[no-untyped-def]
         master,
         weight,
         low,
         extra,
-        mark,
         first,
         n,
         BITMAP: tl.constexpr,
-        MARK: tl.constexpr,
         BLOCK: tl.constexpr,
         WHOLE: tl.constexpr,
     ):
@@ -98,18 +99,16 @@ if available:
         else:
             moment = tl.load(extra + place, mask=inside, other=0)
             tl.store(extra + place, (moment & 0x7FFFFFFF) | (went_up << 31), mask=inside)
-        if MARK:
-            tl.atomic_add(mark, _sum_of_marks(code.to(tl.int16), place, inside))
 
     @triton.jit(do_not_specialize=["n"])
     def _split_kernel(  # type: ignore[no-untyped-def]
-        master, weight, low, extra, mark, n, BITMAP: tl.constexpr, MARK: tl.constexpr, BLOCK: tl.constexpr
+        master, weight, low, extra, n, BITMAP: tl.constexpr, BLOCK: tl.constexpr
     ):
         first = tl.program_id(0).to(tl.int64) * BLOCK
         if first + BLOCK <= n:
-            _split_block(master, weight, low, extra, mark, first, n, BITMAP, MARK, BLOCK, True)
+            _split_block(master, weight, low, extra, first, n, BITMAP, BLOCK, True)
         else:
-            _split_block(master, weight, low, extra, mark, first, n, BITMAP, MARK, BLOCK, False)
+            _split_block(master, weight, low, extra, first, n, BITMAP, BLOCK, False)
 
     @triton.jit
     def _join_block(  # type: ignore[no-untyped-def]
@@ -137,15 +136,27 @@ if available:
             _join_block(weight, low, extra, master, first, n, BITMAP, BLOCK, False)
 
     @triton.jit
-    def _fingerprint_block(weight, out, first, n, BLOCK: tl.constexpr, WHOLE: tl.constexpr):  # type: ignore[no-untyped-def]
+    def _fingerprint_block(weight, out, edges, head, first, n, ranges, start, BLOCK: tl.constexpr, WHOLE: tl.constexpr):  # type: ignore[no-untyped-def]
         place = first + tl.arange(0, BLOCK)
-        inside = _inside(place, n, WHOLE)
-        tl.atomic_add(out, _sum_of_marks(tl.load(weight + place, mask=inside, other=0), place, inside))
+        code = tl.load(weight + place, mask=_inside(place, n, WHOLE), other=0)
+        # The constants of split.py (_PLACE, _CODE, _MIX): a kernel reads no globals.
+        mixed = (place + start) * 2177342782468422677 + code.to(tl.int64) * 4564476756301768121
+        mixed = (mixed ^ (mixed >> 31)) * 1499779743744070123
+        mixed = (mixed ^ (mixed >> 29)) * 1499779743744070123
+        mixed = mixed ^ (mixed >> 32)
+        begin = tl.load(edges + 2 * head, mask=head < ranges, other=first + BLOCK)
+        while begin < first + BLOCK:
+            end = tl.load(edges + 2 * head + 1)
+            within = (place >= begin) & (place < end)
+            tl.atomic_add(out + head, tl.sum(tl.where(within, mixed, 0), axis=0))
+            head += 1
+            begin = tl.load(edges + 2 * head, mask=head < ranges, other=first + BLOCK)
 
-    @triton.jit(do_not_specialize=["n"])
-    def _fingerprint_kernel(weight, out, n, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    @triton.jit(do_not_specialize=["n", "ranges", "start"])
+    def _fingerprint_kernel(weight, out, edges, heads, n, ranges, start, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
         first = tl.program_id(0).to(tl.int64) * BLOCK
+        head = tl.load(heads + tl.program_id(0))
         if first + BLOCK <= n:
-            _fingerprint_block(weight, out, first, n, BLOCK, True)
+            _fingerprint_block(weight, out, edges, head, first, n, ranges, start, BLOCK, True)
         else:
-            _fingerprint_block(weight, out, first, n, BLOCK, False)
+            _fingerprint_block(weight, out, edges, head, first, n, ranges, start, BLOCK, False)

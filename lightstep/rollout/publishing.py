@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
+from lightstep.checkpoint.errors import CheckpointError
 from lightstep.checkpoint.export import senders_of, whole_tensor
-from lightstep.checkpoint.format import CheckpointError
 from lightstep.checkpoint.ranks import Ranks
 from lightstep.distributed import local_tensor
 from lightstep.optimizer.param_groups import layer_of

@@ -1,80 +1,58 @@
-"""What a strategy does beside training: weights for those that generate with them, and memory that is lent to them."""
+"""What a strategy does beside training: weights for those that generate with them."""
 
 from __future__ import annotations
 
-import contextlib
-import weakref
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager
-from typing import cast
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import nn
 
-from lightstep.config import StrategyConfig
-from lightstep.optimizer.base import BaseOptimizer
-from lightstep.optimizer.mixed_precision import MixedPrecisionOptimizer
+from lightstep.config import Rollout
+from lightstep.optimizer.optimizer import MixedPrecisionOptimizer
 from lightstep.rollout.engine import RolloutEngine
 from lightstep.rollout.exchange import WeightExchange
-from lightstep.rollout.roles import Role, Roles, fsdp_version
+from lightstep.rollout.roles import Roles
 from lightstep.rollout.transport import WeightTransport
 from lightstep.sharding.model_names import unwrap_model
+from lightstep.sharding.prepared_model import PreparedModel
 
 
-class ReinforcementLearning(ABC):
-    """This part of :class:`~lightstep.strategy.base.Strategy`.
+class ReinforcementLearning:
+    """``strategy.rollout``: sends the weights of models that are trained, or receives them.
 
-    Attributes:
+    Args:
+        config: ``roles.rollout``.
         roles: which ranks train and which generate.
+        reshard: puts a model's own parameters into their places, where a forward has left others.
     """
 
-    config: StrategyConfig
-    roles: Roles
-    _weights: WeightExchange
-    _optimizers: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[BaseOptimizer]]
+    def __init__(self, config: Rollout, roles: Roles, reshard: Callable[[nn.Module], None]) -> None:
+        self._roles, self._reshard = roles, reshard
+        self._exchange = WeightExchange(roles, config)
 
-    @property
-    @abstractmethod
-    def device(self) -> torch.device: ...
+    def open(self) -> None:
+        """The process group is there. Called by all ranks of all roles."""
+        self._exchange.open()
 
-    @abstractmethod
-    def _settle(self, model: nn.Module) -> None: ...
-
-    @abstractmethod
-    def _land(self, model: nn.Module) -> None: ...
-
-    @property
-    def role(self) -> Role:
-        """``"rollout"`` on a rank that only generates (``roles.rollout.mode: async``), elsewhere ``"trainer"``."""
-        return self.roles.mine
-
-    @property
-    def rollout_dtype(self) -> torch.dtype:
-        """``roles.rollout.parameters`` as a torch dtype; without it that of the trained parameters."""
-        asked = self.config.roles.rollout.parameters or self.config.precision.parameters
-        return cast(torch.dtype, getattr(torch, asked))
-
-    @staticmethod
-    def fsdp_version(model: nn.Module) -> int:
-        """2 for a model sharded by ``fully_shard``, 1 by ``FullyShardedDataParallel``, 0 where nothing is sharded."""
-        return fsdp_version(model)
-
-    def publish_weights(
-        self, model: nn.Module, to: RolloutEngine | WeightTransport | None = None, version: int | None = None
+    def publish(
+        self,
+        model: nn.Module,
+        dtype: torch.dtype,
+        to: RolloutEngine | WeightTransport | None = None,
+        version: int | None = None,
     ) -> int:
         """Send the model's weights as they are after the last step to what generates with them; returns their version.
 
-        Called by all ranks that train. Deferred updates land first. Weights go layer by layer: no device ever holds
+        Called by all ranks that train. Deferred updates come first. Weights go layer by layer: no device ever holds
         more of them, beyond what it keeps anyway, than one bucket (``roles.rollout.bucket_mib``, or one larger tensor)
-        and one gathered tensor. Floating-point weights are cast to :attr:`rollout_dtype`. Nothing of the training state
-        is changed, whatever happens.
+        and one gathered tensor. Nothing of the training state is changed, whatever happens.
 
         Args:
-            model: what :meth:`prepare_model` returned for the role ``"trainer"``.
-            to: ``None``: the ranks whose role is ``"rollout"``, which call :meth:`receive_weights`. An engine: one that
-                lives in this process, on every rank that trains. A transport: whatever it leads to; used by the first
-                rank alone.
+            model: what ``prepare_model`` returned for the role ``"trainer"``.
+            dtype: what floating-point weights are cast to.
+            to: ``None``: the ranks whose role is ``"rollout"``, which call :meth:`receive`. An engine: one that lives
+                in this process, on every rank that trains. A transport: whatever it leads to; used by the first rank
+                alone.
             version: a number that travels along; default: one more than the last time, beginning with 1.
 
         Raises:
@@ -83,15 +61,16 @@ class ReinforcementLearning(ABC):
             ConfigError: nobody would receive them.
             RuntimeError: layers are updated in backward and ``step()`` has not been called, or a step broke off.
         """
-        self.roles.refuse("publish_weights", "it receives weights: call receive_weights(engine)", model)
-        for optimizer in list(self._optimizers.get(unwrap_model(model), ())):
+        self._roles.refuse("publish_weights", "it receives weights: call receive_weights(engine)", model)
+        record = PreparedModel.of(model)
+        for optimizer in record.optimizers:
             if isinstance(optimizer, MixedPrecisionOptimizer):
                 optimizer.refuse_half_updated("Load a checkpoint before publishing weights")
-        self._land(model)
-        self._settle(model)
-        return self._weights.publish(unwrap_model(model), self.rollout_dtype, to, version)
+        record.wait_for_updates()
+        self._reshard(model)
+        return self._exchange.publish(unwrap_model(model), dtype, to, version)
 
-    def receive_weights(self, engine: RolloutEngine, wait: bool = True, timeout: float | None = None) -> int | None:
+    def receive(self, engine: RolloutEngine, wait: bool = True, timeout: float | None = None) -> int | None:
         """Take the newest published weights into the engine, on a rank whose role is ``"rollout"``.
 
         Args:
@@ -109,33 +88,12 @@ class ReinforcementLearning(ABC):
                 Or the sending broke off: the engine refuses to generate until it has received a complete set.
             ConfigError: this process is no rollout worker.
         """
-        return self._weights.receive(engine, wait, timeout)
+        return self._exchange.receive(engine, wait, timeout)
 
-    def drop_rollout_workers(self, ranks: Iterable[int]) -> None:
-        """Publish without these (``WeightTransferError.ranks``) from now on. Called by all ranks that train."""
-        self._weights.drop(ranks)
+    def drop(self, ranks: Iterable[int]) -> None:
+        """See ``Strategy.drop_rollout_workers``."""
+        self._exchange.drop(ranks)
 
-    def release_device_memory(self) -> AbstractContextManager[None]:
-        """Give back what this strategy's optimizers hold on the device, and gathered weights, for another to use.
-
-        At once; it comes back by itself with the next step. As a context manager around that phase it also empties the
-        allocator's cache at its end, of what the phase leaves there. Weights and gradients stay; on a rank that only
-        generates there is nothing to give.
-
-        Raises:
-            HostMemoryError: the host has no room for state that lives on the device; nothing of it was moved then.
-        """
-        for model, optimizers in list(self._optimizers.items()):
-            self._settle(model)
-            for optimizer in list(optimizers):
-                optimizer.release_device_memory()
-        return _emptying_cache(self.device)
-
-
-@contextlib.contextmanager
-def _emptying_cache(device: torch.device) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        if device.type != "cpu":
-            torch.accelerator.memory.empty_cache()
+    def close(self) -> None:
+        """Tell the other side that nothing will come any more."""
+        self._exchange.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import weakref
 from typing import Literal
 
 import torch
@@ -15,6 +14,7 @@ from lightstep.config import ConfigError, Rollout
 from lightstep.distributed import form_role_group, initialized
 from lightstep.sharding.model_names import unwrap_model
 from lightstep.sharding.preparation import cast_parameters, materialise
+from lightstep.sharding.prepared_model import PreparedModel
 
 Role = Literal["trainer", "rollout", "reference"]
 
@@ -48,7 +48,6 @@ class Roles:
     def __init__(self, config: Rollout, name: str) -> None:
         self._config = config
         self._name = name
-        self._models: weakref.WeakKeyDictionary[nn.Module, Role] = weakref.WeakKeyDictionary()
 
     @property
     def asynchronous(self) -> bool:
@@ -110,10 +109,6 @@ class Roles:
 
     # -- models
 
-    def give(self, model: nn.Module, role: Role) -> None:
-        """This prepared model has this role."""
-        self._models[unwrap_model(model)] = role
-
     def check(self, role: Role) -> None:
         """Raise if this process may not prepare a model for ``role``.
 
@@ -138,7 +133,7 @@ class Roles:
         Raises:
             ConfigError: with the role.
         """
-        role = None if model is None else self._models.get(unwrap_model(model))
+        role = None if model is None else PreparedModel.of(model).role
         if role in _WHAT_IT_IS and role not in but:
             raise ConfigError(f"{self._name}: {what}: this {_named(model)} is {_WHAT_IT_IS[role]}; {instead}")
         if self.mine == "rollout" and role is None:

@@ -22,9 +22,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, UnshardHandle, fully_shard
 
 from lightstep.distributed import local_tensor
-from lightstep.optimizer.base import BaseOptimizer
+from lightstep.sharding.hooks import ModuleHook
+from lightstep.sharding.parameter_reads import awaited, updates_of
 
-__all__ = ["Gathering", "gathered_with", "sharded_modules"]
+__all__ = ["GatheringGates", "gathered_with", "own_parts", "sharded_modules"]
 
 
 def sharded_modules(model: nn.Module) -> list[nn.Module]:
@@ -41,54 +42,54 @@ def gathered_with(module: nn.Module, sharded: Iterable[nn.Module] = ()) -> list[
     """
     state_of: Any = fully_shard.state  # type: ignore[attr-defined]
     together = [other for other in sharded if state_of(other) is state_of(module)] or [module]
-    parts = [part for member in together for part in _own_parts(member)]
+    parts = [part for member in together for part in own_parts(member)]
     return list(dict.fromkeys(parameter for part in parts for parameter in part.parameters(recurse=False)))
 
 
-def _own_parts(module: nn.Module) -> Iterator[nn.Module]:
+def own_parts(module: nn.Module) -> Iterator[nn.Module]:
+    """The module and what is below it, but for FSDP modules and what is below those."""
     yield module
     for child in module.children():
         if not isinstance(child, FSDPModule):
-            yield from _own_parts(child)
+            yield from own_parts(child)
 
 
-class Gathering:
-    """What the FSDP modules of one model gather, and the optimizers whose updates it waits for.
+class GatheringGates:
+    """The all-gathers of one FSDP2 model, each behind the updates of its own shards.
 
     Args:
-        modules: :func:`sharded_modules` of the model; the first one is what is called.
+        modules: :func:`sharded_modules` of the model, whose reads wait; the first one is what is called.
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self.optimizers: weakref.WeakSet[BaseOptimizer] = weakref.WeakSet()
         self._root = weakref.ref(modules[0])
-        self._units = weakref.WeakKeyDictionary(
-            {module: _GatedAllGather(module, modules, self.optimizers) for module in modules}
-        )
-        self._following: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = weakref.WeakKeyDictionary()
+        self._units = weakref.WeakKeyDictionary({module: _GatedAllGather(module, modules) for module in modules})
+        self._called_next: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = weakref.WeakKeyDictionary()
         self._last: nn.Module | None = None  # called in the forward that is running
         self._running = self._from_here = False
         self._ahead: tuple[nn.Module, UnshardHandle] | None = None
         self._stream: torch.Stream | None = None
         for module in modules:
-            module.register_forward_pre_hook(_Hook(self, "_before"), prepend=True)
-        modules[0].register_forward_hook(_Hook(self, "_end"), always_call=True)
+            module.register_forward_pre_hook(ModuleHook(self._before_forward), prepend=True)
+        modules[0].register_forward_hook(ModuleHook(self._after_forward), always_call=True)
+
+    def belongs_to(self, root: nn.Module) -> bool:
+        """Whether these are the gates of the model with this outermost FSDP module."""
+        return self._root() is root
 
     @property
     def unguarded(self) -> bool:
         """Whether some unit cannot be held back: a forward has to begin with all updates done."""
         return any(unit.unguarded for unit in self._units.values())
 
-    def _before(self, module: nn.Module) -> None:
-        """This module is about to be called."""
+    def _before_forward(self, module: nn.Module, *_: Any) -> None:
         if module is self._root():
-            pending = any(optimizer.has_deferred_updates for optimizer in self.optimizers)
-            self._from_here = pending and any(unit.reads_early for unit in self._units.values())
+            self._from_here = any(unit.reads_early and unit.pending for unit in self._units.values())
             self._running = True
         if not self._running:  # a block that is recomputed in backward, or called on its own
             return
         if self._last is not None:
-            self._following[self._last] = weakref.ref(module)
+            self._called_next[self._last] = weakref.ref(module)
         self._last = module
         if self._from_here:
             self._gather(module)
@@ -98,16 +99,16 @@ class Gathering:
         if self._ahead is not None and self._ahead[0] is module:
             self._ahead = None
         else:
-            self._give_up()
+            self._reshard_ahead()
             self._unshard(module)
-        following = self._following.get(module, lambda: None)()
-        if following is not None:
-            self._ahead = (following, self._unshard(following))
+        called_next = self._called_next.get(module, lambda: None)()
+        if called_next is not None:
+            self._ahead = (called_next, self._unshard(called_next))
 
     def _unshard(self, module: nn.Module) -> UnshardHandle:
         assert isinstance(module, FSDPModule)
         with self._beside(self._units[module].device):
-            self._units[module].hold()
+            self._units[module].wait_on_stream()
             handle = module.unshard(async_op=True)
         assert handle is not None
         return handle
@@ -124,12 +125,12 @@ class Gathering:
         with self._stream:
             yield
 
-    def _end(self, _: nn.Module) -> None:
-        self._give_up()
+    def _after_forward(self, *_: Any) -> None:
+        self._reshard_ahead()
         self._running = self._from_here = False
         self._last = None
 
-    def _give_up(self) -> None:
+    def _reshard_ahead(self) -> None:
         """Another unit is called than the one that is being gathered: what it gathers is old at the next forward."""
         if self._ahead is not None:
             module, handle = self._ahead
@@ -147,15 +148,13 @@ class _GatedAllGather:
         unguarded: torch does not take another all-gather for this module.
     """
 
-    def __init__(
-        self, module: nn.Module, sharded: Sequence[nn.Module], optimizers: weakref.WeakSet[BaseOptimizer]
-    ) -> None:
+    def __init__(self, module: nn.Module, sharded: Sequence[nn.Module]) -> None:
         shards = gathered_with(module, sharded)
         self.device = local_tensor(shards[0]).device if shards else torch.device("cpu")
         self.reads_early = self.unguarded = False
         self._shards = [weakref.ref(shard) for shard in shards]
         self._dtypes = {local_tensor(shard).dtype for shard in shards}
-        self._optimizers = optimizers
+        self._own = awaited(part for other in sharded for part in own_parts(other))
         assert isinstance(module, FSDPModule)
         try:
             module.set_custom_all_gather(self)  # type: ignore[arg-type]
@@ -166,14 +165,19 @@ class _GatedAllGather:
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Memory for the gathered weights. The stream on which this is called reads the shards next."""
         self.reads_early = self._dtypes != {dtype}
-        self.hold()
+        self.wait_on_stream()
         return torch.empty(*size, dtype=dtype, device=device)
 
-    def hold(self) -> None:
+    def wait_on_stream(self) -> None:
         """The current stream waits for the updates of the shards."""
         shards = [shard for reference in self._shards if (shard := reference()) is not None]
-        for optimizer in self._optimizers:
-            optimizer.hold(shards)
+        for updates in updates_of(self._own):
+            updates.wait_on_stream(shards)
+
+    @property
+    def pending(self) -> bool:
+        """Whether updates may be under way."""
+        return any(updates.pending for updates in updates_of(self._own))
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
@@ -181,24 +185,3 @@ class _GatedAllGather:
         gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before 2.13
         work: dist.Work | None = gather(output_tensor, input_tensor, group=group, async_op=async_op)
         return work
-
-
-class _Hook:
-    """A method of a :class:`Gathering` as a hook; in a copy of the model it does nothing."""
-
-    def __init__(self, gathering: Gathering | None = None, method: str = "") -> None:
-        self._gathering, self._method = gathering, method
-        self._call = torch.compiler.disable(self._call_eagerly)
-
-    def __call__(self, module: nn.Module, *_: Any) -> None:
-        self._call(module)
-
-    def _call_eagerly(self, module: nn.Module) -> None:
-        if self._gathering is not None:
-            getattr(self._gathering, self._method)(module)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Hook:
-        return _Hook()
-
-    def __reduce__(self) -> Any:
-        return _Hook, ()

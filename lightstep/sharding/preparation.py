@@ -14,7 +14,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.utils.parametrize import ParametrizationList
 
-from lightstep.distributed import is_sharded
+from lightstep.distributed import is_sharded, local_tensor
 
 
 def materialise(model: nn.Module, device: torch.device) -> nn.Module:
@@ -75,6 +75,12 @@ def cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
                 torch.utils.swap_tensors(parameter, cast)
             else:
                 parameter.data = parameter.data.to(dtype)
+
+
+def unrounded_values(model: nn.Module) -> list[tuple[nn.Parameter, Tensor]]:
+    """Trainable fp32 parameters with their values (local shards) as they are now, whatever is done to them later."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad and not parameter.is_meta]
+    return [(p, local_tensor(p).detach()) for p in trained if p.dtype == torch.float32]
 
 
 def buffers_like_parameters(model: nn.Module) -> list[Tensor]:

@@ -1,20 +1,33 @@
 """The interface of a state backend, and the vocabulary it shares with ``step()``.
 
-A step walks through *units*: ``acquire`` brings a unit's masters and state to the device as *pieces*, the base
-optimizer updates the pieces, ``release`` writes them back. A backend decides what is staged when, and where it lives.
+How data goes through a step, unit by unit:
+
+1. A *unit* is a few parameters, or a range of one. Its state is one :class:`~lightstep.state.record.Record`: a flat
+   buffer, field after field (``low | exp_avg | exp_avg_sq``), in each field one parameter behind the other.
+2. ``acquire`` makes the record available on the device, in a :class:`~lightstep.state.record.Slot`: the record's own
+   memory (``resident``), a copy for this step (``bulk``) or a place in a ring (``stream``).
+3. What is updated in it is handed out as *segments* (:mod:`lightstep.state.segment`): runs of parameters that an
+   element-wise class takes for one. Weights are gathered, masters joined from them: one flat fp32 tensor per segment.
+4. The base optimizer updates the segments.
+5. ``release`` writes masters back to weights and record, and the record to where it lives.
+
+A backend decides what is staged when, and where records live between steps.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from lightstep.state.lanes import Lanes
+
+if TYPE_CHECKING:
+    from lightstep.state.segment import Segment
 
 
 @dataclass(eq=False)
@@ -62,30 +75,6 @@ class Managed:
     updated: bool = False
     provisional: bool = False
     elsewhere: bool = False
-
-
-@dataclass(eq=False)
-class Piece:
-    """What the base optimizer's arithmetic is given: a parameter or a contiguous part of one.
-
-    Attributes:
-        owner: the parameter.
-        start, stop: element range of the flattened local shard; the whole shard is ``0, numel``.
-        master: fp32 on the parameter's device: shape of the shard when whole, flat ``[stop - start]`` when cut.
-        state: the base optimizer's entries, on the device; empty before the first update, which fills it.
-    """
-
-    owner: Managed
-    start: int
-    stop: int
-    master: Tensor
-    state: dict[str, Any] = field(default_factory=dict)
-
-    def of(self, gradient: Tensor) -> Tensor:
-        """This piece's part of the parameter's local gradient."""
-        if self.stop - self.start == gradient.numel():
-            return gradient
-        return gradient.reshape(-1)[self.start : self.stop]
 
 
 @dataclass(eq=False)
@@ -154,12 +143,19 @@ class StateBackend(ABC):
         """
 
     @abstractmethod
-    def acquire(self, unit: Unit) -> list[Piece]:
-        """The unit's masters and state on the device, ready for work queued on the current stream."""
+    def acquire(
+        self, unit: Unit, active: Collection[Managed], apart: Mapping[Managed, object] | None = None
+    ) -> list[Segment]:
+        """Masters and state of the unit's ``active`` parameters on the device, ready for work queued on the current
+        stream.
+
+        Args:
+            apart: parameters with different objects here come in different segments.
+        """
 
     @abstractmethod
-    def release(self, unit: Unit, updated: Sequence[Piece]) -> None:
-        """The unit is done: ``updated`` pieces are written to their parameters and to where their state lives."""
+    def release(self, unit: Unit, updated: Sequence[Segment]) -> None:
+        """The unit is done: ``updated`` segments are written to their parameters and to where their state lives."""
 
     def finish(self) -> None:  # noqa: B027  (an optional hook)
         """The step is over: order what is still under way before the caller's next work."""
@@ -201,8 +197,12 @@ class StateBackend(ABC):
         """The master becomes the parameter's value, brought to fp32."""
 
     @abstractmethod
-    def differs(self, managed: Managed) -> bool:
-        """Whether the parameter is no longer its master rounded: somebody else wrote to it. May wait for the device."""
+    def start_from(self, managed: Managed, master: Tensor) -> None:
+        """Until its first update the parameter's fp32 master is ``master`` (local shape) and not the weight itself."""
+
+    @abstractmethod
+    def changed(self, items: Iterable[Managed]) -> list[Managed]:
+        """Those that are no longer their masters rounded: somebody else wrote to them. May wait for the device."""
 
     @abstractmethod
     def memory(self) -> dict[str, int]:

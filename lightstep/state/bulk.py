@@ -11,15 +11,17 @@ state of any ``torch.optim.Optimizer``.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from lightstep.distributed import like, local_tensor
-from lightstep.state.backend import Managed, Piece, Schema
+from lightstep.state.backend import Managed
 from lightstep.state.host_memory import HostSlab, require
+from lightstep.state.kept_records import RecordBackend
+from lightstep.state.record import Record, Slot
 from lightstep.state.resident import ResidentBackend
 
 
@@ -38,73 +40,83 @@ class HostCopies:
             self._slabs[owner, key] = slab
         return slab.tensor(like_.dtype, tuple(like_.shape))
 
-    def forget(self, owners: Collection[Any]) -> None:
-        """Give back the buffers of these owners."""
-        for slot in [slot for slot in self._slabs if slot[0] in owners]:
-            self._slabs.pop(slot).close()
-
-    def nbytes(self) -> int:
-        return sum(slab.nbytes for slab in self._slabs.values())
-
 
 class BulkBackend(ResidentBackend):
-    """The resident backend during a step, host memory between steps (12 bytes per parameter for Adam)."""
+    """Records on the host between steps, with whole masters (12 bytes per parameter for Adam), live for readers."""
 
     name: ClassVar[str] = "bulk"
+    on_host = True
 
     def __init__(self) -> None:
         super().__init__()
-        self._host = HostCopies()
         self._landed: dict[torch.device, torch.Event] = {}
-
-    def register(self, managed: Sequence[Managed], schema: Schema, whole_tensors: bool = False) -> None:
-        known = set(self._pieces)
-        super().register(managed, schema, whole_tensors)
-        self._host.forget(known - set(managed))
-        for item in managed:
-            if item not in known:
-                self._offload(self._pieces[item])
-        self._mark_landed()
 
     def prepare(self) -> None:
         """The memory is taken and let go of again: torch's allocator has it for ``begin`` then."""
-        room = [
-            _on_device(value, piece.owner.local.device) for piece in self._pieces.values() for value in _away(piece)
-        ]
+        RecordBackend.prepare(self)
+        room = [_on_device(record) for record in self._records.values() if record not in self._slots]
         del room
 
     def begin(self, managed: Collection[Managed], backwards: bool = False) -> None:
-        for item in managed:
-            _load_piece(self._pieces[item])
+        RecordBackend.prepare(self)
+        wanted = frozenset(managed)
+        for record in self._records.values():
+            if any(part.owner in wanted for part in record.parts):
+                self._slots[record] = self._fetched(record)
+
+    def _fetched(self, record: Record) -> Slot:
+        slot = Slot(_on_device(record))
+        if record.bytes is not None:
+            slot.buffer.copy_(record.bytes, non_blocking=True)
+        return slot
+
+    def _take(self, record: Record) -> Slot:
+        return self._slots[record]
+
+    def _retake(self, record: Record, slot: Slot, arrange: Callable[[], None]) -> Slot:
+        """What is not updated now is the same on the host."""
+        self.synchronize()
+        arrange()
+        self._follow(record)
+        self._slots[record] = self._fetched(record)
+        return self._slots[record]
 
     def finish(self) -> None:
-        for piece in self._pieces.values():
-            self._offload(piece)
-        self._mark_landed()
+        self._write_back(self._slots)
+        self._slots = {}
 
-    def load(self, managed: Managed, entries: Mapping[str, Any]) -> None:
+    def _write_back(self, records: Iterable[Record]) -> None:
+        """Queue the copies to the host; device memory goes once they are done (same stream)."""
+        devices = set()
+        for record in records:
+            if record in self._slots and record.bytes is not None:
+                record.bytes.copy_(self._slots[record].buffer, non_blocking=True)
+                devices.add(record.device)
+        for device in devices:
+            if device.type != "cpu":
+                self._landed.setdefault(device, torch.Event(device)).record(torch.accelerator.current_stream(device))
+
+    def abandon(self) -> None:
+        super().abandon()
+        self._slots = {}
+
+    def _before_edit(self, records: Iterable[Record]) -> None:
+        self._write_back(records)
         self.synchronize()
-        _load_piece(self._pieces[managed])
-        super().load(managed, entries)
-        self._offload(self._pieces[managed])
-        self._mark_landed()
 
-    def refresh(self, managed: Managed) -> None:
-        if managed.own_master:
-            self._pieces[managed].master = managed.local
-        else:
-            self.synchronize()
-            self._pieces[managed].master.copy_(managed.local)
-
-    def differs(self, managed: Managed) -> bool:
-        self.synchronize()
-        return super().differs(managed)
+    def _edited(self, records: Iterable[Record]) -> None:
+        for record in records:
+            if record in self._slots:
+                self._slots[record] = self._fetched(record)
 
     def release_device_memory(self) -> None:
-        """Nothing is on the device between steps."""
+        """Nothing but scratch is on the device between steps."""
+        for staging in self._staging.values():
+            staging.free()
 
     def memory(self) -> dict[str, int]:
-        return {"device_bytes": 0, "host_bytes": self._host.nbytes(), "ring_bytes": 0}
+        host = sum(record.slab.nbytes for record in self._records.values() if record.slab is not None)
+        return {"device_bytes": 0, "host_bytes": host, "ring_bytes": self._ring_bytes()}
 
     def synchronize(self) -> None:
         for event in self._landed.values():
@@ -112,52 +124,14 @@ class BulkBackend(ResidentBackend):
 
     def close(self) -> None:
         self.synchronize()
-        self._host.forget(set(self._pieces))
+        for record in self._records.values():
+            record.close()
         super().close()
 
-    def _offload(self, piece: Piece) -> None:
-        """Queue the copies to the host; the device tensors go once they are done (same stream)."""
-        owner = piece.owner
-        if not owner.own_master:
-            piece.master = self._to_host(owner, "master", piece.master)
-        for key, value in piece.state.items():
-            if isinstance(value, Tensor) and value.dim() > 0:
-                piece.state[key] = self._to_host(owner, key, value)
 
-    def _to_host(self, owner: Managed, key: str, value: Tensor) -> Tensor:
-        if value.device.type == "cpu" and owner.local.device.type != "cpu":
-            return value
-        buffer = self._host.buffer(owner, key, value)
-        return buffer if buffer.data_ptr() == value.data_ptr() else buffer.copy_(value, non_blocking=True)
-
-    def _mark_landed(self) -> None:
-        for device in {item.local.device for item in self._pieces if item.local.device.type != "cpu"}:
-            self._landed.setdefault(device, torch.Event(device)).record(torch.accelerator.current_stream(device))
-
-
-def _away(piece: Piece) -> list[Tensor]:
-    """What :func:`_load_piece` brings to the device."""
-    state = [value for value in piece.state.values() if isinstance(value, Tensor) and value.dim() > 0]
-    return state if piece.owner.own_master else [*state, piece.master]
-
-
-def _load_piece(piece: Piece) -> None:
-    device = piece.owner.local.device
-    if not piece.owner.own_master:
-        piece.master = _to_device(piece.master, device)
-    for key, value in piece.state.items():
-        if isinstance(value, Tensor) and value.dim() > 0:
-            piece.state[key] = _to_device(value, device)
-
-
-def _to_device(value: Tensor, device: torch.device) -> Tensor:
-    """A copy on ``device``: also on the CPU, where host memory and device memory are the same kind."""
-    return _on_device(value, device).copy_(value, non_blocking=True)
-
-
-def _on_device(value: Tensor, device: torch.device) -> Tensor:
-    """Memory for a copy."""
-    return torch.empty_like(value, device=device)
+def _on_device(record: Record) -> Tensor:
+    """Memory for a copy: also on the CPU, where host memory and device memory are the same kind."""
+    return torch.empty(record.nbytes, dtype=torch.uint8, device=record.device)
 
 
 _copies: weakref.WeakKeyDictionary[torch.optim.Optimizer, HostCopies] = weakref.WeakKeyDictionary()

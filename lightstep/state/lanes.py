@@ -328,7 +328,10 @@ class ThreadLane(Lane):
         self._jobs.put(_Job(lambda: event.hold(mark)))
 
     def synchronize(self) -> None:
-        if threading.current_thread() is self._thread or not self._thread.is_alive():
+        if threading.current_thread() is self._thread:
+            return
+        if not self._finalizer.alive:  # told to end (the collector does so before it deletes optimizers): no job runs now
+            self._thread.join()
             return
         done = threading.Event()
         self._jobs.put(_Job(done.set, always=True))

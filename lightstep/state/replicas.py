@@ -19,9 +19,10 @@ import torch
 from torch import Tensor
 
 from lightstep.distributed import Replicas
-from lightstep.state.backend import Managed, Piece, Schema, StateBackend, Unit
+from lightstep.state.backend import Managed, Schema, StateBackend, Unit
 from lightstep.state.lanes import Lanes
-from lightstep.state.records import record_bytes
+from lightstep.state.record import ExpectedLayouts
+from lightstep.state.segment import Segment
 from lightstep.state.units import group_by_layer
 
 __all__ = ["SharedByReplicas", "share_out"]
@@ -57,8 +58,10 @@ class SharedByReplicas(StateBackend):
     # -- set-up
 
     def register(self, managed: Sequence[Managed], schema: Schema, whole_tensors: bool = False) -> None:
+        layouts = ExpectedLayouts(schema)
+
         def cost(item: Managed) -> int:
-            return record_bytes(item, item.local.numel(), schema)
+            return layouts.record_bytes(item, item.local.numel())
 
         self._owners = share_out(managed, cost, self._owners, self._replicas.size)
         for item, owner in self._owners.items():
@@ -106,10 +109,12 @@ class SharedByReplicas(StateBackend):
         if self._own:
             self.inner.begin([item for item in managed if not item.elsewhere], backwards)
 
-    def acquire(self, unit: Unit) -> list[Piece]:
-        return self.inner.acquire(unit)
+    def acquire(
+        self, unit: Unit, active: Collection[Managed], apart: Mapping[Managed, object] | None = None
+    ) -> list[Segment]:
+        return self.inner.acquire(unit, active, apart)
 
-    def release(self, unit: Unit, updated: Sequence[Piece]) -> None:
+    def release(self, unit: Unit, updated: Sequence[Segment]) -> None:
         self.inner.release(unit, updated)
         self._exchange.updated(item for item, _, stop in unit.parts if stop == item.local.numel())
 
@@ -158,8 +163,12 @@ class SharedByReplicas(StateBackend):
         if not managed.elsewhere:
             self.inner.refresh(managed)
 
-    def differs(self, managed: Managed) -> bool:
-        return not managed.elsewhere and self.inner.differs(managed)
+    def start_from(self, managed: Managed, master: Tensor) -> None:
+        if not managed.elsewhere:
+            self.inner.start_from(managed, master)
+
+    def changed(self, items: Iterable[Managed]) -> list[Managed]:
+        return self.inner.changed([item for item in items if not item.elsewhere])
 
     def memory(self) -> dict[str, int]:
         """This replica's."""

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from lightstep.state.lanes import Lanes
-from lightstep.state.records import Record
+from lightstep.state.record import Record
 from lightstep.state.ring import Slot
 from lightstep.state.spare_memory import GIB, AutoBudget, DeviceMemory
 
@@ -56,7 +56,7 @@ class Residency:
 
     def choose(self, records: Sequence[Record]) -> None:
         """Decide which of ``records`` (all, in the order of the walk) shall be resident; the others leave."""
-        state_exists = any(record.bytes is not None for record in records)
+        state_exists = any(part.history is not None for record in records for part in record.parts)
         if isinstance(self._budget, AutoBudget) and state_exists:
             allowed = self._budget.before_step(self.nbytes())
             self._settled = self._settled and allowed == self._allowed

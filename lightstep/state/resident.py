@@ -2,129 +2,216 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from lightstep.state.backend import EntrySpec, Managed, Piece, Schema, StateBackend, Unit, adopt_entry
-from lightstep.state.parking import Parking
+from lightstep.state.backend import Managed, Schema, Unit
+from lightstep.state.entries import Entries
+from lightstep.state.host_memory import HostSlab, require
+from lightstep.state.kept_records import RecordBackend, same_rounding
+from lightstep.state.record import Coding, Part, Record, Slot
+from lightstep.state.segment import MasterSplitter, Segment
+
+__all__ = ["ResidentBackend"]
 
 
-class ResidentBackend(StateBackend):
-    """One piece per parameter, kept where the parameter is; row-major, whatever the parameter's strides.
+class ResidentBackend(RecordBackend):
+    """Records on the parameters' devices, masters whole in them; what is handed out of them is live.
 
-    Units only bound the fp32 gradient staging of one update; they are whole parameters, ``unit_elements`` together.
+    Units are whole parameters, ``unit_elements`` together: they bound the memory for one unit's scaled gradients.
     """
 
     name: ClassVar[str] = "resident"
     unit_elements: ClassVar[int] = 128 * 2**20
+    on_host = False
 
     def __init__(self) -> None:
-        self._pieces: dict[Managed, Piece] = {}
-        self._units: list[Unit] = []
-        self._schema: Schema = {}
-        self._parking = Parking()
+        super().__init__()
+        self._slots: dict[Record, Slot] = {}
+        self._handed_out: dict[Part, dict[str, Tensor]] = {}
+        self._slabs: dict[torch.device, HostSlab] = {}
+        self._away = False
 
     def register(self, managed: Sequence[Managed], schema: Schema, whole_tensors: bool = False) -> None:
-        self._parking.bring_back()
-        self._schema = schema
-        self._pieces = {item: self._pieces.get(item) or _new_piece(item) for item in managed}
-        self._units = _pack(managed, self.unit_elements)
+        self._return()
+        self._schema, self._whole_tensors = schema, whole_tensors
+        staying = self._undisturbed(managed)
+        kept = {part.owner for record in staying for part in record.parts}
+        new = [item for item in managed if item not in kept]
+        carried = {item: self._assembled(item) for item in new}
+        units = _pack(new, self.unit_elements)
+        for record in self._keep(managed, [*staying, *self._make_records(units, _coding)]):
+            self._slots.pop(record, None)
+            record.close()
+        self._handed_out = {part: views for part, views in self._handed_out.items() if part in self._home}
+        self._entries = Entries(schema, None, None)
+        for item, entries in carried.items():
+            if entries:
+                self.load(item, entries)
 
-    def units(self) -> Sequence[Unit]:
-        return self._units
+    # -- one step
 
     def prepare(self) -> None:
-        self._parking.bring_back()
+        self._return()
+        super().prepare()
 
     def begin(self, managed: Collection[Managed], backwards: bool = False) -> None:
-        self._parking.bring_back()
+        self.prepare()
 
-    def acquire(self, unit: Unit) -> list[Piece]:
-        pieces = [self._pieces[item] for item, _, _ in unit.parts]
-        for piece in pieces:
-            if piece.owner.own_master:
-                piece.master = piece.owner.local.contiguous()  # itself, but for a strided parameter
-        return pieces
+    def abandon(self) -> None:
+        self._open = None
 
-    def release(self, unit: Unit, updated: Sequence[Piece]) -> None:
-        write_back(updated)
-        for item, _, _ in unit.parts:
-            if item.own_master:
-                self._pieces[item].master = item.local
+    def _take(self, record: Record) -> Slot:
+        slot = self._slots.get(record)
+        if slot is None or slot.buffer is not record.bytes:
+            memory = torch.empty(0, dtype=torch.uint8, device=record.device) if record.bytes is None else record.bytes
+            slot = self._slots[record] = Slot(memory)
+            if record.bytes is None:
+                del self._slots[record]
+        return slot
+
+    def _give_back(self, record: Record, slot: Slot, changed: bool) -> None:
+        """It lives there."""
+
+    def _retake(self, record: Record, slot: Slot, arrange: Callable[[], None]) -> Slot:
+        arrange()
+        self._follow(record)
+        return self._take(record)
+
+    def _splitter_of(self, device: torch.device) -> MasterSplitter:
+        return None  # type: ignore[return-value]  # masters are whole
+
+    # -- state seen from outside
 
     def entries(self, managed: Managed) -> dict[str, Any]:
-        piece = self._pieces.get(managed)
-        if piece is None or not managed.updated:
-            return {}
-        return dict(piece.state) if managed.own_master else {**piece.state, "master": piece.master}
+        found = super().entries(managed)
+        if not found:
+            return found
+        (part,) = self._parts[managed]
+        rows = {*(key for key, _, _ in part.block.layout.entries), "master"}
+        known = self._handed_out.setdefault(part, {})
+        for key in rows & found.keys():
+            found[key] = known.setdefault(key, found[key])
+        return found
+
+    def _edit(self, managed: Managed, edit: Callable[[Record, Part], None]) -> None:
+        self._return()
+        super()._edit(managed, edit)
+        for part in self._parts[managed]:
+            if part.history is None:
+                self._handed_out.pop(part, None)
+            self._follow(self._home[part])
+
+    def _follow(self, record: Record) -> None:
+        """What was handed out lies where the record lives now."""
+        for part in record.parts:
+            known = self._handed_out.get(part)
+            if known and part.history is not None:
+                now = self._entries.read(record, part)
+                for key in known.keys() & now.keys():
+                    known[key].data = now[key]
 
     def load(self, managed: Managed, entries: Mapping[str, Any]) -> None:
-        self._parking.bring_back()
-        piece = self._pieces[managed]
-        if not managed.own_master and "master" in entries:
-            piece.master.copy_(entries["master"])
-        else:
-            self.refresh(managed)
-        piece.state.clear()
-        piece.state.update({k: adopt_entry(self._spec(k), v, managed) for k, v in entries.items() if k != "master"})
+        for part in self._parts[managed]:  # new tensors, as torch's own `load_state_dict` makes them
+            self._handed_out.pop(part, None)
+        super().load(managed, entries)
 
-    def _spec(self, key: str) -> EntrySpec | None:
-        return self._schema.get(key)
+    def changed(self, items: Iterable[Managed]) -> list[Managed]:
+        self._return()
+        return super().changed(items)
 
-    def refresh(self, managed: Managed) -> None:
-        self._parking.bring_back()
-        piece = self._pieces[managed]
-        if managed.own_master:
-            piece.master = managed.local
-        else:
-            piece.master.copy_(managed.local)
-
-    def differs(self, managed: Managed) -> bool:
-        self._parking.bring_back()
-        return not managed.own_master and not same_rounding(managed.local, self._pieces[managed].master)
+    def _compare(self, record: Record, segments: Sequence[Segment], parts: Sequence[Part]) -> list[Part]:
+        self._before_edit([record])
+        staging, wanted = self._staging_on(record.device), set(parts)
+        changed = []
+        for segment in segments:
+            if record.bytes is None:
+                continue
+            master = segment.parts[0].block.rows(record.bytes, segment.first, segment.stop)["master"]
+            if not same_rounding(segment.weights(staging), master):
+                masters = ((part, self._entries.read(record, part)["master"]) for part in segment.parts)
+                changed += [part for part, master in masters if not same_rounding(part.of(part.owner.local), master)]
+        return [part for part in changed if part in wanted]
 
     def memory(self) -> dict[str, int]:
-        held = [tensor for piece in self._pieces.values() for tensor in _tensors_of(piece)]
-        device = sum(tensor.nbytes for tensor in held if tensor.dim() > 0)
-        away, host = self._parking.away_bytes(), self._parking.host_bytes()
-        return {"device_bytes": max(device - away, 0), "host_bytes": host, "ring_bytes": 0}
+        held = sum(record.nbytes for record in self._records.values() if record.bytes is not None)
+        host = sum(slab.nbytes for slab in self._slabs.values())
+        return {"device_bytes": 0 if self._away else held, "host_bytes": host, "ring_bytes": self._ring_bytes()}
+
+    def _ring_bytes(self) -> int:
+        return sum(staging.nbytes() for staging in self._staging.values())
+
+    # -- device memory that is lent
 
     def release_device_memory(self) -> None:
-        """Masters and state are on the host until the next step, or until they are loaded; readers find them there."""
-        held = [tensor for piece in self._pieces.values() for tensor in _tensors_of(piece)]
-        weights = [item.local for item in self._pieces]
-        self._parking.park([tensor for tensor in held if tensor.dim() > 0], staying=weights)
+        """Records are on the host until the next step, or until they are loaded; readers find them there, in the same
+        tensors."""
+        for staging in self._staging.values():
+            staging.free()
+        records = [record for record in self._records.values() if record.bytes is not None]
+        if self._away or not records:
+            return
+        places = self._places_on_host(records)
+        for record, place in zip(records, places, strict=True):
+            assert record.bytes is not None
+            place.copy_(record.bytes, non_blocking=True)
+        for device in {record.device for record in records}:
+            self._idle(device)
+        self._move(records, places)
+        self._away = True
+
+    def _return(self) -> None:
+        """Back to the device, ready for what is queued next on the current stream.
+
+        Raises:
+            torch.OutOfMemoryError: the device has no room for all of it now; nothing was changed.
+        """
+        if not self._away:
+            return
+        records = [record for record in self._records.values() if record.bytes is not None]
+        places = [torch.empty_like(record.bytes, device=record.device) for record in records]  # type: ignore[arg-type]
+        for record, place in zip(records, places, strict=True):
+            place.copy_(record.bytes, non_blocking=True)  # type: ignore[arg-type]
+        self._move(records, places)
+        self._away = False
+
+    def _move(self, records: Sequence[Record], places: Sequence[Tensor]) -> None:
+        for record, place in zip(records, places, strict=True):
+            record.bytes = place
+            self._slots.pop(record, None)
+            self._follow(record)
+
+    def _places_on_host(self, records: Sequence[Record]) -> list[Tensor]:
+        """One behind the other, in one slab per device that is kept: page-locking is slow."""
+        totals: dict[torch.device, int] = {}
+        starts = []
+        for record in records:
+            starts.append(totals.get(record.device, 0))
+            totals[record.device] = starts[-1] + -(-record.nbytes // 64) * 64
+        small = {d: size for d, size in totals.items() if d not in self._slabs or self._slabs[d].nbytes < size}
+        freed = sum(self._slabs[device].nbytes for device in small if device in self._slabs)
+        require(sum(small.values()) - freed, "releasing device memory: the optimizer state on the host")
+        for device, size in small.items():
+            if device in self._slabs:
+                self._slabs.pop(device).close()
+            self._slabs[device] = HostSlab(size, device=device, what="released optimizer state")
+        return [
+            self._slabs[record.device].tensor(torch.uint8, record.nbytes, start)
+            for record, start in zip(records, starts, strict=True)
+        ]
 
     def close(self) -> None:
-        self._pieces, self._units = {}, []
-        self._parking.close()
+        for slab in self._slabs.values():
+            slab.close()
+        self._slots, self._handed_out, self._slabs, self._away = {}, {}, {}, False
+        self._forget_everything()
 
 
-def write_back(pieces: Sequence[Piece]) -> None:
-    """``parameter.copy_(master)`` for whole pieces that are not the parameter itself, rounding to nearest even."""
-    rounded = [piece for piece in pieces if piece.master.data_ptr() != piece.owner.local.data_ptr()]
-    if rounded:
-        torch._foreach_copy_([piece.owner.local for piece in rounded], [piece.master for piece in rounded])
-
-
-def same_rounding(local: Tensor, master: Tensor) -> bool:
-    """Whether ``local`` holds exactly ``master`` rounded to its dtype (bits; NaN equals itself)."""
-    rounded = master.to(device=local.device, dtype=local.dtype)
-    bits = torch.int32 if local.dtype == torch.float32 else torch.int16  # fp32: the model was cast since
-    return torch.equal(rounded.view(bits), local.contiguous().view(bits))
-
-
-def _new_piece(item: Managed) -> Piece:
-    master = item.local if item.own_master else item.local.to(torch.float32, memory_format=torch.contiguous_format)
-    return Piece(item, 0, item.local.numel(), master)
-
-
-def _tensors_of(piece: Piece) -> list[Tensor]:
-    state = [value for value in piece.state.values() if isinstance(value, Tensor)]
-    return state if piece.owner.own_master else [*state, piece.master]
+def _coding(owner: Managed) -> Coding:
+    return "own" if owner.own_master else "whole"
 
 
 def _pack(managed: Sequence[Managed], limit: int) -> list[Unit]:

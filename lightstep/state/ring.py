@@ -12,17 +12,18 @@ from collections.abc import Sequence
 
 import torch
 
+from lightstep.state import record
 from lightstep.state.lanes import Lanes
-from lightstep.state.records import Record
+from lightstep.state.record import Record
 
 __all__ = ["Ring", "Slot"]
 
 
-class Slot:
+class Slot(record.Slot):
     """One device buffer and the events that order its use."""
 
     def __init__(self, nbytes: int, lanes: Lanes) -> None:
-        self.buffer = torch.empty(nbytes, dtype=torch.uint8, device=lanes.device)
+        super().__init__(torch.empty(nbytes, dtype=torch.uint8, device=lanes.device))
         self.staged, self.updated, self.drained = lanes.event(), lanes.event(), lanes.event()
 
 

@@ -11,6 +11,9 @@ __all__ = ["CUT_ELEMENTS", "RingError", "group_by_layer", "plan_units"]
 CUT_ELEMENTS = 128
 """Tensors are cut at multiples of this many elements: every part then starts on a 128-byte boundary or better."""
 
+SMALL_UNIT = 4 << 20
+"""Bytes: layers with less are staged together, up to this size. Below it copies do not reach link speed."""
+
 _WORTH_A_CUT = 16  # the rest of a unit is filled with a piece of the next tensor only from 1/16 of a slot on
 
 Part = tuple[Managed, int, int]
@@ -56,8 +59,27 @@ def plan_units(
     Raises:
         RingError: a piece that cannot be cut any smaller needs more than ``capacity``.
     """
-    units = [parts for group in group_by_layer(managed) for parts in _divide(group, bytes_of, capacity, whole_tensors)]
+    units = [
+        parts
+        for group in _small_ones_together(group_by_layer(managed), bytes_of, min(SMALL_UNIT, capacity // 4))
+        for parts in _divide(group, bytes_of, capacity, whole_tensors)
+    ]
     return [Unit(index, tuple(parts)) for index, parts in enumerate(units)]
+
+
+def _small_ones_together(layers: list[list[Managed]], bytes_of: Bytes, limit: int) -> list[list[Managed]]:
+    """Layers that follow each other and need at most ``limit`` bytes together, as one."""
+    together: list[list[Managed]] = []
+    filled = limit + 1
+    for layer in layers:
+        size = sum(bytes_of(item, item.local.numel()) for item in layer)
+        if filled + size <= limit:
+            together[-1].extend(layer)
+            filled += size
+        else:
+            together.append(list(layer))
+            filled = size
+    return together
 
 
 def smallest_piece(item: Managed, bytes_of: Bytes, whole_tensors: bool) -> int:

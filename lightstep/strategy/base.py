@@ -8,7 +8,7 @@ import math
 import os
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
@@ -17,9 +17,9 @@ from typing import Any, ClassVar, Self, cast
 import torch
 from torch import nn
 
-from lightstep.checkpoint import checkpoint
-from lightstep.checkpoint.pretrained import load_pretrained
+from lightstep.checkpoint.pretrained import load_pretrained, parts_of_other_dtypes
 from lightstep.config import (
+    ConfigError,
     ConstantScale,
     DynamicScale,
     LossScaleConfig,
@@ -31,22 +31,25 @@ from lightstep.config import (
 from lightstep.distributed import end_process_group, initialized
 from lightstep.optimizer.base import BaseOptimizer
 from lightstep.optimizer.in_backward import InBackward
-from lightstep.optimizer.mixed_precision import MixedPrecisionOptimizer
+from lightstep.optimizer.optimizer import MixedPrecisionOptimizer
 from lightstep.optimizer.param_groups import Place, check_param_groups, places
-from lightstep.optimizer.updates import AtStep, NextForward, Updates
+from lightstep.optimizer.schedule import AtStep, NextForward, Schedule
+from lightstep.precision.gradients import ReducedGradients
 from lightstep.precision.loss_scale import ConstantLossScale, DynamicLossScale, LossScale
 from lightstep.precision.split import Splitter
-from lightstep.rollout.exchange import WeightExchange
+from lightstep.rollout.engine import RolloutEngine
 from lightstep.rollout.reinforcement_learning import ReinforcementLearning
-from lightstep.rollout.roles import Role, Roles, known_role, prepare_inference
-from lightstep.sharding.exchanged_parameters import following
-from lightstep.sharding.forward_gates import gate_forwards, in_order_of_use
+from lightstep.rollout.roles import Role, Roles, fsdp_version, known_role, prepare_inference
+from lightstep.rollout.transport import WeightTransport
+from lightstep.sharding.forward_gates import in_order_of_use
 from lightstep.sharding.model_names import unwrap_model
-from lightstep.sharding.preparation import cast_parameters, checkpoint_activations, materialise
+from lightstep.sharding.preparation import cast_parameters, checkpoint_activations, materialise, unrounded_values
+from lightstep.sharding.prepared_model import PreparedModel
 from lightstep.state.backend import StateBackend
 from lightstep.state.bulk import BulkBackend
 from lightstep.state.resident import ResidentBackend
 from lightstep.state.stream import StreamBackend
+from lightstep.strategy.checkpoints import Checkpoints
 from lightstep.strategy.launch import start_process_group
 from lightstep.strategy.presets import available_strategies, read_source
 
@@ -57,18 +60,16 @@ _KINDS = {
     "deepspeed": ("lightstep.deepspeed.strategy", "DeepSpeedStrategy"),
 }
 
-_UPDATE_TIMES: dict[str, type[Updates]] = {
+_UPDATE_TIMES: dict[str, type[Schedule]] = {
     "at_step": AtStep,
     "next_forward": NextForward,
     "in_backward": InBackward,
 }
 
-_SAVED_BY_TRAINERS = "a checkpoint is saved by the ranks that train (export_model writes these weights alone)"
-
 ModelSource = nn.Module | Callable[[], nn.Module]
 
 
-class Strategy(ReinforcementLearning, ABC):
+class Strategy(ABC):
     """Sharding, precision, clipping and the place of optimizer state, as one object.
 
     Make one with :meth:`load`. It holds no settings of any particular optimizer: several models and optimizers may be
@@ -79,6 +80,8 @@ class Strategy(ReinforcementLearning, ABC):
         name: the preset's name, the file's path, or ``"strategy"`` for a mapping.
         chosen: the keys that the caller chose: the file's or mapping's, and the overrides; of a preset the overrides.
         roles: which ranks train and which generate.
+        rollout: this process's part in publishing and receiving weights.
+        checkpoints: what saves and loads.
     """
 
     chosen: Mapping[str, Any] = {}
@@ -90,10 +93,10 @@ class Strategy(ReinforcementLearning, ABC):
         self.name = name
         self.roles = Roles(config.roles.rollout, name)
         self._started = False
-        self._weights = WeightExchange(self.roles, config.roles.rollout)
-        self._optimizers: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[BaseOptimizer]] = (
-            weakref.WeakKeyDictionary()
-        )
+        self.rollout = ReinforcementLearning(config.roles.rollout, self.roles, self._reshard)
+        self.checkpoints = Checkpoints(self.roles)
+        self._made: weakref.WeakKeyDictionary[BaseOptimizer, nn.Module] = weakref.WeakKeyDictionary()
+        """This strategy's optimizers, each with the model that it trains: it keeps what is wrapped around it, too."""
 
     @classmethod
     def load(cls, source: str | Path | Mapping[str, Any], overrides: Mapping[str, Any] | None = None) -> Strategy:
@@ -139,6 +142,11 @@ class Strategy(ReinforcementLearning, ABC):
         return len(self.roles.alike) if self.roles.asynchronous else 1
 
     @property
+    def role(self) -> Role:
+        """``"rollout"`` on a rank that only generates (``roles.rollout.mode: async``), elsewhere ``"trainer"``."""
+        return self.roles.mine
+
+    @property
     def is_main(self) -> bool:
         """Whether this is the process that logs and reports: the first one that trains."""
         return self.role == "trainer" and self.rank == 0
@@ -161,21 +169,23 @@ class Strategy(ReinforcementLearning, ABC):
         if self.roles.asynchronous:
             self._refuse_ranks()
             self.roles.form_group()
-            self._weights.open()
+            self.rollout.open()
 
     @property
     def _needs_process_group(self) -> str | None:
         """What needs several processes; ``None`` where one will do."""
         return "roles.rollout.mode async needs a process for each worker" if self.roles.asynchronous else None
 
-    def _refuse_ranks(self) -> None:
+    def _refuse_ranks(self) -> None:  # noqa: B027  (most can train on any number)
         """Raise ``ConfigError`` where so many ranks cannot train."""
 
     def prepare_model(self, model: ModelSource, role: str = "trainer", weights: str | Path | None = None) -> nn.Module:
         """The model on this strategy's devices, in its dtype, sharded as it says.
 
-        Parameters are cast to ``precision.parameters``; buffers keep their dtype. Optimizers that were made for the
-        model before get its new parameters.
+        Parameters are cast to ``precision.parameters``; buffers keep their dtype. The fp32 values of trainable ones are
+        kept until masters start from them. Optimizers that were made for the model before get its new parameters. The
+        work is done in place: under ``ddp``, where a wrapper is returned, training forwards of the module itself are
+        reduced too if ``create_optimizer`` is given that module.
 
         Args:
             model: a module, a module on the meta device (its weights are then initialised here), or a function that
@@ -201,9 +211,16 @@ class Strategy(ReinforcementLearning, ABC):
             )
         with self.preparing(made):
             prepared = self._prepare_as(known, made)
-        self.roles.give(prepared, known)
+        record = PreparedModel.of(prepared)
+        record.role = known
         if weights is not None:
             self._load_weights(prepared, weights)
+            if known == "trainer" and self._rounds:
+                record.keep_masters(_fp32_weights(unwrap_model(prepared), weights))
+        for optimizer in self._optimizers_of(prepared):
+            if optimizer in self._made:
+                self._made[optimizer] = prepared
+            self._connect(prepared, optimizer)
         return prepared
 
     @contextlib.contextmanager
@@ -213,23 +230,21 @@ class Strategy(ReinforcementLearning, ABC):
         For code that does what :meth:`prepare_model` does (accelerate shards models itself).
         """
         inner = unwrap_model(model)
-        with following(inner, self._optimizers_of(inner)) as optimizers:
+        record = PreparedModel.of(inner)
+        with record.exchanging_parameters(inner) as optimizers:
             yield
+        record.role = "trainer"
         for optimizer in optimizers:
             optimizer.start_over(self._make_backend(inner))
             self._connect(inner, optimizer)
-            self._gate(inner, optimizer)
 
     def _prepare_as(self, role: Role, model: nn.Module) -> nn.Module:
         if role == "trainer":
-            return self._prepare_trained(model)
+            return self._prepare(model)
         if role == "reference" and self.role == "trainer":
             return self._prepare_reference(model.requires_grad_(False)).eval()
         dtype = self.parameter_dtype if role == "reference" else self.rollout_dtype
         return prepare_inference(model, self.device, dtype)
-
-    def _prepare_trained(self, model: nn.Module) -> nn.Module:
-        return self._prepare(model)
 
     def _prepare_reference(self, model: nn.Module) -> nn.Module:
         """Placed as what is trained, for forwards alone."""
@@ -245,8 +260,10 @@ class Strategy(ReinforcementLearning, ABC):
 
     def _placed(self, model: nn.Module) -> nn.Module:
         """The whole model on this process's device in its dtype, with activation checkpointing if asked for."""
+        unrounded = unrounded_values(model) if self._rounds else []
         model = materialise(model, self.device)
         cast_parameters(model, self.parameter_dtype)
+        PreparedModel.of(model).keep_masters(unrounded)
         if getattr(self.config.sharding, "activation_checkpointing", False):
             checkpoint_activations(model)
         return model
@@ -255,6 +272,17 @@ class Strategy(ReinforcementLearning, ABC):
     def parameter_dtype(self) -> torch.dtype:
         """``precision.parameters`` as a torch dtype."""
         return cast(torch.dtype, getattr(torch, self.config.precision.parameters))
+
+    @property
+    def rollout_dtype(self) -> torch.dtype:
+        """``roles.rollout.parameters`` as a torch dtype; without it that of the trained parameters."""
+        asked = self.config.roles.rollout.parameters or self.config.precision.parameters
+        return cast(torch.dtype, getattr(torch, asked))
+
+    @property
+    def _rounds(self) -> bool:
+        """Whether fp32 weights are rounded to 16 bits for training, and their masters are not."""
+        return self.config.precision.master_weights and self.parameter_dtype != torch.float32
 
     def create_optimizer(
         self,
@@ -278,6 +306,8 @@ class Strategy(ReinforcementLearning, ABC):
             ValueError: no trainable parameter, a parameter twice or foreign, or a refused hyper-parameter.
         """
         self.roles.refuse("create_optimizer", "create it on the ranks that train, for the model that they train", model)
+        model = self._wrapped(model)
+        self._reshard(model)
         groups = check_param_groups(param_groups, unwrap_model(model))
         return self._make_optimizer(model, optimizer_class, groups, hyperparameters)
 
@@ -289,7 +319,6 @@ class Strategy(ReinforcementLearning, ABC):
         hyperparameters: dict[str, Any],
     ) -> BaseOptimizer:
         config = self.config
-        self._settle(model)
         optimizer = MixedPrecisionOptimizer(
             groups,
             optimizer_class,
@@ -304,51 +333,71 @@ class Strategy(ReinforcementLearning, ABC):
             overflow_everywhere=self._overflow_everywhere,
             update_time=self._update_time,
             clip_layers=config.clipping.scope == "unit",
+            initial_masters=PreparedModel.of(model).initial_master,
         )
-        self._optimizers.setdefault(unwrap_model(model), weakref.WeakSet()).add(optimizer)
-        optimizer.accumulating = False
+        self._register(model, optimizer)
         self._connect(model, optimizer)
-        self._gate(model, optimizer)
         return optimizer
 
+    def _register(self, model: nn.Module, optimizer: BaseOptimizer) -> None:
+        PreparedModel.of(model).optimizers.add(optimizer)
+        self._made[optimizer] = model
+        optimizer.accumulating = False
+
     @property
-    def _update_time(self) -> type[Updates]:
+    def _update_time(self) -> type[Schedule]:
         return _UPDATE_TIMES[self.config.optimizer_state.update]
 
-    def _settle(self, model: nn.Module) -> None:
+    def _wrapped(self, model: nn.Module) -> nn.Module:
+        """The model with what :meth:`prepare_model` wrapped around it, should the caller have kept the inside only."""
+        return model
+
+    def _reshard(self, model: nn.Module) -> None:  # noqa: B027  (only FSDP2 has something to do)
         """Put the model's own parameters into their places, where a forward has left others."""
 
-    def _connect(self, model: nn.Module, optimizer: BaseOptimizer) -> None:
-        """Have the model's gradients delivered to the optimizer as ``precision.reduce`` says."""
+    def _gradients(self, model: nn.Module) -> ReducedGradients | None:
+        """What takes this model's gradients out of the reduction; ``None`` where ``p.grad`` is what it should be."""
+        return None
 
-    def _gate(self, model: nn.Module, optimizer: BaseOptimizer) -> None:
-        """Have forwards wait for updates that may still be under way."""
+    def _connect(self, model: nn.Module, optimizer: BaseOptimizer) -> None:
+        """Gradients reach the optimizer as ``precision.reduce`` says; readers wait for updates that it defers."""
+        gradients = self._gradients(model)
+        if gradients is not None and isinstance(optimizer, MixedPrecisionOptimizer):
+            optimizer.gradients.comes_from(gradients)
         if self._update_time is not AtStep:
-            gate_forwards(unwrap_model(model), optimizer)
+            inner = unwrap_model(model)
+            PreparedModel.of(inner).gates.close(inner, optimizer, self._update_time.in_backward)
 
     def _optimizers_of(self, model: nn.Module) -> list[BaseOptimizer]:
         """What :meth:`create_optimizer` made for this model and is still in use."""
-        return list(self._optimizers.get(unwrap_model(model), ()))
+        return list(PreparedModel.of(model).optimizers)
 
     def trains(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> bool:
         """Whether :meth:`create_optimizer` made this optimizer for this model."""
-        return any(made is optimizer for made in self._optimizers_of(model))
-
-    def _land(self, model: nn.Module) -> None:
-        """Updates that are still under way come first."""
-        for optimizer in self._optimizers_of(model):
-            optimizer.land()
+        return optimizer in self._made and optimizer in PreparedModel.of(model).optimizers
 
     def _make_backend(self, model: nn.Module) -> StateBackend:
         """Where a new optimizer of this model keeps its state."""
         return make_backend(self.config.optimizer_state)
 
     def _places(self, model: nn.Module) -> Mapping[torch.Tensor, Place]:
-        self._settle(model)
+        self._reshard(model)
+        self._refuse_unprepared(model)
         for optimizer in self._optimizers_of(model):  # the model may have been sharded since
-            self._gate(model, optimizer)
+            self._connect(model, optimizer)
         inner = unwrap_model(model)
         return in_order_of_use(inner, places(inner))
+
+    def _refuse_unprepared(self, model: nn.Module) -> None:
+        """Raise ``ConfigError`` before the first step if the model is not what this strategy trains."""
+        trained = [p for p in model.parameters() if p.requires_grad and p.is_floating_point()]
+        others = {p.dtype for p in trained} - {self.parameter_dtype}
+        if PreparedModel.of(model).role is None and others:
+            raise ConfigError(
+                f"{self.name}: this {type(unwrap_model(model)).__name__} was never prepared: its weights are "
+                f"{', '.join(map(str, others))}, and precision.parameters is {self.config.precision.parameters}; "
+                "call model = strategy.prepare_model(model) before the first step"
+            )
 
     def accumulate(self, model: nn.Module, last: bool = True) -> AbstractContextManager[None]:
         """Context of one micro-batch's forward and backward; with ``last=False`` no gradient is communicated.
@@ -378,7 +427,7 @@ class Strategy(ReinforcementLearning, ABC):
 
     def unwrap_model(self, model: nn.Module) -> nn.Module:
         """The module the user made, without what this strategy and ``torch.compile`` wrapped around it, up to date."""
-        self._land(model)
+        PreparedModel.of(model).wait_for_updates()
         return unwrap_model(model)
 
     # -- checkpoints
@@ -390,41 +439,85 @@ class Strategy(ReinforcementLearning, ABC):
         optimizer: BaseOptimizer | None = None,
         scheduler: Any = None,
         extra: Mapping[str, Any] | None = None,
+        *,
+        trainable_only: bool | None = None,
     ) -> None:
         """Write model, optimizer, scheduler, random states and ``extra`` to the directory ``path``.
 
-        Called by all ranks that train, and by none that only generate.
+        Called by all ranks that train, and by none that only generate. ``trainable_only`` leaves out the frozen base;
+        it is the default for models with adapters of PEFT.
         """
-        self.roles.refuse("save_checkpoint", _SAVED_BY_TRAINERS, model, but=("reference",))
-        self._land(model)
-        checkpoint.save_checkpoint(path, model, optimizer, scheduler, extra)
+        self.checkpoints.save(path, model, optimizer, scheduler, extra, trainable_only)
 
     def load_checkpoint(
-        self, path: str | Path, model: nn.Module, optimizer: BaseOptimizer | None = None, scheduler: Any = None
+        self,
+        path: str | Path,
+        model: nn.Module,
+        optimizer: BaseOptimizer | None = None,
+        scheduler: Any = None,
+        *,
+        trainable_only: bool | None = None,
     ) -> dict[str, Any]:
         """Continue from :meth:`save_checkpoint`; returns its ``extra``.
 
         Without ``optimizer`` only the weights are loaded, and the masters of the model's optimizers are rebuilt from
-        them.
+        them. ``trainable_only=True`` leaves the frozen base alone, which happens anyway if it was not saved.
         """
-        but: tuple[Role, ...] = ("reference", "rollout") if optimizer is None else ()
-        self.roles.refuse("load_checkpoint with an optimizer", "leave the optimizer out", model, but)
-        self._land(model)
-        extra = checkpoint.load_checkpoint(path, model, optimizer, scheduler)
-        for follower in self._optimizers_of(model) if optimizer is None else ():
-            follower.refresh_master_weights()
-        return extra
+        return self.checkpoints.load(path, model, optimizer, scheduler, trainable_only)
 
     def export_model(self, path: str | Path, model: nn.Module, tokenizer: Any = None) -> None:
         """Write the weights as one Hugging Face folder (``save_pretrained``), in the model's dtype."""
-        self._land(model)
-        checkpoint.export_model(path, unwrap_model(model), tokenizer)
+        self.checkpoints.export(path, model, tokenizer)
+
+    # -- reinforcement learning
+
+    def publish_weights(
+        self, model: nn.Module, to: RolloutEngine | WeightTransport | None = None, version: int | None = None
+    ) -> int:
+        """Send the model's weights as they are after the last step to what generates with them; returns their version.
+
+        See :meth:`ReinforcementLearning.publish
+        <lightstep.rollout.reinforcement_learning.ReinforcementLearning.publish>`.
+        """
+        return self.rollout.publish(model, self.rollout_dtype, to, version)
+
+    def receive_weights(self, engine: RolloutEngine, wait: bool = True, timeout: float | None = None) -> int | None:
+        """Take the newest published weights into the engine, on a rank whose role is ``"rollout"``.
+
+        See :meth:`ReinforcementLearning.receive
+        <lightstep.rollout.reinforcement_learning.ReinforcementLearning.receive>`.
+        """
+        return self.rollout.receive(engine, wait, timeout)
+
+    def drop_rollout_workers(self, ranks: Iterable[int]) -> None:
+        """Publish without these (``WeightTransferError.ranks``) from now on. Called by all ranks that train."""
+        self.rollout.drop(ranks)
+
+    @staticmethod
+    def fsdp_version(model: nn.Module) -> int:
+        """2 for a model sharded by ``fully_shard``, 1 by ``FullyShardedDataParallel``, 0 where nothing is sharded."""
+        return fsdp_version(model)
+
+    def release_device_memory(self) -> AbstractContextManager[None]:
+        """Give back what this strategy's optimizers hold on the device, and gathered weights, for another to use.
+
+        At once; it comes back by itself with the next step. As a context manager around that phase it also empties the
+        allocator's cache at its end, of what the phase leaves there. Weights and gradients stay; on a rank that only
+        generates there is nothing to give.
+
+        Raises:
+            HostMemoryError: the host has no room for state that lives on the device; nothing of it was moved then.
+        """
+        for optimizer, model in list(self._made.items()):
+            self._reshard(model)
+            optimizer.release_device_memory()
+        return _emptying_cache(self.device)
 
     # -- end
 
     def close(self) -> None:
         """End what this strategy started (its process group, if it started one), and tell the rollout workers."""
-        self._weights.close()
+        self.rollout.close()
         if self._started and initialized():
             end_process_group()
         self._started = False
@@ -458,6 +551,22 @@ def make_backend(config: OptimizerState) -> StateBackend:
             resident_gib=config.resident_gib,
         )
     return ResidentBackend() if config.backend == "resident" else BulkBackend()
+
+
+@contextlib.contextmanager
+def _emptying_cache(device: torch.device) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        if device.type != "cpu":
+            torch.accelerator.memory.empty_cache()
+
+
+def _fp32_weights(model: nn.Module, folder: str | Path) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Trainable parameters that were rounded when they were read, with this rank's part of the folder's fp32 values."""
+    for tensor, part in parts_of_other_dtypes(model, folder):
+        if tensor.requires_grad and part.dtype == torch.float32:
+            yield tensor, part
 
 
 def _finite(max_norm: float | None) -> float | None:

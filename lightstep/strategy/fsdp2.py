@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -14,13 +14,23 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import _random as tensor_random
 
+from lightstep.checkpoint.tensors import shard_of
 from lightstep.config import ConfigError, FSDP2Sharding
 from lightstep.distributed import Replicas, is_sharded, local_tensor, make_mesh, role_group
 from lightstep.optimizer.base import BaseOptimizer
 from lightstep.optimizer.param_groups import Place
+from lightstep.precision.gradients import ReducedGradients
+from lightstep.sharding.gathering_gates import sharded_modules
 from lightstep.sharding.model_names import unwrap_model
-from lightstep.sharding.preparation import cast_parameters, checkpoint_activations, initialise_weights, to_device
-from lightstep.sharding.reduced_gradients import ShardedGradients, sharded_gradients
+from lightstep.sharding.preparation import (
+    cast_parameters,
+    checkpoint_activations,
+    initialise_weights,
+    to_device,
+    unrounded_values,
+)
+from lightstep.sharding.prepared_model import PreparedModel
+from lightstep.sharding.reduced_gradients import sharded_gradients
 from lightstep.sharding.units import sharding_units
 from lightstep.strategy.process_group import ProcessGroupStrategy, broadcast_from_first, refuse_experts
 
@@ -48,14 +58,16 @@ class FSDP2Strategy(ProcessGroupStrategy):
         self._refuse_sharded(inner)
         mesh = self.mesh()
         units = self._units(inner)
-        cast_parameters(inner, self.parameter_dtype)
-        loaded = self._someone_has_weights(inner)
+        loaded, alike = self._someone_has_weights(inner)
+        if not loaded or not alike:
+            cast_parameters(inner, self.parameter_dtype)
         for unit in [*units, inner]:
-            if loaded:
-                self._bring_weights(unit)
+            unrounded = self._broadcast_weights(unit) if loaded else {}
             self._shard(unit, mesh, stays=unit is inner and any(p.requires_grad for p in inner.parameters()))
+            PreparedModel.of(inner).keep_masters(_shards_of(unrounded, unit))
         if not loaded:
             self._initialise(inner, mesh)
+        self._gradients(inner)
         return model
 
     def _refuse_sharded(self, model: nn.Module) -> None:
@@ -132,28 +144,38 @@ class FSDP2Strategy(ProcessGroupStrategy):
 
     # -- weights
 
-    def _someone_has_weights(self, model: nn.Module) -> bool:
-        """Whether rank 0 has the weights. Other ranks may hold the model on the meta device, or other weights.
+    def _someone_has_weights(self, model: nn.Module) -> tuple[bool, bool]:
+        """Whether rank 0 has the weights, and whether all ranks' models are of the same dtypes.
+
+        Other ranks may hold the model on the meta device, or other weights.
 
         Raises:
             ValueError: rank 0 has only part of them, or none while others have them.
         """
         on_meta = [parameter.is_meta for parameter in model.parameters()]
         mine = None if any(on_meta) and not all(on_meta) else not any(on_meta)
-        everybody: list[bool | None] = [None] * self.world_size
-        dist.all_gather_object(everybody, mine, group=role_group())
+        described: list[Any] = [None] * self.world_size
+        dist.all_gather_object(described, (mine, [parameter.dtype for parameter in model.parameters()]), role_group())
+        everybody, dtypes = zip(*described, strict=True)
         if everybody[0] is None or (not everybody[0] and any(everybody)):
             raise ValueError(
                 "rank 0 has the model on the meta device, wholly or in part, and other ranks do not; build it on a "
                 "real device on rank 0 at least, or on the meta device on all ranks"
             )
-        return bool(everybody[0])
+        return bool(everybody[0]), dtypes.count(dtypes[0]) == len(dtypes)
 
-    def _bring_weights(self, unit: nn.Module) -> None:
-        """Rank 0's weights of one unit on every rank's device, to be cut into shards next."""
+    def _broadcast_weights(self, unit: nn.Module) -> dict[str, Tensor]:
+        """Rank 0's weights of one unit, rounded, on every rank's device, to be cut into shards next.
+
+        Returns the fp32 values of what is trained, by name, if masters start from them.
+        """
         to_device(unit, self.device)
         tensors = [*unit.parameters(), *unit.buffers()]
         broadcast_from_first(tensor for tensor in tensors if not is_sharded(tensor))
+        names = {parameter: name for name, parameter in unit.named_parameters()}
+        unrounded = {names[p]: value for p, value in unrounded_values(unit)} if self._rounds else {}
+        cast_parameters(unit, self.parameter_dtype)
+        return unrounded
 
     def _initialise(self, model: nn.Module, mesh: DeviceMesh) -> None:
         """Memory for the shards of a model made on the meta device, and initial weights by its own rules."""
@@ -183,24 +205,45 @@ class FSDP2Strategy(ProcessGroupStrategy):
         """With ``last=False`` gradients are added up unsharded on their rank, in the dtype of the reduction."""
         return contextlib.nullcontext() if last else _without_reduction(model)
 
-    def _settle(self, model: nn.Module) -> None:
+    def _reshard(self, model: nn.Module) -> None:
         """The root stays gathered after a forward: ``model.parameters()`` are no shards until its backward."""
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        for module in sharded_modules(model):
+            cast(FSDPModule, module).reshard()
 
     def _places(self, model: nn.Module) -> Mapping[Tensor, Place]:
         found = super()._places(model)
-        if any(isinstance(module, FSDPModule) for module in model.modules()):
+        if sharded_modules(model):
             for optimizer in self._optimizers_of(model):
                 _refuse_gathered(optimizer, found)
         return found
 
+    def _refuse_unprepared(self, model: nn.Module) -> None:
+        super()._refuse_unprepared(model)
+        if self.world_size > 1 and not any(map(is_sharded, model.parameters())):
+            raise ConfigError(
+                f"{self.name}: this {type(unwrap_model(model)).__name__} is not sharded, and its gradients are not "
+                f"reduced over the {self.world_size} ranks, which would train apart; call "
+                "strategy.prepare_model(model) on all ranks before the first step"
+            )
+
     def _replicas(self, model: nn.Module) -> Replicas | None:
         return Replicas.of_shards(model.parameters(), self._sends_beside)
 
-    def _fp32_gradients(self, model: nn.Module) -> ShardedGradients | None:
-        return sharded_gradients.of(unwrap_model(model)) if self.config.precision.reduce == "float32" else None
+    def _gradients(self, model: nn.Module) -> ReducedGradients | None:
+        if self.config.precision.reduce != "float32":
+            return None
+        PreparedModel.of(model).gradients = sharded_gradients.of(unwrap_model(model))
+        return sharded_gradients
+
+
+def _shards_of(values: Mapping[str, Tensor], unit: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
+    """This rank's parts of whole values of a unit's parameters, by name, on the host."""
+    parameters = dict(unit.named_parameters()) if values else {}
+    for name, value in values.items():
+        shard = shard_of(parameters[name])
+        if shard is not None:
+            part = tuple(slice(start, start + size) for start, size in zip(shard.offsets, shard.lengths, strict=True))
+            yield parameters[name], value[part].clone().cpu()
 
 
 def _refuse_gathered(optimizer: BaseOptimizer, shards: Mapping[Tensor, Place]) -> None:
@@ -216,11 +259,11 @@ def _refuse_gathered(optimizer: BaseOptimizer, shards: Mapping[Tensor, Place]) -
 
 @contextlib.contextmanager
 def _without_reduction(model: nn.Module) -> Iterator[None]:
-    roots = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    for module in roots:
-        module.set_requires_gradient_sync(False, recurse=False)
+    units = [cast(FSDPModule, module) for module in sharded_modules(model)]
+    for unit in units:
+        unit.set_requires_gradient_sync(False, recurse=False)
     try:
         yield
     finally:
-        for module in roots:
-            module.set_requires_gradient_sync(True, recurse=False)
+        for unit in units:
+            unit.set_requires_gradient_sync(True, recurse=False)

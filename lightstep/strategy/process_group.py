@@ -11,10 +11,6 @@ from torch import Tensor, nn
 
 from lightstep.config import ConfigError
 from lightstep.distributed import Replicas, differs_across_ranks, initialized, is_sharded, role_group
-from lightstep.optimizer.base import BaseOptimizer
-from lightstep.optimizer.mixed_precision import MixedPrecisionOptimizer
-from lightstep.optimizer.param_groups import Place
-from lightstep.precision.gradients import ReducedGradients
 from lightstep.state.backend import StateBackend
 from lightstep.state.replicas import SharedByReplicas
 from lightstep.state.stream import StreamBackend
@@ -42,27 +38,6 @@ class ProcessGroupStrategy(Strategy):
     def _sends_beside(self) -> bool:
         """Whether replicas send each other weights while the model goes on."""
         return self.config.optimizer_state.update != "at_step"
-
-    def _places(self, model: nn.Module) -> Mapping[Tensor, Place]:
-        for optimizer in self._optimizers_of(model):  # the model may have been sharded by hand since
-            self._connect(model, optimizer)
-        return super()._places(model)
-
-    def _connect(self, model: nn.Module, optimizer: BaseOptimizer) -> None:
-        gradients = self._fp32_gradients(model)
-        if gradients is not None and isinstance(optimizer, MixedPrecisionOptimizer):
-            optimizer.gradients.comes_from(gradients)
-
-    @abstractmethod
-    def _fp32_gradients(self, model: nn.Module) -> ReducedGradients | None:
-        """What takes this model's gradients out of the reduction; ``None`` where ``p.grad`` is what it should be."""
-
-    def _prepare_trained(self, model: nn.Module) -> nn.Module:
-        prepared = super()._prepare_trained(model)
-        self._fp32_gradients(prepared)  # parameters of an optimizer of another model may be exchanged for this one's
-        for optimizer in self._optimizers_of(prepared):
-            self._connect(prepared, optimizer)
-        return prepared
 
     @property
     def _needs_process_group(self) -> str | None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightstep.checkpoint.checkpoint import CheckpointError, latest_checkpoint
+from lightstep.checkpoint import CheckpointError, latest_checkpoint
 from lightstep.optimizer.base import BaseOptimizer
 from lightstep.optimizer.result import StepResult
 from lightstep.strategy import Strategy

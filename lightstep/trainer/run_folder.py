@@ -13,13 +13,11 @@
 from __future__ import annotations
 
 import re
-import shutil
 from pathlib import Path
 
 import yaml
 
-from lightstep.checkpoint.checkpoint import latest_checkpoint
-from lightstep.checkpoint.format import MANIFEST, is_complete
+from lightstep.checkpoint.layout import MANIFEST, is_complete, latest_checkpoint, remove_checkpoint
 from lightstep.config import ConfigError
 from lightstep.trainer.config import TrainConfig
 
@@ -81,7 +79,8 @@ def clear_place(path: Path) -> Path | None:
 def remove_old_checkpoints(saved: Path, keep: int) -> None:
     """Of ``saved``, which is whole, and the checkpoints of fewer steps, keep the ``keep`` newest that are whole.
 
-    Those of more steps stay: they are what a resumed run went past, and it saves over them when it gets there.
+    Those of more steps stay: they are what a resumed run went past, and it saves over them when it gets there. Files of
+    the user's stay too.
     """
     last, kept = _step(saved), 0
     earlier = [entry for entry in saved.parent.iterdir() if last >= _step(entry) >= 0]
@@ -89,7 +88,7 @@ def remove_old_checkpoints(saved: Path, keep: int) -> None:
         if kept < keep and (entry == saved or is_complete(entry)):
             kept += 1
         else:
-            shutil.rmtree(entry, ignore_errors=True)
+            remove_checkpoint(entry)
 
 
 def _step(entry: Path) -> int:

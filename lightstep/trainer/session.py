@@ -19,7 +19,7 @@ with needs("train"):
     from rich.console import Console
     from transformers import set_seed
 
-from lightstep.checkpoint.checkpoint import CheckpointError
+from lightstep.checkpoint import CheckpointError
 from lightstep.config import ConfigError
 from lightstep.strategy import Strategy
 from lightstep.trainer.batches import Batches, validation_rows

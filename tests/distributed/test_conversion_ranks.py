@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from lightstep import DynamicLossScale, Strategy
-from lightstep.checkpoint.checkpoint import CheckpointError
+from lightstep.checkpoint import CheckpointError
 from lightstep.checkpoint.formats import convert_checkpoint, read_checkpoint, scales
 from lightstep.checkpoint.formats.state import TrainingState
 from tests.distributed import deepspeed_runs, lightrft_runs
@@ -85,12 +85,10 @@ def test_a_lightstep_run_continues_under_deepspeed(
 ) -> None:
     dtype = trainable(pool, dtype)
     run = Run(dtype, deepspeed_runs.WINDOW).train(BEFORE)
-    strategy = tmp_path / "strategy.yaml"
-    strategy.write_text(
-        f"precision: {{parameters: {dtype}, loss_scale: {{kind: dynamic, growth_interval: 8, hysteresis: 2}}}}"
-    )
+    scale = {"kind": "dynamic", "growth_interval": 8, "hysteresis": 2}
+    strategy = Strategy.load({"precision": {"parameters": dtype, "loss_scale": scale}})
     source = run.save(tmp_path / "step-3")
-    convert_checkpoint(source, tmp_path / "u", "deepspeed-universal", strategy=strategy)
+    convert_checkpoint(source, tmp_path / "u", "deepspeed-universal", loss_scale=strategy.config.precision.loss_scale)
     at = lightstep_state(run)
     client, loaded, continued = pool.run(
         deepspeed_runs.resume_universal, world_size, folder=str(tmp_path / "u"), stage=stage, dtype=dtype

@@ -13,7 +13,8 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
+from unittest import mock
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightstep import Strategy
-from lightstep.checkpoint.checkpoint import CheckpointError, save_checkpoint
+from lightstep.checkpoint import CheckpointError, save_checkpoint
 from lightstep.config import ConfigError
 from lightstep.deepspeed.optimizer import DeepSpeedOptimizer
 from lightstep.deepspeed.weights import gathered
@@ -301,12 +302,24 @@ def may_not_load(rank: int, world_size: int, folder: str) -> list[str]:
     manifest = json.loads(Path(f"{folder}-own", "lightstep.json").read_text())
     manifest["files"][f"{manifest['deepspeed']['tag']}/{weights.name}"] = weights.stat().st_size
     Path(f"{folder}-own", "lightstep.json").write_text(json.dumps(manifest))
-    return [*said, _refused(strategy, f"{folder}-own", model, optimizer)]
+    said.append(_refused(strategy, f"{folder}-own", model, optimizer))
+    with mock.patch("lightstep.deepspeed.checkpoint.refuse_untrusted"):  # a scan that finds nothing
+        said.append(_refused(strategy, f"{folder}-own", model, optimizer))
+    assert not _Code.ran
+    with pytest.raises(CheckpointError, match="failed after a part of it had been loaded"):
+        strategy.save_checkpoint(f"{folder}-again", model, optimizer)
+    return said
 
 
 class _Code:
+    ran: ClassVar[list[str]] = []
+
     def __reduce__(self) -> Any:
-        return (print, ("this would be any code",))
+        return (_run, ("this would be any code",))
+
+
+def _run(code: str) -> None:
+    _Code.ran.append(code)
 
 
 def _refused(strategy: Any, folder: str, model: nn.Module, optimizer: Any = None) -> str:
@@ -324,12 +337,13 @@ def test_a_checkpoint_is_whole_or_refused(pool: Pool, tmp_path: Path) -> None:
     assert "precision.parameters is bfloat16, and this strategy's is float32" in dtype
     assert "parameter groups" in groups
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a"]
-    ((ranks, model, other, plain, code),) = pool.run(may_not_load, 1, folder=folder)
+    ((ranks, model, other, plain, code, unseen),) = pool.run(may_not_load, 1, folder=folder)
     assert "saved by 2 ranks, there are 1" in ranks and "checkpoint convert" in ranks
     assert "another model" in model and "not in the model: gain" in model
     assert "DeepSpeed's own files" in other and "--to lightstep" in other
     assert "--to deepspeed-universal" in plain
-    assert "asks for" in code and "print" in code
+    assert "asks for" in code and "_run" in code
+    assert "_run" in unseen and "asks for" not in unseen
 
 
 # -- models

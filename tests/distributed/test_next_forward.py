@@ -145,11 +145,11 @@ def check_same_bits(
         if prefetch:
             prefetch_forward(tested.inner)
         losses = [tested.step()]
-        tested.optimizer._updates.at_once = (1, 48)[seed % 2]
+        tested.optimizer.engine.schedule.at_once = (1, 48)[seed % 2]
         if state["backend"] == "stream":
             tested.delay(seed * world_size + rank, 2e-2 if broken else 2e-3)
         if broken:
-            waiting = {"hold": tested.optimizer, "receive": tested.optimizer._backend}[broken]
+            waiting = {"wait_on_stream": tested.optimizer, "receive": tested.optimizer._backend}[broken]
             setattr(waiting, broken, lambda parameters: None)
         losses += [tested.step() for _ in range(2)]
         found = [losses, tested.evaluate(), tested.step(), tested.snapshot()]
@@ -220,7 +220,7 @@ def test_gathering_ahead_waits_for_its_own_shards(pool: Pool) -> None:
     pool.run(check_same_bits, 2, **settings, seeds=[1, 2, 3, 4], prefetch=True)
 
 
-@pytest.mark.parametrize(("kind", "wait", "prefetch"), [("fsdp2", "hold", True), ("ddp", "receive", False)])
+@pytest.mark.parametrize(("kind", "wait", "prefetch"), [("fsdp2", "wait_on_stream", True), ("ddp", "receive", False)])
 def test_a_missing_wait_is_found(pool: Pool, kind: str, wait: str, prefetch: bool) -> None:
     settings = {"sharding": LAYOUTS[kind][1], "precision": PRECISIONS["bf16"], "compute": "parameters"}
     pool.run(check_same_bits, 2, **settings, seeds=[1, 2, 3, 4], prefetch=prefetch, broken=wait)

@@ -301,7 +301,7 @@ def check_share(rank: int, world_size: int, sharding: dict[str, Any], replicas: 
 
     undivided = run.backend.inner.fresh()
     items = [copy.copy(item) for item in run.optimizer.managed()]
-    undivided.register(items, run.optimizer._managed._schema)
+    undivided.register(items, run.optimizer.engine.managed._schema)
     for item in items:
         undivided.load(item, {key: local_tensor(value) for key, value in run.optimizer.state[item.param].items()})
     whole, whole_on_host = _record_bytes(undivided), undivided.memory()["host_bytes"]

@@ -14,7 +14,7 @@ from lightstep.bench.probes import HostSyncs, link_traffic, pinned_bytes
 from lightstep.bench.ranks import Ranks
 from lightstep.bench.timeline import phases
 from lightstep.bench.trace import MAIN, TO_DEVICE, TO_HOST, UPDATES, read_timeline
-from lightstep.optimizer.updates import NextForward
+from lightstep.optimizer.schedule import NextForward
 
 pytestmark = pytest.mark.gpu
 

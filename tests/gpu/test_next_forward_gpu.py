@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import lightstep
-from lightstep.optimizer.updates import NextForward
+from lightstep.optimizer.schedule import NextForward
 from tests.distributed.models import CLASSES, VOCABULARY
 from tests.unit import test_next_forward as on_cpu
 from tests.unit.test_next_forward import BETWEEN, OVERLAP, Skipping, assert_same
@@ -18,7 +18,7 @@ from tests.unit.test_stream import random_sleeps
 
 pytestmark = pytest.mark.gpu
 
-GATES = "lightstep.strategy.base.gate_forwards"
+GATES = "lightstep.sharding.forward_gates.Gates.close"
 
 
 class Training(on_cpu.Training):
@@ -51,7 +51,7 @@ def test_sleep_kernels_in_every_lane(parameters: str, monkeypatch: pytest.Monkey
 
 def test_the_sleeps_find_a_missing_gate(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = Training({"backend": "resident"}).train(5)
-    monkeypatch.setattr(GATES, lambda model, optimizer: None)
+    monkeypatch.setattr(GATES, lambda *_: None)
     wrong = 0
     for seed in range(5):
         tested = Training(OVERLAP)

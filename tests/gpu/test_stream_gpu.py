@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from lightstep.optimizer.arithmetic import BaseArithmetic, GroupValues
-from lightstep.optimizer.mixed_precision import MixedPrecisionOptimizer
+from lightstep.optimizer.optimizer import MixedPrecisionOptimizer
 from lightstep.precision import split, split_triton
+from lightstep.precision.gradient_stage import GradientStage
 from lightstep.precision.split import Splitter, probe_masters
 from lightstep.state.backend import Managed, StateBackend
 from lightstep.state.host_memory import HostSlab
@@ -152,7 +153,7 @@ class Walk:
 
     def __init__(self, backend: StateBackend) -> None:
         device = torch.device("cuda", torch.cuda.current_device())
-        self.backend = backend
+        self.backend, self.stage = backend, GradientStage()
         self.arithmetic = BaseArithmetic(torch.optim.AdamW, {"lr": 1e-2})
         self.arithmetic.prepare(device)
         group = dict(self.arithmetic.defaults)
@@ -170,10 +171,12 @@ class Walk:
         gradients = self.gradients[number]
         self.backend.begin(gradients.keys())
         for unit in self.backend.units():
-            pieces = self.backend.acquire(unit)
-            own = [piece.of(gradients[piece.owner]) for piece in pieces]
-            self.arithmetic.apply(pieces, own, self.no_overflow, self.values)
-            self.backend.release(unit, pieces)
+            segments = self.backend.acquire(unit, gradients)
+            own = [[part.of(gradients[part.owner]) for part in segment.parts] for segment in segments]
+            rows = self.stage.scaled(segments, own, None, None)
+            rows = [row.view(segment.shape) for segment, row in zip(segments, rows, strict=True)]
+            self.arithmetic.apply(segments, rows, self.no_overflow, self.values)
+            self.backend.release(unit, segments)
         self.backend.finish()
         for item in self.items:
             item.updated = True
@@ -268,7 +271,7 @@ def test_a_steady_state_walk_neither_syncs_nor_allocates(dtype: torch.dtype) -> 
         for _ in range(2):
             backend.begin(items)
             for unit in backend.units():
-                backend.release(unit, backend.acquire(unit))
+                backend.release(unit, backend.acquire(unit, items))
             backend.finish()
     finally:
         torch.cuda.set_sync_debug_mode("default")

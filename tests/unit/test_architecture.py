@@ -29,7 +29,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "optimizer": CORE | SIBLINGS,
     "sharding": CORE | SIBLINGS | {"optimizer", "config", "config_errors"},
 }
-MAY_IMPORT["checkpoint"] = MAY_IMPORT["sharding"] | {"sharding", "lightstep", "strategy", "extras"}
+MAY_IMPORT["checkpoint"] = MAY_IMPORT["sharding"] | {"sharding", "lightstep", "extras"}
 MAY_IMPORT["rollout"] = MAY_IMPORT["checkpoint"] | {"checkpoint"}
 MAY_IMPORT["strategy"] = MAY_IMPORT["rollout"] | {"rollout"}
 MAY_IMPORT["deepspeed"] = MAY_IMPORT["strategy"] | {"strategy"}

@@ -24,8 +24,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts, LambdaLR, MultiStepLR, OneCycleLR, SequentialLR
 
 import lightstep
-from lightstep.checkpoint import tensors as checkpoint_tensors
-from lightstep.checkpoint.checkpoint import (
+from lightstep.checkpoint import (
     CheckpointError,
     export_model,
     latest_checkpoint,
@@ -33,7 +32,8 @@ from lightstep.checkpoint.checkpoint import (
     save_checkpoint,
     to_torch_state_dict,
 )
-from lightstep.checkpoint.state import OptimizerContent
+from lightstep.checkpoint import tensors as checkpoint_tensors
+from lightstep.checkpoint.optimizer_content import OptimizerContent
 from tests.distributed.ranks import Pool
 from tests.reference.pair import BACKENDS, TWO_GROUPS, Pair, same_tree, scale_for, strategy_values
 from tests.reference.tiny_model import TinyModel, loss_of

@@ -18,7 +18,7 @@ from typer.testing import CliRunner, Result
 
 import lightstep
 from lightstep import Strategy, available_strategies
-from lightstep.checkpoint import checkpoint
+from lightstep.checkpoint import save
 from lightstep.cli import app
 from lightstep.config import StrategyConfig, parse_config
 from lightstep.strategy.presets import read_source
@@ -128,7 +128,7 @@ def test_an_unusable_file_gets_one_sentence(tmp_path: Path, content: str | None,
 
 
 def test_a_full_disk_gets_one_sentence(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint, "write_tensors", _fails_after(checkpoint.write_tensors, 1))
+    monkeypatch.setattr(save, "write_tensors", _fails_after(save.write_tensors, 1))
     sentence = _sentence(_run("train", file), 1)
     assert "checkpoint-4 was not saved: No space left on device" in sentence and "checkpoint-2 is kept" in sentence
 
@@ -167,13 +167,14 @@ def test_the_example_is_valid_and_uses_ready_strategies() -> None:
 def test_a_process_that_is_killed_while_saving_resumes_from_the_checkpoint_before(file: Path, tmp_path: Path) -> None:
     """The whole run, and one that `kill -9` ends in the middle of its second checkpoint: the last ones are equal."""
     script = (
-        "import os, signal, sys, torch; from lightstep.cli import app; from lightstep.checkpoint import checkpoint\n"
+        "import os, signal, sys, torch; from lightstep.cli import app; from lightstep.checkpoint import save\n"
         "torch.set_num_threads(1)\n"
-        "write, saves = checkpoint.write_tensors, []\n"
+        "write, saves = save.write_tensors, []\n"
         "def killed(*arguments):\n"
-        "    write(*arguments); saves.append(1)\n"
+        "    files = write(*arguments); saves.append(1)\n"
         "    if len(saves) == 2: os.kill(os.getpid(), signal.SIGKILL)\n"
-        "checkpoint.write_tensors = killed; app(sys.argv[1:])"
+        "    return files\n"
+        "save.write_tensors = killed; app(sys.argv[1:])"
     )
     command = [sys.executable, "-c", script, "train", str(file), "--set", "steps=6", "--set", "name=killed"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)

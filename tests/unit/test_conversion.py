@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 from typer.testing import CliRunner
 
+from lightstep.checkpoint import CheckpointError
 from lightstep.checkpoint import tensors as checkpoint_tensors
-from lightstep.checkpoint.checkpoint import CheckpointError
 from lightstep.checkpoint.formats import convert, convert_checkpoint, describe_checkpoint, read_checkpoint
 from lightstep.checkpoint.formats.state import Group, LazyTensor, TrainingState
 from lightstep.cli import app
-from lightstep.config import ConfigError
+from lightstep.config import LossScaleConfig, parse_config
 from tests.reference.converted_run import (
     ADAMW,
     AFTER,
@@ -78,17 +78,14 @@ def test_a_run_goes_through_another_format_and_back(
     assert not differences(continued, after)
 
 
-def strategy_file(folder: Path) -> Path:
-    """A strategy with the loss scale of the fp16 run."""
-    (folder / "strategy.yaml").write_text(json.dumps({"precision": {"parameters": "float16", "loss_scale": SCALE}}))
-    return folder / "strategy.yaml"
+def scale_of_run() -> LossScaleConfig:
+    """The loss scale of the fp16 run's strategy."""
+    return parse_config({"precision": {"parameters": "float16", "loss_scale": SCALE}}, "run").precision.loss_scale
 
 
 def test_a_plain_loop_loads_the_file_and_follows(saved: tuple[Path, str, Any, Any], tmp_path: Path) -> None:
     path, dtype, _, after = saved
-    convert_checkpoint(
-        path, tmp_path / "run.pt", "torch", strategy=strategy_file(tmp_path) if dtype == "float16" else None
-    )
+    convert_checkpoint(path, tmp_path / "run.pt", "torch", loss_scale=scale_of_run() if dtype == "float16" else None)
     file = torch.load(tmp_path / "run.pt", weights_only=True)
     masters, model = make_net(), make_net().to(getattr(torch, dtype))
     masters.load_state_dict(file["model"])
@@ -256,11 +253,12 @@ def test_a_view_that_is_transposed_is_a_tensor_of_its_own(tmp_path: Path) -> Non
 
 def test_a_strategy_is_checked_and_named_when_it_is_not_needed(tmp_path: Path) -> None:
     source = Run("bfloat16").train(BEFORE).save(tmp_path / "a")
-    with pytest.raises(ConfigError, match="'fp61' is no strategy"):
-        convert_checkpoint(source, tmp_path / "run.pt", "torch", strategy="fp61")
+    command = ["checkpoint", "convert", str(source), str(tmp_path / "run.pt"), "--to", "torch", "--strategy"]
+    refused = CliRunner().invoke(app, [*command, "fp61"])
+    assert refused.exit_code != 0 and "'fp61' is no strategy" in refused.output
     assert not (tmp_path / "run.pt").exists()
-    notes = convert_checkpoint(source, tmp_path / "run.pt", "torch", strategy="fp16").notes
-    assert any("of fp16 nothing is taken" in note for note in notes)
+    done = CliRunner().invoke(app, [*command, "fp16"])
+    assert done.exit_code == 0 and "of the strategy nothing is taken" in done.output
 
 
 def test_numbers_of_numpy_become_pythons(tmp_path: Path) -> None:

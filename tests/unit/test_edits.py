@@ -383,14 +383,22 @@ EDITS: dict[str, Any] = {
 
 @pytest.mark.parametrize("edit", list(EDITS))
 @pytest.mark.parametrize("then", ["step", "backward"])
-def test_edits_that_reach_only_the_newest_micro_batch_are_refused(edit: str, then: str) -> None:
+def test_edits_between_micro_batches_reach_the_whole_sum(edit: str, then: str) -> None:
+    """As they do in plain torch: ``p.grad`` is all that was added up, in fp32."""
     setup = Setup()
     setup.backward(0, parts=3)
-    EDITS[edit](setup.model[2].bias)
-    with pytest.raises(RuntimeError, match=r"p\.grad of a parameter of shape \(3,\) was changed after backward"):
-        setup.optimizer.step() if then == "step" else setup.backward(1)
-    setup.optimizer.zero_grad()
-    setup.train(0)
+    parameter = setup.model[2].bias
+    total = parameter.grad.clone()
+    assert total.dtype == torch.float32
+    EDITS[edit](parameter)
+    wanted = total / 3 if edit == "scaled" else torch.zeros(3)
+    if then == "backward":
+        setup.backward(1)
+        newest = Setup()
+        newest.backward(1)
+        wanted = wanted + newest.model[2].bias.grad.float()
+    assert torch.equal(parameter.grad.float(), wanted)
+    assert setup.optimizer.step()
 
 
 @pytest.mark.parametrize("edit", list(EDITS))
@@ -431,11 +439,25 @@ def test_state_of_backends_that_hand_it_out_may_be_edited_in_place(backend: str)
     assert not setup.optimizer.state[setup.model[0].weight]["exp_avg"].any()
 
 
-def test_what_the_streamed_state_hands_out_is_a_copy() -> None:
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda value: value.zero_(),
+        lambda value: value.view(-1)[0].fill_(3),
+        lambda value: value.__setitem__(0, 3.0),
+        lambda value: value.__imul__(2),
+        lambda value: torch.add(value, 1, out=value),
+        lambda value: torch._foreach_zero_([value]),
+    ],
+)
+def test_a_copy_of_streamed_state_refuses_to_be_written_to(write: Any) -> None:
     setup, expected = Setup("stream").train(0, 1), Setup("stream").train(0, 1)
-    for parameter in setup.model.parameters():
-        for value in setup.optimizer.state[parameter].values():
-            value.fill_(3)
+    value = setup.optimizer.state[setup.model[0].weight]["exp_avg"]
+    with pytest.raises(RuntimeError, match=r"Assign instead: optimizer\.state"):
+        write(value)
+    assert value.clone().zero_().sum() == 0 and type(value * 2) is Tensor
+    assert len(value.numpy()) == 40 and type(copy.deepcopy(value)) is Tensor
+    assert all(type(v) is Tensor for s in setup.optimizer.state_dict()["state"].values() for v in s.values())
     assert_same(setup.train(2), expected.train(2))
 
 
@@ -796,3 +818,232 @@ def test_a_norm_to_clip_to_may_be_assigned_and_goes_along_in_copies() -> None:
     setup = Setup(clipping={"max_norm": 1.0}).train(0)
     setup.optimizer.max_norm = 0.25
     assert copy.deepcopy(setup.optimizer).max_norm == 0.25 and setup.optimizer.norm_type == 2.0
+
+
+# -- all or nothing
+
+
+@pytest.mark.parametrize("kind", list(EVERY_TIME))
+@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize("where", ["sparse", "norm", "room"])
+def test_a_step_that_fails_before_the_update_may_be_repeated(
+    kind: str, parts: int, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setup, expected = (Setup(state=EVERY_TIME[kind], clipping={"max_norm": 0.1}).train(0) for _ in range(2))
+    setup.backward(1, parts)
+    with monkeypatch.context() as patch:
+        if where == "sparse":
+            whole = setup.model[2].weight.grad
+            setup.model[2].weight.grad = whole.to_sparse()
+        elif where == "norm":
+            patch.setattr("lightstep.optimizer.scaling.Scaling.norm", raising)
+        else:
+            patch.setattr("lightstep.optimizer.walk.UnitWalk.make_room", raising)
+        with pytest.raises((TypeError, ZeroDivisionError)):
+            setup.optimizer.step()
+    if where == "sparse":
+        setup.model[2].weight.grad = whole
+    result = setup.optimizer.step()
+    expected.backward(1, parts)
+    assert torch.equal(result.grad_norm, expected.optimizer.step().grad_norm)
+    assert_same(setup, expected)
+
+
+def raising(*_: Any) -> None:
+    raise ZeroDivisionError
+
+
+@backends
+def test_a_state_dict_is_loaded_as_a_whole_or_not_at_all(backend: str) -> None:
+    setup, expected = Setup(backend, "float16").train(0), Setup(backend, "float16").train(0)
+    saved = setup.optimizer.state_dict()
+    saved["param_groups"][0]["lr"] = 0.5
+    saved["state"][0]["step"] = saved["state"][0]["step"] + 7
+    saved["loss_scale"] = {"scale": -1.0}
+    setup.optimizer.loss_scale = expected.optimizer.loss_scale = lightstep.DynamicLossScale(init_scale=1.0)
+    with pytest.raises(ValueError, match="scale"):
+        setup.optimizer.load_state_dict(saved)
+    assert setup.optimizer.param_groups[0]["lr"] == 1e-2
+    assert_same(setup.train(1), expected.train(1))
+
+
+@backends
+def test_a_load_that_failed_elsewhere_is_remembered_until_one_succeeds(backend: str, tmp_path: Path) -> None:
+    setup = Setup(backend).train(0)
+    saved = setup.optimizer.state_dict()
+    setup.optimizer.refuse_until_loaded("loading runs/a failed (OSError)")
+    setup.backward(1)
+    with pytest.raises(RuntimeError, match="loading runs/a failed"):
+        setup.optimizer.step()
+    with pytest.raises(RuntimeError, match="loading runs/a failed"):
+        setup.strategy.save_checkpoint(tmp_path / "a", setup.model, setup.optimizer)
+    setup.optimizer.load_state_dict(saved)
+    assert setup.optimizer.step()
+
+
+@backends
+def test_parameters_over_one_storage_are_refused(backend: str) -> None:
+    setup = Setup(backend)
+    setup.model[0].weight.data = setup.model[2].weight.data.view(3, 40)
+    setup.model[2].bias.data = setup.model[0].bias.data[:3]
+    for parameter in setup.model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="share memory"):
+            setup.optimizer.step()
+
+
+# -- frozen and thawed
+
+
+class Thawing:
+    """A reference: fp32 masters, torch's own AdamW over all parameters."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = copy.deepcopy(model)
+        self.masters = [p.detach().float() for p in self.model.parameters()]
+        self.optimizer = torch.optim.AdamW(self.masters, lr=1e-2, fused=True)
+
+    def step(self, gradients: list[Tensor | None]) -> None:
+        for master, gradient in zip(self.masters, gradients, strict=True):
+            master.grad = gradient
+        self.optimizer.step()
+        for parameter, master in zip(self.model.parameters(), self.masters, strict=True):
+            parameter.data.copy_(master)
+
+
+@pytest.mark.parametrize("kind", list(EVERY_TIME))
+@pytest.mark.parametrize("raw", [False, True])
+def test_layers_that_are_thawed_train_from_then_on(kind: str, raw: bool) -> None:
+    torch.manual_seed(0)
+    strategy = lightstep.Strategy.load({"clipping": {"max_norm": None}, "optimizer_state": EVERY_TIME[kind]})
+    model = strategy.prepare_model(nn.Sequential(nn.Linear(6, 40), nn.Tanh(), nn.Linear(40, 3)))
+    model[0].requires_grad_(False)
+    optimizer: Any = strategy.create_optimizer(model, lr=1e-2)
+    expected = Thawing(model)
+    for step in range(4):
+        model[0].requires_grad_(step >= 2)
+        sums: list[Any] = [None] * 4
+        for micro in range(3):
+            inputs = torch.randn(5, 6, generator=torch.Generator().manual_seed(10 * step + micro)).bfloat16()
+            loss = model(inputs).float().square().mean()
+            trained = [p for p in model.parameters() if p.requires_grad]
+            found = iter(torch.autograd.grad(loss, trained, retain_graph=True))
+            for number, parameter in enumerate(model.parameters()):
+                if parameter.requires_grad:
+                    new = next(found).float()
+                    sums[number] = new if sums[number] is None else sums[number] + new
+            loss.backward() if raw else optimizer.backward(loss)
+        optimizer.step()
+        optimizer.synchronize()
+        expected.step(sums)
+        for parameter, wanted in zip(model.parameters(), expected.model.parameters(), strict=True):
+            assert torch.equal(parameter, wanted), step
+
+
+def test_state_dicts_whose_groups_hold_no_frozen_parameters_load() -> None:
+    setups = []
+    for _ in range(2):
+        setup = Setup()
+        setup.model[0].requires_grad_(False)
+        setups.append(setup)
+    saved = setups[0].train(0).optimizer.state_dict()
+    saved["param_groups"][0]["params"] = [0, 1]  # as earlier versions wrote it
+    saved["state"] = {0: saved["state"][2], 1: saved["state"][3]}
+    setups[1].model.load_state_dict(setups[0].model.state_dict())
+    setups[1].optimizer.load_state_dict(saved)
+    assert_same(setups[1].train(1), setups[0].train(1))
+
+
+@backends
+def test_nothing_happens_while_everything_is_frozen(backend: str) -> None:
+    setup = Setup(backend)
+    setup.model.requires_grad_(False)
+    with pytest.warns(UserWarning, match="no gradient on any of 0 parameters"):
+        assert setup.optimizer.step()
+    with pytest.warns(UserWarning, match="no gradient"):
+        assert setup.optimizer.grad_norm() == 0
+    setup.optimizer.zero_grad()
+    setup.model.requires_grad_(True)
+    assert_same(setup.train(0), Setup(backend).train(0))
+
+
+def test_names_of_a_named_optimizer_are_loaded_into_one_without() -> None:
+    named = Setup(groups=lambda model: [{"params": list(model.named_parameters())}]).train(0)
+    plain = Setup()
+    plain.optimizer.load_state_dict(named.optimizer.state_dict())
+    assert plain.optimizer.param_groups[0]["param_names"] == ["0.weight", "0.bias", "2.weight", "2.bias"]
+
+
+@backends
+def test_an_optimizer_without_state_has_none_in_its_state_dict(backend: str) -> None:
+    setup = Setup(backend, "float32", torch.optim.SGD, lr=1e-2).train(0, 1)
+    assert setup.optimizer.state_dict()["state"] == {}
+
+
+# -- the first step
+
+
+@pytest.mark.parametrize("kind", list(EVERY_TIME))
+@pytest.mark.parametrize("parameters", ["bfloat16", "float32"])
+def test_a_first_step_with_nothing_to_do_is_a_step(kind: str, parameters: str) -> None:
+    """Warm-up from 0 and advantages that are all zero."""
+    setup = Setup(state=EVERY_TIME[kind], parameters=parameters, lr=0.0)
+    masters = [p.detach().float() for p in setup.model.parameters()]
+    plain = torch.optim.AdamW(masters, lr=0.0, fused=True)
+    for step in range(3):
+        for group in (setup.optimizer.param_groups[0], plain.param_groups[0]):
+            group["lr"] = 1e-2 * step
+        generator = torch.Generator().manual_seed(step)
+        for parameter, master in zip(setup.model.parameters(), masters, strict=True):
+            gradient = torch.randn(parameter.shape, generator=generator).to(parameter.dtype) * bool(step)
+            parameter.grad, master.grad = gradient, gradient.float()
+        assert setup.optimizer.step().applied
+        plain.step()
+        setup.optimizer.synchronize()
+        for parameter, master in zip(setup.model.parameters(), masters, strict=True):
+            assert torch.equal(parameter, master.to(parameter.dtype))
+            assert float(setup.optimizer.state[parameter]["step"]) == step + 1
+
+
+@pytest.mark.parametrize("edited", [False, True])
+@backends
+def test_masters_start_from_what_the_weights_were_rounded_from(backend: str, edited: bool) -> None:
+    torch.manual_seed(0)
+    given = torch.randn(40)
+    parameter = nn.Parameter(given.bfloat16())
+    backend_ = lightstep.Strategy.load({"optimizer_state": BACKENDS[backend]})._make_backend(nn.Module())
+    optimizer = lightstep.MixedPrecisionOptimizer(
+        [parameter], hyperparameters={"lr": 1e-4}, backend=backend_, initial_masters=lambda p: given
+    )
+    if edited:
+        with torch.no_grad():
+            parameter.mul_(2)
+    master = parameter.detach().float() if edited else given.clone()
+    plain = torch.optim.AdamW([master], lr=1e-4, fused=True)
+    for _ in range(3):
+        parameter.grad = torch.ones_like(parameter)
+        master.grad = torch.ones_like(master)
+        optimizer.step()
+        plain.step()
+    assert torch.equal(optimizer.state[parameter]["master"].cpu(), master)
+
+
+@backends
+@pytest.mark.parametrize("way", ["checkpoint", "state_dict"])
+def test_what_was_loaded_and_edited_is_what_is_saved(backend: str, way: str, tmp_path: Path) -> None:
+    original, setup = Setup(backend).train(0, 1), Setup(backend)
+    original.strategy.save_checkpoint(tmp_path / "first", original.model, original.optimizer)
+    if way == "checkpoint":
+        setup.strategy.load_checkpoint(tmp_path / "first", setup.model, setup.optimizer)
+    else:
+        setup.model.load_state_dict(original.model.state_dict())
+        setup.optimizer.load_state_dict(original.optimizer.state_dict())
+    with torch.no_grad():
+        for parameter in setup.model.parameters():
+            parameter.fill_(0.25)
+    assert all((entries["master"] == 0.25).all() for entries in setup.optimizer.state_dict()["state"].values())
+    setup.strategy.save_checkpoint(tmp_path / "second", setup.model, setup.optimizer)
+    again = Setup(backend, "float32")
+    again.strategy.load_checkpoint(tmp_path / "second", again.model, again.optimizer)
+    assert all((value == 0.25).all() for value in again.weights().values())

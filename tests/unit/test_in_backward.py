@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightstep.config import ConfigError
 from lightstep.optimizer.in_backward import InBackward
-from lightstep.optimizer.mixed_precision import MixedPrecisionOptimizer
+from lightstep.optimizer.optimizer import MixedPrecisionOptimizer
 from lightstep.precision.loss_scale import DynamicLossScale
 from lightstep.state import units as units_module
 from lightstep.strategy.base import Strategy

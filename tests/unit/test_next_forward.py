@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import lightstep
-from lightstep.optimizer.updates import NextForward
+from lightstep.optimizer.schedule import NextForward
 from lightstep.state import units as units_module
 from lightstep.state.lanes import CallerLane, LaneError
 from tests.distributed.models import CLASSES, VOCABULARY, TinyTransformer
@@ -95,7 +95,7 @@ class Held:
 
     def __init__(self, training: Training, name: str) -> None:
         training.optimizer.synchronize()
-        self.walk, self.name, self.free = training.optimizer._walk, name, threading.Event()
+        self.walk, self.name, self.free = training.optimizer.engine.walk, name, threading.Event()
 
     def __enter__(self) -> Held:
         update = self.walk.unit
@@ -141,7 +141,7 @@ def test_random_delays_in_every_lane_over_two_hundred_seeds(parameters: str, mon
 
 def test_the_delays_find_a_missing_gate(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = Training({"backend": "resident"}).train(5)
-    monkeypatch.setattr("lightstep.strategy.base.gate_forwards", lambda model, optimizer: None)
+    monkeypatch.setattr("lightstep.sharding.forward_gates.Gates.close", lambda *_: None)
     wrong = 0
     for seed in range(5):
         tested = Training(OVERLAP)
@@ -233,8 +233,8 @@ def test_units_are_submitted_a_fixed_way_ahead(ahead: int, monkeypatch: pytest.M
     training.optimizer.synchronize()
     units = training.optimizer._backend.units()
     submitted: list[int] = []
-    update = training.optimizer._walk.unit
-    training.optimizer._walk.unit = lambda unit, of: (submitted.append(units.index(unit)), update(unit, of))[1]
+    update = training.optimizer.engine.walk.unit
+    training.optimizer.engine.walk.unit = lambda unit, of: (submitted.append(units.index(unit)), update(unit, of))[1]
     training.step()
     training.optimizer._backend.lanes.compute.synchronize()
     assert submitted == list(range(ahead))
@@ -365,12 +365,13 @@ class FailingOnce(torch.optim.AdamW):
 
 @pytest.mark.parametrize("parameters", ["bfloat16", "float16", "float32"])
 def test_weights_that_were_moved_while_they_were_updated_are_trained_on(parameters: str) -> None:
-    """``model.to(...)`` too early loses that one update, and no other."""
+    """Exchanging the storage of parameters from an old list too early loses that one update, and no other."""
     training = Training(OVERLAP, parameters)
     training.train(2)
+    known = list(training.model.parameters())
     with Held(training, "blocks.2"):
         training.step()
-        for parameter in training.model.parameters():
+        for parameter in known:
             parameter.data = parameter.data.clone()
     training.step()
     before = copy.deepcopy(training.model.state_dict())

@@ -141,12 +141,12 @@ def test_a_sign_that_a_moment_should_not_have_does_no_harm() -> None:
 def test_nothing_is_allocated_after_the_first_call() -> None:
     splitter, master = Splitter(CPU), probe_masters(CPU)
     parts = split_of(master, "bitmap", splitter)
-    mark = torch.empty((), dtype=torch.int64)
-    splitter.fingerprint(parts[0], mark)
+    mark = torch.empty(1, dtype=torch.int64)
+    splitter.fingerprints(parts[0], 0, [(0, parts[0].numel())], mark)
     scratch, held = splitter._scratch, splitter.nbytes()
     with torch.profiler.profile(profile_memory=True) as profile:
         splitter.split(master, *parts)
-        splitter.fingerprint(parts[0], mark)
+        splitter.fingerprints(parts[0], 0, [(0, parts[0].numel())], mark)
         splitter.join(*parts, master)
     assert splitter._scratch is scratch
     assert splitter.nbytes() == held < 10 << 20
@@ -160,8 +160,8 @@ def test_nothing_is_allocated_after_the_first_call() -> None:
 
 
 def fingerprint_of(weight: Tensor) -> int:
-    mark = torch.full((), 7, dtype=torch.int64)
-    Splitter(CPU).fingerprint(weight, mark)
+    mark = torch.full((1,), 7, dtype=torch.int64)
+    Splitter(CPU).fingerprints(weight, 0, [(0, weight.numel())], mark)
     return int(mark)
 
 
@@ -188,13 +188,22 @@ def test_the_fingerprint_is_the_sum_it_says_it_is(dtype: torch.dtype, monkeypatc
     assert fingerprint_of(weight[:0]) == 0
 
 
-@pytest.mark.parametrize("place", ["moments", "bitmap"])
-def test_splitting_takes_the_fingerprint_with_it(place: str) -> None:
-    master = torch.randn(1000, generator=torch.Generator().manual_seed(0))
-    weight, low = torch.empty(1000, dtype=torch.bfloat16), torch.empty(1000, dtype=torch.int16)
-    mark = torch.full((), 7, dtype=torch.int64)
-    Splitter(CPU).split(master, weight, low, extra_for(place, 1000), mark)
-    assert int(mark) == expected_fingerprint(weight)
+@pytest.mark.parametrize("chunk", [64, 1 << 18])
+def test_fingerprints_of_many_ranges_are_those_of_each(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What lies between ranges counts for nothing; places count from where the row begins."""
+    monkeypatch.setattr(split, "_CHUNK", chunk)
+    weight = torch.randn(1000, generator=torch.Generator().manual_seed(0)).bfloat16()
+    ranges = [(0, 3), (16, 16), (16, 63), (64, 65), (80, 700), (704, 1000)]
+    found = torch.full((len(ranges),), 7, dtype=torch.int64)
+    Splitter(CPU).fingerprints(weight, 5, ranges, found)
+    for (a, b), mark in zip(ranges, found.tolist(), strict=True):
+        alone = torch.zeros(1, dtype=torch.int64)
+        Splitter(CPU).fingerprints(weight[a:b], 5 + a, [(0, b - a)], alone)
+        assert int(alone) == mark
+    weight[63] += 1
+    again = torch.empty_like(found)
+    Splitter(CPU).fingerprints(weight, 5, ranges, again)
+    assert torch.equal(again, found)
 
 
 def test_a_fingerprint_notices_one_bit_an_exchange_and_a_shift() -> None:
@@ -245,16 +254,16 @@ def test_a_twin_that_agrees_is_accepted() -> None:
     assert torch.equal(torch.get_rng_state(), random_state), "a run's dropout depends on nothing of this"
 
 
-@pytest.mark.parametrize("wrong", ["split", "join", "fingerprint"])
+@pytest.mark.parametrize("wrong", ["split", "join", "fingerprints"])
 def test_a_twin_that_differs_in_one_bit_is_refused(wrong: str) -> None:
     plain = split._plain(CPU)
 
     def off_by_one_bit(*arguments: Tensor) -> None:
         getattr(plain, wrong)(*arguments)
-        target = arguments[{"split": 2, "join": 3, "fingerprint": 1}[wrong]]
-        target.reshape(-1).view(torch.uint8)[-8] ^= 1
+        target = arguments[{"split": 2, "join": 3, "fingerprints": 3}[wrong]]
+        target.view(-1).view(torch.uint8)[-8] ^= 1
 
-    twin = SimpleNamespace(split=plain.split, join=plain.join, fingerprint=plain.fingerprint)
+    twin = SimpleNamespace(split=plain.split, join=plain.join, fingerprints=plain.fingerprints)
     setattr(twin, wrong, off_by_one_bit)
     assert not split._agrees(twin, CPU)
 

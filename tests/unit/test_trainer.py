@@ -20,8 +20,8 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 from torch import Tensor
 
 from lightstep import CheckpointError, ConfigError
-from lightstep.checkpoint import checkpoint
-from lightstep.checkpoint.format import is_complete
+from lightstep.checkpoint import save
+from lightstep.checkpoint.layout import is_complete
 from lightstep.trainer import logs, session
 from lightstep.trainer.config import TrainConfig
 from lightstep.trainer.logs import TRAINING, VALIDATION, read_scalars
@@ -288,7 +288,7 @@ def test_logs_of_a_resumed_run_are_one_curve(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "write_tensors", _fails_after(checkpoint.write_tensors, 1))
+        patch.setattr(save, "write_tensors", _fails_after(save.write_tensors, 1))
         with pytest.raises(CheckpointError):
             _train(configured())
     resumed, _ = _train(configured(), resume=True)
@@ -318,7 +318,7 @@ def test_a_full_disk_keeps_the_checkpoint_before(
     configured: Callable[..., TrainConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "write_tensors", _fails_after(checkpoint.write_tensors, 1))
+        patch.setattr(save, "write_tensors", _fails_after(save.write_tensors, 1))
         with pytest.raises(CheckpointError, match=r"checkpoint-4 was not saved: No space left .*checkpoint-2 is kept"):
             _train(configured())
     assert sorted(p.name for p in (tmp_path / "runs/run").glob("*checkpoint*")) == ["checkpoint-2"]

@@ -317,7 +317,7 @@ def test_callbacks_see_updated_weights(tmp_path: Path) -> None:
 
 def test_nothing_waits_for_callbacks_of_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[int] = []
-    monkeypatch.setattr(LightstepOptimizer, "land", lambda _: waits.append(1), raising=False)
+    monkeypatch.setattr(LightstepOptimizer, "wait_for_update", lambda _: waits.append(1), raising=False)
     args = training_arguments(tmp_path)
     trainer = LightstepTrainer(make_llama(), args, strategy=BF16, train_dataset=Rows())
     trainer.train()

@@ -8,8 +8,14 @@ from collections.abc import Hashable
 import pytest
 import torch
 
+from lightstep.state import units as units_module
 from lightstep.state.backend import Managed, Unit
 from lightstep.state.units import CUT_ELEMENTS, RingError, group_by_layer, plan_units
+
+
+@pytest.fixture(autouse=True)
+def every_layer_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(units_module, "SMALL_UNIT", 0)
 
 
 def managed(name: str, elements: int, layer: Hashable = None, *, shape: tuple[int, ...] | None = None) -> Managed:
@@ -47,6 +53,14 @@ def assert_a_partition(units: list[Unit], items: list[Managed], capacity: int) -
 def test_one_unit_for_each_layer_in_model_order() -> None:
     items = [managed(f"{layer}.{part}", 1000, layer) for layer in "abc" for part in ("w", "b")]
     assert names(plan_units(items, ten, 1 << 20)) == [["a.w", "a.b"], ["b.w", "b.b"], ["c.w", "c.b"]]
+
+
+def test_small_layers_that_follow_each_other_are_staged_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(units_module, "SMALL_UNIT", 50_000)
+    sizes = [1000, 2000, 1500, 2000, 9000, 100, 100]
+    items = [managed(f"p{number}", size, number) for number, size in enumerate(sizes)]
+    assert names(plan_units(items, ten, 1 << 20)) == [["p0", "p1", "p2"], ["p3"], ["p4"], ["p5", "p6"]]
+    assert names(plan_units(items, ten, 100_000))[0] == ["p0"], "at most a quarter of a slot"
 
 
 def test_layers_are_gathered_across_parameter_groups() -> None:

@@ -6,8 +6,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from lightstep.checkpoint.format import CheckpointError, reported
-from lightstep.checkpoint.formats.destination import refuse_overlap
+from lightstep.checkpoint.errors import CheckpointError, reported
 from lightstep.checkpoint.formats.names import Naming, read_model, read_names
 from lightstep.checkpoint.formats.read import read_checkpoint
 from lightstep.checkpoint.formats.scales import is_dynamic
@@ -15,10 +14,9 @@ from lightstep.checkpoint.formats.state import TrainingState
 from lightstep.checkpoint.formats.to_lightstep import write_lightstep
 from lightstep.checkpoint.formats.to_torch import write_torch
 from lightstep.checkpoint.formats.to_universal import write_universal
-from lightstep.checkpoint.state import check_loadable
-from lightstep.config import DynamicScale
+from lightstep.checkpoint.small_state import check_loadable
+from lightstep.config import DynamicScale, LossScaleConfig
 from lightstep.optimizer.param_groups import plain_numbers
-from lightstep.strategy.base import Strategy
 
 WRITERS: dict[str, Callable[[TrainingState, Path], None]] = {
     "lightstep": write_lightstep,
@@ -34,7 +32,7 @@ def convert_checkpoint(
     *,
     model: str | os.PathLike[str] | None = None,
     names: str | os.PathLike[str] | None = None,
-    strategy: str | os.PathLike[str] | None = None,
+    loss_scale: LossScaleConfig | None = None,
 ) -> TrainingState:
     """Convert a checkpoint; the destination appears when it is whole.
 
@@ -47,26 +45,28 @@ def convert_checkpoint(
         to: ``"lightstep"``, ``"torch"`` or ``"deepspeed-universal"``.
         model: a Hugging Face folder or ``config.json``, for sources that number their parameters without naming them.
         names: a JSON file with the parameters' names in the optimizer's order, for the same.
-        strategy: the strategy of the run; the settings of its loss scale go to formats that keep them with its state.
+        loss_scale: ``precision.loss_scale`` of the run's strategy; the settings of a dynamic one go to formats that
+            keep them with its state.
 
     Returns:
         What was converted; ``notes`` say what the destination cannot hold.
 
     Raises:
         CheckpointError: the source cannot be used, or the destination cannot hold it or is something else's.
-        ValueError: an unknown ``to``, or ``strategy`` is none.
+        ValueError: an unknown ``to``.
     """
     if to not in WRITERS:
         raise ValueError(f"to is {to!r}; allowed: {', '.join(WRITERS)}")
     start, end = Path(source).resolve(), Path(destination).resolve()
     with reported(f"{source} was not converted"):
-        refuse_overlap(start, end)
+        _refuse_overlap(start, end)
         naming = Naming(
             None if model is None else read_model(Path(model)), None if names is None else read_names(Path(names))
         )
         state = read_checkpoint(start, naming)
         _keep_plain(state)
-    _take_settings(state, strategy)
+    if loss_scale is not None:
+        _take_settings(state, loss_scale)
     if to != "lightstep" and is_dynamic(state.loss_scale) and "settings" not in (state.loss_scale or {}):
         state.notes.append(
             "the settings of the dynamic loss scale are not in the checkpoint; lightstep's defaults were written: pass "
@@ -75,6 +75,12 @@ def convert_checkpoint(
     with reported(f"{destination} was not written"):
         WRITERS[to](state, end)
     return state
+
+
+def _refuse_overlap(source: Path, destination: Path) -> None:
+    """Replacing the destination must not touch the source, which is read until the end."""
+    if source == destination or source in destination.parents or destination in source.parents:
+        raise CheckpointError(f"{destination} and {source} lie in each other; choose a destination outside the source")
 
 
 def _keep_plain(state: TrainingState) -> None:
@@ -101,14 +107,11 @@ def _loadable(state: TrainingState, what: str, value: object) -> bool:
     return True
 
 
-def _take_settings(state: TrainingState, strategy: str | os.PathLike[str] | None) -> None:
-    if strategy is None:
-        return
-    scale = Strategy.load(str(strategy)).config.precision.loss_scale
+def _take_settings(state: TrainingState, scale: LossScaleConfig) -> None:
     if not is_dynamic(state.loss_scale):
-        state.notes.append(f"the checkpoint has no dynamic loss scale: of {strategy} nothing is taken")
+        state.notes.append("the checkpoint has no dynamic loss scale: of the strategy nothing is taken")
         return
     if not isinstance(scale, DynamicScale):
-        raise CheckpointError(f"the loss scale of the checkpoint is dynamic, that of {strategy} is not")
+        raise CheckpointError("the loss scale of the checkpoint is dynamic, that of the strategy is not")
     assert state.loss_scale is not None
     state.loss_scale = {**state.loss_scale, "settings": scale.model_dump(exclude={"kind", "init_scale"})}

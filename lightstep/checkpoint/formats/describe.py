@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from lightstep.checkpoint.format import reported
+from lightstep.checkpoint.errors import reported
 from lightstep.checkpoint.formats.names import Naming, read_model, read_names
 from lightstep.checkpoint.formats.read import read_checkpoint
 from lightstep.checkpoint.formats.state import LazyTensor, TrainingState, listed
@@ -42,6 +42,8 @@ def _rows(state: TrainingState) -> Iterable[tuple[str, str]]:
     optimized = set(state.optimized())
     yield "trained parameters", _tensors(w for n, w in state.weights.items() if n in optimized)
     yield "frozen parameters, buffers", _tensors(w for n, w in state.weights.items() if n not in optimized)
+    if state.base is not None:
+        yield "frozen base", f"{state.base['name'] or 'without a name'}, not in the checkpoint"
     if state.aliases:
         yield "tied", listed(f"{alias} = {name}" for alias, name in state.aliases.items())
     entries: dict[str, list[Any]] = {}

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint import metadata as index_classes
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
-from lightstep.checkpoint.format import CheckpointError, error_text
+from lightstep.checkpoint.errors import CheckpointError, error_text
 from lightstep.checkpoint.formats.from_lightstep import lazy
 from lightstep.checkpoint.formats.state import Group, LazyTensor, TrainingState, listed, tensor_step, updates
 from lightstep.checkpoint.tensors import Stored

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from lightstep.checkpoint.format import read_manifest
 from lightstep.checkpoint.formats.from_zero import read_zero
 from lightstep.checkpoint.formats.state import Group, TrainingState
 from lightstep.checkpoint.formats.zero_files import open_zero
-from lightstep.checkpoint.state import read_state
+from lightstep.checkpoint.layout import read_manifest
+from lightstep.checkpoint.small_state import read_state
 
 SECTION = "deepspeed"
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightstep.checkpoint.format import CheckpointError
+from lightstep.checkpoint.errors import CheckpointError
 from lightstep.checkpoint.formats.from_dcp import METADATA, read_dcp
 from lightstep.checkpoint.formats.names import Naming, name_groups
 from lightstep.checkpoint.formats.safe_load import load_file

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from lightstep.checkpoint.formats.state import Group, LazyTensor, TrainingState, updates
-from lightstep.checkpoint.load import Saved
-from lightstep.checkpoint.state import entry_key, stored_entries
+from lightstep.checkpoint.layout import refuse_replaced
+from lightstep.checkpoint.optimizer_content import entry_key, stored_entries
+from lightstep.checkpoint.saved import Saved
 from lightstep.checkpoint.tensors import Stored, Target, read_tensors, whole
 
 
@@ -21,8 +22,13 @@ def read_lightstep(folder: Path) -> TrainingState:
         CheckpointError: it is not complete.
     """
     saved = Saved.read(folder)
-    weights = {name: lazy(folder, f"model.{name}", saved.index) for name in _in_model_order(saved)}
-    state = TrainingState("lightstep", weights, aliases=saved.aliases)
+    weights = {name: _lazy(saved, f"model.{name}") for name in _in_model_order(saved)}
+    aliases = {alias: name for alias, name in saved.aliases.items() if name in weights}
+    state = TrainingState("lightstep", weights, aliases=aliases, base=saved.base)
+    if state.base is not None:
+        state.notes.append(
+            f"it holds only what was trained; the frozen base ({state.base['name'] or 'without a name'}) is not in it"
+        )
     if saved.optimizer is not None:
         _read_optimizer(state, saved)
     state.scheduler = saved.state.get("scheduler")
@@ -48,6 +54,19 @@ def lazy(folder: Path, key: str, index: dict[str, Stored]) -> LazyTensor:
     return LazyTensor(stored.dtype, stored.shape, read)
 
 
+def _lazy(saved: Saved, key: str) -> LazyTensor:
+    """One tensor of a checkpoint that others may replace meanwhile: what is read is of this save, or refused."""
+    tensor = lazy(saved.folder, key, saved.index)
+
+    def read() -> Tensor:
+        try:
+            return tensor.load()
+        finally:
+            refuse_replaced(saved.folder, saved.manifest)
+
+    return LazyTensor(tensor.dtype, tensor.shape, read)
+
+
 def _in_model_order(saved: Saved) -> list[str]:
     """The manifest lists the tensors as the model has them."""
     listed = [name for name in saved.manifest.get("tensors") or () if f"model.{name}" in saved.index]
@@ -57,11 +76,15 @@ def _in_model_order(saved: Saved) -> list[str]:
 def _read_optimizer(state: TrainingState, saved: Saved) -> None:
     assert saved.optimizer is not None
     settings = saved.optimizer["groups"]
-    state.groups = [Group(list(names), dict(own)) for names, own in zip(saved.groups, settings, strict=True)]
+    base = saved.base_shapes
+    state.groups = [
+        Group([name for name in names if name not in base], dict(own))
+        for names, own in zip(saved.groups, settings, strict=True)
+    ]
     values: dict[str, dict[str, Any]] = saved.optimizer["values"]
     stored = stored_entries(saved.index)
     for name in state.optimized():
-        entries = {key: lazy(saved.folder, entry_key(name, key), saved.index) for key in sorted(stored.get(name, []))}
+        entries = {key: _lazy(saved, entry_key(name, key)) for key in sorted(stored.get(name, []))}
         if found := {**values.get(name, {}), **entries}:
             state.entries[name] = found
     state.loss_scale = saved.optimizer.get("loss_scale")

@@ -11,7 +11,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from lightstep.checkpoint.format import CheckpointError
+from lightstep.checkpoint.errors import CheckpointError
 from lightstep.checkpoint.formats.names import Grouping, Naming, ParameterOrder, name_groups, read_model
 from lightstep.checkpoint.formats.safe_load import load_file
 from lightstep.checkpoint.formats.scales import from_torch

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightstep.checkpoint.format import CheckpointError
+from lightstep.checkpoint.errors import CheckpointError
 from lightstep.checkpoint.formats.scales import from_deepspeed
 from lightstep.checkpoint.formats.state import MASTER, Group, LazyTensor, TrainingState, tensor_step, updates
 from lightstep.checkpoint.formats.zero_files import Piece, ZeroFiles, client_state, scheduler_state

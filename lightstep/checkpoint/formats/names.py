@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from lightstep.checkpoint.format import CheckpointError
+from lightstep.checkpoint.errors import CheckpointError
 from lightstep.checkpoint.formats.state import listed
 from lightstep.extras import needs
 

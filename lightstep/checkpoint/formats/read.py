@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from lightstep.checkpoint.format import MANIFEST, CheckpointError, find_checkpoint, latest_checkpoint
+from lightstep.checkpoint.errors import CheckpointError
 from lightstep.checkpoint.formats.from_dcp import METADATA, read_dcp
 from lightstep.checkpoint.formats.from_engine import is_engine_checkpoint, read_engine_checkpoint
 from lightstep.checkpoint.formats.from_lightrft import is_lightrft, rank_files, read_lightrft
@@ -16,6 +16,7 @@ from lightstep.checkpoint.formats.names import Naming
 from lightstep.checkpoint.formats.safe_load import load_file
 from lightstep.checkpoint.formats.state import TrainingState
 from lightstep.checkpoint.formats.zero_files import MODEL_FILE, OPTIMIZER_FILE, open_zero
+from lightstep.checkpoint.layout import MANIFEST, find_checkpoint, latest_checkpoint
 
 READABLE = (
     "lightstep checkpoints, DeepSpeed's ZeRO and universal checkpoints, files of torch.save with a model and an "

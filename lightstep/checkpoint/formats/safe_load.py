@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from lightstep.checkpoint.format import CheckpointError, error_text
+from lightstep.checkpoint.errors import CheckpointError, error_text
 
 _KNOWN: dict[str, Any] = {"deepspeed.runtime.zero.config.ZeroStageEnum": int}
 
@@ -56,7 +56,7 @@ def load_file(path: Path) -> Any:
         raise CheckpointError(f"{path} is missing") from None
     except pickle.UnpicklingError as error:
         raise CheckpointError(
-            f"{path} cannot be read: it is no file of torch.save, or holds what must not be run ({_refused(error)})"
+            f"{path} cannot be read: it is no file of torch.save, or holds what must not be run ({refused_name(error)})"
         ) from error
     except Exception as error:
         raise CheckpointError(
@@ -64,7 +64,7 @@ def load_file(path: Path) -> Any:
         ) from error
 
 
-def _refused(error: pickle.UnpicklingError) -> str:
+def refused_name(error: pickle.UnpicklingError) -> str:
     """What torch's unpickler stopped at; the rest of its text recommends to run it all the same."""
     found = re.search(r"WeightsUnpickler error:\s*(.+?)(\.\s|\n|$)", str(error))
     return found[1] if found else "not tensors and plain values"

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightstep.checkpoint.format import CheckpointError
+from lightstep.checkpoint.errors import CheckpointError
 
 MASTER = "master"
 LOW_PRECISION = (torch.bfloat16, torch.float16)
@@ -75,6 +75,7 @@ class TrainingState:
         modules: extra states of modules, in our own form.
         step: updates so far, or ``None``.
         optimizer_class: the class's name, when the checkpoint says so.
+        base: of a checkpoint of what was trained alone: ``name`` and ``shapes`` of the frozen base.
         notes: what could not be taken over, a sentence each.
     """
 
@@ -91,6 +92,7 @@ class TrainingState:
     step: int | None = None
     world_size: int | None = None
     optimizer_class: str | None = None
+    base: dict[str, Any] | None = None
     notes: list[str] = field(default_factory=list)
 
     def optimized(self) -> list[str]:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
-from lightstep.checkpoint.checkpoint import manifest_header, tensor_shapes
-from lightstep.checkpoint.format import begin, commit, discard, write_manifest
 from lightstep.checkpoint.formats.state import LazyTensor, TrainingState
-from lightstep.checkpoint.state import entry_key, write_state
+from lightstep.checkpoint.layout import CHECKPOINT, STATE, manifest_header, sizes, write_manifest
+from lightstep.checkpoint.optimizer_content import entry_key
+from lightstep.checkpoint.save import tensor_shapes
+from lightstep.checkpoint.small_state import write_state
+from lightstep.checkpoint.storage import commit, new_folder
 from lightstep.checkpoint.tensors import Source, whole, write_tensors
 
 
@@ -20,14 +23,11 @@ def write_lightstep(state: TrainingState, path: Path) -> None:
     Raises:
         CheckpointError: the disk is full, ``path`` is something else than a checkpoint, ...
     """
-    temporary = begin(path)
-    try:
-        write_tensors(temporary, _sources(state), None)
-        _write_small(state, temporary)
-        commit(temporary, path)
-    except BaseException:
-        discard(temporary)
-        raise
+    with new_folder(path, CHECKPOINT) as temporary:
+        files = write_tensors(temporary, _sources(state), None)
+        manifest = {**manifest_header(path, state.world_size or 1), **_write_small(state, temporary)}
+        write_manifest(temporary, manifest, {**files, **sizes(temporary, [STATE])})
+        commit(temporary, path, CHECKPOINT)
 
 
 def _sources(state: TrainingState) -> list[Source]:
@@ -53,7 +53,8 @@ def compact(read: Callable[[], Tensor]) -> Callable[[], Tensor]:
     return fetch
 
 
-def _write_small(state: TrainingState, folder: Path) -> None:
+def _write_small(state: TrainingState, folder: Path) -> dict[str, Any]:
+    """What is no tensor; returns what goes into the manifest."""
     small = {"extra": state.extra, "scheduler": state.scheduler, "modules": state.modules, "random": state.random}
     if state.groups is not None:
         plain = {
@@ -66,13 +67,12 @@ def _write_small(state: TrainingState, folder: Path) -> None:
             "values": {name: values for name, values in plain.items() if values},
         }
     write_state(folder, small)
-    manifest = {
-        **manifest_header(state.world_size or 1),
+    return {
         "scheduler": None,
         "optimizer": state.optimizer_class,
         "groups": None if state.groups is None else [group.names for group in state.groups],
         "aliases": state.aliases,
         "converted_from": state.format,
         "tensors": tensor_shapes(folder),
+        **({} if state.base is None else {"base": state.base}),
     }
-    write_manifest(folder, manifest)

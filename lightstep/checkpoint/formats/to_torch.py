@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import lightstep
-from lightstep.checkpoint.format import CheckpointError
-from lightstep.checkpoint.formats.destination import new_file
+from lightstep.checkpoint.errors import CheckpointError
 from lightstep.checkpoint.formats.lazy_save import save_lazily
 from lightstep.checkpoint.formats.safe_load import load_file
 from lightstep.checkpoint.formats.scales import is_dynamic, to_torch
 from lightstep.checkpoint.formats.state import MASTER, TrainingState
+from lightstep.checkpoint.storage import new_file
 
 MARK = "lightstep"
 
@@ -23,7 +23,7 @@ def write_torch(state: TrainingState, path: Path) -> None:
         CheckpointError: ``path`` is there and no conversion of ours, ...
     """
     content = _content(state)
-    with new_file(path, is_conversion) as temporary:
+    with new_file(path, is_conversion, "a file that a conversion wrote") as temporary:
         save_lazily(content, temporary)
 
 

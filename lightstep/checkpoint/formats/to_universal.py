@@ -26,14 +26,14 @@ import torch
 from torch import Tensor
 
 import lightstep
-from lightstep.checkpoint.format import CheckpointError, write_file
+from lightstep.checkpoint.errors import CheckpointError
 from lightstep.checkpoint.formats import scales
-from lightstep.checkpoint.formats.destination import new_folder
 from lightstep.checkpoint.formats.from_universal import GLOBAL_STATE, MASTERS, PARAMETERS
 from lightstep.checkpoint.formats.lazy_save import save_lazily
 from lightstep.checkpoint.formats.state import MASTER, Group, LazyTensor, TrainingState, listed, step_of
 from lightstep.checkpoint.formats.to_lightstep import compact
 from lightstep.checkpoint.formats.zero_files import COUNTERS, RESERVED
+from lightstep.checkpoint.storage import FolderKind, commit, new_folder, sync, was_replaced, write_file
 
 MARK = "lightstep-conversion.json"
 DEEPSPEED = "0.19.8"
@@ -56,20 +56,38 @@ def write_universal(state: TrainingState, path: Path) -> None:
         )
     count = _counters(state)["global_steps"]
     tag = f"global_step{count}"
-    with new_folder(path, is_conversion) as temporary:
+    with new_folder(path, CONVERSION) as temporary:
         folder = temporary / tag
         for group, step in zip(state.groups or (), steps, strict=True):
             _write_group(state, group, step, folder / PARAMETERS)
         _save(_global_state(state, steps, count), folder / PARAMETERS / GLOBAL_STATE)
         _write_model_states(state, folder)
         write_file(temporary / "latest_universal", tag.encode())
-        mark = {"lightstep": lightstep.__version__, "to": "deepspeed-universal", "from": state.format}
+        written = list(temporary.rglob("*"))
+        files = sorted(entry.relative_to(temporary).as_posix() for entry in written if entry.is_file())
+        mark = {"lightstep": lightstep.__version__, "to": "deepspeed-universal", "from": state.format, "files": files}
         write_file(temporary / MARK, json.dumps(mark, indent=1).encode())
+        for entry in [*written, temporary]:
+            sync(entry)
+        commit(temporary, path, CONVERSION)
 
 
 def is_conversion(path: Path) -> bool:
     """Whether :func:`write_universal` wrote the folder."""
     return (path / MARK).is_file()
+
+
+def _own_files(path: Path) -> set[str]:
+    """What the mark lists; conversions of before it did have files only in the folder that is loaded."""
+    listed = json.loads((path / MARK).read_text()).get("files")
+    if listed is None:
+        listed = [e.relative_to(path).as_posix() for e in path.glob("global_step*/**/*") if e.is_file()]
+    return {MARK, "latest_universal", *listed}
+
+
+CONVERSION = FolderKind(
+    "a folder that a conversion wrote", is_ours=is_conversion, is_whole=was_replaced, own_files=_own_files
+)
 
 
 def _check(state: TrainingState) -> list[int | None]:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightstep.checkpoint.format import CheckpointError
+from lightstep.checkpoint.errors import CheckpointError
 from lightstep.checkpoint.formats.safe_load import load_file
 from lightstep.checkpoint.formats.state import listed
 

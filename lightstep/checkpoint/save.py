@@ -1,0 +1,194 @@
+"""Saving a training run: whole or not at all, on any number of ranks. ``layout.py`` says what lies on disk then."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightstep.checkpoint.errors import CheckpointError, reported
+from lightstep.checkpoint.frozen_base import frozen_base, is_adapter, without_base
+from lightstep.checkpoint.layout import CHECKPOINT, STATE, manifest_header, sizes, write_manifest
+from lightstep.checkpoint.optimizer_content import OptimizerContent
+from lightstep.checkpoint.partly_loaded import refuse_partly_loaded
+from lightstep.checkpoint.ranks import Ranks
+from lightstep.checkpoint.small_state import check_loadable, random_states, write_state
+from lightstep.checkpoint.storage import commit, new_folder_of_ranks
+from lightstep.checkpoint.tensors import Source, read_index, shard_of, write_tensors
+from lightstep.distributed import local_tensor
+from lightstep.sharding.model_names import (
+    NamedTensor,
+    extra_states,
+    holders,
+    named_tensors,
+    numbered,
+    several_holders,
+)
+
+logger = logging.getLogger(__name__)
+
+
+def save_checkpoint(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    scheduler: Any = None,
+    extra: Mapping[str, Any] | None = None,
+    *,
+    trainable_only: bool | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Write a checkpoint folder; an existing checkpoint at ``path`` is replaced once the new one is whole.
+
+    Called by every rank of ``group`` (default: the ranks of this process's role, without roles all of them), with a
+    file system that all of them see. Each rank writes its shards; host memory grows by about 32 MiB, or by one
+    parameter's tensors where these are larger. The random states of Python, numpy, torch and the accelerator are saved
+    per rank; ``scheduler`` and ``extra`` are the first rank's.
+
+    Args:
+        path: the checkpoint's folder, for example ``runs/a/step-100``. Files in it that no save wrote are kept.
+        model: wrapped or not; parameters and persistent buffers are saved, tied ones once.
+        optimizer: any torch optimizer over parameters of ``model``.
+        scheduler: anything with ``state_dict()``.
+        extra: plain numbers, strings, lists, dicts, tensors; :func:`load_checkpoint` returns it.
+        trainable_only: leave out parameters that are frozen and have no optimizer state; the checkpoint names the base
+            that they belong to. ``None``: for models with adapters of PEFT.
+
+    Raises:
+        TypeError: something in ``scheduler`` or ``extra`` could not be loaded again; nothing has been written.
+        CheckpointError: the disk is full, ``path`` is something else than a checkpoint, another process is saving to
+            it, ... What was at ``path`` is still there. All ranks raise.
+    """
+    target, ranks = Path(path).resolve(), Ranks(group)
+    with reported(f"{path} was not saved"):
+        tensors = live_tensors(model, optimizer, ranks)
+        content = ranks.together(lambda: _collect(tensors, model, optimizer, scheduler, extra, trainable_only))
+        with new_folder_of_ranks(target, CHECKPOINT, ranks) as temporary:
+            content.of_this_rank["files"] = write_tensors(temporary, content.sources, ranks.group)
+            parts = ranks.gather(content.of_this_rank)
+            ranks.together(lambda: _finish(temporary, target, content, parts), only_first=True)
+    logger.info("saved %s", path)
+
+
+def live_tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None, ranks: Ranks) -> list[NamedTensor]:
+    """The model's tensors, up to date, each under a name of its own on all ranks, which all call this."""
+    tensors = ranks.together(lambda: _of_this_rank(model, optimizer))
+    return numbered(tensors, several_holders(ranks.gather(holders(tensors))))
+
+
+def tensor_shapes(folder: Path) -> dict[str, str]:
+    """The model's tensors for people to read: ``bfloat16[1024, 4096]``."""
+    return {
+        key.removeprefix("model."): f"{str(stored.dtype).removeprefix('torch.')}{list(stored.shape)}"
+        for key, stored in read_index(folder).items()
+        if key.startswith("model.")
+    }
+
+
+@dataclass
+class _Content:
+    """Everything that goes into the checkpoint; tensors are fetched when they are written."""
+
+    sources: list[Source]
+    state: dict[str, Any]
+    manifest: dict[str, Any]
+    of_this_rank: dict[str, Any] = field(default_factory=dict)
+
+
+def _of_this_rank(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> list[NamedTensor]:
+    if optimizer is not None and hasattr(optimizer, "synchronize"):
+        optimizer.synchronize()
+    tensors = named_tensors(model)
+    empty = [named.name for named in tensors if named.tensor.is_meta]
+    if empty:
+        raise CheckpointError(f"{len(empty)} tensors of the model are on the meta device ({', '.join(empty[:3])})")
+    return tensors
+
+
+def _collect(
+    tensors: list[NamedTensor],
+    model: nn.Module,
+    optimizer: Any,
+    scheduler: Any,
+    extra: Mapping[str, Any] | None,
+    trainable_only: bool | None,
+) -> _Content:
+    """The content, checked."""
+    refuse_partly_loaded(model)
+    if hasattr(optimizer, "refuse_half_updated"):
+        optimizer.refuse_half_updated("Load a checkpoint before saving one")
+    state = {
+        "extra": dict(extra or {}),
+        "scheduler": None if scheduler is None else scheduler.state_dict(),
+        "modules": extra_states(model),
+    }
+    for key, value in state.items():
+        check_loadable(key, value)
+    content = _Content([], state, {"scheduler": None if scheduler is None else type(scheduler).__name__})
+    saved = tensors
+    if trainable_only or (trainable_only is None and is_adapter(model)):
+        saved = without_base(tensors, optimizer)
+        content.manifest["base"] = frozen_base(model, tensors, saved)
+    content.sources = [source for named in saved for source in _model_sources(named)]
+    content.of_this_rank = {
+        "random": random_states(),
+        "aliases": {alias: named.name for named in tensors for alias in named.names[1:]},
+    }
+    if optimizer is not None:
+        _collect_optimizer(content, OptimizerContent(optimizer, tensors))
+    return content
+
+
+def _collect_optimizer(content: _Content, optimizer: OptimizerContent) -> None:
+    content.sources += optimizer.sources()
+    hyperparameters, values = optimizer.hyperparameters(), optimizer.values()
+    for group, settings in enumerate(hyperparameters):
+        check_loadable(f"optimizer.param_groups[{group}]", settings)
+    check_loadable("optimizer.state", values)
+    loss_scale = getattr(optimizer.optimizer, "loss_scale", None)
+    content.state["optimizer"] = {
+        "groups": hyperparameters,
+        "loss_scale": None if loss_scale is None else loss_scale.state_dict(),
+    }
+    content.manifest["optimizer"] = optimizer.class_name
+    content.of_this_rank |= {"values": values, "groups": optimizer.groups}
+
+
+def _model_sources(named: NamedTensor) -> list[Source]:
+    shard, tensor = shard_of(named.tensor), named.tensor
+    if shard is None:
+        return []
+    return [Source(f"model.{named.name}", shard, tensor.dtype, lambda: local_tensor(tensor).detach())]
+
+
+def _finish(temporary: Path, target: Path, content: _Content, parts: list[dict[str, Any]]) -> None:
+    """The first rank's part: small state, manifest, rename."""
+    state = {**content.state, "random": [part["random"] for part in parts]}
+    groups = None
+    if "optimizer" in state:
+        state["optimizer"]["values"] = {name: value for part in parts for name, value in part["values"].items()}
+        groups = [_union(members) for members in zip(*(part["groups"] for part in parts), strict=True)]
+    write_state(temporary, state)
+    manifest = {
+        **manifest_header(target, len(parts)),
+        **content.manifest,
+        "groups": groups,
+        "aliases": {alias: name for part in parts for alias, name in part["aliases"].items()},
+        "tensors": tensor_shapes(temporary),
+    }
+    files = {name: size for part in parts for name, size in part["files"].items()}
+    write_manifest(temporary, manifest, {**files, **sizes(temporary, [STATE])})
+    commit(temporary, target, CHECKPOINT)
+
+
+def _union(ranks: Iterable[Iterable[str]]) -> list[str]:
+    """Names in the order in which they first appear."""
+    return list(dict.fromkeys(itertools.chain.from_iterable(ranks)))

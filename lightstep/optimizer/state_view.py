@@ -1,0 +1,177 @@
+"""``optimizer.state``: what is read from it, and what assigning to it does."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from lightstep.optimizer.engine import Engine
+
+__all__ = ["Entries", "StateView"]
+
+Change = Callable[[Mapping[str, Any], Collection[str]], None]
+
+
+class StateView(MutableMapping[Tensor, dict[str, Any]]):
+    """``optimizer.state``: parameter → entries, read from the state backend whenever somebody looks.
+
+    Assigning replaces a parameter's state, and so does assigning one of its entries. Whether a tensor that was read is
+    the state itself or a copy is the backend's affair: ``stream`` gives copies, and those refuse to be written to. Like
+    torch's own it answers ``{}`` for a parameter without state.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def __getitem__(self, parameter: Tensor) -> dict[str, Any]:
+        entries = self._engine.parameter_state(parameter)
+        if not self._engine.backend.hands_out_state:
+            entries = {key: _read_only(value) for key, value in entries.items()}
+        return Entries(entries, _changing(weakref.ref(self._engine), parameter))
+
+    def __setitem__(self, parameter: Tensor, entries: Mapping[str, Any]) -> None:
+        _replace(self._engine, parameter, entries)
+
+    def __delitem__(self, parameter: Tensor) -> None:
+        self[parameter] = {}
+
+    def __contains__(self, parameter: object) -> bool:
+        item = self._engine.managed.get(parameter)
+        return item is not None and item.updated
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return (item.param for item in self._engine.managed if item.updated)
+
+    def __len__(self) -> int:
+        return sum(item.updated for item in self._engine.managed)
+
+
+def _replace(engine: Engine, parameter: Tensor, entries: Mapping[str, Any]) -> None:
+    engine.replace_state(parameter, {key: plain(value) for key, value in entries.items()})
+
+
+def _changing(
+    reference: weakref.ref[Engine], parameter: Tensor
+) -> Callable[[Mapping[str, Any], Collection[str]], None]:
+    """Writes some of a parameter's entries to its state; does not keep the optimizer alive."""
+
+    def change(new: Mapping[str, Any], gone: Collection[str]) -> None:
+        engine = reference()
+        if engine is not None:
+            entries = {**engine.parameter_state(parameter), **new}
+            _replace(engine, parameter, {key: value for key, value in entries.items() if key not in gone})
+
+    return change
+
+
+class ReadOnly(Tensor):
+    """A copy of an entry. Writing to it would change nothing, and is refused."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if (_writes(func) and _any_read_only(args[0])) or _any_read_only(kwargs.get("out")):
+            raise RuntimeError(
+                f"{func.__name__} on a copy of optimizer state: the state itself is elsewhere, and the change would be "
+                "lost. Assign instead: optimizer.state[parameter]['exp_avg'] = new; or edit a .clone()"
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*tree_map(plain, args), **tree_map(plain, kwargs))
+            shares = isinstance(result, Tensor) and _storage(result) in map(_storage, tree_leaves(args))
+            return result.as_subclass(ReadOnly) if shares else result
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return plain(self).__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: Any) -> Tensor:
+        return plain(self).clone()
+
+
+def plain(value: Any) -> Any:
+    """A read-only copy as an ordinary tensor; anything else as it is."""
+    if not isinstance(value, ReadOnly):
+        return value
+    with torch._C.DisableTorchFunctionSubclass():
+        return value.as_subclass(Tensor)
+
+
+def _read_only(value: Any) -> Any:
+    return value.as_subclass(ReadOnly) if type(value) is Tensor else value
+
+
+def _storage(value: Any) -> int:
+    """Address of the memory that a view of it shares."""
+    return value.untyped_storage().data_ptr() if isinstance(value, Tensor) else -1
+
+
+def _writes(func: Any) -> bool:
+    name = getattr(func, "__name__", "")
+    in_place = name.endswith("_") and not name.endswith("__")
+    return in_place or name in ("__setitem__", "__set__") or (name.startswith("__i") and name in _IN_PLACE_OPERATORS)
+
+
+_OPERATORS = "add sub mul matmul truediv floordiv mod pow and or xor lshift rshift"
+_IN_PLACE_OPERATORS = {f"__i{name}__" for name in _OPERATORS.split()}
+
+
+def _any_read_only(target: Any) -> bool:
+    return isinstance(target, ReadOnly) or (isinstance(target, (list, tuple)) and any(map(_any_read_only, target)))
+
+
+class Entries(dict[str, Any]):
+    """One parameter's entries as they were read; what is assigned here is written to the state, and only that.
+
+    Args:
+        change: called with the entries that are new and the names of those that go.
+    """
+
+    def __init__(
+        self, entries: Mapping[str, Any], change: Callable[[Mapping[str, Any], Collection[str]], None]
+    ) -> None:
+        super().__init__(entries)
+        self._change = change
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self.update({key: value})
+
+    def __delitem__(self, key: str) -> None:
+        super().__delitem__(key)
+        self._change({}, [key])
+
+    def update(self, *arguments: Any, **entries: Any) -> None:
+        new = dict(*arguments, **entries)
+        super().update(new)
+        self._change(new, ())
+
+    def __ior__(self, other: Any) -> Entries:  # type: ignore[misc,override]
+        self.update(other)
+        return self
+
+    def setdefault(self, key: str, default: Any = None) -> Any:
+        if key not in self:
+            self[key] = default
+        return self[key]
+
+    def pop(self, key: str, *default: Any) -> Any:
+        if key not in self:
+            return super().pop(key, *default)
+        value = self[key]
+        del self[key]
+        return value
+
+    def popitem(self) -> tuple[str, Any]:
+        key = next(reversed(self))
+        return key, self.pop(key)
+
+    def clear(self) -> None:
+        gone = list(self)
+        super().clear()
+        self._change({}, gone)
+
+    def __reduce__(self) -> Any:
+        return dict, (dict(self),)

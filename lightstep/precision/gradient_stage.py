@@ -1,0 +1,124 @@
+"""fp32 memory in which one unit's gradients stand, scaled, while the base optimizer reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from lightstep.precision.scale_kernel import scale_into
+
+__all__ = ["GradientStage", "scalable_in_place"]
+
+
+class Run(Protocol):
+    """Parameters whose gradients stand one behind the other.
+
+    ``first``, ``stop``: elements of the unit's flat order; ``places``: first element (counted from ``first``) and shape
+    of each.
+    """
+
+    first: int
+    stop: int
+    places: list[tuple[int, tuple[int, ...]]]
+
+
+class _Row:
+    """A run's place in the stage: all of it, its parameters, and what lies between them."""
+
+    def __init__(self, run: Run, buffer: Tensor) -> None:
+        self.flat = buffer[run.first : run.stop]
+        sizes = [torch.Size(shape).numel() for _, shape in run.places]
+        self.parts = [self.flat[at : at + n].view(shape) for (at, shape), n in zip(run.places, sizes, strict=True)]
+        stops = [at + n for (at, _), n in zip(run.places, sizes, strict=True)]
+        gaps = [self.flat[stop:at] for stop, (at, _) in zip(stops, run.places[1:], strict=False)]
+        self.gaps = [gap for gap in gaps if gap.numel()]
+
+
+class GradientStage:
+    """Scaled gradients in the unit's flat order. The memory grows to the largest unit and is kept: a steady-state step
+    allocates nothing."""
+
+    def __init__(self) -> None:
+        self._buffer: Tensor | None = None
+        self._rows: WeakKeyDictionary[Run, _Row] = WeakKeyDictionary()
+
+    def nbytes(self) -> int:
+        """Bytes held between steps."""
+        return 0 if self._buffer is None else self._buffer.nbytes
+
+    def free(self) -> None:
+        """Give the memory back; the next use takes it again."""
+        self._buffer = None
+        self._rows.clear()
+
+    def reserve(self, elements: int, device: torch.device) -> None:
+        """Take the memory for a unit of so many elements.
+
+        Raises:
+            torch.OutOfMemoryError: there is no room.
+        """
+        if self._buffer is not None and self._buffer.numel() >= elements and self._buffer.device == device:
+            return
+        if self._buffer is not None and self._buffer.device.type != "cpu":
+            # Deferred updates use it on a stream that is not the one to which it will be given back.
+            self._buffer.record_stream(torch.accelerator.current_stream(self._buffer.device))
+        self.free()
+        self._buffer = torch.empty(elements, dtype=torch.float32, device=device)
+
+    def scaled(
+        self, runs: Sequence[Run], gradients: Sequence[Sequence[Tensor]], divisor: Tensor | None, factor: Tensor | None
+    ) -> list[Tensor]:
+        """``gradients / divisor * factor`` in fp32, one row for each run; what lies between gradients is zero.
+
+        A row-major fp32 gradient that is a run by itself is scaled in place (it is consumed by the step); others are
+        written to the stage.
+
+        Args:
+            gradients: for each run those of its parameters, in their shapes, of any float dtype, contiguous or not.
+            divisor: 0-dim fp32 loss scale to divide by, or ``None``.
+            factor: 0-dim fp32 to multiply with, or ``None``.
+        """
+        results, unscaled = [], []
+        targets: list[Tensor] = []
+        sources: list[Tensor] = []
+        for run, own in zip(runs, gradients, strict=True):
+            single = own[0] if len(own) == 1 else None
+            if single is not None and scalable_in_place(single):
+                row = single.view(-1)
+            elif single is not None and divisor is None and factor is not None:
+                results.append(row := self._row(run, single.device).flat)
+                scale_into(single.device)(single.contiguous().view(-1), factor.reshape(1), row)
+                continue
+            else:
+                place = self._row(run, own[0].device)
+                row = place.flat
+                targets += place.parts
+                sources += own
+                if place.gaps:
+                    torch._foreach_zero_(place.gaps)
+            results.append(row)
+            unscaled.append(row)
+        if targets:
+            torch._foreach_copy_(targets, sources)
+        if unscaled and divisor is not None:
+            torch._foreach_div_(unscaled, divisor)
+        if unscaled and factor is not None:
+            torch._foreach_mul_(unscaled, factor)
+        return results
+
+    def _row(self, run: Run, device: torch.device) -> _Row:
+        self.reserve(run.stop, device)
+        assert self._buffer is not None
+        row = self._rows.get(run)
+        if row is None:
+            row = self._rows[run] = _Row(run, self._buffer)
+        return row
+
+
+def scalable_in_place(gradient: Tensor) -> bool:
+    """Whether the stage has no need of memory for this gradient."""
+    return gradient.dtype == torch.float32 and gradient.is_contiguous()

@@ -1,0 +1,30 @@
+"""Hooks on a user's modules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+__all__ = ["ModuleHook"]
+
+
+class ModuleHook:
+    """A hook of any kind that runs outside of compiled graphs; in a copy of the module (pickled, too) it does nothing.
+
+    Args:
+        call: what it calls. It must hold the module by weak references only.
+    """
+
+    def __init__(self, call: Callable[..., Any] | None = None) -> None:
+        self._call = None if call is None else torch.compiler.disable(call)  # dynamo would trace it into the graph
+
+    def __call__(self, *arguments: Any) -> Any:
+        return None if self._call is None else self._call(*arguments)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModuleHook:
+        return ModuleHook()
+
+    def __reduce__(self) -> Any:
+        return ModuleHook, ()

@@ -1,0 +1,145 @@
+"""State in records as others want to see it: entries and masters of local shape, read, written and compared.
+
+Where records live, host or device. Nothing may be under way while any of this is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightstep.state.backend import EntrySpec, Schema, adopt_entry, entry_dtype
+from lightstep.state.record import History, Part, Record, is_row, lay_out
+from lightstep.state.segment import MasterSplitter
+
+__all__ = ["Entries"]
+
+_CPU = torch.device("cpu")
+
+
+class Entries:
+    """Reads and writes parts of records.
+
+    Args:
+        splitter: of bf16 masters, where records live.
+        marks: fingerprints of each record's 16-bit weights, by part; ``None`` where masters are whole and tell
+            themselves.
+    """
+
+    def __init__(self, schema: Schema, splitter: MasterSplitter | None, marks: Mapping[Record, Tensor] | None) -> None:
+        self._schema, self._splitter, self._marks = schema, splitter, marks
+
+    def read(self, record: Record, part: Part) -> dict[str, Any]:
+        """The part's entries and ``"master"`` (unless it is its own): live, except counters, which parts share, and
+        where bits are coded into them."""
+        rows, layout = record.rows(part), part.block.layout
+        assert part.history is not None
+        entries = {key: rows[key] if shape else rows[key].view(part.shape) for key, _, shape in layout.entries}
+        values = part.history.copied()
+        found = {key: entries[key] if key in entries else values[key] for key in part.keys}
+        if part.coding == "whole":
+            found["master"] = rows["master"].view(part.shape)
+        elif part.coding == "split":
+            extra = (rows["bitmap"] if layout.carrier is None else rows[layout.carrier]).clone()
+            master = torch.empty(part.elements, dtype=torch.float32, device=rows["low half"].device)
+            assert self._splitter is not None
+            self._splitter.join(self._weight(part), rows["low half"], extra, master)  # clears the signs of the copy
+            found["master"] = master.view(part.shape)
+            if layout.carrier is not None:
+                found[layout.carrier] = extra.view(part.shape)
+        return found
+
+    def write(self, record: Record, part: Part, values: Mapping[str, Any], master: Tensor | None) -> None:
+        """Replace the part's state by entries of the parameter's local shape; no master: the parameter's value."""
+        part.forget()
+        if not values and master is None:
+            return
+        rows = {k: self._row(part, k, v) for k, v in values.items() if is_row(k, v, self._schema)}
+        known = part.block.layout
+        layout = lay_out(part.coding, rows, part.shape, self._schema)
+        if any(self._is_negative(key, value) for key, value in rows.items()):
+            layout = type(layout)(layout.coding, layout.entries)  # a checkpoint may hold what no update would make
+        if {*layout.entries} != {*known.entries} or (layout.carrier is None and known.carrier is not None):
+            record.arrange({part: layout})
+        record.allocate()
+        places = record.rows(part)
+        for key, value in rows.items():
+            places[key].view(value.shape).copy_(value)
+        part.keys = tuple(values)
+        part.history = self._history(record, part, {k: v for k, v in values.items() if k not in rows})
+        self.write_master(record, part, master)
+
+    def _history(self, record: Record, part: Part, values: Mapping[str, Any]) -> History:
+        """One that was loaded with the same, or a new one."""
+        told = ((k, v.dtype, float(v)) if isinstance(v, Tensor) and not v.dim() else (k, v) for k, v in values.items())
+        origin: Any = (part.coding, *told)
+        known = (
+            record.histories.get(origin) if all(isinstance(one[-1], (int, float, str)) for one in origin[1:]) else None
+        )
+        if known is not None and known.origin == origin:
+            known.parts += 1
+            return known
+        adopted = {k: adopt_entry(self._schema.get(k), v, part.owner) for k, v in values.items()}
+        history = History(adopted, 1, origin)
+        if all(isinstance(one[-1], (int, float, str)) for one in origin[1:]):
+            record.histories[origin] = history
+        return history
+
+    def write_master(self, record: Record, part: Part, master: Tensor | None) -> None:
+        """``master`` (local shape) into the record; without one the parameter's value."""
+        part.codes = None
+        if part.coding == "own":
+            return
+        rows, weight = record.rows(part), self._weight(part)
+        device = next(iter(rows.values())).device
+        loaded = weight.float() if master is None else part.of(master.detach()).to(device, torch.float32).reshape(-1)
+        rounded = torch.empty_like(weight)
+        if part.coding == "whole":
+            rows["master"].copy_(loaded)
+            rounded.copy_(loaded)
+        else:
+            assert self._splitter is not None
+            extra = rows["bitmap"] if part.block.layout.carrier is None else rows[part.block.layout.carrier]
+            self._splitter.split(loaded, rounded, rows["low half"], extra)
+        if self._marks is not None:
+            mark = torch.zeros(1, dtype=torch.int64, device=_CPU)
+            assert self._splitter is not None
+            self._splitter.fingerprints(rounded, part.first, [(0, part.elements)], mark)
+            self._marks[record][part.index].copy_(mark[0])
+            if not self._has(part, rounded):
+                part.codes = rounded.view(torch.int16)
+
+    def waits_for_its_weight(self, part: Part) -> bool:
+        """Whether the weight still is another one than the one that was loaded for this part."""
+        if part.codes is not None and self._has(part, part.codes.view(part.owner.local.dtype)):
+            part.codes = None
+        return part.codes is not None
+
+    def _has(self, part: Part, rounded: Tensor) -> bool:
+        """Whether the weight is this one (flat, on the host); NaN get its payload, splitting and ``copy_`` differ."""
+        weight = part.flat_weight().to(_CPU)
+        same = weight.view(torch.int16) == rounded.view(torch.int16)
+        if not bool((same | (weight.isnan() & rounded.isnan())).all()):
+            return False
+        if not bool(same.all()):
+            part.of(part.owner.local).copy_(rounded.view(part.shape))
+        return True
+
+    def _weight(self, part: Part) -> Tensor:
+        """The 16-bit weight that the record belongs to, flat, where records live."""
+        if part.codes is not None:
+            return part.codes.view(part.owner.local.dtype)
+        return part.flat_weight() if self._marks is None else part.flat_weight().to(_CPU)
+
+    def _row(self, part: Part, key: str, value: Tensor) -> Tensor:
+        spec: EntrySpec | None = self._schema.get(key)
+        dtype = None if spec is None else entry_dtype(spec, part.owner)
+        # Other shapes than the parameter's are whole-tensor optimizers' own; such a part is whole.
+        return part.of(value.detach()).to(dtype=dtype or value.dtype)
+
+    def _is_negative(self, key: str, value: Tensor) -> bool:
+        spec = self._schema.get(key)
+        return spec is not None and spec.never_negative and bool((value < 0).any())

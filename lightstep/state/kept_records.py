@@ -1,0 +1,304 @@
+"""What all backends have in common: parameters as parts of records, and records as segments while they are updated.
+
+A backend adds where records live and how one gets to the device: :meth:`RecordBackend._take` and
+:meth:`RecordBackend._give_back`.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightstep.state.backend import Managed, Schema, StateBackend, Unit
+from lightstep.state.entries import Entries
+from lightstep.state.record import Coding, ExpectedLayouts, Layout, Part, Record, Slot, make_record
+from lightstep.state.segment import LARGE, MasterSplitter, Segment, Staging, segments_of
+
+__all__ = ["RecordBackend"]
+
+
+class RecordBackend(StateBackend):
+    """A backend whose state is in records."""
+
+    on_host = True
+    """Whether records live on the host."""
+
+    def __init__(self) -> None:
+        self._forget_everything()
+
+    def _forget_everything(self) -> None:
+        self._schema: Schema = {}
+        self._whole_tensors = False
+        self._records: dict[Unit, Record] = {}
+        self._parts: dict[Managed, list[Part]] = {}
+        self._home: dict[Part, Record] = {}
+        self._initial: dict[Managed, Tensor] = {}
+        self._staging: dict[torch.device, Staging] = {}
+        self._needs: dict[torch.device, Any] = {}
+        self._open: tuple[Record, Slot, list[Segment]] | None = None
+        self._marks: dict[Record, Tensor] | None = None
+        self._entries = Entries({}, None, None)
+
+    # -- what a backend adds
+
+    @abstractmethod
+    def _take(self, record: Record) -> Slot:
+        """The record on the device, ready for what the caller does next."""
+
+    @abstractmethod
+    def _give_back(self, record: Record, slot: Slot, changed: bool) -> None:
+        """What the caller does with it is queued."""
+
+    @abstractmethod
+    def _retake(self, record: Record, slot: Slot, arrange: Callable[[], None]) -> Slot:
+        """A record that is taken is about to be arranged anew: bring its bytes home, ``arrange``, take it again."""
+
+    def _before_edit(self, records: Iterable[Record]) -> None:
+        """These are about to be read or edited where they live: they are up to date there."""
+
+    def _edited(self, records: Iterable[Record]) -> None:
+        """These were edited where they live."""
+
+    def _run(self, job: Callable[[], object]) -> None:
+        """Queue work on the current stream."""
+        job()
+
+    def _splitter_of(self, device: torch.device) -> MasterSplitter:
+        raise NotImplementedError
+
+    # -- set-up
+
+    def units(self) -> Sequence[Unit]:
+        return list(self._records)
+
+    def _make_records(self, units: Iterable[Unit], coding: Callable[[Managed], Coding]) -> list[Record]:
+        layouts = ExpectedLayouts(self._schema)
+        return [make_record(unit, layouts, coding, LARGE, on_host=self.on_host) for unit in units]
+
+    def _keep(self, managed: Sequence[Managed], records: Iterable[Record]) -> list[Record]:
+        """Exactly these records from now on, in the order of the model; returns those that leave."""
+        place = {item: number for number, item in enumerate(managed)}
+        listed = sorted(records, key=lambda record: place[record.unit.parts[0][0]])
+        leaving = [record for record in self._records.values() if record not in listed]
+        self._records, self._parts, self._home = {}, {}, {}
+        for index, record in enumerate(listed):
+            record.unit.index = index
+            self._records[record.unit] = record
+            for part in sorted(record.parts, key=lambda part: part.start):
+                self._parts.setdefault(part.owner, []).append(part)
+                self._home[part] = record
+        if self._marks is not None:
+            for record in listed:
+                if record not in self._marks:
+                    self._marks[record] = torch.zeros(len(record.parts), dtype=torch.int64, device=record.device)
+            for record in leaving:
+                self._marks.pop(record, None)
+        self._initial = {item: master for item, master in self._initial.items() if item in place}
+        devices = {record.device for record in listed}
+        self._needs = {
+            device: Staging().needs([record for record in listed if record.device == device]) for device in devices
+        }
+        return leaving
+
+    def _undisturbed(self, managed: Sequence[Managed]) -> list[Record]:
+        """Records whose parameters, and those that share units with them, are all still listed."""
+        gone = set(self._parts) - set(managed)
+        records = list(self._records.values())
+        while True:
+            hit = [record for record in records if any(part.owner in gone for part in record.parts)]
+            if not hit:
+                return records
+            records = [record for record in records if record not in hit]
+            gone |= {part.owner for record in hit for part in record.parts}
+
+    def start_from(self, managed: Managed, master: Tensor) -> None:
+        if not managed.own_master and not managed.updated:
+            self._initial[managed] = master
+
+    # -- one step
+
+    def prepare(self) -> None:
+        for device, needs in self._needs.items():
+            self._staging_on(device, needs)
+        for record in self._records.values():
+            record.allocate()
+
+    def _staging_on(self, device: torch.device, needs: Any = None) -> Staging:
+        if device not in self._staging:
+            self._staging[device] = Staging()
+        staging = self._staging[device]
+        needs = self._needs[device] if needs is None else needs
+        if not staging.fits(needs):
+            self._idle(device)
+            staging.take(needs, device)
+        return staging
+
+    def _idle(self, device: torch.device) -> None:
+        """Nothing under way on the device: memory that other streams use may be given back."""
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
+
+    def acquire(
+        self, unit: Unit, active: Collection[Managed], apart: Mapping[Managed, object] | None = None
+    ) -> list[Segment]:
+        record = self._records[unit]
+        segments = segments_of(record, active, apart, self._whole_tensors)
+        if not segments:
+            return []
+        assert self._open is None, f"{unit.label} acquired before {self._open[0].unit.label} was released"
+        slot, staging = self._take(record), self._staging_on(record.device)
+        self._open = record, slot, segments
+        splitter = self._splitter_of(record.device)
+
+        def open_all() -> None:
+            for segment in segments:
+                segment.open(slot, staging, splitter, self._initial)
+
+        self._run(open_all)
+        return segments
+
+    def release(self, unit: Unit, updated: Sequence[Segment]) -> None:
+        if self._open is None:
+            return
+        record, slot, segments = self._open
+        assert record.unit is unit, f"{unit.label} released, {record.unit.label} is acquired"
+        outgrown: dict[Part, Layout] = {}
+        for segment in updated:
+            outgrown.update(segment.note(self._schema))
+            if self._initial:
+                for part in segment.parts:
+                    self._initial.pop(part.owner, None)
+        if outgrown:
+            slot = self._rearrange(record, slot, segments, outgrown)
+        if updated or self._only_copy(record):
+            self._run(lambda: self._write(record, segments))
+        self._give_back(record, slot, bool(updated))
+        self._open = None
+
+    def _write(self, record: Record, segments: Sequence[Segment]) -> None:
+        staging, splitter = self._staging_on(record.device), self._splitter_of(record.device)
+        copies: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}  # of one dtype, for one kernel
+        for segment in segments:
+            weights, sources = segment.write(staging, splitter)
+            if weights:
+                known = copies.setdefault(sources[0].dtype, ([], []))
+                known[0].extend(weights)
+                known[1].extend(sources)
+        for weights, sources in copies.values():
+            torch._foreach_copy_(weights, sources)
+        if self._marks is not None:
+            for segment in segments:
+                if segment.coding != "own" and segment.has_state:
+                    segment.mark(staging, splitter, self._marks[record])
+
+    def _only_copy(self, record: Record) -> bool:
+        """Whether joining has taken apart what is nowhere else."""
+        return True
+
+    def _rearrange(
+        self, record: Record, slot: Slot, segments: Sequence[Segment], layouts: Mapping[Part, Layout]
+    ) -> Slot:
+        """Make room in the record for entries that nobody expected: rare, and all that allocates in a step."""
+        for segment in segments:
+            segment.leave()
+        slot = self._retake(record, slot, lambda: record.arrange(layouts))
+        for segment in segments:
+            segment.enter(slot)
+        return slot
+
+    # -- state seen from outside
+
+    def entries(self, managed: Managed) -> dict[str, Any]:
+        return self._assembled(managed) if managed.updated else {}
+
+    def _assembled(self, managed: Managed) -> dict[str, Any]:
+        """All entries of a parameter and its master; live where nothing is cut or coded."""
+        parts = self._with_state(managed)
+        if not parts:
+            return {}
+        self._before_edit(self._home[part] for part in parts)
+        found = [self._entries.read(self._home[part], part) for part in parts]
+        if len(found) == 1:
+            return found[0]
+        shape, rows = managed.local.shape, [key for key in found[0] if key not in parts[0].history.values]  # type: ignore[union-attr]
+        joined = {key: torch.cat([one[key] for one in found]).view(shape) for key in rows}
+        return {key: joined.get(key, value) for key, value in found[0].items()}
+
+    def describe(self, managed: Managed) -> dict[str, Any]:
+        parts = self._with_state(managed) if managed.updated else []
+        if not parts:
+            return {}
+        history = parts[0].history
+        assert history is not None
+        shapes = {key: (shape or managed.local.shape, dtype) for key, dtype, shape in parts[0].block.layout.entries}
+        described: dict[str, Any] = {
+            key: torch.empty(shape, dtype=dtype, device="meta") for key, (shape, dtype) in shapes.items()
+        }
+        values = history.copied()
+        found = {key: described[key] if key in described else values[key] for key in parts[0].keys}
+        if not managed.own_master:
+            found["master"] = torch.empty(managed.local.shape, dtype=torch.float32, device="meta")
+        return found
+
+    def _with_state(self, managed: Managed) -> list[Part]:
+        parts = self._parts.get(managed, [])
+        return [] if any(part.history is None for part in parts) else parts
+
+    def load(self, managed: Managed, entries: Mapping[str, Any]) -> None:
+        values = {key: value for key, value in entries.items() if key != "master"}
+        master = None if managed.own_master else entries.get("master")
+        self._edit(managed, lambda record, part: self._entries.write(record, part, values, master))
+
+    def refresh(self, managed: Managed) -> None:
+        def follow(record: Record, part: Part) -> None:
+            if part.history is not None and part.coding != "own":
+                self._entries.write_master(record, part, None)
+
+        self._edit(managed, follow)
+
+    def _edit(self, managed: Managed, edit: Callable[[Record, Part], None]) -> None:
+        """Run ``edit`` on every part, where its record lives."""
+        self._initial.pop(managed, None)
+        parts = self._parts[managed]
+        self._before_edit(self._home[part] for part in parts)
+        for part in parts:
+            edit(self._home[part], part)
+        self._edited(self._home[part] for part in parts)
+
+    def changed(self, items: Iterable[Managed]) -> list[Managed]:
+        wanted = dict.fromkeys(items)
+        initial = [item for item in self._initial if item in wanted]
+        found = {item for item in initial if not same_rounding(item.local, self._initial[item])}
+        parts = (part for item in wanted if not item.own_master for part in self._parts.get(item, ()))
+        for record in dict.fromkeys(self._home[part] for part in parts):
+            found.update(part.owner for part in self._changed_parts(record, wanted))
+        return [item for item in wanted if item in found]
+
+    def _changed_parts(self, record: Record, wanted: Collection[Managed]) -> list[Part]:
+        """One comparison on the device for the unit; one by one where that finds something."""
+        waiting = [part for part in record.parts if part.codes is not None and part.owner in wanted]
+        changed = [part for part in waiting if self._entries.waits_for_its_weight(part)]
+        segments = [
+            segment
+            for segment in segments_of(record, wanted, None, self._whole_tensors)
+            if segment.has_state and segment.coding != "own"
+        ]
+        if not segments:
+            return changed
+        known = [part for segment in segments for part in segment.parts if part not in waiting]
+        return [*changed, *self._compare(record, segments, known)]
+
+    @abstractmethod
+    def _compare(self, record: Record, segments: Sequence[Segment], parts: Sequence[Part]) -> list[Part]:
+        """Those of ``parts`` (all in ``segments``) whose weights are not the ones the record belongs to."""
+
+
+def same_rounding(local: Tensor, master: Tensor) -> bool:
+    """Whether ``local`` holds exactly ``master`` rounded to its dtype (bits; NaN equals itself)."""
+    rounded = master.to(device=local.device, dtype=local.dtype)
+    bits = torch.int32 if local.dtype == torch.float32 else torch.int16  # fp32: the model was cast since
+    return torch.equal(rounded.view(bits), local.contiguous().view(bits))

@@ -1,0 +1,317 @@
+"""Segments: runs of a unit's parts that the base optimizer takes for one parameter.
+
+An element-wise class sees one flat fp32 tensor per segment, whatever number of parameters it is made of: their weights
+are gathered into one row, joined to masters, updated, split and scattered, each by one operation. A part is a segment
+of its own where it is large (its weight is read and written in place), where the class needs whole tensors, and where
+flat data would not give torch's own bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from lightstep.state.backend import Managed, Schema
+from lightstep.state.record import History, Layout, Part, Record, Slot, aligned, is_row, lay_out
+
+__all__ = ["LARGE", "MasterSplitter", "Segment", "Staging", "segments_of"]
+
+LARGE = 1 << 18
+"""Parts of so many elements cost a kernel more than they would cost a copy: they are updated by themselves."""
+
+CPU_VECTOR = 16
+"""On the CPU torch's fused kernels compute what is left over from whole vectors with other instructions, and other
+bits: a part whose size is no multiple of this is the last of its segment."""
+
+
+class MasterSplitter(Protocol):
+    """fp32 masters as bf16 weights and what is missing, and back; see ``lightstep.precision.split``."""
+
+    def split(self, master: Tensor, weight: Tensor, low: Tensor, extra: Tensor) -> None: ...
+    def join(self, weight: Tensor, low: Tensor, extra: Tensor, master: Tensor) -> None: ...
+    def fingerprints(self, weight: Tensor, first: int, ranges: Any, out: Tensor) -> None: ...
+    def nbytes(self) -> int: ...
+    def free(self) -> None: ...
+
+
+class Views:
+    """A segment's fields in one slot."""
+
+    def __init__(self, segment: Segment, slot: Slot) -> None:
+        rows = segment.parts[0].block.rows(slot.buffer, segment.first, segment.stop)
+        layout = segment.layout
+        self.low, self.master = rows.get("low half"), rows.get("master")
+        carrier = None if layout.carrier is None else rows[layout.carrier]
+        self.extra = rows.get("bitmap") if carrier is None else carrier.view(-1)
+        self.entries = {
+            key: rows[key] if shape is not None else rows[key].view(segment.shape) for key, _, shape in layout.entries
+        }
+        self.masters = [] if self.master is None else segment.parts_of(self.master)
+
+
+class Segment:
+    """A run of parts with one layout, group and history, while they are updated.
+
+    Attributes:
+        first, stop: where it stands in the unit's flat order.
+        shape: of its master: flat, or the parameter's for a class that needs whole tensors.
+        places: first element and shape of each part, counted from ``first``.
+        group: the live entry of ``optimizer.param_groups``.
+        master: fp32 on the device, while the segment is open.
+        state: the base optimizer's entries; empty before the first update, which fills it.
+    """
+
+    def __init__(self, parts: Sequence[Part], whole_tensors: bool) -> None:
+        head, last = parts[0], parts[-1]
+        self.parts, self.group, self.layout = parts, head.owner.group, head.block.layout
+        self.coding = head.coding
+        self.first, self.stop = head.first, last.first + last.elements
+        self.shape = head.shape if whole_tensors else (self.stop - self.first,)
+        self.places = [(part.first - self.first, part.shape) for part in parts]
+        self._known = [part.owner.local for part in parts]
+        self.locals = [part.of(local) for part, local in zip(parts, self._known, strict=True)]
+        self.in_place = len(parts) == 1 and self.locals[0].is_contiguous() and updated_alone(head)
+        self.ranges: list[tuple[int, int]] = [
+            (at, at + part.elements) for (at, _), part in zip(self.places, parts, strict=True)
+        ]
+        self.master: Tensor
+        self.state: dict[str, Any] = {}
+        self._rows: dict[Tensor, tuple[Tensor, list[Tensor], list[Tensor]]] = {}
+        self._views: Views | None = None
+
+    @property
+    def outdated(self) -> bool:
+        """Whether a weight has other memory now: the old one is held on to here."""
+        return any(part.owner.local is not known for part, known in zip(self.parts, self._known, strict=True))
+
+    @property
+    def has_state(self) -> bool:
+        return self.parts[0].history is not None
+
+    def row_in(self, buffer: Tensor) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+        """The segment's row in a buffer of the unit's flat order, its parts there, and what lies between them."""
+        if buffer not in self._rows:
+            row = buffer[self.first : self.stop]
+            parts = self.parts_of(row)
+            gaps = [row[b : a + aligned(b - a)] for a, b in self.ranges[:-1] if b - a != aligned(b - a)]
+            for known in [known for known in self._rows if known.dtype == buffer.dtype]:
+                del self._rows[known]
+            self._rows[buffer] = row, parts, gaps
+        return self._rows[buffer]
+
+    def parts_of(self, row: Tensor) -> list[Tensor]:
+        """Each part's view of a row, in its shape."""
+        return [row[a:b].view(shape) for (a, b), (_, shape) in zip(self.ranges, self.places, strict=True)]
+
+    # -- masters
+
+    def weights(self, staging: Staging) -> Tensor:
+        """The weights in one row, in the parameters' dtype: their own memory, or gathered."""
+        if self.in_place:
+            return self.locals[0].view(-1)
+        row, parts, gaps = self.row_in(staging.row_of(self.locals[0].dtype))
+        torch._foreach_copy_(parts, self.locals)
+        if gaps:
+            torch._foreach_zero_(gaps)
+        return row
+
+    def open(self, slot: Slot, staging: Staging, splitter: MasterSplitter, initial: Mapping[Managed, Tensor]) -> None:
+        """Masters and entries as the base optimizer wants them."""
+        views = slot.views.get(self)
+        if views is None:
+            views = slot.views[self] = Views(self, slot)
+        self._views, history = views, self.parts[0].history
+        if self.coding == "own":
+            self.master = self.weights(staging).view(self.shape)
+        elif history is None:
+            self.master = self._first_master(staging, initial)
+        elif self.coding == "whole":
+            assert views.master is not None
+            self.master = views.master.view(self.shape)
+        else:
+            flat = staging.masters[self.first : self.stop]
+            splitter.join(self.weights(staging), views.low, views.extra, flat)  # type: ignore[arg-type]
+            self.master = flat.view(self.shape)
+        self.state = {}
+        if history is not None:
+            if history.parts > len(self.parts):
+                history = self._own_history(history)
+            entries = views.entries
+            self.state = {k: entries[k] if k in entries else history.values[k] for k in self.parts[0].keys}
+
+    def _first_master(self, staging: Staging, initial: Mapping[Managed, Tensor]) -> Tensor:
+        """fp32 of the weights, or what the masters are to start from."""
+        master = self.weights(staging).float()
+        for part, (a, b) in zip(self.parts, self.ranges, strict=True):
+            if part.owner in initial:
+                master[a:b].copy_(part.of(initial[part.owner]).reshape(-1))
+        return master.view(self.shape)
+
+    def _own_history(self, shared: History) -> History:
+        """Others that share the history are not updated now, or not with these."""
+        shared.parts -= len(self.parts)
+        own = History(shared.copied(), len(self.parts))
+        for part in self.parts:
+            part.history = own
+        return own
+
+    # -- after the update
+
+    def note(self, schema: Schema) -> dict[Part, Layout]:
+        """Take over what is not in the record; new layouts for the parts whose entries no longer fit theirs."""
+        rows = {k: v for k, v in self.state.items() if is_row(k, v, schema)}
+        layout = lay_out(self.coding, rows, self.shape, schema)
+        if layout.alone and (len(self.parts) > 1 or not self.parts[0].whole):
+            key, shape = next((key, shape) for key, _, shape in layout.entries if shape is not None)
+            raise ValueError(
+                f"state {key!r} of {self.parts[0].owner.name} has shape {shape} for a piece of "
+                f"{self.stop - self.first} elements: this optimizer needs whole tensors; let its class say so "
+                "(whole_tensors = True)"
+            )
+        values = {k: v for k, v in self.state.items() if k not in rows}
+        history = self.parts[0].history
+        if history is None:
+            history = History(values, len(self.parts))
+        history.values, history.origin = values, None
+        for part in self.parts:
+            part.keys, part.history = tuple(self.state), history
+        return {} if layout.entries == self.layout.entries else dict.fromkeys(self.parts, layout)
+
+    def leave(self) -> None:
+        """Copy everything out of the slot, which is about to be arranged anew."""
+        assert self._views is not None
+        for key, view in self._views.entries.items():
+            if self.state.get(key) is view:
+                self.state[key] = view.clone()
+        if self.coding == "whole":
+            self.master = self.master.clone()
+
+    def enter(self, slot: Slot) -> None:
+        """After the record was arranged anew; :meth:`write` does the rest."""
+        self.layout = self.parts[0].block.layout
+        self._views = Views(self, slot)
+
+    def write(self, staging: Staging, splitter: MasterSplitter) -> tuple[list[Tensor], list[Tensor]]:
+        """Masters and entries to the record, where the base optimizer has put them elsewhere. Returns weights, and what
+        is left to be copied to them."""
+        views, master = self._views, self.master.view(-1)
+        assert views is not None
+        if self.has_state:
+            for key, view in views.entries.items():
+                value = self.state[key]
+                if value is not view and value.data_ptr() != view.data_ptr():
+                    view.copy_(value)
+        self.master, self.state, self._views = None, {}, None  # type: ignore[assignment]
+        if self.coding == "whole" and self.has_state:
+            assert views.master is not None
+            if views.master.data_ptr() != master.data_ptr():  # the first update
+                views.master.copy_(master)
+            return self.locals, views.masters
+        row, parts = self._row(staging)
+        if self.coding != "own" and self.has_state:
+            splitter.split(master, row, views.low, views.extra)  # type: ignore[arg-type]
+        return (self.locals, parts) if parts and self.has_state else ([], [])
+
+    def mark(self, staging: Staging, splitter: MasterSplitter, marks: Tensor) -> None:
+        """Fingerprints of the 16-bit weights into the unit's ``marks``; after :meth:`write`, or :meth:`weights`."""
+        row = self.weights(staging) if self.coding == "whole" else self._row(staging)[0]
+        splitter.fingerprints(row, self.first, self.ranges, marks[self.parts[0].index : self.parts[-1].index + 1])
+
+    def _row(self, staging: Staging) -> tuple[Tensor, list[Tensor]]:
+        """Where :meth:`weights` are, and the parts of it that are copies."""
+        if self.in_place:
+            return self.locals[0].view(-1), []
+        row, parts, _ = self.row_in(staging.row_of(self.locals[0].dtype))
+        return row, parts
+
+
+def updated_alone(part: Part) -> bool:
+    """Large ones; and 16-bit numbers that are their own masters: torch's CPU kernels round them in vectors."""
+    return part.elements >= LARGE or (part.coding == "own" and part.owner.local.dtype != torch.float32)
+
+
+def segments_of(
+    record: Record, active: Collection[Managed], apart: Mapping[Managed, object] | None, whole_tensors: bool
+) -> list[Segment]:
+    """The active parts of a record in segments: made once, for as long as the same ones are active."""
+    key = [
+        part.owner in active
+        and (
+            id(part.owner.group),
+            id(part.owner.local),
+            id(part.history),
+            part.codes is None,
+            None if apart is None else id(apart[part.owner]),
+        )
+        for part in record.parts
+    ]
+    return record.segments(key, lambda: [Segment(run, whole_tensors) for run in _runs(record, key, whole_tensors)])
+
+
+def _runs(record: Record, key: Sequence[Any], whole_tensors: bool) -> Iterator[list[Part]]:
+    run: list[Part] = []
+    for part, kind in zip(record.parts, key, strict=True):
+        if run and not (kind and _joins(part, kind, run[-1], key[run[-1].index], whole_tensors)):
+            yield run
+            run = []
+        if kind:
+            run.append(part)
+    if run:
+        yield run
+
+
+def _joins(part: Part, kind: Any, last: Part, last_kind: Any, whole_tensors: bool) -> bool:
+    """Whether a part and the one before it can be updated as one."""
+    if whole_tensors or updated_alone(part) or updated_alone(last) or part.block is not last.block:
+        return False
+    if last.owner.local.dtype != part.owner.local.dtype:
+        return False
+    device = part.owner.local.device.type
+    if device == "cpu" and last.elements % CPU_VECTOR:
+        return False
+    return kind[0] == last_kind[0] and kind[2:] == last_kind[2:]
+
+
+class Staging:
+    """Device memory for one unit in its flat order: joined masters, and weights that were gathered."""
+
+    def __init__(self) -> None:
+        self.masters = torch.empty(0, dtype=torch.float32, device="cpu")
+        self._rows: dict[torch.dtype, Tensor] = {}
+
+    def needs(self, records: Collection[Record]) -> tuple[int, dict[torch.dtype, int]]:
+        """Elements of masters, and of gathered weights."""
+        masters, rows = 0, dict.fromkeys((torch.bfloat16, torch.float16, torch.float32), 0)
+        for record in records:
+            for part in record.parts:
+                end = part.first + aligned(part.elements)
+                if part.coding == "split":
+                    masters = max(masters, end)
+                if not (updated_alone(part) and part.owner.local.is_contiguous()):
+                    rows[part.owner.local.dtype] = max(rows[part.owner.local.dtype], end)
+        return masters, rows
+
+    def fits(self, needs: tuple[int, dict[torch.dtype, int]]) -> bool:
+        masters, rows = needs
+        return self.masters.numel() >= masters and all(
+            not n or (dtype in self._rows and self._rows[dtype].numel() >= n) for dtype, n in rows.items()
+        )
+
+    def take(self, needs: tuple[int, dict[torch.dtype, int]], device: torch.device) -> None:
+        masters, rows = needs
+        self.free()
+        self.masters = torch.empty(masters, dtype=torch.float32, device=device)
+        self._rows = {dtype: torch.zeros(n, dtype=dtype, device=device) for dtype, n in rows.items() if n}
+
+    def row_of(self, dtype: torch.dtype) -> Tensor:
+        return self._rows[dtype]
+
+    def nbytes(self) -> int:
+        return self.masters.nbytes + sum(row.nbytes for row in self._rows.values())
+
+    def free(self) -> None:
+        """Give it back."""
+        self.masters, self._rows = self.masters[:0], {}

@@ -1,0 +1,61 @@
+"""A strategy's part in saving and loading: who may, and that updates under way come first."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from lightstep import checkpoint
+from lightstep.optimizer.base import BaseOptimizer
+from lightstep.rollout.roles import Role, Roles
+from lightstep.sharding.model_names import unwrap_model
+from lightstep.sharding.prepared_model import PreparedModel
+
+_SAVED_BY_TRAINERS = "a checkpoint is saved by the ranks that train (export_model writes these weights alone)"
+
+
+class Checkpoints:
+    """Saves and loads for the strategy that these roles belong to."""
+
+    def __init__(self, roles: Roles) -> None:
+        self._roles = roles
+
+    def save(
+        self,
+        path: str | Path,
+        model: nn.Module,
+        optimizer: BaseOptimizer | None,
+        scheduler: Any,
+        extra: Mapping[str, Any] | None,
+        trainable_only: bool | None,
+    ) -> None:
+        """See ``Strategy.save_checkpoint``."""
+        self._roles.refuse("save_checkpoint", _SAVED_BY_TRAINERS, model, but=("reference",))
+        PreparedModel.of(model).wait_for_updates()
+        checkpoint.save_checkpoint(path, model, optimizer, scheduler, extra, trainable_only=trainable_only)
+
+    def load(
+        self,
+        path: str | Path,
+        model: nn.Module,
+        optimizer: BaseOptimizer | None,
+        scheduler: Any,
+        trainable_only: bool | None,
+    ) -> dict[str, Any]:
+        """See ``Strategy.load_checkpoint``."""
+        but: tuple[Role, ...] = ("reference", "rollout") if optimizer is None else ()
+        self._roles.refuse("load_checkpoint with an optimizer", "leave the optimizer out", model, but)
+        record = PreparedModel.of(model)
+        record.wait_for_updates()
+        extra = checkpoint.load_checkpoint(path, model, optimizer, scheduler, trainable_only=trainable_only)
+        for follower in record.optimizers if optimizer is None else ():
+            follower.refresh_master_weights()
+        return extra
+
+    def export(self, path: str | Path, model: nn.Module, tokenizer: Any) -> None:
+        """See ``Strategy.export_model``."""
+        PreparedModel.of(model).wait_for_updates()
+        checkpoint.export_model(path, unwrap_model(model), tokenizer)

@@ -1,0 +1,147 @@
+"""Checkpoints of several ranks: earlier versions, one save that all ranks read, and adapters."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import nn
+
+import lightstep
+from lightstep.checkpoint import CheckpointError, load
+from tests.distributed.ranks import Pool
+from tests.distributed.sharding_runs import full
+from tests.unit.test_checkpoint_promises import OLD, Adapted
+
+
+def made(module: nn.Module, steps: int, width: int) -> tuple[Any, nn.Module, Any]:
+    strategy = lightstep.Strategy.load({"sharding": {"kind": "fsdp2"}, "optimizer_state": {"backend": "stream"}})
+    model = strategy.prepare_model(module)
+    optimizer = strategy.create_optimizer(model, torch.optim.AdamW, lr=1e-2)
+    for step in range(steps):
+        torch.manual_seed(step)
+        rows = torch.randn(4, width, dtype=torch.bfloat16, device=strategy.device)
+        optimizer.backward(model(rows).float().square().sum())
+        optimizer.step()
+    return strategy, model, optimizer
+
+
+def content(model: nn.Module, optimizer: Any) -> dict[str, torch.Tensor]:
+    optimizer.synchronize()
+    found = {}
+    for name, parameter in model.named_parameters():
+        found[name] = full(parameter).detach().cpu().clone()
+        for key, value in optimizer.state.get(parameter, {}).items():
+            found[f"{name}.{key}"] = full(torch.as_tensor(value)).cpu().clone()
+    return found
+
+
+def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert found[name].dtype == value.dtype and torch.equal(found[name], value), name
+
+
+def check_old(rank: int, world_size: int, name: str) -> None:
+    strategy, model, optimizer = made(nn.Linear(5, 3), 1, 5)
+    assert strategy.load_checkpoint(OLD / name, model, optimizer) == {"epoch": 3}
+    same(content(model, optimizer), load_file(OLD / f"{name}.safetensors"))
+
+
+@pytest.mark.parametrize("name", ["stream", "fsdp2-2"])
+def test_checkpoints_of_the_previous_version_load_to_the_same_bits(pool: Pool, name: str) -> None:
+    pool.run(check_old, 2, name=name)
+
+
+def check_replaced(rank: int, world_size: int, folder: str) -> None:
+    """The first rank sees the checkpoint before it is replaced, the second one after: both load the new one."""
+    path = Path(folder, "step")
+    strategy, model, optimizer = made(nn.Linear(5, 3), 1, 5)
+    strategy.save_checkpoint(path, model, optimizer)
+    newer, model2, optimizer2 = made(nn.Linear(5, 3), 3, 5)
+    expected, read, calls = content(model2, optimizer2), load.read_tensors, []
+    newer.save_checkpoint(Path(folder, "newer"), model2, optimizer2)
+    moments = [1, 2, 3]  # after which reading it is replaced
+
+    def replacing(*arguments: Any) -> None:
+        calls.append(arguments)
+        read(*arguments)
+        if len(calls) == moments[0] and rank == 1:
+            path.rename(path.with_name("aside"))
+            Path(folder, "newer").rename(path)
+
+    while moments:
+        load.read_tensors = replacing
+        try:
+            other, model3, optimizer3 = made(nn.Linear(5, 3), 0, 5)
+            other.load_checkpoint(path, model3, optimizer3)
+        finally:
+            load.read_tensors = read
+        same(content(model3, optimizer3), expected)
+        dist.barrier()
+        if rank == 1:
+            path.rename(Path(folder, "newer"))
+            path.with_name("aside").rename(path)
+        calls.clear()
+        moments.pop(0)
+        dist.barrier()
+
+
+def test_all_ranks_load_one_save(pool: Pool, tmp_path: Path) -> None:
+    pool.run(check_replaced, 2, folder=str(tmp_path))
+
+
+def check_failing(rank: int, world_size: int, folder: str) -> None:
+    """One rank cannot read its part: no rank has changed anything, or all of them are marked."""
+    strategy, model, optimizer = made(nn.Linear(5, 3), 3, 5)
+    strategy.save_checkpoint(Path(folder, "a"), model, optimizer)
+    other, model2, optimizer2 = made(nn.Linear(5, 3), 1, 5)
+    before, read, calls = content(model2, optimizer2), load.read_tensors, []
+
+    def failing(*arguments: Any) -> None:
+        calls.append(arguments)
+        if rank == 1 and len(calls) == when:
+            raise OSError(5, "Input/output error")
+        read(*arguments)
+
+    for when in (1, 3):
+        calls.clear()
+        load.read_tensors = failing
+        try:
+            with pytest.raises(CheckpointError, match="Input/output error"):
+                other.load_checkpoint(Path(folder, "a"), model2, optimizer2)
+        finally:
+            load.read_tensors = read
+        if when == 1:
+            same(content(model2, optimizer2), before)
+            other.save_checkpoint(Path(folder, "b"), model2, optimizer2)
+    with pytest.raises(CheckpointError, match="failed after a part of it had been loaded"):
+        other.save_checkpoint(Path(folder, "b"), model2, optimizer2)
+    other.load_checkpoint(Path(folder, "a"), model2, optimizer2)
+    same(content(model2, optimizer2), content(model, optimizer))
+    other.save_checkpoint(Path(folder, "b"), model2, optimizer2)
+
+
+def test_a_rank_that_cannot_read_stops_all(pool: Pool, tmp_path: Path) -> None:
+    pool.run(check_failing, 2, folder=str(tmp_path))
+
+
+def check_adapter(rank: int, world_size: int, folder: str) -> None:
+    strategy, model, optimizer = made(Adapted(), 3, 6)
+    path = Path(folder, "a")
+    strategy.save_checkpoint(path, model, optimizer)
+    dist.barrier()
+    names = {key.split(".")[1] for key in json.loads((path / "tensors.json").read_text())["tensors"]}
+    assert names == {"adapter", "norm"}
+    other, model2, optimizer2 = made(Adapted(), 1, 6)
+    other.load_checkpoint(path, model2, optimizer2)
+    same(content(model2, optimizer2), content(model, optimizer))
+
+
+def test_an_adapter_without_its_base(pool: Pool, tmp_path: Path) -> None:
+    pool.run(check_adapter, 2, folder=str(tmp_path))

@@ -1,0 +1,168 @@
+"""Prepared models on two ranks: reads while updates are deferred, loops that drop or forget ``prepare_model``."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.optim.swa_utils import AveragedModel
+
+import lightstep
+from lightstep import ConfigError
+from lightstep.distributed import local_tensor
+from lightstep.optimizer.schedule import NextForward
+from lightstep.sharding.prepared_model import PreparedModel
+from tests.distributed.models import TinyTransformer, loss_of
+from tests.distributed.ranks import Pool
+from tests.distributed.sharding_runs import DDP, FSDP2, load, same_on_all_ranks, same_weights, train, weights_of
+
+KINDS = pytest.mark.parametrize("sharding", [DDP, FSDP2], ids=["ddp", "fsdp2"])
+STATES = {"at_step": {"backend": "stream"}, "next_forward": {"backend": "stream", "update": "next_forward"}}
+
+
+class EarlyExit(TinyTransformer):
+    """Leaves the last block out when it evaluates, and reads the head's weight as fused cross entropies do."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.frozen(self.embed(tokens)) * self.gain
+        for block in list(self.blocks)[: None if self.training else -1]:
+            hidden = block(hidden)
+        return functional.linear(hidden, self.head.weight, self.head.bias)
+
+
+def local(model: nn.Module) -> dict[str, Tensor]:
+    return {name: local_tensor(p).detach().clone() for name, p in model.named_parameters()}
+
+
+def evaluated(model: nn.Module) -> dict[str, Tensor]:
+    model.eval()
+    with torch.no_grad():
+        loss = loss_of(model, 0, 0, 0, next(model.parameters()).device)
+    model.train()
+    return {"loss": loss}
+
+
+def check_reads(rank: int, world_size: int, sharding: dict[str, Any]) -> None:
+    """Units are updated only when somebody waits for them: who does not wait reads old weights."""
+    at_once, ahead = NextForward.at_once, NextForward.ahead
+    NextForward.at_once = NextForward.ahead = 0
+    readers: list[Callable[[nn.Module], dict[str, Tensor]]] = [
+        local,
+        evaluated,
+        lambda model: {key: local_tensor(value).clone() for key, value in model.state_dict().items()},
+    ]
+    if sharding["kind"] == "ddp":  # FSDP2 refuses deep copies
+        readers.append(lambda model: local(AveragedModel(copy.deepcopy(model)).module))
+    try:
+        found = []
+        for state in STATES.values():
+            strategy = load(sharding, optimizer_state=state, clipping={"max_norm": 0.5})
+            torch.manual_seed(0)
+            model = strategy.prepare_model(EarlyExit())
+            optimizer = strategy.create_optimizer(model, lr=1e-2)
+            inner = strategy.unwrap_model(model)
+            seen = []
+            for read in readers:
+                assert all(train(strategy, model, optimizer))
+                assert optimizer.has_deferred_updates is (state is STATES["next_forward"])
+                model.zero_grad()
+                assert optimizer.has_deferred_updates is (state is STATES["next_forward"])
+                seen.append(read(inner))
+            found.append(seen)
+        for expected, tested in zip(*found, strict=True):
+            same_weights(tested, expected)
+    finally:
+        NextForward.at_once, NextForward.ahead = at_once, ahead
+
+
+@KINDS
+def test_reads_while_updates_are_deferred(pool: Pool, sharding: dict[str, Any]) -> None:
+    pool.run(check_reads, 2, sharding=sharding)
+
+
+def check_in_place(rank: int, world_size: int, sharding: dict[str, Any], state: str, parameters: str) -> None:
+    """A loop that drops what ``prepare_model`` returns trains as one that keeps it, and as one that goes past it."""
+    runs = []
+    past = parameters == "float32"  # with 16-bit parameters the step refuses that
+    for keep, call_inside in ((True, False), (False, True), *([(True, True)] if past else [])):
+        strategy = load(sharding, precision={"parameters": parameters}, optimizer_state=STATES[state])
+        torch.manual_seed(rank)
+        model: nn.Module = TinyTransformer()
+        prepared = strategy.prepare_model(model)
+        inside = model
+        if keep:
+            model = prepared
+        del prepared
+        gc.collect()
+        strategy.create_optimizer(model, lr=1e-2)  # given up at once
+        optimizer = strategy.create_optimizer(model, lr=1e-2)
+        assert all(train(strategy, inside if call_inside else model, optimizer, steps=3))
+        optimizer.synchronize()
+        runs.append(weights_of(strategy, model))
+        assert sharding["kind"] == "fsdp2" or same_on_all_ranks(strategy.unwrap_model(model))
+        if not keep and sharding["kind"] == "ddp" and rank == 0:  # on one rank alone: nothing is communicated
+            model.eval()
+            loss_of(model, 0, 0, 0, strategy.device)
+    for run in runs[1:]:
+        same_weights(run, runs[0])
+
+
+@pytest.mark.parametrize("parameters", ["bfloat16", "float32"])
+@pytest.mark.parametrize("state", STATES)
+def test_the_return_value_may_be_dropped(pool: Pool, state: str, parameters: str) -> None:
+    pool.run(check_in_place, 2, sharding=DDP, state=state, parameters=parameters)
+
+
+def test_fsdp2_shards_in_place(pool: Pool) -> None:
+    pool.run(check_in_place, 2, sharding=FSDP2, state="at_step", parameters="bfloat16")
+
+
+def check_refused(rank: int, world_size: int) -> None:
+    for name in ("ddp", "ddp-stream", "fsdp2", "fsdp2-stream", "fsdp2-fp32", "fsdp2-in-backward", "hsdp"):
+        strategy = lightstep.Strategy.load(name)
+        strategy.start()
+        for dtype in {torch.float32, strategy.parameter_dtype}:
+            model = TinyTransformer().to(device=strategy.device, dtype=dtype)
+            before = local(model)
+            optimizer = strategy.create_optimizer(model, lr=1e-2)
+            with pytest.raises(ConfigError, match=r"prepare_model\(model\)"):
+                train(strategy, model, optimizer)
+            same_weights(local(model), before)
+
+
+def test_a_model_that_was_never_prepared_is_refused(pool: Pool) -> None:
+    pool.run(check_refused, 2)
+
+
+def check_initial_masters(rank: int, world_size: int, sharding: dict[str, Any]) -> None:
+    """Rank 0's fp32 values, this rank's shards of them, whatever the others were built with."""
+    torch.manual_seed(0)
+    first = TinyTransformer()
+    torch.manual_seed(rank)
+    model = load(sharding).prepare_model(TinyTransformer())
+    record = PreparedModel.of(model)
+    for name, parameter in record_names(model):
+        master = record.initial_master(parameter)
+        given = first.get_parameter(name).detach()
+        if not parameter.requires_grad:
+            assert master is None
+            continue
+        assert master is not None and master.dtype == torch.float32
+        expected = given if sharding["kind"] == "ddp" else given.chunk(world_size)[rank : rank + 1]
+        whole = expected if isinstance(expected, Tensor) else torch.cat([*expected, given[:0]])
+        assert torch.equal(master, whole.to(master.device)), name
+
+
+def record_names(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    return [(name.removeprefix("module."), parameter) for name, parameter in model.named_parameters()]
+
+
+@KINDS
+def test_masters_start_from_what_rank_0_was_given(pool: Pool, sharding: dict[str, Any]) -> None:
+    pool.run(check_initial_masters, 2, sharding=sharding)

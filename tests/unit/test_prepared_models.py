@@ -1,0 +1,304 @@
+"""Prepared models: whoever reads a parameter gets an updated one, and what was never prepared is refused."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import pickle
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.utils import parameters_to_vector
+from torch.optim.swa_utils import AveragedModel
+
+import lightstep
+from lightstep import ConfigError
+from lightstep.optimizer.schedule import NextForward
+from lightstep.sharding.parameter_reads import AwaitedParameters, DeferredUpdates, await_reads
+from lightstep.sharding.prepared_model import PreparedModel
+from tests.distributed.models import TinyTransformer
+from tests.unit.test_next_forward import OVERLAP, Training
+
+RESIDENT = {"backend": "resident"}
+
+
+@pytest.fixture
+def nothing_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Units are updated when somebody waits for them, and no sooner: who does not wait reads old weights."""
+    monkeypatch.setattr(NextForward, "at_once", 0)
+    monkeypatch.setattr(NextForward, "ahead", 0)
+
+
+class EarlyExit(TinyTransformer):
+    """Leaves the last block out when it evaluates, and reads the head's weight as fused cross entropies do."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.frozen(self.embed(tokens)) * self.gain
+        for block in list(self.blocks)[: None if self.training else -1]:
+            hidden = block(hidden)
+        return functional.linear(hidden, self.head.weight, self.head.bias)
+
+
+def named(model: nn.Module) -> dict[str, Tensor]:
+    return dict(model.named_parameters())
+
+
+def dumped(model: nn.Module) -> dict[str, Tensor]:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return named(torch.load(file, weights_only=False))
+
+
+def averaged(model: nn.Module) -> dict[str, Tensor]:
+    average = AveragedModel(model)
+    average.update_parameters(model)
+    return named(average.module)
+
+
+READERS: dict[str, Callable[[nn.Module], Any]] = {
+    "attribute": lambda model: {"head.weight": model.head.weight},
+    "get_parameter": lambda model: {"head.weight": model.get_parameter("head.weight")},
+    "named_parameters": named,
+    "backwards": lambda model: dict(reversed(list(model.named_parameters()))),
+    "state_dict": lambda model: dict(model.state_dict()),
+    "state_dict of a part": lambda model: {f"head.{key}": value for key, value in model.head.state_dict().items()},
+    "copied dictionary": lambda model: {"weight": dict(model.head._parameters)["weight"]},
+    "vector": lambda model: {"all": parameters_to_vector(model.parameters())},
+    "deepcopy": lambda model: named(copy.deepcopy(model)),
+    "pickle": lambda model: named(pickle.loads(pickle.dumps(model))),
+    "torch.save": dumped,
+    "AveragedModel": averaged,
+    "to": lambda model: named(model.to(torch.float64)),
+    "EMA": lambda model: {name: torch.zeros_like(p).lerp_(p.detach(), 0.5) for name, p in model.named_parameters()},
+    "functional_call": lambda model: {
+        "logits": torch.func.functional_call(model, {}, (torch.tensor([[1, 2]]),)),
+    },
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_a_reader_gets_updated_parameters(name: str, nothing_by_itself: None) -> None:
+    read = READERS[name]
+    expected, tested = Training(RESIDENT), Training(OVERLAP)
+    for training in (expected, tested):
+        training.train(3)
+    assert tested.optimizer.has_deferred_updates
+    wanted, found = read(expected.model), read(tested.model)
+    assert wanted.keys() == found.keys()
+    assert [key for key in wanted if not torch.equal(wanted[key].detach(), found[key].detach())] == []
+
+
+def test_a_block_left_out_and_a_head_that_is_never_called(nothing_by_itself: None) -> None:
+    losses = []
+    for state in (RESIDENT, OVERLAP):
+        training = Training(state, make=EarlyExit)
+        training.train(3)
+        training.model.eval()
+        with torch.no_grad():
+            losses.append(training.loss().item())
+    assert losses[0] == losses[1]
+
+
+def waits(training: Training) -> list[Any]:
+    """What the optimizer is asked to wait for, from now on."""
+    asked: list[Any] = []
+    wait = training.optimizer.wait_for_update
+
+    def waiting(parameters: Any = None) -> None:
+        asked.append(parameters)
+        wait(parameters)
+
+    training.optimizer.wait_for_update = waiting
+    return asked
+
+
+def test_zero_grad_and_clipping_of_a_plain_loop_wait_for_nothing(nothing_by_itself: None) -> None:
+    training = Training(OVERLAP)
+    training.train(2)
+    asked = waits(training)
+    for around in (training.model, training.model.blocks[1], nn.Sequential(training.model), AroundIt(training.model)):
+        around.zero_grad()
+        around.zero_grad(set_to_none=False)
+    training.optimizer.zero_grad()
+    assert asked == [] and training.optimizer.has_deferred_updates
+    training.model.train().eval().train()
+    training.optimizer.backward(training.loss())
+    del asked[:]
+    torch.nn.utils.clip_grad_norm_(training.model.parameters(), 1e9)
+    assert not training.optimizer.has_deferred_updates  # backward has waited
+    assert training.optimizer.step()
+
+
+class AroundIt(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.inside = model
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        super().zero_grad(set_to_none)
+
+
+def test_a_read_waits_for_its_own_module_and_once(nothing_by_itself: None) -> None:
+    training = Training(OVERLAP)
+    training.train(2)
+    asked = waits(training)
+    weight = training.model.embed.weight
+    assert len(asked) == 1 and [id(p) for p in asked[0]] == [id(weight)]
+    assert training.model.embed.weight is weight and len(asked) == 1
+    assert training.optimizer.has_deferred_updates  # the others' go on
+    training.loss()
+    forward = len(asked)
+    training.loss()
+    assert len(asked) - forward <= 1  # behind the last block
+
+
+def test_a_module_of_two_models_waits_for_the_optimizers_of_both(nothing_by_itself: None) -> None:
+    found = []
+    for state in (RESIDENT, OVERLAP):
+        training = Training(state)
+        body = training.strategy.create_optimizer(training.model.blocks, lr=1e-2)
+        for group in training.optimizer.param_groups:
+            group["params"] = [p for p in group["params"] if p in {*training.model.head.parameters()}]
+        for _ in range(3):
+            training.optimizer.backward(training.loss())
+            body.step()
+            training.optimizer.step()
+        found.append(copy.deepcopy(named(training.model)))
+    assert all(torch.equal(value, found[1][key]) for key, value in found[0].items())
+
+
+def test_copies_have_plain_dictionaries() -> None:
+    training = Training(OVERLAP)
+    training.train(2)
+    assert type(training.model.head._parameters) is AwaitedParameters
+    for other in (copy.deepcopy(training.model), pickle.loads(pickle.dumps(training.model))):
+        assert {type(module._parameters) for module in other.modules()} == {dict}
+        assert type(training.model.head._parameters) is AwaitedParameters
+        other(torch.tensor([[1]]))
+
+
+def test_nothing_is_put_into_models_whose_updates_are_not_deferred() -> None:
+    training = Training(RESIDENT)
+    training.train(1)
+    assert {type(module._parameters) for module in training.model.modules()} == {dict}
+    assert not any(module._forward_pre_hooks for module in training.model.modules())
+
+
+def test_hooks_go_with_the_last_optimizer_and_nothing_keeps_the_model() -> None:
+    training = Training(OVERLAP)
+    training.train(2)
+    training.optimizer.synchronize()
+    model, reference = training.model, weakref.ref(training.model)
+    training.optimizer = None
+    gc.collect()
+    assert not any(module._forward_pre_hooks for module in model.modules())
+    record = weakref.ref(PreparedModel.of(model))
+    del training, model
+    gc.collect()
+    assert reference() is None and record() is None
+
+
+def test_compiled_code_reads_without_interruption() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2, bias=False))
+    inputs = torch.randn(3, 4)
+    expected = model(inputs)
+    await_reads(list(model.modules()), DeferredUpdates())
+    assert type(model[0]._parameters) is AwaitedParameters
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(inputs), expected)
+    with torch.no_grad():
+        model[0].weight.add_(1)
+    assert torch.equal(compiled(inputs), model(inputs)) and not torch.equal(model(inputs), expected)
+
+
+# -- what was never prepared
+
+
+def test_one_record_from_every_side() -> None:
+    strategy = lightstep.Strategy.load("resident")
+    model = strategy.prepare_model(TinyTransformer())
+    compiled = torch.compile(model, backend="eager")
+    assert PreparedModel.of(compiled) is PreparedModel.of(model) and PreparedModel.of(model).role == "trainer"
+    assert PreparedModel.of(copy.deepcopy(model)) is not PreparedModel.of(model)
+
+
+def trained_once(strategy: lightstep.Strategy, model: nn.Module) -> None:
+    optimizer = strategy.create_optimizer(model, lr=1e-2)
+    dtype = next(model.parameters()).dtype
+    optimizer.backward(model(torch.ones(2, 4, dtype=dtype)).float().sum())
+    optimizer.step()
+
+
+@pytest.mark.parametrize("name", ["resident", "stream", "stream-overlap", "fp16", "bulk"])
+def test_an_unprepared_model_is_refused_before_it_trains_in_another_dtype(name: str) -> None:
+    model = nn.Linear(4, 4)
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(ConfigError, match=r"Linear was never prepared: its weights are torch\.float32.*prepare_model"):
+        trained_once(lightstep.Strategy.load(name), model)
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+
+
+def test_preparing_in_place_is_enough() -> None:
+    strategy, model = lightstep.Strategy.load("stream"), nn.Linear(4, 4)
+    strategy.prepare_model(model)
+    trained_once(strategy, model)
+    trained_once(strategy, nn.Linear(4, 4).bfloat16())  # cast by hand
+    trained_once(lightstep.Strategy.load("fp32"), nn.Linear(4, 4))
+
+
+# -- masters start from what was given
+
+
+def initial_masters(model: nn.Module) -> dict[str, Tensor | None]:
+    record = PreparedModel.of(model)
+    return {name: record.initial_master(parameter) for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("name", ["resident", "stream", "fp16"])
+def test_fp32_values_are_kept_until_an_optimizer_takes_them(name: str) -> None:
+    model = TinyTransformer()
+    given = {name: p.detach().clone() for name, p in model.named_parameters()}
+    prepared = lightstep.Strategy.load(name).prepare_model(model)
+    with torch.no_grad():
+        prepared.head.weight[0, 0] += 1
+    trained = {name: p.requires_grad for name, p in prepared.named_parameters()}
+    assert not all(trained.values())
+    for key, master in initial_masters(prepared).items():
+        if not trained[key] or key == "head.weight":
+            assert master is None
+        else:
+            assert master is not None and torch.equal(master, given[key])
+    assert set(initial_masters(prepared).values()) == {None}  # they are the optimizer's now
+
+
+@pytest.mark.filterwarnings("ignore:.*master_weights")
+def test_nothing_is_kept_where_nothing_was_rounded_or_no_master_is_wanted() -> None:
+    for values, model in (
+        ("resident", TinyTransformer().bfloat16()),
+        ("fp32", TinyTransformer()),
+        ({"precision": {"master_weights": False}}, TinyTransformer()),
+    ):
+        assert set(initial_masters(lightstep.Strategy.load(values).prepare_model(model)).values()) == {None}
+    with torch.device("meta"):
+        meta = nn.Linear(3, 3)
+    assert set(initial_masters(lightstep.Strategy.load("resident").prepare_model(meta)).values()) == {None}
+    reference = lightstep.Strategy.load("resident").prepare_model(TinyTransformer(), role="reference")
+    assert set(initial_masters(reference).values()) == {None}
+
+
+def test_masters_start_from_the_fp32_weights_of_a_folder(tmp_path: Path) -> None:
+    saved = TinyTransformer()
+    save_file({key: value.contiguous() for key, value in saved.state_dict().items()}, tmp_path / "model.safetensors")
+    model = lightstep.Strategy.load("resident").prepare_model(TinyTransformer(), weights=tmp_path)
+    for name, master in initial_masters(model).items():
+        given = saved.get_parameter(name)
+        assert (master is None) if not given.requires_grad else torch.equal(master, given)
