@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 VOCABULARY = 7
 WIDTH = 4
+LAYERS = ["", "embed", "blocks.0", "blocks.1", "blocks.2", "mix", "dead", "all"]
 
 
 class FuzzBlock(nn.Module):
