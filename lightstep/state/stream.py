@@ -296,6 +296,8 @@ class StreamBackend(RecordBackend):
             segment.weights(staging)
             segment.mark(staging, self._splitter, found)
         differs = (found != known).tolist()
+        if self._ring is None:  # between steps, with the device memory given back
+            staging.free()
         return [part for part in parts if differs[part.index]]
 
     def memory(self) -> dict[str, int]:
