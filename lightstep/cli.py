@@ -80,7 +80,10 @@ def strategies() -> None:
 )
 def bench(context: typer.Context) -> None:
     """Measure strategies and peers side by side on this machine."""
-    from lightstep.bench.command import bench as body
+    from lightstep.extras import needs
+
+    with needs("bench"):
+        from lightstep.bench.command import bench as body
 
     command = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     command.command()(body)

@@ -57,7 +57,8 @@ def match(
     _raise_differences("model", missing, unexpected, other)
     matched = Matched(saved, [], optimizer)
     if optimizer is not None and saved.optimizer is not None:
-        _match_optimizer(matched, saved, optimizer, set().union(*(names["optimizer"] for names in everywhere)))
+        theirs, frozen = (set().union(*(names[kind] for names in everywhere)) for kind in ("optimizer", "frozen"))
+        _match_optimizer(matched, saved, optimizer, theirs, frozen)
     matched.tensors = [
         _model_target(saved, named, name, matched) for named, name in found if named.name not in left_alone
     ]
@@ -124,19 +125,25 @@ def local_shard(tensor: Tensor) -> Shard:
 # -- the optimizer -----------------------------------------------------------------------------------------------------
 
 
-def _match_optimizer(matched: Matched, saved: Saved, optimizer: OptimizerContent, everywhere: set[str]) -> None:
+def _match_optimizer(
+    matched: Matched, saved: Saved, optimizer: OptimizerContent, everywhere: set[str], frozen: set[str]
+) -> None:
+    """Groups may hold frozen parameters or not: those without state may be missing on either side."""
+    assert saved.optimizer is not None
     expected, known = saved.manifest.get("optimizer"), optimizer.class_name
     if expected and known and expected != known:
         raise CheckpointError(f"it holds the state of {expected}, the optimizer is {known}")
     before = {name: number for number, names in enumerate(saved.groups) for name in names}
     called = matched.called = {name: saved.aliases.get(name, name) for name in everywhere}
-    missing = sorted(name for name, theirs in called.items() if theirs not in before)
-    unexpected = sorted(before.keys() - set(called.values()))
     entries = stored_entries(saved.index)
+    untouched = {saved.aliases.get(name, name) for name in frozen} - entries.keys() - saved.optimizer["values"].keys()
+    missing = sorted(name for name, theirs in called.items() if theirs not in {*before, *untouched})
+    unexpected = sorted(before.keys() - set(called.values()) - untouched)
     other = [text for name in optimizer.parameters for text in _unusable(saved, optimizer, name, called[name], entries)]
     _raise_differences("optimizer", missing, unexpected, other)
     for number, names in enumerate(optimizer.groups):
-        matched.groups.append(_one_group(saved, number, sorted({before[called[name]] for name in names})))
+        origins = {before[called[name]] for name in names if called[name] in before}
+        matched.groups.append(_one_group(saved, number, sorted(origins)))
     for name in optimizer.parameters:
         matched.entries[name] = _wanted(saved, optimizer, name, called[name], entries)
 
@@ -176,6 +183,8 @@ def _wanted(
     wanted = {entry: entry_key(theirs, entry) for entry in entries.get(theirs, [])}
     if parameter.dtype not in _LOW_PRECISION or not optimizer.keeps_masters:
         wanted.pop("master", None)
-    elif "master" not in wanted and (stored := saved.index.get(f"model.{theirs}")) and stored.dtype == torch.float32:
-        wanted["master"] = f"model.{theirs}"
+    elif "master" not in wanted and (wanted or parameter.requires_grad):
+        stored = saved.index.get(f"model.{theirs}")
+        if stored is not None and stored.dtype == torch.float32:
+            wanted["master"] = f"model.{theirs}"
     return wanted

@@ -61,11 +61,8 @@ def find_checkpoint(path: Path) -> Path:
 
 
 def holds_checkpoint(path: Path) -> bool:
-    """Whether there is a whole checkpoint for :func:`find_checkpoint`, a crash between two renames or not."""
-    try:
-        return find_checkpoint(path) is not None
-    except CheckpointError:
-        return False
+    """Whether a checkpoint is there, whole or damaged (loading it says what is wrong), or one that a crash left."""
+    return path.exists() or _newest(leftovers(path)) is not None
 
 
 def latest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from lightstep.checkpoint.small_state import set_random_states
 from lightstep.checkpoint.tensors import Stored, Target, read_tensors, whole
 from lightstep.optimizer.serialization import refuse_nan
 from lightstep.sharding.model_names import NamedTensor, set_extra_states
+from lightstep.sharding.prepared_model import PreparedModel
 
 logger = logging.getLogger(__name__)
 
@@ -56,8 +57,9 @@ def load_checkpoint(
 
     With an ``optimizer``, its state, hyper-parameters and loss scale are loaded bit for bit, and each rank's random
     states are restored (ranks that were not there when it was saved keep theirs). Weights change dtype through their
-    fp32 masters: fp32 weights become the masters of bf16 parameters, and masters become fp32 weights. If the
-    checkpoint holds no optimizer, the masters are rebuilt from the loaded weights.
+    fp32 masters: fp32 weights become the masters of bf16 parameters, and masters become fp32 weights. Without one, or
+    if the checkpoint holds none, only weights are loaded, and the masters of the model's optimizers are rebuilt from
+    them.
 
     Args:
         trainable_only: ``None`` loads what the checkpoint holds; if that is only what was trained, the frozen base in
@@ -73,9 +75,13 @@ def load_checkpoint(
         content = ranks.together(lambda: None if optimizer is None else OptimizerContent(optimizer, tensors))
         into = _Into(model, scheduler, tensors, content, _names_everywhere(tensors, content, ranks), trainable_only)
         matched = _read_once(Path(path), into, ranks)
-        with changing(model, optimizer, path):
+        weights_only = optimizer is None or matched.saved.optimizer is None
+        optimizers = list(PreparedModel.of(model).optimizers) if optimizer is None else [optimizer]
+        with changing(model, optimizers, path, weights_only):
             while not _loaded(matched, into, ranks):
                 matched = _read_once(Path(path), into, ranks)  # another one has taken its place
+            if optimizer is None or matched.saved.optimizer is None:
+                _masters_follow(optimizers, path)
     if matched.saved.base is not None:
         say_if_another(model, matched.saved.base)
     logger.info("loaded %s", path)
@@ -98,7 +104,9 @@ def _names_everywhere(
     tensors: list[NamedTensor], optimizer: OptimizerContent | None, ranks: Ranks
 ) -> list[dict[str, set[str]]]:
     model = {name for named in tensors for name in named.names}
-    return ranks.gather({"model": model, "optimizer": set() if optimizer is None else set(optimizer.parameters)})
+    frozen = {name for named in tensors if not named.tensor.requires_grad for name in named.names}
+    known = set() if optimizer is None else set(optimizer.parameters)
+    return ranks.gather({"model": model, "frozen": frozen, "optimizer": known})
 
 
 # -- one save, whatever happens meanwhile ------------------------------------------------------------------------------
@@ -212,9 +220,6 @@ def _apply(matched: Matched, into: _Into, rank: int) -> None:
 def _apply_optimizer(matched: Matched, optimizer: OptimizerContent) -> None:
     saved = matched.saved.optimizer
     if saved is None:
-        if hasattr(optimizer.optimizer, "refresh_master_weights"):
-            optimizer.optimizer.refresh_master_weights()
-        logger.info("%s holds no optimizer; the masters were rebuilt from the weights", matched.saved.folder)
         return
     values_of = {name: dict(saved["values"].get(matched.called[name], {})) for name in matched.entries}
     targets = []
@@ -233,6 +238,14 @@ def _apply_optimizer(matched: Matched, optimizer: OptimizerContent) -> None:
     loss_scale = getattr(optimizer.optimizer, "loss_scale", None)
     if loss_scale is not None and saved.get("loss_scale") is not None:
         loss_scale.load_state_dict(saved["loss_scale"])
+
+
+def _masters_follow(optimizers: Iterable[Any], path: Any) -> None:
+    """Only weights were loaded."""
+    for optimizer in optimizers:
+        if hasattr(optimizer, "refresh_master_weights"):
+            optimizer.refresh_master_weights()
+            logger.info("only weights were loaded from %s; the masters were rebuilt from them", path)
 
 
 class _ParameterLoader:

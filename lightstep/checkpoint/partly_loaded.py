@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,16 +16,21 @@ _PARTLY: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
 
 
 @contextmanager
-def changing(model: nn.Module, optimizer: Any, path: Any) -> Iterator[None]:
-    """The model is loaded in this block. After an error neither ``step()`` nor a save goes on from what is there."""
+def changing(model: nn.Module, optimizers: Iterable[Any], path: Any, weights_only: bool = False) -> Iterator[None]:
+    """The model is loaded in this block. After an error neither ``step()`` nor a save goes on from what is there.
+
+    Args:
+        optimizers: those that are loaded too or, with ``weights_only``, follow the model.
+    """
     reason = f"loading {path} failed after a part of it had been loaded"
     inner = unwrap_model(model)
     _PARTLY[inner] = reason
     try:
         yield
     except BaseException:
-        if hasattr(optimizer, "refuse_until_loaded"):
-            optimizer.refuse_until_loaded(reason)
+        for optimizer in optimizers:
+            if hasattr(optimizer, "refuse_until_loaded"):
+                optimizer.refuse_until_loaded(reason, weights_only=weights_only)
         raise
     del _PARTLY[inner]
 

@@ -95,7 +95,7 @@ def load_checkpoint(
         folder = ranks.together(lambda: find_checkpoint(Path(path)), only_first=True)
         manifest, state = ranks.together(lambda: _read(folder, model, optimizer, ranks, weights_only))
         tag = manifest[_SECTION]["tag"]
-        with changing(model, optimizer, path):
+        with changing(model, [optimizer], path):
             ranks.together(lambda: _load_engine(folder, tag, optimizer, weights_only))
             ranks.together(lambda: refuse_replaced(folder, manifest))
             ranks.together(lambda: _apply(state, model, optimizer, scheduler, ranks.rank, weights_only))

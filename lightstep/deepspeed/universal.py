@@ -94,7 +94,7 @@ def load_universal(
         if weights_only:
             raise CheckpointError("a universal checkpoint is loaded with its optimizer state; pass the optimizer too")
         tag = ranks.together(lambda: _checked(folder, optimizer))
-        with changing(optimizer.engine.module, optimizer, folder):
+        with changing(optimizer.engine.module, [optimizer], folder):
             client = ranks.together(lambda: _load_engine(folder, tag, optimizer))
             ours = client.get("lightstep") or {}
             ranks.together(lambda: _apply(client, ours, optimizer, scheduler, ranks.rank))

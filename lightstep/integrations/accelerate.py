@@ -10,7 +10,7 @@ import contextlib
 import logging
 import os
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,12 +25,12 @@ with needs("train"):
     from accelerate import Accelerator
     from accelerate.optimizer import AcceleratedOptimizer
     from accelerate.state import AcceleratorState
-    from accelerate.utils import FullyShardedDataParallelPlugin
+    from accelerate.utils import FullyShardedDataParallelPlugin, gather_object
 
-from lightstep.checkpoint.errors import CheckpointError
 from lightstep.checkpoint.export import full_weights
-from lightstep.checkpoint.layout import find_checkpoint
+from lightstep.checkpoint.layout import holds_checkpoint
 from lightstep.config import ConfigError, FSDP2Sharding
+from lightstep.distributed import local_tensor
 from lightstep.integrations.refusals import (
     inner_optimizer,
     refuse_contradictions,
@@ -38,11 +38,12 @@ from lightstep.integrations.refusals import (
     refuse_part,
     refuse_stranger,
 )
-from lightstep.integrations.whole_state import fitted_to
+from lightstep.integrations.whole_state import fitted_to, part_of
 from lightstep.optimizer.base import BaseOptimizer
+from lightstep.optimizer.param_groups import clean_name
 from lightstep.optimizer.result import StepResult
 from lightstep.sharding.model_names import unwrap_model
-from lightstep.sharding.preparation import cast_parameters
+from lightstep.sharding.prepared_model import PreparedModel
 from lightstep.strategy import Strategy
 
 __all__ = ["LightstepAccelerator", "LightstepOptimizer", "connect", "prepare"]
@@ -101,15 +102,6 @@ def connect(accelerator: Accelerator, strategy: Strategy) -> LightstepAccelerato
     if connected._strategy_shards:
         connected.state.__class__ = _ShardedByStrategy
     return connected
-
-
-def holds_checkpoint(folder: Path) -> bool:
-    """Whether a lightstep checkpoint is in the folder, also where a crash kept it from being put into its place."""
-    try:
-        find_checkpoint(folder / CHECKPOINT)
-    except CheckpointError:
-        return (folder / CHECKPOINT).exists()  # loading it says what is wrong
-    return True
 
 
 class _ShardedByStrategy(AcceleratorState):
@@ -238,8 +230,10 @@ class LightstepAccelerator(Accelerator):
         """By accelerate, as its FSDP2 plugin says, under a policy that follows ``precision``."""
         strategy = self.strategy
         with strategy.preparing(model), self._own_precision():
-            cast_parameters(model, strategy.parameter_dtype)
+            strategy.cast_parameters(model)
+            unrounded = {clean_name(name): value for name, (_, value) in PreparedModel.of(model).kept_masters(model)}
             sharded, _ = super().prepare(model, LightstepOptimizer(optimizer))
+            _keep_masters(sharded, unrounded)
         self._optimizers = [held for held in self._optimizers if inner_optimizer(held) is not optimizer]
         return cast(nn.Module, sharded)
 
@@ -373,7 +367,7 @@ class LightstepAccelerator(Accelerator):
             super().load_state(input_dir, load_kwargs, **kwargs)
             return
         input_dir = self._newest() if input_dir is None else os.path.expanduser(input_dir)
-        if not holds_checkpoint(Path(input_dir)):
+        if not holds_checkpoint(Path(input_dir) / CHECKPOINT):
             with self._loading_plain_state(pair, Path(input_dir)):
                 super().load_state(input_dir, load_kwargs, **kwargs)
             return
@@ -428,6 +422,15 @@ class LightstepAccelerator(Accelerator):
 
 def _is_sharded(model: nn.Module) -> bool:
     return any(isinstance(module, FSDPModule) for module in model.modules())
+
+
+def _keep_masters(sharded: nn.Module, unrounded: Mapping[str, Tensor]) -> None:
+    """Masters start from this process's parts of the fp32 values, unless accelerate has sent other weights around."""
+    named = {clean_name(name): parameter for name, parameter in unwrap_model(sharded).named_parameters()}
+    parts = [(named[name], part_of(named[name], value).cpu()) for name, value in unrounded.items()]
+    alike = all(torch.equal(part.to(p.dtype), local_tensor(p).detach().cpu()) for p, part in parts)
+    if all(gather_object([alike])):
+        PreparedModel.of(sharded).keep_masters(parts)
 
 
 def _connected_class(kind: type[Accelerator]) -> type[LightstepAccelerator]:

@@ -27,16 +27,16 @@ with needs("train"):
 
 from lightstep import CheckpointError
 from lightstep.checkpoint.export import full_weights
+from lightstep.checkpoint.layout import holds_checkpoint
 from lightstep.checkpoint.pretrained import load_pretrained
 from lightstep.config import ConfigError
 from lightstep.integrations import adapters
-from lightstep.integrations.accelerate import CHECKPOINT, LightstepOptimizer, connect, holds_checkpoint
+from lightstep.integrations.accelerate import CHECKPOINT, LightstepOptimizer, connect
 from lightstep.integrations.refusals import inner_optimizer
 from lightstep.integrations.training_arguments import max_norm, norm_is_told, refuse_class, refuse_contradictions
 from lightstep.integrations.whole_state import fitted_to
 from lightstep.optimizer.base import BaseOptimizer
 from lightstep.optimizer.result import StepResult
-from lightstep.sharding.preparation import cast_parameters
 from lightstep.strategy import Strategy
 
 __all__ = ["LightstepMixin", "LightstepTrainer"]
@@ -93,7 +93,7 @@ class LightstepMixin(_AnyTrainer):
                 f"{self.strategy.name}: the model is wrapped in DistributedDataParallel already; hand over the module "
                 "in it, the strategy wraps it"
             )
-        cast_parameters(model, self.strategy.parameter_dtype)
+        self.strategy.cast_parameters(model)
         if self.strategy.config.sharding.kind != "fsdp2":
             super()._move_model_to_device(model, device)
 
@@ -205,7 +205,7 @@ class LightstepMixin(_AnyTrainer):
         if checkpoint is None:
             return
         folder, optimizer = Path(checkpoint), self._lightstep_optimizer
-        if holds_checkpoint(folder):
+        if holds_checkpoint(folder / CHECKPOINT):
             self.strategy.load_checkpoint(folder / CHECKPOINT, self.model, optimizer, self.lr_scheduler)
         elif not self.is_fsdp_enabled and (folder / OPTIMIZER_NAME).is_file():
             with fitted_to(self.model, optimizer, folder):
@@ -221,7 +221,7 @@ class LightstepMixin(_AnyTrainer):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         folder = Path(resume_from_checkpoint)
-        if self.is_fsdp_enabled and holds_checkpoint(folder):
+        if self.is_fsdp_enabled and holds_checkpoint(folder / CHECKPOINT):
             return  # the weights come with the optimizer
         if not self._load_in_place(folder):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
@@ -229,7 +229,7 @@ class LightstepMixin(_AnyTrainer):
     def _load_best_model(self) -> None:
         best, score = self.state.best_model_checkpoint, self.state.best_metric
         logger.info("loading the best model from %s (score: %s)", best, score)
-        if holds_checkpoint(Path(best)):
+        if holds_checkpoint(Path(best) / CHECKPOINT):
             self.strategy.load_checkpoint(Path(best) / CHECKPOINT, self.model)
         elif not self._load_in_place(Path(best)):
             super()._load_best_model()

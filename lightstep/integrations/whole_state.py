@@ -14,6 +14,7 @@ from lightstep.checkpoint.pretrained import parts_of_other_dtypes
 from lightstep.checkpoint.tensors import shard_of
 from lightstep.distributed import is_sharded, local_tensor
 from lightstep.optimizer.base import BaseOptimizer
+from lightstep.optimizer.serialization import matched_parameters
 
 __all__ = ["fitted_to", "part_of"]
 
@@ -29,12 +30,9 @@ def fitted_to(model: nn.Module, optimizer: BaseOptimizer, folder: Path) -> Itera
     """
 
     def fit(_: torch.optim.Optimizer, packed: Mapping[str, Any]) -> dict[str, Any]:
-        saved = [index for group in packed["param_groups"] for index in group["params"]]
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        if len(saved) != len(parameters):  # load_state_dict says so
-            return dict(packed)
-        state = {index: dict(packed["state"].get(index, {})) for index in saved}
-        by_parameter = dict(zip(parameters, (state[index] for index in saved), strict=True))
+        parameters = matched_parameters(optimizer, packed["param_groups"])
+        state = {index: dict(packed["state"].get(index, {})) for index in parameters}
+        by_parameter = {parameter: state[index] for index, parameter in parameters.items()}
         for parameter, entries in by_parameter.items():
             entries.update({key: part_of(parameter, value) for key, value in entries.items()})
         _follow_dtypes(model, folder, by_parameter)
@@ -66,5 +64,5 @@ def _follow_dtypes(model: nn.Module, folder: Path, states: Mapping[Tensor, dict[
             continue
         if "master" in states[parameter]:
             local_tensor(parameter).copy_(states[parameter]["master"])
-        elif part.dtype == torch.float32:
+        elif part.dtype == torch.float32 and (states[parameter] or parameter.requires_grad):
             states[parameter]["master"] = part

@@ -22,6 +22,7 @@ class BrokenStep:
         self._managed, self._backend = managed, backend
         self._what: str | None = None
         self._left: set[Tensor] = set()
+        self._weights_only = False
 
     def __bool__(self) -> bool:
         return self._what is not None
@@ -48,8 +49,9 @@ class BrokenStep:
         """From now on nothing goes on; returns what failed."""
         return self.because(f"{what} failed ({type(error).__name__}: {error})")
 
-    def because(self, reason: str) -> str:
-        """:meth:`note` in other words."""
+    def because(self, reason: str, weights_only: bool = False) -> str:
+        """:meth:`note` in other words; ``weights_only``: the state is what it was, and would do for other weights."""
+        self._weights_only = weights_only and (self._what is None or self._weights_only)
         self._what = reason
         self._left = {item.param for item in self._managed}
         return reason
@@ -58,6 +60,11 @@ class BrokenStep:
         """This one has been given its state."""
         self._left.discard(parameter)
         if not self._left:
+            self._what = None
+
+    def refreshed(self) -> None:
+        """Masters were made of the weights."""
+        if self._weights_only:
             self._what = None
 
     def refuse(self, remedy: str) -> None:

@@ -218,6 +218,7 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         with own_work():
             if self.engine.managed.refresh(self.param_groups):
                 self.engine.follow_parameters()
+        self.engine.broken.refreshed()
 
     def memory_report(self) -> dict[str, float]:
         parameters = sum(item.local.numel() for item in self.engine.managed)
@@ -308,15 +309,16 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         self.engine.broken.refuse(remedy)
         self.engine.refuse_unfinished()
 
-    def refuse_until_loaded(self, reason: str) -> None:
+    def refuse_until_loaded(self, reason: str, weights_only: bool = False) -> None:
         """From now on ``step()``, ``backward()`` with updates and saving refuse, until all state has been loaded.
 
         For a load that failed after it had changed something.
 
         Args:
             reason: what happened, as the beginning of a sentence: ``"loading runs/a/step-100 failed (...)"``.
+            weights_only: only weights were being loaded: ``refresh_master_weights()`` after a load of them does, too.
         """
-        self.engine.broken.because(reason)
+        self.engine.broken.because(reason, weights_only)
 
     @eager
     def state_dict(self) -> dict[str, Any]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
 from lightstep.distributed import is_sharded, local_tensor
@@ -33,7 +34,7 @@ def load_torch_state_dict(optimizer: MixedPrecisionOptimizer, state_dict: Mappin
     for pre_hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
         incoming = pre_hook(optimizer, incoming) or incoming
     groups = copy.deepcopy(incoming["param_groups"])
-    parameters = _matched(optimizer, groups)
+    parameters = matched_parameters(optimizer, groups)
     states = {parameters[index]: entries for index, entries in incoming["state"].items() if index in parameters}
     _check_shapes(optimizer, parameters, incoming["state"])
     for index, entries in incoming["state"].items():
@@ -86,8 +87,12 @@ def _load_states(optimizer: MixedPrecisionOptimizer, states: Mapping[Tensor, Map
         raise
 
 
-def _matched(optimizer: MixedPrecisionOptimizer, saved: list[dict[str, Any]]) -> dict[Any, Tensor]:
-    """The parameter that each index of the state dict stands for."""
+def matched_parameters(optimizer: Optimizer, saved: Sequence[Mapping[str, Any]]) -> dict[Any, Tensor]:
+    """The parameter that each index of a state dict with these groups stands for.
+
+    Raises:
+        ValueError: they are other groups.
+    """
     live = optimizer.param_groups
     if len(saved) != len(live):
         raise ValueError(f"the state dict has {len(saved)} parameter groups; this optimizer has {len(live)}")

@@ -21,17 +21,19 @@ class StateView(MutableMapping[Tensor, dict[str, Any]]):
     """``optimizer.state``: parameter → entries, read from the state backend whenever somebody looks.
 
     Assigning replaces a parameter's state, and so does assigning one of its entries. Whether a tensor that was read is
-    the state itself or a copy is the backend's affair: ``stream`` gives copies, and those refuse to be written to. Like
-    torch's own it answers ``{}`` for a parameter without state.
+    the state itself or a copy is the backend's affair: ``stream`` gives copies, ``resident`` and ``bulk`` give copies
+    of step counts alone, and those refuse to be written to. Like torch's own it answers ``{}`` for a parameter without
+    state.
     """
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
 
     def __getitem__(self, parameter: Tensor) -> dict[str, Any]:
-        entries = self._engine.parameter_state(parameter)
-        if not self._engine.backend.hands_out_state:
-            entries = {key: _read_only(value) for key, value in entries.items()}
+        entries, item = self._engine.parameter_state(parameter), self._engine.managed.get(parameter)
+        if item is not None:
+            is_live = self._engine.backend.is_live
+            entries = {key: value if is_live(item, key) else _read_only(value) for key, value in entries.items()}
         return Entries(entries, _changing(weakref.ref(self._engine), parameter))
 
     def __setitem__(self, parameter: Tensor, entries: Mapping[str, Any]) -> None:

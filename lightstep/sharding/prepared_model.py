@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from lightstep.distributed import local_tensor
+from lightstep.distributed import is_sharded, local_tensor
 from lightstep.optimizer.base import BaseOptimizer
 from lightstep.optimizer.optimizer import MixedPrecisionOptimizer
 from lightstep.optimizer.param_groups import clean_name
@@ -99,6 +99,13 @@ class PreparedModel:
             value: Tensor | None = self._given.get(parameter)
             if value is not None:
                 yield name, (parameter, value)
+
+    def unround(self, model: nn.Module) -> None:
+        """Put values that are kept back into their (unsharded) parameters, which are about to be rounded again."""
+        for _, (parameter, _) in list(self.kept_masters(model)):
+            given = None if is_sharded(parameter) else self.initial_master(parameter)
+            if given is not None:
+                parameter.data = given
 
     def initial_master(self, parameter: Tensor) -> Tensor | None:
         """The fp32 local shard from which a parameter was rounded, once; it is not kept here any longer.

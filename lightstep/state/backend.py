@@ -96,7 +96,8 @@ class StateBackend(ABC):
 
     name: ClassVar[str]
     hands_out_state: ClassVar[bool] = True
-    """Whether :meth:`gather` returns the state itself; otherwise copies, and writing to them changes nothing."""
+    """Whether :meth:`gather` returns the state itself (see :meth:`is_live`); otherwise copies, and writing to them
+    changes nothing."""
     in_lanes: bool = False
     """Whether units may be updated in :attr:`lanes`, beside the caller's own work."""
 
@@ -184,6 +185,10 @@ class StateBackend(ABC):
         The state itself or copies of it: see :attr:`hands_out_state`.
         """
         return self.entries(managed)
+
+    def is_live(self, managed: Managed, key: str) -> bool:
+        """Whether the entry that :meth:`gather` has just returned is the state itself."""
+        return self.hands_out_state
 
     @abstractmethod
     def load(self, managed: Managed, entries: Mapping[str, Any]) -> None:

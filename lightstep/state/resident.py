@@ -97,6 +97,10 @@ class ResidentBackend(RecordBackend):
             found[key] = known.setdefault(key, found[key])
         return found
 
+    def is_live(self, managed: Managed, key: str) -> bool:
+        """Counters are not: the parameters of a record share them."""
+        return any(key in self._handed_out.get(part, ()) for part in self._parts.get(managed, ()))
+
     def _edit(self, managed: Managed, edit: Callable[[Record, Part], None]) -> None:
         self._return()
         super()._edit(managed, edit)

@@ -260,13 +260,25 @@ class Strategy(ABC):
 
     def _placed(self, model: nn.Module) -> nn.Module:
         """The whole model on this process's device in its dtype, with activation checkpointing if asked for."""
-        unrounded = unrounded_values(model) if self._rounds else []
+        self._keep_masters(model)
         model = materialise(model, self.device)
         cast_parameters(model, self.parameter_dtype)
-        PreparedModel.of(model).keep_masters(unrounded)
         if getattr(self.config.sharding, "activation_checkpointing", False):
             checkpoint_activations(model)
         return model
+
+    def cast_parameters(self, model: nn.Module) -> None:
+        """Cast to ``precision.parameters``, in place; masters will start from the fp32 values all the same.
+
+        For code that wants them cast before it calls :meth:`prepare_model`.
+        """
+        self._keep_masters(model)
+        cast_parameters(model, self.parameter_dtype)
+
+    def _keep_masters(self, model: nn.Module) -> None:
+        """What is about to be rounded."""
+        if self._rounds:
+            PreparedModel.of(model).keep_masters(unrounded_values(model))
 
     @property
     def parameter_dtype(self) -> torch.dtype:

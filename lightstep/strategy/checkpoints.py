@@ -48,12 +48,8 @@ class Checkpoints:
         """See ``Strategy.load_checkpoint``."""
         but: tuple[Role, ...] = ("reference", "rollout") if optimizer is None else ()
         self._roles.refuse("load_checkpoint with an optimizer", "leave the optimizer out", model, but)
-        record = PreparedModel.of(model)
-        record.wait_for_updates()
-        extra = checkpoint.load_checkpoint(path, model, optimizer, scheduler, trainable_only=trainable_only)
-        for follower in record.optimizers if optimizer is None else ():
-            follower.refresh_master_weights()
-        return extra
+        PreparedModel.of(model).wait_for_updates()
+        return checkpoint.load_checkpoint(path, model, optimizer, scheduler, trainable_only=trainable_only)
 
     def export(self, path: str | Path, model: nn.Module, tokenizer: Any) -> None:
         """See ``Strategy.export_model``."""

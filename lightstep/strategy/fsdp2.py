@@ -56,6 +56,7 @@ class FSDP2Strategy(ProcessGroupStrategy):
     def _prepare(self, model: nn.Module) -> nn.Module:
         inner = unwrap_model(model)
         self._refuse_sharded(inner)
+        PreparedModel.of(inner).unround(inner)
         mesh = self.mesh()
         units = self._units(inner)
         loaded, alike = self._someone_has_weights(inner)

@@ -86,10 +86,12 @@ def test_accelerate_s_loop_is_the_textbook_loop(values: dict[str, Any]) -> None:
     training.optimizer.synchronize()
 
     torch.manual_seed(0)
-    model = Strategy.load(values).prepare_model(TinyModel())
+    given = TinyModel()
+    model = Strategy.load(values).prepare_model(copy.deepcopy(given))
     loop = ReferenceLoop(
         [{"params": list(model.parameters())}],
         torch.optim.AdamW,
+        masters=dict(zip(model.parameters(), given.parameters(), strict=True)),
         lr=1e-2,
         weight_decay=0.1,
         loss_scale=values.get("precision", {}).get("loss_scale", "none"),

@@ -435,7 +435,7 @@ def test_folders_that_cannot_be_converted(tmp_path: Path, content: dict[str, byt
 
 def test_steps_that_deepspeed_cannot_count_are_refused(tmp_path: Path) -> None:
     run = Run("bfloat16").train(BEFORE)
-    run.optimizer.state[run.model.norm.bias]["step"].fill_(2.0)
+    run.optimizer.state[run.model.norm.bias]["step"] = torch.tensor(2.0)
     source = run.save(tmp_path / "a")
     with pytest.raises(CheckpointError, match=r"norm.bias has had 2 updates and first.bias 3"):
         convert_checkpoint(source, tmp_path / "x", "deepspeed-universal")

@@ -439,6 +439,19 @@ def test_state_of_backends_that_hand_it_out_may_be_edited_in_place(backend: str)
     assert not setup.optimizer.state[setup.model[0].weight]["exp_avg"].any()
 
 
+@backends
+def test_step_counts_are_changed_by_assignment_and_by_nothing_else(backend: str) -> None:
+    """Parameters that are updated together share them, so that what is read is a copy."""
+    setup, expected = Setup(backend).train(0, 1), Setup(backend).train(0, 1)
+    state, step = setup.optimizer.state, torch.tensor(7.0)
+    with pytest.raises(RuntimeError, match=r"Assign instead: optimizer\.state"):
+        state[setup.model[0].weight]["step"].fill_(7)
+    assert_same(setup, expected)
+    state[setup.model[0].weight]["step"] = step
+    others = [float(state[p]["step"]) for p in setup.model.parameters() if p is not setup.model[0].weight]
+    assert state[setup.model[0].weight]["step"] == 7 and set(others) == {2.0}
+
+
 @pytest.mark.parametrize(
     "write",
     [
