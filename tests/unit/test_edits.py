@@ -141,6 +141,19 @@ def test_an_exchange_or_edit_before_a_parameter_joins_is_noticed(backend: str, p
     assert_same(setup.train(1, 2), expected.train(1, 2))
 
 
+@backends
+def test_a_parameter_that_is_frozen_after_its_gradient_arrived_is_updated_once_more(backend: str) -> None:
+    """As by torch, which asks for ``p.grad``; before the first step and after it."""
+    setup, expected = Setup(backend), Setup(backend)
+    for number in range(2):
+        for one in (setup, expected):
+            one.backward(number)
+        setup.model[0].requires_grad_(False)
+        assert setup.optimizer.step() and expected.optimizer.step()
+        setup.model[0].requires_grad_(True)
+        assert_same(setup, expected)
+
+
 def halve(model: nn.Module) -> None:
     with torch.no_grad():
         for parameter in model.parameters():

@@ -208,9 +208,9 @@ class Programs:
 
     def fail(self, name: str, last: bool, drops: bool) -> None:
         """A hook raises in backward. Then all gradients are given up, or those that have arrived count."""
-        if not self.named[name].requires_grad:
-            return
         updates = self.in_backward and last
+        if not self.named[name].requires_grad or (updates and not self.all_have_state()):
+            return
         if updates:
             self.drop_gradients()
             weights, state = copy.deepcopy(self.model.state_dict()), self.optimizer.state_dict()
