@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -79,7 +80,6 @@ class Segment:
         ]
         self.master: Tensor
         self.state: dict[str, Any] = {}
-        self._rows: dict[Tensor, tuple[Tensor, list[Tensor], list[Tensor]]] = {}
         self._views: Views | None = None
 
     @property
@@ -91,17 +91,6 @@ class Segment:
     def has_state(self) -> bool:
         return self.parts[0].history is not None
 
-    def row_in(self, buffer: Tensor) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-        """The segment's row in a buffer of the unit's flat order, its parts there, and what lies between them."""
-        if buffer not in self._rows:
-            row = buffer[self.first : self.stop]
-            parts = self.parts_of(row)
-            gaps = [row[b : a + aligned(b - a)] for a, b in self.ranges[:-1] if b - a != aligned(b - a)]
-            for known in [known for known in self._rows if known.dtype == buffer.dtype]:
-                del self._rows[known]
-            self._rows[buffer] = row, parts, gaps
-        return self._rows[buffer]
-
     def parts_of(self, row: Tensor) -> list[Tensor]:
         """Each part's view of a row, in its shape."""
         return [row[a:b].view(shape) for (a, b), (_, shape) in zip(self.ranges, self.places, strict=True)]
@@ -112,7 +101,7 @@ class Segment:
         """The weights in one row, in the parameters' dtype: their own memory, or gathered."""
         if self.in_place:
             return self.locals[0].view(-1)
-        row, parts, gaps = self.row_in(staging.row_of(self.locals[0].dtype))
+        row, parts, gaps = staging.place_of(self)
         torch._foreach_copy_(parts, self.locals)
         if gaps:
             torch._foreach_zero_(gaps)
@@ -224,8 +213,7 @@ class Segment:
         """Where :meth:`weights` are, and the parts of it that are copies."""
         if self.in_place:
             return self.locals[0].view(-1), []
-        row, parts, _ = self.row_in(staging.row_of(self.locals[0].dtype))
-        return row, parts
+        return staging.place_of(self)[:2]
 
 
 def updated_alone(part: Part) -> bool:
@@ -281,6 +269,7 @@ class Staging:
     def __init__(self) -> None:
         self.masters = torch.empty(0, dtype=torch.float32, device="cpu")
         self._rows: dict[torch.dtype, Tensor] = {}
+        self._places: WeakKeyDictionary[Segment, tuple[Tensor, list[Tensor], list[Tensor]]] = WeakKeyDictionary()
 
     def needs(self, records: Collection[Record]) -> tuple[int, dict[torch.dtype, int]]:
         """Elements of masters, and of gathered weights."""
@@ -306,8 +295,14 @@ class Staging:
         self.masters = torch.empty(masters, dtype=torch.float32, device=device)
         self._rows = {dtype: torch.zeros(n, dtype=dtype, device=device) for dtype, n in rows.items() if n}
 
-    def row_of(self, dtype: torch.dtype) -> Tensor:
-        return self._rows[dtype]
+    def place_of(self, segment: Segment) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+        """Where its weights are gathered: the row, its parts, and what lies between them."""
+        place = self._places.get(segment)
+        if place is None:
+            row = self._rows[segment.locals[0].dtype][segment.first : segment.stop]
+            gaps = [row[b : a + aligned(b - a)] for a, b in segment.ranges[:-1] if b - a != aligned(b - a)]
+            place = self._places[segment] = row, segment.parts_of(row), gaps
+        return place
 
     def nbytes(self) -> int:
         return self.masters.nbytes + sum(row.nbytes for row in self._rows.values())
@@ -315,3 +310,4 @@ class Staging:
     def free(self) -> None:
         """Give it back."""
         self.masters, self._rows = self.masters.new_empty(0), {}
+        self._places.clear()

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightstep.config import ConfigError
 from lightstep.precision.gradient_stage import GradientStage
@@ -753,6 +754,19 @@ def test_too_little_host_memory_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
         training.optimizer.release_device_memory()
     assert training.train(2) == expected.train(4)[2:]
     assert_same(training.snapshot(), expected.snapshot())
+
+
+@pytest.mark.parametrize("backend", ["resident", "bulk", "stream"])
+def test_nobody_holds_on_to_staging_memory_that_was_released(backend: str) -> None:
+    training = Training({"backend": backend})
+    training.train(2)
+    (staging,) = training.optimizer._backend._staging.values()
+    buffers = [
+        StorageWeakRef(one.untyped_storage()) for one in (staging.masters, *staging._rows.values()) if one.numel()
+    ]
+    assert buffers
+    training.optimizer.release_device_memory()
+    assert all(buffer.expired() for buffer in buffers)
 
 
 @pytest.mark.parametrize("backend", ["bulk", "stream"])
