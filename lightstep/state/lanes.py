@@ -330,7 +330,7 @@ class ThreadLane(Lane):
     def synchronize(self) -> None:
         if threading.current_thread() is self._thread:
             return
-        if not self._finalizer.alive:  # told to end (the collector does so before it deletes optimizers): no job runs now
+        if not self._finalizer.alive:  # told to end, as the collector does before it deletes optimizers
             self._thread.join()
             return
         done = threading.Event()
