@@ -7,7 +7,7 @@ for clipping, skipping a whole step) is not to be had here.
 from __future__ import annotations
 
 import contextlib
-import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -30,7 +30,9 @@ class InBackward(Schedule):
     """Units of a layer are lined up with its last gradient; a step that did not begin in backward runs in ``step()``.
 
     On an accelerator the stream that brings a layer's gradients waits for the update of the layer before it, so that
-    the gradients of two layers are in memory at a time. The host does not wait.
+    the gradients of two layers are in memory at a time. The host does not wait. Small layers that a backend stages
+    together are a *batch*, and are updated when all of them are complete; each is still clipped, or left out, by
+    itself.
     """
 
     in_backward = True
@@ -38,10 +40,12 @@ class InBackward(Schedule):
     def __init__(self, walk: UnitWalk, backend: StateBackend) -> None:
         super().__init__(walk, backend)
         self._layers: list[list[Managed]] = []
+        self._items: dict[Tensor, Managed] = {}
         self._layer_of: dict[Managed, int] = {}
-        self._units_of: list[list[Unit]] = []
+        self._batch_of: list[int] = []  # of each layer: the first one in its batch
+        self._units_of: list[list[Unit]] = []  # of each batch, under its first layer
         self._hooks = LeafHooks()
-        self._arrives: list[Callable[[Managed], None]] = []  # called by the hooks, while a backward of ours runs
+        self._arrives: list[Callable[[Tensor], None]] = []  # called by the hooks, while a backward of ours runs
         self._decide: Decide | None = None
         self.started = False
         self._forget_gradients()
@@ -51,7 +55,9 @@ class InBackward(Schedule):
         self._newest: Tensor | None = None  # FSDP2's other gradients are found through it: they share its memory
         self._done: set[Managed] = set()
         self._touched = False
-        self._left: list[int] = []
+        self._left: list[int] = []  # parameters of each layer
+        self._layers_left: Counter[int] = Counter()  # layers of each batch
+        self._decided: dict[int, list[Update]] = {}  # of batches that wait for other layers
 
     @property
     def pending(self) -> bool:
@@ -78,11 +84,14 @@ class InBackward(Schedule):
             self._lay_out(layers)
             self.started, self._decide = True, decide
             self._left = [len(layer) for layer in self._layers]
+            self._layers_left = Counter(self._batch_of)
             everything = [item for layer in self._layers for item in layer]
             self._begin(everything, GroupValues(groups), self._backend.in_lanes, backwards=True)
-            self._arrives.append(lambda item: self._collect(item, take))
+            self._arrives.append(lambda parameter: self._collect(self._items[parameter], take))
             try:
                 yield
+                for batch in list(self._decided):  # some of their layers have got no gradient
+                    self._run(batch)
             finally:
                 self._arrives.clear()
                 self._decide = None
@@ -90,17 +99,18 @@ class InBackward(Schedule):
     def _lay_out(self, layers: Sequence[Sequence[Managed]]) -> None:
         listed = [list(layer) for layer in layers]
         units = list(self._backend.units())
-        if listed != self._layers:
-            self._layers = listed
-            self._layer_of = {item: number for number, layer in enumerate(listed) for item in layer}
-            items = {item.param: weakref.ref(item) for item in self._layer_of}
-            self._hooks.carry(items, after=lambda parameter: _telling(self._arrives, items[parameter]))
-        elif [u for own in self._units_of for u in own] == units:
+        if listed == self._layers and units == self._units:
             return
+        self._layers, self._units = listed, units
+        self._layer_of = {item: number for number, layer in enumerate(listed) for item in layer}
+        self._items = {item.param: item for item in self._layer_of}
+        self._hooks.carry(self._items, after=lambda _: _telling(self._arrives))
+        in_unit = [sorted({self._layer_of[owner] for owner, _, _ in unit.parts}) for unit in units]
+        self._batch_of = _batches(len(listed), in_unit if self._backend.in_lanes else ())
         self._units_of = [[] for _ in listed]
-        for unit in units:
-            for number in dict.fromkeys(self._layer_of[owner] for owner, _, _ in unit.parts):
-                self._units_of[number].append(unit)
+        for unit, layers_in_it in zip(units, in_unit, strict=True):
+            for batch in dict.fromkeys(self._batch_of[number] for number in layers_in_it):
+                self._units_of[batch].append(unit)
 
     @torch.no_grad()
     def _collect(self, item: Managed, take: Take) -> None:
@@ -128,19 +138,29 @@ class InBackward(Schedule):
             self._update(number)
 
     def _update(self, number: int) -> None:
-        layer = self._layers[number]
+        """All gradients of the layer are there: its batch is updated with the last of its layers."""
+        layer, batch = self._layers[number], self._batch_of[number]
         gradients = {item: self._incomplete.pop(item) for item in layer if item in self._incomplete}
         assert self._decide is not None and self._values is not None
         update = self._decide(number, gradients, self._values) if gradients else None
-        if update is None:
+        del gradients
+        if update is not None:
+            update.drop_gradients(update.elsewhere)
+            self._decided.setdefault(batch, []).append(update)
+        self._layers_left[batch] -= 1
+        if self._layers_left[batch] == 0:
+            del update
+            self._run(batch)
+
+    def _run(self, batch: int) -> None:
+        """Update what is decided of it."""
+        if batch not in self._decided:
             return
         self._touched = True
-        update.drop_gradients(update.elsewhere)
-        del gradients
         before = self._lined_up
         if self._in_lane:
             self._follow_caller()
-        self._line_up(reversed(self._units_of[number]), update)
+        self._line_up(reversed(self._units_of[batch]), Update.of_layers(self._decided.pop(batch)))
         self._submit(self._lined_up)
         self._wait(before - 1)
 
@@ -162,6 +182,8 @@ class InBackward(Schedule):
             for number in reversed(range(len(self._layers))):
                 if self._left[number]:
                     self._update(number)
+            for batch in list(self._decided):
+                self._run(batch)
             assert self._values is not None
             overflow = torch.zeros((), dtype=torch.float32, device="cpu")
             end = Update({}, None, None, overflow, self._values, [])
@@ -190,10 +212,19 @@ class InBackward(Schedule):
         self._hooks.carry(())
 
 
-def _telling(arrives: list[Callable[[Managed], None]], reference: weakref.ref[Managed]) -> Callable[[Tensor], None]:
-    def hook(_: Tensor) -> None:
-        item = reference()
-        if arrives and item is not None:
-            arrives[0](item)
+def _batches(layers: int, in_unit: Iterable[Sequence[int]]) -> list[int]:
+    """For each layer the first one of those that share units with it."""
+    first = list(range(layers))
+    for numbers in in_unit:
+        joined = {first[number] for number in numbers}
+        if len(joined) > 1:
+            first = [min(joined) if own in joined else own for own in first]
+    return first
+
+
+def _telling(arrives: list[Callable[[Tensor], None]]) -> Callable[[Tensor], None]:
+    def hook(parameter: Tensor) -> None:
+        if arrives:
+            arrives[0](parameter)
 
     return hook

@@ -49,6 +49,7 @@ class ManagedParameters:
         self._master_weights = master_weights
         self._places = places
         self._initial_masters = initial_masters
+        self._given: dict[Tensor, Tensor] = {}  # what a copy asked for before the set-up
         self._watch = ModelWatch()
         self._items: dict[Tensor, Managed] = {}
         self._schema: Schema = {}
@@ -119,9 +120,28 @@ class ManagedParameters:
 
     def _start_master(self, item: Managed) -> None:
         """The master is what the weight was rounded from, if that is known and still so."""
-        given = None if item.own_master or self._initial_masters is None else self._initial_masters(item.param)
+        given = self._initial_master(item.param)
+        if item.own_master:
+            return
         if given is not None and same_rounding(item.local, given):
             self._backend.start_from(item, given)
+
+    def _initial_master(self, parameter: Tensor) -> Tensor | None:
+        """What the strategy gives only once."""
+        given = self._given.pop(parameter, None)
+        return self._initial_masters(parameter) if given is None and self._initial_masters is not None else given
+
+    def initial_masters(self, groups: Iterable[dict[str, Any]]) -> dict[Tensor, Tensor]:
+        """From what masters will start, of parameters without state: for a copy of the optimizer."""
+        found: dict[Tensor, Tensor] = {}
+        for parameter in (parameter for group in groups for parameter in group["params"]):
+            item = self._items.get(parameter)
+            given = self._initial_master(parameter) if item is None else self._backend.starts_from(item)
+            if given is not None:
+                found[parameter] = given
+                if item is None:
+                    self._given[parameter] = given
+        return found
 
     def _manage(self, parameter: Tensor, group: dict[str, Any], place: Place | None, index: int) -> Managed:
         local = local_tensor(parameter).detach()

@@ -362,6 +362,7 @@ class MixedPrecisionOptimizer(BaseOptimizer):
             "defaults": self.defaults,
             "param_groups": self.param_groups,
             "state": {p: engine.parameter_state(p) for p in self.state},
+            "initial_masters": engine.managed.initial_masters(self.param_groups),
             "places": {p: place for p, place in engine.managed.places().items() if p in mine},
             "optimizer_class": self.optimizer_class,
             "hyperparameters": engine.arithmetic.hyperparameters,
@@ -371,10 +372,17 @@ class MixedPrecisionOptimizer(BaseOptimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         entries: dict[Tensor, dict[str, Any]] = state.pop("state")
         known: dict[Tensor, Place] = state.pop("places")
+        masters: dict[Tensor, Tensor] = state.pop("initial_masters")
         arithmetic = BaseArithmetic(state.pop("optimizer_class"), state.pop("hyperparameters"))
         # No strategy makes forwards wait for a copy: it updates in step().
-        self.engine = Engine(arithmetic, **state.pop("engine"), places=lambda: known, update_time=AtStep)
-        self.param_groups = state.pop("param_groups")  # torch would put it into __dict__, where nobody looks
+        self.engine = Engine(
+            arithmetic,
+            **state.pop("engine"),
+            places=lambda: known,
+            update_time=AtStep,
+            initial_masters=lambda parameter: masters.pop(parameter, None),
+        )
+        self.param_groups = state.pop("param_groups")
         super().__setstate__(state)
         self.engine.watch_gradients()
         for parameter, values in entries.items():

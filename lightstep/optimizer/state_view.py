@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lightstep.optimizer.engine import Engine
@@ -71,8 +72,10 @@ def _changing(
     return change
 
 
-class ReadOnly(Tensor):
-    """A copy of an entry. Writing to it would change nothing, and is refused."""
+class _Guarded:
+    """Copies of entries. Writing to one would change nothing, and is refused."""
+
+    __slots__ = ()
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -85,30 +88,49 @@ class ReadOnly(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*tree_map(plain, args), **tree_map(plain, kwargs))
             shares = isinstance(result, Tensor) and _storage(result) in map(_storage, tree_leaves(args))
-            return result.as_subclass(ReadOnly) if shares else result
+            return _read_only(result) if shares else result
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return plain(self).__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: Any) -> Tensor:
-        return plain(self).clone()
+        copied: Tensor = plain(self).clone()
+        return copied
+
+
+class ReadOnly(_Guarded, Tensor):
+    """A copy of an entry."""
+
+
+class ReadOnlyShard(_Guarded, DTensor):
+    """A copy of an entry whose parameter is a DTensor."""
+
+    def to_local(self, **options: Any) -> Tensor:
+        return cast(Tensor, _read_only(plain(self).to_local(**options)))
 
 
 def plain(value: Any) -> Any:
     """A read-only copy as an ordinary tensor; anything else as it is."""
-    if not isinstance(value, ReadOnly):
+    if not isinstance(value, _Guarded):
         return value
     with torch._C.DisableTorchFunctionSubclass():
-        return value.as_subclass(Tensor)
+        return value.detach() if isinstance(value, DTensor) else value.as_subclass(Tensor)  # type: ignore[attr-defined]
 
 
 def _read_only(value: Any) -> Any:
+    """``value``, which nobody else holds, or a view of it."""
+    if type(value) is DTensor:
+        value.__class__ = ReadOnlyShard
     return value.as_subclass(ReadOnly) if type(value) is Tensor else value
 
 
 def _storage(value: Any) -> int:
     """Address of the memory that a view of it shares."""
-    return value.untyped_storage().data_ptr() if isinstance(value, Tensor) else -1
+    if not isinstance(value, Tensor):
+        return -1
+    with torch._C.DisableTorchFunctionSubclass():
+        local = value._local_tensor if isinstance(value, DTensor) else value
+        return local.untyped_storage().data_ptr()
 
 
 def _writes(func: Any) -> bool:
@@ -122,7 +144,7 @@ _IN_PLACE_OPERATORS = {f"__i{name}__" for name in _OPERATORS.split()}
 
 
 def _any_read_only(target: Any) -> bool:
-    return isinstance(target, ReadOnly) or (isinstance(target, (list, tuple)) and any(map(_any_read_only, target)))
+    return isinstance(target, _Guarded) or (isinstance(target, (list, tuple)) and any(map(_any_read_only, target)))
 
 
 class Entries(dict[str, Any]):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -25,29 +25,48 @@ class Update:
         gradients: local gradients, each in its charge until its parameter is updated.
         divisor, factor: 0-dim fp32: ``gradient / divisor * factor`` is what the base optimizer sees; ``None`` is 1.
             Where each layer is clipped by itself, ``factor`` has one for each parameter, the same object in a layer.
-        overflow: 0-dim fp32; with 1 nothing changes.
+        overflow: 0-dim fp32; with 1 nothing changes. Where layers are left out one by one, as ``factor``.
         values: the groups' hyper-parameters.
         elsewhere: parameters that other replicas update; here their weights arrive.
     """
 
     gradients: Gradients
     divisor: Tensor | None
-    factor: Tensor | Mapping[Managed, Tensor] | None
-    overflow: Tensor
+    factor: Tensor | Mapping[Managed, Tensor | None] | None
+    overflow: Tensor | Mapping[Managed, Tensor]
     values: GroupValues
     elsewhere: list[Managed] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.elsewhere = [item for item in self.gradients if item.elsewhere]
 
-    def alike(self, segments: list[Segment]) -> list[tuple[list[Segment], Tensor | None]]:
-        """The segments with equal factors together, and the factor."""
-        if not isinstance(self.factor, Mapping):
-            return [(segments, self.factor)] if segments else []
-        found: dict[int, tuple[list[Segment], Tensor]] = {}
+    @classmethod
+    def of_layers(cls, updates: Sequence[Update]) -> Update:
+        """Those of several layers as one, which takes over their gradients."""
+        if len(updates) == 1:
+            return updates[0]
+        together = cls({}, updates[0].divisor, {}, {}, updates[0].values)
+        for update in updates:
+            together.factor.update(dict.fromkeys(update.gradients, update.factor))  # type: ignore[union-attr]
+            together.overflow.update(dict.fromkeys(update.gradients, update.overflow))  # type: ignore[union-attr]
+            together.gradients.update(update.gradients)
+            update.gradients.clear()
+        return together
+
+    @property
+    def apart(self) -> Mapping[Managed, object] | None:
+        """Parameters with different objects here are not updated as one."""
+        return next((own for own in (self.overflow, self.factor) if isinstance(own, Mapping)), None)
+
+    def alike(self, segments: list[Segment]) -> list[tuple[list[Segment], Tensor | None, Tensor]]:
+        """The segments with equal factors together, the factor, and their overflow."""
+        if self.apart is None:
+            return [(segments, self.factor, self.overflow)] if segments else []  # type: ignore[list-item]
+        found: dict[tuple[int, int], tuple[list[Segment], Tensor | None, Tensor]] = {}
         for segment in segments:
-            factor = self.factor[segment.parts[0].owner]
-            found.setdefault(id(factor), ([], factor))[0].append(segment)
+            owner = segment.parts[0].owner
+            factor, overflow = (of[owner] if isinstance(of, Mapping) else of for of in (self.factor, self.overflow))
+            found.setdefault((id(factor), id(overflow)), ([], factor, overflow))[0].append(segment)  # type: ignore[arg-type]
         return list(found.values())
 
     def drop_gradients(self, items: list[Managed]) -> None:
@@ -104,10 +123,9 @@ class UnitWalk:
     def unit(self, unit: Unit, update: Update) -> list[Managed]:
         """Update one unit; returns the parameters that are complete with it."""
         with self.broken.guard(f"the update of {unit.label}"):
-            apart = update.factor if isinstance(update.factor, Mapping) else None
-            segments = self._backend.acquire(unit, update.gradients, apart)
-            for alike, factor in update.alike(segments):
-                overflow = update.overflow.to(alike[0].master.device)
+            segments = self._backend.acquire(unit, update.gradients, update.apart)
+            for alike, factor, overflow in update.alike(segments):
+                overflow = overflow.to(alike[0].master.device)
                 self._arithmetic.apply(alike, self._scaled(alike, update, factor), overflow, update.values)
             self._backend.release(unit, segments)
         return self._noted(segments)

@@ -206,6 +206,10 @@ class StateBackend(ABC):
         """Until its first update the parameter's fp32 master is ``master`` (local shape) and not the weight itself."""
 
     @abstractmethod
+    def starts_from(self, managed: Managed) -> Tensor | None:
+        """What :meth:`start_from` was given, until the first update."""
+
+    @abstractmethod
     def changed(self, items: Iterable[Managed]) -> list[Managed]:
         """Those that are no longer their masters rounded: somebody else wrote to them. May wait for the device."""
 

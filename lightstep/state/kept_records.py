@@ -119,6 +119,9 @@ class RecordBackend(StateBackend):
         if not managed.own_master and not managed.updated:
             self._initial[managed] = master
 
+    def starts_from(self, managed: Managed) -> Tensor | None:
+        return self._initial.get(managed)
+
     # -- one step
 
     def prepare(self) -> None:

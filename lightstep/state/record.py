@@ -199,7 +199,7 @@ class Block:
     """Parts with one layout, and where their fields lie in the record."""
 
     def __init__(self, layout: Layout, parts: Sequence[Part], base: int) -> None:
-        self.layout, self.parts = layout, parts
+        self.layout = layout  # and not the parts, which refer to it
         self.first, self.stop = parts[0].first, parts[-1].first + aligned(parts[-1].elements)
         self._fields: dict[str, tuple[int, torch.dtype, int]] = {}
         self.base, cursor = base, base

@@ -210,11 +210,12 @@ class ReferenceLoop:
             return [list(grads)]
         return [[param for param in grads if bool(self.state(param)) is known] for known in (True, False)]
 
-    def add_param_group(self, group: Mapping[str, Any]) -> None:
-        """As torch's; ``group["params"]`` are the reference model's own."""
+    def add_param_group(self, group: Mapping[str, Any], model: Iterable[Tensor] | None = None) -> None:
+        """As torch's; ``group["params"]`` are the reference model's own, ``model`` all of them in its order now."""
         for param in group["params"]:
             self.parameters.append(param)
             self.masters[param] = contiguous32(param)
+        self.parameters = self.parameters if model is None else in_order(self.parameters, model)
         self.optimizer.add_param_group({**group, "params": [self.masters[param] for param in group["params"]]})
 
     @torch.no_grad()

@@ -26,6 +26,7 @@ EVERY = {**EVERY_TIME, **IN_BACKWARD}
 
 @pytest.fixture(autouse=True)
 def no_cyclic_collector() -> Iterator[None]:
+    torch.optim.SGD([torch.ones(1)])  # torch's first one imports torch._dynamo, and failures in there keep their frames
     gc.collect()
     gc.disable()
     yield

@@ -390,7 +390,7 @@ def test_add_param_group(before: int, name: str, parameters: str, backend: str) 
         model.sometimes = nn.Linear(13, 13, bias=False).to(model.gain)
         added.append({"params": list(model.sometimes.parameters()), **third})
     pair.optimizer.add_param_group(added[0])
-    pair.reference.add_param_group(added[1])
+    pair.reference.add_param_group(added[1], pair.reference_model.parameters())
     assert len(pair.optimizer.param_groups) == 3
     untouched = pair.model.sometimes.weight.detach().clone()
     pair.train(4)
