@@ -359,7 +359,7 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         return {
             "defaults": self.defaults,
             "param_groups": self.param_groups,
-            "state": {p: engine.parameter_state(p) for p in self.state},
+            "state": {p: snapshot(engine.parameter_state(p)) for p in self.state},  # live entries are views
             "places": {p: place for p, place in engine.managed.places().items() if p in mine},
             "optimizer_class": self.optimizer_class,
             "hyperparameters": engine.arithmetic.hyperparameters,
@@ -372,6 +372,7 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         arithmetic = BaseArithmetic(state.pop("optimizer_class"), state.pop("hyperparameters"))
         # No strategy makes forwards wait for a copy: it updates in step().
         self.engine = Engine(arithmetic, **state.pop("engine"), places=lambda: known, update_time=AtStep)
+        self.param_groups = state.pop("param_groups")  # torch would put it into __dict__, where nobody looks
         super().__setstate__(state)
         self.engine.watch_gradients()
         for parameter, values in entries.items():
