@@ -82,7 +82,8 @@ class ReadOnly(Tensor):
             )
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*tree_map(plain, args), **tree_map(plain, kwargs))
-            shares = isinstance(result, Tensor) and _storage(result) in map(_storage, tree_leaves(args))
+            copies = [value for value in tree_leaves(args) if isinstance(value, ReadOnly)]
+            shares = isinstance(result, Tensor) and _storage(result) in map(_storage, copies)
             return result.as_subclass(ReadOnly) if shares else result
 
     def __reduce_ex__(self, protocol: Any) -> Any:
