@@ -33,6 +33,7 @@ class GradientNorm:
 
     def __init__(self, parameters: Sequence[Tensor], norm_type: float = 2.0, everywhere: bool | None = None) -> None:
         self.norm_type = check_norm_type(norm_type)
+        self._parameters = parameters
         self._reduction = NormReduction(parameters, everywhere)
         self.device = self._reduction.device
         self.dtype = torch.float32 if self._reduction.as_torch else torch.float64
@@ -101,12 +102,14 @@ class GradientNorm:
     def _as_torch(self, norms: Sequence[Tensor | None]) -> Tensor:
         """The bits of ``torch.nn.utils.get_total_norm``, in one reduction over the shards."""
         listed = [norm for norm in norms if norm is not None]
-        if not listed:
-            return torch.zeros((), dtype=torch.float32, device=self.device)
-        own = torch.stack(listed).to(self.device, torch.float32)
+        own = torch.stack(listed) if listed else torch.zeros(0)
+        own = own.to(self.device, torch.float32)
         if math.isinf(self.norm_type):
-            return self._reduction.over_shards(torch.linalg.vector_norm(own, self.norm_type), self.norm_type)
-        return torch.linalg.vector_norm(self._reduction.over_shards(own, self.norm_type), self.norm_type)
+            largest = torch.linalg.vector_norm(own, self.norm_type) if listed else own.new_zeros(())
+            return self._reduction.largest_of_shards(largest)
+        expected = zip(self._parameters, norms, strict=True)
+        present = [norm is not None for parameter, norm in expected if norm is not None or parameter.requires_grad]
+        return torch.linalg.vector_norm(self._reduction.over_shards(own, present, self.norm_type), self.norm_type)
 
     def _partial_sums(self, norms: Sequence[Tensor | None]) -> list[Tensor]:
         """This rank's ``sum |g|^p`` for each sum of the reduction, 0-dim fp64 on the reduction's device."""

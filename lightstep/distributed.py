@@ -4,7 +4,7 @@ A gradient's share of the global norm is added up over the ranks that hold diffe
 :class:`NormReduction` is planned from the parameters (never from which of them have gradients), so every rank issues
 the same collectives in the same order: one all-reduce over each mesh that shards something, one over all ranks for
 the overflow flag, and none where nothing is sharded. On one mesh it is the all-reduce that torch's own norm of
-DTensors makes.
+DTensors makes, and another one where trainable parameters have no gradient on any rank.
 """
 
 from __future__ import annotations
@@ -278,23 +278,52 @@ class NormReduction:
         ranks = tuple(dist.get_process_group_ranks(group))
         return True, group if _carries(group, self.device) else _made_group(ranks, self.device)
 
-    def over_shards(self, norms: Tensor, norm_type: float) -> Tensor:
+    def over_shards(self, norms: Tensor, present: Sequence[bool], norm_type: float) -> Tensor:
         """Norms of whole parameters from those of this rank's shards, as DTensor's ``_NormPartial`` reduces them.
 
-        The last bits depend on the number of elements too: ranks have gradients of the same parameters, and send no
-        more than torch does.
+        1-dim, for each parameter that has a gradient on some rank. The last bits depend on how many are reduced
+        together, and torch reduces just these.
 
         Args:
-            norms: 1-dim fp32, one for each gradient; for ``p = inf`` the 0-dim largest of them.
-            norm_type: p.
+            norms: 1-dim fp32, one for each gradient.
+            present: of each parameter that may have a gradient on some rank, whether it has one here.
+            norm_type: p, finite.
         """
         if self._shards is None:
             return norms
-        infinite = math.isinf(norm_type)
+        powers = norms**norm_type
+        if all(present):
+            dist.all_reduce(powers, group=self._shards)
+        else:
+            powers = self._over_shards_of_some(powers, present)
+        return powers ** (1.0 / norm_type)
+
+    def _over_shards_of_some(self, powers: Tensor, present: Sequence[bool]) -> Tensor:
+        """Ranks that have all gradients take part in the first reduction only, and know so: nothing is missing then.
+
+        -0.0 stands for a gradient that is not here: the sum is -0.0 where it is missing on every rank. The host waits.
+        """
+        here = [number for number, found in enumerate(present) if found]
+        padded = powers.new_full((len(present),), -0.0)
+        padded[torch.tensor(here, dtype=torch.int64, device=padded.device)] = powers
+        reduced = padded.clone()
+        dist.all_reduce(reduced, group=self._shards)
+        missing = reduced.signbit() & (reduced == 0)
+        if not missing.any():
+            return reduced
+        reduced = padded[~missing]
+        if reduced.numel():
+            dist.all_reduce(reduced, group=self._shards)
+        return reduced
+
+    def largest_of_shards(self, largest: Tensor) -> Tensor:
+        """The same for ``p = inf``, from the 0-dim largest element of this rank's gradients."""
+        if self._shards is None:
+            return largest
         # The largest of a NaN and a number is either one, depending on the backend.
-        powers = norms.nan_to_num(nan=math.inf, posinf=math.inf) if infinite else norms**norm_type
-        dist.all_reduce(powers, op=_operation(norm_type), group=self._shards)
-        return powers if infinite else powers ** (1.0 / norm_type)
+        largest = largest.nan_to_num(nan=math.inf, posinf=math.inf)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._shards)
+        return largest
 
     def anywhere(self, overflow: Tensor) -> Tensor:
         """0-dim fp32: 1 if it is true on any of the ranks that agree, else 0."""

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -423,6 +424,12 @@ class Engine:
         """The last update is in the weights before the optimizer is gone."""
         if sys.is_finalizing() or getattr(self, "closed", True) or os.getpid() != self._process:
             return
+        if self.schedule.pending and self.backend.lanes.in_own_thread:  # the collector runs in any thread
+            threading.Thread(target=self._end, name="lightstep-end").start()
+        else:
+            self._end()
+
+    def _end(self) -> None:
         try:
             self._finish()
             self.backend.synchronize()  # memory that other streams use may be given back

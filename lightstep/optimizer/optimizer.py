@@ -361,7 +361,7 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         return {
             "defaults": self.defaults,
             "param_groups": self.param_groups,
-            "state": {p: engine.parameter_state(p) for p in self.state},
+            "state": {p: snapshot(engine.parameter_state(p)) for p in self.state},  # live entries are views
             "initial_masters": engine.managed.initial_masters(self.param_groups),
             "places": {p: place for p, place in engine.managed.places().items() if p in mine},
             "optimizer_class": self.optimizer_class,

@@ -75,7 +75,7 @@ class Schedule:
             if deferred:
                 self._number(units, update.elsewhere)
             self._line_up([*units, None], update)
-            self._submit(self.at_once)
+            self._submit(_EVERY if self._backend.awaited_by_others else self.at_once)
 
     def _number(self, units: Sequence[Unit], elsewhere: Iterable[Managed]) -> None:
         """Which unit each parameter is complete with; found anew when the units are others."""
@@ -236,8 +236,9 @@ class NextForward(Schedule):
     caller has waited for it.
 
     Units are submitted some way ahead of the forward and not all at once. An accelerator takes about a thousand
-    launches before it makes the host wait, and the forward's have to find room too. How far is a fixed number, so that
-    replicas that send each other weights submit in the same order.
+    launches before it makes the host wait, and the forward's have to find room too. Replicas that send each other
+    weights submit all of them in ``step()``: one may read alone (``if rank == 0: torch.save(...)``), or have its
+    optimizer collected earlier, and would wait for units that the others, who wait for it, had not submitted.
     """
 
     deferred = True

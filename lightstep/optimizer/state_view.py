@@ -87,7 +87,8 @@ class _Guarded:
             )
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*tree_map(plain, args), **tree_map(plain, kwargs))
-            shares = isinstance(result, Tensor) and _storage(result) in map(_storage, tree_leaves(args))
+            copies = [value for value in tree_leaves(args) if isinstance(value, _Guarded)]
+            shares = isinstance(result, Tensor) and _storage(result) in map(_storage, copies)
             return _read_only(result) if shares else result
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -100,6 +100,8 @@ class StateBackend(ABC):
     changes nothing."""
     in_lanes: bool = False
     """Whether units may be updated in :attr:`lanes`, beside the caller's own work."""
+    awaited_by_others: ClassVar[bool] = False
+    """Whether other processes wait for units of this one, so that none may be left until somebody here asks for it."""
 
     def fresh(self) -> StateBackend:
         """A new backend with this one's settings and nothing in its charge."""

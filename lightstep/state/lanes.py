@@ -68,12 +68,23 @@ class Lanes:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.delay: Delay | None = None
-        self._process = os.getpid()
         self._fate = _Fate()
         self.host_to_device, self.compute, self.device_to_host = (
             self._lane(name) for name in (HOST_TO_DEVICE, COMPUTE, DEVICE_TO_HOST)
         )
+
+    @property
+    def delay(self) -> Delay | None:
+        return self._fate.delay
+
+    @delay.setter
+    def delay(self, delay: Delay | None) -> None:
+        self._fate.delay = delay
+
+    @property
+    def in_own_thread(self) -> bool:
+        """Whether the calling thread is that of a lane: it cannot wait for what it has to do itself."""
+        return any(isinstance(lane, ThreadLane) and lane.is_this_thread for lane in self._all())
 
     def _lane(self, name: str) -> Lane:
         if self.device.type == "cpu":
@@ -112,11 +123,6 @@ class Lanes:
 
         A forked child is refused: threads and streams stay behind in the process that made them.
         """
-        if os.getpid() != self._process:
-            raise LaneError(
-                f"this optimizer's lanes belong to process {self._process} and this is its fork {os.getpid()}; make "
-                "the optimizer in the process that trains"
-            )
         self._fate.check()
 
     @property
@@ -233,9 +239,14 @@ class ThreadEvent:
 
 
 class _Fate:
-    """What lanes of threads share: whether one has failed, and the condition on which they all wait."""
+    """What lanes of threads share: whether one has failed, and the condition on which they all wait.
+
+    They refer to nothing else: the collector may have taken the rest from them when it deletes an optimizer.
+    """
 
     def __init__(self) -> None:
+        self.delay: Delay | None = None
+        self._process = os.getpid()
         self.changed = threading.Condition()
         self.error: LaneError | None = None
         self._raised = False
@@ -255,6 +266,11 @@ class _Fate:
             self.changed.notify_all()
 
     def check(self) -> None:
+        if os.getpid() != self._process:
+            raise LaneError(
+                f"this optimizer's lanes belong to process {self._process} and this is its fork {os.getpid()}; make "
+                "the optimizer in the process that trains"
+            )
         if self.error is None:
             return
         if self._raised:
@@ -300,7 +316,6 @@ class ThreadLane(Lane):
 
     def __init__(self, name: str, lanes: Lanes) -> None:
         super().__init__(name)
-        self._lanes = weakref.proxy(lanes)
         self._fate = lanes._fate
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         arguments = (self._jobs, self._fate, name)
@@ -310,36 +325,48 @@ class ThreadLane(Lane):
         self._finalizer = weakref.finalize(self, self._jobs.put, None)
 
     def run(self, job: Callable[[], object], label: str = "") -> None:
-        self._lanes.check()
-        delay, name = self._lanes.delay, self.name
+        self._fate.check()
+        delay, name = self._fate.delay, self.name
         if delay is None:
-            self._jobs.put(_Job(job, label))
+            self._submit(_Job(job, label))
         else:
-            self._jobs.put(_Job(lambda: (delay(name), job()), label))
+            self._submit(_Job(lambda: (delay(name), job()), label))
 
     def record(self, event: Event) -> Event:
         event.marks += 1
         mark = event.marks
-        self._jobs.put(_Job(lambda: event.reach(mark)))
+        self._submit(_Job(lambda: event.reach(mark)))
         return event
 
     def wait(self, event: Event) -> None:
         mark = event.marks
-        self._jobs.put(_Job(lambda: event.hold(mark)))
+        self._submit(_Job(lambda: event.hold(mark)))
+
+    @property
+    def is_this_thread(self) -> bool:
+        return threading.current_thread() is self._thread
 
     def synchronize(self) -> None:
-        if threading.current_thread() is self._thread:
-            return
-        if not self._finalizer.alive:  # told to end (by the collector, before it deletes optimizers): no job runs
-            self._thread.join()
+        if self.is_this_thread:
             return
         done = threading.Event()
-        self._jobs.put(_Job(done.set, always=True))
+        self._submit(_Job(done.set, always=True))
         done.wait()
+
+    def _submit(self, job: _Job) -> None:
+        """To the thread; to the caller behind it, once the thread was told to end.
+
+        The collector does so before it deletes optimizers, whose last update may not have been submitted yet.
+        """
+        if self._finalizer.alive:
+            self._jobs.put(job)
+        else:
+            self._thread.join()
+            _do(job, self._fate, self.name)
 
     def close(self) -> None:
         self._finalizer()
-        if threading.current_thread() is not self._thread:
+        if not self.is_this_thread:
             self._thread.join()
 
 
@@ -355,10 +382,14 @@ class _Job:
 def _work(jobs: queue.SimpleQueue[_Job | None], fate: _Fate, name: str) -> None:
     """The body of a lane's thread."""
     while (job := jobs.get()) is not None:
-        if fate.error is not None and not job.always:
-            continue
-        try:
-            job.do()
-        except BaseException as error:
-            fate.fail(name, job.label, error)
+        _do(job, fate, name)
         del job  # a job refers to whoever submitted it, who may be waiting to be collected
+
+
+def _do(job: _Job, fate: _Fate, name: str) -> None:
+    if fate.error is not None and not job.always:
+        return
+    try:
+        job.do()
+    except BaseException as error:
+        fate.fail(name, job.label, error)

@@ -44,6 +44,7 @@ class SharedByReplicas(StateBackend):
 
     name: ClassVar[str] = "stream"
     hands_out_state = False
+    awaited_by_others = True
 
     def __init__(self, inner: StateBackend, replicas: Replicas) -> None:
         self.inner, self.in_lanes = inner, inner.in_lanes

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import copy
+import gc
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import lightstep
 from lightstep.distributed import local_tensor
-from tests.distributed.models import TinyTransformer, loss_of
+from lightstep.optimizer.schedule import NextForward
+from tests.distributed.models import Block, TinyTransformer, loss_of
 from tests.distributed.ranks import Pool, device_of
 from tests.distributed.test_exactness import CASES, OWN_BUCKETS, check_exact
 from tests.reference.pair import FP16_SCALE
@@ -309,3 +312,45 @@ def check_two_optimizers(rank: int, world_size: int, sharding: dict[str, Any]) -
 def test_two_optimizers_at_once(pool: Pool, layout: str) -> None:
     world_size, sharding = LAYOUTS[layout]
     pool.run(check_two_optimizers, world_size, sharding=sharding)
+
+
+class Deep(TinyTransformer):
+    """More blocks than a step submits units at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(7) for _ in range(NextForward.at_once + 10))
+
+
+def check_one_alone(rank: int, world_size: int, sharding: dict[str, Any], does: str) -> None:
+    """What one rank does by itself waits for no work of others that nobody has begun."""
+    runs = [Training(rank, world_size, {"sharding": sharding, "optimizer_state": s}, Deep) for s in ({}, DEFERRED)]
+    for run in runs:
+        run.step()
+        run.step()
+    expected, tested = runs
+    assert tested.optimizer.has_deferred_updates
+    if does == "reads":
+        if rank == 0:
+            tested.inner.state_dict()
+        dist.barrier()
+    else:
+        gc.disable()  # else the collector may be at work in a lane meanwhile
+        cycle: list[Any] = [tested.optimizer]
+        cycle.append(cycle)
+        tested.optimizer._backend.lanes.synchronize()
+        del tested.optimizer, cycle
+        if rank == 0:
+            gc.collect()
+        dist.barrier()
+        gc.enable()
+        gc.collect()
+    for (name, one), other in zip(tested.inner.named_parameters(), expected.inner.parameters(), strict=True):
+        assert torch.equal(local_tensor(one), local_tensor(other)), name
+
+
+@pytest.mark.parametrize("does", ["reads", "collects"])
+@pytest.mark.parametrize("layout", ["ddp", "fsdp2", "copies"])
+def test_one_rank_alone(pool: Pool, layout: str, does: str) -> None:
+    world_size, sharding = LAYOUTS[layout]
+    pool.run(check_one_alone, world_size, sharding=sharding, does=does)

@@ -247,6 +247,51 @@ def test_missing_gradients(pool: Pool) -> None:
     pool.run(check_missing_gradients, 4)
 
 
+def check_other_gradients(rank: int, world_size: int) -> None:
+    """Ranks with gradients for different parameters: as many reductions on all of them, and the same norm."""
+    device = device_of(rank, world_size)
+    mesh = init_device_mesh(device.type, (world_size,))
+    placed = [((8 + number, 3), mesh, [Shard(0)]) for number in range(6)]
+    everything = set(range(6))
+    for there, reductions in (
+        ({1, 2} if rank % 2 else {2, 4}, 2),  # some are nowhere
+        (everything if rank == 0 else {2}, 1),
+        (everything - {rank}, 1),
+        ({2} if rank == 1 else set(), 2),
+        (set(), 1),
+    ):
+        parameters = make_parameters(placed, whole_values(placed, device))
+        for number in everything - there:
+            parameters[number].grad = None
+        for norm_type in (1.0, 2.0, 3.0):
+            powers = [
+                local_tensor(p.grad).double().abs().pow(norm_type).sum() for p in parameters if p.grad is not None
+            ]
+            expected = torch.stack(powers).sum() if powers else torch.zeros((), dtype=torch.float64, device=device)
+            dist.all_reduce(expected)
+            with collectives() as counted:
+                norm = lightstep.global_grad_norm(parameters, norm_type)
+            assert counted == Counter({"allreduce_": reductions}), (there, counted)
+            assert close(norm, float(expected.pow(1.0 / norm_type))), (there, norm_type)
+            parts = [torch.empty_like(norm) for _ in range(world_size)]
+            dist.all_gather(parts, norm)
+            assert all(torch.equal(part, norm) for part in parts)
+        largest = [
+            local_tensor(p.grad).abs().max() for p in parameters if p.grad is not None and len(p.grad.to_local())
+        ]
+        expected = torch.stack(largest).amax() if largest else torch.zeros((), device=device)
+        dist.all_reduce(expected, op=dist.ReduceOp.MAX)
+        assert torch.equal(lightstep.global_grad_norm(parameters, math.inf), expected)
+        if 2 in there:
+            local_tensor(parameters[2].grad).view(-1)[:1] = -math.nan
+        assert bool(lightstep.global_grad_norm(parameters).isnan()) == (there != set() or reductions == 2)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_other_gradients_on_other_ranks(pool: Pool, world_size: int) -> None:
+    pool.run(check_other_gradients, world_size)
+
+
 def check_partial_gradient(rank: int, world_size: int) -> None:
     """A partial gradient is added up over its mesh in fp32, without rounding on the way."""
     device = device_of(rank, world_size)
