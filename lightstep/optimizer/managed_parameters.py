@@ -81,9 +81,10 @@ class ManagedParameters:
     def set_up(self, groups: Sequence[dict[str, Any]], also: Collection[Tensor] = ()) -> bool:
         """Take charge of the groups' trainable parameters, and of these frozen ones; ``True`` when anything was new.
 
-        A parameter that is frozen later keeps its state, and continues from it when it is thawed.
+        A parameter that is frozen later keeps its state, and continues from it when it is thawed. One that was frozen
+        after its gradient had arrived is updated once more, as by torch.
         """
-        trained = [p for group in groups for p in group["params"] if p.requires_grad]
+        trained = [p for group in groups for p in group["params"] if _trains(p)]
         if not also and _identical(trained, self._checked[1]) and _identical(groups, self._checked[0]):
             return False
         new = self._take_charge(groups, {*self._items, *also})
@@ -91,7 +92,7 @@ class ManagedParameters:
         return new
 
     def _take_charge(self, groups: Sequence[dict[str, Any]], wanted: Collection[Tensor]) -> bool:
-        listed = [(p, group) for group in groups for p in group["params"] if p.requires_grad or p in wanted]
+        listed = [(p, group) for group in groups for p in group["params"] if _trains(p) or p in wanted]
         for parameter, group in listed:  # groups are the user's to exchange
             if parameter in self._items:
                 self._items[parameter].group = group
@@ -276,6 +277,10 @@ class ManagedParameters:
             if item.provisional:
                 self._backend.load(item, {})
                 item.updated = item.provisional = False
+
+
+def _trains(parameter: Tensor) -> bool:
+    return parameter.requires_grad or parameter.grad is not None
 
 
 def _placed_like(item: Managed, value: Any) -> Any:

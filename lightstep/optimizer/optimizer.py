@@ -374,6 +374,7 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         arithmetic = BaseArithmetic(state.pop("optimizer_class"), state.pop("hyperparameters"))
         # No strategy makes forwards wait for a copy: it updates in step().
         self.engine = Engine(arithmetic, **state.pop("engine"), places=lambda: known, update_time=AtStep)
+        self.param_groups = state.pop("param_groups")  # torch would put it into __dict__, where nobody looks
         super().__setstate__(state)
         self.engine.watch_gradients()
         for parameter, values in entries.items():

@@ -169,9 +169,9 @@ class RecordBackend(StateBackend):
         outgrown: dict[Part, Layout] = {}
         for segment in updated:
             outgrown.update(segment.note(self._schema))
-            if self._initial:
-                for part in segment.parts:
-                    self._initial.pop(part.owner, None)
+            for owner in {part.owner for part in segment.parts} & self._initial.keys():
+                if all(part.history is not None for part in self._parts[owner]):  # a cut one is in several units
+                    del self._initial[owner]
         if outgrown:
             slot = self._rearrange(record, slot, segments, outgrown)
         if updated or self._only_copy(record):

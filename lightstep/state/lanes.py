@@ -330,7 +330,9 @@ class ThreadLane(Lane):
     def synchronize(self) -> None:
         if threading.current_thread() is self._thread:
             return
-        if not self._finalizer.alive:  # told to end (by the collector, before it deletes optimizers): no job runs
+        if (
+            not self._finalizer.alive
+        ):  # told to end (the collector does so before it deletes optimizers): no job runs now
             self._thread.join()
             return
         done = threading.Event()

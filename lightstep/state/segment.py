@@ -314,4 +314,4 @@ class Staging:
 
     def free(self) -> None:
         """Give it back."""
-        self.masters, self._rows = self.masters[:0], {}
+        self.masters, self._rows = self.masters.new_empty(0), {}

@@ -24,7 +24,7 @@ from lightstep.state.entries import Entries
 from lightstep.state.host_memory import require
 from lightstep.state.kept_records import RecordBackend
 from lightstep.state.lanes import LaneError, Lanes
-from lightstep.state.record import ExpectedLayouts, Part, Record, Slot, coding_of
+from lightstep.state.record import ExpectedLayouts, Part, Record, Slot, aligned, coding_of
 from lightstep.state.residency import Residency
 from lightstep.state.ring import Ring
 from lightstep.state.segment import LARGE, MasterSplitter, Segment
@@ -142,7 +142,8 @@ class StreamBackend(RecordBackend):
                 self.load(item, entries)
 
     def _bytes_of(self, owner: Managed, elements: int) -> int:
-        return self._layouts.record_bytes(owner, elements)
+        """Of a record; at least of the weights, so that units of stateless optimizers have an end too."""
+        return max(self._layouts.record_bytes(owner, elements), aligned(elements) * owner.local.itemsize)
 
     def _capacity(self, managed: Sequence[Managed]) -> int:
         """Bytes of a slot, such that all slots and the scratch for one unit's masters fit the ring."""
@@ -296,6 +297,8 @@ class StreamBackend(RecordBackend):
             segment.weights(staging)
             segment.mark(staging, self._splitter, found)
         differs = (found != known).tolist()
+        if self._ring is None:  # between steps, with the device memory given back
+            staging.free()
         return [part for part in parts if differs[part.index]]
 
     def memory(self) -> dict[str, int]:

@@ -185,7 +185,8 @@ def test_tensors_that_somebody_holds_are_on_the_host_for_a_while() -> None:
         tested.step(number)
         expected.step(number)
     assert {value.device.type for value in taken.values()} == {"cuda"}
-    assert all(tested.optimizer.state[tested.params[0]][key] is value for key, value in taken.items())
+    now = tested.optimizer.state[tested.params[0]]
+    assert all(now[key] is value for key, value in taken.items() if value.dim())  # step counts are copies
     layers_module.assert_same(tested, expected)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -125,9 +126,11 @@ def test_gradients_of_several_dtypes_have_the_bits_of_their_fp32_copies(norm_typ
 
 @pytest.mark.parametrize("backend", ["resident", "bulk", "stream"])
 def test_the_example_of_exactness(backend: str) -> None:
-    script = Path(__file__).parents[2] / "examples" / "exactness.py"
-    command = [sys.executable, str(script), "--backend", backend]
-    said = subprocess.run(command, check=True, timeout=300, capture_output=True, text=True).stdout
+    root = Path(__file__).parents[2]
+    command = [sys.executable, str(root / "examples" / "exactness.py"), "--backend", backend]
+    paths = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])  # the checkout need not be installed
+    environment = {**os.environ, "PYTHONPATH": paths}
+    said = subprocess.run(command, check=True, timeout=300, capture_output=True, text=True, env=environment).stdout
     assert "cuda" in said and "every bit equal" in said
 
 

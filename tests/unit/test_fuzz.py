@@ -1,0 +1,526 @@
+"""Random programs against the textbook loop: whatever people do to a model and its optimizer, in whatever order.
+
+A program is a list of calls of :class:`Programs`' methods. Each does the same to a lightstep optimizer and to
+:mod:`tests.reference.plain_loop`; reads and the end compare bit for bit. Of one that fails, a shortest one is reported.
+
+``LIGHTSTEP_FUZZ_SECONDS=600 pytest tests/unit/test_fuzz.py`` goes on with other seeds for that long in all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+import pickle
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import hypothesis
+import pytest
+import torch
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import ExponentialLR
+
+import lightstep
+from lightstep.optimizer.schedule import NextForward
+from lightstep.state import units as units_module
+from tests.reference.fuzz_model import LAYERS, FuzzModel, layers_of, loss_of
+from tests.reference.pair import FP16_SCALE, TWO_GROUPS, check_state, same, through_bytes
+from tests.reference.plain_loop import ReferenceLoop
+from tests.reference.tiny_model import representable
+from tests.unit.test_stream import random_delays
+
+_STREAM: dict[str, Any] = {"backend": "stream", "ring_mib": 0.004}
+GLOBAL: dict[str, dict[str, Any]] = {
+    "resident": {"backend": "resident"},
+    "bulk": {"backend": "bulk"},
+    "stream": _STREAM,
+    "stream, next_forward": {**_STREAM, "update": "next_forward"},
+    "stream in part, next_forward": {**_STREAM, "update": "next_forward", "resident_gib": 2e-6},
+}
+"""``optimizer_state`` of strategies that clip by the global norm, or not at all."""
+BY_UNIT: dict[str, dict[str, Any]] = {
+    **GLOBAL,
+    "resident, in_backward": {"backend": "resident", "update": "in_backward"},
+    "stream, in_backward": {**_STREAM, "update": "in_backward"},
+}
+"""And with ``clipping.scope: unit``, without a dynamic loss scale."""
+
+MOMENT = {"AdamW": "exp_avg", "SGD-momentum": "momentum_buffer", "Adagrad": "sum"}
+HOOKED = ["embed.weight", "gain", "mix.weight", "blocks.1.down.weight"]
+AT_ANY_TIME = {"step", "fail_in_step"}  # also between a backward that has updated weights and its step
+
+
+def delay_lanes(optimizer: Any, seed: int) -> None:
+    """Random sleeps in the lanes of whatever has some by now."""
+    with contextlib.suppress(AssertionError, NotImplementedError):
+        random_delays(optimizer._backend.lanes, seed, 2e-4)
+
+
+@contextlib.contextmanager
+def small(at_once: int) -> Iterator[None]:
+    """Tiny tensors are cut as large ones are, and few units are submitted at once."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(units_module, "CUT_ELEMENTS", 16)
+        patch.setattr(NextForward, "at_once", at_once)
+        patch.setattr(NextForward, "ahead", min(at_once, 1))
+        yield
+
+
+class Programs:
+    """lightstep (``model``, ``optimizer``) and the textbook (``twin``, ``loop``) side by side.
+
+    Args:
+        kind: a key of :data:`BY_UNIT`. by_unit: clip by layer. one_group: ``param_groups`` is left out.
+        rounded: start from weights that bf16 holds exactly.
+    """
+
+    def __init__(
+        self, kind: str, by_unit: bool, dtype: str, base: str, max_norm: Any, one_group: bool, rounded: bool
+    ) -> None:
+        self.by_unit, self.dtype, self.base, self.max_norm = by_unit, dtype, base, max_norm
+        self.one_group, self.late, self.rounded = one_group, one_group, rounded
+        self.number, self.saved, self.folder = 0, None, tempfile.TemporaryDirectory()
+        constant = {"kind": "constant", "scale": 1024.0}
+        self.scale: Any = "none" if dtype != "float16" else constant if by_unit else FP16_SCALE
+        model = representable(FuzzModel())
+        for parameter in [] if rounded else [model.embed.weight, model.mix.weight, *model.blocks.parameters()]:
+            nn.init.uniform_(parameter, -0.5, 0.5)
+        given = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+        self.make(kind, model)
+        self.twin = copy.deepcopy(self.model)
+        self.make_loop(given)
+
+    # -- both sides
+
+    def make(self, kind: str, model: nn.Module) -> None:
+        self.kind, self.in_backward, self.begun, self.micro_batches = kind, "in_backward" in kind, False, 0
+        self.strategy = lightstep.Strategy.load(
+            {
+                "precision": {"parameters": self.dtype, "loss_scale": self.scale},
+                "clipping": {"max_norm": self.max_norm, "scope": "unit" if self.by_unit else "global"},
+                "optimizer_state": BY_UNIT[kind],
+            }
+        )
+        self.model = self.strategy.prepare_model(model)
+        self.named = dict(self.model.named_parameters())  # to reach them without waiting for updates
+        base, values, _ = TWO_GROUPS[self.base]
+        groups = None if self.one_group else self.groups(self.named)
+        self.optimizer: Any = self.strategy.create_optimizer(self.model, base, param_groups=groups, **values)
+        self.scheduler = ExponentialLR(self.optimizer, 0.9)
+
+    def make_loop(self, masters: dict[str, Tensor] | None = None) -> None:
+        self.twins = dict(self.twin.named_parameters())
+        base, values, _ = TWO_GROUPS[self.base]
+        self.loop = ReferenceLoop(
+            [{"params": list(self.twins.values())}] if self.one_group else self.groups(self.twins),
+            base,
+            loss_scale=self.scale,
+            max_norm=self.max_norm,
+            scope="unit" if self.by_unit else "global",
+            units=list(layers_of(self.twins).values()),
+            model=self.twins.values(),
+            masters={self.twins[name]: master for name, master in (masters or {}).items()},
+            **values,
+        )
+        self.loop_scheduler = ExponentialLR(self.loop.optimizer, 0.9)
+
+    def groups(self, named: dict[str, nn.Parameter]) -> list[dict[str, Any]]:
+        early = [parameter for name, parameter in named.items() if not name.startswith("late")]
+        matrices, rest = [p for p in early if p.dim() >= 2], [p for p in early if p.dim() < 2]
+        groups = [{"params": matrices}, {"params": rest, **TWO_GROUPS[self.base][2]}]
+        return groups + ([self.late_group(named)] if self.late else [])
+
+    def late_group(self, named: dict[str, nn.Parameter]) -> dict[str, Any]:
+        return {"params": [named["late.weight"], named["late.bias"]], "lr": 5e-3}
+
+    def master(self, twin: Tensor) -> Tensor:
+        """The textbook's master, or the weight where somebody has written another one."""
+        master = self.loop.masters[twin]
+        return master if torch.equal(master.to(twin.dtype), twin) else twin.detach().float()
+
+    def all_have_state(self) -> bool:
+        """Before that, nothing but the first optimizer knows what the weights were rounded from."""
+        states = [self.loop.state(twin) for name, twin in self.twins.items() if not name.startswith(("dead", "late"))]
+        return self.rounded or all(state and state.get("step", 1) > 0 for state in states)
+
+    def drop_gradients(self) -> None:
+        self.optimizer.zero_grad()
+        self.twin.zero_grad()
+        self.loop.sums, self.micro_batches = {}, 0
+
+    # -- one iteration
+
+    def train(self, micro_batches: int) -> None:
+        self.backward(micro_batches, True, None)
+        self.step(False)
+
+    def backward(self, micro_batches: int, last: bool, special: str | None) -> None:
+        """Special ones: an inf in a gradient, a loss of 0, ``loss.backward()``."""
+        own = special == "own" and self.dtype != "float16"
+        hook = self.hooked(HOOKED[self.number % 4], _first_is_inf) if special == "inf" else contextlib.nullcontext()
+        with hook:
+            for micro in range(micro_batches):
+                final = last and micro == micro_batches - 1
+                with self.strategy.accumulate(self.model, last=final):
+                    losses = [loss_of(model, self.number) for model in (self.model, self.twin)]
+                    assert torch.equal(*losses), f"the losses are {losses}"
+                    if not losses[0].requires_grad:
+                        return
+                    ours, theirs = (loss * 0 for loss in losses) if special == "zero" else losses
+                    ours.backward() if own else self.optimizer.backward(ours)
+                    self.loop.backward(theirs)
+                self.number += 1
+                self.micro_batches += 1
+                self.begun = self.in_backward and final and not own
+
+    @contextlib.contextmanager
+    def hooked(self, name: str, hook: Any) -> Iterator[None]:
+        pair = (self.named[name], self.twins[name]) if self.named[name].requires_grad else ()
+        handles = [parameter.register_hook(hook) for parameter in pair]
+        yield
+        for handle in handles:
+            handle.remove()
+
+    def step(self, asks: bool) -> None:
+        scale = self.loop.loss_scale.scale
+        self.loop.skip = "unit" if self.begun else "step"
+        norm = self.optimizer.grad_norm() if asks and not self.in_backward else None
+        result = self.optimizer.step()
+        assert norm is None or norm.isnan() or torch.equal(norm, result.grad_norm)
+        for twin, master in self.loop.masters.items():
+            master.data.copy_(self.master(twin))
+        applied = self.loop.step(result.grad_norm)
+        assert (bool(result), float(result.loss_scale)) == (applied, scale)
+        assert [name for name, parameter in self.named.items() if parameter.grad is not None] == []
+        self.begun, self.micro_batches = False, 0
+        delay_lanes(self.optimizer, self.number)
+
+    def zero_grad(self, of_model: bool) -> None:
+        if of_model:
+            self.model.zero_grad()
+        self.drop_gradients()
+
+    def fail(self, name: str, last: bool, drops: bool) -> None:
+        """A hook raises in backward. Then all gradients are given up, or those that have arrived count."""
+        if not self.named[name].requires_grad:
+            return
+        updates = self.in_backward and last
+        if updates:
+            self.drop_gradients()
+            weights, state = copy.deepcopy(self.model.state_dict()), self.optimizer.state_dict()
+        with self.hooked(name, _fail), self.strategy.accumulate(self.model, last=last):
+            for backward, model in ((self.optimizer.backward, self.model), (self.loop.backward, self.twin)):
+                with pytest.raises(ZeroDivisionError):
+                    backward(loss_of(model, 4))
+        self.loop.collect()
+        self.micro_batches += 1
+        if drops or updates:
+            self.drop_gradients()
+        if updates:
+            self.model.load_state_dict(weights)
+            self.optimizer.load_state_dict(state)
+
+    def fail_in_step(self) -> None:
+        """A gradient that cannot be taken; mended, the step is made again."""
+        gradient = self.named["mix.weight"].grad
+        if self.begun or self.micro_batches != 1 or gradient is None:
+            return
+        self.named["mix.weight"].grad = gradient.to_sparse()
+        with pytest.raises((RuntimeError, TypeError, ValueError, NotImplementedError)):
+            self.optimizer.step()
+        self.named["mix.weight"].grad = gradient
+        self.step(False)
+
+    # -- settings
+
+    def lr(self, group: int, value: float) -> None:
+        for optimizer in (self.optimizer, self.loop.optimizer):
+            optimizer.param_groups[group % len(optimizer.param_groups)]["lr"] = value
+
+    def schedule(self) -> None:
+        self.scheduler.step()
+        self.loop_scheduler.step()
+
+    def clip(self, max_norm: float | None) -> None:
+        self.max_norm = self.optimizer.max_norm = self.loop.max_norm = max_norm
+
+    def memory(self, what: str) -> None:
+        if what in ("synchronize", "release_device_memory"):
+            getattr(self.optimizer, what)()
+        elif "stream" in self.kind:
+            self.optimizer.set_residency(float(what))
+
+    # -- the model
+
+    def freeze(self, layer: str, frozen: bool) -> None:
+        for named in (self.named, self.twins):
+            layers = layers_of(named)
+            every = [name for name in layers if name != "late" or self.late]
+            for parameter in [p for name in (every if layer == "all" else [layer]) for p in layers[name]]:
+                parameter.requires_grad_(not frozen)
+
+    def add_group(self) -> None:
+        if not self.late:
+            self.late = True
+            self.freeze("late", False)
+            self.optimizer.add_param_group(self.late_group(self.named))
+            self.loop.add_param_group(self.late_group(self.twins))
+
+    @torch.no_grad()
+    def edit(self, how: str, which: int) -> None:
+        for model in (self.model, self.twin):
+            named = dict(model.named_parameters())
+            if how == "load_state_dict":
+                model.load_state_dict({name: value * 0.75 for name, value in model.state_dict().items()})
+            for parameter in list(named.values()) if which < 0 else [list(named.values())[which]]:
+                before = parameter.clone()
+                if how == "data":
+                    parameter.data.mul_(0.5)
+                elif how == "exchange":
+                    parameter.data = before * 0.5
+                elif how != "load_state_dict":
+                    parameter.copy_(before * 0.75)
+                if how == "there and back":
+                    parameter.copy_(before)
+
+    def edit_state(self, which: int, in_place: bool) -> None:
+        name, key = list(self.twins)[which], MOMENT[self.base]
+        entries = self.optimizer.state[self.named[name]]
+        if not isinstance(entries.get(key), Tensor):
+            return
+        try:
+            entries[key] = entries[key].zero_() if in_place else torch.zeros_like(entries[key])
+        except RuntimeError as refused:
+            assert "Assign instead" in str(refused)
+            return
+        self.loop.state(self.twins[name])[key].zero_()
+
+    # -- reads
+
+    def read(self, how: str) -> None:
+        if how == "evaluate":
+            with torch.inference_mode():
+                assert torch.equal(loss_of(self.model, 4), loss_of(self.twin, 4))
+        elif how == "optimizer.state":
+            self.check_state(self.optimizer.state)
+        elif how == "optimizer.state_dict":
+            packed = self.optimizer.state_dict()
+            ids = [index for group in packed["param_groups"] for index in group["params"]]
+            parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+            self.check_state({p: packed["state"].get(i, {}) for i, p in zip(ids, parameters, strict=True)})
+        else:
+            self.check_weights(how, READS[how](self.model))
+
+    def check_weights(self, how: str, found: dict[str, Tensor]) -> None:
+        for name, twin in self.twins.items():
+            same(f"{how}: {name}", found[name], twin)
+
+    def check_state(self, state: Any) -> None:
+        for name, twin in self.twins.items():
+            if twin in self.loop.masters:
+                entries = dict(state[self.named[name]]) if self.named[name] in state else {}
+                master = self.master(twin) if self.dtype != "float32" else None
+                check_state(name, entries, self.loop.state(twin), master)
+
+    def check(self) -> None:
+        self.optimizer.synchronize()
+        self.check_weights("the end", self.named)
+        self.check_state(self.optimizer.state)
+        assert [g["lr"] for g in self.optimizer.param_groups] == [g["lr"] for g in self.loop.optimizer.param_groups]
+
+    # -- optimizers that come and go
+
+    def save(self, as_checkpoint: bool) -> None:
+        if not self.all_have_state():
+            return
+        path = Path(self.folder.name) / str(time.monotonic_ns())
+        if as_checkpoint:
+            self.strategy.save_checkpoint(path, self.model, self.optimizer)
+        states = None if as_checkpoint else through_bytes((self.model.state_dict(), self.optimizer.state_dict()))
+        masters = {n: self.master(twin).clone() for n, twin in self.twins.items() if twin in self.loop.masters}
+        loop = copy.deepcopy((self.twin.state_dict(), self.loop.optimizer.state_dict(), vars(self.loop.loss_scale)))
+        self.saved = path, states, self.late, masters, loop
+
+    def load(self, kind: str | None, new_model: bool, model_first: bool) -> None:
+        """What was saved last, into the optimizer (None) or a new one of some kind, of this model or a new one."""
+        if self.saved is None or not self.all_have_state():
+            return
+        path, states, late, masters, (weights, state, scale) = self.saved
+        if kind not in (BY_UNIT if self.by_unit else GLOBAL):
+            kind = None if late == self.late else self.kind
+        if kind is not None:
+            self.discard()
+            if late < self.late:
+                self.freeze("late", True)
+            self.late = late
+            model = FuzzModel() if new_model else self.model
+            for name, parameter in model.named_parameters():
+                parameter.requires_grad_(self.named[name].requires_grad)
+            self.make(kind, model)
+        if states is None:
+            self.strategy.load_checkpoint(path, self.model, self.optimizer)
+        else:
+            loads = [(self.model, states[0]), (self.optimizer, states[1])]
+            for target, values in loads if model_first else reversed(loads):
+                target.load_state_dict(values)
+        sums = self.loop.sums
+        self.twin.load_state_dict(weights)
+        self.make_loop(masters)
+        self.loop.sums = sums
+        self.loop.optimizer.load_state_dict(copy.deepcopy(state))
+        vars(self.loop.loss_scale).update(scale)
+
+    def move(self, kind: str, as_checkpoint: bool, new_model: bool) -> None:
+        """Go on under another backend and update time."""
+        self.save(as_checkpoint)
+        self.load(kind, new_model, True)
+
+    def discard(self) -> None:
+        if not any(parameter.requires_grad for parameter in self.named.values()):
+            self.freeze("all", False)  # optimizers of frozen models are refused
+        self.drop_gradients()
+        del self.optimizer, self.scheduler
+
+    def delete(self) -> None:
+        """A new optimizer for weights that the old one was updating."""
+        if self.all_have_state():
+            self.discard()
+            self.check_weights("without an optimizer", self.named)
+            self.make(self.kind, self.model)
+            self.make_loop()
+
+    def become_a_copy(self) -> None:
+        """Go on with a copy of model and optimizer, which updates in ``step()``."""
+        if self.all_have_state():
+            self.drop_gradients()
+            self.model, self.optimizer = copy.deepcopy((self.model, self.optimizer))
+            self.in_backward = False
+            self.named = dict(self.model.named_parameters())
+            self.scheduler = ExponentialLR(self.optimizer, 0.9)
+
+
+NAMES = [name for name, _ in FuzzModel().named_parameters()]
+READS: dict[str, Any] = {
+    "state_dict": lambda model: model.state_dict(),
+    "named_parameters": lambda model: dict(model.named_parameters()),
+    "attribute": lambda model: {name: model.get_parameter(name) for name in NAMES},
+    "deepcopy": lambda model: dict(copy.deepcopy(model).named_parameters()),
+    "pickle": lambda model: dict(pickle.loads(pickle.dumps(model)).named_parameters()),
+}
+
+
+def _first_is_inf(gradient: Tensor) -> Tensor:
+    return gradient.flatten().index_fill(0, torch.tensor([0]), torch.inf).view_as(gradient)
+
+
+def _fail(_: Tensor) -> None:
+    raise ZeroDivisionError("in backward")
+
+
+# -- programs
+
+flags, counts, one_of_kinds = st.booleans(), st.integers(1, 3), st.sampled_from(list(BY_UNIT))
+OPERATIONS: dict[str, list[st.SearchStrategy[Any]]] = {
+    "train": [counts],
+    "backward": [counts, flags, st.sampled_from([None, "inf", "zero", "own"])],
+    "step": [flags],
+    "zero_grad": [flags],
+    "fail": [st.sampled_from(HOOKED[:3]), flags, flags],
+    "fail_in_step": [],
+    "lr": [st.integers(0, 2), st.sampled_from([0.0, 1e-3, 3e-2])],
+    "schedule": [],
+    "clip": [st.sampled_from([None, 0.02, 0.5])],
+    "memory": [st.sampled_from(["synchronize", "release_device_memory", "0", "1e-6", "1"])],
+    "freeze": [st.sampled_from(LAYERS), flags],
+    "add_group": [],
+    "edit": [
+        st.sampled_from(["data", "copy_", "exchange", "load_state_dict", "there and back"]),
+        st.integers(-1, len(NAMES) - 1),
+    ],
+    "edit_state": [st.integers(0, len(NAMES) - 1), flags],
+    "read": [st.sampled_from([*READS, "evaluate", "optimizer.state", "optimizer.state_dict"])],
+    "save": [flags],
+    "load": [st.none() | one_of_kinds, flags, flags],
+    "move": [one_of_kinds, flags, flags],
+    "delete": [],
+    "become_a_copy": [],
+}
+OFTEN = ["train"] * 5 + ["backward", "step", "read"] * 3
+
+
+def programs(kind: str, by_unit: bool) -> st.SearchStrategy[dict[str, Any]]:
+    calls = st.one_of([st.tuples(st.just(name), *OPERATIONS[name]) for name in [*OPERATIONS, *OFTEN]])
+    return st.fixed_dictionaries(
+        {
+            "kind": st.just(kind),
+            "by_unit": st.just(by_unit),
+            "dtype": st.sampled_from(["bfloat16", "float16", "float32"]),
+            "base": st.sampled_from(list(MOMENT)),
+            "max_norm": st.sampled_from([None, 0.02, 0.5]),
+            "one_group": flags,
+            "rounded": flags,
+            "at_once": st.sampled_from([0, 2, 40]),
+            "calls": st.lists(calls, min_size=10, max_size=30),
+        }
+    )
+
+
+def run(calls: list[tuple[Any, ...]], at_once: int, **settings: Any) -> None:
+    torch.manual_seed(0)
+    with small(at_once), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        program = Programs(**settings)
+        for number, (name, *arguments) in enumerate([*calls, ("check",)]):
+            try:
+                if program.begun and name not in AT_ANY_TIME:
+                    program.step(False)
+                getattr(program, name)(*arguments)
+            except BaseException as error:
+                error.add_note(f"in call {number}: {name}{tuple(arguments)}")
+                raise
+
+
+def run_and_shorten(program: dict[str, Any]) -> None:
+    """Of a program that fails, leave out call after call that it fails without. (hypothesis itself takes minutes.)"""
+    try:
+        return run(**program)
+    except Exception as error:
+        failure = error
+    for place in reversed(range(len(program["calls"]))):
+        shorter = {**program, "calls": program["calls"][:place] + program["calls"][place + 1 :]}
+        try:
+            run(**shorter)
+        except Exception as error:
+            if type(error) is type(failure):
+                program, failure = shorter, error
+    failure.add_note(f"run(**{program})")
+    raise failure
+
+
+CASES = [(kind, by_unit) for by_unit, kinds in ((False, GLOBAL), (True, BY_UNIT)) for kind in kinds]
+EXAMPLES = 12
+SECONDS = float(os.environ.get("LIGHTSTEP_FUZZ_SECONDS", 0)) / len(CASES)
+
+
+@pytest.mark.parametrize(("kind", "by_unit"), CASES)
+@pytest.mark.timeout(300 + 2 * SECONDS)
+def test_random_programs(kind: str, by_unit: bool) -> None:
+    start, seed = time.monotonic(), time.time_ns() if SECONDS else 0
+    settings = hypothesis.settings(
+        max_examples=EXAMPLES,
+        deadline=None,
+        database=None,
+        phases=[hypothesis.Phase.generate],
+        suppress_health_check=list(hypothesis.HealthCheck),
+    )
+    while True:
+        hypothesis.seed(seed)(settings(hypothesis.given(programs(kind, by_unit))(run_and_shorten)))()
+        seed += 1
+        if time.monotonic() - start >= SECONDS:
+            return
