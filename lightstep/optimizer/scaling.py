@@ -8,6 +8,7 @@ model (a transformer block, a module outside the blocks), however its state is c
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
@@ -80,9 +81,10 @@ class Scaling:
         """Whether the norm is divided by the scale in the place of the gradients, because that is the same.
 
         Powers of two change no digit, and squares of what fitted fp16 stay in the range of fp32 with the scale and
-        without it. Those of other gradients may leave it.
+        without it. Those of other gradients may leave it, and other roots of powers of two are rounded.
         """
-        return self._half and loss_scale.power_of_two and not loss_scale.is_identity
+        exact = self._half and self._norm_type in (1, 2, math.inf)
+        return exact and loss_scale.power_of_two and not loss_scale.is_identity
 
     def of_all(
         self, gradients: Gradients, norm: Tensor, loss_scale: LossScale, scale: Tensor, max_norm: float | None
