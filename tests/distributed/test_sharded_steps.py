@@ -159,7 +159,9 @@ def check_deepcopy(rank: int, world_size: int, sharding: dict[str, Any], backend
         (p, q)
         for group, other in zip(optimizer.param_groups, twin.param_groups, strict=True)
         for p, q in zip(group["params"], other["params"], strict=True)
+        if p in optimizer.state
     ]
+    assert len(pairs) == len(optimizer.state) == len(twin.state) > 0
     for _ in range(2):
         for parameter, copied in pairs:
             parameter.grad = like(parameter, torch.ones_like(local_tensor(parameter)))

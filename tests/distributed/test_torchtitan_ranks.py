@@ -19,6 +19,7 @@ from lightstep import Strategy
 from lightstep.integrations.torchtitan import OptimizersContainer
 from tests.distributed.ranks import Pool, device_of
 from tests.reference.plain_loop import ReferenceLoop
+from tests.reference.tiny_model import representable
 from tests.unit.test_torchtitan import PARTS, Stage, loss_of, parameters_of, stages, train
 
 
@@ -120,7 +121,7 @@ def check_prepared(rank: int, world_size: int) -> None:
     one = Strategy.load(values)
     model = one.prepare_model(Stage(range(4)))
     (source,) = stages([0, 1, 2, 3])
-    parts = [one.prepare_model(part) for part in stages(*PARTS)]
+    parts = [one.prepare_model(representable(part)) for part in stages(*PARTS)]
     container = OptimizersContainer(one, parts, lr=1e-2)
     for mine, theirs in zip(model.parameters(), source.parameters(), strict=True):
         mine.detach().copy_(shard_like(mine, theirs.detach().bfloat16()))
