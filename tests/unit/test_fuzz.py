@@ -35,7 +35,7 @@ from tests.reference.plain_loop import ReferenceLoop
 from tests.reference.tiny_model import representable
 from tests.unit.test_stream import random_delays
 
-_STREAM: dict[str, Any] = {"backend": "stream", "ring_mib": 0.004}
+_STREAM: dict[str, Any] = {"backend": "stream", "ring_mib": 0.0012}  # cuts every matrix
 GLOBAL: dict[str, dict[str, Any]] = {
     "resident": {"backend": "resident"},
     "bulk": {"backend": "bulk"},
