@@ -10,7 +10,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-__all__ = ["eager", "own_work"]
+__all__ = ["eager", "eager_backward", "own_work"]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -29,6 +29,17 @@ def eager(function: Function) -> Function:
 
     call._torchdynamo_disable = True  # type: ignore[attr-defined]  # what it asks of a function before it traces it
     return cast(Function, call)
+
+
+@contextlib.contextmanager
+def eager_backward() -> Iterator[None]:
+    """Without compiled autograd, which can trace neither hooks nor gradients of another dtype than their parameter's.
+
+    Backwards of compiled forwards stay compiled.
+    """
+    compiled: Any = sys.modules.get("torch._dynamo.compiled_autograd")
+    with contextlib.nullcontext() if compiled is None else compiled._disable():
+        yield
 
 
 @contextlib.contextmanager

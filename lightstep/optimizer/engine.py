@@ -17,7 +17,7 @@ from torch import Tensor
 from lightstep.clipping import check_max_norm, check_norm_type
 from lightstep.optimizer.arithmetic import BaseArithmetic, GroupValues
 from lightstep.optimizer.broken_step import BrokenStep
-from lightstep.optimizer.eager import own_work
+from lightstep.optimizer.eager import eager_backward, own_work
 from lightstep.optimizer.in_backward import InBackward
 from lightstep.optimizer.managed_parameters import InitialMasters, ManagedParameters, Places
 from lightstep.optimizer.result import StepResult
@@ -136,7 +136,7 @@ class Engine:
         self._notice_what_was_given_up()
         if not self.loss_scale.is_identity:
             loss = loss.float() * self.loss_scale.tensor(loss.device)
-        with self.scaled_backward.running(), self._updating():
+        with self.scaled_backward.running(), self._updating(), eager_backward():
             loss.backward(retain_graph=retain_graph)
 
     @contextlib.contextmanager

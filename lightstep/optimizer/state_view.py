@@ -8,9 +8,9 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
+from lightstep.distributed import DTensor
 from lightstep.optimizer.engine import Engine
 
 __all__ = ["Entries", "StateView"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -158,3 +159,26 @@ def test_a_checkpoint_of_a_compiled_model_is_one_of_the_model(tmp_path: Path) ->
     for one, each in ((model, optimizer), (plain, other)):
         train(strategy, one, each)
     same(list(strategy.unwrap_model(model).state_dict().values()), list(plain.state_dict().values()))
+
+
+@pytest.mark.parametrize("update", ["at_step", "next_forward", "in_backward"])
+def test_compiled_autograd_with_accumulation_gives_the_same_weights(update: str) -> None:
+    from torch._dynamo import compiled_autograd
+
+    def trained(around: Callable[[], Any]) -> list[Tensor]:
+        torch.manual_seed(0)
+        state = {"backend": "stream", "update": update}
+        strategy = Strategy.load({"clipping": {"max_norm": None}, "optimizer_state": state})
+        model = strategy.prepare_model(torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.Linear(16, 3)))
+        optimizer = strategy.create_optimizer(model, lr=1e-2)
+        for micro in range(6):
+            inputs = torch.randn(2, 6, generator=torch.Generator().manual_seed(micro)).bfloat16()
+            with strategy.accumulate(model, last=micro % 3 == 2), around():
+                optimizer.backward(model(inputs).float().square().mean())
+            if micro % 3 == 2:
+                optimizer.step()
+        optimizer.synchronize()
+        return [weight.clone() for weight in model.state_dict().values()]
+
+    enabled = trained(lambda: compiled_autograd._enable(lambda graph: torch.compile(graph, backend="eager")))
+    same(enabled, trained(contextlib.nullcontext))

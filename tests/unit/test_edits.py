@@ -1076,3 +1076,21 @@ def test_what_was_loaded_and_edited_is_what_is_saved(backend: str, way: str, tmp
     again = Setup(backend, "float32")
     again.strategy.load_checkpoint(tmp_path / "second", again.model, again.optimizer)
     assert all((value == 0.25).all() for value in again.weights().values())
+
+
+def test_copies_of_sharded_state_refuse_to_be_written_to() -> None:
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        strategy = lightstep.Strategy.load({"sharding": {"kind": "fsdp2"}, "optimizer_state": {"backend": "stream"}})
+        model = strategy.prepare_model(nn.Linear(6, 3))
+        optimizer: Any = strategy.create_optimizer(model, lr=1e-2)
+        optimizer.backward(model(torch.ones(2, 6, dtype=torch.bfloat16)).float().sum())
+        optimizer.step()
+        entries = optimizer.state[model.weight]
+        for written in (entries["exp_avg"], entries["exp_avg"].detach(), entries["exp_avg"].to_local()):
+            with pytest.raises(RuntimeError, match="copy of optimizer state"):
+                written.zero_()
+        entries["exp_avg"] = torch.zeros_like(entries["exp_avg"])
+        assert not optimizer.state[model.weight]["exp_avg"].full_tensor().any()
+    finally:
+        torch.distributed.destroy_process_group()
