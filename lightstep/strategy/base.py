@@ -309,7 +309,8 @@ class Strategy(ABC):
         Args:
             model: what :meth:`prepare_model` returned.
             optimizer_class: any element-wise ``torch.optim.Optimizer`` subclass.
-            param_groups: groups of the model's parameters with their own hyper-parameters; default: all trainable ones.
+            param_groups: groups of the model's parameters with their own hyper-parameters; default: one of all of them
+                (frozen ones are trained once they are thawed).
             hyperparameters: keyword arguments of ``optimizer_class``.
 
         Raises:

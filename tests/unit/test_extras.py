@@ -83,7 +83,8 @@ def test_the_loop_of_the_readme_needs_no_extra(name: str) -> None:
     readme = (CHECKOUT / "README.md").read_text(encoding="utf-8")
     found = re.search(r"^```python\n(.*?)^```$", readme, re.MULTILINE | re.DOTALL)
     assert found is not None and '"stream"' in found[1]
-    done = _python(HIDDEN + PLAIN_MODEL + found[1].replace('"stream"', repr(name), 1) + "\nassert result.applied\n")
+    loop = found[1].replace('"stream"', repr(name), 1).replace("optimizer.step()", "result = optimizer.step()")
+    done = _python(HIDDEN + PLAIN_MODEL + loop + "\nassert result.applied\n")
     assert done.returncode == 0, done.stderr
 
 

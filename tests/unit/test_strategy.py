@@ -466,12 +466,11 @@ def test_a_refused_hyper_parameter_is_named(strategy: Strategy) -> None:
         strategy.create_optimizer(model, torch.optim.SGD, lr=-1.0)
 
 
-def test_the_default_is_adamw_over_everything_trainable(strategy: Strategy) -> None:
+def test_the_default_is_adamw_over_all_parameters(strategy: Strategy) -> None:
+    """Frozen ones too, as with torch's own: they are trained once they are thawed."""
     model = strategy.prepare_model(TinyModel())
     optimizer = strategy.create_optimizer(model, lr=1e-3)
-    assert [id(p) for group in optimizer.param_groups for p in group["params"]] == [
-        id(p) for p in model.parameters() if p.requires_grad
-    ]
+    assert [id(p) for group in optimizer.param_groups for p in group["params"]] == [id(p) for p in model.parameters()]
     assert "AdamW" in repr(optimizer)
 
 
