@@ -176,4 +176,5 @@ def wait_for(modules: Iterable[AwaitedParameters], shards: Collection[Tensor] | 
     for updates in updates_of(stale):
         updates.wait(found)
     for own in stale:
-        own.steps = steps
+        if not any(updates.in_backward for updates in own.updates):  # the next ones may begin at any time
+            own.steps = steps

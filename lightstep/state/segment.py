@@ -299,7 +299,9 @@ class Staging:
         """Where its weights are gathered: the row, its parts, and what lies between them."""
         place = self._places.get(segment)
         if place is None:
-            row = self._rows[segment.locals[0].dtype][segment.first : segment.stop]
+            local = segment.locals[0]
+            rows = self._rows.get(local.dtype)  # none where all shards of a dtype are empty
+            row = local.new_empty(0) if rows is None else rows[segment.first : segment.stop]
             gaps = [row[b : a + aligned(b - a)] for a, b in segment.ranges[:-1] if b - a != aligned(b - a)]
             place = self._places[segment] = row, segment.parts_of(row), gaps
         return place

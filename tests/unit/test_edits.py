@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 import lightstep
 from tests.reference.pair import BACKENDS, EVERY_TIME, IN_BACKWARD
+from tests.reference.tiny_model import representable
 
 backends = pytest.mark.parametrize("backend", list(BACKENDS))
 
@@ -45,7 +46,8 @@ class Setup:
                 "optimizer_state": state or BACKENDS[backend],
             }
         )
-        self.model = self.strategy.prepare_model(nn.Sequential(nn.Linear(6, 40), nn.Tanh(), nn.Linear(40, 3)))
+        model = representable(nn.Sequential(nn.Linear(6, 40), nn.Tanh(), nn.Linear(40, 3)))
+        self.model = self.strategy.prepare_model(model)
         hyperparameters = hyperparameters or {"lr": 1e-2}
         made = groups(self.model) if groups is not None else None
         self.optimizer: Any = self.strategy.create_optimizer(
@@ -943,7 +945,8 @@ class Thawing:
 def test_layers_that_are_thawed_train_from_then_on(kind: str, raw: bool) -> None:
     torch.manual_seed(0)
     strategy = lightstep.Strategy.load({"clipping": {"max_norm": None}, "optimizer_state": EVERY_TIME[kind]})
-    model = strategy.prepare_model(nn.Sequential(nn.Linear(6, 40), nn.Tanh(), nn.Linear(40, 3)))
+    model = representable(nn.Sequential(nn.Linear(6, 40), nn.Tanh(), nn.Linear(40, 3)))
+    model = strategy.prepare_model(model)
     model[0].requires_grad_(False)
     optimizer: Any = strategy.create_optimizer(model, lr=1e-2)
     expected = Thawing(model)
