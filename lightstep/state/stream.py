@@ -289,6 +289,14 @@ class StreamBackend(RecordBackend):
     def _edited(self, records: Iterable[Record]) -> None:
         self._residency.edited(records)
 
+    def _staging_on(self, device: torch.device, needs: Any = None) -> Staging:
+        try:
+            return super()._staging_on(device, needs)
+        except torch.OutOfMemoryError as error:
+            raise torch.OutOfMemoryError(
+                f"no room on {device} for the masters of one unit beside the ring; lower optimizer_state.ring_mib"
+            ) from error
+
     def _compare(self, record: Record, segments: Sequence[Segment], parts: Sequence[Part]) -> list[Part]:
         assert self._marks is not None
         staging, known = self._staging_on(record.device), self._marks[record]

@@ -381,6 +381,8 @@ def test_state_dict_hooks(backend: str) -> None:
 @optimizers
 @pytest.mark.parametrize("before", [0, 4])
 def test_add_param_group(before: int, name: str, parameters: str, backend: str) -> None:
+    if name == "Adagrad" and torch.__version__.startswith("2.11."):
+        pytest.skip("torch 2.11's own Adagrad raises a KeyError for a group that was added")
     pair = build(parameters, backend, name)
     third = {**TWO_GROUPS[name][2], "lr": 7e-3}
     pair.train(before)
