@@ -27,7 +27,7 @@ from lightstep.state.lanes import LaneError, Lanes
 from lightstep.state.record import ExpectedLayouts, Part, Record, Slot, aligned, coding_of
 from lightstep.state.residency import Residency
 from lightstep.state.ring import Ring
-from lightstep.state.segment import LARGE, MasterSplitter, Segment
+from lightstep.state.segment import LARGE, MasterSplitter, Segment, Staging
 from lightstep.state.spare_memory import GIB, AutoBudget, device_memory
 from lightstep.state.units import RingError, plan_units, smallest_piece
 
