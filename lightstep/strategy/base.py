@@ -260,9 +260,9 @@ class Strategy(ABC):
 
     def _placed(self, model: nn.Module) -> nn.Module:
         """The whole model on this process's device in its dtype, with activation checkpointing if asked for."""
-        self._keep_masters(model)
-        model = materialise(model, self.device)
-        cast_parameters(model, self.parameter_dtype)
+        with self._keeping_masters(model):
+            model = materialise(model, self.device)
+            cast_parameters(model, self.parameter_dtype)
         if getattr(self.config.sharding, "activation_checkpointing", False):
             checkpoint_activations(model)
         return model
@@ -272,13 +272,15 @@ class Strategy(ABC):
 
         For code that wants them cast before it calls :meth:`prepare_model`.
         """
-        self._keep_masters(model)
-        cast_parameters(model, self.parameter_dtype)
+        with self._keeping_masters(model):
+            cast_parameters(model, self.parameter_dtype)
 
-    def _keep_masters(self, model: nn.Module) -> None:
-        """What is about to be rounded."""
-        if self._rounds:
-            PreparedModel.of(model).keep_masters(unrounded_values(model))
+    @contextlib.contextmanager
+    def _keeping_masters(self, model: nn.Module) -> Iterator[None]:
+        """The body rounds. Values are kept after it: torch casts no DTensor that somebody refers to weakly."""
+        values = unrounded_values(model) if self._rounds else []
+        yield
+        PreparedModel.of(model).keep_masters(values)
 
     @property
     def parameter_dtype(self) -> torch.dtype:

@@ -78,7 +78,7 @@ def check_collectives(rank: int, world_size: int, sharding: dict[str, Any], redu
 
 
 @pytest.mark.parametrize(
-    ("sharding", "reductions", "norm"), [(FSDP2, 4, 1), (HSDP, 8, 1), (DDP, 1, 0)], ids=["fsdp2", "hsdp", "ddp"]
+    ("sharding", "reductions", "norm"), [(FSDP2, 4, 2), (HSDP, 8, 2), (DDP, 1, 0)], ids=["fsdp2", "hsdp", "ddp"]
 )
 def test_what_is_sent(pool: Pool, sharding: dict[str, Any], reductions: int, norm: int) -> None:
     """No reduction before the last micro-batch; in ``step`` one all-reduce on the one mesh and one for the flag."""

@@ -121,6 +121,7 @@ def check_prepared(rank: int, world_size: int) -> None:
     one = Strategy.load(values)
     model = one.prepare_model(Stage(range(4)))
     (source,) = stages([0, 1, 2, 3])
+    representable(source)
     parts = [one.prepare_model(representable(part)) for part in stages(*PARTS)]
     container = OptimizersContainer(one, parts, lr=1e-2)
     for mine, theirs in zip(model.parameters(), source.parameters(), strict=True):
