@@ -119,7 +119,7 @@ def check_prepared(rank: int, world_size: int) -> None:
     """Parts that the strategy shards: fp32 gradients of 16-bit shards reach the one optimizer."""
     values = {"sharding": {"kind": "fsdp2"}, "clipping": {"max_norm": 0.1}}
     one = Strategy.load(values)
-    model = one.prepare_model(Stage(range(4)))
+    model = one.prepare_model(Stage(range(4)).bfloat16())
     (source,) = stages([0, 1, 2, 3])
     representable(source)
     parts = [one.prepare_model(representable(part)) for part in stages(*PARTS)]
