@@ -71,9 +71,15 @@ def make_strategy(dtype: str, growth_interval: int) -> Strategy:
 class Run:
     """The run under lightstep, on one CPU."""
 
-    def __init__(self, dtype: str, growth_interval: int = SCALE["growth_interval"], frozen: bool = True) -> None:
+    def __init__(
+        self,
+        dtype: str,
+        growth_interval: int = SCALE["growth_interval"],
+        frozen: bool = True,
+        weights: torch.dtype = torch.float32,
+    ) -> None:
         self.strategy = make_strategy(dtype, growth_interval)
-        self.model = self.strategy.prepare_model(make_net(frozen))
+        self.model = self.strategy.prepare_model(make_net(frozen).to(weights))
         self.optimizer = self.strategy.create_optimizer(self.model, param_groups=make_groups(self.model), **ADAMW)
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 2)
 
