@@ -203,20 +203,28 @@ class OptimizerState(_Frozen):
     """Where masters and optimizer state live between steps, and when they are updated."""
 
     backend: Literal["resident", "bulk", "stream"] = "resident"
-    update: Literal["at_step", "next_forward", "in_backward"] = "at_step"
+    update: Literal["at_step", "next_forward", "in_backward", "overlap"] = "at_step"
     prefetch_layers: Annotated[int, Field(ge=0)] = 2
     """Stream: layers whose state is fetched ahead of the one being updated."""
     ring_mib: Annotated[float, Field(gt=0)] = 512
     """Stream: device memory of the ring of staging buffers, in MiB."""
     resident_gib: Annotated[float, Field(ge=0)] | Literal["auto"] = 0.0
     """Stream: optimizer state that stays on the device, in GiB."""
+    spare_host_gib: Annotated[float, Field(ge=0)] | Literal["auto"] = "auto"
+    """Overlap: host memory for second versions of records, in GiB; ``auto`` takes what is free, but for a tenth."""
 
     @model_validator(mode="after")
     def _deferred(self) -> OptimizerState:
-        if self.update == "next_forward" and self.backend != "stream":
+        if self.update in ("next_forward", "overlap") and self.backend != "stream":
+            under = "backward and the next forward" if self.update == "overlap" else "the next forward"
             raise ValueError(
-                f"update next_forward hides the copies of backend stream under the next forward, and backend is "
+                f"update {self.update} hides the copies of backend stream under {under}, and backend is "
                 f"{self.backend}; set update: at_step, or backend: stream"
+            )
+        if self.spare_host_gib != "auto" and self.update != "overlap":
+            raise ValueError(
+                f"spare_host_gib {self.spare_host_gib:g} is host memory for updates that are tried in backward, and "
+                f"update is {self.update}; leave it out, or set update: overlap"
             )
         if self.update == "in_backward" and self.backend == "bulk":
             raise ValueError(

@@ -142,6 +142,20 @@ class GroupValues:
         changed = {k: v for k, v in seen.items() if k not in ("params", "fused") and read.get(k) is not v}
         self._written.setdefault(id(live), {}).update(changed)
 
+    def still_holds(self, groups: Sequence[dict[str, Any]]) -> bool:
+        """Whether a step that begins now would read the same."""
+        now = [_settings(group) for group in groups]
+        then = [self._read.get(id(group), {}) for group in groups]
+        return len(groups) == len(self._groups) and all(
+            a.keys() == b.keys() and all(_same_value(a[key], b[key]) for key in a)
+            for a, b in zip(now, then, strict=True)
+        )
+
+    def take_back(self) -> None:
+        """The step did not take place: classes that count in attributes of their own have not counted it."""
+        for optimizer in self._attributes:
+            self.attributes_at_start(optimizer)
+
     def give_back(self) -> None:
         """The step is over: the live groups take over what was written."""
         for group in self._groups:
@@ -384,6 +398,13 @@ def _equal_settings(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool
 
 def _same(first: Any, second: Any) -> bool:
     return first is second or (type(first) is type(second) and not isinstance(first, Tensor) and bool(first == second))
+
+
+def _same_value(now: Any, then: Any) -> bool:
+    """Tensors may have been written to; one on an accelerator would make the host wait, and counts as another."""
+    if isinstance(now, Tensor) and isinstance(then, Tensor):
+        return now.device.type == then.device.type == "cpu" and torch.equal(now, then)
+    return _same(now, then)
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:

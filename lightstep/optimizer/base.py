@@ -52,6 +52,13 @@ class BaseOptimizer(torch.optim.Optimizer):
     def has_deferred_updates(self) -> bool:
         """Whether updates of the last step may still be under way."""
 
+    def wait_for_step(self) -> None:
+        """:meth:`wait_for_update` of all that ``step()`` has decided; what began since then goes on."""
+        self.wait_for_update()
+
+    def tell_of_updates(self, listener: Callable[[], object]) -> None:
+        """``listener`` is called when weights have changed outside of ``step()``."""
+
     @abstractmethod
     def wait_on_stream(self, parameters: Iterable[Tensor]) -> None:
         """The current stream waits for these parameters' updates, and no other does.

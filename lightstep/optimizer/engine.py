@@ -20,6 +20,7 @@ from lightstep.optimizer.broken_step import BrokenStep
 from lightstep.optimizer.eager import eager_backward, own_work
 from lightstep.optimizer.in_backward import InBackward
 from lightstep.optimizer.managed_parameters import InitialMasters, ManagedParameters, Places
+from lightstep.optimizer.overlap import Overlap
 from lightstep.optimizer.result import StepResult
 from lightstep.optimizer.scaling import Scaling
 from lightstep.optimizer.schedule import Schedule
@@ -49,8 +50,8 @@ class Engine:
         accumulating: see :attr:`BaseOptimizer.accumulating <lightstep.optimizer.base.BaseOptimizer.accumulating>`.
         managed: the parameters it has taken charge of.
         gradients: where gradients are added up.
-        schedule: when updates run; the next capability (updates that are tried before the norm is known) is one more
-            order of it.
+        schedule: when updates run.
+        listeners: called when weights have changed before ``step()``.
     """
 
     loss_scale = Setting(check_loss_scale)
@@ -80,6 +81,7 @@ class Engine:
         self.arithmetic, self.master_weights = arithmetic, master_weights
         self._overflow_everywhere, self.update_time = overflow_everywhere, update_time
         self._initial_masters = initial_masters
+        self.listeners: list[Callable[[], object]] = []
         self.start(backend, reduce_float32, places)
         self.loss_scale, self.max_norm = loss_scale, max_norm
         self.norm_type, self.clip_layers = norm_type, clip_layers
@@ -95,6 +97,9 @@ class Engine:
         self.broken = BrokenStep(self.managed, backend)
         self.walk = UnitWalk(self.arithmetic, backend, self.broken, self.managed.record)
         self.schedule = self.update_time(self.walk, backend)
+        if isinstance(self.schedule, Overlap):
+            listeners = self.listeners  # and not the engine, which has the schedule
+            self.schedule.announce = lambda: [listener() for listener in listeners]
         self._scaling: Scaling | None = None
         self._measured: Measured | None = None
 
@@ -136,15 +141,23 @@ class Engine:
         self._notice_what_was_given_up()
         if not self.loss_scale.is_identity:
             loss = loss.float() * self.loss_scale.tensor(loss.device)
-        with self.scaled_backward.running(), self._updating(), eager_backward():
+        updating = contextlib.nullcontext() if retain_graph and self.update_time.tries else self._updating()
+        with self.scaled_backward.running(), updating, eager_backward():
             loss.backward(retain_graph=retain_graph)
 
     @contextlib.contextmanager
     def _updating(self) -> Iterator[None]:
-        """With ``update: in_backward``: layers are updated as the last micro-batch's backward completes them."""
+        """With ``update: in_backward``: layers are updated as the last micro-batch's backward completes them.
+
+        With ``update: overlap`` they are tried.
+        """
         schedule = self.schedule
-        if not isinstance(schedule, InBackward) or self.accumulating is not False:
+        if not isinstance(schedule, InBackward | Overlap) or self.accumulating is not False:
             yield
+            return
+        if isinstance(schedule, Overlap):
+            with self._trying(schedule):
+                yield
             return
         if schedule.started:
             raise RuntimeError(
@@ -161,6 +174,21 @@ class Engine:
             return
         scaling.start()
         with schedule.running(scaling.layers, self.param_groups, self._take, self._decide):
+            yield
+
+    @contextlib.contextmanager
+    def _trying(self, schedule: Overlap) -> Iterator[None]:
+        if not self.is_set_up or self.clip_layers or self.broken:
+            yield
+            return
+        with own_work():
+            scaling = self._make_ready()
+        if scaling is None:
+            yield
+            return
+        device = next(iter(self.managed)).local.device
+        divided = scaling.unclipped(self.loss_scale, device)
+        with schedule.trying(scaling.layers, self.param_groups, lambda item: self.gradients.peek(item.param), divided):
             yield
 
     def _take(self, item: Managed) -> Tensor | None:
@@ -201,18 +229,20 @@ class Engine:
         loss = self._evaluate(closure)
         self.refuse_unscaled()
         with own_work():
-            self.schedule.wait_for_update()
             if isinstance(self.schedule, InBackward) and self.schedule.started:
+                self.schedule.wait_for_update()
                 return self._complete(self.schedule, loss)
             gradients, norm, overflow = self._measure()
             self.walk.make_room(gradients)  # without it the step may be called again
             self._consume()
             scale = self.loss_scale.tensor(norm.device).clone()
-            result = StepResult(norm, overflow, scale, loss)
+            result = StepResult(norm, overflow, scale, loss, self.schedule.redone)
             if makes_state and not any(item.updated for item in self.managed):
                 self._make_state(gradients, overflow)
                 return result
-            if not self._skips(gradients, overflow):
+            if self._skips(gradients, overflow):
+                self.schedule.wait_for_update()
+            else:
                 divisor, factor = self._factors(gradients, result.grad_norm, scale)
                 self.schedule.start(Update(gradients, divisor, factor, overflow, GroupValues(self.param_groups)))
             self.loss_scale.update(overflow)
@@ -247,7 +277,6 @@ class Engine:
                 "their updates; read it from the result of step()"
             )
         with own_work():
-            self.schedule.wait_for_update()
             self._measured = self._measure()
             self.gradients.consume()
             return self._measured.norm.clone()
@@ -256,13 +285,14 @@ class Engine:
         """Nothing is given up until :meth:`_consume`: after a failure in here all gradients are still there."""
         if self._measured is not None:
             return self._measured_before(self._measured)
-        scaling = self._make_ready()
-        items = list(self.managed)
-        found = zip(items, self.gradients.collect([item.param for item in items]), strict=True)
-        gradients = unshared({item: gradient for item, gradient in found if gradient is not None})
+        gradients = self._collected() if self._may_hold() else {}
+        if self._holds(gradients):
+            scaling = self._scaling
+        else:
+            scaling, gradients = self._make_ready(), self._collected()
         if not gradients:
             warnings.warn(
-                f"step() found no gradient on any of {len(items)} parameters and changes nothing: backward was "
+                f"step() found no gradient on any of {len(self.managed)} parameters and changes nothing: backward was "
                 "not called, its gradients were not reduced (strategy.accumulate(last=True)), or the model's "
                 "parameters were exchanged (load_state_dict(assign=True)) after the optimizer was made",
                 stacklevel=6,
@@ -271,6 +301,28 @@ class Engine:
             return Measured({}, torch.zeros((), device="cpu"), torch.zeros((), device="cpu"))
         return Measured(gradients, *scaling.norm(gradients, self.loss_scale))
 
+    def _collected(self) -> Gradients:
+        items = list(self.managed)
+        found = zip(items, self.gradients.collect([item.param for item in items]), strict=True)
+        return unshared({item: gradient for item, gradient in found if gradient is not None})
+
+    def _may_hold(self) -> bool:
+        """Whether units were tried, and nothing but the gradients can speak against them."""
+        return isinstance(self.schedule, Overlap) and self.schedule.undecided and self.managed.covers(self.param_groups)
+
+    def _holds(self, gradients: Gradients) -> bool:
+        """Whether :meth:`step` may decide about what was tried; otherwise nothing is under way any more."""
+        schedule = self.schedule
+        if (
+            isinstance(schedule, Overlap)
+            and gradients
+            and schedule.undecided
+            and schedule.holds(gradients, self.param_groups, self.managed.written)
+        ):
+            return True
+        schedule.wait_for_update()
+        return False
+
     def _measured_before(self, measured: Measured) -> Measured:
         """What :meth:`grad_norm` has measured: weights may have been edited, cast or moved since."""
         if any(self.gradients.has_gradient(item.param) for item in self.managed):
@@ -278,6 +330,9 @@ class Engine:
                 "gradients arrived between grad_norm() and step(), which have no part in the norm: call step() or "
                 "zero_grad() before the next backward"
             )
+        if self._may_hold() and self._holds(measured.gradients):
+            return measured
+        self.schedule.wait_for_update()
         self._make_ready()
         items = ((self.managed.get(item.param), gradient) for item, gradient in measured.gradients.items())
         moved = {item: gradient.to(item.local.device) for item, gradient in items if item is not None}

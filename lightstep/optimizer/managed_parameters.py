@@ -85,9 +85,9 @@ class ManagedParameters:
         A parameter that is frozen later keeps its state, and continues from it when it is thawed. One that was frozen
         after its gradient had arrived is updated once more, as by torch.
         """
-        trained = [p for group in groups for p in group["params"] if _trains(p)]
-        if not also and _identical(trained, self._checked[1]) and _identical(groups, self._checked[0]):
+        if not also and self.covers(groups):
             return False
+        trained = [p for group in groups for p in group["params"] if _trains(p)]
         new = self._take_charge(groups, {*self._items, *also})
         self._checked = (list(groups), trained)
         return new
@@ -163,6 +163,17 @@ class ManagedParameters:
     def record(self, item: Managed) -> None:
         """The parameter is now as the optimizer left it: what it wrote to, should the storage be another by now."""
         self._watch.record(item, item.local)
+
+    def covers(self, groups: Sequence[dict[str, Any]]) -> bool:
+        """Whether all that the groups train is managed, in these groups."""
+        trained = [p for group in groups for p in group["params"] if _trains(p)]
+        return _identical(trained, self._checked[1]) and _identical(groups, self._checked[0])
+
+    def written(self, items: Iterable[Managed]) -> list[Managed]:
+        """Those that somebody else has written to since :meth:`record`, as far as :class:`ModelWatch` can tell."""
+        items = list(items)
+        found = [item for item in items if not self._watch.untouched(item, local_tensor(item.param))]
+        return found or self._backend.changed(item for item in items if item.local.device.type == "cpu")
 
     def adopt_outside_changes(self, groups: Sequence[dict[str, Any]]) -> bool:
         """Weights that somebody else wrote since the last step become the masters; ``True`` if items are others now."""

@@ -177,9 +177,18 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         with own_work():
             schedule.wait_for_update(None if parameters is None else self.engine.managed.those_of(parameters))
 
+    @eager
+    def wait_for_step(self) -> None:
+        if self.engine.schedule.pending:
+            with own_work():
+                self.engine.schedule.wait_for_step()
+
     @property
     def has_deferred_updates(self) -> bool:
         return self.engine.schedule.pending
+
+    def tell_of_updates(self, listener: Callable[[], object]) -> None:
+        self.engine.listeners.append(listener)
 
     @eager
     def wait_on_stream(self, parameters: Iterable[Tensor]) -> None:

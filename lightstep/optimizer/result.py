@@ -17,13 +17,18 @@ class StepResult:
     Attributes:
         grad_norm: 0-dim fp32 tensor on the gradients' device: the global norm, unscaled, before clipping.
         loss: what the closure returned, or ``None``.
+        redone: with ``optimizer_state.update: overlap``, how many steps before this one were updated in backward in
+            vain, since their gradients had to be clipped, and had to be updated again.
     """
 
-    __slots__ = ("_loss_scale", "_overflow", "grad_norm", "loss")
+    __slots__ = ("_loss_scale", "_overflow", "grad_norm", "loss", "redone")
 
-    def __init__(self, grad_norm: Tensor, overflow: Tensor, loss_scale: Tensor, loss: Any = None) -> None:
+    def __init__(
+        self, grad_norm: Tensor, overflow: Tensor, loss_scale: Tensor, loss: Any = None, redone: int = 0
+    ) -> None:
         self.grad_norm = grad_norm
         self.loss = loss
+        self.redone = redone
         self._overflow = overflow
         self._loss_scale = loss_scale
 

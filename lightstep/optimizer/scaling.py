@@ -86,6 +86,10 @@ class Scaling:
         exact = self._half and self._norm_type in (1, 2, math.inf)
         return exact and loss_scale.power_of_two and not loss_scale.is_identity
 
+    def unclipped(self, loss_scale: LossScale, device: torch.device) -> tuple[Factor, Factor]:
+        """``(divisor, factor)`` where the norm clips nothing."""
+        return _scaled(loss_scale, loss_scale.tensor(device).clone(), None)
+
     def of_all(
         self, gradients: Gradients, norm: Tensor, loss_scale: LossScale, scale: Tensor, max_norm: float | None
     ) -> tuple[Factor, Factor | Mapping[Managed, Tensor]]:

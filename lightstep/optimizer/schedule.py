@@ -14,7 +14,7 @@ from lightstep.optimizer.arithmetic import GroupValues
 from lightstep.optimizer.walk import UnitWalk, Update
 from lightstep.state.backend import Managed, StateBackend, Unit
 
-__all__ = ["AtStep", "NextForward", "Schedule"]
+__all__ = ["AtStep", "Job", "NextForward", "Schedule"]
 
 _EVERY = sys.maxsize
 
@@ -33,6 +33,8 @@ class Schedule:
 
     in_backward: ClassVar[bool] = False
     """Whether units are lined up while backward runs (:class:`~lightstep.optimizer.in_backward.InBackward`)."""
+    tries: ClassVar[bool] = False
+    """Whether units are tried while backward runs (:class:`~lightstep.optimizer.overlap.Overlap`)."""
     deferred: ClassVar[bool] = False
     """Whether units run in the compute lane while the caller goes on after ``step()``."""
     at_once: ClassVar[int] = _EVERY
@@ -42,8 +44,8 @@ class Schedule:
 
     def __init__(self, walk: UnitWalk, backend: StateBackend) -> None:
         self._walk, self._backend = walk, backend
-        self._waiting: deque[_Job] = deque()  # lined up
-        self._queued: deque[_Job] = deque()  # submitted
+        self._waiting: deque[Job] = deque()  # lined up
+        self._queued: deque[Job] = deque()  # submitted
         self._lined_up = 0  # jobs of this step
         self._in_lane = False
         self._values: GroupValues | None = None
@@ -53,6 +55,8 @@ class Schedule:
         self._complete_with: dict[Managed, int] = {}  # number of the unit with which a parameter is complete
         self._arriving_with: dict[Managed, int] = {}  # the same for weights that other replicas send
         self._lock = threading.RLock()
+        self.redone = 0
+        """Steps so far whose units were tried in vain."""
 
     @property
     def pending(self) -> bool:
@@ -74,7 +78,7 @@ class Schedule:
             units = self._backend.units()
             if deferred:
                 self._number(units, update.elsewhere)
-            self._line_up([*units, None], update)
+            self._line_up([Job(unit, update) for unit in (*units, None)])
             self._submit(_EVERY if self._backend.awaited_by_others else self.at_once)
 
     def _number(self, units: Sequence[Unit], elsewhere: Iterable[Managed]) -> None:
@@ -89,10 +93,12 @@ class Schedule:
 
     # -- the queue
 
-    def _begin(self, managed: Collection[Managed], values: GroupValues, in_lane: bool, backwards: bool = False) -> None:
+    def _begin(
+        self, managed: Collection[Managed], values: GroupValues, in_lane: bool, order: Sequence[Unit] | None = None
+    ) -> None:
         """A step that updates these begins: in the compute lane behind the caller's work so far, or here and now."""
         self._values, self._in_lane, self._lined_up = values, in_lane, 0
-        begin = partial(self._walk.begin, managed, backwards)
+        begin = partial(self._walk.begin, managed, order)
         if in_lane:
             self._follow_caller()
             self._backend.lanes.compute.run(begin)
@@ -105,10 +111,10 @@ class Schedule:
             self._ready = lanes.event()
         lanes.compute.wait(lanes.caller().record(self._ready))
 
-    def _line_up(self, units: Iterable[Unit | None], update: Update) -> None:
-        """``None`` is the end of the step."""
-        for unit in units:
-            self._waiting.append(_Job(self._lined_up, unit, update))
+    def _line_up(self, jobs: Iterable[Job]) -> None:
+        for job in jobs:
+            job.number = self._lined_up
+            self._waiting.append(job)
             self._lined_up += 1
         while self._in_lane and len(self._events) < self._lined_up:
             self._events.append(self._backend.lanes.event())
@@ -134,9 +140,9 @@ class Schedule:
         for _ in arriving:  # not before: an interrupt while waiting would lose them
             self._arrived(self._queued.popleft())
 
-    def _arrived(self, job: _Job) -> None:
+    def _arrived(self, job: Job) -> None:
         job.update.drop_gradients(job.complete)
-        if job.unit is None:
+        if job.ends:
             assert self._values is not None
             self._values.give_back()
             self._values = None
@@ -159,6 +165,10 @@ class Schedule:
             with self._failing_once("the update under way", interrupts=False):
                 self._wait(last)
                 self._backend.receive(sent)
+
+    def wait_for_step(self) -> None:
+        """Everything that ``step()`` has decided is done, for what the caller does next."""
+        self.wait_for_update()
 
     def wait_on_stream(self, items: Iterable[Managed]) -> None:
         """The same for one stream that reads beside the one that goes on: nothing counts as waited for by it."""
@@ -246,19 +256,22 @@ class NextForward(Schedule):
     ahead = 24
 
 
-class _Job:
+class Job:
     """One unit's update, or (``None``) the end of the step.
 
     Attributes:
         number: its place in the step.
+        ends: the step is over with it.
         complete: the parameters that are complete with it, known when its work was queued (on the CPU: is done).
     """
 
-    __slots__ = ("complete", "number", "unit", "update")
-
-    def __init__(self, number: int, unit: Unit | None, update: Update) -> None:
-        self.number, self.unit, self.update = number, unit, update
+    def __init__(self, unit: Unit | None, update: Update) -> None:
+        self.number, self.unit, self.update, self.ends = -1, unit, update, unit is None
         self.complete: list[Managed] = []
+
+    def owners(self) -> Iterable[Managed]:
+        """The parameters that whoever needs them waits for this one for."""
+        return () if self.unit is None else (owner for owner, _, _ in self.unit.parts)
 
     def run(self, walk: UnitWalk) -> None:
         if self.unit is None:

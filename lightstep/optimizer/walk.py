@@ -28,6 +28,7 @@ class Update:
         overflow: 0-dim fp32; with 1 nothing changes. Where layers are left out one by one, as ``factor``.
         values: the groups' hyper-parameters.
         elsewhere: parameters that other replicas update; here their weights arrive.
+        read_again: the gradients must stay what they are.
     """
 
     gradients: Gradients
@@ -36,6 +37,7 @@ class Update:
     overflow: Tensor | Mapping[Managed, Tensor]
     values: GroupValues
     elsewhere: list[Managed] = field(default_factory=list)
+    read_again: bool = False
 
     def __post_init__(self) -> None:
         self.elsewhere = [item for item in self.gradients if item.elsewhere]
@@ -92,6 +94,17 @@ class UnitWalk:
         self._record = record
         self.stage = GradientStage()
 
+    def make_room_for_copies(self) -> None:
+        """Take the memory in which any unit's gradients are copied before they are scaled.
+
+        Raises:
+            torch.OutOfMemoryError: there is no room.
+        """
+        units = self._backend.units()
+        largest = max((sum(aligned(b - a) for _, a, b in unit.parts) for unit in units), default=0)
+        if largest:
+            self.stage.reserve(largest, units[0].parts[0][0].local.device)
+
     def make_room(self, gradients: Gradients) -> None:
         """Take the memory in which these will be scaled, where none is held: without it nothing has happened.
 
@@ -115,10 +128,10 @@ class UnitWalk:
         self.finish(update.elsewhere)
         update.values.give_back()
 
-    def begin(self, managed: Collection[Managed], backwards: bool = False) -> None:
-        """``backwards``: the units will come in their order from the last one to the first, as far as is known."""
+    def begin(self, managed: Collection[Managed], order: Sequence[Unit] | None = None) -> None:
+        """``order``: in which the units will come, as far as is known; ``None`` is the backend's own."""
         with self.broken.guard("the beginning of the update"):
-            self._backend.begin(managed, backwards)
+            self._backend.begin(managed, order)
 
     def unit(self, unit: Unit, update: Update) -> list[Managed]:
         """Update one unit; returns the parameters that are complete with it."""
@@ -129,6 +142,26 @@ class UnitWalk:
                 self._arithmetic.apply(alike, self._scaled(alike, update, factor), overflow, update.values)
             self._backend.release(unit, segments)
         return self._noted(segments)
+
+    def attempt(self, unit: Unit, update: Update) -> None:
+        """:meth:`unit`, so that it can be taken back; nothing happens to a unit whose entries become others."""
+        if any(owner in update.gradients for owner, _, _ in unit.parts):
+            self._backend.attempt(unit)
+            self.unit(unit, update)
+
+    def take_back(self, unit: Unit) -> None:
+        """Undo :meth:`attempt`."""
+        if self._backend.tried(unit):
+            with self.broken.guard(f"taking back the update of {unit.label}"):
+                self._backend.take_back(unit)
+            for owner, _, _ in unit.parts:
+                self._record(owner)
+
+    def commit(self, units: Iterable[Unit]) -> None:
+        """What was tried counts."""
+        for unit in units:
+            if self._backend.tried(unit):
+                self._backend.commit(unit)
 
     def finish(self, elsewhere: Iterable[Managed]) -> None:
         """``elsewhere``: parameters whose weights other replicas have sent."""
@@ -142,7 +175,7 @@ class UnitWalk:
         device = segments[0].master.device
         divisor, factor = (None if value is None else value.to(device) for value in (update.divisor, factor))
         gradients = [[part.of(update.gradients[part.owner]) for part in segment.parts] for segment in segments]
-        rows = self.stage.scaled(segments, gradients, divisor, factor)
+        rows = self.stage.scaled(segments, gradients, divisor, factor, in_place=not update.read_again)
         return [row.view(one.shape).to(one.master.dtype) for one, row in zip(segments, rows, strict=True)]
 
     def _noted(self, updated: list[Segment]) -> list[Managed]:

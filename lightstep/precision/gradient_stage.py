@@ -70,7 +70,12 @@ class GradientStage:
         self._buffer = torch.empty(elements, dtype=torch.float32, device=device)
 
     def scaled(
-        self, runs: Sequence[Run], gradients: Sequence[Sequence[Tensor]], divisor: Tensor | None, factor: Tensor | None
+        self,
+        runs: Sequence[Run],
+        gradients: Sequence[Sequence[Tensor]],
+        divisor: Tensor | None,
+        factor: Tensor | None,
+        in_place: bool = True,
     ) -> list[Tensor]:
         """``gradients / divisor * factor`` in fp32, one row for each run; what lies between gradients is zero.
 
@@ -81,13 +86,14 @@ class GradientStage:
             gradients: for each run those of its parameters, in their shapes, of any float dtype, contiguous or not.
             divisor: 0-dim fp32 loss scale to divide by, or ``None``.
             factor: 0-dim fp32 to multiply with, or ``None``.
+            in_place: whether gradients may be written to.
         """
         results, unscaled = [], []
         targets: list[Tensor] = []
         sources: list[Tensor] = []
         for run, own in zip(runs, gradients, strict=True):
             single = own[0] if len(own) == 1 else None
-            if single is not None and scalable_in_place(single):
+            if single is not None and in_place and scalable_in_place(single):
                 row = single.view(-1)
             elif single is not None and divisor is None and factor is not None:
                 results.append(row := self._row(run, single.device).flat)

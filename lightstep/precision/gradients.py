@@ -138,10 +138,14 @@ class GradientAccumulator:
         self._collected = []
         self._sums.forget()
 
-    def take(self, parameter: Tensor) -> Tensor | None:
-        """:meth:`collect` and :meth:`consume` of one parameter, also while backward goes on with others."""
+    def peek(self, parameter: Tensor) -> Tensor | None:
+        """:meth:`collect` of one parameter whose gradient is complete, while backward goes on with others."""
         self._sums.finish([parameter])
-        gradient = self._delivered_to(parameter) if self._is_special(parameter) else self._own(parameter)
+        return self._delivered_to(parameter) if self._is_special(parameter) else self._own(parameter)
+
+    def take(self, parameter: Tensor) -> Tensor | None:
+        """:meth:`peek`, and the gradient is the caller's now."""
+        gradient = self.peek(parameter)
         self._drop([parameter])
         return gradient
 

@@ -28,8 +28,8 @@ class DeferredUpdates:
     """The updates of some optimizers of one model, which may still be under way.
 
     Attributes:
-        steps: how many steps such optimizers have made, of all models. A module whose parameters were waited for since
-            the last one need not wait again.
+        steps: how many steps such optimizers have made, of all models, and how often they have changed weights before
+            one. A module whose parameters were waited for since the last time need not wait again.
         in_backward: updates begin before ``step()``, and no count says when.
     """
 
@@ -45,6 +45,7 @@ class DeferredUpdates:
         if optimizer not in self.optimizers:
             self.optimizers.add(optimizer)
             optimizer.register_step_post_hook(_count_step)
+            optimizer.tell_of_updates(_count_step)
 
     @property
     def pending(self) -> bool:
@@ -56,6 +57,12 @@ class DeferredUpdates:
         for optimizer in self.optimizers:
             if self.in_backward or optimizer.has_deferred_updates:
                 optimizer.wait_for_update(parameters)
+
+    def wait_for_step(self) -> None:
+        """What is done next sees everything updated that a step has decided."""
+        for optimizer in self.optimizers:
+            if self.in_backward or optimizer.has_deferred_updates:
+                optimizer.wait_for_step()
 
     def wait_on_stream(self, parameters: Collection[Tensor]) -> None:
         """The current stream waits for the updates of these parameters, and no other does."""

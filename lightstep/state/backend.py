@@ -138,11 +138,13 @@ class StateBackend(ABC):
             torch.OutOfMemoryError: the device has no room; nothing has changed, and this may be called again.
         """
 
-    def begin(self, managed: Collection[Managed], backwards: bool = False) -> None:  # noqa: B027  (an optional hook)
+    def begin(  # noqa: B027  (an optional hook)
+        self, managed: Collection[Managed], order: Sequence[Unit] | None = None
+    ) -> None:
         """A step that updates these parameters starts.
 
         Args:
-            backwards: units will be acquired from the last one to the first; any other order is right, and slower.
+            order: in which units will be acquired; ``None`` is that of :meth:`units`. Any other is right, and slower.
         """
 
     @abstractmethod
@@ -162,6 +164,24 @@ class StateBackend(ABC):
 
     def finish(self) -> None:  # noqa: B027  (an optional hook)
         """The step is over: order what is still under way before the caller's next work."""
+
+    def can_try(self) -> Sequence[Unit]:
+        """The units that :meth:`attempt` has memory for, taken here if need be; no step may be under way."""
+        return ()
+
+    def attempt(self, unit: Unit) -> None:
+        """The next :meth:`acquire` and :meth:`release` of this unit can be taken back."""
+        raise NotImplementedError(f"the {self.name} backend has one version of its state")
+
+    def tried(self, unit: Unit) -> bool:
+        """Whether the unit was updated since :meth:`attempt`, and nothing was said of it yet."""
+        return False
+
+    def commit(self, unit: Unit) -> None:  # noqa: B027  (for backends that can try)
+        """The update that was tried counts."""
+
+    def take_back(self, unit: Unit) -> None:  # noqa: B027  (for backends that can try)
+        """The update that was tried does not count: on the current stream the weights become what they were."""
 
     def abandon(self) -> None:  # noqa: B027  (an optional hook)
         """The step broke off with an error: do what other processes wait for. Raises nothing."""

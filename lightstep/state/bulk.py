@@ -11,14 +11,14 @@ state of any ``torch.optim.Optimizer``.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from lightstep.distributed import like, local_tensor
-from lightstep.state.backend import Managed
+from lightstep.state.backend import Managed, Unit
 from lightstep.state.host_memory import HostSlab, require
 from lightstep.state.kept_records import RecordBackend
 from lightstep.state.record import Record, Slot
@@ -57,7 +57,7 @@ class BulkBackend(ResidentBackend):
         room = [_on_device(record) for record in self._records.values() if record not in self._slots]
         del room
 
-    def begin(self, managed: Collection[Managed], backwards: bool = False) -> None:
+    def begin(self, managed: Collection[Managed], order: Sequence[Unit] | None = None) -> None:
         RecordBackend.prepare(self)
         wanted = frozenset(managed)
         for record in self._records.values():

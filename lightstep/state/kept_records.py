@@ -17,6 +17,7 @@ from lightstep.state.backend import Managed, Schema, StateBackend, Unit
 from lightstep.state.entries import Entries
 from lightstep.state.record import Coding, ExpectedLayouts, Layout, Part, Record, Slot, make_record
 from lightstep.state.segment import LARGE, MasterSplitter, Segment, Staging, segments_of
+from lightstep.state.versions import Version
 
 __all__ = ["RecordBackend"]
 
@@ -155,14 +156,22 @@ class RecordBackend(StateBackend):
         assert self._open is None, f"{unit.label} acquired before {self._open[0].unit.label} was released"
         slot, staging = self._take(record), self._staging_on(record.device)
         self._open = record, slot, segments
-        splitter = self._splitter_of(record.device)
+        splitter, tried = self._splitter_of(record.device), self._version_of(record)
 
         def open_all() -> None:
+            if tried is not None:
+                tried.keep_weights(segments, staging, None if self._marks is None else self._marks[record])
             for segment in segments:
-                segment.open(slot, staging, splitter, self._initial)
+                segment.open(slot, staging, splitter, self._initial, apart=tried is not None)
+            if tried is not None:
+                tried.keep_histories()
 
         self._run(open_all)
         return segments
+
+    def _version_of(self, record: Record) -> Version | None:
+        """What is being tried of it, if anything is."""
+        return None
 
     def release(self, unit: Unit, updated: Sequence[Segment]) -> None:
         if self._open is None:
@@ -175,12 +184,19 @@ class RecordBackend(StateBackend):
             for owner in {part.owner for part in segment.parts} & self._initial.keys():
                 if all(part.history is not None for part in self._parts[owner]):  # a cut one is in several units
                     del self._initial[owner]
+        if outgrown and self._version_of(record) is not None:
+            self._give_up(record, slot)
+            return
         if outgrown:
             slot = self._rearrange(record, slot, segments, outgrown)
         if updated or self._only_copy(record):
             self._run(lambda: self._write(record, segments))
         self._give_back(record, slot, bool(updated))
         self._open = None
+
+    def _give_up(self, record: Record, slot: Slot) -> None:
+        """What was tried has entries that nobody expected; the record and the weights are what they were."""
+        raise NotImplementedError
 
     def _write(self, record: Record, segments: Sequence[Segment]) -> None:
         staging, splitter = self._staging_on(record.device), self._splitter_of(record.device)

@@ -105,10 +105,10 @@ class SharedByReplicas(StateBackend):
     def prepare(self) -> None:
         """Left to ``begin``: one replica alone must not break off before the others have decided about the step."""
 
-    def begin(self, managed: Collection[Managed], backwards: bool = False) -> None:
+    def begin(self, managed: Collection[Managed], order: Sequence[Unit] | None = None) -> None:
         self._exchange.begin()
         if self._own:
-            self.inner.begin([item for item in managed if not item.elsewhere], backwards)
+            self.inner.begin([item for item in managed if not item.elsewhere], order)
 
     def acquire(
         self, unit: Unit, active: Collection[Managed], apart: Mapping[Managed, object] | None = None

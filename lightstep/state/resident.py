@@ -58,7 +58,7 @@ class ResidentBackend(RecordBackend):
         self._return()
         super().prepare()
 
-    def begin(self, managed: Collection[Managed], backwards: bool = False) -> None:
+    def begin(self, managed: Collection[Managed], order: Sequence[Unit] | None = None) -> None:
         self.prepare()
 
     def abandon(self) -> None:

@@ -15,6 +15,7 @@ import torch
 from lightstep.state import record
 from lightstep.state.lanes import Lanes
 from lightstep.state.record import Record
+from lightstep.state.versions import Version
 
 __all__ = ["Ring", "Slot"]
 
@@ -102,15 +103,15 @@ class Ring:
         self.drop()
         return self._free.popleft()
 
-    def write_back(self, slot: Slot, record: Record) -> None:
+    def write_back(self, slot: Slot, record: Record, to: Record | Version) -> None:
         """The caller has updated what is in ``slot``: copy it to the host after that, then refill the slot."""
         caller, lane = self._lanes.caller(), self._lanes.device_to_host
         caller.record(slot.updated)
-        source, target = slot.buffer[: record.nbytes], record.bytes
+        source, target = slot.buffer[: record.nbytes], to.bytes
         lane.wait(slot.updated)
         if target is not None:
             lane.copy(target, source, f"writing back {record.unit.label}")
-        record.landed = lane.record(slot.drained)
+        to.landed = lane.record(slot.drained)
         self._give_back(slot)
 
     def discard(self, slot: Slot) -> None:

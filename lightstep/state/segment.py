@@ -107,8 +107,20 @@ class Segment:
             torch._foreach_zero_(gaps)
         return row
 
-    def open(self, slot: Slot, staging: Staging, splitter: MasterSplitter, initial: Mapping[Managed, Tensor]) -> None:
-        """Masters and entries as the base optimizer wants them."""
+    def open(
+        self,
+        slot: Slot,
+        staging: Staging,
+        splitter: MasterSplitter,
+        initial: Mapping[Managed, Tensor],
+        *,
+        apart: bool = False,
+    ) -> None:
+        """Masters and entries as the base optimizer wants them.
+
+        Args:
+            apart: entries that are not in the record are copies; those of before stay as they are.
+        """
         views = slot.views.get(self)
         if views is None:
             views = slot.views[self] = Views(self, slot)
@@ -128,8 +140,8 @@ class Segment:
         if history is not None:
             if history.parts > len(self.parts):
                 history = self._own_history(history)
-            entries = views.entries
-            self.state = {k: entries[k] if k in entries else history.values[k] for k in self.parts[0].keys}
+            entries, values = views.entries, history.copied() if apart else history.values
+            self.state = {k: entries[k] if k in entries else values[k] for k in self.parts[0].keys}
 
     def _first_master(self, staging: Staging, initial: Mapping[Managed, Tensor]) -> Tensor:
         """fp32 of the weights, or what the masters are to start from."""

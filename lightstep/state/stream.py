@@ -19,7 +19,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from lightstep.state.backend import Managed, Schema
+from lightstep.state.backend import Managed, Schema, Unit
 from lightstep.state.entries import Entries
 from lightstep.state.host_memory import require
 from lightstep.state.kept_records import RecordBackend
@@ -30,6 +30,7 @@ from lightstep.state.ring import Ring
 from lightstep.state.segment import LARGE, MasterSplitter, Segment, Staging
 from lightstep.state.spare_memory import GIB, AutoBudget, device_memory
 from lightstep.state.units import RingError, plan_units, smallest_piece
+from lightstep.state.versions import Version, Versions
 
 __all__ = ["StreamBackend"]
 
@@ -47,7 +48,8 @@ class StreamBackend(RecordBackend):
         splitter: makes the splitter of bf16 masters for a device. prefetch_layers: units fetched ahead; the ring has
         two slots more, for the one being updated and the one draining. ring_mib: device memory of the ring, scratch
         for joined masters included. A unit takes at most one slot. slots: number of slots instead of
-        ``prefetch_layers + 2``. resident_gib: see :meth:`set_residency`.
+        ``prefetch_layers + 2``. resident_gib: see :meth:`set_residency`. spare_host_gib: host memory for
+        :meth:`attempt`, taken by :meth:`can_try`.
 
     Raises:
         RingError: at ``register``, when the ring is too small for the smallest possible piece.
@@ -66,6 +68,7 @@ class StreamBackend(RecordBackend):
         ring_mib: float = 512,
         slots: int | None = None,
         resident_gib: float | Literal["auto"] = 0.0,
+        spare_host_gib: float | Literal["auto"] = "auto",
     ) -> None:
         self._settings: dict[str, Any] = {
             "splitter": splitter,
@@ -73,6 +76,7 @@ class StreamBackend(RecordBackend):
             "ring_mib": ring_mib,
             "slots": slots,
             "resident_gib": resident_gib,
+            "spare_host_gib": spare_host_gib,
         }
         self._make_splitter = splitter
         self._slots = prefetch_layers + 2 if slots is None else slots
@@ -88,6 +92,7 @@ class StreamBackend(RecordBackend):
         self._computed: Any = None
         self._walk: list[Record] = []
         self._resident: Residency | None = None
+        self._versions = Versions(self._settings["spare_host_gib"])
         self._prepared = False
 
     def fresh(self) -> StreamBackend:
@@ -194,7 +199,7 @@ class StreamBackend(RecordBackend):
             self._residency.unsettle()
         self._prepared = True
 
-    def begin(self, managed: Collection[Managed], backwards: bool = False) -> None:
+    def begin(self, managed: Collection[Managed], order: Sequence[Unit] | None = None) -> None:
         self.lanes.check()
         if self._open is not None:
             raise LaneError(f"the last step broke off at {self._open[0].unit.label}; load a checkpoint to go on")
@@ -203,11 +208,9 @@ class StreamBackend(RecordBackend):
         wanted = frozenset(managed)
         self._walk = [
             record
-            for record in self._records.values()
+            for record in (self._records.values() if order is None else map(self._records.__getitem__, order))
             if record not in self._residency and any(part.owner in wanted for part in record.parts)
         ]
-        if backwards:
-            self._walk.reverse()
         self._ensure_ring().expect(self._walk)
         self.lanes.caller().wait(self._computed)  # the scratch, should the caller be on another stream than last time
 
@@ -215,6 +218,36 @@ class StreamBackend(RecordBackend):
         self.lanes.caller().record(self._computed)
         self._prepared = False
         self._live_ring().expect(self._walk)  # warm slots for the next step
+
+    # -- updates that are tried
+
+    def can_try(self) -> Sequence[Unit]:
+        waiting = {record for part, record in self._home.items() if part.codes is not None}
+        records = [record for record in self._streamed() if record not in waiting]
+        return [record.unit for record in self._versions.reserve(records, self._marks is not None)]
+
+    def attempt(self, unit: Unit) -> None:
+        self._versions.open(self._records[unit])
+
+    def tried(self, unit: Unit) -> bool:
+        return self._records[unit] in self._versions
+
+    def commit(self, unit: Unit) -> None:
+        self._versions.commit(self._records[unit])
+
+    def take_back(self, unit: Unit) -> None:
+        record = self._records[unit]
+        version, marks = self._versions.close(record), None if self._marks is None else self._marks[record]
+        self._run(lambda: version.take_back(marks))
+
+    def _version_of(self, record: Record) -> Version | None:
+        return self._versions.of(record)
+
+    def _give_up(self, record: Record, slot: Any) -> None:
+        version, marks = self._versions.close(record), None if self._marks is None else self._marks[record]
+        self._run(lambda: version.take_back(marks))
+        self._live_ring().discard(slot)
+        self._open = None
 
     def _run(self, job: Callable[[], object]) -> None:
         self.lanes.caller().run(job)
@@ -229,7 +262,7 @@ class StreamBackend(RecordBackend):
         if record in self._residency:
             self._residency.give_back(record)
         elif changed:
-            self._live_ring().write_back(slot, record)
+            self._live_ring().write_back(slot, record, self._versions.of(record) or record)
         else:
             self._live_ring().discard(slot)
 
@@ -315,8 +348,8 @@ class StreamBackend(RecordBackend):
         working = self._splitter.nbytes() + sum(8 * len(record.parts) for record in self._records.values())
         host = sum(record.slab.nbytes for record in self._records.values() if record.slab is not None)
         return {
-            "device_bytes": 0 if self._resident is None else self._resident.nbytes(),
-            "host_bytes": host,
+            "device_bytes": self._versions.device_bytes() + (0 if self._resident is None else self._resident.nbytes()),
+            "host_bytes": host + self._versions.host_bytes(),
             "ring_bytes": ring + scratch + working,
         }
 
@@ -342,6 +375,7 @@ class StreamBackend(RecordBackend):
         self._residency.release()
         self._idle(self._lanes.device)
         self._ring = None
+        self._versions.forget_weights()
         for staging in self._staging.values():
             staging.free()
         self._splitter.free()
@@ -356,6 +390,7 @@ class StreamBackend(RecordBackend):
             with contextlib.suppress(LaneError):
                 self._lanes.synchronize()
             self._lanes.close()
+        self._versions.release()
         for record in self._records.values():
             record.close()
         self._start()

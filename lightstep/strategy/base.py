@@ -32,6 +32,7 @@ from lightstep.distributed import end_process_group, initialized
 from lightstep.optimizer.base import BaseOptimizer
 from lightstep.optimizer.in_backward import InBackward
 from lightstep.optimizer.optimizer import MixedPrecisionOptimizer
+from lightstep.optimizer.overlap import Overlap
 from lightstep.optimizer.param_groups import Place, check_param_groups, places
 from lightstep.optimizer.schedule import AtStep, NextForward, Schedule
 from lightstep.precision.gradients import ReducedGradients
@@ -64,6 +65,7 @@ _UPDATE_TIMES: dict[str, type[Schedule]] = {
     "at_step": AtStep,
     "next_forward": NextForward,
     "in_backward": InBackward,
+    "overlap": Overlap,
 }
 
 ModelSource = nn.Module | Callable[[], nn.Module]
@@ -564,6 +566,7 @@ def make_backend(config: OptimizerState) -> StateBackend:
             prefetch_layers=config.prefetch_layers,
             ring_mib=config.ring_mib,
             resident_gib=config.resident_gib,
+            spare_host_gib=config.spare_host_gib,
         )
     return ResidentBackend() if config.backend == "resident" else BulkBackend()
 

@@ -42,6 +42,8 @@ GLOBAL: dict[str, dict[str, Any]] = {
     "stream": _STREAM,
     "stream, next_forward": {**_STREAM, "update": "next_forward"},
     "stream in part, next_forward": {**_STREAM, "update": "next_forward", "resident_gib": 2e-6},
+    "stream, overlap": {**_STREAM, "update": "overlap"},
+    "stream in part, overlap": {**_STREAM, "update": "overlap", "resident_gib": 2e-6, "spare_host_gib": 4e-5},
 }
 """``optimizer_state`` of strategies that clip by the global norm, or not at all."""
 BY_UNIT: dict[str, dict[str, Any]] = {

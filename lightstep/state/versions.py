@@ -1,0 +1,201 @@
+"""Two versions of a unit: the one that counts, and one that is being tried.
+
+An update that may have to be taken back writes the unit's new record into a *spare* slab; the old record stays what
+it is. The weights are updated in place, so a copy of the old ones is kept on the device (2 bytes per bf16 parameter).
+Committing exchanges the two slabs; taking back copies the old weights to where they were.
+
+The spare slabs are one pool. When it is empty nothing is tried: the unit is updated later, as if nobody had asked.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Collection, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from lightstep.state.host_memory import HostMemoryError, HostSlab, available_bytes
+from lightstep.state.record import History, Record
+from lightstep.state.segment import Segment, Staging
+from lightstep.state.spare_memory import GIB
+
+__all__ = ["Version", "Versions"]
+
+logger = logging.getLogger(__name__)
+
+_LEFT_FREE = 0.1
+"""Of the host's free memory, ``auto`` leaves this much to others."""
+
+
+class Version:
+    """A unit as it was before the update that is being tried, and the slab that the update writes to."""
+
+    def __init__(self, record: Record, slab: HostSlab, kept: dict[torch.dtype, Tensor], marks: Tensor | None) -> None:
+        self.record, self.slab = record, slab
+        self.bytes = slab.tensor(torch.uint8, record.nbytes)
+        self.landed: Any = None
+        self._kept, self._marks = kept, marks
+        self._segments: Sequence[Segment] = ()
+        self._histories: list[tuple[History, dict[str, Any], object, tuple[str, ...]]] = []
+
+    def keep_weights(self, segments: Sequence[Segment], staging: Staging, marks: Tensor | None) -> None:
+        """Before masters are joined: some weights are their own masters."""
+        self._segments = segments
+        for segment in segments:
+            weights = segment.weights(staging)
+            self._kept[weights.dtype][segment.first : segment.stop].copy_(weights)
+        if self._marks is not None and marks is not None:
+            self._marks.copy_(marks)
+
+    def keep_histories(self) -> None:
+        """Of the segments, once they are open."""
+        self._histories = []
+        for segment in self._segments:
+            head = segment.parts[0]
+            assert head.history is not None  # only what has state is tried
+            self._histories.append((head.history, head.history.values, head.history.origin, head.keys))
+
+    def take_back(self, marks: Tensor | None) -> None:
+        """Weights, fingerprints and what is not in the record are as they were before."""
+        for segment, (history, values, origin, keys) in zip(self._segments, self._histories, strict=True):
+            history.values, history.origin = values, origin
+            for part in segment.parts:
+                part.keys = keys
+        copies: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = defaultdict(lambda: ([], []))
+        for segment in self._segments:
+            row = self._kept[segment.locals[0].dtype][segment.first : segment.stop]
+            weights, old = copies[row.dtype]
+            weights += segment.locals
+            old += segment.parts_of(row)
+        for weights, old in copies.values():
+            torch._foreach_copy_(weights, old)
+        if self._marks is not None and marks is not None:
+            marks.copy_(self._marks)
+
+
+class Versions:
+    """The pool of spare slabs, and the old weights on the device.
+
+    Args:
+        budget: GiB of host memory for spare slabs; ``auto``: what is free, but for a tenth.
+    """
+
+    def __init__(self, budget: float | Literal["auto"]) -> None:
+        self._budget = budget
+        self._spare: dict[int, list[HostSlab]] = defaultdict(list)
+        self._bytes = 0
+        self._full = False
+        self._tried: dict[Record, Version] = {}
+        self._kept: dict[Record, tuple[dict[torch.dtype, Tensor], Tensor | None]] = {}
+
+    def __contains__(self, record: Record) -> bool:
+        return record in self._tried
+
+    def of(self, record: Record) -> Version | None:
+        """The version that is being tried of it."""
+        return self._tried.get(record)
+
+    def host_bytes(self) -> int:
+        """Of spare slabs, in use or not."""
+        return self._bytes
+
+    def device_bytes(self) -> int:
+        """Of old weights."""
+        return sum(row.nbytes for rows, _ in self._kept.values() for row in rows.values())
+
+    def reserve(self, records: Collection[Record], marked: bool) -> list[Record]:
+        """Take what trying these needs, outside of a step; those of them for which there was room.
+
+        Args:
+            marked: fingerprints of their weights are kept.
+        """
+        records = [record for record in records if record.slab is not None]
+        for gone in [record for record in self._kept if record not in records]:
+            del self._kept[gone]
+        wanted: dict[int, int] = defaultdict(int)
+        ready = []
+        for record in records:
+            assert record.slab is not None
+            wanted[record.slab.nbytes] += 1
+            if self._has_slabs(record, wanted[record.slab.nbytes]) and self._has_rows(record, marked):
+                ready.append(record)
+        return ready
+
+    def _has_slabs(self, record: Record, count: int) -> bool:
+        """``count`` spare slabs of the size of this record's."""
+        assert record.slab is not None
+        nbytes = record.slab.nbytes
+        if len(self._spare[nbytes]) >= count:
+            return True
+        if self._full or not self._fits(nbytes):
+            self._full = True
+            return False
+        try:
+            slab = HostSlab(nbytes, device=record.device, what="spare optimizer state")
+        except HostMemoryError:
+            self._full = True
+            return False
+        self._spare[nbytes].append(slab)
+        self._bytes += nbytes
+        return True
+
+    def _fits(self, nbytes: int) -> bool:
+        if self._budget != "auto":
+            return self._bytes + nbytes <= self._budget * GIB
+        free = available_bytes()
+        return free is None or nbytes <= free * (1 - _LEFT_FREE)
+
+    def _has_rows(self, record: Record, marked: bool) -> bool:
+        if record in self._kept:
+            return True
+        sizes: dict[torch.dtype, int] = {}
+        for part in record.parts:
+            sizes[part.owner.local.dtype] = record.elements
+        try:
+            rows = {dtype: torch.empty(n, dtype=dtype, device=record.device) for dtype, n in sizes.items()}
+        except torch.OutOfMemoryError:
+            logger.warning("no room on %s for the weights of before: fewer updates run in backward", record.device)
+            return False
+        marks = torch.zeros(len(record.parts), dtype=torch.int64, device=record.device) if marked else None
+        self._kept[record] = rows, marks
+        return True
+
+    # -- one unit
+
+    def open(self, record: Record) -> Version:
+        """The next update of this record is tried; :meth:`reserve` has found room for it."""
+        assert record.slab is not None
+        self._tried[record] = Version(record, self._spare[record.slab.nbytes].pop(), *self._kept[record])
+        return self._tried[record]
+
+    def commit(self, record: Record) -> None:
+        """What was tried is the record from now on."""
+        version = self._tried.pop(record)
+        assert record.slab is not None
+        self._spare[record.slab.nbytes].append(record.slab)
+        record.slab, record.bytes, record.landed = version.slab, version.bytes, version.landed
+
+    def close(self, record: Record) -> Version:
+        """What was tried does not count."""
+        version = self._tried.pop(record)
+        self._spare[version.slab.nbytes].append(version.slab)
+        return version
+
+    # -- memory
+
+    def forget_weights(self) -> None:
+        """Give back the device memory; nothing is being tried."""
+        self._kept.clear()
+
+    def release(self) -> None:
+        """Give back all memory; nothing may be under way."""
+        self._tried.clear()
+        self._kept.clear()
+        for slabs in self._spare.values():
+            for slab in slabs:
+                slab.close()
+        self._spare.clear()
+        self._bytes, self._full = 0, False

@@ -1,0 +1,79 @@
+"""Updates that are tried in backward, on a GPU: resident's bits with sleep kernels in every lane."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from lightstep.optimizer import overlap
+from lightstep.optimizer.overlap import Overlap
+from lightstep.optimizer.schedule import NextForward
+from tests.gpu.test_next_forward_gpu import Training, llama, train
+from tests.unit.test_next_forward import assert_same
+from tests.unit.test_overlap import BETWEEN, LOOSE, NEVER, OVERLAP, RESIDENT, TIGHT, counted_verdicts
+
+pytestmark = pytest.mark.gpu
+verdicts = pytest.fixture(name="verdicts")(counted_verdicts.__wrapped__)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("parameters", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("clipping", [NEVER, LOOSE, TIGHT], ids=["never", "sometimes", "always"])
+def test_sleep_kernels_in_every_lane(
+    parameters: str, clipping: dict[str, Any], monkeypatch: pytest.MonkeyPatch, verdicts: Counter[str]
+) -> None:
+    monkeypatch.setattr(overlap, "_LONGEST_PAUSE", 0)
+    monkeypatch.setattr(Overlap, "_count_verdict", lambda self: setattr(self, "_pause", 0))
+    half = parameters == "float16"
+    scale = {"kind": "dynamic", "init_scale": 2.0**17, "growth_interval": 1} if half else None
+    expected = Training(RESIDENT, parameters, clipping=clipping, loss_scale=scale)
+    losses, wanted = expected.train(8), expected.snapshot()
+    for seed in range(12):
+        monkeypatch.setattr(NextForward, "at_once", (0, 1, 3, 48)[seed % 4])
+        monkeypatch.setattr(NextForward, "ahead", seed % 3)
+        tested = Training(OVERLAP, parameters, clipping=clipping, loss_scale=scale)
+        tested.optimizer.engine.schedule._share.part = (1.0, 0.6, 0.3)[seed % 3]
+        found = tested.train(1)
+        tested.delays(seed)
+        assert found + tested.train(7) == losses, seed
+        assert_same(tested.snapshot(), wanted)
+        tested.optimizer.close()
+    assert verdicts["commit"] or clipping is TIGHT
+    assert verdicts["redo"] or clipping is NEVER
+
+
+@pytest.mark.parametrize("act", BETWEEN, ids=lambda act: act.__name__)
+def test_what_happens_between_backward_and_step(act: Callable[[Any], None]) -> None:
+    found = []
+    for state in (OVERLAP, RESIDENT):
+        training: Any = Training(state, clipping=NEVER)
+        training.named = dict(training.model.named_parameters())
+        training.train(3)
+        if state is OVERLAP:
+            training.delays(1)
+        with training.strategy.accumulate(training.model, last=True):
+            training.optimizer.backward(training.loss())
+        act(training)
+        training.optimizer.step()
+        training.steps += 1
+        training.train(2)
+        found.append(training.snapshot())
+    assert_same(*found)
+
+
+def test_a_llama_learns_the_same_and_a_steady_step_keeps_no_memory() -> None:
+    _, model, resident = llama({"backend": "resident"})
+    expected = torch.stack(train(model, resident, range(12))).tolist()
+    _, model, optimizer = llama({"backend": "stream", "update": "overlap", "ring_mib": 64})
+    optimizer.max_norm = resident.max_norm
+    losses = train(model, optimizer, range(6))
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    losses += train(model, optimizer, range(6, 12), watch=True)
+    optimizer.synchronize()
+    assert torch.stack(losses).tolist() == expected
+    assert torch.cuda.memory_allocated() - before <= 64 * 1024  # the losses, and step counts
+    optimizer.close()

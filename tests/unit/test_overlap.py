@@ -1,0 +1,438 @@
+"""Updates that are tried in backward: the bits of a step that knew the norm first, whatever it turns out to be."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lightstep.optimizer import overlap
+from lightstep.optimizer.overlap import Overlap
+from lightstep.optimizer.schedule import NextForward
+from lightstep.state import units as units_module
+from lightstep.state.versions import Version
+from tests.distributed.models import TinyTransformer
+from tests.unit.test_next_forward import Training, assert_same
+
+OVERLAP: dict[str, Any] = {"backend": "stream", "update": "overlap", "ring_mib": 0.02}
+RESIDENT = {"backend": "resident"}
+LOOSE, NEVER, TIGHT = {"max_norm": 0.5}, {"max_norm": 1e6}, {"max_norm": 0.1}
+"""Clip some steps, none, and all of them."""
+
+
+@pytest.fixture(autouse=True)
+def small_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(units_module, "CUT_ELEMENTS", 64)
+
+
+@pytest.fixture(name="verdicts")
+def counted_verdicts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How often units were tried, and what became of them."""
+    found: Counter[str] = Counter()
+    decide, withdraw = Overlap._decide, Overlap.withdraw
+
+    def decided(self: Overlap, trial: Any, update: Any) -> None:
+        if trial.units:
+            found[self._verdict.read()] += 1
+        decide(self, trial, update)
+
+    def withdrawn(self: Overlap) -> None:
+        found["withdrawn"] += bool(self._trial is not None and self._trial.units)
+        withdraw(self)
+
+    monkeypatch.setattr(Overlap, "_decide", decided)
+    monkeypatch.setattr(Overlap, "withdraw", withdrawn)
+    return found
+
+
+@pytest.fixture
+def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Try every step, clipped or not."""
+    monkeypatch.setattr(overlap, "_LONGEST_PAUSE", 0)
+    monkeypatch.setattr(Overlap, "_count_verdict", lambda self: setattr(self, "_pause", 0))
+
+
+def pair(clipping: dict[str, Any] = NEVER, state: dict[str, Any] = OVERLAP, **settings: Any) -> tuple[Training, ...]:
+    return Training(state, clipping=clipping, **settings), Training(RESIDENT, clipping=clipping, **settings)
+
+
+def backward(training: Training) -> None:
+    with training.strategy.accumulate(training.model, last=True):
+        training.optimizer.backward(training.loss())
+
+
+def weights(training: Training) -> dict[str, Tensor]:
+    """As they stand in memory, without waiting for anything."""
+    return {name: own.detach().clone() for name, own in training.named.items()}
+
+
+@pytest.fixture(name="named", autouse=True)
+def names_without_reading(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Training.__init__
+
+    def init(self: Training, *args: Any, **kwargs: Any) -> None:
+        made(self, *args, **kwargs)
+        self.named = dict(self.model.named_parameters())  # type: ignore[attr-defined]
+
+    monkeypatch.setattr(Training, "__init__", init)
+
+
+@pytest.mark.parametrize("parameters", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("clipping", [NEVER, LOOSE, TIGHT], ids=["never", "sometimes", "always"])
+@pytest.mark.usefixtures("no_pause")
+def test_random_delays_in_every_lane(
+    parameters: str, clipping: dict[str, Any], monkeypatch: pytest.MonkeyPatch, verdicts: Counter[str]
+) -> None:
+    half = parameters == "float16"
+    scale = {"kind": "dynamic", "init_scale": 2.0**17, "growth_interval": 1} if half else None
+    expected = Training(RESIDENT, parameters, clipping=clipping, loss_scale=scale)
+    losses, wanted = expected.train(8), expected.snapshot()
+    for seed in range(8):
+        monkeypatch.setattr(NextForward, "at_once", (0, 1, 3, 48)[seed % 4])
+        monkeypatch.setattr(NextForward, "ahead", seed % 3)
+        tested = Training(OVERLAP, parameters, clipping=clipping, loss_scale=scale)
+        found = tested.train(1)
+        tested.delays(seed)
+        assert found + tested.train(7) == losses, seed
+        assert_same(tested.snapshot(), wanted)
+        tested.optimizer.close()
+    assert verdicts["withdrawn"] == 0
+    assert (verdicts["commit"] > 0) == (clipping is not TIGHT)
+    assert (verdicts["redo"] > 0) == (clipping is not NEVER)
+    assert (verdicts["drop"] > 0) == half
+
+
+@pytest.mark.parametrize("what", ["keep_weights", "keep_histories"])
+@pytest.mark.usefixtures("no_pause")
+def test_the_delays_find_a_version_that_is_not_kept(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tested, expected = pair(TIGHT)
+    original = getattr(Version, what)
+
+    def forgets(self: Version, *args: Any) -> None:
+        original(self, *args)
+        if what == "keep_weights":
+            for row in self._kept.values():
+                row.zero_()
+        else:
+            kept = self._histories
+            self._histories = [(own, {**values, "step": values["step"] + 1}, *rest) for own, values, *rest in kept]
+
+    monkeypatch.setattr(Version, what, forgets)
+    tested.train(5)
+    expected.train(5)
+    with pytest.raises(AssertionError):
+        assert_same(tested.snapshot(), expected.snapshot())
+
+
+CLASSES = {
+    "Adam-amsgrad": (torch.optim.Adam, {"amsgrad": True}),
+    "SGD-nesterov-foreach": (torch.optim.SGD, {"momentum": 0.9, "nesterov": True, "foreach": True}),
+    "NAdam": (torch.optim.NAdam, {}),
+    "RMSprop": (torch.optim.RMSprop, {"momentum": 0.5, "centered": True}),
+    "Rprop": (torch.optim.Rprop, {}),
+    "ASGD": (torch.optim.ASGD, {}),
+    "Adadelta": (torch.optim.Adadelta, {}),
+}
+
+
+@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.parametrize("parameters", ["bfloat16", "float32"])
+@pytest.mark.usefixtures("no_pause")
+def test_every_class_may_be_taken_back(name: str, parameters: str, verdicts: Counter[str]) -> None:
+    base, settings = CLASSES[name]
+
+    class Chosen(base):  # type: ignore[misc, valid-type]
+        def __init__(self, params: Any, lr: float = 1e-2) -> None:
+            super().__init__(params, lr=lr, **settings)
+
+    Chosen.whole_tensors = False  # type: ignore[attr-defined]
+    for clipping in (NEVER, TIGHT):
+        tested, expected = pair(clipping, parameters=parameters, optimizer_class=Chosen)
+        assert tested.train(5) == expected.train(5)
+        assert_same(tested.snapshot(), expected.snapshot())
+    assert verdicts["commit"] and verdicts["redo"]
+
+
+class Counting(torch.optim.SGD):
+    """Counts steps in an attribute of its own, and gets another entry in its fifth step."""
+
+    whole_tensors = False
+
+    def __init__(self, params: Any, lr: float = 1e-2) -> None:
+        super().__init__(params, lr=lr, momentum=0.9)
+        self.count = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.count += 1
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                state.setdefault("first", torch.zeros_like(p)).add_(p.grad)
+                if self.count >= 5:
+                    state.setdefault("second", torch.zeros_like(p)).addcmul_(p.grad, p.grad)
+                p.sub_(state["first"] / self.count + state.get("second", 0), alpha=group["lr"])
+
+
+@pytest.mark.parametrize("clipping", [NEVER, TIGHT], ids=["never", "always"])
+@pytest.mark.usefixtures("no_pause")
+def test_a_class_that_counts_and_grows(clipping: dict[str, Any], verdicts: Counter[str]) -> None:
+    tested, expected = pair(clipping, optimizer_class=Counting)
+    assert tested.train(8) == expected.train(8)
+    assert_same(tested.snapshot(), expected.snapshot())
+    assert verdicts["commit" if clipping is NEVER else "redo"] > 2
+
+
+def change_lr(training: Training) -> None:
+    training.optimizer.param_groups[0]["lr"] = 7e-3
+
+
+def decay(training: Training) -> None:
+    training.optimizer.param_groups[-1]["weight_decay"] = 0.3
+
+
+def clip_tighter(training: Training) -> None:
+    training.optimizer.max_norm = 0.05
+
+
+def edit_gradient(training: Training) -> None:
+    next(p for p in training.named.values() if p.grad is not None).grad.mul_(0.5)  # type: ignore[union-attr]
+
+
+def exchange_gradient(training: Training) -> None:
+    parameter = next(p for p in training.named.values() if p.grad is not None)
+    parameter.grad = torch.ones_like(parameter)
+
+
+def another_backward(training: Training) -> None:
+    training.steps += 1
+    backward(training)
+
+
+def ask_for_the_norm(training: Training) -> None:
+    training.optimizer.grad_norm()
+
+
+def edit_a_weight(training: Training) -> None:
+    with torch.no_grad():
+        next(training.model.parameters()).mul_(0.5)
+
+
+def evaluate(training: Training) -> None:
+    with torch.no_grad():
+        training.loss()
+
+
+def nothing(_: Training) -> None:
+    pass
+
+
+BETWEEN: dict[Callable[[Training], None], str] = {
+    nothing: "commit",
+    ask_for_the_norm: "commit",
+    clip_tighter: "redo",
+    change_lr: "withdrawn",
+    decay: "withdrawn",
+    edit_gradient: "withdrawn",
+    exchange_gradient: "withdrawn",
+    another_backward: "withdrawn",
+    edit_a_weight: "withdrawn",
+    evaluate: "withdrawn",
+}
+
+
+@pytest.mark.parametrize("act", BETWEEN, ids=lambda act: act.__name__)
+@pytest.mark.parametrize("parameters", ["bfloat16", "float32"])
+def test_what_happens_between_backward_and_step(
+    act: Callable[[Training], None], parameters: str, verdicts: Counter[str]
+) -> None:
+    tested, expected = pair(parameters=parameters)
+    for training in (tested, expected):
+        training.train(3)
+        verdicts.clear()
+        backward(training)
+        act(training)
+        training.optimizer.step()
+        found = training.snapshot()
+        training.steps += 1
+        training.train(2)
+        training.found = found, training.snapshot()  # type: ignore[attr-defined]
+        if training is tested:
+            seen = Counter(verdicts)
+    for mine, theirs in zip(tested.found, expected.found, strict=True):  # type: ignore[attr-defined]
+        assert_same(mine, theirs)
+    assert seen[BETWEEN[act]] >= 1
+
+
+READS: dict[str, Callable[[Training], Any]] = {
+    "parameters": lambda training: list(training.model.parameters()),
+    "state_dict": lambda training: training.model.state_dict(),
+    "optimizer.state_dict": lambda training: training.optimizer.state_dict(),
+    "copy": lambda training: copy.deepcopy(training.model),
+    "synchronize": lambda training: training.optimizer.synchronize(),
+    "zero_grad": lambda training: training.optimizer.zero_grad() or training.loss(),
+    "delete": lambda training: training.__dict__.pop("optimizer"),
+}
+
+
+@pytest.mark.parametrize("how", READS)
+def test_weights_are_those_of_before_until_step(how: str, verdicts: Counter[str]) -> None:
+    tested, _ = pair()
+    tested.train(3)
+    tested.optimizer.synchronize()
+    before, state = weights(tested), copy.deepcopy(tested.optimizer.state_dict())
+    tested.delays(0)
+    backward(tested)
+    READS[how](tested)
+    assert verdicts["withdrawn"] == 1
+    assert_same(weights(tested), before)
+    if how not in ("delete", "zero_grad"):
+        now = tested.optimizer.state_dict()["state"]
+        assert now.keys() == state["state"].keys()
+        for index, entries in state["state"].items():
+            assert [key for key, value in entries.items() if not torch.equal(now[index][key], value)] == []
+
+
+def test_a_weight_that_is_written_to_past_the_model_is_refused() -> None:
+    """What the writer saw there was neither before the step nor after it."""
+    tested, _ = pair()
+    tested.train(3)
+    tested.optimizer.synchronize()
+    before = weights(tested)
+    backward(tested)
+    tested.optimizer._backend.lanes.compute.synchronize()
+    name = next(name for name, p in tested.named.items() if p.grad is not None)
+    with torch.no_grad():
+        tested.named[name].mul_(0.5)
+    with pytest.raises(RuntimeError, match=r"was written to between backward\(\) and step\(\).*synchronize"):
+        tested.optimizer.step()
+    assert_same(weights(tested), before)
+
+
+def test_an_error_in_backward_leaves_everything_as_it_was(verdicts: Counter[str]) -> None:
+    tested, expected = pair()
+    for training in (tested, expected):
+        training.train(3)
+    tested.optimizer.synchronize()
+    before = weights(tested)
+
+    def fail(_: Tensor) -> None:
+        raise ZeroDivisionError
+
+    handle = next(iter(tested.named.values())).register_hook(fail)  # the embedding: the last one in backward
+    with pytest.raises(ZeroDivisionError):
+        backward(tested)
+    handle.remove()
+    assert verdicts["withdrawn"] == 1
+    assert_same(weights(tested), before)
+    tested.optimizer.zero_grad()
+    assert tested.train(3) == expected.train(3)
+    assert_same(tested.snapshot(), expected.snapshot())
+
+
+def test_steps_that_are_always_clipped_are_seldom_tried(verdicts: Counter[str]) -> None:
+    tested, expected = pair(TIGHT)
+    assert tested.train(20) == expected.train(20)
+    assert_same(tested.snapshot(), expected.snapshot())
+    assert verdicts["redo"] == 1
+    assert tested.optimizer.step().redone == 1
+
+
+@pytest.mark.parametrize("gib", [0.0, 1e-5])
+def test_without_spare_memory_the_rest_waits_for_the_forward(gib: float, verdicts: Counter[str]) -> None:
+    tested, expected = pair(LOOSE, state={**OVERLAP, "spare_host_gib": gib})
+    assert tested.train(6) == expected.train(6)
+    assert_same(tested.snapshot(), expected.snapshot())
+    spare = tested.optimizer._backend._versions.host_bytes()
+    assert spare <= gib * 2**30
+    assert bool(verdicts) == (spare > 0)
+
+
+def test_a_checkpoint_in_the_middle(tmp_path: Path) -> None:
+    tested, expected = pair(LOOSE)
+    tested.train(4)
+    backward(tested)
+    tested.strategy.save_checkpoint(tmp_path / "step-4", tested.model, tested.optimizer)
+    resumed = Training(OVERLAP, clipping=LOOSE)
+    resumed.strategy.load_checkpoint(tmp_path / "step-4", resumed.model, resumed.optimizer)
+    resumed.steps = 4
+    expected.train(4)
+    assert resumed.train(4) == expected.train(4)
+    assert_same(resumed.snapshot(), expected.snapshot())
+
+
+class Checkpointed(TinyTransformer):
+    """Recomputes its blocks in backward, gates and all."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        blocks = [module for module in self.modules() if isinstance(module, nn.ModuleList)]
+        for block in blocks[0]:
+            if not hasattr(block, "plain"):
+                block.plain, block.forward = block.forward, None
+                block.forward = lambda *a, own=block.plain, **k: checkpoint(own, *a, use_reentrant=False, **k)
+        return super().forward(tokens)
+
+
+def test_recomputing_takes_nothing_back(verdicts: Counter[str]) -> None:
+    tested, expected = pair(make=Checkpointed)
+    assert tested.train(5) == expected.train(5)
+    assert_same(tested.snapshot(), expected.snapshot())
+    assert verdicts["withdrawn"] == 0
+    assert verdicts["commit"] >= 2
+
+
+class HeldAttempts:
+    """Units are tried when :meth:`release` says so."""
+
+    def __init__(self, training: Training) -> None:
+        self.free, self.stood = threading.Event(), 0
+        walk = training.optimizer.engine.walk
+        attempt = walk.attempt
+
+        def held(unit: Any, update: Any) -> None:
+            self.stood += 1
+            assert self.free.wait(20)
+            attempt(unit, update)
+
+        walk.attempt = held
+
+
+def test_backward_does_not_wait_for_what_is_tried() -> None:
+    tested, expected = pair()
+    for training in (tested, expected):
+        training.train(3)
+    tested.optimizer.synchronize()
+    held = HeldAttempts(tested)
+    backward(tested)  # all of it, while the first unit stands still
+    assert held.stood <= 1
+    held.free.set()
+    tested.optimizer.step()
+    backward(expected)
+    expected.optimizer.step()
+    assert_same(tested.snapshot(), expected.snapshot())
+    assert held.stood > 3
+
+
+def test_a_weight_that_is_written_to_before_it_is_tried_is_updated_from_there() -> None:
+    tested, expected = pair()
+    for training in (tested, expected):
+        training.train(3)
+        training.optimizer.synchronize()
+        held = HeldAttempts(training) if training is tested else None
+        backward(training)
+        with torch.no_grad():  # the embedding: the last one in backward
+            next(iter(training.named.values())).mul_(0.5)
+        if held is not None:
+            held.free.set()
+        training.optimizer.step()
+    assert_same(tested.snapshot(), expected.snapshot())
