@@ -362,8 +362,8 @@ class _Trial:
 class _Share:
     """How many units are tried: as many as the link can carry while backward runs. The rest is left to the forward.
 
-    When the last units become ready, those before them should just have been done. On the CPU time says nothing about
-    a link, and all units are tried.
+    When the last units become ready, the lane should be at those before them, and no further behind. On the CPU time
+    says nothing about a link, and all units are tried.
     """
 
     def __init__(self, backend: StateBackend) -> None:
@@ -407,11 +407,12 @@ class _Share:
         done.synchronize()
         ready.synchronize()
         span, late = begun.elapsed_time(ready), ready.elapsed_time(done)
-        if late > 0.02 * span:
+        logger.debug("tried in backward: %.2f of the units; the lane was %.1f ms behind %.1f", self.part, late, span)
+        layer = span / batches
+        if late > layer:
             self.part = max(self.part * max(span / (span + late), 0.5), 0.05)
-        elif late <= 0:
-            self.part = min(self.part * 1.03, 1.0)
-        logger.debug("tried in backward: %.2f of the units, the lane %.1f ms late of %.1f", self.part, late, span)
+        elif late < layer / 2:
+            self.part = min(self.part + 0.05, 1.0)
 
 
 class _Verdict:
