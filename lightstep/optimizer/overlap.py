@@ -60,7 +60,6 @@ class Overlap(NextForward):
         super().__init__(walk, backend)
         self._arrivals = Arrivals()
         self._trial: _Trial | None = None
-        self._settings: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._verdict, self._share = _Verdict(), _Share(backend)
         self._pause, self._next_pause = 0, 1
         self._asked = False  # the verdict of the last step was not read yet
@@ -116,13 +115,12 @@ class Overlap(NextForward):
             self.announce()
 
     def _units_to_try(self, groups: Sequence[dict[str, Any]]) -> list[Unit]:
-        """In the order in which backward completes them; none where something but the learning rate was changed."""
-        now = [(group, _but_for_rates(group)) for group in groups]
-        known, self._settings = self._settings, now
-        if len(known) != len(now) or any(a is not b or x != y for (a, x), (b, y) in zip(known, now, strict=True)):
-            return []
-        rates = [value for group in groups for value in group.values() if isinstance(value, Tensor)]
-        if any(rate.device.type != "cpu" for rate in rates):  # nobody knows before the device does if one is changed
+        """In the order in which backward completes them.
+
+        None with a learning rate on the device: nobody knows before the device does whether it is still the same.
+        """
+        numbers = (value for group in groups for value in group.values() if isinstance(value, Tensor))
+        if any(number.device.type != "cpu" for number in numbers):
             return []
         return self._share.of(list(reversed(self._backend.can_try())))
 
@@ -478,11 +476,6 @@ class _Redo(Job):
         walk.take_back(self.unit)
         if self._updates:
             super().run(walk)
-
-
-def _but_for_rates(group: dict[str, Any]) -> dict[str, Any]:
-    """Settings whose change may make other entries. Tensors are learning rates."""
-    return {k: v for k, v in group.items() if k not in ("params", "lr", "initial_lr") and not isinstance(v, Tensor)}
 
 
 def _is_same(now: Tensor, then: Tensor, version: int) -> bool:
