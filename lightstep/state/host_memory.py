@@ -12,14 +12,16 @@ import mmap
 import os
 import warnings
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from lightstep.distributed import ranks_on_this_host
+from lightstep.state import numa
 
 __all__ = ["CHECK_VARIABLE", "HostMemoryError", "HostSlab", "available_bytes", "require"]
 
@@ -155,7 +157,7 @@ class HostSlab:
         device = torch.device(device) if device is not None else torch.device("cpu")
         self.nbytes = max(1, -(-nbytes // mmap.PAGESIZE)) * mmap.PAGESIZE
         self._bytes: Tensor | None = _map_pages(self.nbytes, what, for_device=device.type != "cpu")
-        _first_touch(self._bytes)
+        _first_touch(self._bytes, numa.near(device))
         self.page_locked = device.type != "cpu" and _page_lock(self._bytes, device)
         self._finalizer = (
             weakref.finalize(self, _unlock, self._bytes.data_ptr(), device, os.getpid()) if self.page_locked else None
@@ -207,14 +209,18 @@ def _advise(pages: mmap.mmap, name: str) -> None:
             pages.madvise(advice)
 
 
-def _first_touch(pages: Tensor) -> None:
-    """Make every page exist, with several threads (torchrun sets OMP_NUM_THREADS=1, so torch's own would be one)."""
+def _first_touch(pages: Tensor, processors: Collection[int] = ()) -> None:
+    """Make every page exist, with several threads (torchrun sets OMP_NUM_THREADS=1, so torch's own would be one).
+
+    A page lies on the NUMA node of the processor that touches it first: one of ``processors``, if there are any.
+    """
     chunks = pages.split(_TOUCH_CHUNK)
-    threads = min(_TOUCH_THREADS, _processors(), len(chunks))
-    if threads == 1:
+    threads = min(_TOUCH_THREADS, len(processors) or _processors(), len(chunks))
+    if threads == 1 and not processors:
         pages.zero_()
         return
-    with ThreadPoolExecutor(threads, thread_name_prefix="lightstep-first-touch") as pool:
+    bind = partial(os.sched_setaffinity, 0, processors) if processors else None  # of the thread that calls it
+    with ThreadPoolExecutor(threads, thread_name_prefix="lightstep-first-touch", initializer=bind) as pool:
         list(pool.map(Tensor.zero_, chunks))
 
 
