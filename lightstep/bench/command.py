@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,9 +14,8 @@ if TYPE_CHECKING:
     import torch
 
     from lightstep.bench.contender import Task
-    from lightstep.bench.entries import Entry
     from lightstep.bench.report import Values
-    from lightstep.bench.run import Effort, Run
+    from lightstep.bench.run import Run
 
 FAILED = 1
 """The exit code when a contender failed."""
@@ -191,125 +189,107 @@ def _mode(asked: Mapping[str, Any]) -> str:
 def _run(mode: str, asked: Mapping[str, Any]) -> Values:
     from lightstep.bench.report import result_folder
 
-    files = {"step": "bench.*", "timeline": "*-timeline.*", "tensors": "tiny.*"}.get(mode, f"{mode}.*")
-    folder = result_folder(asked.get("output"), mode, files)
+    stem = {"step": "bench", "tensors": "tiny"}.get(mode, mode)
+    folder = result_folder(asked.get("output"), mode, stem)
     if mode == "roles":
         from lightstep.bench.roles import measure as measure_roles
 
         return measure_roles(asked.get("params"), asked.get("layers"), folder, asked.get("device"), asked["seed"])
-    return measure(plan(mode, asked, folder), folder, asked.get("checkpoints"))
+    return measure(plan(mode, asked, folder), folder)
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What the command line asks for, checked."""
-
-    task: Task
-    effort: Effort
-    entries: Sequence[Entry]
-
-
-def plan(mode: str, asked: Mapping[str, Any], folder: Path) -> Plan:
-    """From the options that were given; others have their defaults.
+def plan(mode: str, asked: Mapping[str, Any], folder: Path) -> Run:
+    """From the options that were given; others have their defaults. Nothing is measured yet.
 
     Args:
         mode: `step`, `iteration`, `timeline` or `tensors`.
+        folder: for what a task itself writes.
 
     Raises:
         ConfigError, ValueError: an option is wrong; with what is allowed.
     """
     from lightstep.bench.entries import chosen_peers, chosen_strategies
-    from lightstep.bench.ranks import local_device
-    from lightstep.bench.run import Effort
+    from lightstep.bench.ranks import Ranks, local_device, share_cores
+    from lightstep.bench.run import Effort, Run
 
     device = local_device(asked.get("device"))
     options = {**_DEFAULTS[mode][device.type == "cuda"], **asked}
-    task = _task(mode, options, device, folder)
-    ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    ours = chosen_strategies(options.get("strategies", "default"), task, ranks)
-    entries = [*ours, *chosen_peers(options.get("peers"), task)]
+    tasks = _tasks(mode, options, device, folder)
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    ours = chosen_strategies(options.get("strategies", "default"), tasks[0], world_size)
+    entries = [*ours, *chosen_peers(options.get("peers"), tasks[0])]
     if not entries:
         raise ValueError("--strategies none and no --peers: nothing to measure")
+    share_cores(tasks[0].threads)
     effort = Effort(int(options["steps"]), int(options["warmup"]), int(options["rounds"]))
-    return Plan(task, effort, entries)
+    return Run.of(tasks, effort, Ranks(device), entries, asked.get("checkpoints"))
 
 
-def _task(mode: str, options: Mapping[str, Any], device: torch.device, folder: Path) -> Task:
+def _tasks(mode: str, options: Mapping[str, Any], device: torch.device, folder: Path) -> Sequence[Task]:
+    """One for each size."""
     seed = int(options.get("seed", 0))
     if mode == "tensors":
         from lightstep.bench.tiny import TinyTask, tensor_counts
 
-        return TinyTask(device, seed, cases=tensor_counts(options["tensors"]))
-    from lightstep.bench.model import LlamaShape
+        return [TinyTask(device, seed, case=count) for count in tensor_counts(options["tensors"])]
+    from lightstep.bench.iteration import IterationTask, token_counts
+    from lightstep.bench.llama import LlamaShape
+    from lightstep.bench.step import StepTask
+    from lightstep.bench.timeline import TimelineTask
 
     shape = LlamaShape.near(int(options["params"]), options.get("layers"), released=mode != "step")
     if mode == "step":
-        from lightstep.bench.step import StepTask
-
-        return StepTask(device, seed, shape)
-    from lightstep.bench.iteration import IterationTask, token_counts
-
+        return [StepTask(device, seed, shape)]
     sequence = int(options["sequence"])
-    cases = token_counts(str(options["tokens"]), sequence)
+    counts = token_counts(str(options["tokens"]), sequence)
     if mode == "iteration":
-        return IterationTask(device, seed, shape, sequence, cases=cases)
+        return [IterationTask(device, seed, shape, sequence, case=count) for count in counts]
     if device.type != "cuda":
         raise ValueError("--timeline needs a GPU: on a CPU there are no streams, and nothing crosses a link")
-    from lightstep.bench.timeline import TimelineTask
-
-    return TimelineTask(device, seed, shape, sequence, folder, cases=cases)
+    return [TimelineTask(device, seed, shape, sequence, folder, case=count) for count in counts]
 
 
-def measure(plan: Plan, folder: Path, checkpoints: Path | None = None) -> Values:
+def measure(run: Run, folder: Path) -> Values:
     """Measure what was planned, write it to `folder`, show it; returns the JSON's values."""
-    from lightstep.bench.progress import Progress
-    from lightstep.bench.ranks import Ranks, share_cores
-    from lightstep.bench.report import as_json, write_json
-    from lightstep.bench.run import measure_all, start
+    from lightstep.bench.report import as_json, progress, write_json
+    from lightstep.bench.run import measure_all
 
-    share_cores(plan.task.threads)
-    ranks = Ranks(plan.task.device)
-    for needed in (folder if ranks.is_main else None, checkpoints):
-        if needed is not None:
-            needed.mkdir(parents=True, exist_ok=True)
-    file = folder / f"{plan.task.stem}.json"
+    is_main, file = run.ranks.is_main, folder / f"{run.task.stem}.json"
     try:
-        run = start(plan.task, plan.effort, ranks, plan.entries, checkpoints)
-        with Progress(ranks.is_main) as progress:
+        for needed in (folder if is_main else None, run.checkpoints):
+            if needed is not None:
+                needed.mkdir(parents=True, exist_ok=True)
+        with progress(is_main) as say:
 
             def show(sentence: str) -> None:
                 """Also save the rows so far, so that an interrupted run keeps its figures."""
-                progress.show(sentence)
+                say(sentence)
                 values = as_json(run)
-                if ranks.is_main and plan.task.stem != "timeline":
+                if is_main and run.task.stem != "timeline":
                     write_json(values, file)
 
             measure_all(run, show)
             show("done")
         values = as_json(run)
-        if ranks.is_main:
+        if is_main:
             _publish(run, values, file)
         return values
     finally:
-        ranks.close()
+        run.ranks.close()
 
 
 def _publish(run: Run, values: Values, file: Path) -> None:
     from rich.console import Console
 
-    from lightstep.bench.report import label, print_table
+    from lightstep.bench.report import label, publish
 
-    console = Console()
-    if run.task.stem == "timeline":
-        for cell in (cell for row in run.rows for cell in row.cells.values() if cell.note is None):
-            written = cell.seen["picture"]
-            console.print(f"{written.with_suffix('.json')} and {written} written", highlight=False)
-            console.print("\n".join(cell.seen["said"]), highlight=False, markup=False)
-        for row in (row for row in values["rows"] if row["note"] is not None):
-            console.print(f"{label(row)}: {row['note']}", highlight=False, markup=False)
+    if run.task.stem != "timeline":
+        publish(values, run.task.view, file)
         return
-    from lightstep.bench.chart import draw
-
-    draw(values, run.task.view, file.with_suffix(".png"))
-    print_table(values, run.task.view, console)
-    console.print(f"{file} and {file.with_suffix('.png')} written", highlight=False)
+    console = Console()
+    for row in (row for row in run.rows if row.note is None):
+        written = row.seen["picture"]
+        console.print(f"{written.with_suffix('.json')} and {written} written", highlight=False)
+        console.print("\n".join(row.seen["said"]), highlight=False, markup=False)
+    for shown in (shown for shown in values["rows"] if shown["note"] is not None):
+        console.print(f"{label(shown)}: {shown['note']}", highlight=False, markup=False)

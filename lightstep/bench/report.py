@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import os
 import platform
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,12 +29,12 @@ RUNS = Path("runs/bench")
 
 def as_json(run: Run) -> Values:
     """Everything that is known, the slowest rank's times and the largest memory. A collective: all ranks call it."""
-    rows: list[Values] = []
-    for case in run.task.cases:
-        members = [row for row in run.rows if case in row.cells]
-        values = [_row(run, row, case) for row in members]
-        run.task.compare([row.cells[case] for row in members], values)
-        rows += values
+    shown: list[Values] = []
+    for task in run.tasks:
+        rows = [row for row in run.rows if row.task is task]
+        values = [_values(run, row) for row in rows]
+        task.compare(rows, values)
+        shown += values
     return {
         **conditions(run.task.device, **run.task.versions()),
         **run.task.head(run),
@@ -41,17 +42,17 @@ def as_json(run: Run) -> Values:
         "rounds": run.effort.rounds,
         "ranks": run.ranks.world_size,
         "link_gb_per_s": asdict(run.link) if run.link is not None else None,
-        "rows": rows,
+        "rows": shown,
     }
 
 
-def _row(run: Run, row: Row, case: int) -> Values:
-    entry, cell = row.entry, row.cells[case]
+def _values(run: Run, row: Row) -> Values:
+    entry, task = row.entry, row.task
     named = {"name": entry.name, "label": entry.label, "kind": entry.kind, "about": entry.about}
-    head: Values = {**named, "resident": entry.resident, "note": cell.note, "skipped": cell.skipped}
-    if run.task.case_name is not None:
-        head[run.task.case_name] = case
-    return head if cell.note is not None or not cell.windows else {**head, **run.task.figures(run, case, cell)}
+    head: Values = {**named, "resident": entry.resident, "note": row.note, "skipped": row.skipped}
+    if task.case_name is not None:
+        head[task.case_name] = task.case
+    return head if row.note is not None or not row.windows else {**head, **task.figures(run, row)}
 
 
 def conditions(device: torch.device, **versions: str) -> Values:
@@ -85,26 +86,51 @@ def _cpu_name() -> str:
 # -- files ------------------------------------------------------------------------------------------------------------
 
 
-def result_folder(asked: Path | None, what: str, results: str) -> Path:
+def result_folder(asked: Path | None, what: str, stem: str) -> Path:
     """Where this run's results go: a new folder, `runs/bench/<time>-<what>`, or the one that was asked for.
 
     Args:
-        results: the pattern of their names.
+        stem: how the results' names end.
 
     Raises:
         ValueError: the folder holds results of an earlier run, which are not replaced.
     """
     folder = asked or RUNS / f"{datetime.datetime.now():%Y%m%d-%H%M%S}-{what}"
-    earlier = next(folder.glob(results), None)
+    earlier = next(folder.glob(f"*{stem}.*"), None)
     if earlier is not None:
         raise ValueError(f"{earlier} is there from an earlier run; give another --output, or none for a new folder")
     return folder
+
+
+@contextlib.contextmanager
+def progress(visible: bool) -> Iterator[Callable[[str], None]]:
+    """A function that says on stderr what is being measured: a status line on a terminal, else one line each."""
+    console = Console(stderr=True, quiet=not visible)
+    with console.status("starting") as status:
+
+        def show(sentence: str) -> None:
+            status.update(f"measuring {sentence}")
+            if not console.is_terminal:
+                console.print(f"measuring {sentence}", highlight=False)
+
+        yield show
 
 
 def write_json(values: Values, path: Path) -> None:
     temporary = path.with_suffix(".json.part")
     temporary.write_text(json.dumps(values, indent=2) + "\n")
     temporary.replace(path)
+
+
+def publish(values: Values, view: View, file: Path) -> None:
+    """The result as JSON, as a chart beside it, and as tables on stdout."""
+    from lightstep.bench.chart import draw
+
+    write_json(values, file)
+    draw(values, view, file.with_suffix(".png"))
+    console = Console()
+    print_table(values, view, console)
+    console.print(f"{file} and {file.with_suffix('.png')} written", highlight=False)
 
 
 # -- tables -----------------------------------------------------------------------------------------------------------

@@ -5,21 +5,24 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
+from torch import Tensor
 
 from lightstep.bench.contender import Task
 from lightstep.bench.disk import DiskTime, time_saving
 from lightstep.bench.layer_stream import LayerStream
 from lightstep.bench.libraries import DeepSpeedCpuAdam, Fsdp2OffloadStep, TorchaoOffload
-from lightstep.bench.model import GradientSets, LlamaShape, LlamaStack
+from lightstep.bench.llama import Llama, LlamaShape
 from lightstep.bench.peers import CpuAdamW, TorchFsdp2, TorchResident, TorchResidentFloatGradients
-from lightstep.bench.probes import link_traffic
 from lightstep.bench.report import Column, Panel, Values, View, link_sentence, number, size, spread
-from lightstep.bench.run import Cell, Run, Visit
+from lightstep.bench.run import Row, Run, Visit
 from lightstep.bench.strategies import StrategyContender
+from lightstep.bench.trace import watch
 
 _SAMPLE = 2048  # weights per tensor that are compared between contenders
+_GRADIENT_STD = 0.01
 _TRAFFIC = ("gb_to_device", "gb_to_host", "gb_per_s_to_device", "gb_per_s_to_host", "percent_of_duplex")
 
 
@@ -49,72 +52,73 @@ class StepTask(Task):
     def default_strategies(self, ranks: int) -> tuple[str, ...]:
         return ("resident", "bulk", "stream")
 
-    def model(self, dtype: torch.dtype = torch.bfloat16) -> LlamaStack:
-        return LlamaStack(self.shape, self.device, dtype, self.seed)
+    def model(self, dtype: torch.dtype = torch.bfloat16) -> Llama:
+        return Llama.make(self.shape, self.device, dtype, self.seed)
 
-    def measure(self, visit: Visit, case: int, cell: Cell) -> None:
+    def measure(self, visit: Visit) -> None:
         contender = visit.contender
-        assert contender is not None
-        gradients = GradientSets(contender.gradient_weights(), contender.gradient_dtype, self.device)
-        gradients.refresh(self.seed + visit.number + 1)
-        visit.inputs[case] = gradients
-        visit.time(contender.step, gradients, cell, visit.run.effort.warmup, settle=True)
+        seed = self.seed + visit.number + 1
+        visit.inputs = random_gradients(contender.gradient_weights(), contender.gradient_dtype, self.device, seed)
+        visit.time(contender.step, visit.run.effort.warmup, settle=True)
         # fp32 weights are compared as what a forward in bf16 sees.
         weights = contender.weights()
-        cell.sample = torch.cat([weight.flatten()[:_SAMPLE].bfloat16().float().cpu() for weight in weights])
+        visit.row.sample = torch.cat([weight.flatten()[:_SAMPLE].bfloat16().float().cpu() for weight in weights])
 
-    def probe(self, visit: Visit, case: int, cell: Cell) -> None:
-        contender, gradients = visit.contender, visit.inputs[case]
-        assert contender is not None
+    def probe(self, visit: Visit) -> None:
+        contender = visit.contender
         visit.settle()
-        visit.count_syncs(contender.step, gradients, cell)
-        visit.settle()
-
-        def step() -> None:
-            contender.step(gradients[1])
-            contender.finish()
-
-        cell.traffic = link_traffic(step, self.device)
+        visit.row.watched = watch(partial(contender.step, visit.inputs[0]), contender.finish, self.device)
         if visit.run.checkpoints is not None and isinstance(contender, StrategyContender):
-            cell.disk = time_saving(contender.save, visit.run.checkpoints, visit.run.ranks)
+            visit.row.disk = time_saving(contender.save, visit.run.checkpoints, visit.run.ranks)
 
     def head(self, run: Run) -> Values:
         return {"model": {**self.shape.values(), "weights": "bfloat16"}, "steps": run.effort.steps}
 
-    def figures(self, run: Run, case: int, cell: Cell) -> Values:
-        steps = [time for window in cell.windows for time in window[1:] or window]
-        blocks = [sum(window, landing) for window, landing in zip(cell.windows, cell.landing_ms, strict=True)]
-        block_ms = sum(blocks) / sum(map(len, cell.windows))
+    def figures(self, run: Run, row: Row) -> Values:
+        steps = [time for window in row.windows for time in window[1:] or window]
+        blocks = [sum(window, landing) for window, landing in zip(row.windows, row.landing_ms, strict=True)]
+        block_ms = sum(blocks) / sum(map(len, row.windows))
         own_times = [statistics.median(steps), min(steps), max(steps), block_ms]
         median, least, most, block = run.ranks.maximum(own_times)
-        beyond = max(0, (cell.peak_bytes or 0) - cell.weight_bytes)
-        memory = run.ranks.maximum([float(beyond), float(cell.host_bytes), float(cell.host_syncs or 0)])
+        beyond, seen = max(0, (row.peak_bytes or 0) - row.weight_bytes), row.watched
+        memory = run.ranks.maximum([float(beyond), float(row.host_bytes), float(seen.waits if seen else 0)])
         return {
-            "parameters_per_rank": cell.parameters,
+            "parameters_per_rank": row.parameters,
             "step_ms": median,
             "step_ms_range": [least, most],
             "step_ms_all": steps,
             "block_ms": block,
-            "ms_per_1e9_parameters": median / cell.parameters * 1e9,
-            **_traffic(run, cell, median),
-            "weight_and_gradient_bytes_per_parameter": (cell.weight_bytes + cell.input_bytes) / cell.parameters,
-            "peak_device_bytes_beyond": None if cell.peak_bytes is None else int(memory[0]),
-            "host_bytes_per_parameter": memory[1] / cell.parameters,
-            "host_syncs": None if cell.host_syncs is None else int(memory[2]),
-            "first_sync": cell.first_sync,
-            "allocations_per_step": cell.allocations,
-            "driver_allocations": cell.driver_allocations,
-            "checkpoint": None if cell.disk is None else _checkpoint(cell.disk),
+            "ms_per_1e9_parameters": median / row.parameters * 1e9,
+            **_traffic(run, row, median),
+            "weight_and_gradient_bytes_per_parameter": (row.weight_bytes + row.input_bytes) / row.parameters,
+            "peak_device_bytes_beyond": None if row.peak_bytes is None else int(memory[0]),
+            "host_bytes_per_parameter": memory[1] / row.parameters,
+            "host_syncs": None if seen is None else int(memory[2]),
+            "first_sync": None if seen is None else seen.first_wait,
+            "allocations_per_step": row.allocations,
+            "driver_allocations": row.driver_allocations,
+            "checkpoint": None if row.disk is None else _checkpoint(row.disk),
         }
 
-    def compare(self, cells: Sequence[Cell], rows: Sequence[Values]) -> None:
+    def compare(self, rows: Sequence[Row], values: Sequence[Values]) -> None:
         """How far each one's weights are from the hand-written loop's after the same gradients: the same work?"""
-        names = [row["name"] for row in rows]
-        reference = cells[names.index("torch")].sample if "torch" in names else None
-        for cell, row in zip(cells, rows, strict=True):
-            sample = cell.sample
-            if "step_ms" in row and reference is not None and sample is not None and sample.shape == reference.shape:
-                row["largest_weight_difference"] = float((sample - reference).abs().max())
+        reference = next((row.sample for row in rows if row.entry.name == "torch"), None)
+        for row, shown in zip(rows, values, strict=True):
+            sample = row.sample
+            if "step_ms" in shown and reference is not None and sample is not None and sample.shape == reference.shape:
+                shown["largest_weight_difference"] = float((sample - reference).abs().max())
+
+
+def random_gradients(
+    weights: Sequence[Tensor], dtype: torch.dtype, device: torch.device, seed: int, sets: int = 2
+) -> list[list[Tensor]]:
+    """Drawn from a normal distribution (zeros would run faster than real data does), the same in every dtype.
+
+    Two sets, so that steps can follow each other without a gap.
+    """
+    generator = torch.Generator(device).manual_seed(seed)
+    draws = ([torch.empty(w.shape, dtype=torch.bfloat16, device=device) for w in weights] for _ in range(sets))
+    return [[draw.normal_(0.0, _GRADIENT_STD, generator=generator).to(dtype) for draw in drawn] for drawn in draws]
 
 
 def _checkpoint(disk: DiskTime) -> Values:
@@ -127,11 +131,11 @@ def _checkpoint(disk: DiskTime) -> Values:
     }
 
 
-def _traffic(run: Run, cell: Cell, step_ms: float) -> Values:
+def _traffic(run: Run, row: Row, step_ms: float) -> Values:
     """Bytes over the link per step, the rates they make, and the busier way's share of the link's rate both ways."""
-    if cell.traffic is None:
+    if row.watched is None:
         return dict.fromkeys(_TRAFFIC)
-    moved = [count / 1e9 for count in cell.traffic]
+    moved = [count / 1e9 for count in (row.watched.to_device, row.watched.to_host)]
     rates = [amount / step_ms * 1e3 for amount in moved]
     percent = 100 * max(rates) / run.link.duplex if run.link is not None else None
     return dict(zip(_TRAFFIC, (*moved, *rates, percent), strict=True))
@@ -151,7 +155,7 @@ def _below(values: Values) -> list[str]:
     said = [link_sentence(values["link_gb_per_s"]), "Median of back-to-back steps."]
     for row in values["rows"]:
         if row.get("host_syncs") and row["kind"] == "lightstep":
-            said.append(f"  {row['name']}: the host waits for the device, first at {row['first_sync']}")
+            said.append(f"  {row['name']}: the host waits for the device, first by {row['first_sync']}")
         if saved := row.get("checkpoint"):
             rates = f"{saved['gb_per_s']:.2f} GB/s; plain files: {saved['plain_files_gb_per_s']:.2f} GB/s"
             said.append(f"  {row['name']}: checkpoint of {saved['gb']:.2f} GB saved at {rates}")
