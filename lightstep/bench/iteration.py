@@ -16,7 +16,7 @@ from lightstep.bench.contender import ADAMW, MAX_NORM, Contender, Task
 from lightstep.bench.libraries import DeepSpeedCpuAdam, Fsdp2Offload
 from lightstep.bench.llama import LOSS_CHUNK, Llama, LlamaShape
 from lightstep.bench.peers import CpuAdamW, TorchResident
-from lightstep.bench.report import Column, Panel, Values, View, gigabytes, number, size, spread
+from lightstep.bench.report import Column, Panel, Values, View, size
 from lightstep.bench.run import Row, Run, Visit
 from lightstep.bench.strategies import WithoutOptimizer
 from lightstep.bench.trace import watch
@@ -116,12 +116,15 @@ class IterationTask(Task):
 
     def compare(self, rows: Sequence[Row], values: Sequence[Values]) -> None:
         measured = [shown for shown in values if "iteration_ms" in shown]
-        without = next((shown["iteration_ms"] for shown in measured if shown["kind"] == "baseline"), None)
+        alone = next((shown for shown in measured if shown["kind"] == "baseline"), None)
         resident = next((shown["iteration_ms"] for shown in measured if shown["resident"]), None)
         for shown in measured:
             own = shown["iteration_ms"]
-            shown["exposed_ms"] = None if without is None else own - without
             shown["times_resident"] = None if resident is None else own / resident
+            shown["exposed_ms"] = None if alone is None else own - alone["iteration_ms"]
+            shown["ms_without_optimizer"] = own if alone is None else alone["iteration_ms"]
+            # Most of what is taken is not the optimizer's.
+            shown["device_bytes_without_optimizer"] = (alone or {}).get("peak_device_bytes") or shown["weight_bytes"]
 
 
 def token_counts(text: str, sequence: int) -> tuple[int, ...]:
@@ -142,14 +145,11 @@ def token_counts(text: str, sequence: int) -> tuple[int, ...]:
 # -- how it is shown --------------------------------------------------------------------------------------------------
 
 
-def _sections(values: Values) -> list[tuple[str, list[Values]]]:
+def _title(values: Values, tokens: Any) -> str:
     model = values["model"]
     ranks = f" on each of {values['ranks']} ranks (the slowest counts)" if values["ranks"] > 1 else ""
     what = f"{size(model['parameters'])} parameters ({model['name']}), {values['hardware']['device']}"
-    return [
-        (f"One iteration of {tokens} tokens{ranks}: {what}", [row for row in values["rows"] if row["tokens"] == tokens])
-        for tokens in values["tokens_per_rank"]
-    ]
+    return f"One iteration of {tokens} tokens{ranks}: {what}"
 
 
 def _below(values: Values) -> list[str]:
@@ -160,48 +160,36 @@ def _below(values: Values) -> list[str]:
     ]
 
 
-def _exposed(row: Values) -> str:
-    return "–" if row["kind"] == "baseline" else number(row["exposed_ms"], ".1f")
-
-
-def _time_without(row: Values, rows: list[Values]) -> float:
-    return float(row["iteration_ms"] - max(0.0, row["exposed_ms"] or 0.0))
-
-
-def _memory_without(row: Values, rows: list[Values]) -> float:
-    """Peak of forward and backward alone: most of what is taken is not the optimizer's."""
-    alone = next((other for other in rows if other["kind"] == "baseline" and "iteration_ms" in other), None)
-    return gigabytes(row["weight_bytes"] if alone is None else alone["peak_device_bytes"]) or 0.0
-
-
 IterationTask.view = View(
     key="iteration_ms",
     columns=(
-        Column("iteration\nms", lambda row: f"{row['iteration_ms']:.1f}", 9),
-        Column("from – to\nms", lambda row: spread(row["iteration_ms_range"]), 8),
-        Column("×\nresident", lambda row: number(row["times_resident"], ".3f"), 6),
-        Column("exposed\nms", _exposed, 5),
-        Column("tokens/s", lambda row: f"{row['tokens_per_s']:.0f}", 1),
-        Column("peak\nGB", lambda row: number(gigabytes(row["peak_device_bytes"]), ".2f"), 7),
-        Column("beyond\nweights\nGB", lambda row: number(gigabytes(row["peak_device_bytes_beyond_weights"]), ".2f"), 2),
-        Column("host\nGB", lambda row: f"{row['host_bytes'] / 1e9:.1f}", 4),
-        Column("host\nwaits", lambda row: number(row["host_syncs"], "d"), 3),
+        Column("iteration\nms", "iteration_ms", worth=9),
+        Column("from – to\nms", "iteration_ms_range", worth=8),
+        Column("×\nresident", "times_resident", ".3f", 6),
+        Column("exposed\nms", "exposed_ms", worth=5),
+        Column("tokens/s", "tokens_per_s", ".0f", 1),
+        Column("peak\nGB", "peak_device_bytes", ".2f", 7, unit=1e9),
+        Column("beyond\nweights\nGB", "peak_device_bytes_beyond_weights", ".2f", 2, unit=1e9),
+        Column("host\nGB", "host_bytes", worth=4, unit=1e9),
+        Column("host\nwaits", "host_syncs", ".0f", 3),
     ),
     panels=(
         Panel(
             "ms per iteration",
-            lambda row: float(row["iteration_ms"]),
-            base=_time_without,
+            "iteration_ms",
+            base="ms_without_optimizer",
             base_label="forward and backward alone",
-            spread=lambda row: row["iteration_ms_range"],
+            spread="iteration_ms_range",
         ),
         Panel(
             "peak device memory, GB",
-            lambda row: gigabytes(row["peak_device_bytes"]),
-            base=_memory_without,
+            "peak_device_bytes",
+            base="device_bytes_without_optimizer",
             base_label="forward and backward alone",
+            unit=1e9,
         ),
     ),
-    sections=_sections,
+    title=_title,
     below=_below,
+    case="tokens",
 )

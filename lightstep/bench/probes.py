@@ -1,4 +1,4 @@
-"""What is seen of a step from outside: its time, and what it allocates."""
+"""What is seen of a step from outside: its time, and page-locked memory."""
 
 from __future__ import annotations
 
@@ -30,14 +30,6 @@ class Clock:
             return [end - start for start, end in pairs]
         self._marks[-1].synchronize()
         return [start.elapsed_time(end) for start, end in pairs]
-
-
-def allocation_counts(device: torch.device) -> tuple[int, int] | None:
-    """Blocks handed out by torch's allocator so far, and calls it made to the driver for more; None on a CPU."""
-    if device.type != "cuda":
-        return None
-    stats = torch.cuda.memory_stats(device)
-    return int(stats.get("allocation.all.allocated", 0)), int(stats.get("num_device_alloc", 0))
 
 
 def pinned_bytes(device: torch.device) -> int:

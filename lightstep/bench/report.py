@@ -138,42 +138,63 @@ def publish(values: Values, view: View, file: Path) -> None:
 
 @dataclass(frozen=True)
 class Column:
-    """Numbers under a heading. Where the terminal has no room for all columns, those of least `worth` go first."""
+    """Figures under a heading, in units. Where the terminal has no room for all columns, those of least `worth` go."""
 
     heading: str
-    cell: Callable[[Values], str]
+    keys: str
+    """Of one figure, or of several with blanks between."""
+    how: str = ".1f"
     worth: int = 0
+    unit: float = 1
+
+    def cell(self, row: Values) -> str:
+        """A dash for what is not known; a list is a range."""
+        values = [row.get(key) for key in self.keys.split()]
+        return "–" if None in values else " / ".join(map(self._shown, values))
+
+    def _shown(self, value: Any) -> str:
+        return " – ".join(map(self._shown, value)) if isinstance(value, list) else format(value / self.unit, self.how)
 
 
 @dataclass(frozen=True)
 class Panel:
-    """A chart's bars: for each row a grey part to `base`, and a coloured one from there to `end`, with its `spread`.
+    """A chart's bars: for each row a grey part to its figure `base`, and a coloured one from there to `key`.
 
-    `base` is called with the row and all rows of the section. `mark` is a line across, and what it says.
+    A whisker shows the range of the figure `spread`. `mark` is a line across, and what it says.
     """
 
     label: str
-    end: Callable[[Values], float | None]
-    base: Callable[[Values, list[Values]], float] = lambda row, rows: 0.0
+    key: str
+    base: str = ""
     base_label: str | None = None
-    spread: Callable[[Values], tuple[float, float] | None] = lambda row: None
+    spread: str = ""
+    unit: float = 1
     mark: Callable[[Values], tuple[float, str] | None] = lambda values: None
 
 
 @dataclass(frozen=True)
 class View:
-    """How values are shown. A row is shown as measured when it has `key`.
+    """How values are shown, one table for each case and a line of panels in the chart.
 
     Attributes:
-        sections: from all values, titles and rows; each is a table, and a line of panels in the chart.
+        key: a row is shown as measured when it has it.
+        title: from all values and the case.
         below: sentences under the tables.
+        case: the key of a row's size, where there are several.
     """
 
     key: str
     columns: tuple[Column, ...]
     panels: tuple[Panel, ...]
-    sections: Callable[[Values], list[tuple[str, list[Values]]]]
+    title: Callable[[Values, Any], str]
     below: Callable[[Values], list[str]]
+    case: str | None = None
+
+    def sections(self, values: Values) -> list[tuple[str, list[Values]]]:
+        """Titles and rows."""
+        rows = values["rows"]
+        cases = dict.fromkeys(row.get(self.case) for row in rows) or {None: None}
+        return [(self.title(values, case), [row for row in rows if row.get(self.case) == case]) for case in cases]
 
 
 WIDE = 140
@@ -226,19 +247,6 @@ def label(row: Values) -> str:
 def size(parameters: int) -> str:
     """In words: 1.24 B, 1.81 M."""
     return f"{parameters / 1e9:.3g} B" if parameters >= 1e8 else f"{parameters / 1e6:.3g} M"
-
-
-def number(value: float | None, how: str) -> str:
-    """Formatted; a dash for what is not known."""
-    return "–" if value is None else format(value, how)
-
-
-def gigabytes(nbytes: int | None) -> float | None:
-    return None if nbytes is None else nbytes / 1e9
-
-
-def spread(span: tuple[float, float]) -> str:
-    return f"{span[0]:.1f} – {span[1]:.1f}"
 
 
 def link_sentence(link: Values | None) -> str:

@@ -59,7 +59,7 @@ def measure(
     with progress(True) as say:
         for name in (WITHOUT, WITH):
             say(name)
-            rows.append({"name": name, **_in_fresh_processes(task, name)})
+            rows.append(row(name, _in_fresh_processes(task, name)))
     model = {**task.shape.values(), "weights": "bfloat16"}
     values = {**conditions(device), "model": model, "rows": rows, "reported": REPORTED}
     publish(values, VIEW, output / "roles.json")
@@ -149,28 +149,29 @@ def _status(key: str) -> int:
 # -- how it is shown --------------------------------------------------------------------------------------------------
 
 
-def _sections(values: Values) -> list[tuple[str, list[Values]]]:
+def row(name: str, figures: dict[str, int]) -> Values:
+    """One worker's figures, beside what was reported."""
+    kind = "lightstep" if name == WITH else "peer"
+    return {"name": name, "kind": kind, "reported_gb": REPORTED["gb"][name], **figures}
+
+
+def _title(values: Values, case: Any) -> str:
     what = f"{size(values['model']['parameters'])} parameters in bfloat16, {values['hardware']['device']}"
-    reported = values["reported"]["gb"]
-    rows = [
-        {**row, "kind": "lightstep" if row["name"] == WITH else "peer", "reported": reported[row["name"]]}
-        for row in values["rows"]
-    ]
-    return [(f"One rollout worker: {what}", rows)]
+    return f"One rollout worker: {what}"
 
 
 VIEW = View(
     key="peak_bytes",
     columns=(
-        Column("inference\nweights, GB", lambda row: f"{row['inference_weight_bytes'] / 1e9:.2f}", 1),
-        Column("held\nGB", lambda row: f"{row['held_bytes'] / 1e9:.2f}", 2),
-        Column("peak\nGB", lambda row: f"{row['peak_bytes'] / 1e9:.2f}", 3),
-        Column(f"reported for verl\n({REPORTED['model']}), GB", lambda row: str(row["reported"]), 0),
+        Column("inference\nweights, GB", "inference_weight_bytes", ".2f", 1, unit=1e9),
+        Column("held\nGB", "held_bytes", ".2f", 2, unit=1e9),
+        Column("peak\nGB", "peak_bytes", ".2f", 3, unit=1e9),
+        Column(f"reported for verl\n({REPORTED['model']}), GB", "reported_gb", ".0f"),
     ),
     panels=(
-        Panel("peak GB, measured here", lambda row: row["peak_bytes"] / 1e9),
-        Panel(f"GB, {REPORTED['model']}, reported for verl", lambda row: float(REPORTED["gb"][row["name"]])),
+        Panel("peak GB, measured here", "peak_bytes", unit=1e9),
+        Panel(f"GB, {REPORTED['model']}, reported for verl", "reported_gb"),
     ),
-    sections=_sections,
+    title=_title,
     below=lambda values: [f"Reported: {values['reported']['source']}"],
 )

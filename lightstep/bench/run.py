@@ -21,7 +21,7 @@ from lightstep.bench.contender import Contender, Skipped, Task, nbytes
 from lightstep.bench.disk import DiskTime
 from lightstep.bench.entries import Entry
 from lightstep.bench.link import Link, measure_link
-from lightstep.bench.probes import Clock, allocation_counts, free_memory, pinned_bytes
+from lightstep.bench.probes import Clock, free_memory, pinned_bytes
 from lightstep.bench.ranks import Ranks
 from lightstep.bench.trace import Watched
 
@@ -46,8 +46,6 @@ class Row:
     input_bytes: int = 0
     peak_bytes: int | None = None
     host_bytes: int = 0
-    allocations: float | None = None
-    driver_allocations: int | None = None
     watched: Watched | None = None
     sample: Tensor | None = None
     disk: DiskTime | None = None
@@ -161,7 +159,7 @@ class Visit:
         self.row.parameters = sum(weight.numel() for weight in self.contender.weights())
 
     def time(self, work: Callable[[Any], None], warmup: int, settle: bool) -> None:
-        """Warm up, then time one window of steps, their memory and what they allocate.
+        """Warm up, then time one window of steps, and note their memory.
 
         Args:
             work: one step, given its inputs.
@@ -174,7 +172,6 @@ class Visit:
             self.settle()
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
-        before = allocation_counts(self.device)
         clock = Clock(self.device)
         clock.lap()
         for step in range(self.run.effort.steps):
@@ -185,10 +182,6 @@ class Visit:
         *window, landing = clock.read()
         row.windows.append(window)
         row.landing_ms.append(landing)
-        after = allocation_counts(self.device)
-        if before is not None and after is not None:
-            row.allocations = (after[0] - before[0]) / len(window)
-            row.driver_allocations = after[1] - before[1]
         self._note_memory()
 
     def _note_memory(self) -> None:

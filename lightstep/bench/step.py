@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from lightstep.bench.layer_stream import LayerStream
 from lightstep.bench.libraries import DeepSpeedCpuAdam, Fsdp2OffloadStep, TorchaoOffload
 from lightstep.bench.llama import Llama, LlamaShape
 from lightstep.bench.peers import CpuAdamW, TorchFsdp2, TorchResident, TorchResidentFloatGradients
-from lightstep.bench.report import Column, Panel, Values, View, link_sentence, number, size, spread
+from lightstep.bench.report import Column, Panel, Values, View, link_sentence, size
 from lightstep.bench.run import Row, Run, Visit
 from lightstep.bench.strategies import StrategyContender
 from lightstep.bench.trace import watch
@@ -82,6 +83,7 @@ class StepTask(Task):
         median, least, most, block = run.ranks.maximum(own_times)
         beyond, seen = max(0, (row.peak_bytes or 0) - row.weight_bytes), row.watched
         memory = run.ranks.maximum([float(beyond), float(row.host_bytes), float(seen.waits if seen else 0)])
+        given = (row.weight_bytes + row.input_bytes) / row.parameters
         return {
             "parameters_per_rank": row.parameters,
             "step_ms": median,
@@ -89,14 +91,14 @@ class StepTask(Task):
             "step_ms_all": steps,
             "block_ms": block,
             "ms_per_1e9_parameters": median / row.parameters * 1e9,
+            "ms_per_1e9_parameters_range": [time / row.parameters * 1e9 for time in (least, most)],
             **_traffic(run, row, median),
-            "weight_and_gradient_bytes_per_parameter": (row.weight_bytes + row.input_bytes) / row.parameters,
+            "weight_and_gradient_bytes_per_parameter": given,
             "peak_device_bytes_beyond": None if row.peak_bytes is None else int(memory[0]),
+            "peak_device_bytes_per_parameter": None if row.peak_bytes is None else given + memory[0] / row.parameters,
             "host_bytes_per_parameter": memory[1] / row.parameters,
             "host_syncs": None if seen is None else int(memory[2]),
             "first_sync": None if seen is None else seen.first_wait,
-            "allocations_per_step": row.allocations,
-            "driver_allocations": row.driver_allocations,
             "checkpoint": None if row.disk is None else _checkpoint(row.disk),
         }
 
@@ -144,11 +146,11 @@ def _traffic(run: Run, row: Row, step_ms: float) -> Values:
 # -- how it is shown --------------------------------------------------------------------------------------------------
 
 
-def _sections(values: Values) -> list[tuple[str, list[Values]]]:
+def _title(values: Values, case: Any) -> str:
     model = values["model"]
     what = f"{size(model['parameters'])} parameters, {model['layers']} layers, {values['hardware']['device']}"
     ranks = f", {values['ranks']} ranks (the slowest counts)" if values["ranks"] > 1 else ""
-    return [(f"One optimizer step: {what}{ranks}, torch {values['versions']['torch']}", values["rows"])]
+    return f"One optimizer step: {what}{ranks}, torch {values['versions']['torch']}"
 
 
 def _below(values: Values) -> list[str]:
@@ -162,29 +164,6 @@ def _below(values: Values) -> list[str]:
     return said
 
 
-def _pair(first: float | None, second: float | None, how: str) -> str:
-    return "–" if first is None or second is None else f"{first:{how}} / {second:{how}}"
-
-
-def _peak_megabytes(row: Values) -> float | None:
-    peak = row["peak_device_bytes_beyond"]
-    return None if peak is None else peak / 1e6
-
-
-def _peak_per_parameter(row: Values) -> float | None:
-    peak = row["peak_device_bytes_beyond"]
-    return None if peak is None else _given_per_parameter(row) + peak / row["parameters_per_rank"]
-
-
-def _given_per_parameter(row: Values, rows: Sequence[Values] = ()) -> float:
-    return float(row["weight_and_gradient_bytes_per_parameter"])
-
-
-def _range_per_parameter(row: Values) -> tuple[float, float]:
-    least, most = (time / row["parameters_per_rank"] * 1e9 for time in row["step_ms_range"])
-    return least, most
-
-
 def _floor(values: Values) -> tuple[float, str] | None:
     link = values["link_gb_per_s"]
     if link is None:
@@ -196,31 +175,26 @@ def _floor(values: Values) -> tuple[float, str] | None:
 StepTask.view = View(
     key="step_ms",
     columns=(
-        Column("step\nms", lambda row: f"{row['step_ms']:.1f}", 9),
-        Column("from – to\nms", lambda row: spread(row["step_ms_range"]), 8),
-        Column("ms per 10⁹\nparameters", lambda row: f"{row['ms_per_1e9_parameters']:.1f}", 5),
-        Column("GB moved\n⇧ / ⇩", lambda row: _pair(row["gb_to_device"], row["gb_to_host"], ".2f"), 1),
-        Column("GB/s\n⇧ / ⇩", lambda row: _pair(row["gb_per_s_to_device"], row["gb_per_s_to_host"], ".1f"), 2),
-        Column("% of\nlink", lambda row: number(row["percent_of_duplex"], ".0f"), 4),
-        Column("weights+\ngrads\nB/param", lambda row: f"{_given_per_parameter(row):.0f}", 0),
-        Column("peak\nbeyond\nMB", lambda row: number(_peak_megabytes(row), ".0f"), 7),
-        Column("host\nB/param", lambda row: f"{row['host_bytes_per_parameter']:.1f}", 6),
-        Column("host\nwaits", lambda row: number(row["host_syncs"], "d"), 3),
+        Column("step\nms", "step_ms", worth=9),
+        Column("from – to\nms", "step_ms_range", worth=8),
+        Column("ms per 10⁹\nparameters", "ms_per_1e9_parameters", worth=5),
+        Column("GB moved\n⇧ / ⇩", "gb_to_device gb_to_host", ".2f", 1),
+        Column("GB/s\n⇧ / ⇩", "gb_per_s_to_device gb_per_s_to_host", worth=2),
+        Column("% of\nlink", "percent_of_duplex", ".0f", 4),
+        Column("weights+\ngrads\nB/param", "weight_and_gradient_bytes_per_parameter", ".0f"),
+        Column("peak\nbeyond\nMB", "peak_device_bytes_beyond", ".0f", 7, unit=1e6),
+        Column("host\nB/param", "host_bytes_per_parameter", worth=6),
+        Column("host\nwaits", "host_syncs", ".0f", 3),
     ),
     panels=(
-        Panel(
-            "ms per 10⁹ parameters",
-            lambda row: float(row["ms_per_1e9_parameters"]),
-            spread=_range_per_parameter,
-            mark=_floor,
-        ),
+        Panel("ms per 10⁹ parameters", "ms_per_1e9_parameters", spread="ms_per_1e9_parameters_range", mark=_floor),
         Panel(
             "peak device bytes per parameter",
-            _peak_per_parameter,
-            base=_given_per_parameter,
+            "peak_device_bytes_per_parameter",
+            base="weight_and_gradient_bytes_per_parameter",
             base_label="weights and gradients",
         ),
     ),
-    sections=_sections,
+    title=_title,
     below=_below,
 )

@@ -7,13 +7,14 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lightstep.bench.contender import Task
 from lightstep.bench.peers import TorchForeach, TorchResident
-from lightstep.bench.report import Column, Panel, Values, View, number, spread
+from lightstep.bench.report import Column, Panel, Values, View
 from lightstep.bench.run import Row, Run, Visit
 
 _WIDTH, _RANK, _EXPERT = 64, 8, 16
@@ -160,39 +161,29 @@ def tensor_counts(text: str) -> tuple[int, ...]:
 # -- how it is shown --------------------------------------------------------------------------------------------------
 
 
-def _sections(values: Values) -> list[tuple[str, list[Values]]]:
+def _title(values: Values, count: Any) -> str:
     where = f"{values['hardware']['device']}, torch {values['versions']['torch']}"
-    return [
-        (
-            f"One optimizer step: {count} small tensors, {where}",
-            [row for row in values["rows"] if row["tensors"] == count],
-        )
-        for count in values["tensors"]
-    ]
+    return f"One optimizer step: {count} small tensors, {where}"
 
 
 TinyTask.view = View(
     key="step_ms",
     columns=(
-        Column("first\nstep, ms", lambda row: f"{row['first_ms']:.1f}", 5),
-        Column("step\nms", lambda row: f"{row['step_ms']:.1f}", 9),
-        Column("from – to\nms", lambda row: spread(row["step_ms_range"]), 7),
-        Column("×\nby hand", lambda row: number(row["times_by_hand"], ".2f"), 8),
-        Column("backward\nms", lambda row: f"{row['backward_ms']:.1f}", 4),
-        Column("hooks\n% of it", lambda row: f"{row['hooks_percent']:+.1f}", 6),
+        Column("first\nstep, ms", "first_ms", worth=5),
+        Column("step\nms", "step_ms", worth=9),
+        Column("from – to\nms", "step_ms_range", worth=7),
+        Column("×\nby hand", "times_by_hand", ".2f", 8),
+        Column("backward\nms", "backward_ms", worth=4),
+        Column("hooks\n% of it", "hooks_percent", "+.1f", 6),
     ),
     panels=(
-        Panel("ms per step", lambda row: float(row["step_ms"]), spread=lambda row: row["step_ms_range"]),
-        Panel(
-            "ms per backward",
-            lambda row: float(row["backward_ms"]),
-            base=lambda row, rows: float(row["plain_backward_ms"]),
-            base_label="backward without hooks",
-        ),
+        Panel("ms per step", "step_ms", spread="step_ms_range"),
+        Panel("ms per backward", "backward_ms", base="plain_backward_ms", base_label="backward without hooks"),
     ),
-    sections=_sections,
+    title=_title,
     below=lambda values: [
         f"Medians; a step until its weights and state have landed. By hand: {TorchForeach.name}. Hooks: how much",
         "longer a backward takes than that of a plain copy of the model, done in turn with it.",
     ],
+    case="tensors",
 )

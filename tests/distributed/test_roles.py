@@ -555,7 +555,7 @@ def test_the_memory_of_a_worker_is_measured(pool: Pool, tmp_path: Path) -> None:
     weights = with_role["inference_weight_bytes"]
     # Beyond the weights: one layer on its way, and what torch and transformers allocate once in a process.
     assert weights < with_role["held_bytes"] + 1e6 and with_role["peak_bytes"] < 1.8 * weights
-    rows = [{"name": name, **with_role} for name in (bench.WITHOUT, bench.WITH)]
+    rows = [bench.row(name, with_role) for name in (bench.WITHOUT, bench.WITH)]
     values = {
         "rows": rows,
         "reported": bench.REPORTED,

@@ -121,7 +121,7 @@ def test_the_chart_shows_memory_and_the_link_where_there_are_any(
     result: tuple[dict[str, Any], Path, str], tmp_path: Path
 ) -> None:
     link = {"to_device": 53.0, "to_host": 55.0, "duplex": 46.0, "page_locked": True}
-    rows = [{**row, "peak_device_bytes_beyond": 10**6} for row in result[0]["rows"]]
+    rows = [{**row, "peak_device_bytes_per_parameter": 12} for row in result[0]["rows"]]
     draw({**result[0], "rows": rows, "link_gb_per_s": link}, StepTask.view, tmp_path / "gpu.png")
     assert (tmp_path / "gpu.png").stat().st_size > (result[1] / "bench.png").stat().st_size
     draw({**result[0], "rows": []}, StepTask.view, tmp_path / "empty.png")
