@@ -1,198 +1,25 @@
-"""DTensors, device meshes and process groups: the only file of the optimizer that knows them.
+"""Partial norms, added up over the ranks that hold different parts of the parameters.
 
-A gradient's share of the global norm is added up over the ranks that hold different parts of it. One
-:class:`NormReduction` is planned from the parameters (never from which of them have gradients), so every rank issues
-the same collectives in the same order: one all-reduce over each mesh that shards something, one over all ranks for
-the overflow flag, and none where nothing is sharded. On one mesh it is the all-reduce that torch's own norm of
+One :class:`NormReduction` is planned from the parameters (never from which of them have gradients), so every rank
+issues the same collectives in the same order: one all-reduce over each mesh that shards something, one over all ranks
+for the overflow flag, and none where nothing is sharded. On one mesh it is the all-reduce that torch's own norm of
 DTensors makes, and another one where trainable parameters have no gradient on any rank.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
-import os
-import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
-
-def initialized() -> bool:
-    """Whether a default process group exists."""
-    return dist.is_available() and dist.is_initialized()
-
-
-def rank() -> int:
-    """This process's rank in the default group; 0 without one."""
-    return dist.get_rank() if initialized() else 0
-
-
-def world_size() -> int:
-    """How many ranks train together; 1 without a process group."""
-    return len(role_ranks())
-
-
-def ranks_on_this_host() -> int:
-    """How many ranks of the default group share this host's memory, as torchrun says; 1 without a group."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if initialized() else 1
-
-
-def end_process_group() -> None:
-    """End the default process group and all others.
-
-    gloo's threads still let go of the last tensors they sent, for which they need the interpreter: should it end
-    before they are done, the process aborts (https://github.com/pytorch/pytorch/pull/179291). They are given a moment.
-    """
-    dist.destroy_process_group()
-    time.sleep(0.1)
-
-
-# -- the ranks of this process's role ---------------------------------------------------------------------------------
-
-_role: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
-"""The default group for which roles were given out, and the group of this process's role."""
-
-
-def form_role_group(ranks: Sequence[int]) -> None:
-    """From now on these are the ranks that work together, this one among them, as long as the default group lives.
-
-    Called by these ranks; those of other roles have a group of their own. Whatever spans "all ranks" in lightstep
-    (meshes, norms, overflow flags, checkpoints) spans these.
-
-    Raises:
-        ValueError: this process is in another role's group already.
-    """
-    global _role
-    ranks = tuple(ranks)
-    known = role_group()
-    if known is not None and ranks != role_ranks():
-        raise ValueError(f"the ranks {list(ranks)} cannot work together: {list(role_ranks())} do so already")
-    if known is None and len(ranks) < dist.get_world_size():
-        world = dist.group.WORLD
-        assert world is not None
-        _role = world, dist.new_group(list(ranks), use_local_synchronization=True)
-
-
-def role_group() -> dist.ProcessGroup | None:
-    """The group of :func:`form_role_group`; where all ranks are alike ``None``, torch's word for the default group."""
-    return _role[1] if _role is not None and initialized() and _role[0] is dist.group.WORLD else None
-
-
-def role_ranks() -> tuple[int, ...]:
-    """The numbers in the default group of the ranks that work together, this one among them."""
-    if not initialized():
-        return (0,)
-    group = role_group()
-    return tuple(range(dist.get_world_size()) if group is None else dist.get_process_group_ranks(group))
-
-
-def make_mesh(device_type: str, sizes: Mapping[str, int]) -> DeviceMesh:
-    """A mesh over the ranks that work together; called by all of them.
-
-    Args:
-        sizes: name and size of one or two dimensions, the outer one first.
-    """
-    names, shape = tuple(sizes), tuple(sizes.values())
-    if role_group() is None:
-        return init_device_mesh(device_type, shape, mesh_dim_names=names)
-    ranks = torch.tensor(role_ranks()).view(shape)
-    place = (ranks == rank()).nonzero()[0].tolist()
-    lines = [tuple(ranks.movedim(dim, -1)[tuple(place[:dim] + place[dim + 1 :])].tolist()) for dim in range(len(shape))]
-    groups = [_made_group(line, torch.device(device_type)) for line in lines]
-    return DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=names)
-
-
-# -- tensors ----------------------------------------------------------------------------------------------------------
-
-
-def is_sharded(tensor: Tensor) -> bool:
-    """Whether this is a DTensor (which may still be replicated)."""
-    return isinstance(tensor, DTensor)
-
-
-def local_tensor(tensor: Tensor) -> Tensor:
-    """This rank's part of a DTensor, sharing its storage and outside autograd; any other tensor as it is."""
-    if not isinstance(tensor, DTensor):
-        return tensor
-    if torch.is_grad_enabled():
-        with torch.no_grad():
-            return local_tensor(tensor)
-    local = _arrived(tensor.to_local())
-    return local.detach() if local.requires_grad else local
-
-
-def mesh_ranks(tensor: Tensor) -> tuple[int, ...]:
-    """The ranks that hold a DTensor together; this process alone for a plain tensor."""
-    return tuple(tensor.device_mesh.mesh.flatten().tolist()) if isinstance(tensor, DTensor) else (rank(),)
-
-
-def like(parameter: Tensor, local: Tensor) -> Tensor:
-    """``local`` as a DTensor placed like ``parameter`` (global shape and stride too); itself for a plain parameter.
-
-    Nothing is sent or copied, and shards may be uneven or empty. State of GPU shards may lie on the host.
-    """
-    if not isinstance(parameter, DTensor):
-        return local
-    if local.device.type != parameter.device_mesh.device_type:
-        return _on_another_device(parameter, local)
-    return DTensor.from_local(
-        local,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.size(),
-        stride=parameter.stride(),
-    )
-
-
-def _on_another_device(parameter: DTensor, local: Tensor) -> DTensor:
-    """What FSDP2 makes for offloaded shards; ``from_local`` would copy the tensor to the mesh's device."""
-    meta = TensorMeta(parameter.size(), parameter.stride(), local.dtype)
-    spec = DTensorSpec(parameter.device_mesh, tuple(parameter.placements), tensor_meta=meta)
-    return DTensor(local, spec, requires_grad=False)
-
-
-def local_gradient(parameter: Tensor, dtype: torch.dtype | None = None) -> Tensor | None:
-    """``parameter.grad`` as the plain tensor that belongs to ``local_tensor(parameter)``.
-
-    A gradient that is not placed like its parameter is brought there first: a partial one (tensor parallel norms and
-    biases) is summed over its mesh, in ``dtype`` when that is given, so that nothing is rounded on the way.
-    """
-    if not isinstance(parameter.grad, DTensor):
-        return None if parameter.grad is None else parameter.grad.detach()
-    if isinstance(parameter, DTensor) and _same_placements(parameter.grad, parameter):
-        return local_tensor(parameter.grad)
-    gradient = cast(DTensor, parameter.grad.detach())
-    if isinstance(parameter, DTensor):
-        if dtype is not None and any(placement.is_partial() for placement in gradient.placements):
-            gradient = cast(DTensor, gradient.to(dtype))
-        gradient = gradient.redistribute(parameter.device_mesh, parameter.placements)
-    else:
-        gradient = gradient.redistribute(placements=[Replicate()] * gradient.device_mesh.ndim)
-    return local_tensor(gradient)
-
-
-def _same_placements(gradient: DTensor, parameter: DTensor) -> bool:
-    return gradient.device_mesh == parameter.device_mesh and tuple(gradient.placements) == tuple(parameter.placements)
-
-
-def _arrived(tensor: Tensor) -> Tensor:
-    """The tensor itself, waited for when a functional collective is still filling it."""
-    return (
-        torch.ops._c10d_functional.wait_tensor(tensor.elem)
-        if hasattr(tensor, "elem") and hasattr(tensor, "wait")
-        else tensor
-    )
-
-
-# -- the reduction of partial norms ------------------------------------------------------------------------------------
+from lightstep.distributed.groups import carries, initialized, made_group, role_ranks, world_group, world_size
+from lightstep.distributed.tensors import differs_across_ranks, is_slice, local_tensor, root_mesh
 
 
 class NormReduction:
@@ -243,7 +70,7 @@ class NormReduction:
         self.places = [self._place(parameter, index) for parameter in parameters]
         self.sharded = any(isinstance(parameter, DTensor) for parameter in parameters)
         self.as_torch, self._shards = self._torchs_way(parameters)
-        self._world = _world_group(self.device) if self.everywhere or self._own_parts else None
+        self._world = world_group(self.device) if self.everywhere or self._own_parts else None
 
     def _place(self, parameter: Tensor, index: dict[_MeshKey, int]) -> int:
         own_part, copy = self.sums - 2, self.sums - 1
@@ -276,7 +103,7 @@ class NormReduction:
             return True, None
         group = mesh.get_group(dims[0])
         ranks = tuple(dist.get_process_group_ranks(group))
-        return True, group if _carries(group, self.device) else _made_group(ranks, self.device)
+        return True, group if carries(group, self.device) else made_group(ranks, self.device)
 
     def over_shards(self, norms: Tensor, present: Sequence[bool], norm_type: float) -> Tensor:
         """Norms of whole parameters from those of this rank's shards, as DTensor's ``_NormPartial`` reduces them.
@@ -416,41 +243,20 @@ def _first_copy(parameter: Tensor) -> bool:
     )
 
 
-def differs_across_ranks(parameter: Tensor) -> bool:
-    """Whether ranks outside the parameter's mesh (other ranks, of a plain one) hold other parameters in its place."""
-    if not initialized() or world_size() == 1:
-        return False
-    if getattr(parameter, "differs_across_ranks", False):
-        return True
-    if not isinstance(parameter, DTensor) or parameter.device_mesh.size() >= world_size():
-        return False
-    return not _is_slice(parameter.device_mesh)
-
-
-def _is_slice(mesh: DeviceMesh) -> bool:
-    """Whether the mesh was cut out of a larger one. DeviceMesh has no public word for it."""
-    return _root(mesh) is not mesh and _root(mesh).size() > mesh.size()
-
-
-def _root(mesh: DeviceMesh) -> DeviceMesh:
-    root: DeviceMesh = getattr(mesh, "_get_root_mesh", lambda: mesh)()
-    return root
-
-
 def _on_a_slice(parameter: Tensor) -> bool:
     """Whether ranks outside the parameter's mesh are taken to hold copies of it."""
     if not isinstance(parameter, DTensor) or differs_across_ranks(parameter):
         return False
-    return parameter.device_mesh.get_coordinate() is not None and _is_slice(parameter.device_mesh)
+    return parameter.device_mesh.get_coordinate() is not None and is_slice(parameter.device_mesh)
 
 
 def _refuse_unequal(parameters: Sequence[Tensor], device: torch.device) -> None:
     """One gathering of checksums over each root mesh; the host waits."""
     by_root: dict[tuple[int, ...], list[DTensor]] = {}
     for parameter in cast(Sequence[DTensor], parameters):
-        by_root.setdefault(tuple(_root(parameter.device_mesh).mesh.flatten().tolist()), []).append(parameter)
+        by_root.setdefault(tuple(root_mesh(parameter.device_mesh).mesh.flatten().tolist()), []).append(parameter)
     for ranks, listed in sorted(by_root.items()):
-        group = _group(ranks, _root(listed[0].device_mesh), device)
+        group = _group(ranks, root_mesh(listed[0].device_mesh), device)
         everybody: list[Any] = [None] * len(ranks)
         dist.all_gather_object(everybody, _parts(listed), group=group)
         first: dict[Any, tuple[int, int]] = {}
@@ -495,133 +301,10 @@ def _combined(parts: Sequence[Tensor], norm_type: float) -> Tensor:
     return stacked.amax() if math.isinf(norm_type) else stacked.sum()
 
 
-# -- replicas ----------------------------------------------------------------------------------------------------------
-
-
-class Replicas:
-    """The ranks that hold the same part of the model, and what they send each other.
-
-    Each method that sends is called by all of them, in the same order, with tensors of equal shapes.
-
-    Args:
-        group: these ranks, and this one among them.
-        apart: send through process groups of one's own. Needed when sending goes on beside the model's forward and
-            other optimizers' updates: what a group sends, it sends in one order.
-
-    Attributes:
-        rank: this process's place among them.
-        size: how many there are.
-    """
-
-    def __init__(self, group: dist.ProcessGroup, apart: bool = False) -> None:
-        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        self._group, self._ranks, self._apart = group, tuple(dist.get_process_group_ranks(group)), apart
-        self._carriers: dict[str, dist.ProcessGroup] = {}
-        self._number = 0
-
-    def again(self) -> Replicas:
-        """The same ranks, for another optimizer."""
-        return Replicas(self._group, self._apart)
-
-    def close(self) -> None:
-        """Others may send through the groups that were made for this; all of them call it, in the same order."""
-        _senders.get(self._ranks, set()).discard(self._number)
-        self._carriers, self._number = {}, 0
-
-    @classmethod
-    def of_shards(cls, parameters: Iterable[Tensor], apart: bool = False) -> Replicas | None:
-        """Those with the same shards: all parameters are DTensors, with copies along one dimension of one mesh."""
-        listed = list(parameters)
-        meshes = {p.device_mesh if isinstance(p, DTensor) else None for p in listed}
-        mesh = meshes.pop() if len(meshes) == 1 else None
-        if mesh is None:
-            return None
-        placements = zip(*(cast(DTensor, parameter).placements for parameter in listed), strict=True)
-        copied = [dim for dim, placed in enumerate(placements) if all(one.is_replicate() for one in placed)]
-        return cls(mesh.get_group(copied[0]), apart) if len(copied) == 1 else None
-
-    def broadcast(self, tensor: Tensor, owner: int) -> dist.Work | None:
-        """Start to fill ``tensor`` (contiguous, any dtype and device) with the owner's values; to be waited for."""
-        values = tensor.view(-1).view(torch.uint8)
-        return dist.broadcast(values, group=self._carrier(tensor.device), group_src=owner, async_op=True)
-
-    @staticmethod
-    def wait(works: Iterable[dist.Work | None]) -> None:
-        """What is done next sees the values: the current stream waits, on the CPU the caller does."""
-        for work in works:
-            if work is not None:
-                work.wait()
-
-    def broadcast_object(self, value: Any, owner: int) -> Any:
-        """The owner's ``value``, which can be pickled. The host waits."""
-        values = [value]
-        dist.broadcast_object_list(values, group=self._carrier(torch.device("cpu")), group_src=owner)
-        return values[0]
-
-    def gather_objects(self, value: Any) -> list[Any]:
-        """Everybody's ``value``, by rank. The host waits."""
-        values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self._carrier(torch.device("cpu")))
-        return values
-
-    def _carrier(self, device: torch.device) -> dist.ProcessGroup:
-        """The group, or one over the same ranks that can send tensors of this device."""
-        if device.type not in self._carriers:
-            if self._apart and not self._number:
-                taken = _senders.setdefault(self._ranks, set())
-                self._number = next(number for number in itertools.count(1) if number not in taken)
-                taken.add(self._number)
-            shared = _carries(self._group, device) and not self._apart
-            self._carriers[device.type] = self._group if shared else _made_group(self._ranks, device, self._number)
-        return self._carriers[device.type]
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Replicas:
-        return self
-
-    def __reduce__(self) -> Any:
-        raise TypeError(
-            "an optimizer whose replicas share the work cannot be pickled: save optimizer.state_dict(), or a checkpoint"
-        )
-
-
-# -- process groups that this file had to make, once each --------------------------------------------------------------
-
-_made_groups: dict[tuple[tuple[int, ...], str | None, int], tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
-_senders: dict[tuple[int, ...], set[int]] = {}
-"""The numbers of the replicas that send through groups of their own, by ranks."""
-
-
 def _group(ranks: tuple[int, ...], mesh: DeviceMesh, device: torch.device) -> dist.ProcessGroup:
     """One group over all ranks of the mesh that can reduce tensors of this device."""
     if ranks == role_ranks():
-        return _world_group(device)
-    if mesh.ndim == 1 and _carries(mesh.get_group(), device):
+        return world_group(device)
+    if mesh.ndim == 1 and carries(mesh.get_group(), device):
         return mesh.get_group()
-    return _made_group(ranks, device)
-
-
-def _world_group(device: torch.device) -> dist.ProcessGroup:
-    group = role_group() or dist.group.WORLD
-    assert group is not None
-    return group if _carries(group, device) else _made_group(role_ranks(), device)
-
-
-def _made_group(ranks: tuple[int, ...], device: torch.device, sender: int = 0) -> dist.ProcessGroup:
-    """A new group over ``ranks``, made by these ranks alone and kept as long as the default group lives.
-
-    One for everybody who needs such a group, and one for each sender of replicas' weights that has a number.
-    """
-    world = dist.group.WORLD
-    assert world is not None
-    backend = None if _carries(world, device) else "gloo" if device.type == "cpu" else "nccl"
-    owner, group = _made_groups.get((ranks, backend, sender), (None, None))
-    if owner is not world or group is None:
-        group = dist.new_group(list(ranks), backend=backend, use_local_synchronization=True)
-        _made_groups[ranks, backend, sender] = (world, group)
-    return group
-
-
-def _carries(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether the group has a backend for tensors of this device."""
-    backends = dist.get_backend_config(group)
-    return f"{device.type}:" in backends or (":" not in backends and (backends == "gloo") == (device.type == "cpu"))
+    return made_group(ranks, device)
