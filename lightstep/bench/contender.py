@@ -22,7 +22,7 @@ from lightstep.distributed import local_tensor
 
 if TYPE_CHECKING:
     from lightstep.bench.report import Values, View
-    from lightstep.bench.run import Row, Run, Visit
+    from lightstep.bench.run import Measurement, Row, Run
 
 MAX_NORM = 1.0
 ADAMW: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
@@ -150,10 +150,10 @@ class Task(ABC):
         return self.model(dtype)
 
     @abstractmethod
-    def measure(self, visit: Visit) -> None:
+    def measure(self, measurement: Measurement) -> None:
         """One round of one contender."""
 
-    def probe(self, visit: Visit) -> None:
+    def probe(self, measurement: Measurement) -> None:
         """What else is wanted of the last round."""
         return
 

@@ -17,7 +17,7 @@ from lightstep.bench.libraries import DeepSpeedCpuAdam, Fsdp2Offload
 from lightstep.bench.llama import LOSS_CHUNK, Llama, LlamaShape
 from lightstep.bench.peers import CpuAdamW, TorchResident
 from lightstep.bench.report import Column, Panel, Values, View, size
-from lightstep.bench.run import Row, Run, Visit
+from lightstep.bench.run import Measurement, Row, Run
 from lightstep.bench.strategies import WithoutOptimizer
 from lightstep.bench.trace import watch
 from lightstep.sharding.preparation import checkpoint_activations
@@ -61,23 +61,25 @@ class IterationTask(Task):
         words = torch.randint(self.shape.vocabulary, size, generator=generator).to(self.device)
         return words[:, :-1].contiguous(), words[:, 1:].contiguous()
 
-    def measure(self, visit: Visit) -> None:
+    def measure(self, measurement: Measurement) -> None:
         """One round. One iteration more than the warm-up comes first, which makes the state.
 
         Raises:
             FloatingPointError: the loss is not finite: such steps are skipped, and their times would mean nothing.
         """
-        contender = visit.contender
-        visit.inputs = [self.batch(visit.run.ranks.rank)]
-        visit.time(contender.iterate, 1 + visit.run.effort.warmup, settle=False)
+        contender = measurement.contender
+        measurement.inputs = [self.batch(measurement.run.ranks.rank)]
+        measurement.time(contender.iterate, 1 + measurement.run.effort.warmup, synchronize=False)
         loss, norm = float(contender.loss), contender.grad_norm
-        visit.row.seen = {"loss": loss, "grad_norm": None if norm is None else float(norm)}
+        measurement.row.seen = {"loss": loss, "grad_norm": None if norm is None else float(norm)}
         if not math.isfinite(loss):
             raise FloatingPointError(f"the loss is {loss}: its steps are skipped, and their times mean nothing")
 
-    def probe(self, visit: Visit) -> None:
-        contender = visit.contender
-        visit.row.watched = watch(partial(contender.iterate, visit.inputs[0]), contender.finish, self.device)
+    def probe(self, measurement: Measurement) -> None:
+        contender = measurement.contender
+        measurement.row.watched = watch(
+            partial(contender.iterate, measurement.inputs[0]), contender.finish, self.device
+        )
 
     def versions(self) -> dict[str, str]:
         return {"transformers": transformers.__version__}

@@ -126,7 +126,7 @@ class TorchaoOffload(Contender):
     gradient_dtype = torch.float32
 
     def __init__(self, task: Task) -> None:
-        module = _installed("torchao.optim", "torchao.prototype.low_bit_optim")
+        module = _installed("torchao.optim")
         if task.device.type != "cuda":
             raise Skipped("needs a GPU")
         self._module = HandedModule(list(task.model(torch.float32).parameters()))
@@ -179,12 +179,10 @@ class DeepSpeedCpuAdam(CpuAdamW):
         slot.optimizer.step()
 
 
-def _installed(*names: str) -> ModuleType:
-    """The first of these modules that can be imported."""
-    for name in names:
-        try:
-            return importlib.import_module(name)
-        except ModuleNotFoundError as error:
-            if error.name is None or not name.startswith(error.name):
-                raise
+def _installed(name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not name.startswith(error.name):
+            raise
     raise Skipped("not installed")

@@ -72,7 +72,7 @@ def measure(
 def _in_fresh_processes(task: Task, name: str) -> dict[str, int]:
     """The worker's figures. With the role there is a trainer beside it."""
     ranks = 2 if name == WITH else 1
-    config = LaunchConfig(1, 1, ranks, rdzv_backend="c10d", rdzv_endpoint="localhost:0", max_restarts=0)
+    config = LaunchConfig(1, 1, ranks, run_id="roles", rdzv_backend="c10d", rdzv_endpoint="localhost:0", max_restarts=0)
     figures: dict[int, dict[str, int]] = elastic_launch(config, run_rank)(task, name)
     return figures[ranks - 1]
 

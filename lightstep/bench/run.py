@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 class Row:
     """One contender at one size, and what was seen of it on this rank, over all rounds.
 
-    `windows`: for each round the ms of its steps, and `landing_ms` what came after the last of them. `peak_bytes`
+    `windows`: for each round the ms of its steps, and `remaining_ms` what came after the last of them. `peak_bytes`
     leaves the inputs out. `seen` is for what one task alone looks at. None is: not measurable on this device. `note`
     says why there is nothing, `skipped` that it cannot be measured here at all.
     """
@@ -40,7 +40,7 @@ class Row:
     entry: Entry
     task: Task
     windows: list[list[float]] = field(default_factory=list)
-    landing_ms: list[float] = field(default_factory=list)
+    remaining_ms: list[float] = field(default_factory=list)
     parameters: int = 0
     weight_bytes: int = 0
     input_bytes: int = 0
@@ -107,19 +107,19 @@ def measure_all(run: Run, progress: Callable[[str], None]) -> None:
             if row.note is not None:
                 continue
             progress(f"round {number + 1} of {run.effort.rounds}: {row.entry.label}")
-            visit = Visit(run, row, number)
+            measurement = Measurement(run, row, number)
             try:
-                visit.measure()
+                measurement.measure()
             finally:
-                visit.close()
-                del visit
+                measurement.close()
+                del measurement
                 free_memory(run.task.device)
     again = measure_link(run.task.device, run.ranks)
     if run.link is not None and again is not None:
         run.link = run.link.or_faster(again)
 
 
-class Visit:
+class Measurement:
     """One contender in one round, from building it to letting go of it.
 
     Attributes:
@@ -158,18 +158,18 @@ class Visit:
         self.row.weight_bytes = nbytes(self.contender.device_weights())
         self.row.parameters = sum(weight.numel() for weight in self.contender.weights())
 
-    def time(self, work: Callable[[Any], None], warmup: int, settle: bool) -> None:
+    def time(self, work: Callable[[Any], None], warmup: int, synchronize: bool) -> None:
         """Warm up, then time one window of steps, and note their memory.
 
         Args:
             work: one step, given its inputs.
-            settle: begin on a quiet machine; else the first step waits for what the warm-up left to be done.
+            synchronize: begin on a quiet machine; else the first step waits for what the warm-up left to be done.
         """
         row, inputs = self.row, self.inputs
         for step in range(warmup):
             work(inputs[step % len(inputs)])
-        if settle:
-            self.settle()
+        if synchronize:
+            self.synchronize()
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
         clock = Clock(self.device)
@@ -179,9 +179,9 @@ class Visit:
             clock.lap()
         self.contender.finish()
         clock.lap()
-        *window, landing = clock.read()
+        *window, remaining = clock.read()
         row.windows.append(window)
-        row.landing_ms.append(landing)
+        row.remaining_ms.append(remaining)
         self._note_memory()
 
     def _note_memory(self) -> None:
@@ -194,7 +194,7 @@ class Visit:
             peak = torch.cuda.max_memory_allocated(self.device) - self._device_before - given
             self.row.peak_bytes = max(peak, self.row.peak_bytes or 0)
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Wait until nothing is left to be done."""
         self.contender.finish()
         if self.device.type == "cuda":

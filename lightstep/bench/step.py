@@ -18,7 +18,7 @@ from lightstep.bench.libraries import DeepSpeedCpuAdam, Fsdp2OffloadStep, Torcha
 from lightstep.bench.llama import Llama, LlamaShape
 from lightstep.bench.peers import CpuAdamW, TorchFsdp2, TorchResident, TorchResidentFloatGradients
 from lightstep.bench.report import Column, Panel, Values, View, link_sentence, size
-from lightstep.bench.run import Row, Run, Visit
+from lightstep.bench.run import Measurement, Row, Run
 from lightstep.bench.strategies import StrategyContender
 from lightstep.bench.trace import watch
 
@@ -56,28 +56,28 @@ class StepTask(Task):
     def model(self, dtype: torch.dtype = torch.bfloat16) -> Llama:
         return Llama.make(self.shape, self.device, dtype, self.seed)
 
-    def measure(self, visit: Visit) -> None:
-        contender = visit.contender
-        seed = self.seed + visit.number + 1
-        visit.inputs = random_gradients(contender.gradient_weights(), contender.gradient_dtype, self.device, seed)
-        visit.time(contender.step, visit.run.effort.warmup, settle=True)
+    def measure(self, measurement: Measurement) -> None:
+        contender = measurement.contender
+        seed = self.seed + measurement.number + 1
+        measurement.inputs = random_gradients(contender.gradient_weights(), contender.gradient_dtype, self.device, seed)
+        measurement.time(contender.step, measurement.run.effort.warmup, synchronize=True)
         # fp32 weights are compared as what a forward in bf16 sees.
         weights = contender.weights()
-        visit.row.sample = torch.cat([weight.flatten()[:_SAMPLE].bfloat16().float().cpu() for weight in weights])
+        measurement.row.sample = torch.cat([weight.flatten()[:_SAMPLE].bfloat16().float().cpu() for weight in weights])
 
-    def probe(self, visit: Visit) -> None:
-        contender = visit.contender
-        visit.settle()
-        visit.row.watched = watch(partial(contender.step, visit.inputs[0]), contender.finish, self.device)
-        if visit.run.checkpoints is not None and isinstance(contender, StrategyContender):
-            visit.row.disk = time_saving(contender.save, visit.run.checkpoints, visit.run.ranks)
+    def probe(self, measurement: Measurement) -> None:
+        contender = measurement.contender
+        measurement.synchronize()
+        measurement.row.watched = watch(partial(contender.step, measurement.inputs[0]), contender.finish, self.device)
+        if measurement.run.checkpoints is not None and isinstance(contender, StrategyContender):
+            measurement.row.disk = time_saving(contender.save, measurement.run.checkpoints, measurement.run.ranks)
 
     def head(self, run: Run) -> Values:
         return {"model": {**self.shape.values(), "weights": "bfloat16"}, "steps": run.effort.steps}
 
     def figures(self, run: Run, row: Row) -> Values:
         steps = [time for window in row.windows for time in window[1:] or window]
-        blocks = [sum(window, landing) for window, landing in zip(row.windows, row.landing_ms, strict=True)]
+        blocks = [sum(window, remaining) for window, remaining in zip(row.windows, row.remaining_ms, strict=True)]
         block_ms = sum(blocks) / sum(map(len, row.windows))
         own_times = [statistics.median(steps), min(steps), max(steps), block_ms]
         median, least, most, block = run.ranks.maximum(own_times)
@@ -112,14 +112,14 @@ class StepTask(Task):
 
 
 def random_gradients(
-    weights: Sequence[Tensor], dtype: torch.dtype, device: torch.device, seed: int, sets: int = 2
+    weights: Sequence[Tensor], dtype: torch.dtype, device: torch.device, seed: int
 ) -> list[list[Tensor]]:
     """Drawn from a normal distribution (zeros would run faster than real data does), the same in every dtype.
 
     Two sets, so that steps can follow each other without a gap.
     """
     generator = torch.Generator(device).manual_seed(seed)
-    draws = ([torch.empty(w.shape, dtype=torch.bfloat16, device=device) for w in weights] for _ in range(sets))
+    draws = ([torch.empty(w.shape, dtype=torch.bfloat16, device=device) for w in weights] for _ in range(2))
     return [[draw.normal_(0.0, _GRADIENT_STD, generator=generator).to(dtype) for draw in drawn] for drawn in draws]
 
 

@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile, schedule
 from lightstep.bench.contender import Contender
 from lightstep.bench.iteration import IterationTask
 from lightstep.bench.report import device_name
-from lightstep.bench.run import Visit
+from lightstep.bench.run import Measurement
 from lightstep.bench.trace import (
     COLLECTIVES,
     MAIN,
@@ -41,24 +41,24 @@ class TimelineTask(IterationTask):
     stem = "timeline"
     baseline = None
 
-    def measure(self, visit: Visit) -> None:
-        contender, effort, entry = visit.contender, visit.run.effort, visit.row.entry
-        batch = self.batch(visit.run.ranks.rank)
+    def measure(self, measurement: Measurement) -> None:
+        contender, effort, entry = measurement.contender, measurement.run.effort, measurement.row.entry
+        batch = self.batch(measurement.run.ranks.rank)
         for _ in range(1 + effort.warmup):
             contender.iterate(batch)
-        if visit.run.ranks.is_main:
+        if measurement.run.ranks.is_main:
             trace = self.folder / f"{_file_name(entry.name)}-{self.case}-timeline.json"
             _trace(contender, batch, effort.steps, trace)
             timeline = read_timeline(json.loads(trace.read_text())["traceEvents"])
             picture, name = trace.with_suffix(".png"), f"{entry.label}, {self.case} tokens"
             draw(timeline, picture, f"{name}, {device_name(self.device)}")
-            visit.row.seen = {"picture": picture, "said": [f"{name}: {line}" for line in hidden_copies(timeline)]}
+            measurement.row.seen = {"picture": picture, "said": [f"{name}: {line}" for line in hidden_copies(timeline)]}
         else:
             for _ in range(effort.steps + 1):
                 contender.iterate(batch)
         contender.finish()
 
-    def probe(self, visit: Visit) -> None:
+    def probe(self, measurement: Measurement) -> None:
         return
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lightstep.bench.contender import Task
 from lightstep.bench.peers import TorchForeach, TorchResident
 from lightstep.bench.report import Column, Panel, Values, View
-from lightstep.bench.run import Row, Run, Visit
+from lightstep.bench.run import Measurement, Row, Run
 
 _WIDTH, _RANK, _EXPERT = 64, 8, 16
 _WEIGHT_STD = 0.02
@@ -88,8 +88,8 @@ class TinyTask(Task):
             nn.init.normal_(parameter, std=_WEIGHT_STD)
         return model.to(dtype)
 
-    def measure(self, visit: Visit) -> None:
-        contender, effort = visit.contender, visit.run.effort
+    def measure(self, measurement: Measurement) -> None:
+        contender, effort = measurement.contender, measurement.run.effort
         plain = self.model(contender.gradient_dtype)
         batch = torch.ones(1, _WIDTH, dtype=contender.gradient_dtype, device=self.device)
 
@@ -106,9 +106,9 @@ class TinyTask(Task):
                 loss = contender.model(batch)
                 hooked.append(self._timed(partial(contender.backward, loss)))
                 steps.append(self._timed(update))
-        visit.row.windows.append(steps[1 + effort.warmup :])
+        measurement.row.windows.append(steps[1 + effort.warmup :])
         for key, times in (("first_ms", steps[:1]), ("backward_ms", hooked), ("plain_backward_ms", without)):
-            visit.row.seen.setdefault(key, []).extend(times[-effort.steps :])
+            measurement.row.seen.setdefault(key, []).extend(times[-effort.steps :])
 
     def _timed(self, work: Callable[[], object]) -> float:
         """ms until the device is done too."""

@@ -94,7 +94,7 @@ class ReinforcementLearning:
             return LocalEngine(to)
         if to is not None and not isinstance(to, WeightTransport):
             raise TypeError(f"to is a {type(to).__name__}; a RolloutEngine or a WeightTransport is needed")
-        first = not self._roles.asynchronous or self._roles.place == 0
+        first = not self._roles.asynchronous or self._roles.rank == 0
         if to is not None:
             return to if first else None
         board, receivers = self._workers()
@@ -167,7 +167,7 @@ class ReinforcementLearning:
     def close(self) -> None:
         """Let go of the other side; from the first trainer, tell the workers that there is nothing to wait for."""
         if self._board is not None and initialized():
-            if self._roles.mine == "trainer" and self._roles.place == 0:
+            if self._roles.mine == "trainer" and self._roles.rank == 0:
                 self._transport = self._transport or GroupTransport(self._board, (), torch.device("cpu"), self._timeout)
                 self._transport.close()
             if self._receiver is not None:

@@ -134,12 +134,12 @@ class Strategy(ABC):
     @property
     def rank(self) -> int:
         """This process's number among :attr:`world_size`."""
-        return self.roles.place if self.roles.asynchronous else 0
+        return self.roles.rank if self.roles.asynchronous else 0
 
     @property
     def world_size(self) -> int:
         """How many processes have this one's role: how many train together, or generate."""
-        return len(self.roles.alike) if self.roles.asynchronous else 1
+        return len(self.roles.ranks) if self.roles.asynchronous else 1
 
     @property
     def role(self) -> Role:

@@ -291,7 +291,7 @@ def test_percent_of_the_link_is_the_busier_ways() -> None:
     run = tiny_run({"x": Counting, "y": Counting})
     measured, absent = run.rows
     measured.parameters = measured.peak_bytes = 10**9
-    measured.windows, measured.landing_ms = [[240.0, 200.0, 250.0, 220.0]], [10.0]  # the first step is left out
+    measured.windows, measured.remaining_ms = [[240.0, 200.0, 250.0, 220.0]], [10.0]  # the first step is left out
     measured.watched = Watched(10 * 10**9, 9 * 10**9, 2, "cudaStreamSynchronize in aten::item")
     absent.note, absent.skipped = "not installed", True
     run.link = Link(to_device=55.0, to_host=54.0, duplex=50.0, page_locked=True)
