@@ -44,101 +44,88 @@ _USED = {
 }
 _ANYWHERE = {"output", "device", "seed"}
 
-_Strategies = Annotated[
-    str,
-    typer.Option(
-        help="Names or paths separated by commas, each with keys laid over it if need be. 'default' is resident, bulk "
-        "and stream; with --iteration and --tensors resident, stream and stream-overlap, in iterations on several "
-        "ranks those of fsdp2; 'none'."
-    ),
-]
-_Peers = Annotated[
-    str | None,
-    typer.Option(
-        help="Peers to hold them against, separated by commas; 'all' or 'none'. Default: all, in whole iterations none."
-    ),
-]
-_Params = Annotated[
-    float | None,
-    typer.Option(
-        help="Size of the model, for example 1e9. Default: 2e6 on a CPU; on a GPU 1e9, in whole iterations 3e9."
-    ),
-]
-_Layers = Annotated[int | None, typer.Option(help="Transformer blocks. Default: as many as Llamas of that width have.")]
-_Steps = Annotated[
-    int | None,
-    typer.Option(
-        min=1, help="Timed steps per round. Default: 8 on a GPU, 4 on a CPU; iterations: 4 and 2; in a timeline 2."
-    ),
-]
-_Warmup = Annotated[int | None, typer.Option(min=1, help="Untimed steps before them. Default: 2 on a GPU, 1 on a CPU.")]
-_Rounds = Annotated[
-    int | None,
-    typer.Option(
-        min=1,
-        help="How often each is built and timed, in alternating order. Default: 2, iterations 1, tiny tensors 3.",
-    ),
-]
-_Output = Annotated[
-    Path | None,
-    typer.Option(
-        help="Folder for the JSON file and the chart, or the timelines. Default: a new one in runs/bench for each run."
-    ),
-]
-_Checkpoints = Annotated[
-    Path | None, typer.Option(help="Also save every strategy's checkpoint in this folder, timed beside plain files.")
-]
-_Device = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N. Default: the GPU if there is one.")]
-_Seed = Annotated[int, typer.Option(help="Of weights, and of gradients or tokens.")]
-_Iteration = Annotated[
-    bool, typer.Option("--iteration", help="Whole training iterations of a Llama: forward, backward and step.")
-]
-_Timeline = Annotated[
-    bool,
-    typer.Option(
-        "--timeline", help="A profiler's trace of some iterations of each, and a picture of its lanes. Needs a GPU."
-    ),
-]
-_Tensors = Annotated[
-    str | None,
-    typer.Option(
-        help="The Python time of a step, and of hooks in backward: lora (448 small tensors), moe (9216), tiny (both)."
-    ),
-]
-_Tokens = Annotated[
-    str | None,
-    typer.Option(
-        help="Whole iterations: tokens per step and rank, separated by commas. "
-        "Default: 65536,16384 on a GPU, 512,128 on a CPU; in a timeline the first of them."
-    ),
-]
-_Roles = Annotated[
-    bool, typer.Option("--roles", help="Memory of a worker that only generates, with the role for it and without.")
-]
-_Sequence = Annotated[
-    int | None,
-    typer.Option(min=1, help="Whole iterations: tokens per sequence. Default: 4096 on a GPU, 64 on a CPU."),
-]
-
 
 def bench(
-    strategies: _Strategies = "default",
-    peers: _Peers = None,
-    params: _Params = None,
-    layers: _Layers = None,
-    steps: _Steps = None,
-    warmup: _Warmup = None,
-    rounds: _Rounds = None,
-    output: _Output = None,
-    checkpoints: _Checkpoints = None,
-    device: _Device = None,
-    seed: _Seed = 0,
-    iteration: _Iteration = False,
-    timeline: _Timeline = False,
-    tensors: _Tensors = None,
-    tokens: _Tokens = None,
-    sequence: _Sequence = None,
-    roles: _Roles = False,
+    strategies: Annotated[
+        str,
+        typer.Option(
+            help="Names or paths separated by commas, each with keys laid over it if need be. 'default' is resident, "
+            "bulk and stream; with --iteration and --tensors resident, stream and stream-overlap, in iterations on "
+            "several ranks those of fsdp2; 'none'."
+        ),
+    ] = "default",
+    peers: Annotated[
+        str | None,
+        typer.Option(
+            help="Peers to hold them against, separated by commas; 'all' or 'none'. Default: all, in iterations none."
+        ),
+    ] = None,
+    params: Annotated[
+        float | None,
+        typer.Option(
+            help="Size of the model, for example 1e9. Default: 2e6 on a CPU; on a GPU 1e9, in whole iterations 3e9."
+        ),
+    ] = None,
+    layers: Annotated[
+        int | None, typer.Option(help="Transformer blocks. Default: as many as Llamas of that width have.")
+    ] = None,
+    steps: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Timed steps per round. Default: 8 on a GPU, 4 on a CPU; iterations: 4 and 2; in a timeline 2."
+        ),
+    ] = None,
+    warmup: Annotated[
+        int | None, typer.Option(min=1, help="Untimed steps before them. Default: 2 on a GPU, 1 on a CPU.")
+    ] = None,
+    rounds: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="How often each is built and timed, in alternating order. Default: 2, iterations 1, tiny tensors 3.",
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder for the JSON file and the chart, or the timelines. Default: a new one in runs/bench."
+        ),
+    ] = None,
+    checkpoints: Annotated[
+        Path | None,
+        typer.Option(help="Also save every strategy's checkpoint in this folder, timed beside plain files."),
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N. Default: the GPU if there is one.")] = None,
+    seed: Annotated[int, typer.Option(help="Of weights, and of gradients or tokens.")] = 0,
+    iteration: Annotated[
+        bool, typer.Option("--iteration", help="Whole training iterations of a Llama: forward, backward and step.")
+    ] = False,
+    timeline: Annotated[
+        bool,
+        typer.Option(
+            "--timeline", help="A profiler's trace of some iterations of each, and a picture of its lanes. Needs a GPU."
+        ),
+    ] = False,
+    tensors: Annotated[
+        str | None,
+        typer.Option(
+            help="The Python time of a step and of backward hooks: lora (448 small tensors), moe (9216), tiny (both)."
+        ),
+    ] = None,
+    tokens: Annotated[
+        str | None,
+        typer.Option(
+            help="Whole iterations: tokens per step and rank, separated by commas. "
+            "Default: 65536,16384 on a GPU, 512,128 on a CPU; in a timeline the first of them."
+        ),
+    ] = None,
+    sequence: Annotated[
+        int | None,
+        typer.Option(min=1, help="Whole iterations: tokens per sequence. Default: 4096 on a GPU, 64 on a CPU."),
+    ] = None,
+    roles: Annotated[
+        bool, typer.Option("--roles", help="Memory of a worker that only generates, with the role for it and without.")
+    ] = False,
 ) -> None:
     """Measure strategies and peers side by side on this machine: one optimizer step on a Llama-shaped stack.
 

@@ -11,7 +11,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from types import TracebackType
 from typing import Any, ClassVar, Self, cast
 
 import torch
@@ -381,7 +380,7 @@ class Strategy(ABC):
             optimizer.gradients.comes_from(gradients)
         if self._update_time is not AtStep:
             inner = unwrap_model(model)
-            PreparedModel.of(inner).gates.close(inner, optimizer, self._update_time.in_backward)
+            PreparedModel.of(inner).gates.guard(inner, optimizer, self._update_time.in_backward)
 
     def _optimizers_of(self, model: nn.Module) -> list[BaseOptimizer]:
         """What :meth:`create_optimizer` made for this model and is still in use."""
@@ -540,9 +539,7 @@ class Strategy(ABC):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def __repr__(self) -> str:
