@@ -157,10 +157,6 @@ class Task(ABC):
         """What else is wanted of the last round."""
         return
 
-    def versions(self) -> dict[str, str]:
-        """Of libraries besides torch."""
-        return {}
-
     @abstractmethod
     def head(self, run: Run) -> Values:
         """The result's values above the rows."""

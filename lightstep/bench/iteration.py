@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any, ClassVar
 
 import torch
-import transformers
 from torch import Tensor
 
 from lightstep.bench.contender import ADAMW, MAX_NORM, Contender, Task
@@ -80,9 +79,6 @@ class IterationTask(Task):
         measurement.row.watched = watch(
             partial(contender.iterate, measurement.inputs[0]), contender.finish, self.device
         )
-
-    def versions(self) -> dict[str, str]:
-        return {"transformers": transformers.__version__}
 
     def head(self, run: Run) -> Values:
         how = {"attention": "sdpa", "activation_checkpointing": True, "loss_chunk_tokens": LOSS_CHUNK}

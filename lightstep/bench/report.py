@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import importlib.metadata
 import json
 import os
 import platform
@@ -36,7 +37,7 @@ def as_json(run: Run) -> Values:
         task.compare(rows, values)
         shown += values
     return {
-        **conditions(run.task.device, **run.task.versions()),
+        **conditions(run.task.device),
         **run.task.head(run),
         "warmup": run.effort.warmup,
         "rounds": run.effort.rounds,
@@ -55,7 +56,7 @@ def _values(run: Run, row: Row) -> Values:
     return head if row.note is not None or not row.windows else {**head, **task.figures(run, row)}
 
 
-def conditions(device: torch.device, **versions: str) -> Values:
+def conditions(device: torch.device) -> Values:
     """What was asked for, when, on what and with what."""
     return {
         "command": shlex.join(["lightstep", *sys.argv[1:]]),
@@ -66,8 +67,12 @@ def conditions(device: torch.device, **versions: str) -> Values:
             "cores": os.cpu_count(),
             "torch_threads": torch.get_num_threads(),
         },
-        "versions": {"python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda}
-        | versions,
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "cuda": torch.version.cuda,
+            "transformers": importlib.metadata.version("transformers"),
+        },
     }
 
 
@@ -76,10 +81,7 @@ def device_name(device: torch.device) -> str:
 
 
 def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
