@@ -25,7 +25,7 @@ def draw(values: Values, view: View, path: Path) -> None:
     from matplotlib.figure import Figure
 
     measured = [row for row in values["rows"] if view.key in row]
-    panels = [panel for panel in view.panels if any(panel.end(row) is not None for row in measured)] or view.panels[:1]
+    panels = [panel for panel in view.panels if any(row.get(panel.key) for row in measured)] or view.panels[:1]
     sections = view.sections(values)
     height = len(sections) * 1.2 + 0.8 + 0.45 * max(1, len(measured))
     figure = Figure(figsize=(11, height), layout="constrained")
@@ -34,7 +34,7 @@ def draw(values: Values, view: View, path: Path) -> None:
         line[0].set_title(title, loc="left", fontsize="medium")
         shown = [row for row in rows if view.key in row and row["kind"] != "baseline"]
         for axes, panel in zip(line, panels, strict=True):
-            _draw_panel(axes, panel, shown, rows, values)
+            _draw_panel(axes, panel, shown, values)
             axes.set_yticks(range(len(shown)), [label(row) for row in shown] if axes is line[0] else [""] * len(shown))
             axes.invert_yaxis()
     if values["hardware"]["device"] == "CPU":
@@ -43,9 +43,9 @@ def draw(values: Values, view: View, path: Path) -> None:
     figure.savefig(path, dpi=150, metadata={"Title": values["command"], "Description": values["date"]})
 
 
-def _draw_panel(axes: Axes, panel: Panel, shown: list[Values], rows: list[Values], values: Values) -> None:
-    ends = [panel.end(row) or 0.0 for row in shown]
-    bases = [min(end, panel.base(row, rows)) for row, end in zip(shown, ends, strict=True)]
+def _draw_panel(axes: Axes, panel: Panel, shown: list[Values], values: Values) -> None:
+    ends = [(row.get(panel.key) or 0.0) / panel.unit for row in shown]
+    bases = [min(end, (row.get(panel.base) or 0.0) / panel.unit) for row, end in zip(shown, ends, strict=True)]
     edge: Values = {"edgecolor": "black", "linewidth": 0.6}
     if panel.base_label is not None:
         axes.barh(range(len(shown)), bases, color=_GREY, label=panel.base_label, **edge)
@@ -56,7 +56,7 @@ def _draw_panel(axes: Axes, panel: Panel, shown: list[Values], rows: list[Values
             left = [bases[i] for i in places]
             axes.barh(places, lengths, left=left, color=color, hatch=hatch, label=name, **edge)
     for place, (row, end) in enumerate(zip(shown, ends, strict=True)):
-        least, most = panel.spread(row) or (end, end)
+        least, most = (value / panel.unit for value in row.get(panel.spread) or [end * panel.unit] * 2)
         if most > least:
             axes.errorbar(end, place, xerr=[[max(0.0, end - least)], [max(0.0, most - end)]], color="black", capsize=3)
         text = f"{end:.0f}" if end >= 100 else f"{end:.1f}"

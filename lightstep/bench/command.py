@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,9 +14,8 @@ if TYPE_CHECKING:
     import torch
 
     from lightstep.bench.contender import Task
-    from lightstep.bench.entries import Entry
     from lightstep.bench.report import Values
-    from lightstep.bench.run import Effort, Run
+    from lightstep.bench.run import Run
 
 FAILED = 1
 """The exit code when a contender failed."""
@@ -46,101 +44,88 @@ _USED = {
 }
 _ANYWHERE = {"output", "device", "seed"}
 
-_Strategies = Annotated[
-    str,
-    typer.Option(
-        help="Names or paths separated by commas, each with keys laid over it if need be. 'default' is resident, bulk "
-        "and stream; with --iteration and --tensors resident, stream and stream-overlap, in iterations on several "
-        "ranks those of fsdp2; 'none'."
-    ),
-]
-_Peers = Annotated[
-    str | None,
-    typer.Option(
-        help="Peers to hold them against, separated by commas; 'all' or 'none'. Default: all, in whole iterations none."
-    ),
-]
-_Params = Annotated[
-    float | None,
-    typer.Option(
-        help="Size of the model, for example 1e9. Default: 2e6 on a CPU; on a GPU 1e9, in whole iterations 3e9."
-    ),
-]
-_Layers = Annotated[int | None, typer.Option(help="Transformer blocks. Default: as many as Llamas of that width have.")]
-_Steps = Annotated[
-    int | None,
-    typer.Option(
-        min=1, help="Timed steps per round. Default: 8 on a GPU, 4 on a CPU; iterations: 4 and 2; in a timeline 2."
-    ),
-]
-_Warmup = Annotated[int | None, typer.Option(min=1, help="Untimed steps before them. Default: 2 on a GPU, 1 on a CPU.")]
-_Rounds = Annotated[
-    int | None,
-    typer.Option(
-        min=1,
-        help="How often each is built and timed, in alternating order. Default: 2, iterations 1, tiny tensors 3.",
-    ),
-]
-_Output = Annotated[
-    Path | None,
-    typer.Option(
-        help="Folder for the JSON file and the chart, or the timelines. Default: a new one in runs/bench for each run."
-    ),
-]
-_Checkpoints = Annotated[
-    Path | None, typer.Option(help="Also save every strategy's checkpoint in this folder, timed beside plain files.")
-]
-_Device = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N. Default: the GPU if there is one.")]
-_Seed = Annotated[int, typer.Option(help="Of weights, and of gradients or tokens.")]
-_Iteration = Annotated[
-    bool, typer.Option("--iteration", help="Whole training iterations of a Llama: forward, backward and step.")
-]
-_Timeline = Annotated[
-    bool,
-    typer.Option(
-        "--timeline", help="A profiler's trace of some iterations of each, and a picture of its lanes. Needs a GPU."
-    ),
-]
-_Tensors = Annotated[
-    str | None,
-    typer.Option(
-        help="The Python time of a step, and of hooks in backward: lora (448 small tensors), moe (9216), tiny (both)."
-    ),
-]
-_Tokens = Annotated[
-    str | None,
-    typer.Option(
-        help="Whole iterations: tokens per step and rank, separated by commas. "
-        "Default: 65536,16384 on a GPU, 512,128 on a CPU; in a timeline the first of them."
-    ),
-]
-_Roles = Annotated[
-    bool, typer.Option("--roles", help="Memory of a worker that only generates, with the role for it and without.")
-]
-_Sequence = Annotated[
-    int | None,
-    typer.Option(min=1, help="Whole iterations: tokens per sequence. Default: 4096 on a GPU, 64 on a CPU."),
-]
-
 
 def bench(
-    strategies: _Strategies = "default",
-    peers: _Peers = None,
-    params: _Params = None,
-    layers: _Layers = None,
-    steps: _Steps = None,
-    warmup: _Warmup = None,
-    rounds: _Rounds = None,
-    output: _Output = None,
-    checkpoints: _Checkpoints = None,
-    device: _Device = None,
-    seed: _Seed = 0,
-    iteration: _Iteration = False,
-    timeline: _Timeline = False,
-    tensors: _Tensors = None,
-    tokens: _Tokens = None,
-    sequence: _Sequence = None,
-    roles: _Roles = False,
+    strategies: Annotated[
+        str,
+        typer.Option(
+            help="Names or paths separated by commas, each with keys laid over it if need be. 'default' is resident, "
+            "bulk and stream; with --iteration and --tensors resident, stream and stream-overlap, in iterations on "
+            "several ranks those of fsdp2; 'none'."
+        ),
+    ] = "default",
+    peers: Annotated[
+        str | None,
+        typer.Option(
+            help="Peers to hold them against, separated by commas; 'all' or 'none'. Default: all, in iterations none."
+        ),
+    ] = None,
+    params: Annotated[
+        float | None,
+        typer.Option(
+            help="Size of the model, for example 1e9. Default: 2e6 on a CPU; on a GPU 1e9, in whole iterations 3e9."
+        ),
+    ] = None,
+    layers: Annotated[
+        int | None, typer.Option(help="Transformer blocks. Default: as many as Llamas of that width have.")
+    ] = None,
+    steps: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Timed steps per round. Default: 8 on a GPU, 4 on a CPU; iterations: 4 and 2; in a timeline 2."
+        ),
+    ] = None,
+    warmup: Annotated[
+        int | None, typer.Option(min=1, help="Untimed steps before them. Default: 2 on a GPU, 1 on a CPU.")
+    ] = None,
+    rounds: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="How often each is built and timed, in alternating order. Default: 2, iterations 1, tiny tensors 3.",
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder for the JSON file and the chart, or the timelines. Default: a new one in runs/bench."
+        ),
+    ] = None,
+    checkpoints: Annotated[
+        Path | None,
+        typer.Option(help="Also save every strategy's checkpoint in this folder, timed beside plain files."),
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N. Default: the GPU if there is one.")] = None,
+    seed: Annotated[int, typer.Option(help="Of weights, and of gradients or tokens.")] = 0,
+    iteration: Annotated[
+        bool, typer.Option("--iteration", help="Whole training iterations of a Llama: forward, backward and step.")
+    ] = False,
+    timeline: Annotated[
+        bool,
+        typer.Option(
+            "--timeline", help="A profiler's trace of some iterations of each, and a picture of its lanes. Needs a GPU."
+        ),
+    ] = False,
+    tensors: Annotated[
+        str | None,
+        typer.Option(
+            help="The Python time of a step and of backward hooks: lora (448 small tensors), moe (9216), tiny (both)."
+        ),
+    ] = None,
+    tokens: Annotated[
+        str | None,
+        typer.Option(
+            help="Whole iterations: tokens per step and rank, separated by commas. "
+            "Default: 65536,16384 on a GPU, 512,128 on a CPU; in a timeline the first of them."
+        ),
+    ] = None,
+    sequence: Annotated[
+        int | None,
+        typer.Option(min=1, help="Whole iterations: tokens per sequence. Default: 4096 on a GPU, 64 on a CPU."),
+    ] = None,
+    roles: Annotated[
+        bool, typer.Option("--roles", help="Memory of a worker that only generates, with the role for it and without.")
+    ] = False,
 ) -> None:
     """Measure strategies and peers side by side on this machine: one optimizer step on a Llama-shaped stack.
 
@@ -191,125 +176,107 @@ def _mode(asked: Mapping[str, Any]) -> str:
 def _run(mode: str, asked: Mapping[str, Any]) -> Values:
     from lightstep.bench.report import result_folder
 
-    files = {"step": "bench.*", "timeline": "*-timeline.*", "tensors": "tiny.*"}.get(mode, f"{mode}.*")
-    folder = result_folder(asked.get("output"), mode, files)
+    stem = {"step": "bench", "tensors": "tiny"}.get(mode, mode)
+    folder = result_folder(asked.get("output"), mode, stem)
     if mode == "roles":
         from lightstep.bench.roles import measure as measure_roles
 
         return measure_roles(asked.get("params"), asked.get("layers"), folder, asked.get("device"), asked["seed"])
-    return measure(plan(mode, asked, folder), folder, asked.get("checkpoints"))
+    return measure(plan(mode, asked, folder), folder)
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What the command line asks for, checked."""
-
-    task: Task
-    effort: Effort
-    entries: Sequence[Entry]
-
-
-def plan(mode: str, asked: Mapping[str, Any], folder: Path) -> Plan:
-    """From the options that were given; others have their defaults.
+def plan(mode: str, asked: Mapping[str, Any], folder: Path) -> Run:
+    """From the options that were given; others have their defaults. Nothing is measured yet.
 
     Args:
         mode: `step`, `iteration`, `timeline` or `tensors`.
+        folder: for what a task itself writes.
 
     Raises:
         ConfigError, ValueError: an option is wrong; with what is allowed.
     """
     from lightstep.bench.entries import chosen_peers, chosen_strategies
-    from lightstep.bench.ranks import local_device
-    from lightstep.bench.run import Effort
+    from lightstep.bench.ranks import Ranks, local_device, share_cores
+    from lightstep.bench.run import Effort, Run
 
     device = local_device(asked.get("device"))
     options = {**_DEFAULTS[mode][device.type == "cuda"], **asked}
-    task = _task(mode, options, device, folder)
-    ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    ours = chosen_strategies(options.get("strategies", "default"), task, ranks)
-    entries = [*ours, *chosen_peers(options.get("peers"), task)]
+    tasks = _tasks(mode, options, device, folder)
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    ours = chosen_strategies(options.get("strategies", "default"), tasks[0], world_size)
+    entries = [*ours, *chosen_peers(options.get("peers"), tasks[0])]
     if not entries:
         raise ValueError("--strategies none and no --peers: nothing to measure")
+    share_cores(tasks[0].threads)
     effort = Effort(int(options["steps"]), int(options["warmup"]), int(options["rounds"]))
-    return Plan(task, effort, entries)
+    return Run.of(tasks, effort, Ranks(device), entries, asked.get("checkpoints"))
 
 
-def _task(mode: str, options: Mapping[str, Any], device: torch.device, folder: Path) -> Task:
+def _tasks(mode: str, options: Mapping[str, Any], device: torch.device, folder: Path) -> Sequence[Task]:
+    """One for each size."""
     seed = int(options.get("seed", 0))
     if mode == "tensors":
         from lightstep.bench.tiny import TinyTask, tensor_counts
 
-        return TinyTask(device, seed, cases=tensor_counts(options["tensors"]))
-    from lightstep.bench.model import LlamaShape
+        return [TinyTask(device, seed, case=count) for count in tensor_counts(options["tensors"])]
+    from lightstep.bench.iteration import IterationTask, token_counts
+    from lightstep.bench.llama import LlamaShape
+    from lightstep.bench.step import StepTask
+    from lightstep.bench.timeline import TimelineTask
 
     shape = LlamaShape.near(int(options["params"]), options.get("layers"), released=mode != "step")
     if mode == "step":
-        from lightstep.bench.step import StepTask
-
-        return StepTask(device, seed, shape)
-    from lightstep.bench.iteration import IterationTask, token_counts
-
+        return [StepTask(device, seed, shape)]
     sequence = int(options["sequence"])
-    cases = token_counts(str(options["tokens"]), sequence)
+    counts = token_counts(str(options["tokens"]), sequence)
     if mode == "iteration":
-        return IterationTask(device, seed, shape, sequence, cases=cases)
+        return [IterationTask(device, seed, shape, sequence, case=count) for count in counts]
     if device.type != "cuda":
         raise ValueError("--timeline needs a GPU: on a CPU there are no streams, and nothing crosses a link")
-    from lightstep.bench.timeline import TimelineTask
-
-    return TimelineTask(device, seed, shape, sequence, folder, cases=cases)
+    return [TimelineTask(device, seed, shape, sequence, folder, case=count) for count in counts]
 
 
-def measure(plan: Plan, folder: Path, checkpoints: Path | None = None) -> Values:
+def measure(run: Run, folder: Path) -> Values:
     """Measure what was planned, write it to `folder`, show it; returns the JSON's values."""
-    from lightstep.bench.progress import Progress
-    from lightstep.bench.ranks import Ranks, share_cores
-    from lightstep.bench.report import as_json, write_json
-    from lightstep.bench.run import measure_all, start
+    from lightstep.bench.report import as_json, progress, write_json
+    from lightstep.bench.run import measure_all
 
-    share_cores(plan.task.threads)
-    ranks = Ranks(plan.task.device)
-    for needed in (folder if ranks.is_main else None, checkpoints):
-        if needed is not None:
-            needed.mkdir(parents=True, exist_ok=True)
-    file = folder / f"{plan.task.stem}.json"
+    is_main, file = run.ranks.is_main, folder / f"{run.task.stem}.json"
     try:
-        run = start(plan.task, plan.effort, ranks, plan.entries, checkpoints)
-        with Progress(ranks.is_main) as progress:
+        for needed in (folder if is_main else None, run.checkpoints):
+            if needed is not None:
+                needed.mkdir(parents=True, exist_ok=True)
+        with progress(is_main) as say:
 
             def show(sentence: str) -> None:
                 """Also save the rows so far, so that an interrupted run keeps its figures."""
-                progress.show(sentence)
+                say(sentence)
                 values = as_json(run)
-                if ranks.is_main and plan.task.stem != "timeline":
+                if is_main and run.task.stem != "timeline":
                     write_json(values, file)
 
             measure_all(run, show)
             show("done")
         values = as_json(run)
-        if ranks.is_main:
+        if is_main:
             _publish(run, values, file)
         return values
     finally:
-        ranks.close()
+        run.ranks.close()
 
 
 def _publish(run: Run, values: Values, file: Path) -> None:
     from rich.console import Console
 
-    from lightstep.bench.report import label, print_table
+    from lightstep.bench.report import label, publish
 
-    console = Console()
-    if run.task.stem == "timeline":
-        for cell in (cell for row in run.rows for cell in row.cells.values() if cell.note is None):
-            written = cell.seen["picture"]
-            console.print(f"{written.with_suffix('.json')} and {written} written", highlight=False)
-            console.print("\n".join(cell.seen["said"]), highlight=False, markup=False)
-        for row in (row for row in values["rows"] if row["note"] is not None):
-            console.print(f"{label(row)}: {row['note']}", highlight=False, markup=False)
+    if run.task.stem != "timeline":
+        publish(values, run.task.view, file)
         return
-    from lightstep.bench.chart import draw
-
-    draw(values, run.task.view, file.with_suffix(".png"))
-    print_table(values, run.task.view, console)
-    console.print(f"{file} and {file.with_suffix('.png')} written", highlight=False)
+    console = Console()
+    for row in (row for row in run.rows if row.note is None):
+        written = row.seen["picture"]
+        console.print(f"{written.with_suffix('.json')} and {written} written", highlight=False)
+        console.print("\n".join(row.seen["said"]), highlight=False, markup=False)
+    for shown in (shown for shown in values["rows"] if shown["note"] is not None):
+        console.print(f"{label(shown)}: {shown['note']}", highlight=False, markup=False)

@@ -22,7 +22,7 @@ from lightstep.distributed import local_tensor
 
 if TYPE_CHECKING:
     from lightstep.bench.report import Values, View
-    from lightstep.bench.run import Cell, Run, Visit
+    from lightstep.bench.run import Measurement, Row, Run
 
 MAX_NORM = 1.0
 ADAMW: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
@@ -106,26 +106,12 @@ class Contender(ABC):
         return
 
 
-class Inputs:
-    """What steps are given: gradients or batches, taken in turn."""
-
-    def __init__(self, sets: Sequence[Sequence[Tensor]]) -> None:
-        self.sets = sets
-
-    def __getitem__(self, step: int) -> Sequence[Tensor]:
-        return self.sets[step % len(self.sets)]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(nbytes(tensors) for tensors in self.sets)
-
-
 @dataclass(frozen=True)
 class Task(ABC):
     """What everybody does, how that is measured, and how the result is shown.
 
     Attributes:
-        cases: the sizes that each contender is measured at, ascending.
+        case: the size at which it is done, where there are several.
         stem: of the files that hold the result.
         case_name: the key of a row's size.
         gives_gradients: whether steps are given their gradients, without any backward.
@@ -149,11 +135,7 @@ class Task(ABC):
     baseline: ClassVar[type[Contender] | None] = None
     view: ClassVar[View]
 
-    cases: tuple[int, ...] = field(default=(0,), kw_only=True)
-
-    def parts(self) -> Sequence[Task]:
-        """Tasks with cases that one model serves."""
-        return [self]
+    case: int = field(default=0, kw_only=True)
 
     def default_strategies(self, ranks: int) -> tuple[str, ...]:
         """What `--strategies default` means on so many ranks."""
@@ -168,27 +150,23 @@ class Task(ABC):
         return self.model(dtype)
 
     @abstractmethod
-    def measure(self, visit: Visit, case: int, cell: Cell) -> None:
-        """One round of one contender at one size."""
+    def measure(self, measurement: Measurement) -> None:
+        """One round of one contender."""
 
-    def probe(self, visit: Visit, case: int, cell: Cell) -> None:
+    def probe(self, measurement: Measurement) -> None:
         """What else is wanted of the last round."""
         return
-
-    def versions(self) -> dict[str, str]:
-        """Of libraries besides torch."""
-        return {}
 
     @abstractmethod
     def head(self, run: Run) -> Values:
         """The result's values above the rows."""
 
     @abstractmethod
-    def figures(self, run: Run, case: int, cell: Cell) -> Values:
+    def figures(self, run: Run, row: Row) -> Values:
         """One row's values. A collective: all ranks call it."""
 
-    def compare(self, cells: Sequence[Cell], rows: Sequence[Values]) -> None:
-        """Add to the rows of one case what follows from all of them."""
+    def compare(self, rows: Sequence[Row], values: Sequence[Values]) -> None:
+        """Add to the values of one case what follows from all of its rows."""
         return
 
 

@@ -5,69 +5,18 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import yaml
 
 from lightstep.bench.contender import Contender, Task
 from lightstep.bench.strategies import StrategyContender
-from lightstep.config import ConfigError, StrategyConfig, merge_overrides, parse_config
+from lightstep.config import ConfigError, merge_overrides, parse_config
 from lightstep.strategy import Strategy
 from lightstep.strategy.presets import read_source
 
 _SEPARATOR = re.compile(r":(?=[^:=/]+=)")  # in front of a key=; other colons belong to a path
-
-
-@dataclass(frozen=True)
-class Source:
-    """One entry of `--strategies`: `stream`, or `stream:optimizer_state.ring_mib=256:precision.reduce=parameters`."""
-
-    text: str
-    strategy: str
-    overrides: Mapping[str, Any] = field(default_factory=dict)
-
-    @classmethod
-    def parse(cls, text: str) -> Source:
-        """Values are YAML.
-
-        Raises:
-            ConfigError: no name in front of the keys, or a value that is no YAML.
-        """
-        strategy, *assignments = _SEPARATOR.split(text)
-        if not strategy or ("=" in strategy and not assignments):
-            raise ConfigError(f"--strategies {text}: a strategy's name is needed in front, NAME:section.key=VALUE")
-        return cls(text, strategy, dict(_assignment(text, assignment) for assignment in assignments))
-
-    @property
-    def label(self) -> str:
-        """For tables: the strategy, and the last part of each key."""
-        return " ".join([self.strategy, *(f"{key.split('.')[-1]}={value}" for key, value in self.overrides.items())])
-
-    def config(self, settings: Mapping[str, Any]) -> StrategyConfig:
-        """What it says under the bench's own `settings`, whether or not this version of lightstep can do it.
-
-        Raises:
-            ConfigError: an unknown strategy, key or value.
-        """
-        name, values = read_source(self.strategy)
-        return parse_config(merge_overrides(values, self._over(settings)), name)
-
-    def load(self, settings: Mapping[str, Any]) -> Strategy:
-        """The strategy with the bench's own `settings`, and with its overrides over those."""
-        return Strategy.load(self.strategy, overrides=self._over(settings))
-
-    def _over(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """The settings come last: an override of a `kind` would drop those of its section."""
-        return {**self.overrides, **{key: value for key, value in settings.items() if key not in self.overrides}}
-
-
-def _assignment(text: str, assignment: str) -> tuple[str, Any]:
-    key, _, value = assignment.partition("=")
-    try:
-        return key, yaml.safe_load(value)
-    except yaml.YAMLError:
-        raise ConfigError(f"--strategies {text}: {value!r} is not a valid YAML value of {key}") from None
 
 
 @dataclass(frozen=True)
@@ -103,17 +52,43 @@ def chosen_strategies(text: str, task: Task, ranks: int = 1) -> list[Entry]:
         ConfigError: an unknown strategy, key or value.
     """
     names = task.default_strategies(ranks) if text == "default" else _split(text)
-    return [_strategy(Source.parse(name), task.settings) for name in names]
+    return [_strategy(name, task.settings) for name in names]
 
 
-def _strategy(source: Source, settings: Mapping[str, Any]) -> Entry:
-    config = source.config(settings)
+def _strategy(text: str, settings: Mapping[str, Any]) -> Entry:
+    strategy, overrides = read_overrides(text, settings)
+    name, values = read_source(strategy)
+    config = parse_config(merge_overrides(values, overrides), name)
 
     def build(task: Task) -> Contender:
-        return StrategyContender(task, source.load(settings), source.text)
+        return StrategyContender(task, Strategy.load(strategy, overrides=overrides), text)
 
+    keys = (assignment.rpartition("=")[0].split(".")[-1] for assignment in _SEPARATOR.split(text)[1:])
+    label = " ".join([strategy, *(f"{key}={value}" for key, value in zip(keys, overrides.values(), strict=False))])
     resident = config.optimizer_state.backend == "resident"
-    return Entry(source.text, source.label, "lightstep", config.description or source.text, build, resident=resident)
+    return Entry(text, label, "lightstep", config.description or text, build, resident=resident)
+
+
+def read_overrides(text: str, settings: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """`stream:optimizer_state.ring_mib=256:precision.reduce=parameters` → the strategy, and what is laid over it.
+
+    Args:
+        settings: the bench's own, where the text has no others. They come last: an override of a `kind` would drop
+            those of its section.
+
+    Raises:
+        ConfigError: no name in front of the keys, or a value that is no YAML.
+    """
+    strategy, *assignments = _SEPARATOR.split(text)
+    if not strategy or ("=" in strategy and not assignments):
+        raise ConfigError(f"--strategies {text}: a strategy's name is needed in front, NAME:section.key=VALUE")
+    own: dict[str, Any] = {}
+    for key, _, value in (assignment.partition("=") for assignment in assignments):
+        try:
+            own[key] = yaml.safe_load(value)
+        except yaml.YAMLError:
+            raise ConfigError(f"--strategies {text}: {value!r} is not a valid YAML value of {key}") from None
+    return strategy, {**own, **{key: value for key, value in settings.items() if key not in own}}
 
 
 def chosen_peers(text: str | None, task: Task) -> list[Entry]:

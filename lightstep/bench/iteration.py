@@ -5,24 +5,26 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from lightstep.bench.contender import ADAMW, MAX_NORM, Contender, Inputs, Task
+from lightstep.bench.contender import ADAMW, MAX_NORM, Contender, Task
 from lightstep.bench.libraries import DeepSpeedCpuAdam, Fsdp2Offload
-from lightstep.bench.model import LlamaShape
+from lightstep.bench.llama import LOSS_CHUNK, Llama, LlamaShape
 from lightstep.bench.peers import CpuAdamW, TorchResident
-from lightstep.bench.report import Column, Panel, Values, View, gigabytes, number, size, spread
-from lightstep.bench.run import Cell, Run, Visit
+from lightstep.bench.report import Column, Panel, Values, View, size
+from lightstep.bench.run import Measurement, Row, Run
 from lightstep.bench.strategies import WithoutOptimizer
+from lightstep.bench.trace import watch
 from lightstep.sharding.preparation import checkpoint_activations
 
 
 @dataclass(frozen=True)
 class IterationTask(Task):
-    """Iterations of each of `cases`: tokens per step and rank, multiples of `sequence`.
+    """Iterations of `case` tokens per step and rank, a multiple of `sequence`.
 
     What a step leaves to be done beside the next forward counts in the next iteration, as far as that has to wait for
     it: the first one of a round waits for the last one of the warm-up, and what the last one leaves is not counted.
@@ -43,95 +45,84 @@ class IterationTask(Task):
             return ("fsdp2", "fsdp2-stream", "fsdp2-stream-overlap")
         return ("resident", "stream", "stream-overlap", "stream-overlap:optimizer_state.resident_gib=8")
 
-    def model(self, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
-        from lightstep.bench.llama import trained_model
+    def model(self, dtype: torch.dtype = torch.bfloat16) -> Llama:
+        return Llama.make(self.shape, self.device, dtype, self.seed, self.sequence)
 
-        return trained_model(self.shape, self.sequence, self.device, dtype, self.seed)
-
-    def model_by_hand(self, dtype: torch.dtype = torch.bfloat16) -> Any:
+    def model_by_hand(self, dtype: torch.dtype = torch.bfloat16) -> Llama:
         model = self.model(dtype)
         checkpoint_activations(model)
         return model
 
-    def batches(self, rank: int) -> dict[int, tuple[Tensor, Tensor]]:
-        """Random tokens and targets, (sequences, length) each, for each size; other ranks have others."""
+    def batch(self, rank: int) -> tuple[Tensor, Tensor]:
+        """Random tokens and targets, (sequences, length) each; other ranks have others."""
         generator = torch.Generator().manual_seed(self.seed + 1 + rank)
-        return {tokens: self._batch(tokens // self.sequence, generator) for tokens in self.cases}
-
-    def _batch(self, sequences: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        size = (sequences, self.sequence + 1)
+        size = (self.case // self.sequence, self.sequence + 1)
         words = torch.randint(self.shape.vocabulary, size, generator=generator).to(self.device)
         return words[:, :-1].contiguous(), words[:, 1:].contiguous()
 
-    def warmup(self, visit: Visit, case: int) -> int:
-        """Iterations before those that count. The first one of all makes the state."""
-        return visit.run.effort.warmup + (case == self.cases[0])
-
-    def measure(self, visit: Visit, case: int, cell: Cell) -> None:
-        """One round.
+    def measure(self, measurement: Measurement) -> None:
+        """One round. One iteration more than the warm-up comes first, which makes the state.
 
         Raises:
             FloatingPointError: the loss is not finite: such steps are skipped, and their times would mean nothing.
         """
-        contender = visit.contender
-        assert contender is not None
-        visit.inputs[case] = inputs = Inputs([self.batches(visit.run.ranks.rank)[case]])
-        visit.time(contender.iterate, inputs, cell, self.warmup(visit, case), settle=False)
-        norm = contender.grad_norm
-        cell.seen = {"loss": float(contender.loss), "grad_norm": None if norm is None else float(norm)}
-        if not math.isfinite(loss := cell.seen["loss"]):
+        contender = measurement.contender
+        measurement.inputs = [self.batch(measurement.run.ranks.rank)]
+        measurement.time(contender.iterate, 1 + measurement.run.effort.warmup, synchronize=False)
+        loss, norm = float(contender.loss), contender.grad_norm
+        measurement.row.seen = {"loss": loss, "grad_norm": None if norm is None else float(norm)}
+        if not math.isfinite(loss):
             raise FloatingPointError(f"the loss is {loss}: its steps are skipped, and their times mean nothing")
 
-    def probe(self, visit: Visit, case: int, cell: Cell) -> None:
-        if case == self.cases[0] and visit.contender is not None:
-            visit.count_syncs(visit.contender.iterate, visit.inputs[case], cell)
-
-    def versions(self) -> dict[str, str]:
-        from transformers import __version__
-
-        return {"transformers": __version__}
+    def probe(self, measurement: Measurement) -> None:
+        contender = measurement.contender
+        measurement.row.watched = watch(
+            partial(contender.iterate, measurement.inputs[0]), contender.finish, self.device
+        )
 
     def head(self, run: Run) -> Values:
-        from lightstep.bench.llama import LOSS_CHUNK
-
         how = {"attention": "sdpa", "activation_checkpointing": True, "loss_chunk_tokens": LOSS_CHUNK}
         return {
             "model": {**self.shape.values(), **how},
             "optimizer": {"class": "AdamW", **ADAMW, "max_norm": MAX_NORM},
             "sequence": self.sequence,
-            "tokens_per_rank": list(self.cases),
+            "tokens_per_rank": run.cases,
             "iterations": run.effort.steps,
         }
 
-    def figures(self, run: Run, case: int, cell: Cell) -> Values:
+    def figures(self, run: Run, row: Row) -> Values:
         """Times are means over all iterations, of the slowest rank."""
-        iterations = [time for window in cell.windows for time in window]
+        iterations = [time for window in row.windows for time in window]
         own = [sum(iterations) / len(iterations), min(iterations), max(iterations)]
         mean, least, most = run.ranks.maximum(own)
-        counts = [cell.peak_bytes or 0, cell.weight_bytes, cell.host_bytes, cell.host_syncs or 0]
+        seen = row.watched
+        counts = [row.peak_bytes or 0, row.weight_bytes, row.host_bytes, seen.waits if seen else 0]
         peak, weights, host, syncs = (int(value) for value in run.ranks.maximum([float(count) for count in counts]))
         return {
             "iteration_ms": mean,
             "iteration_ms_range": [least, most],
-            "windows_ms": cell.windows,
-            "tokens_per_s": case * run.ranks.world_size / mean * 1e3,
-            "peak_device_bytes": None if cell.peak_bytes is None else peak,
-            "peak_device_bytes_beyond_weights": None if cell.peak_bytes is None else peak - weights,
+            "windows_ms": row.windows,
+            "tokens_per_s": self.case * run.ranks.world_size / mean * 1e3,
+            "peak_device_bytes": None if row.peak_bytes is None else peak,
+            "peak_device_bytes_beyond_weights": None if row.peak_bytes is None else peak - weights,
             "weight_bytes": weights,
             "host_bytes": host,
-            "host_syncs": None if cell.host_syncs is None else syncs,
-            "first_sync": cell.first_sync,
-            **cell.seen,
+            "host_syncs": None if seen is None else syncs,
+            "first_sync": None if seen is None else seen.first_wait,
+            **row.seen,
         }
 
-    def compare(self, cells: Sequence[Cell], rows: Sequence[Values]) -> None:
-        without = next((row.get("iteration_ms") for row in rows if row["kind"] == "baseline"), None)
-        resident = next((row["iteration_ms"] for row in rows if row["resident"] and "iteration_ms" in row), None)
-        for row in rows:
-            if "iteration_ms" in row:
-                own = row["iteration_ms"]
-                row["exposed_ms"] = None if without is None else own - without
-                row["times_resident"] = None if resident is None else own / resident
+    def compare(self, rows: Sequence[Row], values: Sequence[Values]) -> None:
+        measured = [shown for shown in values if "iteration_ms" in shown]
+        alone = next((shown for shown in measured if shown["kind"] == "baseline"), None)
+        resident = next((shown["iteration_ms"] for shown in measured if shown["resident"]), None)
+        for shown in measured:
+            own = shown["iteration_ms"]
+            shown["times_resident"] = None if resident is None else own / resident
+            shown["exposed_ms"] = None if alone is None else own - alone["iteration_ms"]
+            shown["ms_without_optimizer"] = own if alone is None else alone["iteration_ms"]
+            # Most of what is taken is not the optimizer's.
+            shown["device_bytes_without_optimizer"] = (alone or {}).get("peak_device_bytes") or shown["weight_bytes"]
 
 
 def token_counts(text: str, sequence: int) -> tuple[int, ...]:
@@ -152,14 +143,11 @@ def token_counts(text: str, sequence: int) -> tuple[int, ...]:
 # -- how it is shown --------------------------------------------------------------------------------------------------
 
 
-def _sections(values: Values) -> list[tuple[str, list[Values]]]:
+def _title(values: Values, tokens: Any) -> str:
     model = values["model"]
     ranks = f" on each of {values['ranks']} ranks (the slowest counts)" if values["ranks"] > 1 else ""
     what = f"{size(model['parameters'])} parameters ({model['name']}), {values['hardware']['device']}"
-    return [
-        (f"One iteration of {tokens} tokens{ranks}: {what}", [row for row in values["rows"] if row["tokens"] == tokens])
-        for tokens in values["tokens_per_rank"]
-    ]
+    return f"One iteration of {tokens} tokens{ranks}: {what}"
 
 
 def _below(values: Values) -> list[str]:
@@ -170,48 +158,36 @@ def _below(values: Values) -> list[str]:
     ]
 
 
-def _exposed(row: Values) -> str:
-    return "–" if row["kind"] == "baseline" else number(row["exposed_ms"], ".1f")
-
-
-def _time_without(row: Values, rows: list[Values]) -> float:
-    return float(row["iteration_ms"] - max(0.0, row["exposed_ms"] or 0.0))
-
-
-def _memory_without(row: Values, rows: list[Values]) -> float:
-    """Peak of forward and backward alone: most of what is taken is not the optimizer's."""
-    alone = next((other for other in rows if other["kind"] == "baseline" and "iteration_ms" in other), None)
-    return gigabytes(row["weight_bytes"] if alone is None else alone["peak_device_bytes"]) or 0.0
-
-
 IterationTask.view = View(
     key="iteration_ms",
     columns=(
-        Column("iteration\nms", lambda row: f"{row['iteration_ms']:.1f}", 9),
-        Column("from – to\nms", lambda row: spread(row["iteration_ms_range"]), 8),
-        Column("×\nresident", lambda row: number(row["times_resident"], ".3f"), 6),
-        Column("exposed\nms", _exposed, 5),
-        Column("tokens/s", lambda row: f"{row['tokens_per_s']:.0f}", 1),
-        Column("peak\nGB", lambda row: number(gigabytes(row["peak_device_bytes"]), ".2f"), 7),
-        Column("beyond\nweights\nGB", lambda row: number(gigabytes(row["peak_device_bytes_beyond_weights"]), ".2f"), 2),
-        Column("host\nGB", lambda row: f"{row['host_bytes'] / 1e9:.1f}", 4),
-        Column("host\nwaits", lambda row: number(row["host_syncs"], "d"), 3),
+        Column("iteration\nms", "iteration_ms", worth=9),
+        Column("from – to\nms", "iteration_ms_range", worth=8),
+        Column("×\nresident", "times_resident", ".3f", 6),
+        Column("exposed\nms", "exposed_ms", worth=5),
+        Column("tokens/s", "tokens_per_s", ".0f", 1),
+        Column("peak\nGB", "peak_device_bytes", ".2f", 7, unit=1e9),
+        Column("beyond\nweights\nGB", "peak_device_bytes_beyond_weights", ".2f", 2, unit=1e9),
+        Column("host\nGB", "host_bytes", worth=4, unit=1e9),
+        Column("host\nwaits", "host_syncs", ".0f", 3),
     ),
     panels=(
         Panel(
             "ms per iteration",
-            lambda row: float(row["iteration_ms"]),
-            base=_time_without,
+            "iteration_ms",
+            base="ms_without_optimizer",
             base_label="forward and backward alone",
-            spread=lambda row: row["iteration_ms_range"],
+            spread="iteration_ms_range",
         ),
         Panel(
             "peak device memory, GB",
-            lambda row: gigabytes(row["peak_device_bytes"]),
-            base=_memory_without,
+            "peak_device_bytes",
+            base="device_bytes_without_optimizer",
             base_label="forward and backward alone",
+            unit=1e9,
         ),
     ),
-    sections=_sections,
+    title=_title,
     below=_below,
+    case="tokens",
 )

@@ -11,26 +11,15 @@ fused kernel instead of `foreach`, and `empty_cache()` is not called after each 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightstep.bench.contender import ADAMW, MAX_NORM, Contender, Task
-from lightstep.bench.lane import Lane, pinned_like
+from lightstep.bench.peers import pinned_like
 
 PREFETCH_LAYERS = 1
-
-
-@dataclass(eq=False)
-class Moments:
-    """`exp_avg` and `exp_avg_sq` of one layer's parameters, in parameter order."""
-
-    first: list[Tensor]
-    second: list[Tensor]
-
-    def all(self) -> list[Tensor]:
-        return [*self.first, *self.second]
 
 
 class LayerStream(Contender):
@@ -41,17 +30,16 @@ class LayerStream(Contender):
     gradient_dtype = torch.float32
 
     def __init__(self, task: Task) -> None:
-        stack = task.model(torch.float32)
-        self._layers = stack.layer_indices()
-        self._masters = list(stack.parameters())
+        model = task.model(torch.float32)
+        self._layers = model.layer_indices()
+        self._masters = list(model.parameters())
         self._weights = [master.detach().bfloat16() for master in self._masters]
         self._steps = [torch.zeros((), device=task.device) for _ in self._masters]
-        self._host = [Moments(self._pinned(layer), self._pinned(layer)) for layer in self._layers]
-        self._to_device, self._to_host = Lane(task.device), Lane(task.device)
-        self._compute = task.device
-
-    def _pinned(self, layer: list[int]) -> list[Tensor]:
-        return [pinned_like(self._masters[i]) for i in layer]
+        # By layer: the first moments of its parameters, then the second ones.
+        self._host = [[pinned_like(self._masters[i]) for i in (*layer, *layer)] for layer in self._layers]
+        self._torch: Any = torch.get_device_module(task.device)  # on a CPU its streams do nothing
+        self._to_device, self._to_host = self._torch.Stream(), self._torch.Stream()
+        self._device = task.device
 
     @torch.no_grad()
     def step(self, gradients: Sequence[Tensor]) -> None:
@@ -61,26 +49,30 @@ class LayerStream(Contender):
         staged = {i: self._prefetch(i) for i in range(min(PREFETCH_LAYERS + 1, len(self._layers)))}
         for index in range(len(self._layers)):
             moments, arrived = staged.pop(index)
-            self._update(index, moments, arrived)
+            arrived.wait()
+            self._update(index, moments)
             ahead = index + PREFETCH_LAYERS + 1
             if ahead < len(self._layers):
                 staged[ahead] = self._prefetch(ahead)
             self._offload(index, moments)
-        self._to_host.synchronize()
+        last = self._torch.Event()
+        last.record(self._to_host)
+        last.synchronize()
         torch._foreach_copy_(self._weights, [master.detach() for master in self._masters])
         for master in self._masters:
             master.grad = None
 
-    def _prefetch(self, index: int) -> tuple[Moments, torch.cuda.Event | None]:
-        host, device = self._host[index], self._compute
-        with self._to_device.queue():
-            first = [_to(tensor, device) for tensor in host.first]
-            second = [_to(tensor, device) for tensor in host.second]
-        return Moments(first, second), self._to_device.mark()
+    def _prefetch(self, index: int) -> tuple[list[Tensor], Any]:
+        """A layer's moments on their way to the device, and the event of their arrival."""
+        arrived = self._torch.Event()
+        with self._torch.stream(self._to_device):
+            moments = [
+                torch.empty_like(host, device=self._device).copy_(host, non_blocking=True) for host in self._host[index]
+            ]
+            arrived.record()
+        return moments, arrived
 
-    def _update(self, index: int, moments: Moments, arrived: torch.cuda.Event | None) -> None:
-        if arrived is not None:
-            torch.cuda.current_stream(self._compute).wait_event(arrived)
+    def _update(self, index: int, moments: list[Tensor]) -> None:
         layer = self._layers[index]
         masters = [self._masters[i] for i in layer]
         steps = [self._steps[i] for i in layer]
@@ -89,8 +81,8 @@ class LayerStream(Contender):
         torch._fused_adamw_(
             [master.detach() for master in masters],
             [master.grad for master in masters if master.grad is not None],
-            moments.first,
-            moments.second,
+            moments[: len(layer)],
+            moments[len(layer) :],
             [],
             steps,
             lr=ADAMW["lr"],
@@ -102,18 +94,15 @@ class LayerStream(Contender):
             maximize=False,
         )
 
-    def _offload(self, index: int, moments: Moments) -> None:
-        self._to_host.follow()
-        with self._to_host.queue():
-            for host, device in zip(self._host[index].all(), moments.all(), strict=True):
-                host.copy_(device, non_blocking=True)
-        self._to_host.keep(moments.all())
-        self._keep_for_compute(moments.all())
-
-    def _keep_for_compute(self, tensors: list[Tensor]) -> None:
-        if self._compute.type == "cuda":
-            for tensor in tensors:
-                tensor.record_stream(torch.cuda.current_stream(self._compute))
+    def _offload(self, index: int, moments: list[Tensor]) -> None:
+        now = self._torch.current_stream()
+        self._to_host.wait_stream(now)
+        with self._torch.stream(self._to_host):
+            for host, moment in zip(self._host[index], moments, strict=True):
+                host.copy_(moment, non_blocking=True)
+        for moment in moments if self._device.type == "cuda" else ():
+            moment.record_stream(self._to_host)
+            moment.record_stream(now)
 
     def weights(self) -> list[Tensor]:
         return self._weights
@@ -122,9 +111,4 @@ class LayerStream(Contender):
         return [*self._weights, *(master.detach() for master in self._masters)]
 
     def host_tensors(self) -> list[Tensor]:
-        return [tensor for moments in self._host for tensor in moments.all()]
-
-
-def _to(tensor: Tensor, device: torch.device) -> Tensor:
-    """A fresh copy on `device` (also when that is the host)."""
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device=device).copy_(tensor, non_blocking=True)
+        return [moment for layer in self._host for moment in layer]

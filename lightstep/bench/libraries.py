@@ -91,15 +91,14 @@ class Fsdp2OffloadStep(Fsdp2Offload):
     """Single steps of it."""
 
     def __init__(self, task: Task) -> None:
-        self._shapes = task.model()  # bf16, only for the gradients' shapes
-        stack = task.model(torch.float32)
-        self._order = [i for layer in stack.layer_indices() for i in layer]
-        parameters = list(stack.parameters())
-        self._units = [HandedModule([parameters[i] for i in layer]) for layer in stack.layer_indices()]
+        model = task.model(torch.float32)
+        parameters, layers = list(model.parameters()), model.layer_indices()
+        self._shapes = [torch.empty_like(parameter, device="meta") for parameter in parameters]
+        self._order = [i for layer in layers for i in layer]
+        self._units = [HandedModule([parameters[i] for i in layer]) for layer in layers]
         self.model = nn.Sequential(*self._units).to("cpu")
         self._shard(task, self._units, reshard_after_forward=False)  # weights make one trip
         self._input = torch.zeros(1, device=task.device, requires_grad=True)
-        self._shapes.to("meta")
 
     def step(self, gradients: Sequence[Tensor]) -> None:
         ordered = iter([gradients[i] for i in self._order])
@@ -113,7 +112,7 @@ class Fsdp2OffloadStep(Fsdp2Offload):
         return [shards[i] for i in sorted(shards)]
 
     def gradient_weights(self) -> list[Tensor]:
-        return list(self._shapes.parameters())
+        return self._shapes
 
 
 class TorchaoOffload(Contender):
@@ -127,7 +126,7 @@ class TorchaoOffload(Contender):
     gradient_dtype = torch.float32
 
     def __init__(self, task: Task) -> None:
-        module = _installed("torchao.optim", "torchao.prototype.low_bit_optim")
+        module = _installed("torchao.optim")
         if task.device.type != "cuda":
             raise Skipped("needs a GPU")
         self._module = HandedModule(list(task.model(torch.float32).parameters()))
@@ -180,12 +179,10 @@ class DeepSpeedCpuAdam(CpuAdamW):
         slot.optimizer.step()
 
 
-def _installed(*names: str) -> ModuleType:
-    """The first of these modules that can be imported."""
-    for name in names:
-        try:
-            return importlib.import_module(name)
-        except ModuleNotFoundError as error:
-            if error.name is None or not name.startswith(error.name):
-                raise
+def _installed(name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not name.startswith(error.name):
+            raise
     raise Skipped("not installed")

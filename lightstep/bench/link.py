@@ -8,7 +8,7 @@ same time and the slowest counts.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -41,20 +41,6 @@ class Link:
         )
 
 
-@dataclass(frozen=True)
-class _Buffers:
-    host_source: Tensor
-    host_target: Tensor
-    device_source: Tensor
-    device_target: Tensor
-
-    def to_device(self) -> None:
-        self.device_target.copy_(self.host_source, non_blocking=True)
-
-    def to_host(self) -> None:
-        self.host_target.copy_(self.device_source, non_blocking=True)
-
-
 def measure_link(device: torch.device, ranks: Ranks, nbytes: int = _BYTES) -> Link | None:
     """None on a CPU: there is no link."""
     if device.type != "cuda":
@@ -67,13 +53,11 @@ def measure_link(device: torch.device, ranks: Ranks, nbytes: int = _BYTES) -> Li
 
 
 def _measure(slab: HostSlab, nbytes: int, device: torch.device, ranks: Ranks) -> Link:
-    device_bytes = torch.empty(2, nbytes, dtype=torch.uint8, device=device).random_()
-    host_bytes = slab.tensor(torch.uint8, (2, nbytes))
-    buffers = _Buffers(host_bytes[0], host_bytes[1], device_bytes[0], device_bytes[1])
-    buffers.to_host()
-    buffers.host_source.copy_(buffers.host_target)
+    device_source, device_target = torch.empty(2, nbytes, dtype=torch.uint8, device=device).random_()
+    host_source, host_target = slab.tensor(torch.uint8, (2, nbytes))
+    host_source.copy_(device_source)
     streams = torch.cuda.Stream(device), torch.cuda.Stream(device)
-    both = (buffers.to_device, buffers.to_host)
+    both = ((device_target, host_source), (host_target, device_source))
     ways = (both[:1], both[1:], both)
     samples = [[_rate(copies, streams, nbytes, ranks) for copies in ways] for _ in range(_SAMPLES + 1)]
     medians = [statistics.median(column) for column in zip(*samples[1:], strict=True)]  # the first sample warms up
@@ -82,18 +66,18 @@ def _measure(slab: HostSlab, nbytes: int, device: torch.device, ranks: Ranks) ->
 
 
 def _rate(
-    copies: Sequence[Callable[[], None]], streams: Sequence[torch.cuda.Stream], nbytes: int, ranks: Ranks
+    copies: Sequence[tuple[Tensor, Tensor]], streams: Sequence[torch.cuda.Stream], nbytes: int, ranks: Ranks
 ) -> float:
-    """GB/s each way from a common start until every lane is done."""
+    """GB/s each way from a common start until every way is done."""
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize()
     ranks.barrier()
     start.record()
-    for copy, stream in zip(copies, streams, strict=False):
+    for (target, source), stream in zip(copies, streams, strict=False):
         stream.wait_event(start)
         with torch.cuda.stream(stream):
             for _ in range(_COPIES):
-                copy()
+                target.copy_(source, non_blocking=True)
         torch.cuda.current_stream().wait_stream(stream)
     end.record()
     end.synchronize()

@@ -1,4 +1,4 @@
-"""The model that is trained: transformers' Llama, with a loss that never holds the logits of all tokens at once.
+"""Sizes of Llamas, and transformers' Llama, with a loss that never holds the logits of all tokens at once.
 
 The logits of 65 536 tokens over 128 256 words are 34 GB in fp32. Users of fused losses do not hold them either: the
 head and the cross entropy are computed chunk by chunk and recomputed in backward.
@@ -6,24 +6,150 @@ head and the cross entropy are computed chunk by chunk and recomputed in backwar
 
 from __future__ import annotations
 
+from dataclasses import asdict, dataclass
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
-from transformers import LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from lightstep.bench.model import LlamaShape
+_VOCABULARIES = (128_256, 32_000)  # Llama 3 and Llama 2; smaller models get a smaller one
+_WIDTHS = (*range(32, 256, 8), *range(256, 1024, 64), *range(1024, 16_384 + 1, 128))
+_HEADS = (128, 64, 32, 16, 8, 4, 2)
+_NEAR = 0.1  # of the parameters asked for
 
 LOSS_CHUNK = 1024
 """Tokens whose logits exist at the same time."""
 
 
-class TrainedLlama(LlamaForCausalLM):
+@dataclass(frozen=True)
+class LlamaShape:
+    """Sizes of a Llama; `key_value` is the width of keys and values, `head` of one head."""
+
+    name: str
+    hidden: int
+    feed_forward: int
+    key_value: int
+    layers: int
+    vocabulary: int
+    head: int
+    tied_embeddings: bool = False
+
+    @classmethod
+    def near(cls, parameters: int, layers: int | None = None, released: bool = False) -> LlamaShape:
+        """The shape whose size is nearest to `parameters`; without `layers`, as deep as Llamas of that width are.
+
+        Args:
+            released: a released Llama where there is one within a tenth of `parameters`, unless `layers` are given.
+
+        Raises:
+            ValueError: too few parameters or layers.
+        """
+        if parameters < 20_000:
+            raise ValueError(f"--params {parameters}: the smallest stack has about 20000 parameters")
+        if layers is not None and layers < 1:
+            raise ValueError(f"--layers {layers}: at least 1")
+        if released and layers is None:
+            nearest = min(_RELEASED, key=lambda shape: abs(shape.parameters - parameters))
+            if abs(nearest.parameters - parameters) <= _NEAR * parameters:
+                return nearest
+        shapes = (cls.of_width(hidden, parameters, layers) for hidden in _WIDTHS)
+        return min(shapes, key=lambda shape: abs(shape.parameters - parameters))
+
+    @classmethod
+    def of_width(cls, hidden: int, parameters: int, layers: int | None = None) -> LlamaShape:
+        multiple = 256 if hidden >= 1024 else 32
+        key_value = max(8, hidden // 4)
+        return cls(
+            name="a scaled Llama",
+            hidden=hidden,
+            feed_forward=-(-hidden * 7 // (2 * multiple)) * multiple,
+            key_value=key_value,
+            layers=layers or max(2, hidden // 128),
+            vocabulary=_vocabulary(parameters, hidden),
+            head=next(size for size in _HEADS if key_value % size == 0),
+        )
+
+    @property
+    def parameters(self) -> int:
+        """The exact total; tied embeddings count once."""
+        attention = 2 * self.hidden + 2 * self.key_value  # of queries and output, of keys and values
+        block = (attention + 3 * self.feed_forward + 2) * self.hidden  # 2: its norms
+        tables = self.vocabulary * (1 if self.tied_embeddings else 2)
+        return self.layers * block + (tables + 1) * self.hidden
+
+    @property
+    def heads(self) -> int:
+        return self.hidden // self.head
+
+    @property
+    def key_value_heads(self) -> int:
+        return self.key_value // self.head
+
+    def values(self) -> dict[str, Any]:
+        """For the JSON file."""
+        heads = {"heads": self.heads, "key_value_heads": self.key_value_heads}
+        return {**asdict(self), **heads, "parameters": self.parameters}
+
+    def config(self, **settings: Any) -> LlamaConfig:
+        """transformers' configuration of these sizes, with ``settings`` beside them."""
+        return LlamaConfig(
+            hidden_size=self.hidden,
+            intermediate_size=self.feed_forward,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.key_value_heads,
+            vocab_size=self.vocabulary,
+            tie_word_embeddings=self.tied_embeddings,
+            **settings,
+        )
+
+
+_RELEASED = (
+    LlamaShape("Llama-3.2-1B", 2048, 8192, 512, 16, 128_256, 64, True),
+    LlamaShape("Llama-3.2-3B", 3072, 8192, 1024, 28, 128_256, 128, True),
+    LlamaShape("Llama-3.1-8B", 4096, 14_336, 1024, 32, 128_256, 128),
+)
+
+
+def _vocabulary(parameters: int, hidden: int) -> int:
+    """A real vocabulary where embedding and head stay below a quarter of the parameters, else a small one that does."""
+    limit = parameters // (8 * hidden)
+    return next((size for size in _VOCABULARIES if size <= limit), max(64, limit // 64 * 64))
+
+
+class Llama(LlamaForCausalLM):
     """`model(tokens, targets)` is the mean cross entropy, 0-dim fp32."""
+
+    @classmethod
+    def make(
+        cls,
+        shape: LlamaShape,
+        device: torch.device,
+        dtype: torch.dtype = torch.bfloat16,
+        seed: int = 0,
+        length: int = 64,
+    ) -> Llama:
+        """A new model on `device` for sequences up to `length`; the same weights for the same seed in every dtype."""
+        torch.manual_seed(seed)
+        config = shape.config(max_position_embeddings=length)
+        with device:
+            model = cls._from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
+        made: Llama = model.to(dtype)
+        return made
 
     @property
     def layers(self) -> nn.ModuleList:
         return self.model.layers
+
+    def layer_indices(self) -> list[list[int]]:
+        """Positions in `list(parameters())` of each block's parameters, last those of the rest."""
+        position = {parameter: i for i, parameter in enumerate(self.parameters())}
+        blocks = [[position[parameter] for parameter in block.parameters()] for block in self.layers]
+        taken = {i for block in blocks for i in block}
+        return [*blocks, [i for i in position.values() if i not in taken]]
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """`tokens`, `targets`: (sequences, length) of token numbers; `targets` are the tokens one place further on."""
@@ -35,18 +161,3 @@ class TrainedLlama(LlamaForCausalLM):
     def _loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
         """Sum over one chunk."""
         return cross_entropy(self.lm_head(hidden).float(), targets, reduction="sum")
-
-
-def trained_model(
-    shape: LlamaShape, sequence: int, device: torch.device, dtype: torch.dtype, seed: int
-) -> TrainedLlama:
-    """A new model on `device`; the same weights for the same seed."""
-    config = shape.config(max_position_embeddings=sequence, attn_implementation="sdpa")
-    torch.manual_seed(seed)
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with device:
-            return TrainedLlama(config)
-    finally:
-        torch.set_default_dtype(before)

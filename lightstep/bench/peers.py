@@ -12,7 +12,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from lightstep.bench.contender import ADAMW, MAX_NORM, Contender, Skipped, Task, clip_coefficient, total_norm
-from lightstep.bench.lane import Lane, pinned_like, synchronize
 from lightstep.distributed import like, world_size
 
 
@@ -80,6 +79,11 @@ class TorchFsdp2(Contender):
         self._optimizer.zero_grad()
 
 
+def pinned_like(tensor: Tensor) -> Tensor:
+    """A zeroed host tensor of that shape and dtype, from torch's pinned allocator when the tensor is on a GPU."""
+    return torch.zeros(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+
+
 @dataclass(eq=False)
 class HostSlot:
     """One parameter's buffers on the host."""
@@ -99,7 +103,8 @@ class CpuAdamW(Contender):
     def __init__(self, task: Task) -> None:
         self.model = task.model_by_hand()
         self._weights = [parameter.detach() for parameter in self.model.parameters()]
-        self._lanes = Lane(task.device), Lane(task.device)
+        self._torch: Any = torch.get_device_module(task.device)  # on a CPU its streams do nothing
+        self._to_host, self._to_device = self._torch.Stream(), self._torch.Stream()
         self._slots = [self._slot(weight) for weight in self._weights]
         self._scratch = torch.empty(max(weight.numel() for weight in self._weights))
         self._coefficient = pinned_like(torch.empty((), device=task.device))
@@ -112,21 +117,23 @@ class CpuAdamW(Contender):
         return torch.optim.AdamW(masters, fused=True, **ADAMW)
 
     def step(self, gradients: Sequence[Tensor]) -> None:
-        to_host, to_device = self._lanes
         self._coefficient.copy_(clip_coefficient(total_norm(gradients)), non_blocking=True)
-        to_host.follow()
+        self._to_host.wait_stream(self._torch.current_stream())
         arrivals = [self._fetch(slot, gradient) for slot, gradient in zip(self._slots, gradients, strict=True)]
         for slot, weight, arrival in zip(self._slots, self._weights, arrivals, strict=True):
-            synchronize(arrival)
+            arrival.synchronize()
             self._update(slot)
-            with to_device.queue():
+            with self._torch.stream(self._to_device):
                 weight.copy_(slot.weight, non_blocking=True)
-        to_device.join()
+        self._torch.current_stream().wait_stream(self._to_device)
 
-    def _fetch(self, slot: HostSlot, gradient: Tensor) -> torch.cuda.Event | None:
-        with self._lanes[0].queue():
+    def _fetch(self, slot: HostSlot, gradient: Tensor) -> Any:
+        """The event of its arrival."""
+        arrival = self._torch.Event()
+        with self._torch.stream(self._to_host):
             slot.gradient.copy_(gradient, non_blocking=True)
-        return self._lanes[0].mark()
+            arrival.record()
+        return arrival
 
     @torch.no_grad()
     def _update(self, slot: HostSlot) -> None:

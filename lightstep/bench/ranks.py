@@ -78,12 +78,7 @@ def share_cores(threads: int | None) -> None:
     """
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if threads is not None or ranks > 1:
-        torch.set_num_threads(threads or max(1, _cores() // ranks))
-
-
-def _cores() -> int:
-    """Those that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        torch.set_num_threads(threads or max(1, len(os.sched_getaffinity(0)) // ranks))
 
 
 def local_device(requested: str | None) -> torch.device:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import importlib.metadata
 import json
 import os
 import platform
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,33 +30,33 @@ RUNS = Path("runs/bench")
 
 def as_json(run: Run) -> Values:
     """Everything that is known, the slowest rank's times and the largest memory. A collective: all ranks call it."""
-    rows: list[Values] = []
-    for case in run.task.cases:
-        members = [row for row in run.rows if case in row.cells]
-        values = [_row(run, row, case) for row in members]
-        run.task.compare([row.cells[case] for row in members], values)
-        rows += values
+    shown: list[Values] = []
+    for task in run.tasks:
+        rows = [row for row in run.rows if row.task is task]
+        values = [_values(run, row) for row in rows]
+        task.compare(rows, values)
+        shown += values
     return {
-        **conditions(run.task.device, **run.task.versions()),
+        **conditions(run.task.device),
         **run.task.head(run),
         "warmup": run.effort.warmup,
         "rounds": run.effort.rounds,
         "ranks": run.ranks.world_size,
         "link_gb_per_s": asdict(run.link) if run.link is not None else None,
-        "rows": rows,
+        "rows": shown,
     }
 
 
-def _row(run: Run, row: Row, case: int) -> Values:
-    entry, cell = row.entry, row.cells[case]
+def _values(run: Run, row: Row) -> Values:
+    entry, task = row.entry, row.task
     named = {"name": entry.name, "label": entry.label, "kind": entry.kind, "about": entry.about}
-    head: Values = {**named, "resident": entry.resident, "note": cell.note, "skipped": cell.skipped}
-    if run.task.case_name is not None:
-        head[run.task.case_name] = case
-    return head if cell.note is not None or not cell.windows else {**head, **run.task.figures(run, case, cell)}
+    head: Values = {**named, "resident": entry.resident, "note": row.note, "skipped": row.skipped}
+    if task.case_name is not None:
+        head[task.case_name] = task.case
+    return head if row.note is not None or not row.windows else {**head, **task.figures(run, row)}
 
 
-def conditions(device: torch.device, **versions: str) -> Values:
+def conditions(device: torch.device) -> Values:
     """What was asked for, when, on what and with what."""
     return {
         "command": shlex.join(["lightstep", *sys.argv[1:]]),
@@ -65,8 +67,12 @@ def conditions(device: torch.device, **versions: str) -> Values:
             "cores": os.cpu_count(),
             "torch_threads": torch.get_num_threads(),
         },
-        "versions": {"python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda}
-        | versions,
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "cuda": torch.version.cuda,
+            "transformers": importlib.metadata.version("transformers"),
+        },
     }
 
 
@@ -75,30 +81,41 @@ def device_name(device: torch.device) -> str:
 
 
 def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
 # -- files ------------------------------------------------------------------------------------------------------------
 
 
-def result_folder(asked: Path | None, what: str, results: str) -> Path:
+def result_folder(asked: Path | None, what: str, stem: str) -> Path:
     """Where this run's results go: a new folder, `runs/bench/<time>-<what>`, or the one that was asked for.
 
     Args:
-        results: the pattern of their names.
+        stem: how the results' names end.
 
     Raises:
         ValueError: the folder holds results of an earlier run, which are not replaced.
     """
     folder = asked or RUNS / f"{datetime.datetime.now():%Y%m%d-%H%M%S}-{what}"
-    earlier = next(folder.glob(results), None)
+    earlier = next(folder.glob(f"*{stem}.*"), None)
     if earlier is not None:
         raise ValueError(f"{earlier} is there from an earlier run; give another --output, or none for a new folder")
     return folder
+
+
+@contextlib.contextmanager
+def progress(visible: bool) -> Iterator[Callable[[str], None]]:
+    """A function that says on stderr what is being measured: a status line on a terminal, else one line each."""
+    console = Console(stderr=True, quiet=not visible)
+    with console.status("starting") as status:
+
+        def show(sentence: str) -> None:
+            status.update(f"measuring {sentence}")
+            if not console.is_terminal:
+                console.print(f"measuring {sentence}", highlight=False)
+
+        yield show
 
 
 def write_json(values: Values, path: Path) -> None:
@@ -107,47 +124,79 @@ def write_json(values: Values, path: Path) -> None:
     temporary.replace(path)
 
 
+def publish(values: Values, view: View, file: Path) -> None:
+    """The result as JSON, as a chart beside it, and as tables on stdout."""
+    from lightstep.bench.chart import draw
+
+    write_json(values, file)
+    draw(values, view, file.with_suffix(".png"))
+    console = Console()
+    print_table(values, view, console)
+    console.print(f"{file} and {file.with_suffix('.png')} written", highlight=False)
+
+
 # -- tables -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Column:
-    """Numbers under a heading. Where the terminal has no room for all columns, those of least `worth` go first."""
+    """Figures under a heading, in units. Where the terminal has no room for all columns, those of least `worth` go."""
 
     heading: str
-    cell: Callable[[Values], str]
+    keys: str
+    """Of one figure, or of several with blanks between."""
+    how: str = ".1f"
     worth: int = 0
+    unit: float = 1
+
+    def cell(self, row: Values) -> str:
+        """A dash for what is not known; a list is a range."""
+        values = [row.get(key) for key in self.keys.split()]
+        return "–" if None in values else " / ".join(map(self._shown, values))
+
+    def _shown(self, value: Any) -> str:
+        return " – ".join(map(self._shown, value)) if isinstance(value, list) else format(value / self.unit, self.how)
 
 
 @dataclass(frozen=True)
 class Panel:
-    """A chart's bars: for each row a grey part to `base`, and a coloured one from there to `end`, with its `spread`.
+    """A chart's bars: for each row a grey part to its figure `base`, and a coloured one from there to `key`.
 
-    `base` is called with the row and all rows of the section. `mark` is a line across, and what it says.
+    A whisker shows the range of the figure `spread`. `mark` is a line across, and what it says.
     """
 
     label: str
-    end: Callable[[Values], float | None]
-    base: Callable[[Values, list[Values]], float] = lambda row, rows: 0.0
+    key: str
+    base: str = ""
     base_label: str | None = None
-    spread: Callable[[Values], tuple[float, float] | None] = lambda row: None
+    spread: str = ""
+    unit: float = 1
     mark: Callable[[Values], tuple[float, str] | None] = lambda values: None
 
 
 @dataclass(frozen=True)
 class View:
-    """How values are shown. A row is shown as measured when it has `key`.
+    """How values are shown, one table for each case and a line of panels in the chart.
 
     Attributes:
-        sections: from all values, titles and rows; each is a table, and a line of panels in the chart.
+        key: a row is shown as measured when it has it.
+        title: from all values and the case.
         below: sentences under the tables.
+        case: the key of a row's size, where there are several.
     """
 
     key: str
     columns: tuple[Column, ...]
     panels: tuple[Panel, ...]
-    sections: Callable[[Values], list[tuple[str, list[Values]]]]
+    title: Callable[[Values, Any], str]
     below: Callable[[Values], list[str]]
+    case: str | None = None
+
+    def sections(self, values: Values) -> list[tuple[str, list[Values]]]:
+        """Titles and rows."""
+        rows = values["rows"]
+        cases = dict.fromkeys(row.get(self.case) for row in rows) or {None: None}
+        return [(self.title(values, case), [row for row in rows if row.get(self.case) == case]) for case in cases]
 
 
 WIDE = 140
@@ -200,19 +249,6 @@ def label(row: Values) -> str:
 def size(parameters: int) -> str:
     """In words: 1.24 B, 1.81 M."""
     return f"{parameters / 1e9:.3g} B" if parameters >= 1e8 else f"{parameters / 1e6:.3g} M"
-
-
-def number(value: float | None, how: str) -> str:
-    """Formatted; a dash for what is not known."""
-    return "–" if value is None else format(value, how)
-
-
-def gigabytes(nbytes: int | None) -> float | None:
-    return None if nbytes is None else nbytes / 1e9
-
-
-def spread(span: tuple[float, float]) -> str:
-    return f"{span[0]:.1f} – {span[1]:.1f}"
 
 
 def link_sentence(link: Values | None) -> str:

@@ -7,24 +7,19 @@ generated.
 
 from __future__ import annotations
 
-import multiprocessing
 import os
-import socket
-import sys
-from collections.abc import Mapping
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from transformers import LlamaForCausalLM
 
-from lightstep.bench.chart import draw
-from lightstep.bench.model import LlamaShape
-from lightstep.bench.progress import Progress
+from lightstep.bench.llama import LlamaShape
 from lightstep.bench.ranks import local_device
-from lightstep.bench.report import Column, Panel, Values, View, conditions, print_table, size, write_json
+from lightstep.bench.report import Column, Panel, Values, View, conditions, progress, publish, size
 
 _PARAMETERS = {"cpu": 1e8, "cuda": 3e9}
 _PROMPT, _NEW_TOKENS = 16, 4
@@ -49,8 +44,6 @@ class Task:
 
     def model(self) -> nn.Module:
         """A Llama on the meta device: whoever prepares it makes its memory, once."""
-        from transformers import LlamaForCausalLM
-
         with torch.device("meta"):
             return LlamaForCausalLM(self.shape.config(pad_token_id=0))
 
@@ -63,20 +56,13 @@ def measure(
     task = Task(LlamaShape.near(int(params or _PARAMETERS[device.type]), layers, released=True), device.type, seed)
     output.mkdir(parents=True, exist_ok=True)
     rows = []
-    with Progress(True) as progress:
+    with progress(True) as say:
         for name in (WITHOUT, WITH):
-            progress.show(name)
-            rows.append({"name": name, **_in_fresh_processes(task, name)})
-    values = {
-        **conditions(device),
-        "model": {**task.shape.values(), "weights": "bfloat16"},
-        "rows": rows,
-        "reported": REPORTED,
-    }
-    write_json(values, output / "roles.json")
-    draw(values, VIEW, output / "roles.png")
-    print_table(values, VIEW)
-    sys.stdout.write(f"{output / 'roles.json'} and {output / 'roles.png'} written\n")
+            say(name)
+            rows.append(row(name, _in_fresh_processes(task, name)))
+    model = {**task.shape.values(), "weights": "bfloat16"}
+    values = {**conditions(device), "model": model, "rows": rows, "reported": REPORTED}
+    publish(values, VIEW, output / "roles.json")
     return values
 
 
@@ -85,42 +71,27 @@ def measure(
 
 def _in_fresh_processes(task: Task, name: str) -> dict[str, int]:
     """The worker's figures. With the role there is a trainer beside it."""
-    context = multiprocessing.get_context("spawn")
-    size_of_world = 2 if name == WITH else 1
-    environment = {"WORLD_SIZE": str(size_of_world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
-    ours, theirs = context.Pipe()
-    processes = [
-        context.Process(target=_run, args=(task, name, {**environment, "RANK": str(rank)}, theirs), daemon=True)
-        for rank in range(size_of_world)
-    ]
-    for process in processes:
-        process.start()
-    theirs.close()
-    try:
-        figures: dict[str, int] = ours.recv()
-    except EOFError:
-        raise RuntimeError(f"{name}: the worker ended without figures; its error stands above") from None
-    for process in processes:
-        process.join()
-    return figures
+    ranks = 2 if name == WITH else 1
+    config = LaunchConfig(1, 1, ranks, run_id="roles", rdzv_backend="c10d", rdzv_endpoint="localhost:0", max_restarts=0)
+    figures: dict[int, dict[str, int]] = elastic_launch(config, run_rank)(task, name)
+    return figures[ranks - 1]
 
 
-def _run(task: Task, name: str, environment: Mapping[str, str], answer: Connection) -> None:
-    """One process; the last one is the worker."""
+def run_rank(task: Task, name: str) -> dict[str, int] | None:
+    """One of the processes, with torchrun's environment; the last one is the worker."""
     from lightstep import Strategy
 
     if task.device_name == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    os.environ |= {**environment, "LOCAL_RANK": str(int(environment["RANK"]) % max(1, torch.cuda.device_count()))}
     rollout = {"mode": "async"} if name == WITH else {}
     strategy = Strategy.load("fsdp2", overrides={"roles.rollout": rollout})
     torch.manual_seed(task.seed)
     with strategy:
         strategy.start()
-        if name == WITH and strategy.role == "trainer":
-            strategy.publish_weights(strategy.prepare_model(task.model))
-        else:
-            answer.send(_worker(task, strategy))
+        if name == WITHOUT or strategy.role == "rollout":
+            return _worker(task, strategy)
+        strategy.publish_weights(strategy.prepare_model(task.model))
+        return None
 
 
 def _worker(task: Task, strategy: Any) -> dict[str, int]:
@@ -175,37 +146,32 @@ def _status(key: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:"))
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 # -- how it is shown --------------------------------------------------------------------------------------------------
 
 
-def _sections(values: Values) -> list[tuple[str, list[Values]]]:
+def row(name: str, figures: dict[str, int]) -> Values:
+    """One worker's figures, beside what was reported."""
+    kind = "lightstep" if name == WITH else "peer"
+    return {"name": name, "kind": kind, "reported_gb": REPORTED["gb"][name], **figures}
+
+
+def _title(values: Values, case: Any) -> str:
     what = f"{size(values['model']['parameters'])} parameters in bfloat16, {values['hardware']['device']}"
-    reported = values["reported"]["gb"]
-    rows = [
-        {**row, "kind": "lightstep" if row["name"] == WITH else "peer", "reported": reported[row["name"]]}
-        for row in values["rows"]
-    ]
-    return [(f"One rollout worker: {what}", rows)]
+    return f"One rollout worker: {what}"
 
 
 VIEW = View(
     key="peak_bytes",
     columns=(
-        Column("inference\nweights, GB", lambda row: f"{row['inference_weight_bytes'] / 1e9:.2f}", 1),
-        Column("held\nGB", lambda row: f"{row['held_bytes'] / 1e9:.2f}", 2),
-        Column("peak\nGB", lambda row: f"{row['peak_bytes'] / 1e9:.2f}", 3),
-        Column(f"reported for verl\n({REPORTED['model']}), GB", lambda row: str(row["reported"]), 0),
+        Column("inference\nweights, GB", "inference_weight_bytes", ".2f", 1, unit=1e9),
+        Column("held\nGB", "held_bytes", ".2f", 2, unit=1e9),
+        Column("peak\nGB", "peak_bytes", ".2f", 3, unit=1e9),
+        Column(f"reported for verl\n({REPORTED['model']}), GB", "reported_gb", ".0f"),
     ),
     panels=(
-        Panel("peak GB, measured here", lambda row: row["peak_bytes"] / 1e9),
-        Panel(f"GB, {REPORTED['model']}, reported for verl", lambda row: float(REPORTED["gb"][row["name"]])),
+        Panel("peak GB, measured here", "peak_bytes", unit=1e9),
+        Panel(f"GB, {REPORTED['model']}, reported for verl", "reported_gb"),
     ),
-    sections=_sections,
+    title=_title,
     below=lambda values: [f"Reported: {values['reported']['source']}"],
 )

@@ -5,21 +5,25 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from lightstep.bench.contender import Task
 from lightstep.bench.disk import DiskTime, time_saving
 from lightstep.bench.layer_stream import LayerStream
 from lightstep.bench.libraries import DeepSpeedCpuAdam, Fsdp2OffloadStep, TorchaoOffload
-from lightstep.bench.model import GradientSets, LlamaShape, LlamaStack
+from lightstep.bench.llama import Llama, LlamaShape
 from lightstep.bench.peers import CpuAdamW, TorchFsdp2, TorchResident, TorchResidentFloatGradients
-from lightstep.bench.probes import link_traffic
-from lightstep.bench.report import Column, Panel, Values, View, link_sentence, number, size, spread
-from lightstep.bench.run import Cell, Run, Visit
+from lightstep.bench.report import Column, Panel, Values, View, link_sentence, size
+from lightstep.bench.run import Measurement, Row, Run
 from lightstep.bench.strategies import StrategyContender
+from lightstep.bench.trace import watch
 
 _SAMPLE = 2048  # weights per tensor that are compared between contenders
+_GRADIENT_STD = 0.01
 _TRAFFIC = ("gb_to_device", "gb_to_host", "gb_per_s_to_device", "gb_per_s_to_host", "percent_of_duplex")
 
 
@@ -49,72 +53,74 @@ class StepTask(Task):
     def default_strategies(self, ranks: int) -> tuple[str, ...]:
         return ("resident", "bulk", "stream")
 
-    def model(self, dtype: torch.dtype = torch.bfloat16) -> LlamaStack:
-        return LlamaStack(self.shape, self.device, dtype, self.seed)
+    def model(self, dtype: torch.dtype = torch.bfloat16) -> Llama:
+        return Llama.make(self.shape, self.device, dtype, self.seed)
 
-    def measure(self, visit: Visit, case: int, cell: Cell) -> None:
-        contender = visit.contender
-        assert contender is not None
-        gradients = GradientSets(contender.gradient_weights(), contender.gradient_dtype, self.device)
-        gradients.refresh(self.seed + visit.number + 1)
-        visit.inputs[case] = gradients
-        visit.time(contender.step, gradients, cell, visit.run.effort.warmup, settle=True)
+    def measure(self, measurement: Measurement) -> None:
+        contender = measurement.contender
+        seed = self.seed + measurement.number + 1
+        measurement.inputs = random_gradients(contender.gradient_weights(), contender.gradient_dtype, self.device, seed)
+        measurement.time(contender.step, measurement.run.effort.warmup, synchronize=True)
         # fp32 weights are compared as what a forward in bf16 sees.
         weights = contender.weights()
-        cell.sample = torch.cat([weight.flatten()[:_SAMPLE].bfloat16().float().cpu() for weight in weights])
+        measurement.row.sample = torch.cat([weight.flatten()[:_SAMPLE].bfloat16().float().cpu() for weight in weights])
 
-    def probe(self, visit: Visit, case: int, cell: Cell) -> None:
-        contender, gradients = visit.contender, visit.inputs[case]
-        assert contender is not None
-        visit.settle()
-        visit.count_syncs(contender.step, gradients, cell)
-        visit.settle()
-
-        def step() -> None:
-            contender.step(gradients[1])
-            contender.finish()
-
-        cell.traffic = link_traffic(step, self.device)
-        if visit.run.checkpoints is not None and isinstance(contender, StrategyContender):
-            cell.disk = time_saving(contender.save, visit.run.checkpoints, visit.run.ranks)
+    def probe(self, measurement: Measurement) -> None:
+        contender = measurement.contender
+        measurement.synchronize()
+        measurement.row.watched = watch(partial(contender.step, measurement.inputs[0]), contender.finish, self.device)
+        if measurement.run.checkpoints is not None and isinstance(contender, StrategyContender):
+            measurement.row.disk = time_saving(contender.save, measurement.run.checkpoints, measurement.run.ranks)
 
     def head(self, run: Run) -> Values:
         return {"model": {**self.shape.values(), "weights": "bfloat16"}, "steps": run.effort.steps}
 
-    def figures(self, run: Run, case: int, cell: Cell) -> Values:
-        steps = [time for window in cell.windows for time in window[1:] or window]
-        blocks = [sum(window, landing) for window, landing in zip(cell.windows, cell.landing_ms, strict=True)]
-        block_ms = sum(blocks) / sum(map(len, cell.windows))
+    def figures(self, run: Run, row: Row) -> Values:
+        steps = [time for window in row.windows for time in window[1:] or window]
+        blocks = [sum(window, remaining) for window, remaining in zip(row.windows, row.remaining_ms, strict=True)]
+        block_ms = sum(blocks) / sum(map(len, row.windows))
         own_times = [statistics.median(steps), min(steps), max(steps), block_ms]
         median, least, most, block = run.ranks.maximum(own_times)
-        beyond = max(0, (cell.peak_bytes or 0) - cell.weight_bytes)
-        memory = run.ranks.maximum([float(beyond), float(cell.host_bytes), float(cell.host_syncs or 0)])
+        beyond, seen = max(0, (row.peak_bytes or 0) - row.weight_bytes), row.watched
+        memory = run.ranks.maximum([float(beyond), float(row.host_bytes), float(seen.waits if seen else 0)])
+        given = (row.weight_bytes + row.input_bytes) / row.parameters
         return {
-            "parameters_per_rank": cell.parameters,
+            "parameters_per_rank": row.parameters,
             "step_ms": median,
             "step_ms_range": [least, most],
             "step_ms_all": steps,
             "block_ms": block,
-            "ms_per_1e9_parameters": median / cell.parameters * 1e9,
-            **_traffic(run, cell, median),
-            "weight_and_gradient_bytes_per_parameter": (cell.weight_bytes + cell.input_bytes) / cell.parameters,
-            "peak_device_bytes_beyond": None if cell.peak_bytes is None else int(memory[0]),
-            "host_bytes_per_parameter": memory[1] / cell.parameters,
-            "host_syncs": None if cell.host_syncs is None else int(memory[2]),
-            "first_sync": cell.first_sync,
-            "allocations_per_step": cell.allocations,
-            "driver_allocations": cell.driver_allocations,
-            "checkpoint": None if cell.disk is None else _checkpoint(cell.disk),
+            "ms_per_1e9_parameters": median / row.parameters * 1e9,
+            "ms_per_1e9_parameters_range": [time / row.parameters * 1e9 for time in (least, most)],
+            **_traffic(run, row, median),
+            "weight_and_gradient_bytes_per_parameter": given,
+            "peak_device_bytes_beyond": None if row.peak_bytes is None else int(memory[0]),
+            "peak_device_bytes_per_parameter": None if row.peak_bytes is None else given + memory[0] / row.parameters,
+            "host_bytes_per_parameter": memory[1] / row.parameters,
+            "host_syncs": None if seen is None else int(memory[2]),
+            "first_sync": None if seen is None else seen.first_wait,
+            "checkpoint": None if row.disk is None else _checkpoint(row.disk),
         }
 
-    def compare(self, cells: Sequence[Cell], rows: Sequence[Values]) -> None:
+    def compare(self, rows: Sequence[Row], values: Sequence[Values]) -> None:
         """How far each one's weights are from the hand-written loop's after the same gradients: the same work?"""
-        names = [row["name"] for row in rows]
-        reference = cells[names.index("torch")].sample if "torch" in names else None
-        for cell, row in zip(cells, rows, strict=True):
-            sample = cell.sample
-            if "step_ms" in row and reference is not None and sample is not None and sample.shape == reference.shape:
-                row["largest_weight_difference"] = float((sample - reference).abs().max())
+        reference = next((row.sample for row in rows if row.entry.name == "torch"), None)
+        for row, shown in zip(rows, values, strict=True):
+            sample = row.sample
+            if "step_ms" in shown and reference is not None and sample is not None and sample.shape == reference.shape:
+                shown["largest_weight_difference"] = float((sample - reference).abs().max())
+
+
+def random_gradients(
+    weights: Sequence[Tensor], dtype: torch.dtype, device: torch.device, seed: int
+) -> list[list[Tensor]]:
+    """Drawn from a normal distribution (zeros would run faster than real data does), the same in every dtype.
+
+    Two sets, so that steps can follow each other without a gap.
+    """
+    generator = torch.Generator(device).manual_seed(seed)
+    draws = ([torch.empty(w.shape, dtype=torch.bfloat16, device=device) for w in weights] for _ in range(2))
+    return [[draw.normal_(0.0, _GRADIENT_STD, generator=generator).to(dtype) for draw in drawn] for drawn in draws]
 
 
 def _checkpoint(disk: DiskTime) -> Values:
@@ -127,11 +133,11 @@ def _checkpoint(disk: DiskTime) -> Values:
     }
 
 
-def _traffic(run: Run, cell: Cell, step_ms: float) -> Values:
+def _traffic(run: Run, row: Row, step_ms: float) -> Values:
     """Bytes over the link per step, the rates they make, and the busier way's share of the link's rate both ways."""
-    if cell.traffic is None:
+    if row.watched is None:
         return dict.fromkeys(_TRAFFIC)
-    moved = [count / 1e9 for count in cell.traffic]
+    moved = [count / 1e9 for count in (row.watched.to_device, row.watched.to_host)]
     rates = [amount / step_ms * 1e3 for amount in moved]
     percent = 100 * max(rates) / run.link.duplex if run.link is not None else None
     return dict(zip(_TRAFFIC, (*moved, *rates, percent), strict=True))
@@ -140,45 +146,22 @@ def _traffic(run: Run, cell: Cell, step_ms: float) -> Values:
 # -- how it is shown --------------------------------------------------------------------------------------------------
 
 
-def _sections(values: Values) -> list[tuple[str, list[Values]]]:
+def _title(values: Values, case: Any) -> str:
     model = values["model"]
     what = f"{size(model['parameters'])} parameters, {model['layers']} layers, {values['hardware']['device']}"
     ranks = f", {values['ranks']} ranks (the slowest counts)" if values["ranks"] > 1 else ""
-    return [(f"One optimizer step: {what}{ranks}, torch {values['versions']['torch']}", values["rows"])]
+    return f"One optimizer step: {what}{ranks}, torch {values['versions']['torch']}"
 
 
 def _below(values: Values) -> list[str]:
     said = [link_sentence(values["link_gb_per_s"]), "Median of back-to-back steps."]
     for row in values["rows"]:
         if row.get("host_syncs") and row["kind"] == "lightstep":
-            said.append(f"  {row['name']}: the host waits for the device, first at {row['first_sync']}")
+            said.append(f"  {row['name']}: the host waits for the device, first by {row['first_sync']}")
         if saved := row.get("checkpoint"):
             rates = f"{saved['gb_per_s']:.2f} GB/s; plain files: {saved['plain_files_gb_per_s']:.2f} GB/s"
             said.append(f"  {row['name']}: checkpoint of {saved['gb']:.2f} GB saved at {rates}")
     return said
-
-
-def _pair(first: float | None, second: float | None, how: str) -> str:
-    return "–" if first is None or second is None else f"{first:{how}} / {second:{how}}"
-
-
-def _peak_megabytes(row: Values) -> float | None:
-    peak = row["peak_device_bytes_beyond"]
-    return None if peak is None else peak / 1e6
-
-
-def _peak_per_parameter(row: Values) -> float | None:
-    peak = row["peak_device_bytes_beyond"]
-    return None if peak is None else _given_per_parameter(row) + peak / row["parameters_per_rank"]
-
-
-def _given_per_parameter(row: Values, rows: Sequence[Values] = ()) -> float:
-    return float(row["weight_and_gradient_bytes_per_parameter"])
-
-
-def _range_per_parameter(row: Values) -> tuple[float, float]:
-    least, most = (time / row["parameters_per_rank"] * 1e9 for time in row["step_ms_range"])
-    return least, most
 
 
 def _floor(values: Values) -> tuple[float, str] | None:
@@ -192,31 +175,26 @@ def _floor(values: Values) -> tuple[float, str] | None:
 StepTask.view = View(
     key="step_ms",
     columns=(
-        Column("step\nms", lambda row: f"{row['step_ms']:.1f}", 9),
-        Column("from – to\nms", lambda row: spread(row["step_ms_range"]), 8),
-        Column("ms per 10⁹\nparameters", lambda row: f"{row['ms_per_1e9_parameters']:.1f}", 5),
-        Column("GB moved\n⇧ / ⇩", lambda row: _pair(row["gb_to_device"], row["gb_to_host"], ".2f"), 1),
-        Column("GB/s\n⇧ / ⇩", lambda row: _pair(row["gb_per_s_to_device"], row["gb_per_s_to_host"], ".1f"), 2),
-        Column("% of\nlink", lambda row: number(row["percent_of_duplex"], ".0f"), 4),
-        Column("weights+\ngrads\nB/param", lambda row: f"{_given_per_parameter(row):.0f}", 0),
-        Column("peak\nbeyond\nMB", lambda row: number(_peak_megabytes(row), ".0f"), 7),
-        Column("host\nB/param", lambda row: f"{row['host_bytes_per_parameter']:.1f}", 6),
-        Column("host\nwaits", lambda row: number(row["host_syncs"], "d"), 3),
+        Column("step\nms", "step_ms", worth=9),
+        Column("from – to\nms", "step_ms_range", worth=8),
+        Column("ms per 10⁹\nparameters", "ms_per_1e9_parameters", worth=5),
+        Column("GB moved\n⇧ / ⇩", "gb_to_device gb_to_host", ".2f", 1),
+        Column("GB/s\n⇧ / ⇩", "gb_per_s_to_device gb_per_s_to_host", worth=2),
+        Column("% of\nlink", "percent_of_duplex", ".0f", 4),
+        Column("weights+\ngrads\nB/param", "weight_and_gradient_bytes_per_parameter", ".0f"),
+        Column("peak\nbeyond\nMB", "peak_device_bytes_beyond", ".0f", 7, unit=1e6),
+        Column("host\nB/param", "host_bytes_per_parameter", worth=6),
+        Column("host\nwaits", "host_syncs", ".0f", 3),
     ),
     panels=(
-        Panel(
-            "ms per 10⁹ parameters",
-            lambda row: float(row["ms_per_1e9_parameters"]),
-            spread=_range_per_parameter,
-            mark=_floor,
-        ),
+        Panel("ms per 10⁹ parameters", "ms_per_1e9_parameters", spread="ms_per_1e9_parameters_range", mark=_floor),
         Panel(
             "peak device bytes per parameter",
-            _peak_per_parameter,
-            base=_given_per_parameter,
+            "peak_device_bytes_per_parameter",
+            base="weight_and_gradient_bytes_per_parameter",
             base_label="weights and gradients",
         ),
     ),
-    sections=_sections,
+    title=_title,
     below=_below,
 )

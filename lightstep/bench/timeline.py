@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile, schedule
 from lightstep.bench.contender import Contender
 from lightstep.bench.iteration import IterationTask
 from lightstep.bench.report import device_name
-from lightstep.bench.run import Cell, Visit
+from lightstep.bench.run import Measurement
 from lightstep.bench.trace import (
     COLLECTIVES,
     MAIN,
@@ -34,36 +34,32 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TimelineTask(IterationTask):
-    """A trace and a picture for each number of tokens, in `folder`; only the first rank writes."""
+    """A trace and a picture, in `folder`; only the first rank writes."""
 
     folder: Path
 
     stem = "timeline"
     baseline = None
 
-    def measure(self, visit: Visit, case: int, cell: Cell) -> None:
-        contender, effort = visit.contender, visit.run.effort
-        assert contender is not None
-        batch = self.batches(visit.run.ranks.rank)[case]
-        for _ in range(self.warmup(visit, case)):
+    def measure(self, measurement: Measurement) -> None:
+        contender, effort, entry = measurement.contender, measurement.run.effort, measurement.row.entry
+        batch = self.batch(measurement.run.ranks.rank)
+        for _ in range(1 + effort.warmup):
             contender.iterate(batch)
-        if visit.run.ranks.is_main:
-            path = self.folder / f"{_file_name(visit.row.entry.name)}-{case}-timeline.json"
-            _trace(contender, batch, effort.steps, path)
-            self._draw(f"{visit.row.entry.label}, {case} tokens", path, cell)
+        if measurement.run.ranks.is_main:
+            trace = self.folder / f"{_file_name(entry.name)}-{self.case}-timeline.json"
+            _trace(contender, batch, effort.steps, trace)
+            timeline = read_timeline(json.loads(trace.read_text())["traceEvents"])
+            picture, name = trace.with_suffix(".png"), f"{entry.label}, {self.case} tokens"
+            draw(timeline, picture, f"{name}, {device_name(self.device)}")
+            measurement.row.seen = {"picture": picture, "said": [f"{name}: {line}" for line in hidden_copies(timeline)]}
         else:
             for _ in range(effort.steps + 1):
                 contender.iterate(batch)
         contender.finish()
 
-    def probe(self, visit: Visit, case: int, cell: Cell) -> None:
+    def probe(self, measurement: Measurement) -> None:
         return
-
-    def _draw(self, name: str, trace: Path, cell: Cell) -> None:
-        timeline = read_timeline(json.loads(trace.read_text())["traceEvents"])
-        picture = trace.with_suffix(".png")
-        draw(timeline, picture, f"{name}, {device_name(self.device)}")
-        cell.seen = {"picture": picture, "said": [f"{name}: {line}" for line in hidden_copies(timeline)]}
 
 
 def _trace(contender: Contender, batch: tuple[torch.Tensor, torch.Tensor], iterations: int, path: Path) -> None:

@@ -5,16 +5,17 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lightstep.bench.contender import Task
 from lightstep.bench.peers import TorchForeach, TorchResident
-from lightstep.bench.report import Column, Panel, Values, View, number, spread
-from lightstep.bench.run import Cell, Run, Visit
+from lightstep.bench.report import Column, Panel, Values, View
+from lightstep.bench.run import Measurement, Row, Run
 
 _WIDTH, _RANK, _EXPERT = 64, 8, 16
 _WEIGHT_STD = 0.02
@@ -67,7 +68,7 @@ SIZES: dict[str, tuple[int, Callable[[], Layers]]] = {
 
 @dataclass(frozen=True)
 class TinyTask(Task):
-    """Forward, backward and step of models of so many tensors; backward and step are timed by the host's clock.
+    """Forward, backward and step of a model of `case` tensors; backward and step are timed by the host's clock.
 
     A step's time is that until its weights and state have landed: what is left to the next forward counts. The same
     backward is also done on a plain copy of the model each time, so that what hooks cost is seen in pairs.
@@ -78,11 +79,8 @@ class TinyTask(Task):
     threads = 1  # the tensors are too small for more, which would only wait for each other
     peers = (TorchForeach, TorchResident)
 
-    def parts(self) -> Sequence[Task]:
-        return [replace(self, cases=(case,)) for case in self.cases]
-
     def model(self, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
-        build = next(build for tensors, build in SIZES.values() if tensors == self.cases[0])
+        build = next(build for tensors, build in SIZES.values() if tensors == self.case)
         torch.manual_seed(self.seed)
         with self.device:
             model = build()
@@ -90,9 +88,8 @@ class TinyTask(Task):
             nn.init.normal_(parameter, std=_WEIGHT_STD)
         return model.to(dtype)
 
-    def measure(self, visit: Visit, case: int, cell: Cell) -> None:
-        contender, effort = visit.contender, visit.run.effort
-        assert contender is not None
+    def measure(self, measurement: Measurement) -> None:
+        contender, effort = measurement.contender, measurement.run.effort
         plain = self.model(contender.gradient_dtype)
         batch = torch.ones(1, _WIDTH, dtype=contender.gradient_dtype, device=self.device)
 
@@ -109,9 +106,9 @@ class TinyTask(Task):
                 loss = contender.model(batch)
                 hooked.append(self._timed(partial(contender.backward, loss)))
                 steps.append(self._timed(update))
-        cell.windows.append(steps[1 + effort.warmup :])
+        measurement.row.windows.append(steps[1 + effort.warmup :])
         for key, times in (("first_ms", steps[:1]), ("backward_ms", hooked), ("plain_backward_ms", without)):
-            cell.seen.setdefault(key, []).extend(times[-effort.steps :])
+            measurement.row.seen.setdefault(key, []).extend(times[-effort.steps :])
 
     def _timed(self, work: Callable[[], object]) -> float:
         """ms until the device is done too."""
@@ -126,27 +123,26 @@ class TinyTask(Task):
             torch.cuda.synchronize(self.device)
 
     def head(self, run: Run) -> Values:
-        return {"tensors": list(self.cases), "steps": run.effort.steps}
+        return {"tensors": run.cases, "steps": run.effort.steps}
 
-    def figures(self, run: Run, case: int, cell: Cell) -> Values:
+    def figures(self, run: Run, row: Row) -> Values:
         """Medians over all rounds, of the slowest rank."""
-        steps = [time for window in cell.windows for time in window]
-        medians = {"step_ms": statistics.median(steps)}
-        medians |= {key: statistics.median(times) for key, times in cell.seen.items()}
+        steps = [time for window in row.windows for time in window]
+        medians = {key: statistics.median(times) for key, times in {"step_ms": steps, **row.seen}.items()}
         medians = dict(zip(medians, run.ranks.maximum(list(medians.values())), strict=True))
         hooks = medians["backward_ms"] / medians["plain_backward_ms"] - 1
         return {
             **medians,
             "step_ms_range": run.ranks.maximum([min(steps), max(steps)]),
-            "windows_ms": cell.windows,
+            "windows_ms": row.windows,
             "hooks_percent": 100 * hooks,
         }
 
-    def compare(self, cells: Sequence[Cell], rows: Sequence[Values]) -> None:
-        by_hand = next((row.get("step_ms") for row in rows if row["name"] == TorchForeach.name), None)
-        for row in rows:
-            if "step_ms" in row:
-                row["times_by_hand"] = None if by_hand is None else row["step_ms"] / by_hand
+    def compare(self, rows: Sequence[Row], values: Sequence[Values]) -> None:
+        measured = [shown for shown in values if "step_ms" in shown]
+        by_hand = next((shown["step_ms"] for shown in measured if shown["name"] == TorchForeach.name), None)
+        for shown in measured:
+            shown["times_by_hand"] = None if by_hand is None else shown["step_ms"] / by_hand
 
 
 def tensor_counts(text: str) -> tuple[int, ...]:
@@ -165,39 +161,29 @@ def tensor_counts(text: str) -> tuple[int, ...]:
 # -- how it is shown --------------------------------------------------------------------------------------------------
 
 
-def _sections(values: Values) -> list[tuple[str, list[Values]]]:
+def _title(values: Values, count: Any) -> str:
     where = f"{values['hardware']['device']}, torch {values['versions']['torch']}"
-    return [
-        (
-            f"One optimizer step: {count} small tensors, {where}",
-            [row for row in values["rows"] if row["tensors"] == count],
-        )
-        for count in values["tensors"]
-    ]
+    return f"One optimizer step: {count} small tensors, {where}"
 
 
 TinyTask.view = View(
     key="step_ms",
     columns=(
-        Column("first\nstep, ms", lambda row: f"{row['first_ms']:.1f}", 5),
-        Column("step\nms", lambda row: f"{row['step_ms']:.1f}", 9),
-        Column("from – to\nms", lambda row: spread(row["step_ms_range"]), 7),
-        Column("×\nby hand", lambda row: number(row["times_by_hand"], ".2f"), 8),
-        Column("backward\nms", lambda row: f"{row['backward_ms']:.1f}", 4),
-        Column("hooks\n% of it", lambda row: f"{row['hooks_percent']:+.1f}", 6),
+        Column("first\nstep, ms", "first_ms", worth=5),
+        Column("step\nms", "step_ms", worth=9),
+        Column("from – to\nms", "step_ms_range", worth=7),
+        Column("×\nby hand", "times_by_hand", ".2f", 8),
+        Column("backward\nms", "backward_ms", worth=4),
+        Column("hooks\n% of it", "hooks_percent", "+.1f", 6),
     ),
     panels=(
-        Panel("ms per step", lambda row: float(row["step_ms"]), spread=lambda row: row["step_ms_range"]),
-        Panel(
-            "ms per backward",
-            lambda row: float(row["backward_ms"]),
-            base=lambda row, rows: float(row["plain_backward_ms"]),
-            base_label="backward without hooks",
-        ),
+        Panel("ms per step", "step_ms", spread="step_ms_range"),
+        Panel("ms per backward", "backward_ms", base="plain_backward_ms", base_label="backward without hooks"),
     ),
-    sections=_sections,
+    title=_title,
     below=lambda values: [
         f"Medians; a step until its weights and state have landed. By hand: {TorchForeach.name}. Hooks: how much",
         "longer a backward takes than that of a plain copy of the model, done in turn with it.",
     ],
+    case="tensors",
 )

@@ -1,11 +1,17 @@
-"""Reading a Chrome trace of torch.profiler: when each lane of the device was busy, and when which phase ran."""
+"""Chrome traces of torch.profiler: what one step did, and when each lane of the device was busy in which phase."""
 
 from __future__ import annotations
 
+import json
+import tempfile
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
 
 from lightstep.bench.contender import FORWARD, STEP
 
@@ -17,6 +23,68 @@ LANES = (MAIN, UPDATES, TO_DEVICE, TO_HOST, COLLECTIVES, OTHERS)
 Span = tuple[float, float]
 """Start and end in ms after the first thing in the trace."""
 Event = dict[str, Any]
+
+_COPY = "gpu_memcpy"
+_WORK = ("kernel", "gpu_memset", _COPY)
+_CALLS = ("cuda_runtime", "cuda_driver")
+WATCHED = "lightstep: watched"
+"""The range whose waits count."""
+
+
+# -- one step ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Watched:
+    """Bytes that the GPU's copy engines moved, how often the host waited for the device, and in what first."""
+
+    to_device: int
+    to_host: int
+    waits: int
+    first_wait: str | None
+
+
+def watch(work: Callable[[], object], finish: Callable[[], object], device: torch.device) -> Watched | None:
+    """Do `work` once; all that it copies until `finish`, and every wait of any thread in it. None on a CPU."""
+    if device.type != "cuda":
+        return None
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        with record_function(WATCHED):
+            work()
+        finish()
+        torch.cuda.synchronize(device)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        return read_watched(json.loads(path.read_text())["traceEvents"])
+
+
+def read_watched(events: Sequence[Event]) -> Watched | None:
+    """From the trace's `traceEvents`; None when the trace holds nothing from the GPU at all."""
+    if not any(event.get("cat") in _WORK or event.get("cat") in _CALLS for event in events):
+        return None
+    copies = [event for event in events if event.get("cat") == _COPY]
+    to_device, to_host = (
+        sum(int(copy["args"].get("bytes", 0)) for copy in copies if way in copy["name"]) for way in ("HtoD", "DtoH")
+    )
+    ranges = [event for event in events if event.get("cat") == "user_annotation" and event["name"] == WATCHED]
+    calls = [event for event in events if event.get("cat") in _CALLS and "Synchronize" in event["name"]]
+    waits = sorted((call for call in calls if any(_in(call, outer) for outer in ranges)), key=lambda call: call["ts"])
+    return Watched(to_device, to_host, len(waits), _place(waits[0], events) if waits else None)
+
+
+def _in(event: Event, outer: Event) -> bool:
+    return bool(outer["ts"] <= event["ts"] <= outer["ts"] + outer["dur"])
+
+
+def _place(wait: Event, events: Sequence[Event]) -> str:
+    """The call, and the operator of torch that made it."""
+    around = [op for op in events if op.get("cat") == "cpu_op" and op["tid"] == wait["tid"] and _in(wait, op)]
+    outermost = min(around, key=lambda op: float(op["ts"]), default=None)
+    return str(wait["name"]) if outermost is None else f"{wait['name']} in {outermost['name']}"
+
+
+# -- whole iterations -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -64,7 +132,7 @@ def read_timeline(events: Sequence[Event]) -> Timeline:
         ValueError: the trace holds no kernel.
     """
     work = [event for event in events if event.get("cat") in _WORK]
-    own = [event for event in work if _is_kernel(event) and not _is_collective(event)]
+    own = [event for event in work if event["cat"] == "kernel" and not _is_collective(event)]
     if not own:
         raise ValueError("the trace holds no kernel of a GPU: the profiler saw nothing of the device")
     origin = min(float(event["ts"]) for event in work)
@@ -81,14 +149,9 @@ def read_timeline(events: Sequence[Event]) -> Timeline:
     )
 
 
-_COPY = "gpu_memcpy"
-_WORK = ("kernel", "gpu_memset", _COPY)
-_LAUNCHES = ("cuda_runtime", "cuda_driver")
-
-
 def _launched(events: Sequence[Event], work: list[Event], origin: float) -> list[tuple[float, Span]]:
     """When the host launched it (the trace's µs), and when the device did it."""
-    times = {_correlation(event): float(event["ts"]) for event in events if event.get("cat") in _LAUNCHES}
+    times = {_correlation(event): float(event["ts"]) for event in events if event.get("cat") in _CALLS}
     return [(times[_correlation(event)], _span(event, origin)) for event in work if _correlation(event) in times]
 
 
@@ -106,10 +169,6 @@ def _phase(name: str, events: Sequence[Event], launched: list[tuple[float, Span]
 
 def _correlation(event: Event) -> Any:
     return event.get("args", {}).get("correlation")
-
-
-def _is_kernel(event: Event) -> bool:
-    return event["cat"] == "kernel"
 
 
 def _is_collective(event: Event) -> bool:

@@ -41,7 +41,7 @@ class DeepSpeedOptimizer(BaseOptimizer):
         self._inside = EngineState(engine)
         self._collected = 0
         self._reduced = False
-        self._parked = False
+        self._offloaded = False
         self._failure: str | None = None
         self._closed = False
         self._seen = self._versions()
@@ -69,7 +69,7 @@ class DeepSpeedOptimizer(BaseOptimizer):
                 "to accumulate, run every micro-batch inside strategy.accumulate(model, last=...), with last=True only "
                 "for the last one"
             )
-        self._return_memory()
+        self._reload()
         last = not self.accumulating
         if not self._follows_zenflow:
             self.engine.set_gradient_accumulation_boundary(last)
@@ -95,15 +95,15 @@ class DeepSpeedOptimizer(BaseOptimizer):
                 "optimizer.backward(loss) and then step() without a closure"
             )
         if self._collected == 0:
-            return self._nothing()
+            return self._empty_step()
         if not self._reduced:
             raise RuntimeError(
                 f"step() after {self._collected} micro-batches with last=False: DeepSpeed has not reduced them; run "
                 "the last one inside strategy.accumulate(model, last=True)"
             )
-        self._return_memory()
+        self._reload()
         self._adopt_outside_changes()
-        self._hand_over_hyperparameters()
+        self._copy_hyperparameters()
         used = self.loss_scale.scale
         with self._ending_with("step()"):
             self.engine.step()
@@ -121,7 +121,7 @@ class DeepSpeedOptimizer(BaseOptimizer):
         norm = math.inf if overflow else known
         return torch.as_tensor(math.nan if norm is None else norm, dtype=torch.float32).detach().reshape(())
 
-    def _nothing(self) -> StepResult:
+    def _empty_step(self) -> StepResult:
         warnings.warn("step() found no gradient and changes nothing: backward() was not called", stacklevel=3)
         return StepResult(torch.zeros(()), torch.tensor(False), torch.tensor(self.loss_scale.scale))
 
@@ -139,7 +139,7 @@ class DeepSpeedOptimizer(BaseOptimizer):
         """ZenFlow itself decides when gradients are applied."""
         return bool(getattr(self.engine, "zenflow", False))
 
-    def _hand_over_hyperparameters(self) -> None:
+    def _copy_hyperparameters(self) -> None:
         for ours, theirs in self._pairs():
             theirs.update({key: value for key, value in ours.items() if key not in _NOT_SETTINGS})
 
@@ -170,7 +170,7 @@ class DeepSpeedOptimizer(BaseOptimizer):
         It also happens by itself when weights of stage 1 or 2 were changed in place. At stage 3 call it after changes
         under ``deepspeed.zero.GatheredParameters``.
         """
-        self._return_memory()
+        self._reload()
         self._inside.refresh()
         self._seen = self._versions()
 
@@ -228,15 +228,15 @@ class DeepSpeedOptimizer(BaseOptimizer):
         if self._collected:
             raise RuntimeError("release_device_memory() between the micro-batches of a step; call step() first")
         self.synchronize()
-        if not self._parked:
-            self._parked = self._inside.offload()
+        if not self._offloaded:
+            self._offloaded = self._inside.offload()
         if torch.device(self.engine.device).type != "cpu":
             torch.accelerator.memory.empty_cache()
 
-    def _return_memory(self) -> None:
-        if self._parked:
+    def _reload(self) -> None:
+        if self._offloaded:
             self._inside.reload()
-            self._parked = False
+            self._offloaded = False
 
     def memory_report(self) -> dict[str, float]:
         return self._inside.memory()
@@ -255,8 +255,8 @@ class DeepSpeedOptimizer(BaseOptimizer):
                 f"{self._collected} micro-batches of a step are in DeepSpeed's buffers and would be lost; call step() "
                 "before a checkpoint is saved or loaded"
             )
-        self._return_memory()
-        self._hand_over_hyperparameters()
+        self._reload()
+        self._copy_hyperparameters()
 
     def refuse_half_updated(self, remedy: str) -> None:
         """Called by what saves any optimizer, which would find no state in this one.
@@ -285,7 +285,7 @@ class DeepSpeedOptimizer(BaseOptimizer):
     def loaded(self) -> None:
         """A checkpoint was read into the engine, and hyper-parameters into the groups."""
         self.loss_scale.renew()
-        self._hand_over_hyperparameters()
+        self._copy_hyperparameters()
         self._seen = self._versions()
 
     def state_dict(self) -> dict[str, Any]:

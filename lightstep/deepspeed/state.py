@@ -25,7 +25,7 @@ class EngineState:
     def __init__(self, engine: Any) -> None:
         self._engine = engine
         self._zero = engine.optimizer
-        self._staying: list[tuple[dict[str, Any], str]] = []
+        self._on_host_already: list[tuple[dict[str, Any], str]] = []
 
     @property
     def masters(self) -> list[Tensor]:
@@ -109,7 +109,7 @@ class EngineState:
             )
         from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum as Kind
 
-        self._staying = [place for place, tensor in self._entries() if tensor.device.type == "cpu"]
+        self._on_host_already = [place for place, tensor in self._entries() if tensor.device.type == "cpu"]
         held = [Kind.hp_params, Kind.optim_states]
         if self._engine.zero_optimization_partition_weights():
             self._move(torch.device("cpu"))  # DeepSpeed does that for its own Adam only
@@ -123,7 +123,7 @@ class EngineState:
         if self._engine.zero_optimization_partition_weights():
             self._move(torch.device(self._engine.device))
         # Step counts: DeepSpeed takes them along to the device, where torch would wait for them.
-        for state, key in self._staying:
+        for state, key in self._on_host_already:
             state[key] = state[key].cpu()
 
     def _move(self, device: torch.device) -> None:

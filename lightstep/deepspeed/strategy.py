@@ -8,7 +8,7 @@ import inspect
 import os
 import warnings
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, cast
@@ -70,7 +70,8 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
         join_process_group()
         divided = role == "trainer" and self._sharding.stage == 3
         if divided and callable(model) and not isinstance(model, nn.Module):
-            return super().prepare_model(self._partitioned(model), role, weights)
+            settings, dtype = self.deepspeed_config, self.parameter_dtype
+            return super().prepare_model(lambda: deepspeed_weights.construct(model, settings, dtype), role, weights)
         return super().prepare_model(model, role, weights)
 
     def _require(self) -> None:
@@ -91,9 +92,6 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
             )
         if self._sharding.superoffload and not torch.cuda.is_available():
             raise ConfigError(f"{self.name}: sharding.superoffload needs an NVIDIA GPU; set it to false")
-
-    def _partitioned(self, factory: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
-        return lambda: deepspeed_weights.construct(factory, self.deepspeed_config, self.parameter_dtype)
 
     def _prepare(self, model: nn.Module) -> nn.Module:
         self._refuse_wrapped(model)
@@ -161,7 +159,8 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
                 "another model for another optimizer"
             )
         trained = [{**group, "params": [p for p in group["params"] if p.requires_grad]} for group in groups]
-        chosen = _fused(optimizer_class, hyperparameters, self._update_device)
+        updated_on = self.device if self._sharding.offload == "none" else torch.device("cpu")
+        chosen = _fused(optimizer_class, hyperparameters, updated_on)
         client = optimizer_class([group for group in trained if group["params"]], **hyperparameters, **chosen)
         complete = [{**client.defaults, **group} for group in groups]
         return self._joined(outer, self._initialise(outer.module, client), complete, client.defaults)
@@ -221,11 +220,6 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
                 f"{type(client).__name__} into {len(engine.optimizer.param_groups)}; use one group, or another class"
             )
         return engine
-
-    @property
-    def _update_device(self) -> torch.device:
-        """Where DeepSpeed keeps masters and state."""
-        return self.device if self._sharding.offload == "none" else torch.device("cpu")
 
     def _engine_model(self, model: nn.Module) -> EngineModel:
         outer: Any = model

@@ -97,7 +97,7 @@ class GroupTransport(WeightTransport):
         self._board.write(f"{self._set}/verdict", {"link": number, "device": device})
         if self._link is None:
             place = torch.device("cpu") if device == "cpu" else self._device
-            store = self._board.place(str(number))
+            store = self._board.store_of(str(number))
             with self._reporting():
                 self._link = WeightLink(number, store, 0, 1 + len(self.receivers), place, _SHARE * self._timeout)
 
@@ -258,7 +258,7 @@ class GroupReceiver:
         if self._link is None or self._link.number != number:
             self.close()
             rank = 1 + offer["receivers"].index(self._rank)
-            store = self._board.place(str(number))
+            store = self._board.store_of(str(number))
             place = torch.device("cpu") if verdict["device"] == "cpu" else device
             size = 1 + len(offer["receivers"])
             self._link = WeightLink(number, store, rank, size, place, _SHARE * self._timeout)

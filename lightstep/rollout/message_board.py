@@ -59,6 +59,6 @@ class MessageBoard:
         for key in keys:
             self.store.delete_key(key)
 
-    def place(self, name: str) -> dist.Store:
+    def store_of(self, name: str) -> dist.Store:
         """Where the members of a process group may meet."""
-        return dist.PrefixStore(f"places/{name}", self.store)
+        return dist.PrefixStore(f"stores/{name}", self.store)

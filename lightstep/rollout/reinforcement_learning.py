@@ -7,14 +7,20 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import nn
 
-from lightstep.config import Rollout
+from lightstep.config import ConfigError, Rollout
+from lightstep.distributed import initialized, rank
 from lightstep.optimizer.optimizer import MixedPrecisionOptimizer
 from lightstep.rollout.engine import RolloutEngine
-from lightstep.rollout.exchange import WeightExchange
+from lightstep.rollout.group_transport import GroupReceiver, GroupTransport
+from lightstep.rollout.message_board import MessageBoard
+from lightstep.rollout.publishing import LocalEngine, Publication
 from lightstep.rollout.roles import Roles
-from lightstep.rollout.transport import WeightTransport
+from lightstep.rollout.transport import TrainingEnded, WeightTransport
 from lightstep.sharding.model_names import unwrap_model
 from lightstep.sharding.prepared_model import PreparedModel
+
+_TIMEOUT = 300.0
+_NO_GROUP = "this strategy has no process group: it was closed, or neither prepare_model nor start() was called"
 
 
 class ReinforcementLearning:
@@ -27,12 +33,18 @@ class ReinforcementLearning:
     """
 
     def __init__(self, config: Rollout, roles: Roles, reshard: Callable[[nn.Module], None]) -> None:
-        self._roles, self._reshard = roles, reshard
-        self._exchange = WeightExchange(roles, config)
+        self._config, self._roles, self._reshard = config, roles, reshard
+        self._timeout = _TIMEOUT if config.timeout_s is None else config.timeout_s
+        self._version = 0
+        self._dropped: set[int] = set()
+        self._board: MessageBoard | None = None
+        self._transport: GroupTransport | None = None
+        self._receiver: GroupReceiver | None = None
 
     def open(self) -> None:
         """The process group is there. Called by all ranks of all roles."""
-        self._exchange.open()
+        if self._board is None:
+            self._board = MessageBoard()
 
     def publish(
         self,
@@ -68,7 +80,45 @@ class ReinforcementLearning:
                 optimizer.refuse_half_updated("Load a checkpoint before publishing weights")
         record.wait_for_updates()
         self._reshard(model)
-        return self._exchange.publish(unwrap_model(model), dtype, to, version)
+        if version is not None and (isinstance(version, bool) or not isinstance(version, int) or version < 0):
+            raise ValueError(f"version is {version!r}; a whole number of at least 0 is needed")
+        number = self._version + 1 if version is None else version
+        inner = unwrap_model(model)
+        device = next((tensor.device for tensor in inner.parameters()), torch.device("cpu"))
+        Publication(inner, dtype, self._config.bucket_mib, self._transport_to(to, device)).send(number)
+        self._version = number
+        return number
+
+    def _transport_to(self, to: RolloutEngine | WeightTransport | None, device: torch.device) -> WeightTransport | None:
+        if isinstance(to, RolloutEngine):
+            return LocalEngine(to)
+        if to is not None and not isinstance(to, WeightTransport):
+            raise TypeError(f"to is a {type(to).__name__}; a RolloutEngine or a WeightTransport is needed")
+        first = not self._roles.asynchronous or self._roles.rank == 0
+        if to is not None:
+            return to if first else None
+        board, receivers = self._workers()
+        if not first:
+            return None
+        if self._transport is None:
+            self._transport = GroupTransport(board, receivers, device, self._timeout)
+        elif self._transport.receivers != receivers:
+            self._transport.change_receivers(receivers)
+        return self._transport
+
+    def _workers(self) -> tuple[MessageBoard, tuple[int, ...]]:
+        """Those that are still to receive weights, and how to reach them."""
+        if not self._roles.asynchronous:
+            raise ConfigError(
+                "publish_weights without a receiver: roles.rollout.mode is sync, and no ranks generate alone; name the "
+                "engine of this process, publish_weights(model, to=engine), or set mode: async"
+            )
+        if self._board is None:
+            raise ConfigError(f"publish_weights: {_NO_GROUP}")
+        left = tuple(number for number in self._roles.rollout_ranks if number not in self._dropped)
+        if not left:
+            raise ConfigError("publish_weights: all rollout workers were dropped; nobody is left to receive weights")
+        return self._board, left
 
     def receive(self, engine: RolloutEngine, wait: bool = True, timeout: float | None = None) -> int | None:
         """Take the newest published weights into the engine, on a rank whose role is ``"rollout"``.
@@ -88,12 +138,38 @@ class ReinforcementLearning:
                 Or the sending broke off: the engine refuses to generate until it has received a complete set.
             ConfigError: this process is no rollout worker.
         """
-        return self._exchange.receive(engine, wait, timeout)
+        if not isinstance(engine, RolloutEngine):
+            raise TypeError(
+                f"receive_weights needs a RolloutEngine; got {type(engine).__name__}. For a model: "
+                "TransformersEngine(model)"
+            )
+        if not self._roles.asynchronous or self._roles.mine != "rollout":
+            raise ConfigError(
+                "receive_weights is for ranks whose role is 'rollout' (roles.rollout.mode: async), and this one "
+                "trains; an engine in a trainer's process gets its weights by publish_weights(model, to=engine)"
+            )
+        if self._board is None:
+            raise ConfigError(f"receive_weights: {_NO_GROUP}")
+        if not initialized():
+            raise TrainingEnded("the process group has ended: no weights will come any more")
+        if self._receiver is None:
+            self._receiver = GroupReceiver(self._board, rank(), self._timeout)
+        return self._receiver.receive(engine, wait, timeout)
 
     def drop(self, ranks: Iterable[int]) -> None:
-        """See ``Strategy.drop_rollout_workers``."""
-        self._exchange.drop(ranks)
+        """Publish without these from now on."""
+        chosen = set(ranks)
+        unknown = sorted(chosen - set(self._roles.rollout_ranks))
+        if unknown:
+            raise ValueError(f"ranks {unknown} are no rollout workers; those are {list(self._roles.rollout_ranks)}")
+        self._dropped |= chosen
 
     def close(self) -> None:
-        """Tell the other side that nothing will come any more."""
-        self._exchange.close()
+        """Let go of the other side; from the first trainer, tell the workers that there is nothing to wait for."""
+        if self._board is not None and initialized():
+            if self._roles.mine == "trainer" and self._roles.rank == 0:
+                self._transport = self._transport or GroupTransport(self._board, (), torch.device("cpu"), self._timeout)
+                self._transport.close()
+            if self._receiver is not None:
+                self._receiver.close()
+        self._transport = self._receiver = self._board = None

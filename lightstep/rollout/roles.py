@@ -63,7 +63,7 @@ class Roles:
         """
         if not self.asynchronous:
             return ()
-        size, asked = _standing()[1], self._config.ranks or 1
+        size, asked = _rank_and_size()[1], self._config.ranks or 1
         chosen = tuple(asked) if isinstance(asked, list) else tuple(range(max(size - asked, 0), size))
         if max(chosen) >= size or len(chosen) >= size:
             raise ConfigError(
@@ -76,22 +76,22 @@ class Roles:
     def trainer_ranks(self) -> tuple[int, ...]:
         """The ranks that train, by their numbers in the default process group."""
         generating = set(self.rollout_ranks)
-        return tuple(rank for rank in range(_standing()[1]) if rank not in generating)
+        return tuple(rank for rank in range(_rank_and_size()[1]) if rank not in generating)
 
     @property
     def mine(self) -> Role:
         """This process's role."""
-        return "rollout" if _standing()[0] in self.rollout_ranks else "trainer"
+        return "rollout" if _rank_and_size()[0] in self.rollout_ranks else "trainer"
 
     @property
-    def alike(self) -> tuple[int, ...]:
+    def ranks(self) -> tuple[int, ...]:
         """The ranks of this process's role."""
         return self.rollout_ranks if self.mine == "rollout" else self.trainer_ranks
 
     @property
-    def place(self) -> int:
+    def rank(self) -> int:
         """This process's number among those of its role."""
-        return self.alike.index(_standing()[0])
+        return self.ranks.index(_rank_and_size()[0])
 
     def form_group(self) -> None:
         """Have the ranks of each role find each other. The default process group is there.
@@ -99,9 +99,9 @@ class Roles:
         Raises:
             ConfigError: roles were given out differently before.
         """
-        alike = self.alike
+        ranks = self.ranks
         try:
-            form_role_group(alike)
+            form_role_group(ranks)
         except ValueError as error:
             raise ConfigError(
                 f"{self._name}: {error}; give every strategy of a program the same roles.rollout"
@@ -117,8 +117,9 @@ class Roles:
         """
         if self.asynchronous and role != "reference" and role != self.mine:
             raise ConfigError(
-                f"{self._name}: prepare_model(role={role!r}) on rank {_standing()[0]}, whose role is {self.mine!r} "
-                f"(roles.rollout.ranks: {list(self.rollout_ranks)}); strategy.role says which role a process has"
+                f"{self._name}: prepare_model(role={role!r}) on rank {_rank_and_size()[0]}, whose role is "
+                f"{self.mine!r} (roles.rollout.ranks: {list(self.rollout_ranks)}); strategy.role says which role a "
+                "process has"
             )
 
     def refuse(self, what: str, instead: str, model: nn.Module | None = None, but: tuple[Role, ...] = ()) -> None:
@@ -138,8 +139,8 @@ class Roles:
             raise ConfigError(f"{self._name}: {what}: this {_named(model)} is {_WHAT_IT_IS[role]}; {instead}")
         if self.mine == "rollout" and role is None:
             raise ConfigError(
-                f"{self._name}: {what} on rank {_standing()[0]}, which is a rollout worker: it has no trainer's model, "
-                f"gradients or optimizer; {instead}"
+                f"{self._name}: {what} on rank {_rank_and_size()[0]}, which is a rollout worker: it has no trainer's "
+                f"model, gradients or optimizer; {instead}"
             )
 
 
@@ -161,7 +162,7 @@ def _named(model: nn.Module | None) -> str:
     return type(unwrap_model(model)).__name__ if model is not None else "process"
 
 
-def _standing() -> tuple[int, int]:
+def _rank_and_size() -> tuple[int, int]:
     """Rank and number of processes: of the default process group, or as torchrun says."""
     if initialized():
         return dist.get_rank(), dist.get_world_size()

@@ -52,7 +52,7 @@ class Gates:
         self._handles: list[Any] = []
         self._gated: tuple[int, ...] = ()
 
-    def close(self, model: nn.Module, optimizer: BaseOptimizer, in_backward: bool) -> None:
+    def guard(self, model: nn.Module, optimizer: BaseOptimizer, in_backward: bool) -> None:
         """Readers of ``model`` (unwrapped) wait for what they read of ``optimizer``'s updates, from now on.
 
         To be called again when the model has been sharded, or has got other modules.

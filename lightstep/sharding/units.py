@@ -30,7 +30,8 @@ def sharding_units(model: nn.Module, wrap: str | Sequence[str]) -> list[nn.Modul
         chosen = {module for name in wrap for module in _named(model, name)}
         _refuse_shared(model, chosen)
     inner_first = [module for module in reversed(list(model.modules())) if module in chosen and module is not model]
-    return [_checkpointed(model).get(module, module) for module in inner_first]
+    wrappers = _checkpointed(model)
+    return [wrappers.get(module, module) for module in inner_first]
 
 
 def _named(model: nn.Module, name: str) -> list[nn.Module]:

@@ -11,7 +11,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from types import TracebackType
 from typing import Any, ClassVar, Self, cast
 
 import torch
@@ -136,12 +135,12 @@ class Strategy(ABC):
     @property
     def rank(self) -> int:
         """This process's number among :attr:`world_size`."""
-        return self.roles.place if self.roles.asynchronous else 0
+        return self.roles.rank if self.roles.asynchronous else 0
 
     @property
     def world_size(self) -> int:
         """How many processes have this one's role: how many train together, or generate."""
-        return len(self.roles.alike) if self.roles.asynchronous else 1
+        return len(self.roles.ranks) if self.roles.asynchronous else 1
 
     @property
     def role(self) -> Role:
@@ -383,7 +382,7 @@ class Strategy(ABC):
             optimizer.gradients.comes_from(gradients)
         if self._update_time is not AtStep:
             inner = unwrap_model(model)
-            PreparedModel.of(inner).gates.close(inner, optimizer, self._update_time.in_backward)
+            PreparedModel.of(inner).gates.guard(inner, optimizer, self._update_time.in_backward)
 
     def _optimizers_of(self, model: nn.Module) -> list[BaseOptimizer]:
         """What :meth:`create_optimizer` made for this model and is still in use."""
@@ -542,9 +541,7 @@ class Strategy(ABC):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def __repr__(self) -> str:

@@ -51,11 +51,11 @@ class ProcessGroupStrategy(Strategy):
 
     @property
     def rank(self) -> int:
-        return self.roles.place
+        return self.roles.rank
 
     @property
     def world_size(self) -> int:
-        return len(self.roles.alike)
+        return len(self.roles.ranks)
 
 
 def refuse_experts(strategy: Strategy, parameters: Mapping[str, Tensor]) -> None:

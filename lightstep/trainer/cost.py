@@ -39,35 +39,26 @@ class Cost:
 
 def cost(config: StrategyConfig) -> Cost:
     """Per parameter with AdamW."""
-    if isinstance(config.sharding, DeepSpeedSharding):
-        return _of_deepspeed(config, config.sharding)
-    weights, gradients, state = _divisors(config)
-    on_host = config.optimizer_state.backend != "resident"
-    held = _state_bytes(config)
+    sharding = config.sharding
+    if isinstance(sharding, DeepSpeedSharding):
+        on_host = sharding.offload == "cpu"
+    else:
+        on_host = config.optimizer_state.backend != "resident"
+    weights, gradients, divided_by = _divisors(config)
+    state, none = Bytes(_state_bytes(config), divided_by), Bytes(0)
     return Cost(
         Bytes(_BYTES[config.precision.parameters], weights),
         Bytes(_gradient_bytes(config), gradients),
-        Bytes(0 if on_host else held, state),
-        Bytes(held if on_host else 0, state),
-    )
-
-
-def _of_deepspeed(config: StrategyConfig, sharding: DeepSpeedSharding) -> Cost:
-    """fp32 weights have masters beside them there too."""
-    own, summed = _BYTES[config.precision.parameters], _gradient_bytes(config)
-    stage, on_host = sharding.stage, sharding.offload == "cpu"
-    state = Bytes(_MOMENTS + _MASTER, "ranks")
-    return Cost(
-        Bytes(own, "ranks" if stage == 3 else ""),
-        Bytes(summed, "ranks" if stage > 1 else ""),
-        Bytes(0) if on_host else state,
-        state if on_host else Bytes(0),
+        none if on_host else state,
+        state if on_host else none,
     )
 
 
 def _divisors(config: StrategyConfig) -> tuple[str, str, str]:
     """What divides weights, gradients and state."""
     sharding = config.sharding
+    if isinstance(sharding, DeepSpeedSharding):
+        return "ranks" if sharding.stage == 3 else "", "ranks" if sharding.stage > 1 else "", "ranks"
     held = ""
     if isinstance(sharding, FSDP2Sharding):
         held = "ranks" if sharding.mesh.replicate == 1 else "shards"
@@ -77,17 +68,16 @@ def _divisors(config: StrategyConfig) -> tuple[str, str, str]:
 
 def _gradient_bytes(config: StrategyConfig) -> int:
     own = _BYTES[config.precision.parameters]
-    if own == 4 or config.precision.reduce == "parameters":
+    if own == 4 or config.precision.reduce == "parameters" or isinstance(config.sharding, SingleSharding):
         return own
-    if isinstance(config.sharding, DeepSpeedSharding):
-        return 4
-    if isinstance(config.sharding, FSDP2Sharding):
-        return 4  # the reduction's fp32 result takes the place of what FSDP2 would round it to
-    return own + 4 if isinstance(config.sharding, DDPSharding) else own  # DDP keeps its buckets beside it
+    # DDP keeps its buckets beside the fp32 result, which under FSDP2 takes the place of what it would be rounded to.
+    return own + 4 if isinstance(config.sharding, DDPSharding) else 4
 
 
 def _state_bytes(config: StrategyConfig) -> int:
     precision, backend = config.precision, config.optimizer_state.backend
+    if isinstance(config.sharding, DeepSpeedSharding):
+        return _MOMENTS + _MASTER  # fp32 weights have masters beside them there too
     if precision.parameters == "float32" or not precision.master_weights:
         return _MOMENTS
     split = backend == "stream" and precision.parameters == "bfloat16"

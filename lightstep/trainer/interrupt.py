@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 from lightstep.trainer.ranks import highest
@@ -29,9 +29,7 @@ class Interrupt:
             self._previous = {}
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._restore()
 
     def _restore(self) -> None:

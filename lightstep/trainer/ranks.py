@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
-import sys
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -13,7 +11,7 @@ import torch.distributed as dist
 
 from lightstep.checkpoint.ranks import Ranks
 from lightstep.config import ConfigError
-from lightstep.distributed import initialized, world_size
+from lightstep.distributed import world_size
 from lightstep.strategy import Strategy
 from lightstep.strategy.process_group import ProcessGroupStrategy
 
@@ -32,23 +30,12 @@ def join(strategy: Strategy) -> None:
             "leave roles out"
         )
     if isinstance(strategy, ProcessGroupStrategy):
-        if not initialized() and "RANK" not in os.environ:
-            devices = max(torch.cuda.device_count(), 2)
-            raise ConfigError(
-                f"strategy {strategy.name} (sharding.kind {strategy.config.sharding.kind}) needs a process per device; "
-                f"start it with: torchrun --nproc-per-node {devices} -m lightstep {_typed()}"
-            )
         strategy.start()
     elif (started := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
         raise ConfigError(
             f"torchrun started {started} processes, and strategy {strategy.name} is for one; "
             "choose a sharded strategy (sharding.kind ddp, fsdp2 or deepspeed) or start without torchrun"
         )
-
-
-def _typed() -> str:
-    """The command after ``lightstep``, as it was typed."""
-    return shlex.join(sys.argv[1:]) if sys.argv[1:2] == ["train"] else "train CONFIG"
 
 
 def together(action: Callable[[], Result], only_first: bool = False) -> Result:

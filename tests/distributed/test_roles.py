@@ -25,7 +25,7 @@ import lightstep
 from lightstep import ConfigError, Strategy, TrainingEnded, TransformersEngine, WeightTransferError
 from lightstep.bench import roles as bench
 from lightstep.bench.chart import draw
-from lightstep.bench.model import LlamaShape
+from lightstep.bench.llama import LlamaShape
 from lightstep.bench.report import print_table
 from lightstep.checkpoint.export import full_weights
 from lightstep.cli import app
@@ -542,37 +542,20 @@ def test_the_example_runs(pool: Pool, tmp_path: Path) -> None:
     )
 
 
-class Answer:
-    """The end of a pipe that keeps what is sent."""
-
-    def __init__(self) -> None:
-        self.sent: list[dict[str, int]] = []
-
-    def send(self, figures: dict[str, int]) -> None:
-        self.sent.append(figures)
-
-
-def check_measured_memory(rank: int, world_size: int, params: int) -> list[dict[str, int]]:
+def check_measured_memory(rank: int, world_size: int, params: int) -> dict[str, int] | None:
     device = "cuda" if torch.cuda.device_count() >= 2 else "cpu"
-    answer = Answer()
-    environment = {name: os.environ[name] for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
-    bench._run(
-        bench.Task(LlamaShape.near(params, released=True), device, 0),
-        bench.WITH if world_size == 2 else bench.WITHOUT,
-        environment,
-        answer,
-    )
-    return answer.sent
+    task = bench.Task(LlamaShape.near(params, released=True), device, 0)
+    return bench.run_rank(task, bench.WITH if world_size == 2 else bench.WITHOUT)
 
 
 def test_the_memory_of_a_worker_is_measured(pool: Pool, tmp_path: Path) -> None:
     """Only what is above the allocator's and the libraries' noise: a model of 80 MB."""
-    trainer, (with_role,) = pool.run(check_measured_memory, 2, group=False, params=40_000_000)
-    assert trainer == []
+    trainer, with_role = pool.run(check_measured_memory, 2, group=False, params=40_000_000)
+    assert trainer is None
     weights = with_role["inference_weight_bytes"]
     # Beyond the weights: one layer on its way, and what torch and transformers allocate once in a process.
     assert weights < with_role["held_bytes"] + 1e6 and with_role["peak_bytes"] < 1.8 * weights
-    rows = [{"name": name, **with_role} for name in (bench.WITHOUT, bench.WITH)]
+    rows = [bench.row(name, with_role) for name in (bench.WITHOUT, bench.WITH)]
     values = {
         "rows": rows,
         "reported": bench.REPORTED,

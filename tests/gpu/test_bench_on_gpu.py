@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,10 +11,10 @@ import torch
 
 from lightstep.bench.command import measure, plan
 from lightstep.bench.link import measure_link
-from lightstep.bench.probes import HostSyncs, link_traffic, pinned_bytes
+from lightstep.bench.probes import pinned_bytes
 from lightstep.bench.ranks import Ranks
 from lightstep.bench.timeline import phases
-from lightstep.bench.trace import MAIN, TO_DEVICE, TO_HOST, UPDATES, read_timeline
+from lightstep.bench.trace import MAIN, TO_DEVICE, TO_HOST, UPDATES, Watched, read_timeline, watch
 from lightstep.optimizer.schedule import NextForward
 
 pytestmark = pytest.mark.gpu
@@ -33,31 +34,35 @@ def test_the_link_is_measured_with_page_locked_buffers(device: torch.device) -> 
     assert 1 < link.duplex <= 1.05 * max(link.to_device, link.to_host)
 
 
-def test_host_syncs_are_seen_one_by_one(device: torch.device) -> None:
+def watched(work: Callable[[], object], device: torch.device) -> Watched:
+    seen = watch(work, lambda: None, device)
+    assert seen is not None
+    return seen
+
+
+def test_host_waits_are_seen_one_by_one(device: torch.device) -> None:
     x = torch.ones(1000, device=device)
     pinned = torch.empty(1000, pin_memory=True)
     event, stream = torch.cuda.Event(), torch.cuda.Stream()
-    with HostSyncs() as quiet:
-        y = x * 2
-        pinned.copy_(y, non_blocking=True)
+
+    def quiet() -> None:
+        pinned.copy_(x * 2, non_blocking=True)
         event.record()
         torch.cuda.current_stream().wait_event(event)
-    assert (quiet.count, quiet.first) == (0, None)
-    for wait in (event.synchronize, stream.synchronize, torch.cuda.synchronize, y.sum().item):
-        with HostSyncs() as syncs:
-            wait()
-        assert syncs.count == 1, wait
+
+    assert watched(quiet, device).waits == 0
+    for wait in (event.synchronize, stream.synchronize, torch.cuda.synchronize, x.sum().item, x.cpu):
+        assert watched(wait, device).waits == 1, wait
+    assert watched(x.sum().item, device).first_wait == "cudaStreamSynchronize in aten::item"
 
 
-def test_host_syncs_of_autograds_threads_are_seen(device: torch.device) -> None:
+def test_host_waits_of_autograds_threads_are_seen(device: torch.device) -> None:
     """FSDP2 waits for offloaded gradients at the end of backward, in the thread that autograd has for the device."""
     event = torch.cuda.Event()
     x = torch.ones(10, device=device, requires_grad=True)
     x.register_hook(lambda gradient: event.synchronize())
     event.record()
-    with HostSyncs() as syncs:
-        x.sum().backward()
-    assert syncs.count == 1
+    assert watched(x.sum().backward, device).waits == 1
 
 
 def test_page_locked_memory_does_not_grow_with_buffers_that_steps_reuse(device: torch.device) -> None:
@@ -75,7 +80,8 @@ def test_traffic_is_counted_to_the_byte(device: torch.device) -> None:
         there.copy_(source, non_blocking=True)
         target.copy_(back, non_blocking=True)
 
-    assert link_traffic(step, device) == (12 * MIB, 8 * MIB)
+    seen = watched(step, device)
+    assert (seen.to_device, seen.to_host) == (12 * MIB, 8 * MIB)
 
 
 def test_every_row_is_measured_and_moves_what_it_should(device: torch.device, tmp_path: Path) -> None:

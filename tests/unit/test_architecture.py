@@ -41,7 +41,7 @@ MAY_IMPORT["bench"] = MAY_IMPORT["trainer"] | {"trainer"}
 MAY_IMPORT["cli"] = MAY_IMPORT["bench"] | {"bench"}
 MAY_IMPORT["__main__"] = {"cli", "extras"}
 
-# Libraries that are kept out of the lower parts. distributed.py alone knows DTensors, meshes and process groups there.
+# Libraries that are kept out of the lower parts. distributed/ alone knows DTensors, meshes and process groups there.
 MAY_NOT_IMPORT: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("config", "config_errors"), ("torch",)),
     **dict.fromkeys([*SIBLINGS, "optimizer"], ("torch.distributed", "pydantic", "yaml")),

@@ -5,10 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-import threading
-import warnings
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,13 +16,14 @@ from lightstep.bench.chart import draw
 from lightstep.bench.contender import Contender, Skipped, Task
 from lightstep.bench.entries import Entry
 from lightstep.bench.link import Link, measure_link
-from lightstep.bench.model import GradientSets, LlamaShape, LlamaStack
-from lightstep.bench.probes import HostSyncs, link_traffic, pinned_bytes, traffic_of
+from lightstep.bench.llama import Llama, LlamaShape
+from lightstep.bench.probes import pinned_bytes
 from lightstep.bench.ranks import Ranks, local_device
 from lightstep.bench.report import as_json, print_table, size
-from lightstep.bench.run import Cell, Effort, Run, measure_all, not_listed, start
-from lightstep.bench.step import StepTask
+from lightstep.bench.run import Effort, Run, measure_all, not_listed
+from lightstep.bench.step import StepTask, random_gradients
 from lightstep.bench.tiny import SIZES, Adapter, Expert, Layers
+from lightstep.bench.trace import WATCHED, Watched, read_watched, watch
 from tests.unit.bench_runs import bench_on_two_ranks, run_bench
 
 CPU = torch.device("cpu")
@@ -123,7 +121,7 @@ def test_the_chart_shows_memory_and_the_link_where_there_are_any(
     result: tuple[dict[str, Any], Path, str], tmp_path: Path
 ) -> None:
     link = {"to_device": 53.0, "to_host": 55.0, "duplex": 46.0, "page_locked": True}
-    rows = [{**row, "peak_device_bytes_beyond": 10**6} for row in result[0]["rows"]]
+    rows = [{**row, "peak_device_bytes_per_parameter": 12} for row in result[0]["rows"]]
     draw({**result[0], "rows": rows, "link_gb_per_s": link}, StepTask.view, tmp_path / "gpu.png")
     assert (tmp_path / "gpu.png").stat().st_size > (result[1] / "bench.png").stat().st_size
     draw({**result[0], "rows": []}, StepTask.view, tmp_path / "empty.png")
@@ -203,7 +201,7 @@ TASK = StepTask(CPU, 0, LlamaShape.near(60_000, 2))
 
 def tiny_run(contenders: dict[str, type[Contender]], rounds: int = 1) -> Run:
     entries = [Entry(name, name, "peer", "", contender) for name, contender in contenders.items()]
-    return start(TASK, Effort(steps=2, warmup=1, rounds=rounds), Ranks(CPU), entries)
+    return Run.of([TASK], Effort(steps=2, warmup=1, rounds=rounds), Ranks(CPU), entries)
 
 
 class Counting(Contender):
@@ -266,25 +264,24 @@ def test_a_stack_is_about_as_large_as_asked_for(parameters: int, layers: int | N
     assert layers is None or shape.layers == layers
 
 
-def test_the_stack_has_the_shapes_size() -> None:
+def test_the_model_has_the_shapes_size_and_the_same_weights_in_every_dtype() -> None:
     shape = LlamaShape.near(60_000, 2)
-    stack = LlamaStack(shape, CPU)
-    assert sum(parameter.numel() for parameter in stack.parameters()) == shape.parameters
-    assert sorted(i for layer in stack.layer_indices() for i in layer) == list(range(len(list(stack.parameters()))))
-    assert all(bool(parameter.any()) for parameter in stack.parameters())
+    model, wide = Llama.make(shape, CPU), Llama.make(shape, CPU, torch.float32)
+    parameters = list(model.parameters())
+    assert sum(parameter.numel() for parameter in parameters) == shape.parameters
+    assert sorted(i for layer in model.layer_indices() for i in layer) == list(range(len(parameters)))
+    assert all(bool(parameter.any()) for parameter in parameters)
+    for low, high in zip(parameters, wide.parameters(), strict=True):
+        assert (low.dtype, high.dtype) == (torch.bfloat16, torch.float32) and torch.equal(low.float(), high)
 
 
 def test_gradients_are_random_fresh_and_the_same_for_every_dtype() -> None:
     weights = [torch.zeros(3, 5), torch.zeros(7)]
-    low = GradientSets(weights, torch.bfloat16, CPU)
-    high = GradientSets(weights, torch.float32, CPU)
-    low.refresh(1)
-    high.refresh(1)
+    low = random_gradients(weights, torch.bfloat16, CPU, 1)
+    high = random_gradients(weights, torch.float32, CPU, 1)
     assert all(torch.equal(a.float(), b) for a, b in zip(low[0], high[0], strict=True))
     assert not torch.equal(low[0][0], low[1][0]) and bool(low[0][1].any())
-    before = low[0][0].clone()
-    low.refresh(2)
-    assert not torch.equal(before, low[0][0])
+    assert not torch.equal(low[0][0], random_gradients(weights, torch.bfloat16, CPU, 2)[0][0])
 
 
 # -- the figures -------------------------------------------------------------------------------------------------
@@ -292,15 +289,11 @@ def test_gradients_are_random_fresh_and_the_same_for_every_dtype() -> None:
 
 def test_percent_of_the_link_is_the_busier_ways() -> None:
     run = tiny_run({"x": Counting, "y": Counting})
-    run.rows[0].cells[0] = Cell(
-        parameters=10**9,
-        windows=[[240.0, 200.0, 250.0, 220.0]],  # the first step is left out
-        landing_ms=[10.0],
-        traffic=(10 * 10**9, 9 * 10**9),
-        peak_bytes=10**9,
-        host_syncs=2,
-    )
-    run.rows[1].cells[0] = Cell(note="not installed", skipped=True)
+    measured, absent = run.rows
+    measured.parameters = measured.peak_bytes = 10**9
+    measured.windows, measured.remaining_ms = [[240.0, 200.0, 250.0, 220.0]], [10.0]  # the first step is left out
+    measured.watched = Watched(10 * 10**9, 9 * 10**9, 2, "cudaStreamSynchronize in aten::item")
+    absent.note, absent.skipped = "not installed", True
     run.link = Link(to_device=55.0, to_host=54.0, duplex=50.0, page_locked=True)
     values = as_json(run)
     row = values["rows"][0]
@@ -337,62 +330,42 @@ def test_the_faster_link_counts() -> None:
 # -- what is only measurable on a GPU ----------------------------------------------------------------------------
 
 
-def test_a_cpu_has_no_link_and_no_traffic() -> None:
+def test_a_cpu_has_no_link_and_nothing_to_watch() -> None:
     assert measure_link(CPU, Ranks(CPU)) is None
-    assert link_traffic(lambda: None, CPU) is None
+    assert watch(lambda: None, lambda: None, CPU) is None
+
+
+def event(cat: str, name: str, ts: float = 0, dur: float = 1, tid: int = 1, **args: Any) -> dict[str, Any]:
+    return {"cat": cat, "name": name, "ts": ts, "dur": dur, "tid": tid, "args": args}
 
 
 def test_traffic_is_read_from_a_trace() -> None:
     events = [
-        {"cat": "gpu_memcpy", "name": "Memcpy HtoD (Pinned -> Device)", "args": {"bytes": 100}},
-        {"cat": "gpu_memcpy", "name": "Memcpy DtoH (Device -> Pinned)", "args": {"bytes": 30}},
-        {"cat": "gpu_memcpy", "name": "Memcpy DtoD (Device -> Device)", "args": {"bytes": 7}},
-        {"cat": "cuda_runtime", "name": "cudaMemcpyAsync", "args": {}},
+        event("gpu_memcpy", "Memcpy HtoD (Pinned -> Device)", bytes=100),
+        event("gpu_memcpy", "Memcpy DtoH (Device -> Pinned)", bytes=30),
+        event("gpu_memcpy", "Memcpy DtoD (Device -> Device)", bytes=7),
+        event("cpu_op", "aten::copy_"),
     ]
-    assert traffic_of(events) == (100, 30)
-    assert traffic_of([{"cat": "kernel", "name": "k"}]) == (0, 0)
-    assert traffic_of(events[3:]) is None
+    assert read_watched(events) == Watched(100, 30, 0, None)
+    assert read_watched([event("kernel", "k")]) == Watched(0, 0, 0, None)
+    assert read_watched(events[3:]) is None
 
 
-def test_host_waits_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    modes: list[Any] = []
-    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
-    call = SimpleNamespace(__name__="synchronize")
-    with HostSyncs() as syncs:
-        warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
-        warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
-        warnings.warn("something else", stacklevel=1)
-        sys.setprofile(None)
-        syncs._profile(sys._getframe(), "c_call", call)
-        warnings.warn("called a synchronizing CUDA operation", stacklevel=1)  # torch's word about the same wait
-        syncs._profile(sys._getframe(), "c_return", call)
-    assert syncs.count == 3 and modes == ["warn", 0]
-    assert syncs.first is not None and syncs.first.startswith("test_bench.py:")
-    assert sys.getprofile() is None
-
-
-def test_host_waits_of_other_threads_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Autograd's threads have no profile function of ours: FSDP2 waits there for gradients on their way to the host."""
-    said = "called a synchronizing CUDA operation"
-    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda mode: None)
-    monkeypatch.setattr(torch.cuda.Event, "synchronize", lambda event: None)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: warnings.warn(said, stacklevel=1))
-    original = torch.cuda.Event.synchronize
-
-    def backward() -> None:
-        torch.cuda.Event.synchronize(SimpleNamespace())  # type: ignore[arg-type]
-        torch.cuda.synchronize()
-        warnings.warn(said, stacklevel=1)
-
-    with HostSyncs() as syncs:
-        thread = threading.Thread(target=backward)
-        thread.start()
-        thread.join()
-    assert syncs.count == 3, "one that torch says nothing of, one that it warns of too, one that it alone has seen"
-    assert syncs.first is not None and syncs.first.startswith("test_bench.py:")
-    assert torch.cuda.Event.synchronize is original
+def test_host_waits_of_all_threads_are_counted_in_the_step_alone() -> None:
+    """Autograd's threads among them: FSDP2 waits there for gradients on their way to the host."""
+    seen = read_watched(
+        [
+            event("user_annotation", WATCHED, 10, 20),
+            event("cuda_runtime", "cudaDeviceSynchronize", 5),
+            event("cuda_runtime", "cudaEventSynchronize", 25, tid=2),
+            event("cuda_runtime", "cudaLaunchKernel", 12),
+            event("cuda_runtime", "cudaStreamSynchronize", 13),
+            event("cpu_op", "aten::item", 11, 4),
+            event("cpu_op", "aten::_local_scalar_dense", 12, 2),
+            event("cuda_runtime", "cudaDeviceSynchronize", 31),
+        ]
+    )
+    assert seen == Watched(0, 0, 2, "cudaStreamSynchronize in aten::item")
 
 
 def test_page_locked_memory_is_what_the_allocator_holds(monkeypatch: pytest.MonkeyPatch) -> None:

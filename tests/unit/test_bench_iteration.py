@@ -16,13 +16,12 @@ from lightstep.bench import timeline as timeline_module
 from lightstep.bench.chart import draw as draw_chart
 from lightstep.bench.command import plan
 from lightstep.bench.contender import FORWARD, STEP, Contender, Task
-from lightstep.bench.entries import Entry, Source, chosen_strategies
+from lightstep.bench.entries import Entry, chosen_strategies, read_overrides
 from lightstep.bench.iteration import IterationTask, token_counts
-from lightstep.bench.llama import trained_model
-from lightstep.bench.model import LlamaShape
+from lightstep.bench.llama import Llama, LlamaShape
 from lightstep.bench.ranks import Ranks
 from lightstep.bench.report import as_json, print_table
-from lightstep.bench.run import Effort, measure_all, start
+from lightstep.bench.run import Effort, Run, measure_all
 from lightstep.bench.timeline import TimelineTask, draw, hidden_copies, phases
 from lightstep.bench.trace import (
     COLLECTIVES,
@@ -34,7 +33,8 @@ from lightstep.bench.trace import (
     merged,
     read_timeline,
 )
-from lightstep.config import ConfigError
+from lightstep.config import ConfigError, StrategyConfig, merge_overrides, parse_config
+from lightstep.strategy.presets import read_source
 from tests.unit.bench_runs import bench_on_two_ranks, run_bench
 
 CPU = torch.device("cpu")
@@ -138,27 +138,24 @@ def test_two_ranks_train_together(tmp_path: Path) -> None:
 # -- contenders that cannot --------------------------------------------------------------------------------------
 
 
-def tiny_task(tokens: tuple[int, ...] = (32,)) -> IterationTask:
-    return IterationTask(CPU, 0, LlamaShape.near(60_000, 2), sequence=16, cases=tokens)
+def tiny_tasks(*tokens: int) -> list[IterationTask]:
+    return [IterationTask(CPU, 0, LlamaShape.near(60_000, 2), sequence=16, case=count) for count in tokens]
 
 
 def test_what_this_version_refuses_is_a_row_with_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any, **__: Any) -> None:
         raise ConfigError("not in this version")
 
-    source = Source.parse("stream")
-    task = tiny_task((32, 64))
-    entry = chosen_strategies("stream", task)[0]
+    tasks = tiny_tasks(32, 64)
+    entries = chosen_strategies("stream", tasks[0])
     monkeypatch.setattr("lightstep.bench.entries.Strategy.load", refuse)
-    with pytest.raises(ConfigError, match="not in this version"):
-        source.load({})
-    run = start(task, Effort(1, 1, 2), Ranks(CPU), [entry])
+    run = Run.of(tasks, Effort(1, 1, 2), Ranks(CPU), entries)
     measure_all(run, lambda sentence: None)
     values = as_json(run)
     assert [row["note"] for row in values["rows"]] == ["ConfigError: not in this version"] * 4
     console = Console(width=130, force_terminal=True, color_system=None)
     with console.capture() as output:
-        print_table(values, task.view, console)
+        print_table(values, run.task.view, console)
     assert output.get().count("stream: ConfigError: not in this version") == 1 and "failed" in output.get()
 
 
@@ -182,14 +179,14 @@ class Diverging(Contender):
 
 def test_a_loss_that_is_not_finite_is_no_measurement() -> None:
     entry = Entry("diverging", "diverging", "peer", "", Diverging)
-    run = start(tiny_task((32, 64)), Effort(1, 1, 2), Ranks(CPU), [entry])
+    run = Run.of(tiny_tasks(32, 64), Effort(1, 1, 2), Ranks(CPU), [entry])
     seen: list[str] = []
     measure_all(run, seen.append)
     small, large = (rows_of(as_json(run), tokens)["diverging"] for tokens in (32, 64))
     assert small["note"] is None and len(small["windows_ms"]) == 2
     assert large["note"].startswith("FloatingPointError: the loss is") and "iteration_ms" not in large
     assert (small["note"], large["skipped"]) == (None, False)
-    order = ["no optimizer", "diverging", "diverging", "no optimizer"]
+    order = ["no optimizer", "diverging"] * 2 + ["no optimizer", "diverging", "no optimizer"]  # one is not tried again
     assert [sentence.split(": ")[-1] for sentence in seen[1:]] == order
 
 
@@ -197,32 +194,36 @@ def test_a_loss_that_is_not_finite_is_no_measurement() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "strategy", "overrides", "label"),
+    ("text", "strategy", "overrides"),
     [
-        ("stream", "stream", {}, "stream"),
-        (
-            "stream-overlap:optimizer_state.resident_gib=8",
-            "stream-overlap",
-            {"optimizer_state.resident_gib": 8},
-            "stream-overlap resident_gib=8",
-        ),
-        ("./a:b/c.yaml:clipping.max_norm=null", "./a:b/c.yaml", {"clipping.max_norm": None}, None),
-        ("a:x.y=1:x.z=two", "a", {"x.y": 1, "x.z": "two"}, "a y=1 z=two"),
+        ("stream", "stream", {}),
+        ("stream-overlap:optimizer_state.resident_gib=8", "stream-overlap", {"optimizer_state.resident_gib": 8}),
+        ("./a:b/c.yaml:clipping.max_norm=null", "./a:b/c.yaml", {"clipping.max_norm": None}),
+        ("a:x.y=1:x.z=two", "a", {"x.y": 1, "x.z": "two"}),
     ],
 )
-def test_a_strategy_may_bring_overrides(text: str, strategy: str, overrides: dict[str, Any], label: str | None) -> None:
-    source = Source.parse(text)
-    assert (source.strategy, source.overrides) == (strategy, overrides)
-    assert label is None or source.label == label
+def test_a_strategy_may_bring_overrides(text: str, strategy: str, overrides: dict[str, Any]) -> None:
+    assert read_overrides(text, {}) == (strategy, overrides)
+
+
+def test_labels_are_for_people() -> None:
+    text = "stream,stream-overlap:optimizer_state.resident_gib=8:clipping.max_norm=null"
+    labels = [entry.label for entry in chosen_strategies(text, tiny_tasks(32)[0])]
+    assert labels == ["stream", "stream-overlap resident_gib=8 max_norm=None"]
 
 
 def test_overrides_lie_over_the_settings_of_the_bench() -> None:
     settings = {"clipping.max_norm": 1.0, "sharding.activation_checkpointing": True}
-    config = Source.parse("stream:clipping.max_norm=0.5").config(settings)
+
+    def config_of(text: str) -> StrategyConfig:
+        strategy, overrides = read_overrides(text, settings)
+        return parse_config(merge_overrides(read_source(strategy)[1], overrides), strategy)
+
+    config = config_of("stream:clipping.max_norm=0.5")
     assert config.clipping.max_norm == 0.5 and getattr(config.sharding, "activation_checkpointing", None) is True
-    config = Source.parse("stream:sharding.kind=ddp").config(settings)
+    config = config_of("stream:sharding.kind=ddp")
     assert (config.sharding.kind, getattr(config.sharding, "activation_checkpointing", None)) == ("ddp", True)
-    assert Source.parse("stream:optimizer_state.ring_mib=64").load(settings).config.optimizer_state.ring_mib == 64
+    assert config_of("stream:optimizer_state.ring_mib=64").optimizer_state.ring_mib == 64
 
 
 @pytest.mark.parametrize(
@@ -257,10 +258,11 @@ def test_token_counts_ascend() -> None:
 
 
 def test_defaults_are_what_the_device_can_do() -> None:
-    done = plan("iteration", {"device": "cpu"}, Path())
-    assert [entry.name for entry in done.entries][:3] == ["resident", "stream", "stream-overlap"]
-    assert [entry.resident for entry in done.entries] == [True, False, False, False]
-    assert done.task.cases == (128, 512) and done.effort == Effort(steps=2, warmup=1, rounds=1)
+    run = plan("iteration", {"device": "cpu"}, Path())
+    assert run.cases == [128, 512] and run.effort == Effort(steps=2, warmup=1, rounds=1)
+    entries = [row.entry for row in run.rows if row.task is run.task]
+    assert [entry.name for entry in entries][:4] == ["no optimizer", "resident", "stream", "stream-overlap"]
+    assert [entry.resident for entry in entries] == [False, True, False, False, False]
 
 
 # -- the model ---------------------------------------------------------------------------------------------------
@@ -287,9 +289,9 @@ def test_other_sizes_are_scaled(parameters: int, layers: int | None) -> None:
 def test_the_loss_in_chunks_is_the_models_own(monkeypatch: pytest.MonkeyPatch, tied: bool) -> None:
     monkeypatch.setattr(model_module, "LOSS_CHUNK", 10)
     shape = LlamaShape("test", 32, 64, 16, 2, 64, 8, tied)
-    model = trained_model(shape, 16, CPU, torch.float32, seed=3)
+    model = Llama.make(shape, CPU, torch.float32, seed=3)
     assert sum(parameter.numel() for parameter in model.parameters()) == shape.parameters
-    tokens, targets = tiny_task().batches(0)[32]
+    tokens, targets = tiny_tasks(32)[0].batch(0)
     tokens, targets = tokens % 64, targets % 64
     model(tokens, targets).backward()
     own = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
@@ -301,13 +303,13 @@ def test_the_loss_in_chunks_is_the_models_own(monkeypatch: pytest.MonkeyPatch, t
 
 
 def test_weights_and_tokens_are_the_same_for_everybody() -> None:
-    task = tiny_task((32, 64))
-    first, second = (trained_model(task.shape, 16, CPU, torch.bfloat16, 0).state_dict() for _ in range(2))
+    (task,) = tiny_tasks(64)
+    first, second = (Llama.make(task.shape, CPU).state_dict() for _ in range(2))
     assert all(torch.equal(first[key], second[key]) for key in first)
     assert torch.get_default_dtype() == torch.float32
-    tokens, targets = task.batches(0)[64]
+    tokens, targets = task.batch(0)
     assert tokens.shape == targets.shape == (4, 16) and torch.equal(tokens[:, 1:], targets[:, :-1])
-    assert torch.equal(tokens, task.batches(0)[64][0]) and not torch.equal(tokens, task.batches(1)[64][0])
+    assert torch.equal(tokens, task.batch(0)[0]) and not torch.equal(tokens, task.batch(1)[0])
 
 
 # -- timelines ---------------------------------------------------------------------------------------------------
@@ -398,12 +400,12 @@ def test_contenders_are_recorded_in_turn(tmp_path: Path, monkeypatch: pytest.Mon
         path.write_text(json.dumps({"traceEvents": TRACE}))
 
     monkeypatch.setattr(timeline_module, "_trace", trace)
-    task = TimelineTask(CPU, 0, tiny_task().shape, 16, tmp_path, cases=(32,))
+    task = TimelineTask(CPU, 0, LlamaShape.near(60_000, 2), 16, tmp_path, case=32)
     entries = chosen_strategies("stream:optimizer_state.ring_mib=4", task)
     entries.append(Entry("absent", "absent", "peer", "", lambda task: 1 / 0))  # type: ignore[arg-type, return-value]
-    run = start(task, Effort(2, 1), Ranks(CPU), entries)
+    run = Run.of([task], Effort(2, 1), Ranks(CPU), entries)
     measure_all(run, lambda sentence: None)
-    recorded, absent = (row.cells[32] for row in run.rows)
+    recorded, absent = run.rows
     assert (recorded.note, absent.note) == (None, "ZeroDivisionError: division by zero")
     picture = recorded.seen["picture"]
     assert picture.name == "stream-optimizer_state.ring_mib=4-32-timeline.png"

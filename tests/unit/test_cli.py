@@ -102,7 +102,7 @@ def test_train_and_resume(file: Path, tmp_path: Path) -> None:
         (["--resume"], "holds no complete checkpoint; start without --resume"),
         (["--set", "optimizer.name=Adamm"], "optimizer.name is 'Adamm', did you mean"),
         (["--set", "strategy={cuda: resident}"], "a strategy for each of cpu, cuda is needed"),
-        (["--strategy", "fsdp2"], "needs a process per device; start it with: torchrun --nproc-per-node"),
+        (["--strategy", "fsdp2"], "in its environment; start it with: torchrun --nproc-per-node"),
     ],
 )
 def test_a_mistake_gets_one_sentence(file: Path, tmp_path: Path, arguments: list[str], message: str) -> None:

@@ -1,0 +1,48 @@
+"""DTensors, device meshes and process groups: the only folder below sharding/ that knows them.
+
+``groups`` has the process groups, ``tensors`` what a DTensor is on this rank, ``norms`` the reduction of a norm over
+meshes, ``replicas`` what ranks with the same part of the model send each other.
+"""
+
+from torch.distributed.tensor import DTensor
+
+from lightstep.distributed.groups import (
+    end_process_group,
+    form_role_group,
+    initialized,
+    make_mesh,
+    rank,
+    ranks_on_this_host,
+    role_group,
+    world_size,
+)
+from lightstep.distributed.norms import NormReduction
+from lightstep.distributed.replicas import Replicas
+from lightstep.distributed.tensors import (
+    differs_across_ranks,
+    is_sharded,
+    like,
+    local_gradient,
+    local_tensor,
+    mesh_ranks,
+)
+
+__all__ = [
+    "DTensor",
+    "NormReduction",
+    "Replicas",
+    "differs_across_ranks",
+    "end_process_group",
+    "form_role_group",
+    "initialized",
+    "is_sharded",
+    "like",
+    "local_gradient",
+    "local_tensor",
+    "make_mesh",
+    "mesh_ranks",
+    "rank",
+    "ranks_on_this_host",
+    "role_group",
+    "world_size",
+]

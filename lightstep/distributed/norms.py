@@ -1,0 +1,310 @@
+"""Partial norms, added up over the ranks that hold different parts of the parameters.
+
+One :class:`NormReduction` is planned from the parameters (never from which of them have gradients), so every rank
+issues the same collectives in the same order: one all-reduce over each mesh that shards something, one over all ranks
+for the overflow flag, and none where nothing is sharded. On one mesh it is the all-reduce that torch's own norm of
+DTensors makes, and another one where trainable parameters have no gradient on any rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from lightstep.distributed.groups import carries, initialized, made_group, role_ranks, world_group, world_size
+from lightstep.distributed.tensors import differs_across_ranks, is_slice, local_tensor, root_mesh
+
+
+class NormReduction:
+    """Adds partial norms over the ranks that hold different parts of the parameters.
+
+    Made once from the parameters (all ranks of a mesh at the same time, because process groups may be created);
+    then :meth:`total` and :meth:`total_and_overflow` create nothing and never wait for the device.
+
+    A plain tensor and a replicated DTensor are the same on all ranks and count once. A DTensor counts once on its own
+    mesh; slices of one mesh along the same dimension (``mesh["tp"]`` of a ``dp × tp`` mesh) hold copies of each other.
+    A DTensor on a mesh of its own that does not cover all ranks (experts), and any parameter that carries a true
+    attribute ``differs_across_ranks``, is a different one on the other ranks, and is added up over all of them. What
+    is taken for copies is compared once, in the first :meth:`refuse_unequal_copies`.
+
+    Args:
+        parameters: the optimizer's parameters, in one order on all ranks that share a mesh.
+        everywhere: whether the overflow flag is agreed upon by all ranks that work together. ``None``: if some
+            parameter is a DTensor on more than one rank.
+
+    Attributes:
+        device: where norms are added up.
+        as_torch: whether torch defines the norm of such parameters: plain tensors on one device, or DTensors of one
+            mesh with one dimension that shards. Then :meth:`over_shards` takes the place of :meth:`total`.
+        sharded: whether they are DTensors.
+        places: for each parameter the index of the partial sum that its gradient on this rank belongs to.
+        sums: how many partial sums there are: what is alike on all ranks, one for each mesh, what differs on all ranks,
+            and copies. A copy (of ranks that hold the same, all but the first) is looked at for overflow only.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], everywhere: bool | None = None) -> None:
+        meshes = _meshes(parameters)
+        self._taken_for_copies = [p for p in parameters if _on_a_slice(p)]
+        self._own_parts = any(differs_across_ranks(p) for p in parameters)
+        self.everywhere = (
+            initialized()
+            and world_size() > 1
+            and (any(mesh.size() > 1 for mesh in meshes.values()) if everywhere is None else everywhere)
+        )
+        self.device = _reduction_device(parameters)
+        reduced = {
+            key: mesh
+            for key, mesh in sorted(meshes.items())
+            if mesh.get_coordinate() is not None and any(_sharded_on(p, key) for p in parameters)
+        }
+        self._groups = [_group(key[0], mesh, self.device) for key, mesh in reduced.items()]
+        index = {key: number for number, key in enumerate(reduced, start=1)}
+        self.sums = len(reduced) + 3
+        self.places = [self._place(parameter, index) for parameter in parameters]
+        self.sharded = any(isinstance(parameter, DTensor) for parameter in parameters)
+        self.as_torch, self._shards = self._torchs_way(parameters)
+        self._world = world_group(self.device) if self.everywhere or self._own_parts else None
+
+    def _place(self, parameter: Tensor, index: dict[_MeshKey, int]) -> int:
+        own_part, copy = self.sums - 2, self.sums - 1
+        if differs_across_ranks(parameter):
+            return own_part if _first_copy(parameter) else copy
+        if not isinstance(parameter, DTensor) or parameter.device_mesh.get_coordinate() is None:
+            return 0
+        number = index.get(_mesh_key(parameter.device_mesh), 0)
+        return number if number == 0 or _first_copy(parameter) else copy
+
+    def _torchs_way(self, parameters: Sequence[Tensor]) -> tuple[bool, dist.ProcessGroup | None]:
+        """:attr:`as_torch`, and the ranks that hold different shards of one parameter."""
+        kinds = {
+            (_mesh_key(p.device_mesh), tuple(placed.is_replicate() for placed in p.placements))
+            if isinstance(p, DTensor)
+            else None
+            for p in parameters
+        }
+        devices = {local_tensor(parameter).device for parameter in parameters}
+        if self._own_parts or len(kinds) > 1 or len(devices) > 1:
+            return False, None
+        if not self.sharded:
+            return True, None
+        first = cast(DTensor, parameters[0])
+        mesh, placements = first.device_mesh, first.placements
+        dims = [d for d, placed in enumerate(placements) if not placed.is_replicate() and mesh.size(d) > 1]
+        if mesh.get_coordinate() is None or len(dims) > 1:
+            return False, None
+        if not dims:
+            return True, None
+        group = mesh.get_group(dims[0])
+        ranks = tuple(dist.get_process_group_ranks(group))
+        return True, group if carries(group, self.device) else made_group(ranks, self.device)
+
+    def over_shards(self, norms: Tensor, present: Sequence[bool], norm_type: float) -> Tensor:
+        """Norms of whole parameters from those of this rank's shards, as DTensor's ``_NormPartial`` reduces them.
+
+        1-dim, for each parameter that has a gradient on some rank. The last bits depend on how many are reduced
+        together, and torch reduces just these.
+
+        Args:
+            norms: 1-dim fp32, one for each gradient.
+            present: of each parameter that may have a gradient on some rank, whether it has one here.
+            norm_type: p, finite.
+        """
+        if self._shards is None:
+            return norms
+        powers = norms**norm_type
+        if all(present):
+            dist.all_reduce(powers, group=self._shards)
+        else:
+            powers = self._over_shards_of_some(powers, present)
+        return powers ** (1.0 / norm_type)
+
+    def _over_shards_of_some(self, powers: Tensor, present: Sequence[bool]) -> Tensor:
+        """Ranks that have all gradients take part in the first reduction only, and know so: nothing is missing then.
+
+        -0.0 stands for a gradient that is not here: the sum is -0.0 where it is missing on every rank. The host waits.
+        """
+        here = [number for number, found in enumerate(present) if found]
+        padded = powers.new_full((len(present),), -0.0)
+        padded[torch.tensor(here, dtype=torch.int64, device=padded.device)] = powers
+        reduced = padded.clone()
+        dist.all_reduce(reduced, group=self._shards)
+        missing = reduced.signbit() & (reduced == 0)
+        if not missing.any():
+            return reduced
+        reduced = padded[~missing]
+        if reduced.numel():
+            dist.all_reduce(reduced, group=self._shards)
+        return reduced
+
+    def largest_of_shards(self, largest: Tensor) -> Tensor:
+        """The same for ``p = inf``, from the 0-dim largest element of this rank's gradients."""
+        if self._shards is None:
+            return largest
+        # The largest of a NaN and a number is either one, depending on the backend.
+        largest = largest.nan_to_num(nan=math.inf, posinf=math.inf)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._shards)
+        return largest
+
+    def anywhere(self, overflow: Tensor) -> Tensor:
+        """0-dim fp32: 1 if it is true on any of the ranks that agree, else 0."""
+        flag = overflow.float()
+        if self._world is not None:
+            dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._world)
+        return flag
+
+    def refuse_unequal_copies(self) -> None:
+        """In the first call: compare what is taken for copies.
+
+        Raises:
+            ValueError: on all ranks: parameters on slices of a mesh are no copies of each other.
+        """
+        if self._taken_for_copies:
+            _refuse_unequal(self._taken_for_copies, self.device)
+            self._taken_for_copies = []
+
+    def total(self, sums: Sequence[Tensor], norm_type: float) -> Tensor:
+        """``sum_i |g_i| ** p`` over all ranks (the largest ``|g_i|`` for ``p = inf``), 0-dim fp64.
+
+        Args:
+            sums: this rank's partial sums, :attr:`sums` 0-dim fp64 tensors on :attr:`device`; consumed.
+            norm_type: p.
+        """
+        parts, own, _ = self._over_meshes(sums, norm_type)
+        if self._own_parts and self._world is not None:
+            dist.all_reduce(own, op=_operation(norm_type), group=self._world)
+        return _combined([*parts, own], norm_type)
+
+    def total_and_overflow(self, sums: Sequence[Tensor], norm_type: float) -> tuple[Tensor, Tensor]:
+        """:meth:`total`, and a 0-dim bool tensor: whether anything is not finite, the total included, on any rank."""
+        parts, own, copies = self._over_meshes(sums, norm_type)
+        overflow = ~_combined([*parts, own, copies], norm_type).isfinite()
+        if self._world is None:
+            return _combined([*parts, own], norm_type), overflow
+        everywhere = torch.stack([overflow.to(own.dtype), own])
+        dist.all_reduce(everywhere, op=_operation(norm_type), group=self._world)
+        return _combined([*parts, everywhere[1]], norm_type), everywhere[0] > 0
+
+    def _over_meshes(self, sums: Sequence[Tensor], norm_type: float) -> tuple[list[Tensor], Tensor, Tensor]:
+        """What this rank knows now in full, each mesh's sum among it; its part of what all ranks add up; its copies."""
+        if math.isinf(norm_type):  # the largest of a NaN and a number is either one, depending on the backend
+            sums = [part.nan_to_num(nan=math.inf, posinf=math.inf) for part in sums]
+        *parts, own, copies = sums
+        for part, group in zip(parts[1:], self._groups, strict=True):
+            dist.all_reduce(part, op=_operation(norm_type), group=group)
+        return parts, own, copies
+
+
+_MeshKey = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+def _mesh_key(mesh: DeviceMesh) -> _MeshKey:
+    """Ranks and shape: equal on all ranks of the mesh, and an order in which all of them reduce."""
+    return tuple(mesh.mesh.flatten().tolist()), tuple(mesh.mesh.shape)
+
+
+def _meshes(parameters: Sequence[Tensor]) -> dict[_MeshKey, DeviceMesh]:
+    found = {id(p.device_mesh): p.device_mesh for p in parameters if isinstance(p, DTensor)}
+    return {_mesh_key(mesh): mesh for mesh in found.values()}
+
+
+def _sharded_on(parameter: Tensor, key: _MeshKey) -> bool:
+    """Whether ranks of this mesh hold different parts of the parameter, to be added up over it."""
+    if not isinstance(parameter, DTensor) or _mesh_key(parameter.device_mesh) != key or differs_across_ranks(parameter):
+        return False
+    return any(size > 1 for size in _sharded_sizes(parameter))
+
+
+def _sharded_sizes(parameter: DTensor) -> list[int]:
+    if any(placement.is_partial() for placement in parameter.placements):
+        raise ValueError(
+            f"a parameter of shape {tuple(parameter.shape)} has placements {parameter.placements}; partial parameters "
+            "have no norm: redistribute it to Replicate() or Shard(dim) first"
+        )
+    mesh = parameter.device_mesh
+    return [mesh.size(dim) for dim, placement in enumerate(parameter.placements) if not placement.is_replicate()]
+
+
+def _first_copy(parameter: Tensor) -> bool:
+    """Whether this rank is the first of those that hold the same part of the parameter."""
+    if not isinstance(parameter, DTensor):
+        return True
+    coordinate = parameter.device_mesh.get_coordinate()
+    if coordinate is None:
+        return False
+    return all(
+        at == 0 for at, placement in zip(coordinate, parameter.placements, strict=True) if placement.is_replicate()
+    )
+
+
+def _on_a_slice(parameter: Tensor) -> bool:
+    """Whether ranks outside the parameter's mesh are taken to hold copies of it."""
+    if not isinstance(parameter, DTensor) or differs_across_ranks(parameter):
+        return False
+    return parameter.device_mesh.get_coordinate() is not None and is_slice(parameter.device_mesh)
+
+
+def _refuse_unequal(parameters: Sequence[Tensor], device: torch.device) -> None:
+    """One gathering of checksums over each root mesh; the host waits."""
+    by_root: dict[tuple[int, ...], list[DTensor]] = {}
+    for parameter in cast(Sequence[DTensor], parameters):
+        by_root.setdefault(tuple(root_mesh(parameter.device_mesh).mesh.flatten().tolist()), []).append(parameter)
+    for ranks, listed in sorted(by_root.items()):
+        group = _group(ranks, root_mesh(listed[0].device_mesh), device)
+        everybody: list[Any] = [None] * len(ranks)
+        dist.all_gather_object(everybody, _parts(listed), group=group)
+        first: dict[Any, tuple[int, int]] = {}
+        for at, parts in zip(dist.get_process_group_ranks(group), everybody, strict=True):
+            for place, (shape, checksum) in parts.items():
+                other, expected = first.setdefault(place, (at, checksum))
+                if checksum != expected:
+                    raise ValueError(
+                        f"a parameter of shape {shape} on a slice of a device mesh differs between ranks {other} and "
+                        f"{at}, which are taken to hold copies of it: if each slice has a parameter of its own (an "
+                        "expert), set parameter.differs_across_ranks = True on all ranks before the optimizer is "
+                        "built; else start from equal weights"
+                    )
+
+
+def _parts(parameters: Sequence[DTensor]) -> dict[Any, tuple[tuple[int, ...], int]]:
+    """Number, slice and place in it, by which copies find each other -> shape, and the sum of the local bits."""
+    sums = torch.stack([_bits(local_tensor(parameter)).sum(dtype=torch.int64) for parameter in parameters]).tolist()
+    meshes = [parameter.device_mesh for parameter in parameters]
+    places = [(i, mesh.mesh_dim_names, tuple(mesh.get_coordinate() or ())) for i, mesh in enumerate(meshes)]
+    shapes = [tuple(parameter.shape) for parameter in parameters]
+    return dict(zip(places, zip(shapes, sums, strict=True), strict=True))
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    return tensor.detach().contiguous().view(-1).view(integer)
+
+
+def _reduction_device(parameters: Sequence[Tensor]) -> torch.device:
+    """Where norms are added up: the accelerator if any parameter is there."""
+    devices = {local_tensor(p).device for p in parameters}
+    return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
+
+
+def _operation(norm_type: float) -> dist.ReduceOp.RedOpType:
+    return dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
+
+
+def _combined(parts: Sequence[Tensor], norm_type: float) -> Tensor:
+    stacked = torch.stack(list(parts))
+    return stacked.amax() if math.isinf(norm_type) else stacked.sum()
+
+
+def _group(ranks: tuple[int, ...], mesh: DeviceMesh, device: torch.device) -> dist.ProcessGroup:
+    """One group over all ranks of the mesh that can reduce tensors of this device."""
+    if ranks == role_ranks():
+        return world_group(device)
+    if mesh.ndim == 1 and carries(mesh.get_group(), device):
+        return mesh.get_group()
+    return made_group(ranks, device)

@@ -1,0 +1,114 @@
+"""DTensors as their local parts, and back."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+from lightstep.distributed.groups import initialized, rank, world_size
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether this is a DTensor (which may still be replicated)."""
+    return isinstance(tensor, DTensor)
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """This rank's part of a DTensor, sharing its storage and outside autograd; any other tensor as it is."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    if torch.is_grad_enabled():
+        with torch.no_grad():
+            return local_tensor(tensor)
+    local = _arrived(tensor.to_local())
+    return local.detach() if local.requires_grad else local
+
+
+def mesh_ranks(tensor: Tensor) -> tuple[int, ...]:
+    """The ranks that hold a DTensor together; this process alone for a plain tensor."""
+    return tuple(tensor.device_mesh.mesh.flatten().tolist()) if isinstance(tensor, DTensor) else (rank(),)
+
+
+def like(parameter: Tensor, local: Tensor) -> Tensor:
+    """``local`` as a DTensor placed like ``parameter`` (global shape and stride too); itself for a plain parameter.
+
+    Nothing is sent or copied, and shards may be uneven or empty. State of GPU shards may lie on the host.
+    """
+    if not isinstance(parameter, DTensor):
+        return local
+    if local.device.type != parameter.device_mesh.device_type:
+        return _on_another_device(parameter, local)
+    return DTensor.from_local(
+        local,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.size(),
+        stride=parameter.stride(),
+    )
+
+
+def _on_another_device(parameter: DTensor, local: Tensor) -> DTensor:
+    """What FSDP2 makes for offloaded shards; ``from_local`` would copy the tensor to the mesh's device."""
+    meta = TensorMeta(parameter.size(), parameter.stride(), local.dtype)
+    spec = DTensorSpec(parameter.device_mesh, tuple(parameter.placements), tensor_meta=meta)
+    return DTensor(local, spec, requires_grad=False)
+
+
+def local_gradient(parameter: Tensor, dtype: torch.dtype | None = None) -> Tensor | None:
+    """``parameter.grad`` as the plain tensor that belongs to ``local_tensor(parameter)``.
+
+    A gradient that is not placed like its parameter is brought there first: a partial one (tensor parallel norms and
+    biases) is summed over its mesh, in ``dtype`` when that is given, so that nothing is rounded on the way.
+    """
+    if not isinstance(parameter.grad, DTensor):
+        return None if parameter.grad is None else parameter.grad.detach()
+    if isinstance(parameter, DTensor) and _same_placements(parameter.grad, parameter):
+        return local_tensor(parameter.grad)
+    gradient = cast(DTensor, parameter.grad.detach())
+    if isinstance(parameter, DTensor):
+        if dtype is not None and any(placement.is_partial() for placement in gradient.placements):
+            gradient = cast(DTensor, gradient.to(dtype))
+        gradient = gradient.redistribute(parameter.device_mesh, parameter.placements)
+    else:
+        gradient = gradient.redistribute(placements=[Replicate()] * gradient.device_mesh.ndim)
+    return local_tensor(gradient)
+
+
+def _same_placements(gradient: DTensor, parameter: DTensor) -> bool:
+    return gradient.device_mesh == parameter.device_mesh and tuple(gradient.placements) == tuple(parameter.placements)
+
+
+def _arrived(tensor: Tensor) -> Tensor:
+    """The tensor itself, waited for when a functional collective is still filling it."""
+    return (
+        torch.ops._c10d_functional.wait_tensor(tensor.elem)
+        if hasattr(tensor, "elem") and hasattr(tensor, "wait")
+        else tensor
+    )
+
+
+def differs_across_ranks(parameter: Tensor) -> bool:
+    """Whether ranks outside the parameter's mesh (other ranks, of a plain one) hold other parameters in its place."""
+    if not initialized() or world_size() == 1:
+        return False
+    if getattr(parameter, "differs_across_ranks", False):
+        return True
+    if not isinstance(parameter, DTensor) or parameter.device_mesh.size() >= world_size():
+        return False
+    return not is_slice(parameter.device_mesh)
+
+
+def is_slice(mesh: DeviceMesh) -> bool:
+    """Whether the mesh was cut out of a larger one. DeviceMesh has no public word for it."""
+    return root_mesh(mesh) is not mesh and root_mesh(mesh).size() > mesh.size()
+
+
+def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    root: DeviceMesh = getattr(mesh, "_get_root_mesh", lambda: mesh)()
+    return root
