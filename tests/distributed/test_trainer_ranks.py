@@ -189,7 +189,7 @@ def test_torchrun_reports_once_and_passes_a_signal_on(values: dict[str, Any], tm
             if "step 1/" in line:
                 break
         process.send_signal(signal.SIGTERM)
-        said, errors = process.communicate(timeout=60)
+        said, errors = process.communicate(timeout=240)
     said = "".join(lines) + said
     assert process.returncode == 1, "torchrun's own"
     found = re.findall(r"SIGTERM: stopped after step (\d+); continue from \S*checkpoint-\1 with --resume", said)

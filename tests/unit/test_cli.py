@@ -203,7 +203,7 @@ def test_a_signal_saves_and_exits(file: Path, tmp_path: Path) -> None:
         assert process.stdout is not None
         assert any("step 1/" in line for line in process.stdout)
         process.send_signal(signal.SIGINT)
-        said, errors = process.communicate(timeout=60)
+        said, errors = process.communicate(timeout=240)
     assert process.returncode == 128 + signal.SIGINT and errors == ""
     found = re.search(r"SIGINT: stopped after step (\d+); continue from .*checkpoint-\1 with --resume", said)
     assert found and (tmp_path / "runs/train" / f"checkpoint-{found[1]}" / "lightstep.json").is_file()
