@@ -9,6 +9,7 @@ down with it, and the next check gets a new one. Tensors are pickled as bytes: n
 from __future__ import annotations
 
 import datetime
+import gc
 import importlib
 import multiprocessing
 import os
@@ -129,6 +130,7 @@ def _answer(pipe: Connection) -> tuple[bool, Any]:
 def _serve(pipe: Connection) -> None:
     """A rank process: check after check until the pipe closes."""
     torch.set_num_threads(1)
+    gc.freeze()  # what was imported before the fork is collected by nobody
     while True:
         try:
             rank, module, name, world_size, port, meeting_place, arguments = pickle.loads(pipe.recv_bytes())

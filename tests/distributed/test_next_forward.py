@@ -7,6 +7,7 @@ import gc
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -197,7 +198,7 @@ def check_deferred(
 def test_slow_lanes(pool: Pool, layout: str, precision: str) -> None:
     world_size, sharding = LAYOUTS[layout]
     settings = {"sharding": sharding, "precision": PRECISIONS[precision], "compute": "parameters"}
-    pool.run(check_same_bits, world_size, **settings, seeds=[1, 2])
+    pool.run(check_same_bits, world_size, **settings, seeds=[1, 2] if layout == "fsdp2" else [2])
 
 
 @pytest.mark.parametrize("layout", ["fsdp2", "fsdp2-kept-gathered", "copies"])
@@ -322,6 +323,7 @@ class Deep(TinyTransformer):
         self.blocks = nn.ModuleList(Block(7) for _ in range(NextForward.at_once + 10))
 
 
+@mock.patch.multiple(NextForward, at_once=4, ahead=2)
 def check_one_alone(rank: int, world_size: int, sharding: dict[str, Any], does: str) -> None:
     """What one rank does by itself waits for no work of others that nobody has begun."""
     runs = [Training(rank, world_size, {"sharding": sharding, "optimizer_state": s}, Deep) for s in ({}, DEFERRED)]

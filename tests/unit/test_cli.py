@@ -26,6 +26,7 @@ from lightstep.trainer.config import load_config
 from lightstep.trainer.cost import cost
 from lightstep.trainer.interrupt import Interrupt
 from lightstep.trainer.logs import TRAINING, read_scalars
+from tests.python import python
 from tests.unit.test_trainer import MODEL, _assert_same, _fails_after
 
 ROOT = Path(lightstep.__file__).resolve().parents[1]
@@ -289,7 +290,7 @@ def test_help_imports_no_more_than_the_package() -> None:
         "except SystemExit as done: assert not done.code\n"
         "assert not {'transformers', 'matplotlib', 'tensorboard', 'lightstep.bench'} & set(sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = python("-c", script, cwd=ROOT)
     assert (done.returncode, done.stderr) == (0, "") and "--resume" in done.stdout
 
 

@@ -392,9 +392,9 @@ def test_the_division_into_units_changes_nothing(
 @backends
 def test_a_long_run(backend: str) -> None:
     pair = Pair(
-        *TWO_GROUPS["AdamW"], backend=backend, max_norm=MAX_NORM, overflow_at=range(50, 300, 37), intermittent=True
+        *TWO_GROUPS["AdamW"], backend=backend, max_norm=MAX_NORM, overflow_at=range(30, 150, 37), intermittent=True
     )
-    pair.train(300)
+    pair.train(150)
 
 
 @backends

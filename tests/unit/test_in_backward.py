@@ -65,10 +65,10 @@ def small_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("clipping", CLIPPING)
 @pytest.mark.parametrize("parameters", SCALES)
-def test_random_delays_in_every_lane_over_two_hundred_seeds(parameters: str, clipping: str) -> None:
+def test_random_delays_in_every_lane(parameters: str, clipping: str) -> None:
     expected = Training({"backend": "resident"}, parameters, clipping=clipping)
     losses, wanted = expected.train(4), expected.snapshot()
-    for seed in range(34):
+    for seed in range(9):
         tested = Training(in_backward("stream" if seed % 3 else "partly resident"), parameters, clipping=clipping)
         found = tested.train(1)
         tested.delays(seed)

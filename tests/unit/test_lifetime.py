@@ -24,7 +24,7 @@ from tests.unit.test_stream import random_delays
 EVERY = {**EVERY_TIME, **IN_BACKWARD}
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="module")
 def no_cyclic_collector() -> Iterator[None]:
     torch.optim.SGD([torch.ones(1)])  # torch's first one imports torch._dynamo, and failures in there keep their frames
     gc.collect()
