@@ -345,7 +345,7 @@ BETWEEN = [
 def test_whatever_happens_between_steps(between: Callable[[Training], Any], parameters: str) -> None:
     expected = Training({"backend": "resident"}, parameters, Skipping)
     wanted = run(expected, None, 5, between)
-    for seed in range(3):
+    for seed in range(2):
         tested = Training(OVERLAP, parameters, Skipping)
         assert run(tested, seed, 5, between) == wanted, seed
         assert_same(tested.snapshot(), expected.snapshot())
