@@ -39,7 +39,6 @@ _MARKED = re.compile(
 )
 
 _processes = multiprocessing.get_context("forkserver")
-_processes.set_forkserver_preload(["torch", "lightstep", "transformers.models.llama.modeling_llama", __name__])
 
 
 @dataclass

@@ -33,9 +33,6 @@ TIMEOUT = datetime.timedelta(seconds=60)
 CHECK_SECONDS = 150.0
 """Of one whole check, the start of its processes included."""
 
-_IMPORTED_ONCE = ["torch.distributed.fsdp", "torch.distributed.checkpoint", "transformers", "lightstep"]
-"""By the process that ranks are forked from. GPUs cannot be used after a fork: with those each rank imports them."""
-
 
 class Pool:
     """Rank processes, started when first needed.
@@ -95,7 +92,6 @@ class Pool:
 
     def _grow(self, world_size: int, gpus: bool) -> None:
         context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
-        context.set_forkserver_preload(_IMPORTED_ONCE)
         while len(self._pipes[gpus]) < world_size:
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(theirs,), daemon=True)
