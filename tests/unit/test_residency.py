@@ -209,7 +209,7 @@ class Interrupted(in_backward.Training):
 def test_updates_in_backward_while_sizes_change() -> None:
     expected = Interrupted({"backend": "resident"}, make=Skipping)
     losses, wanted = expected.train(9), expected.snapshot()
-    for seed in range(6):
+    for seed in range(3):
         tested = Interrupted({**STREAM, "update": "in_backward", "resident_gib": SIZES[seed % 3]}, make=Skipping)
         found = tested.train(1)
         tested.delays(seed)
