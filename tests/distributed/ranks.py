@@ -27,10 +27,10 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-TIMEOUT = datetime.timedelta(seconds=60)
+TIMEOUT = datetime.timedelta(seconds=120)
 """Of one collective. A rank that waits longer for the others fails."""
 
-CHECK_SECONDS = 150.0
+CHECK_SECONDS = 280.0
 """Of one whole check, the start of its processes included."""
 
 
