@@ -29,14 +29,14 @@ def python(
     The variables that the interpreter reads when it starts have no effect, but for ``PYTHONPATH``.
     """
     with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "stdin").write_text(stdin)
+        Path(folder, "stdin").write_text(stdin, encoding="utf-8")
         where = {"cwd": str(cwd), "env": dict(os.environ if env is None else env), "folder": folder}
         server = _server()
         assert server.stdin is not None and server.stdout is not None
         server.stdin.write(json.dumps({"arguments": arguments, **where}) + "\n")
         server.stdin.flush()
         status = int(server.stdout.readline())
-        said = [Path(folder, name).read_text() for name in STREAMS[1:]]
+        said = [Path(folder, name).read_text(encoding="utf-8") for name in STREAMS[1:]]
     return subprocess.CompletedProcess(arguments, status, *said)
 
 
