@@ -11,6 +11,11 @@ TESTS      ?=
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
+# Of what is installed a tenth is imported: python compiles that when it first is. And pip run by root fails to build
+# packages when it cannot write to its cache, where other users are just warned.
+CACHE := $${XDG_CACHE_HOME:-$$HOME/.cache}/pip
+PIP_INSTALL = $(PIP) install --no-compile \
+	$$({ mkdir -p "$(CACHE)" && test -w "$(CACHE)"; } 2>/dev/null || echo --no-cache-dir)
 
 .DEFAULT_GOAL := help
 .PHONY: help venv train test lint format types docs bench clean
@@ -25,7 +30,7 @@ venv: $(VENV)/.dev $(VENV)/.docs
 # documentation. Renewed when what is installed changes; otherwise the environment is used as it stands.
 $(VENV)/.%: setup.cfg pyproject.toml constraints.txt | $(BIN)/python
 	@echo "installing what '$*' needs into $(VENV)"
-	@$(PIP) install --constraint constraints.txt --editable '.[$*]'
+	@$(PIP_INSTALL) --constraint constraints.txt --editable '.[$*]'
 	@touch $@
 
 $(BIN)/python:

@@ -9,8 +9,6 @@ import functools
 import gc
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -30,6 +28,7 @@ from tests.distributed.deepspeed_reference import DeepSpeedLoop
 from tests.distributed.deepspeed_runs import number_anew, trainable
 from tests.distributed.models import TinyTransformer, loss_of
 from tests.distributed.ranks import Pool
+from tests.python import python
 
 HALF = {
     "bfloat16": "none",
@@ -422,12 +421,10 @@ strategy.close()
 """
 
 
-def test_a_function_is_called_before_transformers_is_imported() -> None:
+def test_a_function_is_called_before_transformers_is_imported(tmp_path: Path) -> None:
     """Importing it makes modules, which are no part of the model."""
     world = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    found = subprocess.run(
-        [sys.executable, "-c", _BEFORE_TRANSFORMERS], env=os.environ | world, capture_output=True, text=True
-    )
+    found = python("-c", _BEFORE_TRANSFORMERS, cwd=tmp_path, env=os.environ | world)
     assert found.returncode == 0, found.stderr
 
 

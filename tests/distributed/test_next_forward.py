@@ -7,6 +7,7 @@ import gc
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -197,7 +198,7 @@ def check_deferred(
 def test_slow_lanes(pool: Pool, layout: str, precision: str) -> None:
     world_size, sharding = LAYOUTS[layout]
     settings = {"sharding": sharding, "precision": PRECISIONS[precision], "compute": "parameters"}
-    pool.run(check_same_bits, world_size, **settings, seeds=[1, 2])
+    pool.run(check_same_bits, world_size, **settings, seeds=[1, 2] if layout == "fsdp2" else [2])
 
 
 @pytest.mark.parametrize("layout", ["fsdp2", "fsdp2-kept-gathered", "copies"])
@@ -297,15 +298,14 @@ def check_two_optimizers(rank: int, world_size: int, sharding: dict[str, Any]) -
     values = {"sharding": sharding, "clipping": CLIPPING}
     expected = Training(rank, world_size, values)
     losses = [expected.step() for _ in range(6)]
-    for seed in (1, 2):
-        pair = [Training(rank, world_size, {**values, "optimizer_state": DEFERRED}) for _ in range(2)]
-        found = [[training.step() for training in pair]]
-        for number, training in enumerate(pair):
-            training.delay(100 * seed + world_size * number + rank, 5e-3)
-        found += [[training.step() for training in pair] for _ in range(5)]
-        assert [list(each) for each in zip(*found, strict=True)] == [losses, losses]
-        for training in pair:
-            training.optimizer.close()
+    pair = [Training(rank, world_size, {**values, "optimizer_state": DEFERRED}) for _ in range(2)]
+    found = [[training.step() for training in pair]]
+    for number, training in enumerate(pair):
+        training.delay(100 + world_size * number + rank, 5e-3)
+    found += [[training.step() for training in pair] for _ in range(5)]
+    assert [list(each) for each in zip(*found, strict=True)] == [losses, losses]
+    for training in pair:
+        training.optimizer.close()
 
 
 @pytest.mark.parametrize("layout", ["ddp", "hsdp"])
@@ -322,6 +322,7 @@ class Deep(TinyTransformer):
         self.blocks = nn.ModuleList(Block(7) for _ in range(NextForward.at_once + 10))
 
 
+@mock.patch.multiple(NextForward, at_once=4, ahead=2)
 def check_one_alone(rank: int, world_size: int, sharding: dict[str, Any], does: str) -> None:
     """What one rank does by itself waits for no work of others that nobody has begun."""
     runs = [Training(rank, world_size, {"sharding": sharding, "optimizer_state": s}, Deep) for s in ({}, DEFERRED)]

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import time
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from tests.distributed.models import TinyTransformer
-from tests.distributed.ranks import TIMEOUT, Pool
+from tests.distributed.ranks import Pool
 from tests.distributed.sharding_runs import DDP, FSDP2, load, train
 
 
@@ -46,12 +44,11 @@ def check_dying_rank(rank: int, world_size: int, folder: str, sharding: dict[str
     train(strategy, model, optimizer, steps=1)
     if rank == world_size - 1:
         os._exit(1)
-    began = time.monotonic()
     try:
         train(strategy, model, optimizer, steps=1)
         strategy.save_checkpoint(Path(folder, "after"), model, optimizer)
     except Exception as error:
-        Path(folder, f"{rank}.json").write_text(json.dumps([type(error).__name__, time.monotonic() - began]))
+        Path(folder, f"{rank}.txt").write_text(f"{type(error).__name__}: {error}")
         raise
 
 
@@ -61,5 +58,5 @@ def test_a_rank_that_dies_ends_the_others(pool: Pool, tmp_path: Path, sharding: 
         pool.run(check_dying_rank, 2, folder=str(tmp_path), sharding=sharding)
     assert not (tmp_path / "after").exists()
     if torch.cuda.device_count() < 2:  # nccl's watchdog ends the process itself
-        _, seconds = json.loads((tmp_path / "0.json").read_text())
-        assert seconds < TIMEOUT.total_seconds()
+        told = (tmp_path / "0.txt").read_text()
+        assert "onnection" in told and "imed out" not in told, told

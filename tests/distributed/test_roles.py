@@ -8,7 +8,6 @@ import json
 import os
 import signal
 import sys
-import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -392,10 +391,9 @@ def check_failures(rank: int, world_size: int) -> None:
     strategy.publish_weights(model)
     train(strategy, model, optimizer, 1)
     dist.barrier()
-    began = time.monotonic()
     with pytest.raises(WeightTransferError, match="did not answer within 1 s") as failure:
         impatient.publish_weights(model)
-    assert failure.value.ranks == (0,) and time.monotonic() - began < TIMEOUT
+    assert failure.value.ranks == (0,)
     train(strategy, model, optimizer, 1, first=1)
     dist.barrier()
     impatient.close()
@@ -425,17 +423,15 @@ def check_death(rank: int, world_size: int, folder: str) -> None:
     train(strategy, model, optimizer, 1)
     strategy.publish_weights(model)
     train(strategy, model, optimizer, 1, first=1)
-    began = time.monotonic()
     with pytest.raises(WeightTransferError, match="rank 2 died or hangs") as failure:
         strategy.publish_weights(model)
-    seconds = time.monotonic() - began
     strategy.drop_rollout_workers(failure.value.ranks)
     train(strategy, model, optimizer, 1, first=2)
     version = strategy.publish_weights(model)
     train(strategy, twin, twin_optimizer, 3)
     same = all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), twin.state_dict().values(), strict=True))
     strategy.save_checkpoint(Path(folder, "after"), model, optimizer)
-    report = {"ranks": failure.value.ranks, "seconds": seconds, "version": version, "same": same}
+    report = {"ranks": failure.value.ranks, "version": version, "same": same}
     Path(folder, "trainer.json").write_text(json.dumps(report))
 
 
@@ -457,8 +453,7 @@ def test_a_worker_that_dies_costs_the_trainer_an_error_and_nothing_else(tmp_path
     with pytest.raises(AssertionError, match="the process ended"):
         own.run(check_death, 3, folder=str(tmp_path))
     trainer = json.loads((tmp_path / "trainer.json").read_text())
-    assert trainer["seconds"] < TIMEOUT + 5
-    assert trainer == {**trainer, "ranks": [2], "version": 2, "same": True}
+    assert trainer == {"ranks": [2], "version": 2, "same": True}
     survivor = json.loads((tmp_path / "survivor.json").read_text())
     assert survivor == {**survivor, "version": 2}
     assert (tmp_path / "after").is_dir()

@@ -98,7 +98,7 @@ def _contents(checkpoint: Path) -> dict[str, str]:
     }
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "hsdp", "ddp-stream", "fsdp2-stream"])
+@pytest.mark.parametrize("strategy", ["ddp", "hsdp", "fsdp2-stream"])
 def test_a_resumed_run_equals_an_uninterrupted_one(
     pool: Pool, values: dict[str, Any], tmp_path: Path, strategy: str
 ) -> None:
@@ -189,7 +189,7 @@ def test_torchrun_reports_once_and_passes_a_signal_on(values: dict[str, Any], tm
             if "step 1/" in line:
                 break
         process.send_signal(signal.SIGTERM)
-        said, errors = process.communicate(timeout=60)
+        said, errors = process.communicate(timeout=240)
     said = "".join(lines) + said
     assert process.returncode == 1, "torchrun's own"
     found = re.findall(r"SIGTERM: stopped after step (\d+); continue from \S*checkpoint-\1 with --resume", said)

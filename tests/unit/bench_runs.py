@@ -1,17 +1,16 @@
-"""`lightstep bench` as tests run it: in this process, and on two ranks that torchrun starts."""
+"""`lightstep bench` as tests run it: in this process, and on two ranks."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+import tempfile
 from pathlib import Path
 
 from typer.testing import CliRunner, Result
 
 from lightstep.cli import app
+from tests.snippets import Script, run_script
 
-CHECKOUT = Path(__file__).resolve().parents[2]
+COMMAND = "from lightstep.__main__ import main; main()"
 
 
 def run_bench(*arguments: str) -> Result:
@@ -20,15 +19,8 @@ def run_bench(*arguments: str) -> Result:
 
 def bench_on_two_ranks(*arguments: str) -> str:
     """What the two ranks print."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*torchrun, "-m", "lightstep", "bench", *arguments],
-        cwd=CHECKOUT,
-        env={**os.environ, "PYTHONPATH": str(CHECKOUT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    with tempfile.TemporaryDirectory() as folder:
+        script = Script(Path("bench"), 1, "python", 2, [COMMAND], ("bench", *arguments))
+        status, output = run_script(script, Path(folder))
+    assert status == 0, output
+    return output

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import ast
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import lightstep
+from tests.python import python
 
 PACKAGE = Path(lightstep.__file__).resolve().parent
 
@@ -163,11 +162,6 @@ assert not torch.distributed.is_initialized(), "a process group was started"
 
 @pytest.mark.parametrize("everything", [False, True], ids=["lightstep", "every module"])
 def test_importing_touches_no_device_and_prints_nothing(everything: bool) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", IMPORT_WITHOUT_DEVICES % {"everything": everything, "optional": OPTIONAL_LIBRARIES}],
-        cwd=PACKAGE.parent,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    code = IMPORT_WITHOUT_DEVICES % {"everything": everything, "optional": OPTIONAL_LIBRARIES}
+    done = python("-c", code, cwd=PACKAGE.parent)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

@@ -26,6 +26,7 @@ from lightstep.trainer.config import load_config
 from lightstep.trainer.cost import cost
 from lightstep.trainer.interrupt import Interrupt
 from lightstep.trainer.logs import TRAINING, read_scalars
+from tests.python import python
 from tests.unit.test_trainer import MODEL, _assert_same, _fails_after
 
 ROOT = Path(lightstep.__file__).resolve().parents[1]
@@ -203,7 +204,7 @@ def test_a_signal_saves_and_exits(file: Path, tmp_path: Path) -> None:
         assert process.stdout is not None
         assert any("step 1/" in line for line in process.stdout)
         process.send_signal(signal.SIGINT)
-        said, errors = process.communicate(timeout=60)
+        said, errors = process.communicate(timeout=240)
     assert process.returncode == 128 + signal.SIGINT and errors == ""
     found = re.search(r"SIGINT: stopped after step (\d+); continue from .*checkpoint-\1 with --resume", said)
     assert found and (tmp_path / "runs/train" / f"checkpoint-{found[1]}" / "lightstep.json").is_file()
@@ -289,7 +290,7 @@ def test_help_imports_no_more_than_the_package() -> None:
         "except SystemExit as done: assert not done.code\n"
         "assert not {'transformers', 'matplotlib', 'tensorboard', 'lightstep.bench'} & set(sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = python("-c", script, cwd=ROOT)
     assert (done.returncode, done.stderr) == (0, "") and "--resume" in done.stdout
 
 

@@ -14,6 +14,7 @@ import pytest
 
 import lightstep
 from lightstep.extras import LIBRARIES, MissingLibraryError, needs
+from tests.python import python
 
 CHECKOUT = Path(lightstep.__file__).resolve().parents[1]
 OPTIONAL = sorted({library for libraries in LIBRARIES.values() for library in libraries})
@@ -45,20 +46,19 @@ loader = [[{"input_ids": part, "labels": part} for part in parts] for parts in t
 
 
 def _python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", code, *arguments], cwd=CHECKOUT, capture_output=True, text=True, check=False
-    )
+    return python("-c", code, *arguments, cwd=CHECKOUT)
 
 
 def test_importing_lightstep_brings_nothing_along() -> None:
     """And its strategies none of the libraries and compilers that they can do without."""
     heavy = ["torch._dynamo", "torch._inductor", *OPTIONAL]
-    done = _python(
+    code = (
         f"import sys, torch; before = set(sys.modules); heavy = {heavy!r}; import lightstep\n"
         "assert set(sys.modules) - before == {'lightstep'}, set(sys.modules) - before\n"
         "lightstep.Strategy.load('stream')\n"
         "assert not set(heavy) & (set(sys.modules) - before), set(heavy) & set(sys.modules)"
     )
+    done = subprocess.run([sys.executable, "-c", code], cwd=CHECKOUT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import gc
 import mmap
-import os
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 
@@ -15,6 +12,7 @@ import torch
 
 from lightstep.state import host_memory
 from lightstep.state.host_memory import CHECK_VARIABLE, HostMemoryError, HostSlab, available_bytes, require
+from tests.python import python
 
 GIB = 1 << 30
 
@@ -167,11 +165,8 @@ def test_a_slab_left_open_is_unlocked_at_exit() -> None:
         "slab = h.HostSlab(1, device='cuda')\n"
     )
     root = Path(host_memory.__file__).parents[2]
-    environment = {**os.environ, "PYTHONPATH": str(root)}
-    output = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True, timeout=120
-    )
-    assert output.stdout.split() == ["unlocked"]
+    output = python("-c", code, cwd=root)
+    assert output.stdout.split() == ["unlocked"], output.stderr
 
 
 # ---- the up-front check

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from lightstep.state import units as units_module
+from tests.covering import every_pair
 from tests.reference.lion import Lion
 from tests.reference.pair import BACKENDS, DTYPES, EVERY_TIME, IN_BACKWARD, TWO_GROUPS, Pair
 
@@ -15,7 +16,6 @@ CONSTANT = {"kind": "constant", "scale": 256.0}
 
 kinds = pytest.mark.parametrize("kind", list(IN_BACKWARD))
 dtypes = pytest.mark.parametrize("parameters", list(DTYPES))
-optimizers = pytest.mark.parametrize("name", list(TWO_GROUPS))
 
 
 @pytest.fixture(autouse=True)
@@ -28,10 +28,7 @@ def scale_for(parameters: str) -> Any:
     return CONSTANT if parameters == "float16" else "none"
 
 
-@kinds
-@dtypes
-@optimizers
-@pytest.mark.parametrize(("micro_batches", "max_norm"), [(1, 0.1), (3, None)])
+@every_pair(name=TWO_GROUPS, parameters=DTYPES, kind=IN_BACKWARD, micro_batches=[1, 3], max_norm=[0.1, None])
 def test_equal_to_the_textbook_loop(
     name: str, parameters: str, kind: str, micro_batches: int, max_norm: float | None
 ) -> None:
@@ -56,9 +53,8 @@ def test_equal_to_the_textbook_loop(
     pair.train(5)
 
 
-@kinds
-@dtypes
 @pytest.mark.parametrize(("scale", "max_norm"), [(256.0, 0.1), (1000.0, None)])
+@every_pair(parameters=DTYPES, kind=IN_BACKWARD)
 def test_constant_loss_scales(scale: float, max_norm: float | None, parameters: str, kind: str) -> None:
     """Under a scale that is no power of two the last bit of a layer's norm is the order of its additions."""
     pair = Pair(

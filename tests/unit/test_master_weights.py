@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.reference.pair import BACKENDS, TWO_GROUPS, Pair, same, scale_for
+from tests.covering import every_pair
+from tests.reference.pair import BACKENDS, DTYPES, TWO_GROUPS, Pair, same, scale_for
 
 
 def by_load_state_dict(model: nn.Module, name: str, new: Tensor) -> None:
@@ -29,11 +30,10 @@ def by_data_swap(model: nn.Module, name: str, new: Tensor) -> None:
 
 
 EDITS = [by_load_state_dict, by_copy, by_data_copy, by_data_swap]
+LOW = ["bfloat16", "float16"]
 
 backends = pytest.mark.parametrize("backend", list(BACKENDS))
-low = pytest.mark.parametrize("parameters", ["bfloat16", "float16"])
-every_dtype = pytest.mark.parametrize("parameters", ["bfloat16", "float16", "float32"])
-edits = pytest.mark.parametrize("edit", EDITS)
+low = pytest.mark.parametrize("parameters", LOW)
 
 
 def build(parameters: str, backend: str, name: str = "AdamW") -> Pair:
@@ -60,10 +60,7 @@ def edit_both(pair: Pair, name: str, edit: Callable[[nn.Module, str, Tensor], No
     assert torch.equal(pair.model.get_parameter(name), new)
 
 
-@backends
-@every_dtype
-@edits
-@pytest.mark.parametrize("before", [0, 5], ids=["before the first step", "in the middle"])
+@every_pair(before=[0, 5], edit=EDITS, parameters=DTYPES, backend=BACKENDS)
 def test_an_edit_is_adopted(
     before: int, edit: Callable[[nn.Module, str, Tensor], None], parameters: str, backend: str
 ) -> None:
@@ -76,9 +73,7 @@ def test_an_edit_is_adopted(
     pair.train(3)
 
 
-@backends
-@low
-@edits
+@every_pair(edit=EDITS, parameters=LOW, backend=BACKENDS)
 def test_the_whole_model_is_loaded_after_the_optimizer_was_built(
     edit: Callable[[nn.Module, str, Tensor], None], parameters: str, backend: str
 ) -> None:
@@ -88,9 +83,7 @@ def test_the_whole_model_is_loaded_after_the_optimizer_was_built(
     pair.train(5)
 
 
-@backends
-@low
-@edits
+@every_pair(edit=EDITS, parameters=LOW, backend=BACKENDS)
 def test_a_layer_without_gradients_keeps_the_edit(
     edit: Callable[[nn.Module, str, Tensor], None], parameters: str, backend: str
 ) -> None:

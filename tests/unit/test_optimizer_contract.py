@@ -23,6 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 import lightstep
 from lightstep.state.resident import ResidentBackend
+from tests.covering import every_pair
 from tests.reference.pair import (
     BACKENDS,
     DTYPES,
@@ -124,10 +125,7 @@ def test_a_step_without_gradients_moves_nothing(parameters: str, backend: str) -
     pair.train(3)
 
 
-@backends
-@dtypes
-@pytest.mark.parametrize("reduce", ["float32", "parameters"])
-@pytest.mark.parametrize("set_to_none", [True, False])
+@every_pair(set_to_none=[True, False], reduce=["float32", "parameters"], parameters=DTYPES, backend=BACKENDS)
 def test_zero_grad_forgets_what_was_added_up(set_to_none: bool, reduce: str, parameters: str, backend: str) -> None:
     pair = build(parameters, backend, reduce=reduce)
     pair.train(2)
@@ -253,9 +251,7 @@ def scheduled(optimizer: Any, model: nn.Module, make: Callable[[Optimizer], Any]
     return history, [str(warning.message) for warning in caught]
 
 
-@backends
-@pytest.mark.parametrize("name", ["AdamW", "SGD-momentum"])
-@pytest.mark.parametrize("scheduler", list(SCHEDULERS))
+@every_pair(scheduler=SCHEDULERS, name=["AdamW", "SGD-momentum"], backend=BACKENDS)
 def test_schedulers_do_what_they_do_on_plain_torch(scheduler: str, name: str, backend: str) -> None:
     pair = build(backend=backend, name=name)
     plain_model = copy.deepcopy(pair.model)
@@ -376,10 +372,7 @@ def test_state_dict_hooks(backend: str) -> None:
 # -- groups, copies, closures, rates ----------------------------------------------------------------------------------
 
 
-@backends
-@dtypes
-@optimizers
-@pytest.mark.parametrize("before", [0, 4])
+@every_pair(before=[0, 4], name=TWO_GROUPS, parameters=DTYPES, backend=BACKENDS)
 def test_add_param_group(before: int, name: str, parameters: str, backend: str) -> None:
     if name == "Adagrad" and torch.__version__.startswith("2.11."):
         pytest.skip("torch 2.11's own Adagrad raises a KeyError for a group that was added")
@@ -407,11 +400,7 @@ COPIES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@backends
-@dtypes
-@pytest.mark.parametrize("name", ["AdamW", "SGD-momentum", "Adagrad"])
-@pytest.mark.parametrize("make", list(COPIES))
-@pytest.mark.parametrize("before", [0, 5])
+@every_pair(before=[0, 5], make=COPIES, name=["AdamW", "SGD-momentum", "Adagrad"], parameters=DTYPES, backend=BACKENDS)
 def test_a_copy_goes_on_bitwise_and_alone(before: int, make: str, name: str, parameters: str, backend: str) -> None:
     pair = build(parameters, backend, name, micro_batches=3)
     pair.train(before)
@@ -522,9 +511,7 @@ def test_the_layout_is_torchs(parameters: str, backend: str) -> None:
         assert set(expected) <= set(group)
 
 
-@backends
-@dtypes
-@pytest.mark.parametrize("name", ["AdamW", "Adagrad"])
+@every_pair(name=["AdamW", "Adagrad"], parameters=DTYPES, backend=BACKENDS)
 def test_a_state_dict_is_a_snapshot(name: str, parameters: str, backend: str) -> None:
     pair = build(parameters, backend, name)
     pair.train(3)
@@ -573,9 +560,7 @@ def test_scale_and_counters_are_in_the_state_dict(backend: str) -> None:
     assert pair.reference.skipped_steps == 3
 
 
-@backends
-@dtypes
-@optimizers
+@every_pair(name=TWO_GROUPS, parameters=DTYPES, backend=BACKENDS)
 def test_state_of_the_plain_torch_optimizer_loads(name: str, parameters: str, backend: str) -> None:
     """A run of plain torch on fp32 weights goes on under lightstep: masters come from the model."""
     pair = build(parameters, backend, name)
@@ -703,13 +688,8 @@ MODES: dict[str, dict[str, bool]] = {
     "full and cpu": {"full_state_dict": True, "cpu_offload": True},
 }
 
-modes = pytest.mark.parametrize("mode", list(MODES))
 
-
-@backends
-@modes
-@pytest.mark.parametrize("name", ["AdamW", "SGD-momentum", "RMSprop"])
-@pytest.mark.parametrize("parameters", ["bfloat16", "float16", "float32"])
+@every_pair(parameters=DTYPES, name=["AdamW", "SGD-momentum", "RMSprop"], mode=MODES, backend=BACKENDS)
 def test_dcp_restores_a_fresh_optimizer(parameters: str, name: str, mode: str, backend: str) -> None:
     pair = build(parameters, backend, name, make_model=without_dead_layer, overflow_at=(2,))
     options = StateDictOptions(**MODES[mode])
@@ -732,10 +712,7 @@ def test_dcp_restores_a_fresh_optimizer(parameters: str, name: str, mode: str, b
     again.train(4)
 
 
-@backends
-@modes
-@optimizers
-@pytest.mark.parametrize("parameters", ["bfloat16", "float16"])
+@every_pair(parameters=["bfloat16", "float16"], name=TWO_GROUPS, mode=MODES, backend=BACKENDS)
 def test_dcp_reading_a_fresh_optimizer_is_no_step(parameters: str, name: str, mode: str, backend: str) -> None:
     pair = build(parameters, backend, name, make_model=without_dead_layer)
     before, fresh = copy.deepcopy(pair.model.state_dict()), pair.optimizer.loss_scale.state_dict()
@@ -749,7 +726,7 @@ def test_dcp_reading_a_fresh_optimizer_is_no_step(parameters: str, name: str, mo
 
 
 @backends
-@modes
+@pytest.mark.parametrize("mode", list(MODES))
 def test_dcp_sets_a_running_optimizer_back(mode: str, backend: str) -> None:
     pair = build("float16", backend, make_model=without_dead_layer)
     options = StateDictOptions(**MODES[mode])

@@ -24,6 +24,7 @@ from lightstep.state.resident import ResidentBackend
 from lightstep.state.spare_memory import GIB, AutoBudget
 from lightstep.state.stream import StreamBackend
 from lightstep.strategy.base import Strategy
+from tests.covering import every_pair
 from tests.reference.pair import same_tree
 from tests.unit import test_in_backward as in_backward
 from tests.unit.test_next_forward import Skipping, Training, assert_same, look, run, skip_layers
@@ -47,13 +48,11 @@ def held(training: Training) -> int:
     return training.optimizer.memory_report()["device_bytes"]
 
 
-@pytest.mark.parametrize("gib", SIZES)
-@pytest.mark.parametrize("time", TIMES)
-@pytest.mark.parametrize("parameters", ["bfloat16", "float16", "float32"])
+@every_pair(parameters=["bfloat16", "float16", "float32"], time=TIMES, gib=SIZES)
 def test_the_same_bits_whatever_stays(parameters: str, time: str, gib: float) -> None:
     expected = Training({"backend": "resident"}, parameters)
     losses, wanted = expected.train(6), expected.snapshot()
-    for seed in range(12):
+    for seed in range(5):
         tested = Training({**TIMES[time], "resident_gib": gib}, parameters)
         found = tested.train(2)
         tested.delays(seed)
@@ -170,7 +169,7 @@ def test_whatever_happens_between_steps(between: Callable[[Training], Any], time
 
     expected = Training({"backend": "resident"})
     wanted = run(expected, None, 6, on_resident)
-    for seed in range(4):
+    for seed in range(2):
         tested = Training({**TIMES[time], "resident_gib": SIZES[seed % 2]})
         found = run(tested, seed, 6, between)
         assert len(found) == len(wanted)
@@ -210,7 +209,7 @@ class Interrupted(in_backward.Training):
 def test_updates_in_backward_while_sizes_change() -> None:
     expected = Interrupted({"backend": "resident"}, make=Skipping)
     losses, wanted = expected.train(9), expected.snapshot()
-    for seed in range(6):
+    for seed in range(3):
         tested = Interrupted({**STREAM, "update": "in_backward", "resident_gib": SIZES[seed % 3]}, make=Skipping)
         found = tested.train(1)
         tested.delays(seed)

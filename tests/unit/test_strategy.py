@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 import os
 import re
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ from torch import nn
 
 import lightstep
 from lightstep import ConfigError, Strategy, available_strategies
+from tests.python import python
 from tests.reference.tiny_model import TinyModel, loss_of
 
 PRESETS = ["bulk", "fp16", "fp32", "resident"]
@@ -524,7 +523,7 @@ def test_sharding_this_build_cannot_do_is_said_at_once(kind: str) -> None:
     ("arguments", "expected"),
     [
         (["sub/my_train.py", "--lr", "3", "--name", "a b"], "sub/my_train.py --lr 3 --name 'a b'"),
-        (["-um", "sub.my_train", "--lr", "3"], "-m sub.my_train --lr 3"),
+        (["-m", "sub.my_train", "--lr", "3"], "-m sub.my_train --lr 3"),
         (["-m", "sub", "--lr", "3"], "-m sub --lr 3"),
         (["-", "--lr", "3"], "train.py"),
     ],
@@ -537,15 +536,8 @@ def test_how_to_start_several_processes_is_said_with_this_program(
     for name in ("my_train.py", "__main__.py"):
         (tmp_path / "sub" / name).write_text(program)
     environment = {key: value for key, value in os.environ.items() if key != "RANK"}
-    done = subprocess.run(
-        [sys.executable, *arguments],
-        input=program,
-        cwd=tmp_path,
-        env={**environment, "PYTHONPATH": str(Path(lightstep.__file__).resolve().parents[1])},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    environment["PYTHONPATH"] = str(Path(lightstep.__file__).resolve().parents[1])
+    done = python(*arguments, cwd=tmp_path, env=environment, stdin=program)
     found = re.search(r"start it with: torchrun --nproc-per-node \d+ (.*)", done.stderr)
     assert found and found[1] == expected, done.stderr
 

@@ -12,10 +12,11 @@ from torch import Tensor, nn
 
 import lightstep
 from lightstep.precision.split import probe_masters
+from tests.covering import every_pair
 from tests.reference.lion import Lion
-from tests.reference.pair import EVERY_TIME, IN_BACKWARD
+from tests.reference.pair import DTYPES, EVERY_TIME, IN_BACKWARD
 
-DEFAULTS = [torch.bfloat16, torch.float64, torch.device("meta")]
+DEFAULTS = {"bfloat16": torch.bfloat16, "float64": torch.float64, "meta": torch.device("meta")}
 
 
 @contextlib.contextmanager
@@ -66,19 +67,18 @@ def run(what: Any, kind: str, parameters: str, optimizer_class: type[torch.optim
     return [*model.state_dict().values(), *(value for value in entries if isinstance(value, Tensor))]
 
 
-@pytest.mark.parametrize("optimizer_class", [torch.optim.AdamW, Lion])
-@pytest.mark.parametrize("parameters", ["bfloat16", "float16", "float32"])
-@pytest.mark.parametrize("kind", [*EVERY_TIME, *IN_BACKWARD])
-@pytest.mark.parametrize("what", DEFAULTS, ids=str)
-def test_defaults_of_torch_change_no_bit(what: Any, kind: str, parameters: str, optimizer_class: Any) -> None:
-    expected, found = (run(one, kind, parameters, optimizer_class) for one in (torch.float32, what))
+@every_pair(
+    what=DEFAULTS, kind=[*EVERY_TIME, *IN_BACKWARD], parameters=DTYPES, optimizer_class=[torch.optim.AdamW, Lion]
+)
+def test_defaults_of_torch_change_no_bit(what: str, kind: str, parameters: str, optimizer_class: Any) -> None:
+    expected, found = (run(one, kind, parameters, optimizer_class) for one in (torch.float32, DEFAULTS[what]))
     assert [value.dtype for value in found] == [value.dtype for value in expected]
     assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
 
 
-@pytest.mark.parametrize("what", DEFAULTS, ids=str)
-def test_kernels_are_tried_out_with_the_same_numbers(what: Any) -> None:
+@pytest.mark.parametrize("what", DEFAULTS)
+def test_kernels_are_tried_out_with_the_same_numbers(what: str) -> None:
     expected = probe_masters(torch.device("cpu")).view(torch.int32)
-    with default(what):
+    with default(DEFAULTS[what]):
         found = probe_masters(torch.device("cpu")).view(torch.int32)
     assert torch.equal(found, expected)

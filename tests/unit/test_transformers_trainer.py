@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import itertools
 import json
 import shutil
 import sys
@@ -245,7 +244,9 @@ DTYPES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(("saved", "loaded"), list(itertools.permutations(DTYPES, 2)))
+@pytest.mark.parametrize(
+    ("saved", "loaded"), [("bfloat16", "float16"), ("float16", "float32"), ("float32", "bfloat16")]
+)
 def test_weights_change_dtype_through_fp32(tmp_path: Path, saved: str, loaded: str) -> None:
     """From `optimizer.pt` as from `lightstep/`, bit for bit: masters become weights, fp32 weights become masters."""
     options = {"max_steps": 3, "save_strategy": "steps", "save_steps": 2}

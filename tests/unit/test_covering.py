@@ -1,0 +1,21 @@
+"""Trimmed parametrisations leave out combinations of three values, and none of two."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from tests.covering import every_pair
+
+
+@pytest.mark.parametrize(
+    ("sizes", "most"), [((6, 3, 2, 5), 30), ((3, 5), 15), ((16, 2, 3), 48), ((7, 3, 3, 2), 22), ((4,), 4), ((1, 3), 3)]
+)
+def test_every_two_values_meet(sizes: tuple[int, ...], most: int) -> None:
+    axes = {f"axis{number}": [f"{number}.{value}" for value in range(size)] for number, size in enumerate(sizes)}
+    names, cases = every_pair(**axes).args
+    assert names == tuple(axes) and len(cases) <= most
+    met = {pair for case in cases for pair in itertools.combinations(case, 2)}
+    assert met == {pair for two in itertools.combinations(axes.values(), 2) for pair in itertools.product(*two)}
+    assert {value for case in cases for value in case} == set(itertools.chain(*axes.values()))
