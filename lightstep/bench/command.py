@@ -37,8 +37,8 @@ _DEFAULTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 _MEASURED = {"strategies", "peers", "steps", "warmup"}
 _USED = {
     "step": {*_MEASURED, "rounds", "params", "layers", "checkpoints"},
-    "iteration": {*_MEASURED, "rounds", "params", "layers", "tokens", "sequence", "iteration"},
-    "timeline": {*_MEASURED, "params", "layers", "tokens", "sequence", "timeline"},
+    "iteration": {*_MEASURED, "rounds", "params", "layers", "tokens", "sequence", "max_norm", "iteration"},
+    "timeline": {*_MEASURED, "params", "layers", "tokens", "sequence", "max_norm", "timeline"},
     "tensors": {*_MEASURED, "rounds", "tensors"},
     "roles": {"params", "layers", "roles"},
 }
@@ -123,6 +123,12 @@ def bench(
         int | None,
         typer.Option(min=1, help="Whole iterations: tokens per sequence. Default: 4096 on a GPU, 64 on a CPU."),
     ] = None,
+    max_norm: Annotated[
+        float | None,
+        typer.Option(
+            help="Whole iterations, without peers: limit of the global norm. Default: 1, which clips every step."
+        ),
+    ] = None,
     roles: Annotated[
         bool, typer.Option("--roles", help="Memory of a worker that only generates, with the role for it and without.")
     ] = False,
@@ -169,7 +175,7 @@ def _mode(asked: Mapping[str, Any]) -> str:
     for name in (name for name in asked if name not in _USED[mode] | _ANYWHERE):
         what = "one optimizer step" if mode == "step" else f"--{mode}"
         also = "; it belongs to --iteration" if name in _USED["iteration"] and mode == "step" else ""
-        raise ValueError(f"--{name} {asked[name]} does nothing for {what}{also}; leave it out")
+        raise ValueError(f"--{name.replace('_', '-')} {asked[name]} does nothing for {what}{also}; leave it out")
     return mode
 
 
@@ -219,6 +225,7 @@ def _tasks(mode: str, options: Mapping[str, Any], device: torch.device, folder: 
         from lightstep.bench.tiny import TinyTask, tensor_counts
 
         return [TinyTask(device, seed, case=count) for count in tensor_counts(options["tensors"])]
+    from lightstep.bench.contender import MAX_NORM
     from lightstep.bench.iteration import IterationTask, token_counts
     from lightstep.bench.llama import LlamaShape
     from lightstep.bench.step import StepTask
@@ -229,11 +236,14 @@ def _tasks(mode: str, options: Mapping[str, Any], device: torch.device, folder: 
         return [StepTask(device, seed, shape)]
     sequence = int(options["sequence"])
     counts = token_counts(str(options["tokens"]), sequence)
+    max_norm = float(options.get("max_norm", MAX_NORM))
+    if max_norm != MAX_NORM and options.get("peers", "none") != "none":
+        raise ValueError(f"--max-norm {max_norm:g} with --peers {options['peers']}: peers clip to {MAX_NORM:g}")
     if mode == "iteration":
-        return [IterationTask(device, seed, shape, sequence, case=count) for count in counts]
+        return [IterationTask(device, seed, shape, sequence, case=count, max_norm=max_norm) for count in counts]
     if device.type != "cuda":
         raise ValueError("--timeline needs a GPU: on a CPU there are no streams, and nothing crosses a link")
-    return [TimelineTask(device, seed, shape, sequence, folder, case=count) for count in counts]
+    return [TimelineTask(device, seed, shape, sequence, folder, case=count, max_norm=max_norm) for count in counts]
 
 
 def measure(run: Run, folder: Path) -> Values:

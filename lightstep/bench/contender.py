@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -115,7 +115,7 @@ class Task(ABC):
         stem: of the files that hold the result.
         case_name: the key of a row's size.
         gives_gradients: whether steps are given their gradients, without any backward.
-        settings: laid over every strategy.
+        max_norm: limit of the global norm; peers know :data:`MAX_NORM` alone.
         threads: of torch's CPU work; None for this rank's share of the cores.
         peers: who may take part beside the strategies.
         baseline: measured before all others.
@@ -128,7 +128,7 @@ class Task(ABC):
     stem: ClassVar[str]
     case_name: ClassVar[str | None] = None
     default_peers: ClassVar[str] = "all"
-    settings: ClassVar[Mapping[str, Any]] = {"clipping.max_norm": MAX_NORM}
+    max_norm: float = field(default=MAX_NORM, kw_only=True)
     gives_gradients: ClassVar[bool] = False
     threads: ClassVar[int | None] = None
     peers: ClassVar[tuple[type[Contender], ...]]
@@ -136,6 +136,11 @@ class Task(ABC):
     view: ClassVar[View]
 
     case: int = field(default=0, kw_only=True)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Laid over every strategy."""
+        return {"clipping.max_norm": self.max_norm}
 
     def default_strategies(self, ranks: int) -> tuple[str, ...]:
         """What `--strategies default` means on so many ranks."""

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from lightstep.bench.contender import ADAMW, MAX_NORM, Contender, Task
+from lightstep.bench.contender import ADAMW, Contender, Task
 from lightstep.bench.libraries import DeepSpeedCpuAdam, Fsdp2Offload
 from lightstep.bench.llama import LOSS_CHUNK, Llama, LlamaShape
 from lightstep.bench.peers import CpuAdamW, TorchResident
@@ -36,9 +36,12 @@ class IterationTask(Task):
     stem = "iteration"
     case_name = "tokens"
     default_peers = "none"
-    settings: ClassVar[dict[str, Any]] = {"clipping.max_norm": MAX_NORM, "sharding.activation_checkpointing": True}
     peers = (TorchResident, CpuAdamW, Fsdp2Offload, DeepSpeedCpuAdam)
     baseline: ClassVar[type[Contender] | None] = WithoutOptimizer
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return {**super().settings, "sharding.activation_checkpointing": True}
 
     def default_strategies(self, ranks: int) -> tuple[str, ...]:
         if ranks > 1:
@@ -84,7 +87,7 @@ class IterationTask(Task):
         how = {"attention": "sdpa", "activation_checkpointing": True, "loss_chunk_tokens": LOSS_CHUNK}
         return {
             "model": {**self.shape.values(), **how},
-            "optimizer": {"class": "AdamW", **ADAMW, "max_norm": MAX_NORM},
+            "optimizer": {"class": "AdamW", **ADAMW, "max_norm": self.max_norm},
             "sequence": self.sequence,
             "tokens_per_rank": run.cases,
             "iterations": run.effort.steps,

@@ -21,7 +21,8 @@ from rich.console import Console
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from lightstep.bench.run import Row, Run
+    from lightstep.state import numa
+from lightstep.bench.run import Row, Run
 
 Values = dict[str, Any]
 
@@ -66,6 +67,7 @@ def conditions(device: torch.device) -> Values:
             "cpu": _cpu_name(),
             "cores": os.cpu_count(),
             "torch_threads": torch.get_num_threads(),
+            "numa": numa.describe(device),
         },
         "versions": {
             "python": platform.python_version(),

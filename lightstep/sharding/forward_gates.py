@@ -88,12 +88,8 @@ class Gates:
         if self._gathering is None or not self._gathering.belongs_to(sharded[0]):
             self._gathering = GatheringGates(sharded)
         gathered = {module: gathered_with(module, sharded) for module in sharded}
-        everything = [parameter for parameters in gathered.values() for parameter in parameters]
         for module, parameters in gathered.items():
-            if self._gathering.unguarded:
-                yield self._before(module, awaited(model.modules()), everything)
-            else:
-                yield self._before(module, awaited(own_parts(module)), parameters)
+            yield self._before(module, awaited(own_parts(module)), parameters)
         yield from self._outside(model, sharded)
 
     def _outside(self, model: nn.Module, units: Sequence[nn.Module], but: nn.Module | None = None) -> Iterator[Any]:

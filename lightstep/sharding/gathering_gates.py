@@ -23,7 +23,7 @@ from torch.distributed.fsdp import FSDPModule, UnshardHandle, fully_shard
 
 from lightstep.distributed import local_tensor
 from lightstep.sharding.hooks import ModuleHook
-from lightstep.sharding.parameter_reads import awaited, updates_of
+from lightstep.sharding.parameter_reads import AwaitedParameters, awaited, updates_of
 
 __all__ = ["GatheringGates", "gathered_with", "own_parts", "sharded_modules"]
 
@@ -63,7 +63,7 @@ class GatheringGates:
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._root = weakref.ref(modules[0])
-        self._units = weakref.WeakKeyDictionary({module: _GatedAllGather(module, modules) for module in modules})
+        self._units = weakref.WeakKeyDictionary({module: _gated(module, modules) for module in modules})
         self._called_next: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = weakref.WeakKeyDictionary()
         self._last: nn.Module | None = None  # called in the forward that is running
         self._running = self._from_here = False
@@ -77,14 +77,10 @@ class GatheringGates:
         """Whether these are the gates of the model with this outermost FSDP module."""
         return self._root() is root
 
-    @property
-    def unguarded(self) -> bool:
-        """Whether some unit cannot be held back: a forward has to begin with all updates done."""
-        return any(unit.unguarded for unit in self._units.values())
-
     def _before_forward(self, module: nn.Module, *_: Any) -> None:
         if module is self._root():
-            self._from_here = any(unit.reads_early and unit.pending for unit in self._units.values())
+            gates = (gate for unit in self._units.values() for gate in unit)
+            self._from_here = any(gate.reads_early and gate.pending for gate in gates)
             self._running = True
         if not self._running:  # a block that is recomputed in backward, or called on its own
             return
@@ -107,8 +103,10 @@ class GatheringGates:
 
     def _unshard(self, module: nn.Module) -> UnshardHandle:
         assert isinstance(module, FSDPModule)
-        with self._beside(self._units[module].device):
-            self._units[module].wait_on_stream()
+        gates = self._units[module]
+        with self._beside(gates[0].device):
+            for gate in gates:
+                gate.wait_on_stream()
             handle = module.unshard(async_op=True)
         assert handle is not None
         return handle
@@ -140,26 +138,35 @@ class GatheringGates:
             module.reshard()
 
 
+def _gated(module: nn.Module, sharded: Sequence[nn.Module]) -> list[_GatedAllGather]:
+    """The all-gathers of one FSDP module from now on: one, or one for each mesh that its parameters are on."""
+    assert isinstance(module, FSDPModule)
+    own = awaited(part for other in sharded for part in own_parts(other))
+    groups: list[Any] = getattr(module._get_fsdp_state(), "_fsdp_param_groups", [])
+    if len(groups) < 2:  # torch 2.11 has no such list, and one group
+        gate = _GatedAllGather(gathered_with(module, sharded), own)
+        module.set_custom_all_gather(gate)  # type: ignore[arg-type]
+        return [gate]
+    gates = []
+    for group in groups:  # torch does not say which of them an all-gather of a user's would be for
+        gates.append(_GatedAllGather([part.sharded_param for part in group.fsdp_params], own))
+        group._all_gather_comm = gates[-1]
+    return gates
+
+
 class _GatedAllGather:
-    """torch's default all-gather of one FSDP module, behind the updates of its shards.
+    """torch's default all-gather of some shards of one FSDP module, behind their updates.
 
     Attributes:
         reads_early: its shards are cast, and read before they can be held back.
-        unguarded: torch does not take another all-gather for this module.
     """
 
-    def __init__(self, module: nn.Module, sharded: Sequence[nn.Module]) -> None:
-        shards = gathered_with(module, sharded)
+    def __init__(self, shards: Sequence[Tensor], own: Sequence[AwaitedParameters]) -> None:
         self.device = local_tensor(shards[0]).device if shards else torch.device("cpu")
-        self.reads_early = self.unguarded = False
+        self.reads_early = False
         self._shards = [weakref.ref(shard) for shard in shards]
         self._dtypes = {local_tensor(shard).dtype for shard in shards}
-        self._own = awaited(part for other in sharded for part in own_parts(other))
-        assert isinstance(module, FSDPModule)
-        try:
-            module.set_custom_all_gather(self)  # type: ignore[arg-type]
-        except ValueError:  # several groups of parameters in one module, on meshes of their own
-            self.unguarded = True
+        self._own = own
 
     @torch._disable_dynamo  # as torch.compiler.disable, which would import dynamo here and now
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -13,6 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp._fully_shard import _fsdp_common
+from torch.distributed.tensor import Shard
 
 import lightstep
 from lightstep.distributed import local_tensor
@@ -228,6 +230,49 @@ def test_gathering_ahead_waits_for_its_own_shards(pool: Pool) -> None:
 def test_a_missing_wait_is_found(pool: Pool, kind: str, wait: str, prefetch: bool) -> None:
     settings = {"sharding": LAYOUTS[kind][1], "precision": PRECISIONS["bf16"], "compute": "parameters"}
     pool.run(check_same_bits, 2, **settings, seeds=[1, 2, 3, 4], prefetch=prefetch, broken=wait)
+
+
+def check_several_meshes(rank: int, world_size: int, update: str) -> None:
+    """Blocks with experts on a mesh of their own inside the same ``fully_shard``: an all-gather for each mesh."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
+
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "experts"))
+    whole = FSDPMeshInfo(dist.init_device_mesh("cpu", (4,)), shard_mesh_dim=0)
+    experts = FSDPMeshInfo(mesh["experts"], shard_mesh_dim=0)
+    found = []
+    for state in ({"backend": "resident"}, *({**DEFERRED, "update": update} for _ in range(3))):
+        torch.manual_seed(0)
+        model = TinyTransformer().bfloat16()
+        apart = {block.down.weight for block in model.blocks}
+        for module in (*model.blocks, model):
+            fully_shard(
+                module,
+                mesh=whole.mesh,
+                shard_placement_fn=lambda p, own=apart: ShardPlacementResult(Shard(0), experts if p in own else whole),
+            )
+        strategy = lightstep.Strategy.load({"optimizer_state": state, "clipping": {"max_norm": 1e6}})
+        optimizer: Any = strategy.create_optimizer(model, torch.optim.AdamW, lr=1e-2)
+        losses = []
+        for step in range(5):
+            loss = loss_of(model, step, 0, rank, torch.device("cpu"))
+            losses.append(loss.item())
+            optimizer.backward(loss)
+            optimizer.step()
+            if state["backend"] == "stream" and step == 0:
+                random_delays(optimizer._backend.lanes, rank + 4 * len(found), 5e-3)
+        optimizer.synchronize()
+        found.append((losses, [local_tensor(parameter).clone() for parameter in model.parameters()]))
+    for losses, weights in found[1:]:
+        assert losses == found[0][0]
+        assert all(map(torch.equal, weights, found[0][1]))
+
+
+@pytest.mark.parametrize("update", ["next_forward", "overlap"])
+def test_experts_on_a_mesh_of_their_own(pool: Pool, update: str) -> None:
+    if not hasattr(_fsdp_common, "ShardPlacementResult"):
+        pytest.skip("this torch shards a module over one mesh")
+    pool.run(check_several_meshes, 4, update=update)
 
 
 def check_readers(rank: int, world_size: int, sharding: dict[str, Any], folder: Path) -> None:
