@@ -251,6 +251,7 @@ def check_several_meshes(rank: int, world_size: int, update: str) -> None:
                 mesh=whole.mesh,
                 shard_placement_fn=lambda p, own=apart: ShardPlacementResult(Shard(0), experts if p in own else whole),
             )
+        prefetch_forward(model)
         strategy = lightstep.Strategy.load({"optimizer_state": state, "clipping": {"max_norm": 1e6}})
         optimizer: Any = strategy.create_optimizer(model, torch.optim.AdamW, lr=1e-2)
         losses = []
