@@ -30,6 +30,7 @@ from lightstep.precision.gradients import GradientAccumulator, unshared
 from lightstep.precision.loss_scale import ConstantLossScale, LossScale
 from lightstep.precision.scaled_backward import ScaledBackward
 from lightstep.state.backend import Managed, StateBackend
+from lightstep.state.interrupts import uninterrupted
 
 logger = logging.getLogger(__name__)
 
@@ -235,6 +236,8 @@ class Engine:
         """The end of a step whose updates began in backward."""
         assert self._scaling is not None
         schedule.complete(list(self.managed), self._take, self._decide)
+        if not self._scaling.has_kept:
+            _warn_of_nothing(self.managed)
         norm, overflow = self._scaling.kept_norm(self.loss_scale)
         self.scaled_backward.clear()
         return StepResult(norm, overflow, self.loss_scale.tensor(norm.device).clone(), loss)
@@ -262,12 +265,7 @@ class Engine:
         found = zip(items, self.gradients.collect([item.param for item in items]), strict=True)
         gradients = unshared({item: gradient for item, gradient in found if gradient is not None})
         if not gradients:
-            warnings.warn(
-                f"step() found no gradient on any of {len(items)} parameters and changes nothing: backward was "
-                "not called, its gradients were not reduced (strategy.accumulate(last=True)), or the model's "
-                "parameters were exchanged (load_state_dict(assign=True)) after the optimizer was made",
-                stacklevel=6,
-            )
+            _warn_of_nothing(items)
         if scaling is None:
             return Measured({}, torch.zeros((), device="cpu"), torch.zeros((), device="cpu"))
         return Measured(gradients, *scaling.norm(gradients, self.loss_scale))
@@ -440,8 +438,8 @@ class Engine:
 
     def _end(self, then: Callable[[], object]) -> None:
         try:
-            self._finish()
-            self.backend.synchronize()  # memory that other streams use may be given back
+            uninterrupted(self._finish)
+            uninterrupted(self.backend.synchronize)  # memory that other streams use may be given back
         except Exception as error:
             logger.warning("an optimizer went away, and its last update failed: %s: %s", type(error).__name__, error)
         then()
@@ -450,3 +448,12 @@ class Engine:
         """What the caller does next finds every parameter updated."""
         with own_work():
             self.schedule.wait_for_update()
+
+
+def _warn_of_nothing(items: Collection[Managed] | ManagedParameters) -> None:
+    warnings.warn(
+        f"step() found no gradient on any of {len(items)} parameters and changes nothing: backward was "
+        "not called, its gradients were not reduced (strategy.accumulate(last=True)), or the model's "
+        "parameters were exchanged (load_state_dict(assign=True)) after the optimizer was made",
+        stacklevel=7,
+    )
