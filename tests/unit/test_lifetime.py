@@ -156,11 +156,9 @@ except KeyboardInterrupt:
     "the end of page-locking": """
 import contextlib, weakref
 from lightstep.state import host_memory
-torch.cuda.device, torch.cuda.synchronize = contextlib.nullcontext, lambda device: time.sleep(2)
+torch.cuda.device, torch.cuda.synchronize = contextlib.nullcontext, lambda device: time.sleep(3)
 slab = host_memory.HostSlab(8)
 weakref.finalize(slab, host_memory._unlock, 0, torch.device("cuda"), host_memory.os.getpid())
-optimizer._backend.lanes.delay = None
-optimizer.synchronize()
 """,
 }
 
