@@ -25,7 +25,7 @@ with needs("train"):
     from accelerate import Accelerator
     from accelerate.optimizer import AcceleratedOptimizer
     from accelerate.state import AcceleratorState
-    from accelerate.utils import FullyShardedDataParallelPlugin, gather_object
+    from accelerate.utils import FullyShardedDataParallelPlugin, broadcast, gather_object
 
 from lightstep.checkpoint.export import full_weights
 from lightstep.checkpoint.layout import holds_checkpoint
@@ -425,12 +425,32 @@ def _is_sharded(model: nn.Module) -> bool:
 
 
 def _keep_masters(sharded: nn.Module, unrounded: Mapping[str, Tensor]) -> None:
-    """Masters start from this process's parts of the fp32 values, unless accelerate has sent other weights around."""
+    """Masters start from this process's parts of the fp32 values.
+
+    With ``cpu_ram_efficient_loading`` accelerate has sent the first process's weights around: then these follow.
+    """
     named = {clean_name(name): parameter for name, parameter in unwrap_model(sharded).named_parameters()}
-    parts = [(named[name], part_of(named[name], value).cpu()) for name, value in unrounded.items()]
-    alike = all(torch.equal(part.to(p.dtype), local_tensor(p).detach().cpu()) for p, part in parts)
-    if all(gather_object([alike])):
-        PreparedModel.of(sharded).keep_masters(parts)
+    parts = {name: part_of(named[name], value).cpu() for name, value in unrounded.items()}
+    if not _are_what_was_rounded(parts, named):
+        given = gather_object([[(name, tuple(value.shape)) for name, value in unrounded.items()]])
+        if any(one != given[0] for one in given):
+            parts = {}
+        for name in parts:
+            whole = unrounded[name].to(local_tensor(named[name]).device)
+            parts[name] = part_of(named[name], broadcast(whole)).cpu()
+    if parts and _are_what_was_rounded(parts, named):
+        PreparedModel.of(sharded).keep_masters((named[name], part) for name, part in parts.items())
+    elif unrounded:
+        logger.warning(
+            "lightstep: the fp32 values of the sharded weights are not to be had, and masters start from the rounded "
+            "ones; with fsdp_cpu_ram_efficient_loading: false they start from fp32"
+        )
+
+
+def _are_what_was_rounded(parts: Mapping[str, Tensor], named: Mapping[str, Tensor]) -> bool:
+    """On all processes."""
+    found = ((part, local_tensor(named[name]).detach().cpu()) for name, part in parts.items())
+    return all(gather_object([all(torch.equal(part.to(local.dtype), local) for part, local in found)]))
 
 
 def _connected_class(kind: type[Accelerator]) -> type[LightstepAccelerator]:

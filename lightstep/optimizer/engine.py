@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lightstep.clipping import check_max_norm, check_norm_type
+from lightstep.distributed import local_tensor
 from lightstep.optimizer.arithmetic import BaseArithmetic, GroupValues
 from lightstep.optimizer.broken_step import BrokenStep
 from lightstep.optimizer.eager import eager_backward, own_work
@@ -30,6 +31,7 @@ from lightstep.precision.gradients import GradientAccumulator, unshared
 from lightstep.precision.loss_scale import ConstantLossScale, LossScale
 from lightstep.precision.scaled_backward import ScaledBackward
 from lightstep.state.backend import Managed, StateBackend
+from lightstep.state.interrupts import uninterrupted
 
 logger = logging.getLogger(__name__)
 
@@ -264,6 +266,8 @@ class Engine:
         """The end of a step whose updates began in backward."""
         assert self._scaling is not None
         schedule.complete(list(self.managed), self._take, self._decide)
+        if not self._scaling.has_kept:
+            _warn_of_nothing(self.managed)
         norm, overflow = self._scaling.kept_norm(self.loss_scale)
         self.scaled_backward.clear()
         return StepResult(norm, overflow, self.loss_scale.tensor(norm.device).clone(), loss)
@@ -291,12 +295,7 @@ class Engine:
         else:
             scaling, gradients = self._make_ready(), self._collected()
         if not gradients:
-            warnings.warn(
-                f"step() found no gradient on any of {len(self.managed)} parameters and changes nothing: backward was "
-                "not called, its gradients were not reduced (strategy.accumulate(last=True)), or the model's "
-                "parameters were exchanged (load_state_dict(assign=True)) after the optimizer was made",
-                stacklevel=6,
-            )
+            _warn_of_nothing(self.managed)
         if scaling is None:
             return Measured({}, torch.zeros((), device="cpu"), torch.zeros((), device="cpu"))
         return Measured(gradients, *scaling.norm(gradients, self.loss_scale))
@@ -406,15 +405,18 @@ class Engine:
         """Live entries where they can be; ``kept_only``: without communication, what this process keeps."""
         self.refuse_if_closed()
         item = self.managed.get(parameter)
-        if item is None:
-            return {}
         with own_work():
+            if item is None:
+                return self.managed.given(parameter)
             self.schedule.wait_for_update()
             self.backend.synchronize()
             return self.managed.state_of(item, kept_only)
 
     def replace_state(self, parameter: Tensor, entries: Mapping[str, Any]) -> None:
         """The parameter's state is this; ``{}`` removes it."""
+        if not self.is_set_up and [*entries] == ["master"]:  # whoever loads nothing else may shard the model yet
+            self.managed.give(parameter, local_tensor(entries["master"]))
+            return
         self.set_up(also=[parameter] if entries else ())
         item = self.managed.get(parameter)
         if item is None and not entries:
@@ -477,16 +479,36 @@ class Engine:
 
     def __del__(self) -> None:
         """The last update is in the weights before the optimizer is gone."""
-        if sys.is_finalizing() or getattr(self, "closed", True) or os.getpid() != self._process:
+        if not getattr(self, "closed", True):
+            self.end()
+
+    def end(self, then: Callable[[], object] = bool) -> None:
+        """Nobody will step any more: finish what is under way, and ``then`` do that."""
+        if sys.is_finalizing() or os.getpid() != self._process:
             return
         if self.schedule.pending and self.backend.lanes.in_own_thread:  # the collector runs in any thread
-            threading.Thread(target=self._end, name="lightstep-end").start()
+            threading.Thread(target=self._end, args=(then,), name="lightstep-end").start()
         else:
-            self._end()
+            self._end(then)
 
-    def _end(self) -> None:
+    def _end(self, then: Callable[[], object]) -> None:
         try:
-            self._finish()
-            self.backend.synchronize()  # memory that other streams use may be given back
+            uninterrupted(self._finish)
+            uninterrupted(self.backend.synchronize)  # memory that other streams use may be given back
         except Exception as error:
             logger.warning("an optimizer went away, and its last update failed: %s: %s", type(error).__name__, error)
+        then()
+
+    def finish_update(self) -> None:
+        """What the caller does next finds every parameter updated."""
+        with own_work():
+            self.schedule.wait_for_update()
+
+
+def _warn_of_nothing(items: Collection[Managed] | ManagedParameters) -> None:
+    warnings.warn(
+        f"step() found no gradient on any of {len(items)} parameters and changes nothing: backward was "
+        "not called, its gradients were not reduced (strategy.accumulate(last=True)), or the model's "
+        "parameters were exchanged (load_state_dict(assign=True)) after the optimizer was made",
+        stacklevel=7,
+    )

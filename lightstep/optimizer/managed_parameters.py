@@ -15,14 +15,15 @@ from lightstep.optimizer.arithmetic import BaseArithmetic
 from lightstep.optimizer.param_groups import Place
 from lightstep.precision.master_weights import ModelWatch
 from lightstep.state.backend import Managed, Schema, StateBackend
-from lightstep.state.kept_records import same_rounding
+from lightstep.state.kept_records import same_rounding, was_rounded_from
 
 Places = Callable[[], Mapping[Tensor, Place]]
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-InitialMasters = Callable[[Tensor], Tensor | None]
+InitialMasters = Callable[..., Tensor | None]
+"""Called with a parameter; with ``keep=True`` it is only asked, and will be again."""
 
 
 class ManagedParameters:
@@ -49,7 +50,7 @@ class ManagedParameters:
         self._master_weights = master_weights
         self._places = places
         self._initial_masters = initial_masters
-        self._given: dict[Tensor, Tensor] = {}  # what a copy asked for before the set-up
+        self._given: dict[Tensor, Tensor] = {}  # loaded before the set-up: nothing else was to be loaded
         self._watch = ModelWatch()
         self._items: dict[Tensor, Managed] = {}
         self._schema: Schema = {}
@@ -120,28 +121,24 @@ class ManagedParameters:
 
     def _start_master(self, item: Managed) -> None:
         """The master is what the weight was rounded from, if that is known and still so."""
-        given = self._initial_master(item.param)
-        if item.own_master:
-            return
-        if given is not None and same_rounding(item.local, given):
+        kept = None if self._initial_masters is None else self._initial_masters(item.param)
+        given = self._given.pop(item.param, kept)
+        if not item.own_master and given is not None and same_rounding(item.local, given):
             self._backend.start_from(item, given)
 
-    def _initial_master(self, parameter: Tensor) -> Tensor | None:
-        """What the strategy gives only once."""
-        given = self._given.pop(parameter, None)
-        return self._initial_masters(parameter) if given is None and self._initial_masters is not None else given
+    def give(self, parameter: Tensor, master: Tensor) -> None:
+        """Before the set-up: the parameter's master will start from this (local shard), if that is what it rounds."""
+        self._given[parameter] = master.detach().float().clone()
 
-    def initial_masters(self, groups: Iterable[dict[str, Any]]) -> dict[Tensor, Tensor]:
-        """From what masters will start, of parameters without state: for a copy of the optimizer."""
-        found: dict[Tensor, Tensor] = {}
-        for parameter in (parameter for group in groups for parameter in group["params"]):
-            item = self._items.get(parameter)
-            given = self._initial_master(parameter) if item is None else self._backend.starts_from(item)
-            if given is not None:
-                found[parameter] = given
-                if item is None:
-                    self._given[parameter] = given
-        return found
+    def given(self, parameter: Tensor) -> dict[str, Tensor]:
+        """The state of a parameter that is not managed yet: from what its master will start, if not from itself."""
+        local, master = local_tensor(parameter).detach(), self._given.get(parameter)
+        if master is None and self._initial_masters is not None:
+            master = self._initial_masters(parameter, keep=True)
+        if master is None or not self._master_weights or local.dtype == torch.float32 or local.is_meta:
+            return {}
+        fits = local.shape == master.shape and was_rounded_from(local, master)
+        return {"master": like(parameter, master)} if fits else {}
 
     def _manage(self, parameter: Tensor, group: dict[str, Any], place: Place | None, index: int) -> Managed:
         local = local_tensor(parameter).detach()
@@ -286,8 +283,14 @@ class ManagedParameters:
         local = {key: local_tensor(entries[key]) if isinstance(entries[key], Tensor) else entries[key] for key in order}
         if item.own_master and "master" in local:
             item.local.copy_(local.pop("master"))
+        if local and not item.updated:  # plain torch's state has no masters
+            local = {**self._backend.entries(item), **local}
+        # Of classes that have state, a master alone is that of a parameter which has never been updated.
+        start = local.pop("master") if self._schema and [*local] == ["master"] else None
         self._backend.load(item, local)
         item.updated, item.provisional = bool(local), False
+        if start is not None:
+            self._backend.start_from(item, start.detach().float().clone())
         # The next step looks whether master and weight agree: the model may be loaded before or after its optimizer.
         self._watch.forget(item)
 
@@ -306,8 +309,8 @@ class ManagedParameters:
     def drop_provisional_state(self) -> None:
         for item in self:
             if item.provisional:
-                self._backend.load(item, {})
-                item.updated = item.provisional = False
+                master = {key: value for key, value in self._backend.entries(item).items() if key == "master"}
+                self.load_state(item, _copied(master))
 
 
 def _trains(parameter: Tensor) -> bool:

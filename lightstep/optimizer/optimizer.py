@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any, Literal
 
 import torch
@@ -49,7 +49,8 @@ class MixedPrecisionOptimizer(BaseOptimizer):
             a DTensor.
         update_time: when the updates that a step decides upon are done.
         initial_masters: called at set-up with each 16-bit parameter: the fp32 values of its local shard that it was
-            rounded from, or ``None``. Its master starts from them, unless the weight was changed since.
+            rounded from, or ``None``. Its master starts from them, unless the weight was changed since. With
+            ``keep=True`` it is only asked: state is saved before the set-up.
 
     Raises:
         TypeError: ``optimizer_class`` is not a usable optimizer class.
@@ -279,7 +280,7 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         """:meth:`kept_state` without numbers: local shapes and dtypes as meta tensors, and plain values."""
         self.engine.refuse_if_closed()
         item = self.engine.managed.get(parameter)
-        return {} if item is None else self._backend.describe(item)
+        return self.engine.managed.given(parameter) if item is None else self._backend.describe(item)
 
     def keeps_state(self, parameter: Tensor) -> bool:
         """Whether this process keeps the parameter's state, and not another replica (set up if need be)."""
@@ -342,7 +343,17 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         packed = super().state_dict()
         packed.setdefault("loss_scale", self.loss_scale.state_dict())
         packed["param_groups"] = [plain_numbers(group) for group in packed["param_groups"]]
-        return snapshot({**packed, "state": {key: dict(own) for key, own in packed["state"].items() if own}})
+        indices = [index for group in packed["param_groups"] for index in group["params"]]
+        masters = {index: self._start_of(p) for index, p in zip(indices, self._parameters(), strict=True)}
+        states = {**masters, **packed["state"]}
+        return snapshot({**packed, "state": {index: dict(own) for index, own in states.items() if own}})
+
+    def _parameters(self) -> Iterator[Tensor]:
+        return (parameter for group in self.param_groups for parameter in group["params"])
+
+    def _start_of(self, parameter: Tensor) -> dict[str, Any]:
+        """From what a parameter without state starts, if that is not its weight: ``{"master": ...}``."""
+        return {} if parameter in self.state else self.engine.parameter_state(parameter)
 
     @eager
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -366,12 +377,11 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         engine = self.engine
         engine.refuse_unfinished()
         self.wait_for_update()
-        mine = {parameter for group in self.param_groups for parameter in group["params"]}
+        mine = set(self._parameters())
         return {
             "defaults": self.defaults,
             "param_groups": self.param_groups,
-            "state": {p: snapshot(engine.parameter_state(p)) for p in self.state},  # live entries are views
-            "initial_masters": engine.managed.initial_masters(self.param_groups),
+            "state": {p: snapshot(engine.parameter_state(p)) for p in self._parameters()},  # live entries are views
             "places": {p: place for p, place in engine.managed.places().items() if p in mine},
             "optimizer_class": self.optimizer_class,
             "hyperparameters": engine.arithmetic.hyperparameters,
@@ -381,7 +391,6 @@ class MixedPrecisionOptimizer(BaseOptimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         entries: dict[Tensor, dict[str, Any]] = state.pop("state")
         known: dict[Tensor, Place] = state.pop("places")
-        masters: dict[Tensor, Tensor] = state.pop("initial_masters")
         arithmetic = BaseArithmetic(state.pop("optimizer_class"), state.pop("hyperparameters"))
         # No strategy makes forwards wait for a copy: it updates in step().
         self.engine = Engine(
@@ -389,13 +398,13 @@ class MixedPrecisionOptimizer(BaseOptimizer):
             **state.pop("engine"),
             places=lambda: known,
             update_time=AtStep,
-            initial_masters=lambda parameter: masters.pop(parameter, None),
         )
         self.param_groups = state.pop("param_groups")
         super().__setstate__(state)
         self.engine.watch_gradients()
         for parameter, values in entries.items():
-            self.load_parameter_state(parameter, values)
+            if values:
+                self.load_parameter_state(parameter, values)
 
 
 def _makes_state_exist(optimizer: torch.optim.Optimizer) -> bool:

@@ -124,6 +124,11 @@ class Scaling:
         assert norm is not None
         self._kept[item] = norm
 
+    @property
+    def has_kept(self) -> bool:
+        """Whether any gradient has come since :meth:`start`."""
+        return bool(self._kept)
+
     def kept_norm(self, loss_scale: LossScale) -> tuple[Tensor, Tensor]:
         """:meth:`norm` of all that was kept."""
         return self._of_norms(self._norm, [self._kept.get(item) for item in self._managed], loss_scale)

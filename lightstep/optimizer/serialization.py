@@ -69,14 +69,12 @@ def refuse_nan(name: str, entries: Mapping[str, Any]) -> None:
 
 def _load_states(optimizer: MixedPrecisionOptimizer, states: Mapping[Tensor, Mapping[str, Any]]) -> None:
     """All of it, or the optimizer refuses to go on."""
-    if not states and not optimizer.is_set_up:  # wrappers load the empty state back, before a model is sharded
+    if not optimizer.is_set_up and all([*entries] == ["master"] for entries in states.values()):
+        for parameter, entries in states.items():  # wrappers load it back before a model is sharded
+            optimizer.load_parameter_state(parameter, entries)
         return
     frozen = [parameter for parameter, entries in states.items() if entries and not parameter.requires_grad]
-    items = [
-        item
-        for item in optimizer.managed(also=frozen)
-        if item.param in states or item.updated or optimizer.half_updated
-    ]
+    items = optimizer.managed(also=frozen)
     for item in items:
         optimizer.engine.managed.check_state(item, states.get(item.param, {}))
     try:

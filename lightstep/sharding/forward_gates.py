@@ -58,7 +58,8 @@ class Gates:
         To be called again when the model has been sharded, or has got other modules.
         """
         if optimizer not in self._updates.optimizers:
-            weakref.finalize(optimizer, _open_without, self._updates.optimizers, self._handles)
+            opening = weakref.finalize(optimizer, _open_without, self._updates.optimizers, self._handles)
+            opening.atexit = False
         self._updates.follow(optimizer, in_backward)
         sharded = sharded_modules(model)
         gated = (*map(id, model.modules()), -1, *map(id, model.parameters() if sharded else ()))

@@ -5,7 +5,8 @@ copy, a pickle) finds it in the dictionary ``module._parameters``. In a model wh
 :class:`AwaitedParameters`, which waits before it hands anything out. Where nothing is pending a read costs one
 comparison of numbers. FSDP2 exchanges entries by writing, which does not wait; its own reads of shards are gated
 (:mod:`lightstep.sharding.gathering_gates`). Compiled code reads past the dictionary, and relies on the gates in front
-of forwards (:mod:`lightstep.sharding.forward_gates`).
+of forwards (:mod:`lightstep.sharding.forward_gates`). A module that is given one of the parameters later (a
+parametrization, a loss that keeps the head's weight) gets such a dictionary with it.
 """
 
 from __future__ import annotations
@@ -14,12 +15,16 @@ import copy
 import sys
 import weakref
 from collections.abc import Collection, Iterable, Iterator
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from lightstep.optimizer.base import BaseOptimizer
+from lightstep.optimizer.engine import Engine
+from lightstep.optimizer.optimizer import MixedPrecisionOptimizer
 
 __all__ = ["AwaitedParameters", "DeferredUpdates", "await_reads", "awaited", "updates_of", "wait_for"]
 
@@ -34,10 +39,17 @@ class DeferredUpdates:
     """
 
     steps: ClassVar[int] = 0
+    _all: ClassVar[weakref.WeakSet[DeferredUpdates]] = weakref.WeakSet()
 
     def __init__(self) -> None:
         self.optimizers: weakref.WeakSet[BaseOptimizer] = weakref.WeakSet()
         self.in_backward = False
+        # An engine until its optimizer is gone and the last update made: the collector may delete an optimizer in one
+        # thread while another one reads.
+        self._engines: list[tuple[weakref.ref[BaseOptimizer], Engine]] = []
+        if not self._all:
+            register_module_parameter_registration_hook(_follow_parameter)
+        self._all.add(self)
 
     def follow(self, optimizer: BaseOptimizer, in_backward: bool) -> None:
         """Wait for this optimizer's updates, too."""
@@ -46,17 +58,40 @@ class DeferredUpdates:
             self.optimizers.add(optimizer)
             optimizer.register_step_post_hook(_count_step)
             optimizer.tell_of_updates(_count_step)
+            if isinstance(optimizer, MixedPrecisionOptimizer):
+                end = partial(_end_engines, weakref.ref(self))
+                self._engines.append((weakref.ref(optimizer, end), optimizer.engine))
+
+    def _left(self) -> list[tuple[weakref.ref[BaseOptimizer], Engine]]:
+        """Engines whose optimizers are gone."""
+        return [entry for entry in self._engines if entry[0]() is None]
+
+    def end_engines(self) -> None:
+        """An optimizer is gone."""
+        for entry in self._left():
+            entry[1].end(then=partial(self._engines.remove, entry))
+
+    @classmethod
+    def of(cls, parameter: Tensor) -> list[DeferredUpdates]:
+        """All that may update this parameter."""
+        return [one for one in list(cls._all) if any(parameter is trained for trained in one._trained())]
+
+    def _trained(self) -> Iterator[Tensor]:
+        return (p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"])
 
     @property
     def pending(self) -> bool:
         """Whether updates of the last step may still be under way."""
-        return any(optimizer.has_deferred_updates for optimizer in self.optimizers)
+        left = any(engine.schedule.pending for _, engine in self._left())
+        return left or any(optimizer.has_deferred_updates for optimizer in self.optimizers)
 
     def wait(self, parameters: Collection[Tensor] | None = None) -> None:
         """What is done next sees these parameters updated; ``None``: all of them."""
         for optimizer in self.optimizers:
             if self.in_backward or optimizer.has_deferred_updates:
                 optimizer.wait_for_update(parameters)
+        for _, engine in self._left():
+            engine.finish_update()
 
     def wait_for_step(self) -> None:
         """What is done next sees everything updated that a step has decided."""
@@ -68,10 +103,24 @@ class DeferredUpdates:
         """The current stream waits for the updates of these parameters, and no other does."""
         for optimizer in self.optimizers:
             optimizer.wait_on_stream(parameters)
+        for _, engine in self._left():
+            engine.finish_update()
 
 
 def _count_step(*_: Any) -> None:
     DeferredUpdates.steps += 1
+
+
+def _end_engines(reference: weakref.ref[DeferredUpdates], _: object) -> None:
+    updates = reference()
+    if updates is not None:
+        updates.end_engines()
+
+
+def _follow_parameter(module: nn.Module, _: str, parameter: Tensor | None) -> None:
+    """A module is given a parameter, and may be none of the model's: reads of it wait."""
+    for updates in [] if parameter is None else DeferredUpdates.of(parameter):
+        _await_reads_of(module, updates)
 
 
 class AwaitedParameters(dict[str, "nn.Parameter | None"]):
@@ -149,13 +198,18 @@ def _is_zero_grad(frame: Any) -> bool:
 def await_reads(modules: Iterable[nn.Module], updates: DeferredUpdates) -> list[AwaitedParameters]:
     """Have reads of these modules' own parameters wait for ``updates``; their ``_parameters``, where they have any."""
     for module in modules:
-        own = vars(module)["_parameters"]
-        if own and not isinstance(own, AwaitedParameters):
-            own = vars(module)["_parameters"] = AwaitedParameters(own)
-        if own and updates not in own.updates:
-            own.updates.append(updates)
-            own.steps = -1
+        if vars(module)["_parameters"]:
+            _await_reads_of(module, updates)
     return awaited(modules)
+
+
+def _await_reads_of(module: nn.Module, updates: DeferredUpdates) -> None:
+    own = vars(module)["_parameters"]
+    if not isinstance(own, AwaitedParameters):
+        own = vars(module)["_parameters"] = AwaitedParameters(own)
+    if updates not in own.updates:
+        own.updates.append(updates)
+    own.steps = -1
 
 
 def awaited(modules: Iterable[nn.Module]) -> list[AwaitedParameters]:

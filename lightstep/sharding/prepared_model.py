@@ -107,12 +107,12 @@ class PreparedModel:
             if given is not None:
                 parameter.data = given
 
-    def initial_master(self, parameter: Tensor) -> Tensor | None:
-        """The fp32 local shard from which a parameter was rounded, once; it is not kept here any longer.
+    def initial_master(self, parameter: Tensor, keep: bool = False) -> Tensor | None:
+        """The fp32 local shard from which a parameter was rounded; without ``keep`` it is not kept here any longer.
 
         ``None`` where nothing was kept, or where the weight was changed since: then the weight counts.
         """
-        given: Tensor | None = self._given.pop(parameter, None)
+        given: Tensor | None = self._given.get(parameter) if keep else self._given.pop(parameter, None)
         local = local_tensor(parameter).detach()
         if given is None or given.shape != local.shape:
             return None

@@ -190,8 +190,9 @@ class StateBackend(ABC):
     def entries(self, managed: Managed) -> dict[str, Any]:
         """The state of one parameter: base optimizer's entries and ``"master"`` (unless it is its own).
 
-        Tensors have the local shard's shape (or 0 dimensions) and are live where they can be. ``{}`` without state, and
-        where the state is elsewhere. Call :meth:`synchronize` first.
+        Tensors have the local shard's shape (or 0 dimensions) and are live where they can be. Before the first update
+        only what :meth:`start_from` was given, if anything; ``{}`` where the state is elsewhere. Call
+        :meth:`synchronize` first.
         """
 
     def describe(self, managed: Managed) -> dict[str, Any]:
@@ -226,10 +227,6 @@ class StateBackend(ABC):
     @abstractmethod
     def start_from(self, managed: Managed, master: Tensor) -> None:
         """Until its first update the parameter's fp32 master is ``master`` (local shape) and not the weight itself."""
-
-    @abstractmethod
-    def starts_from(self, managed: Managed) -> Tensor | None:
-        """What :meth:`start_from` was given, until the first update."""
 
     @abstractmethod
     def changed(self, items: Iterable[Managed]) -> list[Managed]:

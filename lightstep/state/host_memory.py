@@ -22,6 +22,7 @@ from torch import Tensor
 
 from lightstep.distributed import ranks_on_this_host
 from lightstep.state import numa
+from lightstep.state.interrupts import interrupt_later
 
 __all__ = ["CHECK_VARIABLE", "HostMemoryError", "HostSlab", "available_bytes", "require"]
 
@@ -267,9 +268,12 @@ def _swallow_last_error(device: torch.device) -> None:
 def _unlock(pointer: int, device: torch.device, pid: int) -> None:
     if os.getpid() != pid:  # a forked child owns neither the pages nor the CUDA context
         return
-    with contextlib.suppress(RuntimeError), torch.cuda.device(device):
-        torch.cuda.synchronize(device)
-        torch.cuda.cudart().cudaHostUnregister(pointer)
+    try:
+        with contextlib.suppress(RuntimeError), torch.cuda.device(device):
+            torch.cuda.synchronize(device)
+            torch.cuda.cudart().cudaHostUnregister(pointer)
+    except KeyboardInterrupt:
+        interrupt_later()
 
 
 def _warn_pageable(reason: str) -> None:

@@ -19,7 +19,7 @@ from lightstep.state.record import Coding, ExpectedLayouts, Layout, Part, Record
 from lightstep.state.segment import LARGE, MasterSplitter, Segment, Staging, segments_of
 from lightstep.state.versions import Version
 
-__all__ = ["RecordBackend"]
+__all__ = ["RecordBackend", "same_rounding", "was_rounded_from"]
 
 
 class RecordBackend(StateBackend):
@@ -119,9 +119,6 @@ class RecordBackend(StateBackend):
     def start_from(self, managed: Managed, master: Tensor) -> None:
         if not managed.own_master and not managed.updated:
             self._initial[managed] = master
-
-    def starts_from(self, managed: Managed) -> Tensor | None:
-        return self._initial.get(managed)
 
     # -- one step
 
@@ -232,7 +229,10 @@ class RecordBackend(StateBackend):
     # -- state seen from outside
 
     def entries(self, managed: Managed) -> dict[str, Any]:
-        return self._assembled(managed) if managed.updated else {}
+        if managed.updated:
+            return self._assembled(managed)
+        initial = self._initial.get(managed)
+        return {} if initial is None or not was_rounded_from(managed.local, initial) else {"master": initial}
 
     def _assembled(self, managed: Managed) -> dict[str, Any]:
         """All entries of a parameter and its master; live where nothing is cut or coded."""
@@ -248,7 +248,9 @@ class RecordBackend(StateBackend):
         return {key: joined.get(key, value) for key, value in found[0].items()}
 
     def describe(self, managed: Managed) -> dict[str, Any]:
-        parts = self._with_state(managed) if managed.updated else []
+        if not managed.updated:
+            return super().describe(managed)
+        parts = self._with_state(managed)
         if not parts:
             return {}
         history = parts[0].history
@@ -321,3 +323,8 @@ def same_rounding(local: Tensor, master: Tensor) -> bool:
     rounded = master.to(device=local.device, dtype=local.dtype)
     bits = torch.int32 if local.dtype == torch.float32 else torch.int16  # fp32: the model was cast since
     return torch.equal(rounded.view(bits), local.contiguous().view(bits))
+
+
+def was_rounded_from(local: Tensor, master: Tensor) -> bool:
+    """Whether ``master`` says more than ``local``, which it rounds to."""
+    return same_rounding(local, master) and not torch.equal(master.to(local.device), local.float())

@@ -323,6 +323,7 @@ class ThreadLane(Lane):
         self._thread = threading.Thread(target=_work, args=arguments, name=f"lightstep-{name}", daemon=True)
         self._thread.start()
         self._finalizer = weakref.finalize(self, self._jobs.put, None)
+        self._finalizer.atexit = False  # the thread ends with the process
 
     def run(self, job: Callable[[], object], label: str = "") -> None:
         self._fate.check()

@@ -168,9 +168,6 @@ class SharedByReplicas(StateBackend):
         if not managed.elsewhere:
             self.inner.start_from(managed, master)
 
-    def starts_from(self, managed: Managed) -> Tensor | None:
-        return self.inner.starts_from(managed)
-
     def changed(self, items: Iterable[Managed]) -> list[Managed]:
         return self.inner.changed([item for item in items if not item.elsewhere])
 

@@ -88,7 +88,7 @@ class ResidentBackend(RecordBackend):
 
     def entries(self, managed: Managed) -> dict[str, Any]:
         found = super().entries(managed)
-        if not found:
+        if not found or not managed.updated:
             return found
         (part,) = self._parts[managed]
         rows = {*(key for key, _, _ in part.block.layout.entries), "master"}

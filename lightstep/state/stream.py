@@ -288,7 +288,7 @@ class StreamBackend(RecordBackend):
     def entries(self, managed: Managed) -> dict[str, Any]:
         """A weight that somebody else wrote is the master: the next step will take it for that."""
         found = super().entries(managed)
-        if "master" in found and any(self._was_written(part) for part in self._parts[managed]):
+        if managed.updated and "master" in found and any(self._was_written(part) for part in self._parts[managed]):
             found["master"] = managed.local.to(_CPU, torch.float32, memory_format=torch.contiguous_format)
         return found
 

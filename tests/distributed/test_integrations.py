@@ -569,3 +569,25 @@ def made_before(rank: int, world_size: int, sharding: dict[str, Any]) -> None:
 )
 def test_an_optimizer_made_before_its_model_is_sharded(pool: Pool, sharding: dict[str, Any]) -> None:
     pool.run(made_before, 2, sharding=sharding)
+
+
+def unrounded_of_the_first(rank: int, world_size: int) -> None:
+    """``cpu_ram_efficient_loading``: the other processes' weights are anything."""
+    with fresh_state("accelerate"):
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=2, cpu_ram_efficient_loading=True)
+        accelerator, model = Accelerator(cpu=CPU, fsdp_plugin=plugin), make_llama()
+        torch.manual_seed(0)
+        given = {name: torch.randn_like(parameter) for name, parameter in model.named_parameters()}
+        for name, parameter in model.named_parameters():
+            parameter.data.copy_(given[name] if rank == 0 else torch.zeros(()))
+        strategy = Strategy.load({"sharding": {"kind": "fsdp2"}})
+        model, optimizer = prepare(accelerator, model, strategy.create_optimizer(model, lr=1e-3), strategy=strategy)
+        masters = optimizer.state_dict()["state"]
+        assert len(masters) == len(given)
+        for (name, value), entries in zip(given.items(), masters.values(), strict=True):
+            assert torch.equal(_whole(entries["master"]).cpu(), value), name
+
+
+@pytest.mark.skipif(not CPU, reason="accelerate wants the weights on the CPU first")
+def test_masters_start_from_what_the_first_process_loaded(pool: Pool) -> None:
+    pool.run(unrounded_of_the_first, 2)

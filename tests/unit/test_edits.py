@@ -1046,7 +1046,7 @@ def test_masters_start_from_what_the_weights_were_rounded_from(backend: str, edi
         nn.Module()
     )
     optimizer = lightstep.MixedPrecisionOptimizer(
-        [parameter], hyperparameters={"lr": 1e-4}, backend=backend_, initial_masters=lambda p: given
+        [parameter], hyperparameters={"lr": 1e-4}, backend=backend_, initial_masters=lambda p, **_: given
     )
     if edited:
         with torch.no_grad():

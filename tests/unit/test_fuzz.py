@@ -339,8 +339,6 @@ class Programs:
     # -- optimizers that come and go
 
     def save(self, as_checkpoint: bool) -> None:
-        if not self.all_have_state():
-            return
         path = Path(self.folder.name) / str(time.monotonic_ns())
         if as_checkpoint:
             self.strategy.save_checkpoint(path, self.model, self.optimizer)
@@ -351,7 +349,7 @@ class Programs:
 
     def load(self, kind: str | None, new_model: bool, model_first: bool) -> None:
         """What was saved last, into the optimizer (None) or a new one of some kind, of this model or a new one."""
-        if self.saved is None or not self.all_have_state():
+        if self.saved is None:
             return
         path, states, late, masters, (weights, state, scale) = self.saved
         if kind not in (BY_UNIT if self.by_unit else GLOBAL):
@@ -399,12 +397,11 @@ class Programs:
 
     def become_a_copy(self) -> None:
         """Go on with a copy of model and optimizer, which updates in ``step()``."""
-        if self.all_have_state():
-            self.drop_gradients()
-            self.model, self.optimizer = copy.deepcopy((self.model, self.optimizer))
-            self.in_backward = False
-            self.named = dict(self.model.named_parameters())
-            self.scheduler = ExponentialLR(self.optimizer, 0.9)
+        self.drop_gradients()
+        self.model, self.optimizer = copy.deepcopy((self.model, self.optimizer))
+        self.in_backward = False
+        self.named = dict(self.model.named_parameters())
+        self.scheduler = ExponentialLR(self.optimizer, 0.9)
 
 
 NAMES = [name for name, _ in FuzzModel().named_parameters()]

@@ -140,3 +140,38 @@ def test_an_interrupt_at_the_end_is_pythons_own() -> None:
     code, said = run.wait(60), run.stderr.read()
     assert code in (0, 130, -signal.SIGINT), said
     assert code != 0 or "Traceback" not in said, said
+
+
+IN_A_FINALIZER = {
+    "the optimizer's end": """
+try:
+    del optimizer
+    time.sleep(10)
+    print("was not interrupted")
+except KeyboardInterrupt:
+    optimizer = None
+    sys.exit(130)
+""",
+    "the optimizer's end, behind which there is nothing": "del optimizer",
+    "the end of page-locking": """
+import contextlib, weakref
+from lightstep.state import host_memory
+torch.cuda.device, torch.cuda.synchronize = contextlib.nullcontext, lambda device: time.sleep(3)
+slab = host_memory.HostSlab(8)
+weakref.finalize(slab, host_memory._unlock, 0, torch.device("cuda"), host_memory.os.getpid())
+""",
+}
+
+
+@pytest.mark.parametrize("where", list(IN_A_FINALIZER))
+def test_an_interrupt_in_a_finalizer_is_not_lost(where: str) -> None:
+    script = INTERRUPTED.replace('print("at the end", flush=True)\noptimizer.step()\n', "optimizer.step()\n")
+    script += 'print("at the end", flush=True)\n' + IN_A_FINALIZER[where]
+    run = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert run.stdout is not None and run.stderr is not None
+    assert run.stdout.readline() == "at the end\n"
+    time.sleep(0.5)
+    run.send_signal(signal.SIGINT)
+    code, said = run.wait(60), run.stderr.read()
+    assert code in (130, -signal.SIGINT), said
+    assert "Traceback" not in said

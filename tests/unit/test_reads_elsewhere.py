@@ -1,0 +1,79 @@
+"""Updates that are under way and readers that come by other ways: another module, another thread."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+import lightstep
+
+OVERLAP = {"backend": "stream", "update": "next_forward", "ring_mib": 0.02}
+
+
+class Halved(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight * 0.5
+
+
+class HeadLoss(nn.Module):
+    """As fused cross entropies that keep the head's weight."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+
+
+def trained() -> tuple[nn.Module, Any]:
+    """After a first step, which makes state; lanes are slow from here on."""
+    torch.manual_seed(0)
+    strategy = lightstep.Strategy.load({"optimizer_state": OVERLAP})
+    model = strategy.prepare_model(nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)]))
+    optimizer = strategy.create_optimizer(model, lr=1e-2)
+    step(model, optimizer)
+    optimizer._backend.lanes.delay = lambda lane: time.sleep(0.01)
+    return model, optimizer
+
+
+def step(model: nn.Module, optimizer: Any) -> None:
+    optimizer.backward(model(torch.ones(2, 8, dtype=torch.bfloat16)).float().sum())
+    optimizer.step()
+
+
+def test_a_parametrization_of_later_reads_what_is_up_to_date() -> None:
+    model, optimizer = trained()
+    parametrize.register_parametrization(model[3], "weight", Halved())
+    step(model, optimizer)
+    found = model[3].weight.detach().clone()
+    optimizer.synchronize()
+    assert torch.equal(found, model[3].weight)
+
+
+def test_a_module_beside_the_model_reads_what_is_up_to_date() -> None:
+    model, optimizer = trained()
+    beside = HeadLoss(model[3].weight)
+    step(model, optimizer)
+    found = beside.weight.detach().clone()
+    optimizer.synchronize()
+    assert torch.equal(found, model[3].weight)
+
+
+def test_a_read_while_another_thread_collects_the_optimizer() -> None:
+    for _ in range(5):
+        model, optimizer = trained()
+        step(model, optimizer)
+        optimizer.me = optimizer
+        gc.disable()
+        del optimizer
+        collector = threading.Thread(target=gc.collect)
+        collector.start()
+        time.sleep(0.01)
+        found = model[3].weight.detach().clone()
+        collector.join()
+        gc.enable()
+        assert torch.equal(found, model[3].weight)
