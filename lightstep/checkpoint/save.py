@@ -16,13 +16,15 @@ from torch import nn
 
 from lightstep.checkpoint.errors import CheckpointError, reported
 from lightstep.checkpoint.frozen_base import frozen_base, is_adapter, without_base
-from lightstep.checkpoint.layout import CHECKPOINT, STATE, manifest_header, sizes, write_manifest
+from lightstep.checkpoint.layout import CHECKPOINT, INDEX, STATE, TORCHS_INDEX, commit_checkpoint, manifest_header
 from lightstep.checkpoint.optimizer_content import OptimizerContent
 from lightstep.checkpoint.partly_loaded import refuse_partly_loaded
 from lightstep.checkpoint.ranks import Ranks
+from lightstep.checkpoint.retention import retained
 from lightstep.checkpoint.small_state import check_loadable, random_states, write_state
-from lightstep.checkpoint.storage import commit, new_folder_of_ranks
-from lightstep.checkpoint.tensors import Source, read_index, shard_of, write_tensors
+from lightstep.checkpoint.storage import location, new_folder_of_ranks, write_file
+from lightstep.checkpoint.tensors import Index, Source, file_sizes, format_index, format_torchs_index, join, shard_of
+from lightstep.checkpoint.write import share, write_tensors
 from lightstep.distributed import local_tensor
 from lightstep.sharding.model_names import (
     NamedTensor,
@@ -44,6 +46,9 @@ def save_checkpoint(
     extra: Mapping[str, Any] | None = None,
     *,
     trainable_only: bool | None = None,
+    weights_only: bool = False,
+    keep_last: int | None = None,
+    keep_every: int = 0,
     group: dist.ProcessGroup | None = None,
 ) -> None:
     """Write a checkpoint folder; an existing checkpoint at ``path`` is replaced once the new one is whole.
@@ -61,19 +66,29 @@ def save_checkpoint(
         extra: plain numbers, strings, lists, dicts, tensors; :func:`load_checkpoint` returns it.
         trainable_only: leave out parameters that are frozen and have no optimizer state; the checkpoint names the base
             that they belong to. ``None``: for models with adapters of PEFT.
+        weights_only: leave out optimizer and scheduler: weights, buffers and ``extra`` of a run that saves its whole
+            state less often. A load of it rebuilds the masters.
+        keep_last: remove checkpoints beside ``path`` with the same name and a lower number, but for the newest ones
+            that are whole: this many with the new one. ``None`` removes none. Where there are more before the save,
+            the surplus goes first and makes room. Those with optimizer state and those without count separately.
+        keep_every: checkpoints whose number is a multiple of it are kept besides.
 
     Raises:
         TypeError: something in ``scheduler`` or ``extra`` could not be loaded again; nothing has been written.
         CheckpointError: the disk is full, ``path`` is something else than a checkpoint, another process is saving to
             it, ... What was at ``path`` is still there. All ranks raise.
     """
-    target, ranks = Path(path).resolve(), Ranks(group)
-    with reported(f"{path} was not saved"):
+    target, ranks = location(path).resolve(), Ranks(group)
+    retention = retained(path, keep_last, keep_every, weights_only or optimizer is None, ranks)
+    with reported(f"{path} was not saved"), retention:
         tensors = live_tensors(model, optimizer, ranks)
+        if weights_only:
+            optimizer = scheduler = None
         content = ranks.together(lambda: _collect(tensors, model, optimizer, scheduler, extra, trainable_only))
+        sources = share(content.sources, ranks)
         with new_folder_of_ranks(target, CHECKPOINT, ranks) as temporary:
-            content.of_this_rank["files"] = write_tensors(temporary, content.sources, ranks.group)
-            parts = ranks.gather(content.of_this_rank)
+            index = ranks.together(lambda: write_tensors(temporary, sources, ranks.rank))
+            parts = ranks.gather({**content.of_this_rank, "index": index})
             ranks.together(lambda: _finish(temporary, target, content, parts), only_first=True)
     logger.info("saved %s", path)
 
@@ -84,11 +99,23 @@ def live_tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None, rank
     return numbered(tensors, several_holders(ranks.gather(holders(tensors))))
 
 
-def tensor_shapes(folder: Path) -> dict[str, str]:
-    """The model's tensors for people to read: ``bfloat16[1024, 4096]``."""
+def finish_checkpoint(
+    folder: Path, target: Path, index: Index, state: dict[str, Any], manifest: dict[str, Any], world_size: int
+) -> None:
+    """Write what is no tensor beside the tensors, and put all of it in its place."""
+    files: dict[str, tuple[int, int | None]] = {name: (size, None) for name, size in file_sizes(index).items()}
+    files[INDEX] = write_file(folder / INDEX, format_index(index))
+    files[TORCHS_INDEX] = write_file(folder / TORCHS_INDEX, format_torchs_index(index))
+    files[STATE] = write_state(folder, state)
+    header = manifest_header(target, world_size)
+    commit_checkpoint(folder, target, {**header, **manifest, "tensors": _for_people(index)}, files)
+
+
+def _for_people(index: Index) -> dict[str, str]:
+    """The model's tensors: ``bfloat16[1024, 4096]``."""
     return {
         key.removeprefix("model."): f"{str(stored.dtype).removeprefix('torch.')}{list(stored.shape)}"
-        for key, stored in read_index(folder).items()
+        for key, stored in index.items()
         if key.startswith("model.")
     }
 
@@ -176,17 +203,12 @@ def _finish(temporary: Path, target: Path, content: _Content, parts: list[dict[s
     if "optimizer" in state:
         state["optimizer"]["values"] = {name: value for part in parts for name, value in part["values"].items()}
         groups = [_union(members) for members in zip(*(part["groups"] for part in parts), strict=True)]
-    write_state(temporary, state)
     manifest = {
-        **manifest_header(target, len(parts)),
         **content.manifest,
         "groups": groups,
         "aliases": {alias: name for part in parts for alias, name in part["aliases"].items()},
-        "tensors": tensor_shapes(temporary),
     }
-    files = {name: size for part in parts for name, size in part["files"].items()}
-    write_manifest(temporary, manifest, {**files, **sizes(temporary, [STATE])})
-    commit(temporary, target, CHECKPOINT)
+    finish_checkpoint(temporary, target, join(part["index"] for part in parts), state, manifest, len(parts))
 
 
 def _union(ranks: Iterable[Iterable[str]]) -> list[str]:

@@ -456,13 +456,20 @@ class Strategy(ABC):
         extra: Mapping[str, Any] | None = None,
         *,
         trainable_only: bool | None = None,
+        weights_only: bool = False,
+        keep_last: int | None = None,
+        keep_every: int = 0,
     ) -> None:
-        """Write model, optimizer, scheduler, random states and ``extra`` to the directory ``path``.
+        """Write model, optimizer, scheduler, random states and ``extra`` to the directory ``path``, or to a URL.
 
         Called by all ranks that train, and by none that only generate. ``trainable_only`` leaves out the frozen base;
-        it is the default for models with adapters of PEFT.
+        it is the default for models with adapters of PEFT. ``weights_only`` leaves out optimizer and scheduler.
+
+        With ``keep_last``, older checkpoints ``step-<number>`` beside ``path`` are removed, but for the newest ones
+        that are whole and those whose number is a multiple of ``keep_every``.
         """
-        self.checkpoints.save(path, model, optimizer, scheduler, extra, trainable_only)
+        options = {"weights_only": weights_only, "keep_last": keep_last, "keep_every": keep_every}
+        self.checkpoints.save(path, model, optimizer, scheduler, extra, trainable_only=trainable_only, **options)
 
     def load_checkpoint(
         self,

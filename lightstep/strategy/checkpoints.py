@@ -30,12 +30,12 @@ class Checkpoints:
         optimizer: BaseOptimizer | None,
         scheduler: Any,
         extra: Mapping[str, Any] | None,
-        trainable_only: bool | None,
+        **options: Any,
     ) -> None:
         """See ``Strategy.save_checkpoint``."""
         self._roles.refuse("save_checkpoint", _SAVED_BY_TRAINERS, model, but=("reference",))
         PreparedModel.of(model).wait_for_updates()
-        checkpoint.save_checkpoint(path, model, optimizer, scheduler, extra, trainable_only=trainable_only)
+        checkpoint.save_checkpoint(path, model, optimizer, scheduler, extra, **options)
 
     def load(
         self,
