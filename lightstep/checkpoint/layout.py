@@ -75,9 +75,10 @@ def latest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
     """The complete checkpoint directly in ``folder`` (a path or a URL) that was saved last, or ``None``.
 
     The order is that of the saves, which each checkpoint knows; the clock has no part in it, but for checkpoints of
-    before there was such an order. Other processes may save and remove checkpoints meanwhile.
+    before there was such an order. Other processes may save and remove checkpoints meanwhile. Those that were saved
+    with ``weights_only`` are passed over: a run that went on from one would lose its optimizer's state.
     """
-    return next((path for path in checkpoints_in(location(folder)) if is_whole(path)), None)
+    return next((path for path in checkpoints_in(location(folder)) if is_whole(path) and not is_partial(path)), None)
 
 
 def checkpoints_in(root: Path) -> list[Path]:
@@ -108,6 +109,11 @@ def is_whole(path: Path) -> bool:
     except CheckpointError:
         return False
     return True
+
+
+def is_partial(path: Path) -> bool:
+    """Whether a whole checkpoint was saved with ``weights_only``."""
+    return bool(_read(find_checkpoint(path)).get("weights_only"))
 
 
 def _folders(root: Path) -> list[Path]:

@@ -74,7 +74,7 @@ def load_checkpoint(
         CheckpointError: the checkpoint cannot be used; the message names the path and what differs. All ranks raise.
     """
     ranks = Ranks(group)
-    with reported(f"{path} was not loaded"), _older_one_named(location(path), ranks):
+    with reported(f"{path} was not loaded"), _older_one_named(location(path), ranks, optimizer is not None):
         tensors = live_tensors(model, optimizer, ranks)
         content = ranks.together(lambda: None if optimizer is None else OptimizerContent(optimizer, tensors))
         into = _Into(model, scheduler, tensors, content, _names_everywhere(tensors, content, ranks), trainable_only)
@@ -95,14 +95,14 @@ def load_checkpoint(
 
 
 @contextmanager
-def _older_one_named(path: Path, ranks: Ranks) -> Iterator[None]:
+def _older_one_named(path: Path, ranks: Ranks, with_state: bool) -> Iterator[None]:
     """An error about damage says, on the first rank, which checkpoint beside it was found to be whole."""
     try:
         yield
     except Exception as error:
         if not ranks.is_first or not is_damage(error):
             raise
-        older = whole_before(path.resolve())
+        older = whole_before(path.resolve(), with_state)
         advice = "no older one beside it is whole" if older is None else f"{older} beside it is whole: load that one"
         raise DamagedError(f"{error}; {advice}") from error
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -13,38 +13,48 @@ from pathlib import Path
 from lightstep.checkpoint.errors import CheckpointError
 from lightstep.checkpoint.layout import CHECKPOINT, is_complete, read_manifest, remove_checkpoint
 from lightstep.checkpoint.ranks import Ranks
-from lightstep.checkpoint.storage import location
 from lightstep.checkpoint.verify import is_undamaged
 
 _NUMBERED = re.compile(r"(.*?)(\d+)")
 
 
-@contextmanager
-def retained(
-    path: str | os.PathLike[str], keep_last: int | None, keep_every: int, weights_only: bool, ranks: Ranks
-) -> Iterator[None]:
-    """Save to ``path`` in this block: room is made before it, and what is too many is removed after it.
-
-    Called by all ranks; the first one looks and removes.
+@dataclass(frozen=True)
+class Retention:
+    """What a save keeps of the checkpoints before it; ``keep_last`` is ``None`` to keep all.
 
     Raises:
-        ValueError: the numbers, or a path without one.
+        ValueError: numbers that mean nothing.
     """
-    place = location(path).resolve()
-    if keep_last is None and keep_every:
-        raise ValueError(f"keep_every is {keep_every} without keep_last: nothing would be removed; set both")
-    if keep_last is not None and (keep_last < 1 or keep_every < 0):
-        raise ValueError(f"keep_last is {keep_last} and keep_every {keep_every}; at least 1 and 0 are needed")
-    if keep_last is not None and not _NUMBERED.fullmatch(place.name):
-        raise ValueError(f"keep_last needs a path that ends in a number, such as runs/a/step-100; got {path}")
 
-    def remove(saved: bool) -> None:
-        if keep_last is not None:
-            remove_old_checkpoints(place, keep_last, keep_every, weights_only, saved)
+    keep_last: int | None = None
+    keep_every: int = 0
+    weights_only: bool = False
 
-    ranks.together(partial(remove, saved=False), only_first=True)
-    yield
-    ranks.together(partial(remove, saved=True), only_first=True)
+    def __post_init__(self) -> None:
+        last, every = self.keep_last, self.keep_every
+        if last is None and every:
+            raise ValueError(f"keep_every is {every} without keep_last: nothing would be removed; set both")
+        if (last is not None and last < 1) or every < 0:
+            raise ValueError(f"keep_last is {last} and keep_every {every}; at least 1 and 0 are needed")
+
+    @contextmanager
+    def around(self, path: Path, ranks: Ranks) -> Iterator[None]:
+        """Save to ``path`` in this block: room is made before it, and what is too many is removed after it.
+
+        Called by all ranks; the first one looks and removes.
+
+        Raises:
+            ValueError: ``path`` has no number.
+        """
+        if self.keep_last is not None and not _NUMBERED.fullmatch(path.name):
+            raise ValueError(f"keep_last needs a path that ends in a number, such as runs/a/step-100; got {path}")
+        ranks.together(partial(self._remove, path, saved=False), only_first=True)
+        yield
+        ranks.together(partial(self._remove, path, saved=True), only_first=True)
+
+    def _remove(self, path: Path, saved: bool) -> None:
+        if self.keep_last is not None:
+            remove_old_checkpoints(path, self.keep_last, self.keep_every, self.weights_only, saved)
 
 
 def remove_old_checkpoints(

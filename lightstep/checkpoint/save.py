@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import logging
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +21,9 @@ from lightstep.checkpoint.frozen_base import frozen_base, is_adapter, without_ba
 from lightstep.checkpoint.layout import CHECKPOINT, INDEX, STATE, TORCHS_INDEX, commit_checkpoint, manifest_header
 from lightstep.checkpoint.optimizer_content import OptimizerContent
 from lightstep.checkpoint.partly_loaded import refuse_partly_loaded
+from lightstep.checkpoint.pending import PendingSave, finish_pending, own_group, staged, start
 from lightstep.checkpoint.ranks import Ranks
-from lightstep.checkpoint.retention import retained
+from lightstep.checkpoint.retention import Retention
 from lightstep.checkpoint.small_state import check_loadable, random_states, write_state
 from lightstep.checkpoint.storage import location, new_folder_of_ranks, write_file
 from lightstep.checkpoint.tensors import Index, Source, file_sizes, format_index, format_torchs_index, join, shard_of
@@ -49,8 +52,9 @@ def save_checkpoint(
     weights_only: bool = False,
     keep_last: int | None = None,
     keep_every: int = 0,
+    asynchronous: bool = False,
     group: dist.ProcessGroup | None = None,
-) -> None:
+) -> PendingSave | None:
     """Write a checkpoint folder; an existing checkpoint at ``path`` is replaced once the new one is whole.
 
     Called by every rank of ``group`` (default: the ranks of this process's role, without roles all of them), with a
@@ -72,25 +76,65 @@ def save_checkpoint(
             that are whole: this many with the new one. ``None`` removes none. Where there are more before the save,
             the surplus goes first and makes room. Those with optimizer state and those without count separately.
         keep_every: checkpoints whose number is a multiple of it are kept besides.
+        asynchronous: return as soon as what this rank writes has been copied to host memory, which takes as much of it
+            as the files. A thread writes; training goes on. The next save waits for it. The process ends after it.
+
+    Returns:
+        With ``asynchronous``, a handle with ``done()`` and ``result(timeout=None)``, the folder. An error is raised by
+        ``result()``, by the next save, and on a single rank by the optimizer's next step, whichever comes first.
 
     Raises:
         TypeError: something in ``scheduler`` or ``extra`` could not be loaded again; nothing has been written.
         CheckpointError: the disk is full, ``path`` is something else than a checkpoint, another process is saving to
             it, ... What was at ``path`` is still there. All ranks raise.
     """
-    target, ranks = location(path).resolve(), Ranks(group)
-    retention = retained(path, keep_last, keep_every, weights_only or optimizer is None, ranks)
-    with reported(f"{path} was not saved"), retention:
+    ranks = Ranks(group)
+    with reported(f"{path} was not saved"):
+        ranks.together(finish_pending)
         tensors = live_tensors(model, optimizer, ranks)
+        saved, its_scheduler = (None, None) if weights_only else (optimizer, scheduler)
+        content = ranks.together(lambda: _collect(tensors, model, saved, its_scheduler, extra, trainable_only))
         if weights_only:
-            optimizer = scheduler = None
-        content = ranks.together(lambda: _collect(tensors, model, optimizer, scheduler, extra, trainable_only))
-        sources = share(content.sources, ranks)
-        with new_folder_of_ranks(target, CHECKPOINT, ranks) as temporary:
-            index = ranks.together(lambda: write_tensors(temporary, sources, ranks.rank))
-            parts = ranks.gather({**content.of_this_rank, "index": index})
-            ranks.together(lambda: _finish(temporary, target, content, parts), only_first=True)
-    logger.info("saved %s", path)
+            content.manifest["weights_only"] = True
+        retention = Retention(keep_last, keep_every, weights_only=saved is None)
+        plan = _Plan(path, content, share(content.sources, ranks), ranks.gather(content.of_this_rank), retention)
+        if asynchronous:
+            plan.detach(ranks)
+            return start(partial(_write, plan, own_group(ranks)), None if ranks.several else optimizer)
+    _write(plan, ranks)
+    return None
+
+
+@dataclass
+class _Plan:
+    """What a save will write: nothing of it needs another look at the run, but for what the sources fetch."""
+
+    path: str | os.PathLike[str]
+    content: _Content
+    sources: list[Source]
+    """What this rank writes."""
+    parts: list[dict[str, Any]]
+    """What every rank has to say that is no tensor."""
+    retention: Retention
+
+    def detach(self, ranks: Ranks) -> None:
+        """From the run: whatever training does from now on, this is saved."""
+        self.sources = ranks.together(lambda: [staged(source) for source in self.sources])
+        self.content = copy.deepcopy(replace(self.content, sources=[]))
+        self.parts = copy.deepcopy(self.parts)
+
+
+def _write(plan: _Plan, ranks: Ranks) -> Path:
+    target = location(plan.path).resolve()
+    with (
+        reported(f"{plan.path} was not saved"),
+        plan.retention.around(target, ranks),
+        new_folder_of_ranks(target, CHECKPOINT, ranks) as temporary,
+    ):
+        indices = ranks.gather(ranks.together(lambda: write_tensors(temporary, plan.sources, ranks.rank)))
+        ranks.together(lambda: _finish(temporary, target, plan.content, plan.parts, join(indices)), only_first=True)
+    logger.info("saved %s", plan.path)
+    return target
 
 
 def live_tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None, ranks: Ranks) -> list[NamedTensor]:
@@ -196,7 +240,7 @@ def _model_sources(named: NamedTensor) -> list[Source]:
     return [Source(f"model.{named.name}", shard, tensor.dtype, lambda: local_tensor(tensor).detach())]
 
 
-def _finish(temporary: Path, target: Path, content: _Content, parts: list[dict[str, Any]]) -> None:
+def _finish(temporary: Path, target: Path, content: _Content, parts: list[dict[str, Any]], index: Index) -> None:
     """The first rank's part: small state, manifest, rename."""
     state = {**content.state, "random": [part["random"] for part in parts]}
     groups = None
@@ -208,7 +252,7 @@ def _finish(temporary: Path, target: Path, content: _Content, parts: list[dict[s
         "groups": groups,
         "aliases": {alias: name for part in parts for alias, name in part["aliases"].items()},
     }
-    finish_checkpoint(temporary, target, join(part["index"] for part in parts), state, manifest, len(parts))
+    finish_checkpoint(temporary, target, index, state, manifest, len(parts))
 
 
 def _union(ranks: Iterable[Iterable[str]]) -> list[str]:

@@ -117,7 +117,7 @@ class LocalStorage:
             _remove_replaced(aside, path, kind)
 
     def remove(self, folder: Path, own: Iterable[str]) -> None:
-        with suppress(OSError):
+        with suppress(OSError, CheckpointError), locked(folder):  # and the lock of a process that was killed goes
             for name in own:
                 (folder / name).unlink(missing_ok=True)
             for parent, _, _ in os.walk(folder, topdown=False):

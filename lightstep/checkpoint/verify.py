@@ -18,6 +18,7 @@ from lightstep.checkpoint.layout import (
     checkpoints_in,
     data_folder,
     find_checkpoint,
+    is_partial,
     read_checked,
     read_manifest,
 )
@@ -88,11 +89,15 @@ def is_undamaged(path: Path) -> bool:
         return False
 
 
-def whole_before(path: Path) -> Path | None:
-    """The newest checkpoint beside ``path`` that is undamaged and was not saved after it."""
+def whole_before(path: Path, with_state: bool) -> Path | None:
+    """The newest checkpoint beside ``path`` that is undamaged and was not saved after it.
+
+    Args:
+        with_state: not one of weights alone.
+    """
     listed = checkpoints_in(path.parent)
     older = listed[listed.index(path) + 1 :] if path in listed else listed
-    return next((each for each in older if is_undamaged(each)), None)
+    return next((each for each in older if is_undamaged(each) and not (with_state and is_partial(each))), None)
 
 
 def measured(file: Path) -> tuple[int, int]:

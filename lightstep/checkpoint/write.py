@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import IO, BinaryIO, cast
+from queue import SimpleQueue
+from threading import Thread
+from typing import IO, Any, BinaryIO, cast
 
 import torch
 from torch import Tensor
@@ -75,30 +77,57 @@ def write_tensors(folder: Path, sources: Sequence[Source], rank: int = 0) -> Ind
 
 
 class _Writer:
-    """A thread that writes one file after another."""
+    """A thread that writes one file after another.
+
+    No thread of ``concurrent.futures``: those take nothing more once the interpreter begins to end, and a save that is
+    under way then still ends well.
+    """
 
     def __init__(self, folder: Path, prefix: str) -> None:
         self.nbytes = 0
         """Handed over so far."""
         self._folder, self._prefix = folder, prefix
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-writer")
         self._files = 0
         self._file: _Counting | None = None
+        self._failed = False
+        self._tasks: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
+        self._thread = Thread(target=self._run, name="checkpoint-writer", daemon=True)
+        self._thread.start()
 
     def __enter__(self) -> _Writer:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._thread.shutdown(cancel_futures=True)
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._failed = self._failed or kind is not None
+        self._tasks.put(None)
+        self._thread.join()
         if self._file is not None:
             self._file.stream.close()
 
     def submit(self, source: Source, tensor: Tensor) -> Future[Index]:
         self.nbytes += source.nbytes
-        return self._thread.submit(self._write, source, tensor)
+        return self._submit(lambda: self._write(source, tensor))
 
     def submit_close(self) -> Future[None]:
-        return self._thread.submit(self._close)
+        return self._submit(self._close)
+
+    def _submit(self, task: Callable[[], Any]) -> Future[Any]:
+        future: Future[Any] = Future()
+        self._tasks.put((future, task))
+        return future
+
+    def _run(self) -> None:
+        while (entry := self._tasks.get()) is not None:
+            future, task = entry
+            if self._failed:
+                future.cancel()
+                continue
+            try:
+                future.set_result(task())
+            except BaseException as error:
+                self._failed = True
+                future.set_exception(error)
+            del entry, future, task  # a tensor is let go before the next one is waited for
 
     def _write(self, source: Source, tensor: Tensor) -> Index:
         if self._file is None:

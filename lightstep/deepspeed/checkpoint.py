@@ -38,7 +38,7 @@ from lightstep.checkpoint.load import apply_scheduler
 from lightstep.checkpoint.optimizer_content import OptimizerContent
 from lightstep.checkpoint.partly_loaded import changing, refuse_partly_loaded
 from lightstep.checkpoint.ranks import Ranks
-from lightstep.checkpoint.retention import retained
+from lightstep.checkpoint.retention import Retention
 from lightstep.checkpoint.small_state import check_loadable, random_states, read_state, set_random_states, write_state
 from lightstep.checkpoint.storage import new_folder_of_ranks, sync, write_file
 from lightstep.checkpoint.verify import check_files, measured
@@ -70,7 +70,7 @@ def save_checkpoint(
         TypeError, CheckpointError: as there. All ranks raise, and what was at ``path`` is still there.
     """
     target, ranks = Path(path).resolve(), Ranks()
-    with reported(f"{path} was not saved"), retained(target, keep_last, keep_every, False, ranks):
+    with reported(f"{path} was not saved"), Retention(keep_last, keep_every).around(target, ranks):
         if "://" in str(path):
             raise CheckpointError("DeepSpeed writes its files to local paths only, not to a URL")
         state, manifest = ranks.together(lambda: _content(model, optimizer, scheduler, extra))
@@ -240,9 +240,9 @@ def _read(
             f"lightstep checkpoint convert {folder} DESTINATION --to deepspeed-universal"
         )
     _compare(manifest, model, optimizer, ranks.size, weights_only)
+    check_files(folder, manifest, sorted(manifest["files"])[ranks.rank :: ranks.size])
     for file in sorted((folder / manifest[_SECTION]["tag"]).glob("*.pt")):
         refuse_untrusted(file)
-    check_files(folder, manifest, sorted(manifest["files"])[ranks.rank :: ranks.size])
     return manifest, read_state(folder, manifest)
 
 

@@ -34,9 +34,9 @@ from lightstep.checkpoint import (
     to_torch_state_dict,
 )
 from lightstep.checkpoint import write as checkpoint_write
-from lightstep.checkpoint.checksums import seal
 from lightstep.checkpoint.optimizer_content import OptimizerContent
 from tests.distributed.ranks import Pool
+from tests.faults import forge
 from tests.reference.pair import BACKENDS, TWO_GROUPS, Pair, same_tree, scale_for, strategy_values
 from tests.reference.tiny_model import TinyModel, loss_of
 
@@ -82,18 +82,6 @@ def everything(model: nn.Module, optimizer: Any) -> dict[str, Any]:
 
 def contents(folder: Path) -> list[str]:
     return sorted(entry.name for entry in folder.iterdir())
-
-
-def forge(folder: Path, **changes: Any) -> None:
-    """Make the manifest agree with files that were tampered with, as somebody would who knows how."""
-    manifest = json.loads((folder / "lightstep.json").read_text()) | changes
-    del manifest["crc32"]
-    for name in manifest["files"]:
-        content = (folder / name).read_bytes()
-        manifest["files"][name] = len(content)
-        if name in manifest["checksums"]:
-            manifest["checksums"][name] = zlib.crc32(content)
-    (folder / "lightstep.json").write_bytes(seal(manifest))
 
 
 # -- resuming ----------------------------------------------------------------------------------------------------------

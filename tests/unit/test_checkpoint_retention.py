@@ -64,6 +64,7 @@ def test_weights_alone_do_not_count_for_the_whole_state(tmp_path: Path) -> None:
             tmp_path / f"step-{number}", model, optimizer, extra=extra, weights_only=True, keep_last=2
         )
     assert left(tmp_path) == ["step-1", "step-4", "step-5"]
+    assert latest_checkpoint(tmp_path) == tmp_path / "step-1", "what a run goes on from"
     strategy.save_checkpoint(tmp_path / "step-6", model, optimizer, keep_last=1)
     assert left(tmp_path) == ["step-4", "step-5", "step-6"]
     _, fresh, fresh_optimizer = trained("stream", steps=0)
