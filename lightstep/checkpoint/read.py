@@ -86,7 +86,7 @@ def _pieces(target: Target, index: Index) -> list[_Piece]:
 
 
 def _read_ahead(folder: Path, needed: Iterable[tuple[str, Chunk]]) -> Generator[Tensor, None, None]:
-    """The chunks in this order; :data:`PART_BYTES` of them, and at least one, are read before they are asked for."""
+    """The chunks in this order; :data:`PART_BYTES` of them, and at least one, are read ahead."""
     with ThreadPoolExecutor(_READERS, thread_name_prefix="checkpoint-reader") as pool:
         ahead: deque[tuple[int, Future[Tensor]]] = deque()
         for key, chunk in needed:

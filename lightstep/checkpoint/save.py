@@ -58,8 +58,8 @@ def save_checkpoint(
     """Write a checkpoint folder; an existing checkpoint at ``path`` is replaced once the new one is whole.
 
     Called by every rank of ``group`` (default: the ranks of this process's role, without roles all of them), with a
-    file system that all of them see. Each rank writes its shards; host memory grows by about 32 MiB, or by one
-    parameter's tensors where these are larger. The random states of Python, numpy, torch and the accelerator are saved
+    file system that all of them see. Each rank writes its shards; host memory grows by about 128 MiB, or by
+    three tensors where these are larger. The random states of Python, numpy, torch and the accelerator are saved
     per rank; ``scheduler`` and ``extra`` are the first rank's.
 
     Args:

@@ -31,8 +31,8 @@ from torch.distributed.checkpoint.planner import WriteItemType
 from lightstep.checkpoint.errors import DamagedError, error_text
 from lightstep.checkpoint.layout import INDEX
 
-PART_BYTES = 32 * 2**20
-"""How much may be in host memory on its way to or from the files; at least one tensor always is."""
+PART_BYTES = 128 * 2**20
+"""How much may be in host memory on its way to or from the files; two tensors always may, however large."""
 
 
 @dataclass(frozen=True)

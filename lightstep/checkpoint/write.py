@@ -55,7 +55,7 @@ def share(sources: Sequence[Source], ranks: Ranks) -> list[Source]:
 def write_tensors(folder: Path, sources: Sequence[Source], rank: int = 0) -> Index:
     """Write these into files of this rank, and return where they lie.
 
-    Host memory holds :data:`PART_BYTES` of them at a time, and what the last fetch made.
+    Host memory holds :data:`PART_BYTES` of them at a time (or two tensors), and what the last fetch made.
 
     Raises:
         Exception: the first that a fetch or the storage raised; files may be there.
@@ -66,7 +66,7 @@ def write_tensors(folder: Path, sources: Sequence[Source], rank: int = 0) -> Ind
     with without_torchs_checksums(), ExitStack() as stack:
         writers = [stack.enter_context(_Writer(folder, f"__{rank}_{number}_")) for number in range(count)]
         for source in sources:
-            while sum(nbytes for nbytes, _ in underway) >= PART_BYTES:
+            while len(underway) > 1 and sum(nbytes for nbytes, _ in underway) >= PART_BYTES:
                 written.append(underway.popleft()[1].result())
             writer = min(writers, key=lambda writer: writer.nbytes)
             underway.append((source.nbytes, writer.submit(source, _on_host(source.fetch()))))

@@ -18,7 +18,7 @@ from lightstep.checkpoint.write import write_tensors
 
 
 def write_lightstep(state: TrainingState, path: Path) -> None:
-    """Host memory grows by what reading one tensor takes, and by small tensors of 32 MiB together.
+    """Host memory grows by what reading one tensor takes, and by tensors of 128 MiB together, or two of them.
 
     Raises:
         CheckpointError: the disk is full, ``path`` is something else than a checkpoint, ...
