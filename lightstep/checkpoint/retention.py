@@ -13,6 +13,7 @@ from pathlib import Path
 from lightstep.checkpoint.errors import CheckpointError
 from lightstep.checkpoint.layout import CHECKPOINT, is_complete, read_manifest, remove_checkpoint
 from lightstep.checkpoint.ranks import Ranks
+from lightstep.checkpoint.storage import settle
 from lightstep.checkpoint.verify import is_undamaged
 
 _NUMBERED = re.compile(r"(.*?)(\d+)")
@@ -70,8 +71,14 @@ def remove_old_checkpoints(
         saved: whether ``path`` has just been saved. Before it is, others are only removed for those whose every byte
             has been read.
     """
-    beside = [entry for entry in _beside(path) if _number(entry) < _number(path) and _is_of_kind(entry, weights_only)]
-    earlier = sorted(beside, key=_number, reverse=True)
+    prefix, number = _split(path.name)
+
+    def is_earlier(name: str) -> bool:
+        return _split(name)[0] == prefix and _split(name)[1] < number
+
+    settle(path.parent, CHECKPOINT, is_earlier)
+    beside = [entry for entry in _checkpoints(path.parent) if is_earlier(entry.name)]
+    earlier = [entry for entry in sorted(beside, key=_number, reverse=True) if _is_of_kind(entry, weights_only)]
     left = keep_last - saved
     if not saved and len(earlier) <= left:
         return
@@ -84,24 +91,26 @@ def remove_old_checkpoints(
             remove_checkpoint(entry)
 
 
-def _beside(path: Path) -> list[Path]:
-    """Checkpoints, whole or not, with the name of ``path`` but for the number."""
+def _checkpoints(folder: Path) -> list[Path]:
+    """Whole or not, down to the empty folder that a crash in the middle of a removal may leave."""
     try:
-        entries = [entry for entry in path.parent.iterdir() if CHECKPOINT.is_ours(entry)]
+        return [entry for entry in folder.iterdir() if CHECKPOINT.is_ours(entry) or _is_empty(entry)]
     except OSError:  # nothing has been saved yet
         return []
-    return [entry for entry in entries if _prefix(entry) == _prefix(path)]
 
 
-def _prefix(path: Path) -> str | None:
-    found = _NUMBERED.fullmatch(path.name)
-    return found and found[1]
+def _is_empty(entry: Path) -> bool:
+    return entry.is_dir() and not any(entry.iterdir())
+
+
+def _split(name: str) -> tuple[str | None, int]:
+    """``("step-", 100)``; of a name without a number ``(None, 0)``."""
+    found = _NUMBERED.fullmatch(name)
+    return (found[1], int(found[2])) if found else (None, 0)
 
 
 def _number(path: Path) -> int:
-    found = _NUMBERED.fullmatch(path.name)
-    assert found is not None
-    return int(found[2])
+    return _split(path.name)[1]
 
 
 def _is_of_kind(folder: Path, weights_only: bool) -> bool:

@@ -117,7 +117,7 @@ class LocalStorage:
             _remove_replaced(aside, path, kind)
 
     def remove(self, folder: Path, own: Iterable[str]) -> None:
-        with suppress(OSError, CheckpointError), locked(folder):  # and the lock of a process that was killed goes
+        with suppress(OSError):
             for name in own:
                 (folder / name).unlink(missing_ok=True)
             for parent, _, _ in os.walk(folder, topdown=False):
@@ -292,6 +292,17 @@ def _tidy(path: Path, kind: FolderKind) -> None:
             _remove_replaced(folder, path, kind)
         else:
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def settle(parent: Path, kind: FolderKind, wanted: Callable[[str], bool]) -> None:
+    """Finish what killed processes began at the ``wanted`` names in ``parent``, unless somebody is saving there."""
+    if isinstance(parent, UrlPath) or not parent.is_dir():
+        return
+    names = {final_name(entry) for entry in parent.iterdir() if final_name(entry) != entry.name}
+    names |= {entry.name[1:-5] for entry in parent.glob(".*.lock")}
+    for name in filter(wanted, names):
+        with suppress(OSError, CheckpointError), locked(parent / name):
+            _tidy(parent / name, kind)
 
 
 def _remove_replaced(old: Path, new: Path, kind: FolderKind) -> None:
