@@ -13,9 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 if TYPE_CHECKING:
     from rich.table import Table
+
+    from lightstep.checkpoint.verify import Verified
 
 BAD_INPUT, FAILED = 2, 1
 """Exit codes: something in the input is wrong; something went wrong on the way (a full disk)."""
@@ -29,7 +32,15 @@ app = typer.Typer(
 )
 
 _Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="A training file, for example examples/train.yaml.")]
-_Resume = Annotated[bool, typer.Option("--resume", help="Continue from the newest complete checkpoint of the run.")]
+_Resume = Annotated[
+    bool,
+    typer.Option(
+        "--resume",
+        help="Continue from the newest complete checkpoint of the run. --resume auto: from the newest one that is "
+        "undamaged, and from the beginning where there is none.",
+    ),
+]
+_ResumeAuto = Annotated[bool, typer.Option("--resume-auto", hidden=True)]
 _Strategy = Annotated[str | None, typer.Option(help="A strategy's name or file, instead of the one in CONFIG.")]
 _Set = Annotated[
     list[str] | None,
@@ -40,10 +51,19 @@ _Set = Annotated[
 _Debug = Annotated[bool, typer.Option("--debug", help="Show where an error comes from.")]
 
 
-@app.command()
+class _TrainCommand(TyperCommand):
+    """``--resume`` is a flag that one word may follow."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        joined = "\0".join(args).replace("--resume\0auto", "--resume-auto").replace("--resume=auto", "--resume-auto")
+        return super().parse_args(ctx, joined.split("\0") if args else args)
+
+
+@app.command(cls=_TrainCommand)
 def train(
     config: _Config,
     resume: _Resume = False,
+    resume_auto: _ResumeAuto = False,
     strategy: _Strategy = None,
     assignments: _Set = None,
     debug: _Debug = False,
@@ -59,7 +79,7 @@ def train(
         settings = load_config(config, strategy, assignments or ())
         from lightstep.trainer.session import train as run
 
-        outcome = run(settings, resume)
+        outcome = run(settings, "auto" if resume_auto else resume)
     if outcome.stopped_by is not None:
         raise typer.Exit(128 + outcome.stopped_by)
 
@@ -157,6 +177,32 @@ def inspect(
     Console().print(table)
 
 
+@_checkpoints.command()
+def verify(
+    folders: Annotated[list[str], typer.Argument(metavar="DIR...", help="Checkpoints, or folders of checkpoints.")],
+    debug: _Debug = False,
+) -> None:
+    """Read every byte of checkpoints and compare it with their checksums; exit code 1 if one is damaged."""
+    damaged = False
+    with _one_sentence(debug):
+        from lightstep.checkpoint import verify_checkpoints
+
+        for each in [verified for folder in folders for verified in verify_checkpoints(folder)]:
+            damaged = damaged or bool(each.damage)
+            sys.stdout.write(f"{each.path}: {_verdict(each)}\n")
+    if damaged:
+        raise typer.Exit(FAILED)
+
+
+def _verdict(verified: Verified) -> str:
+    if verified.damage:
+        return "\n    ".join(["damaged", *verified.damage])
+    size = f"{verified.files} files, {verified.nbytes / 2**20:,.1f} MiB"
+    if verified.unchecked:
+        return f"complete, {size}; it has no checksums, so more is not known"
+    return f"whole, {size}"
+
+
 def _strategies_table() -> Table:
     from rich import box
     from rich.table import Table
@@ -202,7 +248,11 @@ def _one_sentence(debug: bool = False) -> Iterator[None]:
         where = f"{error.filename}: " if error.filename else ""
         _fail(f"{where}{error.strerror or error}", FAILED, debug)
     except Exception as error:
-        if type(error).__name__ not in ("CheckpointError", "ElsewhereError"):  # without importing torch for it
+        if type(error).__name__ not in (
+            "CheckpointError",
+            "DamagedError",
+            "ElsewhereError",
+        ):  # without importing torch for it
             raise
         _fail(str(error), FAILED, debug)
     finally:

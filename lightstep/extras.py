@@ -9,6 +9,7 @@ LIBRARIES = {
     "train": ("accelerate", "matplotlib", "rich", "tensorboard", "transformers", "typer"),
     "bench": ("matplotlib", "rich", "transformers", "typer"),
     "deepspeed": ("deepspeed",),
+    "urls": ("fsspec",),
 }
 
 

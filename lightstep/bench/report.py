@@ -20,9 +20,10 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from lightstep.state import numa
+
 if TYPE_CHECKING:
-    from lightstep.state import numa
-from lightstep.bench.run import Row, Run
+    from lightstep.bench.run import Row, Run
 
 Values = dict[str, Any]
 

@@ -5,6 +5,7 @@ from lightstep.checkpoint.export import export_model, to_torch_state_dict
 from lightstep.checkpoint.layout import latest_checkpoint
 from lightstep.checkpoint.load import load_checkpoint
 from lightstep.checkpoint.save import save_checkpoint
+from lightstep.checkpoint.verify import verify_checkpoints
 
 __all__ = [
     "CheckpointError",
@@ -13,4 +14,5 @@ __all__ = [
     "load_checkpoint",
     "save_checkpoint",
     "to_torch_state_dict",
+    "verify_checkpoints",
 ]

@@ -12,20 +12,33 @@ class CheckpointError(RuntimeError):
     """A checkpoint that could not be written, or cannot be loaded; the message names the path and the cause."""
 
 
+class DamagedError(CheckpointError):
+    """Files are missing, cut or changed since they were written: another checkpoint may be whole."""
+
+
+_KINDS = {kind.__name__: kind for kind in (TypeError, DamagedError)}
+
+
 @contextmanager
 def reported(what: str) -> Iterator[None]:
     """Whatever goes wrong becomes one :class:`CheckpointError` with the path; a type error stays one, with the path."""
     try:
         yield
     except CheckpointError as error:
-        raise CheckpointError(f"{what}: {error}") from error
-    except ElsewhereError as error:
-        kind = TypeError if error.kind == "TypeError" else CheckpointError
-        raise kind(f"{what}: {error}") from error
+        raise type(error)(f"{what}: {error}") from error
     except TypeError as error:
         raise TypeError(f"{what}: {error}") from error
+    except ElsewhereError as error:
+        raise _KINDS.get(error.kind, CheckpointError)(f"{what}: {error}") from error
     except Exception as error:
         raise CheckpointError(f"{what}: {error_text(error)}") from error
+
+
+def is_damage(error: BaseException) -> bool:
+    """Whether this rank, or the one that failed elsewhere, has found damage."""
+    return isinstance(error, DamagedError) or (
+        isinstance(error, ElsewhereError) and error.kind == DamagedError.__name__
+    )
 
 
 def error_text(error: BaseException) -> str:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,16 +20,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightstep.checkpoint.compare import Matched, local_shard, match
-from lightstep.checkpoint.errors import CheckpointError, reported
+from lightstep.checkpoint.errors import CheckpointError, DamagedError, is_damage, reported
 from lightstep.checkpoint.frozen_base import say_if_another, without_base
-from lightstep.checkpoint.layout import Manifest, find_checkpoint, is_unchanged, read_manifest
+from lightstep.checkpoint.layout import Manifest, find_checkpoint, is_unchanged, read_manifest, say_if_unchecked
 from lightstep.checkpoint.optimizer_content import OptimizerContent
 from lightstep.checkpoint.partly_loaded import changing
 from lightstep.checkpoint.ranks import Ranks
+from lightstep.checkpoint.read import read_tensors
 from lightstep.checkpoint.save import live_tensors
 from lightstep.checkpoint.saved import Saved
 from lightstep.checkpoint.small_state import set_random_states
-from lightstep.checkpoint.tensors import Stored, Target, read_tensors, whole
+from lightstep.checkpoint.storage import location
+from lightstep.checkpoint.tensors import Stored, Target, whole
+from lightstep.checkpoint.verify import whole_before
 from lightstep.optimizer.serialization import refuse_nan
 from lightstep.sharding.model_names import NamedTensor, set_extra_states
 from lightstep.sharding.prepared_model import PreparedModel
@@ -70,22 +74,37 @@ def load_checkpoint(
         CheckpointError: the checkpoint cannot be used; the message names the path and what differs. All ranks raise.
     """
     ranks = Ranks(group)
-    with reported(f"{path} was not loaded"):
+    with reported(f"{path} was not loaded"), _older_one_named(location(path), ranks, optimizer is not None):
         tensors = live_tensors(model, optimizer, ranks)
         content = ranks.together(lambda: None if optimizer is None else OptimizerContent(optimizer, tensors))
         into = _Into(model, scheduler, tensors, content, _names_everywhere(tensors, content, ranks), trainable_only)
-        matched = _read_once(Path(path), into, ranks)
+        matched = _read_once(location(path), into, ranks)
+        if ranks.is_first:
+            say_if_unchecked(matched.saved.folder, matched.saved.manifest)
         weights_only = optimizer is None or matched.saved.optimizer is None
         optimizers = list(PreparedModel.of(model).optimizers) if optimizer is None else [optimizer]
         with changing(model, optimizers, path, weights_only):
             while not _loaded(matched, into, ranks):
-                matched = _read_once(Path(path), into, ranks)  # another one has taken its place
+                matched = _read_once(location(path), into, ranks)  # another one has taken its place
             if optimizer is None or matched.saved.optimizer is None:
                 _masters_follow(optimizers, path)
     if matched.saved.base is not None:
         say_if_another(model, matched.saved.base)
     logger.info("loaded %s", path)
     return dict(matched.saved.state.get("extra") or {})
+
+
+@contextmanager
+def _older_one_named(path: Path, ranks: Ranks, with_state: bool) -> Iterator[None]:
+    """An error about damage says, on the first rank, which checkpoint beside it was found to be whole."""
+    try:
+        yield
+    except Exception as error:
+        if not ranks.is_first or not is_damage(error):
+            raise
+        older = whole_before(path.resolve(), with_state)
+        advice = "no older one beside it is whole" if older is None else f"{older} beside it is whole: load that one"
+        raise DamagedError(f"{error}; {advice}") from error
 
 
 @dataclass
@@ -192,7 +211,7 @@ def _rehearse(matched: Matched) -> None:
             if optimizer.keeps(name):
                 loader = _ParameterLoader(optimizer, name, {}, len(wanted))
                 targets += [loader.checked(entry, key, saved.index[key]) for entry, key in wanted.items()]
-    read_tensors(saved.folder, saved.index, targets)
+    read_tensors(saved.data, saved.index, targets)
 
 
 def _dropped(target: Target, stored: Stored) -> Target:
@@ -206,7 +225,7 @@ def _apply(matched: Matched, into: _Into, rank: int) -> None:
     """Weights, then optimizer state, then everything small."""
     saved, optimizer = matched.saved, matched.optimizer
     with torch.no_grad():
-        read_tensors(saved.folder, saved.index, matched.tensors)
+        read_tensors(saved.data, saved.index, matched.tensors)
         if optimizer is not None:
             _apply_optimizer(matched, optimizer)
     set_extra_states(into.model, saved.state.get("modules") or {})
@@ -231,7 +250,7 @@ def _apply_optimizer(matched: Matched, optimizer: OptimizerContent) -> None:
         loader = _ParameterLoader(optimizer, name, values, len(wanted))
         targets += [loader.target(entry, key, matched.saved.index[key]) for entry, key in wanted.items()]
         loader.finish_if_whole()
-    read_tensors(matched.saved.folder, matched.saved.index, targets)
+    read_tensors(matched.saved.data, matched.saved.index, targets)
     for number, origin in enumerate(matched.groups):
         if origin >= 0:
             optimizer.set_hyperparameters(number, saved["groups"][origin])

@@ -70,4 +70,6 @@ class ElsewhereError(Exception):
 
 def _describe(error: BaseException) -> tuple[str, str]:
     kind, text = type(error).__name__, str(error)
+    if isinstance(error, OSError) and error.strerror:
+        return kind, error.strerror
     return kind, text if isinstance(error, RuntimeError | TypeError) and text else f"{kind}: {text}"

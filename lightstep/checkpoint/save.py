@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import logging
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +18,16 @@ from torch import nn
 
 from lightstep.checkpoint.errors import CheckpointError, reported
 from lightstep.checkpoint.frozen_base import frozen_base, is_adapter, without_base
-from lightstep.checkpoint.layout import CHECKPOINT, STATE, manifest_header, sizes, write_manifest
+from lightstep.checkpoint.layout import CHECKPOINT, INDEX, STATE, TORCHS_INDEX, commit_checkpoint, manifest_header
 from lightstep.checkpoint.optimizer_content import OptimizerContent
 from lightstep.checkpoint.partly_loaded import refuse_partly_loaded
+from lightstep.checkpoint.pending import PendingSave, finish_pending, own_group, staged, start
 from lightstep.checkpoint.ranks import Ranks
+from lightstep.checkpoint.retention import Retention
 from lightstep.checkpoint.small_state import check_loadable, random_states, write_state
-from lightstep.checkpoint.storage import commit, new_folder_of_ranks
-from lightstep.checkpoint.tensors import Source, read_index, shard_of, write_tensors
+from lightstep.checkpoint.storage import location, new_folder_of_ranks, write_file
+from lightstep.checkpoint.tensors import Index, Source, file_sizes, format_index, format_torchs_index, join, shard_of
+from lightstep.checkpoint.write import share, write_tensors
 from lightstep.distributed import local_tensor
 from lightstep.sharding.model_names import (
     NamedTensor,
@@ -44,13 +49,17 @@ def save_checkpoint(
     extra: Mapping[str, Any] | None = None,
     *,
     trainable_only: bool | None = None,
+    weights_only: bool = False,
+    keep_last: int | None = None,
+    keep_every: int = 0,
+    asynchronous: bool = False,
     group: dist.ProcessGroup | None = None,
-) -> None:
+) -> PendingSave | None:
     """Write a checkpoint folder; an existing checkpoint at ``path`` is replaced once the new one is whole.
 
     Called by every rank of ``group`` (default: the ranks of this process's role, without roles all of them), with a
-    file system that all of them see. Each rank writes its shards; host memory grows by about 32 MiB, or by one
-    parameter's tensors where these are larger. The random states of Python, numpy, torch and the accelerator are saved
+    file system that all of them see. Each rank writes its shards; host memory grows by about 128 MiB, or by
+    three tensors where these are larger. The random states of Python, numpy, torch and the accelerator are saved
     per rank; ``scheduler`` and ``extra`` are the first rank's.
 
     Args:
@@ -61,21 +70,71 @@ def save_checkpoint(
         extra: plain numbers, strings, lists, dicts, tensors; :func:`load_checkpoint` returns it.
         trainable_only: leave out parameters that are frozen and have no optimizer state; the checkpoint names the base
             that they belong to. ``None``: for models with adapters of PEFT.
+        weights_only: leave out optimizer and scheduler: weights, buffers and ``extra`` of a run that saves its whole
+            state less often. A load of it rebuilds the masters.
+        keep_last: remove checkpoints beside ``path`` with the same name and a lower number, but for the newest ones
+            that are whole: this many with the new one. ``None`` removes none. Where there are more before the save,
+            the surplus goes first and makes room. Those with optimizer state and those without count separately.
+        keep_every: checkpoints whose number is a multiple of it are kept besides.
+        asynchronous: return as soon as what this rank writes has been copied to host memory, which takes as much of it
+            as the files. A thread writes; training goes on. The next save waits for it. The process ends after it.
+
+    Returns:
+        With ``asynchronous``, a handle with ``done()`` and ``result(timeout=None)``, the folder. An error is raised by
+        ``result()``, by the next save, and on a single rank by the optimizer's next step, whichever comes first.
 
     Raises:
         TypeError: something in ``scheduler`` or ``extra`` could not be loaded again; nothing has been written.
         CheckpointError: the disk is full, ``path`` is something else than a checkpoint, another process is saving to
             it, ... What was at ``path`` is still there. All ranks raise.
     """
-    target, ranks = Path(path).resolve(), Ranks(group)
+    ranks = Ranks(group)
     with reported(f"{path} was not saved"):
+        ranks.together(finish_pending)
         tensors = live_tensors(model, optimizer, ranks)
-        content = ranks.together(lambda: _collect(tensors, model, optimizer, scheduler, extra, trainable_only))
-        with new_folder_of_ranks(target, CHECKPOINT, ranks) as temporary:
-            content.of_this_rank["files"] = write_tensors(temporary, content.sources, ranks.group)
-            parts = ranks.gather(content.of_this_rank)
-            ranks.together(lambda: _finish(temporary, target, content, parts), only_first=True)
-    logger.info("saved %s", path)
+        saved, its_scheduler = (None, None) if weights_only else (optimizer, scheduler)
+        content = ranks.together(lambda: _collect(tensors, model, saved, its_scheduler, extra, trainable_only))
+        if weights_only:
+            content.manifest["weights_only"] = True
+        retention = Retention(keep_last, keep_every, weights_only=saved is None)
+        plan = _Plan(path, content, share(content.sources, ranks), ranks.gather(content.of_this_rank), retention)
+        if asynchronous:
+            plan.detach(ranks)
+            return start(partial(_write, plan, own_group(ranks)), None if ranks.several else optimizer)
+    _write(plan, ranks)
+    return None
+
+
+@dataclass
+class _Plan:
+    """What a save will write: nothing of it needs another look at the run, but for what the sources fetch."""
+
+    path: str | os.PathLike[str]
+    content: _Content
+    sources: list[Source]
+    """What this rank writes."""
+    parts: list[dict[str, Any]]
+    """What every rank has to say that is no tensor."""
+    retention: Retention
+
+    def detach(self, ranks: Ranks) -> None:
+        """From the run: whatever training does from now on, this is saved."""
+        self.sources = ranks.together(lambda: [staged(source) for source in self.sources])
+        self.content = copy.deepcopy(replace(self.content, sources=[]))
+        self.parts = copy.deepcopy(self.parts)
+
+
+def _write(plan: _Plan, ranks: Ranks) -> Path:
+    target = location(plan.path).resolve()
+    with (
+        reported(f"{plan.path} was not saved"),
+        plan.retention.around(target, ranks),
+        new_folder_of_ranks(target, CHECKPOINT, ranks) as temporary,
+    ):
+        indices = ranks.gather(ranks.together(lambda: write_tensors(temporary, plan.sources, ranks.rank)))
+        ranks.together(lambda: _finish(temporary, target, plan.content, plan.parts, join(indices)), only_first=True)
+    logger.info("saved %s", plan.path)
+    return target
 
 
 def live_tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None, ranks: Ranks) -> list[NamedTensor]:
@@ -84,11 +143,23 @@ def live_tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None, rank
     return numbered(tensors, several_holders(ranks.gather(holders(tensors))))
 
 
-def tensor_shapes(folder: Path) -> dict[str, str]:
-    """The model's tensors for people to read: ``bfloat16[1024, 4096]``."""
+def finish_checkpoint(
+    folder: Path, target: Path, index: Index, state: dict[str, Any], manifest: dict[str, Any], world_size: int
+) -> None:
+    """Write what is no tensor beside the tensors, and put all of it in its place."""
+    files: dict[str, tuple[int, int | None]] = {name: (size, None) for name, size in file_sizes(index).items()}
+    files[INDEX] = write_file(folder / INDEX, format_index(index))
+    files[TORCHS_INDEX] = write_file(folder / TORCHS_INDEX, format_torchs_index(index))
+    files[STATE] = write_state(folder, state)
+    header = manifest_header(target, world_size)
+    commit_checkpoint(folder, target, {**header, **manifest, "tensors": _for_people(index)}, files)
+
+
+def _for_people(index: Index) -> dict[str, str]:
+    """The model's tensors: ``bfloat16[1024, 4096]``."""
     return {
         key.removeprefix("model."): f"{str(stored.dtype).removeprefix('torch.')}{list(stored.shape)}"
-        for key, stored in read_index(folder).items()
+        for key, stored in index.items()
         if key.startswith("model.")
     }
 
@@ -169,24 +240,19 @@ def _model_sources(named: NamedTensor) -> list[Source]:
     return [Source(f"model.{named.name}", shard, tensor.dtype, lambda: local_tensor(tensor).detach())]
 
 
-def _finish(temporary: Path, target: Path, content: _Content, parts: list[dict[str, Any]]) -> None:
+def _finish(temporary: Path, target: Path, content: _Content, parts: list[dict[str, Any]], index: Index) -> None:
     """The first rank's part: small state, manifest, rename."""
     state = {**content.state, "random": [part["random"] for part in parts]}
     groups = None
     if "optimizer" in state:
         state["optimizer"]["values"] = {name: value for part in parts for name, value in part["values"].items()}
         groups = [_union(members) for members in zip(*(part["groups"] for part in parts), strict=True)]
-    write_state(temporary, state)
     manifest = {
-        **manifest_header(target, len(parts)),
         **content.manifest,
         "groups": groups,
         "aliases": {alias: name for part in parts for alias, name in part["aliases"].items()},
-        "tensors": tensor_shapes(temporary),
     }
-    files = {name: size for part in parts for name, size in part["files"].items()}
-    write_manifest(temporary, manifest, {**files, **sizes(temporary, [STATE])})
-    commit(temporary, target, CHECKPOINT)
+    finish_checkpoint(temporary, target, index, state, manifest, len(parts))
 
 
 def _union(ranks: Iterable[Iterable[str]]) -> list[str]:

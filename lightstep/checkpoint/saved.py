@@ -6,9 +6,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lightstep.checkpoint.layout import Manifest, read_manifest, refuse_engine_files, refuse_replaced
+from lightstep.checkpoint.layout import (
+    INDEX,
+    Manifest,
+    data_folder,
+    read_checked,
+    read_manifest,
+    refuse_engine_files,
+    refuse_replaced,
+)
 from lightstep.checkpoint.small_state import read_state
-from lightstep.checkpoint.tensors import Stored, read_index
+from lightstep.checkpoint.tensors import Index, parse_index
 
 
 @dataclass
@@ -17,7 +25,7 @@ class Saved:
 
     folder: Path
     manifest: Manifest
-    index: dict[str, Stored]
+    index: Index
     state: dict[str, Any]
 
     @classmethod
@@ -30,9 +38,15 @@ class Saved:
         manifest = read_manifest(folder) if manifest is None else manifest
         refuse_engine_files(folder, manifest)
         try:
-            return cls(folder, manifest, read_index(folder), read_state(folder))
+            index = parse_index(read_checked(folder, manifest, INDEX))
+            return cls(folder, manifest, index, read_state(folder, manifest))
         finally:
             refuse_replaced(folder, manifest)
+
+    @property
+    def data(self) -> Path:
+        """The folder with the tensors."""
+        return data_folder(self.folder, self.manifest)
 
     @property
     def aliases(self) -> dict[str, str]:

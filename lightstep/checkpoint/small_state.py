@@ -15,8 +15,8 @@ from typing import Any, cast
 
 import torch
 
-from lightstep.checkpoint.errors import CheckpointError, error_text
-from lightstep.checkpoint.layout import STATE
+from lightstep.checkpoint.errors import DamagedError, error_text
+from lightstep.checkpoint.layout import STATE, Manifest, read_checked
 from lightstep.checkpoint.storage import write_file
 
 
@@ -42,24 +42,26 @@ def check_loadable(what: str, value: Any) -> None:
     )
 
 
-def write_state(folder: Path, state: dict[str, Any]) -> None:
+def write_state(folder: Path, state: dict[str, Any]) -> tuple[int, int]:
+    """Size and checksum of the file."""
     buffer = io.BytesIO()
     torch.save(state, buffer)
-    write_file(folder / STATE, buffer.getvalue())
+    return write_file(folder / STATE, buffer.getvalue())
 
 
-def read_state(folder: Path) -> dict[str, Any]:
+def read_state(folder: Path, manifest: Manifest) -> dict[str, Any]:
     """Raises :class:`CheckpointError` when the file is damaged or holds anything that needs unpickling."""
+    content = read_checked(folder, manifest, STATE)
     try:
-        state = torch.load(folder / STATE, map_location="cpu", weights_only=True)
+        state = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:  # torch's text recommends to run what is in it
-        raise CheckpointError(
+        raise DamagedError(
             f"{folder / STATE} cannot be read: it is damaged, or holds more than plain values and tensors"
         ) from error
     except Exception as error:
-        raise CheckpointError(f"{folder / STATE} cannot be read: {error_text(error)}") from error
+        raise DamagedError(f"{folder / STATE} cannot be read: {error_text(error)}") from error
     if not isinstance(state, dict):
-        raise CheckpointError(f"{folder / STATE} cannot be read: it holds a {type(state).__name__}")
+        raise DamagedError(f"{folder / STATE} cannot be read: it holds a {type(state).__name__}")
     return state
 
 

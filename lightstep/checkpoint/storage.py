@@ -1,25 +1,30 @@
-"""Folders on disk: written beside their place, put there when they are whole, by one writer at a time.
+"""Where folders are written: what a save asks of a storage, and the storage that is a local file system.
 
-A folder ``step-100`` is written as ``.step-100.saving-<token>``, flushed to disk and renamed. One that it replaces is
-renamed to ``.step-100.replaced-<token>`` first; files in it that its writer did not write move into the new folder, and
-the rest is removed. A crash leaves at least one whole folder under one of the three names. ``.step-100.lock`` is locked
-while somebody writes; the operating system lets go of it when that process ends, however it ends.
+Folders are put in their place when they are whole, by one writer at a time. On a local file system a folder
+``step-100`` is written as ``.step-100.saving-<token>``, flushed to disk and renamed. One that it replaces is renamed to
+``.step-100.replaced-<token>`` first; files in it that its writer did not write move into the new folder, and the rest
+is removed. A crash leaves at least one whole folder under one of the three names. ``.step-100.lock`` is locked while
+somebody writes; the operating system lets go of it when that process ends, however it ends.
 """
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import secrets
 import shutil
 import socket
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO, Protocol, cast
 
+from lightstep.checkpoint.checksums import crc32
 from lightstep.checkpoint.errors import CheckpointError
 from lightstep.checkpoint.ranks import Ranks
+from lightstep.checkpoint.urls import UrlPath, UrlStorage
 
 logger = logging.getLogger(__name__)
 
@@ -43,31 +48,120 @@ class FolderKind:
     own_files: Callable[[Path], Collection[str]]
 
 
-@contextmanager
-def new_folder(path: Path, kind: FolderKind) -> Iterator[Path]:
-    """A folder beside ``path`` to write into; the block ends with :func:`commit`, and after an error it is removed.
+class Storage(Protocol):
+    """What differs between places. Paths are those of ``pathlib``, or have the same methods (:class:`UrlPath`)."""
 
-    Raises:
-        CheckpointError: ``path`` is neither free, nor empty, nor of this kind; another process writes to it.
-    """
-    refuse_foreign(path, kind.is_ours, kind.name)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with locked(path):
-        _tidy(path, kind)
-        temporary = _beside(path, _SAVING)
-        temporary.mkdir()
+    def new_folder(self, path: Path, kind: FolderKind) -> AbstractContextManager[Path]:
+        """A folder to write what belongs at ``path``; after an error in the block it is removed.
+
+        Raises:
+            CheckpointError: ``path`` is neither free, nor empty, nor of this kind; another process writes to it.
+        """
+
+    def create(self, file: Path) -> BinaryIO:
+        """A new file, which a crash of the machine does not harm once it is closed."""
+
+    def read(self, file: Path, start: int, size: int) -> bytes:
+        """A part of a file; fewer bytes where it ends."""
+
+    def commit(self, folder: Path, path: Path, kind: FolderKind) -> None:
+        """Put the whole ``folder`` in the place of ``path``. A failure leaves ``path`` as it was."""
+
+    def remove(self, folder: Path, own: Iterable[str]) -> None:
+        """Remove these files in this order, and the folders that are empty then: the user's files stay."""
+
+
+class LocalStorage:
+    """A file system of this machine, or one that it has mounted."""
+
+    @contextmanager
+    def new_folder(self, path: Path, kind: FolderKind) -> Iterator[Path]:
+        """Beside ``path``, which is locked meanwhile."""
+        refuse_foreign(path, kind.is_ours, kind.name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with locked(path):
+            _tidy(path, kind)
+            temporary = _beside(path, _SAVING)
+            temporary.mkdir()
+            try:
+                yield temporary
+            except BaseException:
+                shutil.rmtree(temporary, ignore_errors=True)
+                raise
+
+    def create(self, file: Path) -> BinaryIO:
+        return io.BufferedWriter(_Synced(file, "wb"))
+
+    def read(self, file: Path, start: int, size: int) -> bytes:
+        with file.open("rb", buffering=0) as stream:
+            stream.seek(start)
+            return stream.read(size)
+
+    def commit(self, folder: Path, path: Path, kind: FolderKind) -> None:
+        """Two renames, or one."""
+        for parent, _, _ in os.walk(folder):
+            sync(Path(parent))
+        aside = _beside(path, _REPLACED) if path.exists() and any(path.iterdir()) else None
         try:
-            yield temporary
+            if aside is not None:
+                os.replace(path, aside)
+            os.replace(folder, path)
+            sync(path.parent)
         except BaseException:
-            shutil.rmtree(temporary, ignore_errors=True)
+            if not folder.exists():
+                os.replace(path, folder)
+            if aside is not None and aside.exists():
+                os.replace(aside, path)
             raise
+        if aside is not None:
+            _remove_replaced(aside, path, kind)
+
+    def remove(self, folder: Path, own: Iterable[str]) -> None:
+        with suppress(OSError):
+            for name in own:
+                (folder / name).unlink(missing_ok=True)
+            for parent, _, _ in os.walk(folder, topdown=False):
+                if not os.listdir(parent):
+                    os.rmdir(parent)
+
+
+class _Synced(io.FileIO):
+    """Closed when the disk has it."""
+
+    def close(self) -> None:
+        try:
+            if not self.closed:
+                os.fsync(self.fileno())
+        finally:
+            super().close()
+
+
+def location(path: str | os.PathLike[str]) -> Path:
+    """Where a local path or a URL (``s3://bucket/run/step-100``) leads; a URL's has the methods of a ``Path``."""
+    if isinstance(path, UrlPath) or "://" in str(path):
+        return cast(Path, UrlPath(str(path)))
+    return Path(path)
+
+
+def storage_of(path: Path) -> Storage:
+    """What keeps the files there."""
+    return UrlStorage() if isinstance(path, UrlPath) else LocalStorage()
+
+
+def write_file(path: Path, content: bytes) -> tuple[int, int]:
+    """Write ``content``, safe from crashes; its size and checksum."""
+    with storage_of(path).create(path) as stream:
+        stream.write(content)
+    return len(content), crc32(content)
 
 
 @contextmanager
 def new_folder_of_ranks(path: Path, kind: FolderKind, ranks: Ranks) -> Iterator[Path]:
-    """The same for several ranks that write into one folder: the first of them makes it."""
+    """:meth:`Storage.new_folder` for several ranks that write into one folder: the first of them makes it."""
     with ExitStack() as held_by_first:
-        yield ranks.together(lambda: held_by_first.enter_context(new_folder(path, kind)), only_first=True)
+        yield ranks.together(
+            lambda: held_by_first.enter_context(storage_of(path).new_folder(path, kind)), only_first=True
+        )
 
 
 @contextmanager
@@ -89,27 +183,9 @@ def new_file(path: Path, is_ours: Callable[[Path], bool], what: str) -> Iterator
             raise
 
 
-def commit(temporary: Path, path: Path, kind: FolderKind) -> None:
-    """Put the whole folder ``temporary`` in the place of ``path``. A failure leaves ``path`` as it was."""
-    aside = _beside(path, _REPLACED) if path.exists() and any(path.iterdir()) else None
-    try:
-        if aside is not None:
-            os.replace(path, aside)
-        os.replace(temporary, path)
-        sync(path.parent)
-    except BaseException:
-        if not temporary.exists():
-            os.replace(path, temporary)
-        if aside is not None and aside.exists():
-            os.replace(aside, path)
-        raise
-    if aside is not None:
-        _remove_replaced(aside, path, kind)
-
-
 def leftovers(path: Path) -> list[Path]:
     """What saves to ``path`` have beside it: those that crashed, or one that is under way."""
-    if not path.parent.is_dir():
+    if isinstance(path, UrlPath) or not path.parent.is_dir():
         return []
     return [entry for entry in path.parent.iterdir() if entry.name != path.name and final_name(entry) == path.name]
 
@@ -133,16 +209,6 @@ def refuse_foreign(path: Path, is_ours: Callable[[Path], bool], what: str) -> No
     if not path.exists() or (path.is_dir() and not any(path.iterdir())) or is_ours(path):
         return
     raise CheckpointError(f"{path} exists and is not {what}; choose another path or remove it")
-
-
-def remove_own(folder: Path, own: Iterable[str]) -> None:
-    """Remove these files in this order, and the folders that are empty then: the user's files stay."""
-    with suppress(OSError):
-        for name in own:
-            (folder / name).unlink(missing_ok=True)
-        for parent, _, _ in os.walk(folder, topdown=False):
-            if not os.listdir(parent):
-                os.rmdir(parent)
 
 
 # -- one writer --------------------------------------------------------------------------------------------------------
@@ -228,6 +294,17 @@ def _tidy(path: Path, kind: FolderKind) -> None:
             shutil.rmtree(folder, ignore_errors=True)
 
 
+def settle(parent: Path, kind: FolderKind, wanted: Callable[[str], bool]) -> None:
+    """Finish what killed processes began at the ``wanted`` names in ``parent``, unless somebody is saving there."""
+    if isinstance(parent, UrlPath) or not parent.is_dir():
+        return
+    names = {final_name(entry) for entry in parent.iterdir() if final_name(entry) != entry.name}
+    names |= {entry.name[1:-5] for entry in parent.glob(".*.lock")}
+    for name in filter(wanted, names):
+        with suppress(OSError, CheckpointError), locked(parent / name):
+            _tidy(parent / name, kind)
+
+
 def _remove_replaced(old: Path, new: Path, kind: FolderKind) -> None:
     """Remove what was replaced, but for the user's files, which move into the new folder."""
     try:
@@ -254,14 +331,6 @@ def _beside(path: Path, mark: str) -> Path:
 
 
 # -- flushed to disk ---------------------------------------------------------------------------------------------------
-
-
-def write_file(path: Path, content: bytes) -> None:
-    """Write ``content`` and wait until the disk has it."""
-    with path.open("wb") as stream:
-        stream.write(content)
-        stream.flush()
-        os.fsync(stream.fileno())
 
 
 def sync(path: Path) -> None:

@@ -28,19 +28,20 @@ from lightstep.checkpoint.errors import CheckpointError, reported
 from lightstep.checkpoint.layout import (
     CHECKPOINT,
     STATE,
+    commit_checkpoint,
     find_checkpoint,
     manifest_header,
     read_manifest,
     refuse_replaced,
-    sizes,
-    write_manifest,
 )
 from lightstep.checkpoint.load import apply_scheduler
 from lightstep.checkpoint.optimizer_content import OptimizerContent
 from lightstep.checkpoint.partly_loaded import changing, refuse_partly_loaded
 from lightstep.checkpoint.ranks import Ranks
+from lightstep.checkpoint.retention import Retention
 from lightstep.checkpoint.small_state import check_loadable, random_states, read_state, set_random_states, write_state
-from lightstep.checkpoint.storage import commit, new_folder_of_ranks, sync, write_file
+from lightstep.checkpoint.storage import new_folder_of_ranks, sync, write_file
+from lightstep.checkpoint.verify import check_files, measured
 from lightstep.deepspeed.optimizer import DeepSpeedOptimizer
 from lightstep.deepspeed.universal import DEEPSPEEDS_OWN, UNIVERSAL, load_universal, refuse_untrusted, trusted_loads
 from lightstep.deepspeed.weights import shapes
@@ -59,6 +60,9 @@ def save_checkpoint(
     optimizer: DeepSpeedOptimizer,
     scheduler: Any = None,
     extra: Mapping[str, Any] | None = None,
+    *,
+    keep_last: int | None = None,
+    keep_every: int = 0,
 ) -> None:
     """As ``lightstep.checkpoint.save_checkpoint``, with DeepSpeed's own files.
 
@@ -66,13 +70,15 @@ def save_checkpoint(
         TypeError, CheckpointError: as there. All ranks raise, and what was at ``path`` is still there.
     """
     target, ranks = Path(path).resolve(), Ranks()
-    with reported(f"{path} was not saved"):
+    with reported(f"{path} was not saved"), Retention(keep_last, keep_every).around(target, ranks):
+        if "://" in str(path):
+            raise CheckpointError("DeepSpeed writes its files to local paths only, not to a URL")
         state, manifest = ranks.together(lambda: _content(model, optimizer, scheduler, extra))
         with new_folder_of_ranks(target, CHECKPOINT, ranks) as temporary:
             files = _write_engine(temporary, manifest[_SECTION]["tag"], optimizer, ranks, state)
             parts = ranks.gather((random_states(), files))
             state["random"] = [random for random, _ in parts]
-            everyones = {name: size for _, written in parts for name, size in written.items()}
+            everyones = {name: entry for _, written in parts for name, entry in written.items()}
             ranks.together(lambda: _finish(temporary, target, state, manifest, everyones), only_first=True)
     logger.info("saved %s", path)
 
@@ -144,8 +150,8 @@ def _described(engine: Any) -> dict[str, Any]:
 
 def _write_engine(
     folder: Path, tag: str, optimizer: DeepSpeedOptimizer, ranks: Ranks, state: Mapping[str, Any]
-) -> dict[str, int]:
-    """The files that this rank wrote, and their sizes.
+) -> dict[str, tuple[int, int]]:
+    """The files that this rank wrote, their sizes and checksums.
 
     All ranks raise when one of them cannot write: none is left in one of DeepSpeed's barriers. DeepSpeed's files hold
     scheduler and ``extra`` too, where its tools and ours look for them.
@@ -156,12 +162,12 @@ def _write_engine(
             str(folder), tag=tag, client_state={**known, "lr_scheduler": state["scheduler"]}, save_latest=False
         )
 
-    def check() -> dict[str, int]:
+    def check() -> dict[str, tuple[int, int]]:
         if writer.failures:
             raise writer.failures[0]
         for file in writer.files:
             sync(file)
-        return sizes(folder, [file.relative_to(folder).as_posix() for file in writer.files])
+        return {file.relative_to(folder).as_posix(): measured(file) for file in writer.files}
 
     return ranks.together(check)
 
@@ -206,20 +212,18 @@ class _Writer:
 
 
 def _finish(
-    temporary: Path, target: Path, state: dict[str, Any], manifest: dict[str, Any], files: Mapping[str, int]
+    temporary: Path, target: Path, state: dict[str, Any], manifest: dict[str, Any], files: Mapping[str, tuple[int, int]]
 ) -> None:
     """The first rank's part: small files, manifest, rename."""
     import deepspeed
 
     utilities = Path(deepspeed.__file__).parent / "utils"
     tools = [tool for tool in _TOOLS if (utilities / tool).is_file()]
-    for tool in tools:
-        write_file(temporary / tool, (utilities / tool).read_bytes())
-    write_state(temporary, state)
-    write_file(temporary / _LATEST, manifest[_SECTION]["tag"].encode())
+    ours = {tool: write_file(temporary / tool, (utilities / tool).read_bytes()) for tool in tools}
+    ours[STATE] = write_state(temporary, state)
+    ours[_LATEST] = write_file(temporary / _LATEST, manifest[_SECTION]["tag"].encode())
     manifest = {**manifest_header(target, len(state["random"])), **manifest}
-    write_manifest(temporary, manifest, {**files, **sizes(temporary, [*tools, STATE, _LATEST])})
-    commit(temporary, target, CHECKPOINT)
+    commit_checkpoint(temporary, target, manifest, {**files, **ours})
 
 
 # -- loading -----------------------------------------------------------------------------------------------------------
@@ -236,9 +240,10 @@ def _read(
             f"lightstep checkpoint convert {folder} DESTINATION --to deepspeed-universal"
         )
     _compare(manifest, model, optimizer, ranks.size, weights_only)
+    check_files(folder, manifest, sorted(manifest["files"])[ranks.rank :: ranks.size])
     for file in sorted((folder / manifest[_SECTION]["tag"]).glob("*.pt")):
         refuse_untrusted(file)
-    return manifest, read_state(folder)
+    return manifest, read_state(folder, manifest)
 
 
 def _compare(

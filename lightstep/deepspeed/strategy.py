@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from lightstep.checkpoint.pending import PendingSave
 from lightstep.config import ConfigError, DeepSpeedSharding, StrategyConfig
 from lightstep.deepspeed import checkpoint as deepspeed_checkpoint
 from lightstep.deepspeed import weights as deepspeed_weights
@@ -280,23 +281,33 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
         extra: Mapping[str, Any] | None = None,
         *,
         trainable_only: bool | None = None,
-    ) -> None:
+        weights_only: bool = False,
+        keep_last: int | None = None,
+        keep_every: int = 0,
+        asynchronous: bool = False,
+    ) -> PendingSave | None:
         """Write DeepSpeed's own files, scheduler, random states and ``extra`` to the directory ``path``.
 
-        Whole or not at all, as of every strategy. DeepSpeed's tools read the folder too.
+        Whole or not at all, as of every strategy. DeepSpeed's tools read the folder too. ``weights_only`` writes a
+        checkpoint of the other strategies' format instead.
 
         Raises:
             CheckpointError: as of every strategy.
-            ValueError: ``trainable_only=True``: DeepSpeed's files hold whole models.
+            ValueError: ``trainable_only=True``: DeepSpeed's files hold whole models. ``asynchronous=True``: its
+                engine writes them itself.
         """
-        owner = self._owner(model, optimizer)
+        owner = None if weights_only else self._owner(model, optimizer)
+        kept: dict[str, Any] = {"keep_last": keep_last, "keep_every": keep_every}
         if owner is None:
             deepspeed_weights.refuse_partitioned(model, self.name)
-            super().save_checkpoint(path, model, None, scheduler, extra, trainable_only=trainable_only)
-        elif trainable_only:
+            others: dict[str, Any] = {"trainable_only": trainable_only, "weights_only": weights_only, **kept}
+            return super().save_checkpoint(path, model, None, scheduler, extra, asynchronous=asynchronous, **others)
+        if asynchronous:
+            raise ValueError(f"{self.name}: asynchronous=True, and DeepSpeed's engine writes itself; leave it out")
+        if trainable_only:
             raise ValueError(f"{self.name}: trainable_only=True, and DeepSpeed's files hold whole models; leave it out")
-        else:
-            deepspeed_checkpoint.save_checkpoint(path, model, owner, scheduler, extra)
+        deepspeed_checkpoint.save_checkpoint(path, model, owner, scheduler, extra, **kept)
+        return None
 
     def load_checkpoint(
         self,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import shutil
 import weakref
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -352,13 +353,31 @@ class LightstepAccelerator(Accelerator):
     def save_state(self, output_dir: Any = None, safe_serialization: bool = True, **kwargs: Any) -> Any:
         """accelerate's files, and the trained model with its optimizer as a lightstep checkpoint in ``lightstep/``."""
         pair = self._pair()
-        with self._without(pair):
+        with self._removing_old_ones_last(), self._without(pair):
             location = super().save_state(output_dir, safe_serialization, **kwargs)
-        if pair is not None:
-            model, optimizer = pair
-            self.wait_for_everyone()
-            self.strategy.save_checkpoint(Path(location) / CHECKPOINT, model, optimizer.optimizer)
+            if pair is not None:
+                model, optimizer = pair
+                self.wait_for_everyone()
+                self.strategy.save_checkpoint(Path(location) / CHECKPOINT, model, optimizer.optimizer)
         return location
+
+    @contextlib.contextmanager
+    def _removing_old_ones_last(self) -> Iterator[None]:
+        """``total_limit`` counts when the new state is whole; accelerate removes before it writes, down to nothing."""
+        project = self.project_configuration
+        limit = project.total_limit if project.automatic_checkpoint_naming else None
+        if limit is None:
+            yield
+            return
+        project.total_limit = None
+        try:
+            yield
+        finally:
+            project.total_limit = limit
+        self.wait_for_everyone()
+        if self.is_main_process:
+            for folder in self._saved_states()[: -max(limit, 1)]:
+                shutil.rmtree(folder)
 
     def load_state(self, input_dir: Any = None, load_kwargs: Any = None, **kwargs: Any) -> None:
         """Continue from :meth:`save_state`, on any number of processes."""
@@ -416,8 +435,12 @@ class LightstepAccelerator(Accelerator):
         """What ``load_state()`` loads with automatic checkpoint naming."""
         if not self.project_configuration.automatic_checkpoint_naming:
             raise ValueError("load_state() needs input_dir, or a ProjectConfiguration with automatic_checkpoint_naming")
+        return str(self._saved_states()[-1])
+
+    def _saved_states(self) -> list[Path]:
+        """Under automatic checkpoint naming, the oldest first."""
         folders = (Path(self.project_dir) / "checkpoints").glob("checkpoint_*")
-        return str(max(folders, key=lambda folder: int(folder.name.rpartition("_")[2])))
+        return sorted(folders, key=lambda folder: int(folder.name.rpartition("_")[2]))
 
 
 def _is_sharded(model: nn.Module) -> bool:

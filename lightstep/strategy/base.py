@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Self, cast
 import torch
 from torch import nn
 
+from lightstep.checkpoint.pending import PendingSave, finish_pending
 from lightstep.checkpoint.pretrained import load_pretrained, parts_of_other_dtypes
 from lightstep.config import (
     ConfigError,
@@ -457,13 +458,26 @@ class Strategy(ABC):
         extra: Mapping[str, Any] | None = None,
         *,
         trainable_only: bool | None = None,
-    ) -> None:
-        """Write model, optimizer, scheduler, random states and ``extra`` to the directory ``path``.
+        weights_only: bool = False,
+        keep_last: int | None = None,
+        keep_every: int = 0,
+        asynchronous: bool = False,
+    ) -> PendingSave | None:
+        """Write model, optimizer, scheduler, random states and ``extra`` to the directory ``path``, or to a URL.
 
         Called by all ranks that train, and by none that only generate. ``trainable_only`` leaves out the frozen base;
-        it is the default for models with adapters of PEFT.
+        it is the default for models with adapters of PEFT. ``weights_only`` leaves out optimizer and scheduler.
+
+        With ``keep_last``, older checkpoints ``step-<number>`` beside ``path`` are removed, but for the newest ones
+        that are whole and those whose number is a multiple of ``keep_every``.
+
+        ``asynchronous`` copies what is saved to host memory and returns a handle with ``done()`` and
+        ``result(timeout=None)``, the folder. A thread writes; the next save, :meth:`close` and the end of the process
+        wait for it.
         """
-        self.checkpoints.save(path, model, optimizer, scheduler, extra, trainable_only)
+        options: dict[str, Any] = {"trainable_only": trainable_only, "weights_only": weights_only}
+        options |= {"keep_last": keep_last, "keep_every": keep_every, "asynchronous": asynchronous}
+        return self.checkpoints.save(path, model, optimizer, scheduler, extra, **options)
 
     def load_checkpoint(
         self,
@@ -532,7 +546,11 @@ class Strategy(ABC):
     # -- end
 
     def close(self) -> None:
-        """End what this strategy started (its process group, if it started one), and tell the rollout workers."""
+        """End what this strategy started (its process group, if it started one), and tell the rollout workers.
+
+        A checkpoint that is being written is finished first.
+        """
+        finish_pending()
         self.rollout.close()
         if self._started and initialized():
             end_process_group()

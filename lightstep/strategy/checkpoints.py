@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from lightstep import checkpoint
+from lightstep.checkpoint.pending import PendingSave
 from lightstep.optimizer.base import BaseOptimizer
 from lightstep.rollout.roles import Role, Roles
 from lightstep.sharding.model_names import unwrap_model
@@ -30,12 +31,12 @@ class Checkpoints:
         optimizer: BaseOptimizer | None,
         scheduler: Any,
         extra: Mapping[str, Any] | None,
-        trainable_only: bool | None,
-    ) -> None:
+        **options: Any,
+    ) -> PendingSave | None:
         """See ``Strategy.save_checkpoint``."""
         self._roles.refuse("save_checkpoint", _SAVED_BY_TRAINERS, model, but=("reference",))
         PreparedModel.of(model).wait_for_updates()
-        checkpoint.save_checkpoint(path, model, optimizer, scheduler, extra, trainable_only=trainable_only)
+        return checkpoint.save_checkpoint(path, model, optimizer, scheduler, extra, **options)
 
     def load(
         self,

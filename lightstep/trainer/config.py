@@ -118,6 +118,10 @@ class Checkpoint(_Frozen):
     """Steps between checkpoints; 0: only at the end."""
     keep: Count = 2
     """How many of the newest are kept."""
+    keep_every: CountOrZero = 0
+    """Checkpoints of steps that are multiples of this are kept besides; 0: none are."""
+    weights_every: CountOrZero = 0
+    """Steps between saves of the weights alone, all of which are kept; 0: none are made."""
 
 
 class Sample(_Frozen):

@@ -24,7 +24,7 @@ from lightstep.trainer.config import TrainConfig
 from lightstep.trainer.display import Display, Figures
 from lightstep.trainer.interrupt import Interrupt
 from lightstep.trainer.logs import TRAINING, VALIDATION, Logs
-from lightstep.trainer.run_folder import checkpoint_path, clear_place, remove_old_checkpoints
+from lightstep.trainer.run_folder import checkpoint_path, clear_place, weights_path
 
 
 @dataclass
@@ -89,6 +89,8 @@ class Loop:
                     self._apart_from_the_clock(self.validate)
                 if saves:
                     self._apart_from_the_clock(self.save)
+                if self._due(config.checkpoint.weights_every):
+                    self._apart_from_the_clock(self.save_weights)
         return stopped
 
     def _due(self, every: int) -> bool:
@@ -161,7 +163,7 @@ class Loop:
         return total
 
     def save(self) -> None:
-        """Write a checkpoint of this step, then remove the oldest ones."""
+        """Write a checkpoint of this step; older ones go as the settings say."""
         self._settle()
         pieces, folder = self.pieces, self.config.folder
         path = checkpoint_path(folder, self.step)
@@ -173,14 +175,20 @@ class Loop:
             "config": self.config.model_dump(mode="json"),
             "text": pieces.fingerprint,
         }
+        settings = self.config.checkpoint
+        kept: dict[str, Any] = {"keep_last": settings.keep, "keep_every": settings.keep_every}
         try:
-            pieces.strategy.save_checkpoint(path, pieces.model, pieces.optimizer, pieces.scheduler, extra)
+            pieces.strategy.save_checkpoint(path, pieces.model, pieces.optimizer, pieces.scheduler, extra, **kept)
         except CheckpointError as error:
-            kept = latest_checkpoint(folder)
-            raise CheckpointError(f"{error}; {f'{kept} is kept' if kept else 'there is no earlier one'}") from error
+            before = latest_checkpoint(folder)
+            raise CheckpointError(f"{error}; {f'{before} is kept' if before else 'there is no earlier one'}") from error
         self.saved = path
-        if pieces.strategy.is_main:
-            remove_old_checkpoints(path, self.config.checkpoint.keep)
+
+    def save_weights(self) -> None:
+        """Write the weights of this step alone."""
+        pieces, path = self.pieces, weights_path(self.config.folder, self.step)
+        extra = {"step": self.step}
+        pieces.strategy.save_checkpoint(path, pieces.model, pieces.optimizer, extra=extra, weights_only=True)
 
     # -- speed and memory
 

@@ -5,6 +5,7 @@
     runs/train/
         config.yaml        the settings of the run, with defaults and overrides
         checkpoint-500/    the newest ones
+        weights-100/       weights alone, when they are asked for
         tensorboard/
         loss.png
         model/             a Hugging Face folder
@@ -17,17 +18,23 @@ from pathlib import Path
 
 import yaml
 
-from lightstep.checkpoint.layout import MANIFEST, is_complete, latest_checkpoint, remove_checkpoint
+from lightstep.checkpoint.layout import MANIFEST, checkpoints_in, is_whole
+from lightstep.checkpoint.verify import is_undamaged
 from lightstep.config import ConfigError
 from lightstep.trainer.config import TrainConfig
 
 CONFIG = "config.yaml"
-_CHECKPOINT = re.compile(r"checkpoint-(\d+)")
+_CHECKPOINT = re.compile(r"checkpoint-\d+")
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:
     """Where the checkpoint of a step belongs."""
     return folder / f"checkpoint-{step}"
+
+
+def weights_path(folder: Path, step: int) -> Path:
+    """Where the weights of a step belong that are saved alone."""
+    return folder / f"weights-{step}"
 
 
 def newest_checkpoint(folder: Path) -> Path:
@@ -36,10 +43,31 @@ def newest_checkpoint(folder: Path) -> Path:
     Raises:
         ConfigError: there is none.
     """
-    newest = latest_checkpoint(folder)
+    newest = next((path for path in _checkpoints(folder) if is_whole(path)), None)
     if newest is None:
         raise ConfigError(f"--resume: {folder} holds no complete checkpoint; start without --resume")
     return newest
+
+
+def newest_undamaged(folder: Path) -> Path | None:
+    """The newest checkpoint of a run whose every byte is what was written; ``None`` when there is none at all.
+
+    Raises:
+        ConfigError: there are some, and all are damaged.
+    """
+    found = _checkpoints(folder)
+    newest = next((path for path in found if is_undamaged(path)), None)
+    if newest is None and found:
+        raise ConfigError(
+            f"--resume auto: all checkpoints in {folder} are damaged ({', '.join(path.name for path in found)}); "
+            "start without --resume, which moves the folder aside"
+        )
+    return newest
+
+
+def _checkpoints(folder: Path) -> list[Path]:
+    """Of the whole state, the newest first."""
+    return [path for path in checkpoints_in(folder) if _CHECKPOINT.fullmatch(path.name)]
 
 
 def start_run(config: TrainConfig, resume: bool) -> Path | None:
@@ -74,27 +102,6 @@ def clear_place(path: Path) -> Path | None:
     aside = _free_place(path)
     path.rename(aside)
     return aside
-
-
-def remove_old_checkpoints(saved: Path, keep: int) -> None:
-    """Of ``saved``, which is whole, and the checkpoints of fewer steps, keep the ``keep`` newest that are whole.
-
-    Those of more steps stay: they are what a resumed run went past, and it saves over them when it gets there. Files of
-    the user's stay too.
-    """
-    last, kept = _step(saved), 0
-    earlier = [entry for entry in saved.parent.iterdir() if last >= _step(entry) >= 0]
-    for entry in sorted(earlier, key=_step, reverse=True):
-        if kept < keep and (entry == saved or is_complete(entry)):
-            kept += 1
-        else:
-            remove_checkpoint(entry)
-
-
-def _step(entry: Path) -> int:
-    """The step of a checkpoint's folder; -1 for anything else."""
-    found = _CHECKPOINT.fullmatch(entry.name)
-    return int(found[1]) if found else -1
 
 
 def _free_place(path: Path) -> Path:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -20,6 +20,7 @@ with needs("train"):
     from transformers import set_seed
 
 from lightstep.checkpoint import CheckpointError
+from lightstep.checkpoint.errors import is_damage
 from lightstep.config import ConfigError
 from lightstep.strategy import Strategy
 from lightstep.trainer.batches import Batches, validation_rows
@@ -31,7 +32,7 @@ from lightstep.trainer.loop import Loop, Pieces
 from lightstep.trainer.model import load_tokenizer, make_model, model_config
 from lightstep.trainer.optimization import make_optimizer, make_scheduler
 from lightstep.trainer.ranks import join, together
-from lightstep.trainer.run_folder import newest_checkpoint, start_run
+from lightstep.trainer.run_folder import newest_checkpoint, newest_undamaged, start_run
 from lightstep.trainer.samples import write_samples
 from lightstep.trainer.tokens import Corpus, load_corpus
 
@@ -55,13 +56,14 @@ class Outcome:
     samples: list[str] = field(default_factory=list)
 
 
-def train(config: TrainConfig, resume: bool = False, console: Console | None = None) -> Outcome:
+def train(config: TrainConfig, resume: bool | Literal["auto"] = False, console: Console | None = None) -> Outcome:
     """Train as ``config`` says, and report on ``console``.
 
     Under torchrun it is called by every rank.
 
     Args:
-        resume: continue from the newest complete checkpoint in the run's folder.
+        resume: continue from the newest complete checkpoint in the run's folder. ``"auto"``: from the newest one that
+            is undamaged, all of which is read for it; without any checkpoint the run starts from the beginning.
 
     Raises:
         ConfigError: something in the file cannot be used.
@@ -71,10 +73,11 @@ def train(config: TrainConfig, resume: bool = False, console: Console | None = N
         join(strategy)
         together(lambda: check_trackers(config.trackers), only_first=True)
         display = Display(console or Console(), strategy.is_main)
-        checkpoint = together(lambda: newest_checkpoint(config.folder), only_first=True) if resume else None
+        find = newest_undamaged if resume == "auto" else newest_checkpoint
+        checkpoint = together(lambda: find(config.folder), only_first=True) if resume else None
         pieces, tokenizer = _assemble(config, strategy, display)
         start = 0 if checkpoint is None else _resume(config, pieces, checkpoint, display)
-        moved = together(lambda: start_run(config, resume), only_first=True)
+        moved = together(lambda: start_run(config, checkpoint is not None), only_first=True)
         if moved is not None:
             display.say(f"an earlier run was in {config.folder}; it is now {moved}")
         folder = config.folder if strategy.is_main else None
@@ -135,7 +138,8 @@ def _resume(config: TrainConfig, pieces: Pieces, checkpoint: Path, display: Disp
     try:
         extra = pieces.strategy.load_checkpoint(checkpoint, pieces.model, pieces.optimizer, pieces.scheduler)
     except CheckpointError as error:
-        raise ConfigError(f"--resume: {error}") from error
+        advice = "; --resume auto continues from the newest one that is whole" if is_damage(error) else ""
+        raise ConfigError(f"--resume: {error}{advice}") from error
     if not isinstance(extra.get("step"), int):
         raise ConfigError(f"--resume: {checkpoint} was not written by lightstep train: it does not say its step")
     display.say(f"continuing from {checkpoint}")

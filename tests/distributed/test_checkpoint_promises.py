@@ -145,3 +145,63 @@ def check_adapter(rank: int, world_size: int, folder: str) -> None:
 
 def test_an_adapter_without_its_base(pool: Pool, tmp_path: Path) -> None:
     pool.run(check_adapter, 2, folder=str(tmp_path))
+
+
+def check_damage_and_urls(rank: int, world_size: int, folder: str) -> None:
+    """One manifest has the checksums of both ranks; whichever finds damage, all raise, and the first advises."""
+    strategy, model, optimizer = made(nn.Linear(6, 4), 2, 6)
+    for place in (folder, f"file://{folder}/at-a-url"):
+        for number in (1, 2, 3):
+            strategy.save_checkpoint(f"{place}/step-{number}", model, optimizer, keep_last=2, extra={"at": number})
+        expected = content(model, optimizer)
+        other, model2, optimizer2 = made(nn.Linear(6, 4), 1, 6)
+        assert other.load_checkpoint(f"{place}/step-3", model2, optimizer2) == {"at": 3}
+        same(content(model2, optimizer2), expected)
+        written = sorted(Path(place.removeprefix("file://")).glob("step-3/**/*.distcp"))
+        assert [file.name.split("_")[2] for file in written] == ["0", "1"], "each rank writes"
+        assert {path.name for path in Path(place.removeprefix("file://")).glob("step-*")} == {"step-2", "step-3"}
+        dist.barrier()
+        if rank == 0:
+            data = bytearray(written[1].read_bytes())
+            data[len(data) // 2] ^= 1
+            written[1].write_bytes(bytes(data))
+        dist.barrier()
+        before = content(model2, optimizer2)
+        with pytest.raises(CheckpointError) as raised:
+            other.load_checkpoint(f"{place}/step-3", model2, optimizer2)
+        assert "__1_0_0.distcp is damaged" in str(raised.value)
+        assert (f"{place}/step-2 beside it is whole: load that one" in str(raised.value)) == (rank == 0)
+        same(content(model2, optimizer2), before)
+        dist.barrier()
+
+
+def test_damage_is_told_to_all_ranks_and_a_url_is_written_by_all(pool: Pool, tmp_path: Path) -> None:
+    pool.run(check_damage_and_urls, 2, folder=str(tmp_path))
+
+
+def check_asynchronous(rank: int, world_size: int, folder: str) -> None:
+    """Both ranks train on, with collectives of their own, while threads of both write what was there."""
+    strategy, model, optimizer = made(nn.Linear(6, 4), 2, 6)
+    expected = content(model, optimizer)
+    for number in (1, 2):
+        pending = strategy.save_checkpoint(
+            f"{folder}/step-{number}", model, optimizer, asynchronous=True, keep_last=1, extra={"at": number}
+        )
+        for step in range(3 if number == 1 else 0):
+            torch.manual_seed(step)
+            rows = torch.randn(4, 6, dtype=torch.bfloat16, device=strategy.device)
+            optimizer.backward(model(rows).float().square().sum())
+            optimizer.step()
+        if number == 1:
+            pending.result(60)
+            other, model2, optimizer2 = made(nn.Linear(6, 4), 1, 6)
+            assert other.load_checkpoint(f"{folder}/step-1", model2, optimizer2) == {"at": 1}
+            same(content(model2, optimizer2), expected)
+    assert strategy.save_checkpoint(f"{folder}/step-3", model, optimizer, keep_last=1) is None
+    assert pending.done()
+    dist.barrier()
+    assert [path.name for path in Path(folder).iterdir()] == ["step-3"]
+
+
+def test_two_ranks_write_while_they_train(pool: Pool, tmp_path: Path) -> None:
+    pool.run(check_asynchronous, 2, folder=str(tmp_path))

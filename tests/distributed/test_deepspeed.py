@@ -28,6 +28,7 @@ from tests.distributed.deepspeed_reference import DeepSpeedLoop
 from tests.distributed.deepspeed_runs import number_anew, trainable
 from tests.distributed.models import TinyTransformer, loss_of
 from tests.distributed.ranks import Pool
+from tests.faults import forge
 from tests.python import python
 
 HALF = {
@@ -297,10 +298,12 @@ def may_not_load(rank: int, world_size: int, folder: str) -> list[str]:
     model, optimizer, _ = _made(strategy)
     strategy.save_checkpoint(f"{folder}-own", model, optimizer)
     (weights,) = Path(f"{folder}-own").rglob("mp_rank_00_model_states.pt")
+    content = bytearray(weights.read_bytes())
+    content[-2000] ^= 1
+    weights.write_bytes(content)
+    assert f"{weights.name} is damaged: its checksum is" in _refused(strategy, f"{folder}-own", model, optimizer)
     torch.save({"module": _Code()}, weights)
-    manifest = json.loads(Path(f"{folder}-own", "lightstep.json").read_text())
-    manifest["files"][f"{manifest['deepspeed']['tag']}/{weights.name}"] = weights.stat().st_size
-    Path(f"{folder}-own", "lightstep.json").write_text(json.dumps(manifest))
+    forge(Path(f"{folder}-own"))
     said.append(_refused(strategy, f"{folder}-own", model, optimizer))
     with mock.patch("lightstep.deepspeed.checkpoint.refuse_untrusted"):  # a scan that finds nothing
         said.append(_refused(strategy, f"{folder}-own", model, optimizer))

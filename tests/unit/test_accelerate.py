@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import pickle
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -129,6 +130,26 @@ def test_save_state_and_load_state(tmp_path: Path, values: dict[str, Any]) -> No
     assert second.scheduler.get_last_lr() == first.scheduler.get_last_lr()
     assert torch.equal(torch.stack(second.norms[-2:]), torch.stack(first.norms[-2:]))
     assert second.optimizer.loss_scale.scale == first.optimizer.loss_scale.scale
+
+
+def test_total_limit_removes_the_old_state_when_the_new_one_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    project = ProjectConfiguration(project_dir=str(tmp_path), automatic_checkpoint_naming=True, total_limit=1)
+    training = Training(VALUES | {"optimizer_state": STREAM}, project_config=project)
+    training.train(range(2))
+    training.accelerator.save_state()
+    names = lambda: sorted(path.name for path in (tmp_path / "checkpoints").glob("*/lightstep"))  # noqa: E731
+    with monkeypatch.context() as patch:
+        patch.setattr(training.accelerator.strategy, "save_checkpoint", lambda *_, **__: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            training.accelerator.save_state()
+    assert len(names()) == 1 and (tmp_path / "checkpoints/checkpoint_0/lightstep/lightstep.json").is_file()
+    assert project.total_limit == 1
+    shutil.rmtree(tmp_path / "checkpoints/checkpoint_1", ignore_errors=True)
+    project.iteration = 1
+    training.accelerator.save_state()
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["checkpoint_1"]
 
 
 def loaded_from_plain(folder: Path, model: nn.Module) -> tuple[nn.Module, Any, nn.Module, Any]:

@@ -34,6 +34,7 @@ from lightstep.checkpoint import (
 )
 from lightstep.checkpoint.formats import read_checkpoint
 from lightstep.checkpoint.layout import holds_checkpoint, remove_checkpoint
+from lightstep.checkpoint.tensors import Chunk, Stored
 from tests.reference.pair import BACKENDS
 
 OLD = Path(__file__).parents[1] / "data" / "checkpoints"
@@ -156,7 +157,7 @@ def test_a_checkpoint_has_what_the_previous_version_reads(tmp_path: Path) -> Non
     strategy.save_checkpoint(tmp_path / "a", model, optimizer)
     old, new = (json.loads((folder / "lightstep.json").read_text()) for folder in (OLD / "stream", tmp_path / "a"))
     assert old["format"] == new["format"] and old["files"].keys() == new["files"].keys()
-    assert new.keys() - old.keys() == {"save_id", "counter"} and not old.keys() - new.keys()
+    assert new.keys() - old.keys() == {"save_id", "counter", "checksums", "crc32"} and not old.keys() - new.keys()
     indices = [json.loads((folder / "tensors.json").read_text()) for folder in (OLD / "stream", tmp_path / "a")]
     assert indices[0]["tensors"].keys() == indices[1]["tensors"].keys()
 
@@ -245,12 +246,13 @@ def test_the_users_files_survive_a_crash_after_the_renames(tmp_path: Path, monke
 
 def test_the_manifest_has_the_sizes_that_the_writers_saw(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a network file system the first rank may see old sizes of what others wrote: it does not look."""
-    seen: list[Path] = []
-    monkeypatch.setattr("lightstep.checkpoint.save.write_tensors", lambda *_: {"__1_0_0.distcp": 7})
-    monkeypatch.setattr("lightstep.checkpoint.save.tensor_shapes", lambda folder: seen.append(folder) or {})
+    nothing = torch.Size([])
+    index = {"model.a": Stored(torch.float32, nothing, (Chunk(nothing, nothing, "__1_0_0.distcp", 3, 4, 0),))}
+    monkeypatch.setattr("lightstep.checkpoint.save.write_tensors", lambda *_: index)
     save_checkpoint(tmp_path / "a", model_of(1.0))
     manifest = json.loads((tmp_path / "a" / "lightstep.json").read_text())
-    assert manifest["files"]["__1_0_0.distcp"] == 7 and set(manifest["files"]) == {"__1_0_0.distcp", "state.pt"}
+    assert manifest["files"]["__1_0_0.distcp"] == 7
+    assert set(manifest["files"]) == {"__1_0_0.distcp", "state.pt", "tensors.json", ".metadata"}
 
 
 # -- two at a time -----------------------------------------------------------------------------------------------------

@@ -193,6 +193,25 @@ def test_a_process_that_is_killed_while_saving_resumes_from_the_checkpoint_befor
         assert tensors.read_bytes() == (folder / "checkpoint-6" / tensors.name).read_bytes()
 
 
+def test_resume_auto_takes_the_newest_that_is_undamaged(file: Path, tmp_path: Path) -> None:
+    folder, longer = tmp_path / "runs/train", ("--set", "steps=6")
+    assert _run("train", file, "--resume", "auto", "--set", "checkpoint.weights_every=3").exit_code == 0, "a new run"
+    assert {path.name for path in folder.glob("*-*")} == {"checkpoint-2", "checkpoint-4", "weights-3"}
+    for tensors in (folder / "checkpoint-4").glob("*.distcp"):
+        content = bytearray(tensors.read_bytes())
+        content[len(content) // 2] ^= 1
+        tensors.write_bytes(content)
+    sentence = _sentence(_run("train", file, "--resume", *longer), 2)
+    assert "checkpoint-4 was not loaded" in sentence and "is damaged" in sentence
+    assert f"{folder / 'checkpoint-2'} beside it is whole: load that one; --resume auto continues" in sentence
+    resumed = _run("train", file, "--resume", "auto", *longer, "--set", "checkpoint.keep_every=2")
+    assert resumed.exit_code == 0 and f"continuing from {folder / 'checkpoint-2'}" in resumed.stdout.replace("\n", "")
+    assert {path.name for path in folder.glob("checkpoint-*")} == {"checkpoint-2", "checkpoint-4", "checkpoint-6"}
+    for name in ("checkpoint-2", "checkpoint-4", "checkpoint-6"):
+        (folder / name / "state.pt").write_bytes(bytes((folder / name / "state.pt").stat().st_size))
+    assert "all checkpoints in" in _sentence(_run("train", file, "--resume=auto", *longer), 2)
+
+
 def test_a_signal_saves_and_exits(file: Path, tmp_path: Path) -> None:
     """SIGTERM does in test_trainer.py, and under torchrun."""
     command = [sys.executable, "-m", "lightstep", "train", str(file), "--set", "steps=100000", "--set", "log_every=1"]

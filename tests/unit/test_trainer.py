@@ -22,11 +22,11 @@ from torch import Tensor
 from lightstep import CheckpointError, ConfigError
 from lightstep.checkpoint import save
 from lightstep.checkpoint.layout import is_complete
+from lightstep.checkpoint.retention import remove_old_checkpoints
 from lightstep.trainer import logs, session
 from lightstep.trainer.config import TrainConfig
 from lightstep.trainer.logs import TRAINING, VALIDATION, read_scalars
 from lightstep.trainer.loop import Loop
-from lightstep.trainer.run_folder import remove_old_checkpoints
 from lightstep.trainer.session import Outcome, train
 from tests.unit.test_trainer_data import word_tokenizer
 
@@ -215,7 +215,7 @@ def test_only_whole_checkpoints_up_to_the_saved_one_are_kept(
     folder = tmp_path / "runs/run"
     _cut_short(folder / "checkpoint-3")
     (folder / "checkpoint-mine").mkdir()
-    remove_old_checkpoints(folder / "checkpoint-4", keep=2)
+    remove_old_checkpoints(folder / "checkpoint-4", keep_last=2)
     left = {path.name for path in folder.glob("checkpoint-*")}
     assert left == {"checkpoint-2", "checkpoint-4", "checkpoint-5", "checkpoint-6", "checkpoint-mine"}
 

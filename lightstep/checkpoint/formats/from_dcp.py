@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMe
 from lightstep.checkpoint.errors import CheckpointError, error_text
 from lightstep.checkpoint.formats.from_lightstep import lazy
 from lightstep.checkpoint.formats.state import Group, LazyTensor, TrainingState, listed, tensor_step, updates
-from lightstep.checkpoint.tensors import Stored
+from lightstep.checkpoint.tensors import Chunk, Stored
 from lightstep.optimizer.param_groups import clean_name
 
 METADATA = ".metadata"
@@ -74,8 +74,11 @@ def _values(folder: Path) -> dict[str, Any]:
 
 def _stored(key: str, stored: TensorStorageMetadata, places: Any) -> Stored:
     found = [places[MetadataIndex(key, chunk.offsets)] for chunk in stored.chunks]
-    where = tuple((place.relative_path, place.offset, place.length) for place in found)
-    return Stored(stored.properties.dtype, torch.Size(stored.size), tuple(stored.chunks), where)
+    chunks = tuple(
+        Chunk(chunk.offsets, chunk.sizes, place.relative_path, place.offset, place.length)
+        for chunk, place in zip(stored.chunks, found, strict=True)
+    )
+    return Stored(stored.properties.dtype, torch.Size(stored.size), chunks)
 
 
 def _check_files(folder: Path, metadata: Any) -> None:

@@ -24,7 +24,8 @@ def read_engine_checkpoint(folder: Path) -> TrainingState:
     Raises:
         CheckpointError: files are missing or damaged.
     """
-    manifest, small = read_manifest(folder), read_state(folder)
+    manifest = read_manifest(folder)
+    small = read_state(folder, manifest)
     state = read_zero(open_zero(folder / manifest[SECTION]["tag"]))
     trained = set(state.optimized())
     state.groups = [

@@ -11,8 +11,9 @@ from torch import Tensor
 from lightstep.checkpoint.formats.state import Group, LazyTensor, TrainingState, updates
 from lightstep.checkpoint.layout import refuse_replaced
 from lightstep.checkpoint.optimizer_content import entry_key, stored_entries
+from lightstep.checkpoint.read import read_tensors
 from lightstep.checkpoint.saved import Saved
-from lightstep.checkpoint.tensors import Stored, Target, read_tensors, whole
+from lightstep.checkpoint.tensors import Index, Target, whole
 
 
 def read_lightstep(folder: Path) -> TrainingState:
@@ -41,7 +42,7 @@ def read_lightstep(folder: Path) -> TrainingState:
     return state
 
 
-def lazy(folder: Path, key: str, index: dict[str, Stored]) -> LazyTensor:
+def lazy(folder: Path, key: str, index: Index) -> LazyTensor:
     """One tensor of a folder of ``torch.distributed.checkpoint``, read whole."""
     stored = index[key]
 
@@ -56,7 +57,7 @@ def lazy(folder: Path, key: str, index: dict[str, Stored]) -> LazyTensor:
 
 def _lazy(saved: Saved, key: str) -> LazyTensor:
     """One tensor of a checkpoint that others may replace meanwhile: what is read is of this save, or refused."""
-    tensor = lazy(saved.folder, key, saved.index)
+    tensor = lazy(saved.data, key, saved.index)
 
     def read() -> Tensor:
         try:

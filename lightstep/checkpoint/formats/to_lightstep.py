@@ -9,25 +9,23 @@ from typing import Any
 from torch import Tensor
 
 from lightstep.checkpoint.formats.state import LazyTensor, TrainingState
-from lightstep.checkpoint.layout import CHECKPOINT, STATE, manifest_header, sizes, write_manifest
+from lightstep.checkpoint.layout import CHECKPOINT
 from lightstep.checkpoint.optimizer_content import entry_key
-from lightstep.checkpoint.save import tensor_shapes
-from lightstep.checkpoint.small_state import write_state
-from lightstep.checkpoint.storage import commit, new_folder
-from lightstep.checkpoint.tensors import Source, whole, write_tensors
+from lightstep.checkpoint.save import finish_checkpoint
+from lightstep.checkpoint.storage import storage_of
+from lightstep.checkpoint.tensors import Source, whole
+from lightstep.checkpoint.write import write_tensors
 
 
 def write_lightstep(state: TrainingState, path: Path) -> None:
-    """Host memory grows by what reading one tensor takes, and by small tensors of 32 MiB together.
+    """Host memory grows by what reading one tensor takes, and by tensors of 128 MiB together, or two of them.
 
     Raises:
         CheckpointError: the disk is full, ``path`` is something else than a checkpoint, ...
     """
-    with new_folder(path, CHECKPOINT) as temporary:
-        files = write_tensors(temporary, _sources(state), None)
-        manifest = {**manifest_header(path, state.world_size or 1), **_write_small(state, temporary)}
-        write_manifest(temporary, manifest, {**files, **sizes(temporary, [STATE])})
-        commit(temporary, path, CHECKPOINT)
+    with storage_of(path).new_folder(path, CHECKPOINT) as temporary:
+        index = write_tensors(temporary, _sources(state))
+        finish_checkpoint(temporary, path, index, _small(state), _manifest(state), state.world_size or 1)
 
 
 def _sources(state: TrainingState) -> list[Source]:
@@ -53,8 +51,8 @@ def compact(read: Callable[[], Tensor]) -> Callable[[], Tensor]:
     return fetch
 
 
-def _write_small(state: TrainingState, folder: Path) -> dict[str, Any]:
-    """What is no tensor; returns what goes into the manifest."""
+def _small(state: TrainingState) -> dict[str, Any]:
+    """What is no tensor."""
     small = {"extra": state.extra, "scheduler": state.scheduler, "modules": state.modules, "random": state.random}
     if state.groups is not None:
         plain = {
@@ -66,13 +64,15 @@ def _write_small(state: TrainingState, folder: Path) -> dict[str, Any]:
             "loss_scale": state.loss_scale,
             "values": {name: values for name, values in plain.items() if values},
         }
-    write_state(folder, small)
+    return small
+
+
+def _manifest(state: TrainingState) -> dict[str, Any]:
     return {
         "scheduler": None,
         "optimizer": state.optimizer_class,
         "groups": None if state.groups is None else [group.names for group in state.groups],
         "aliases": state.aliases,
         "converted_from": state.format,
-        "tensors": tensor_shapes(folder),
         **({} if state.base is None else {"base": state.base}),
     }

@@ -33,7 +33,7 @@ from lightstep.checkpoint.formats.lazy_save import save_lazily
 from lightstep.checkpoint.formats.state import MASTER, Group, LazyTensor, TrainingState, listed, step_of
 from lightstep.checkpoint.formats.to_lightstep import compact
 from lightstep.checkpoint.formats.zero_files import COUNTERS, RESERVED
-from lightstep.checkpoint.storage import FolderKind, commit, new_folder, sync, was_replaced, write_file
+from lightstep.checkpoint.storage import FolderKind, LocalStorage, sync, was_replaced, write_file
 
 MARK = "lightstep-conversion.json"
 DEEPSPEED = "0.19.8"
@@ -56,7 +56,7 @@ def write_universal(state: TrainingState, path: Path) -> None:
         )
     count = _counters(state)["global_steps"]
     tag = f"global_step{count}"
-    with new_folder(path, CONVERSION) as temporary:
+    with LocalStorage().new_folder(path, CONVERSION) as temporary:
         folder = temporary / tag
         for group, step in zip(state.groups or (), steps, strict=True):
             _write_group(state, group, step, folder / PARAMETERS)
@@ -67,9 +67,9 @@ def write_universal(state: TrainingState, path: Path) -> None:
         files = sorted(entry.relative_to(temporary).as_posix() for entry in written if entry.is_file())
         mark = {"lightstep": lightstep.__version__, "to": "deepspeed-universal", "from": state.format, "files": files}
         write_file(temporary / MARK, json.dumps(mark, indent=1).encode())
-        for entry in [*written, temporary]:
+        for entry in written:
             sync(entry)
-        commit(temporary, path, CONVERSION)
+        LocalStorage().commit(temporary, path, CONVERSION)
 
 
 def is_conversion(path: Path) -> bool:

@@ -1,0 +1,150 @@
+"""Whether the files of a checkpoint are those that were written: every byte is read, and no model is needed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+from lightstep.checkpoint.checksums import crc32_of
+from lightstep.checkpoint.errors import CheckpointError, DamagedError, error_text
+from lightstep.checkpoint.layout import (
+    INDEX,
+    MANIFEST,
+    Manifest,
+    checkpoints_in,
+    data_folder,
+    find_checkpoint,
+    is_partial,
+    read_checked,
+    read_manifest,
+)
+from lightstep.checkpoint.read import read_chunk
+from lightstep.checkpoint.storage import location
+from lightstep.checkpoint.tensors import parse_index
+
+_BLOCK = 8 * 2**20
+_READERS = 4
+
+
+@dataclass
+class Verified:
+    """What was found in one checkpoint."""
+
+    path: Path
+    damage: list[str] = field(default_factory=list)
+    """One sentence for each file or tensor that is not what was written."""
+    unchecked: bool = False
+    """Written before there were checksums: names and sizes of its files are right, more is not known."""
+    files: int = 0
+    nbytes: int = 0
+
+
+def verify_checkpoints(path: str | os.PathLike[str]) -> list[Verified]:
+    """Read all of a checkpoint, or of each checkpoint in a folder, and compare it with its checksums.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    place = location(path).resolve()
+    if (place / MANIFEST).exists() or not place.exists():
+        return [verify(place)]
+    found = [verify(each) for each in checkpoints_in(place)]
+    damaged = {each.path for each in found}
+    unreadable = [e for e in place.iterdir() if e not in damaged and e.is_dir() and (e / MANIFEST).exists()]
+    if not found and not unreadable:
+        raise CheckpointError(f"{path} holds no checkpoint of lightstep")
+    return [*found, *map(verify, unreadable)]
+
+
+def verify(path: Path) -> Verified:
+    """Of one checkpoint, or what a crash left of it.
+
+    Raises:
+        CheckpointError: it does not exist.
+    """
+    found = Verified(path)
+    try:
+        folder = find_checkpoint(path)
+        manifest = read_manifest(folder)
+        found.unchecked = "checksums" not in manifest
+        found.files, found.nbytes = len(manifest["files"]) + 1, sum(manifest["files"].values())
+        if not found.unchecked:
+            with ThreadPoolExecutor(_READERS) as pool:
+                results = [pool.submit(_damage_in, check) for check in _checks(folder, manifest)]
+                found.damage = [text for result in results if (text := result.result()) is not None]
+    except DamagedError as error:
+        found.damage.append(str(error))
+    return found
+
+
+def is_undamaged(path: Path) -> bool:
+    """Whether all of it is what was written, as far as that can be known."""
+    try:
+        return not verify(path).damage
+    except CheckpointError:
+        return False
+
+
+def whole_before(path: Path, with_state: bool) -> Path | None:
+    """The newest checkpoint beside ``path`` that is undamaged and was not saved after it.
+
+    Args:
+        with_state: not one of weights alone.
+    """
+    listed = checkpoints_in(path.parent)
+    older = listed[listed.index(path) + 1 :] if path in listed else listed
+    return next((each for each in older if is_undamaged(each) and not (with_state and is_partial(each))), None)
+
+
+def measured(file: Path) -> tuple[int, int]:
+    """Size and checksum of a file that another library wrote."""
+    return file.stat().st_size, crc32_of(_blocks(file))
+
+
+def check_files(folder: Path, manifest: Manifest, names: Iterable[str]) -> None:
+    """Compare whole files with the manifest's checksums, where it has them.
+
+    Raises:
+        DamagedError: naming the first that differs.
+    """
+    for name in names:
+        if name in manifest.get("checksums", {}):
+            _check_file(folder, manifest, name)
+
+
+def _checks(folder: Path, manifest: Manifest) -> Iterator[Callable[[], object]]:
+    for name in manifest["checksums"]:
+        yield partial(_check_file, folder, manifest, name)
+    data = data_folder(folder, manifest)
+    if (data / INDEX).exists():
+        for key, stored in parse_index(read_checked(folder, manifest, INDEX)).items():
+            for chunk in stored.chunks:
+                yield partial(read_chunk, data, key, chunk)
+
+
+def _check_file(folder: Path, manifest: Manifest, name: str) -> None:
+    expected = manifest["checksums"][name]
+    try:
+        found = crc32_of(_blocks(folder / name))
+    except OSError as error:
+        raise DamagedError(f"{folder / name} cannot be read: {error_text(error)}") from error
+    if found != expected:
+        raise DamagedError(f"{folder / name} is damaged: its checksum is {found:08x}, not {expected:08x}")
+
+
+def _damage_in(check: Callable[[], object]) -> str | None:
+    try:
+        check()
+    except DamagedError as error:
+        return str(error)
+    return None
+
+
+def _blocks(file: Path) -> Iterator[bytes]:
+    with file.open("rb") as stream:
+        while block := stream.read(_BLOCK):
+            yield block

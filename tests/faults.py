@@ -1,0 +1,335 @@
+"""Faults while checkpoints are saved, and in them afterwards: what is left, counted.
+
+``python -m tests.faults --help`` measures; ``tests/unit/test_checkpoint_faults.py`` does less of the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import json
+import multiprocessing
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, BinaryIO
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightstep import Strategy
+from lightstep.checkpoint import (
+    CheckpointError,
+    latest_checkpoint,
+    load_checkpoint,
+    save_checkpoint,
+    verify_checkpoints,
+)
+from lightstep.checkpoint.checksums import seal
+from lightstep.checkpoint.storage import LocalStorage
+from lightstep.checkpoint.verify import is_undamaged
+
+STEPS = 6
+"""Of the run that is killed; a checkpoint after each."""
+
+Counts = Counter[str]
+
+
+class Run:
+    """A tiny run that is bitwise the same every time, and resumes from its newest checkpoint."""
+
+    def __init__(self) -> None:
+        self.strategy = Strategy.load({"optimizer_state": {"backend": "stream"}})
+        torch.manual_seed(0)
+        self.model = self.strategy.prepare_model(nn.Sequential(nn.Linear(16, 64), nn.Linear(64, 16)))
+        self.optimizer = self.strategy.create_optimizer(self.model, torch.optim.AdamW, lr=1e-2)
+        self.step = 0
+
+    def resume(self, folder: Path) -> None:
+        newest = latest_checkpoint(folder)
+        if newest is not None:
+            self.step = self.strategy.load_checkpoint(newest, self.model, self.optimizer)["step"]
+
+    def train(self, folder: Path | None = None) -> dict[str, Tensor]:
+        """To the last step; with a folder a checkpoint after each. Weights and state at the end."""
+        while self.step < STEPS:
+            rows = torch.randn(8, 16, generator=torch.Generator().manual_seed(self.step)).to(torch.bfloat16)
+            self.optimizer.backward(self.model(rows).float().square().mean())
+            self.optimizer.step()
+            self.step += 1
+            if folder is not None:
+                place, extra = folder / f"step-{self.step}", {"step": self.step}
+                self.strategy.save_checkpoint(place, self.model, self.optimizer, extra=extra, keep_last=1)
+        found = {name: parameter.detach().clone() for name, parameter in self.model.named_parameters()}
+        for name, parameter in self.model.named_parameters():
+            found |= {f"{name}.{key}": value.clone() for key, value in self.optimizer.state[parameter].items()}
+        return found
+
+
+# -- kill -9 -----------------------------------------------------------------------------------------------------------
+
+
+def kills(folder: Path, count: int, ranks: int, seed: int = 0) -> Counts:
+    """Kill a run of ``ranks`` processes ``count`` times at random moments; each time what is left has to go on."""
+    chance, counts = random.Random(seed), Counts()
+    expected, took = Run().train(), 0.5
+    for number in range(count):
+        place = folder / f"{ranks}-{number}"
+        place.mkdir(parents=True)
+        processes = [_fork(_train_of_rank, place, rank, ranks) for rank in range(ranks)]
+        began = time.monotonic()
+        first = chance.choice(processes)
+        while not any(place.iterdir()) and first.is_alive():
+            time.sleep(0.001)
+        time.sleep(chance.random() * took)
+        counts["killed while saving" if any(place.glob(".*.saving-*")) else "killed besides"] += first.is_alive()
+        counts["had finished"] += not first.is_alive()
+        if not first.is_alive():
+            took = min(took, time.monotonic() - began)
+        for process in [first, *processes]:
+            with suppress(ProcessLookupError):
+                os.kill(process.pid or 0, signal.SIGKILL)
+        for process in processes:
+            process.join()
+        newest = latest_checkpoint(place)
+        counts["no checkpoint yet"] += newest is None
+        counts["left a damaged checkpoint"] += newest is not None and not is_undamaged(newest)
+        resumed = Run()
+        resumed.resume(place)
+        was_over = resumed.step == STEPS  # then nothing more is saved, and nothing tidied
+        counts["resumed to other bits"] += not _same(resumed.train(place), expected)
+        counts["left rubbish"] += not was_over and [entry.name for entry in place.iterdir()] != [f"step-{STEPS}"]
+    return counts
+
+
+def _train_of_rank(folder: Path, rank: int, ranks: int) -> None:
+    torch.set_num_threads(1)
+    if ranks > 1:
+        dist.init_process_group("gloo", init_method=f"file://{folder}.meeting", rank=rank, world_size=ranks)
+    Run().train(folder)
+    if ranks > 1:
+        dist.destroy_process_group()
+
+
+def _same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
+    return found.keys() == expected.keys() and all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def _fork(work: Callable[..., None], *arguments: Any) -> Any:
+    process = multiprocessing.get_context("fork").Process(target=work, args=arguments)
+    process.start()
+    return process
+
+
+# -- a full disk -------------------------------------------------------------------------------------------------------
+
+
+def full_disks(folder: Path, count: int) -> Counts:
+    """Save over a checkpoint on disks that are full after the n-th byte, for ``count`` values of n up to all bytes."""
+    place, counts = folder / "step-1", Counts()
+    old, new = model_of(1.0), model_of(2.0)
+    save_checkpoint(place, old[0], old[1])
+    total = sum(file.stat().st_size for file in place.iterdir())
+    for number in range(count):
+        with disk_of(total * number // count), suppress(CheckpointError):
+            save_checkpoint(place, new[0], new[1])
+            counts["saved all the same"] += 1
+        found = model_of(0.0)
+        load_checkpoint(place, found[0], found[1])
+        counts["lost the checkpoint before"] += values(found[0]) != {1.0}
+        counts["left rubbish"] += [entry.name for entry in folder.iterdir()] != ["step-1"]
+        counts["tried"] += 1
+    return counts
+
+
+@contextmanager
+def disk_of(nbytes: int) -> Iterator[None]:
+    """No more than these bytes can be written in the block."""
+    left, create = [nbytes], LocalStorage.create
+
+    def limited(self: LocalStorage, file: Path) -> BinaryIO:
+        stream = create(self, file)
+        write = stream.write
+
+        class Limited:
+            def __getattr__(self, name: str) -> Any:
+                return getattr(stream, name)
+
+            def __enter__(self) -> Any:
+                return self
+
+            def __exit__(self, *_: Any) -> None:
+                stream.close()
+
+            def write(self, data: Any) -> int:
+                left[0] -= memoryview(data).nbytes
+                if left[0] < 0:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                return write(data)
+
+        return Limited()  # type: ignore[return-value]
+
+    with mock.patch.object(LocalStorage, "create", limited):
+        yield
+
+
+# -- damage ------------------------------------------------------------------------------------------------------------
+
+
+def flipped_bits(folder: Path, count: int, seed: int = 0) -> Counts:
+    """Flip ``count`` random bits of each file of a checkpoint, one at a time; who finds each."""
+    place, counts = _undamaged(folder / "flipped"), Counts()
+    chance = random.Random(seed)
+    for file in sorted(place.iterdir()):
+        content = file.read_bytes()
+        for bit in chance.sample(range(8 * len(content)), min(count, 8 * len(content))):
+            changed = bytearray(content)
+            changed[bit // 8] ^= 1 << bit % 8
+            file.write_bytes(changed)
+            _look(place, file, counts)
+        file.write_bytes(content)
+    return counts
+
+
+def cut_and_zeroed(folder: Path) -> Counts:
+    """Take the last byte from each file, and zero each of its sectors of 512 bytes."""
+    place, counts = _undamaged(folder / "cut"), Counts()
+    for file in sorted(place.iterdir()):
+        content = file.read_bytes()
+        sectors = [
+            content[:i] + bytes(len(content[i : i + 512])) + content[i + 512 :] for i in range(0, len(content), 512)
+        ]
+        for changed in [content[:-1], *(sector for sector in sectors if sector != content)]:
+            file.write_bytes(changed)
+            _look(place, file, counts)
+        file.write_bytes(content)
+    return counts
+
+
+def _undamaged(place: Path) -> Path:
+    model, optimizer = model_of(1.0)
+    save_checkpoint(place, model, optimizer, extra={"epoch": 1})
+    return place
+
+
+def _look(place: Path, file: Path, counts: Counts) -> None:
+    counts["tried"] += 1
+    counts["not found by verify"] += not any(each.damage for each in verify_checkpoints(place))
+    if file.name == ".metadata":  # for torch's tools; a load does not read it
+        return
+    model, optimizer = model_of(7.0)
+    try:
+        load_checkpoint(place, model, optimizer)
+        counts["not found by load"] += 1
+    except CheckpointError:
+        counts["changed something"] += values(model) != {7.0}
+
+
+def forge(folder: Path, **changes: Any) -> None:
+    """Make the manifest agree with files that were tampered with, as somebody would who knows how."""
+    manifest = json.loads((folder / "lightstep.json").read_text()) | changes
+    del manifest["crc32"]
+    for name in manifest["files"]:
+        content = (folder / name).read_bytes()
+        manifest["files"][name] = len(content)
+        if name in manifest["checksums"]:
+            manifest["checksums"][name] = zlib.crc32(content)
+    (folder / "lightstep.json").write_bytes(seal(manifest))
+
+
+# -- savers and clocks -------------------------------------------------------------------------------------------------
+
+
+def two_savers(folder: Path, seconds: float) -> Counts:
+    """Two processes that save to one path as often as they can."""
+    place, counts = folder / "step-1", Counts()
+    context = multiprocessing.get_context("fork")
+    outcomes = context.Queue()
+    processes = [_fork(_save_often, place, float(value), seconds, outcomes) for value in (1, 2)]
+    for _ in processes:
+        counts.update(outcomes.get())
+    for process in processes:
+        process.join()
+    found = model_of(0.0)
+    load_checkpoint(place, found[0], found[1])
+    counts["left a mixture"] += len(values(found[0])) != 1
+    counts["left rubbish"] += [entry.name for entry in folder.iterdir()] != ["step-1"]
+    return counts
+
+
+def _save_often(place: Path, value: float, seconds: float, outcomes: Any) -> None:
+    torch.set_num_threads(1)
+    (model, optimizer), counts, until = model_of(value), Counts(), time.monotonic() + seconds
+    while time.monotonic() < until:
+        try:
+            save_checkpoint(place, model, optimizer)
+            counts["saved"] += 1
+        except CheckpointError as error:
+            counts["refused" if "is saving to" in str(error) else f"failed: {error}"] += 1
+    outcomes.put(dict(counts))
+
+
+def clocks(folder: Path, count: int) -> Counts:
+    """Save under a clock that jumps back an hour before each save; the newest has to be the one saved last."""
+    counts, now = Counts(), time.time_ns
+    for number in range(count):
+        with mock.patch("time.time_ns", lambda number=number: now() - number * 3600 * 10**9):
+            save_checkpoint(folder / f"step-{number}", model_of(float(number))[0])
+        counts["tried"] += 1
+        counts["took another for the newest"] += latest_checkpoint(folder) != folder / f"step-{number}"
+    return counts
+
+
+def model_of(value: float) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A model and an optimizer in which every number is the same."""
+    model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(value)
+            optimizer.state[parameter]["momentum_buffer"] = torch.full_like(parameter, value)
+    return model, optimizer
+
+
+def values(model: nn.Module) -> set[float]:
+    return {float(x) for parameter in model.parameters() for x in parameter.detach().flatten()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
+    parser.add_argument("--kills", type=int, default=200, help="kills for each number of ranks")
+    parser.add_argument("--bits", type=int, default=300, help="bits that are flipped in each file")
+    parser.add_argument("--disks", type=int, default=100, help="sizes of disks that are too small")
+    parser.add_argument("--seconds", type=float, default=20, help="for how long two savers meet")
+    asked = parser.parse_args()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        tried: dict[str, Callable[[Path], Counts]] = {
+            "one flipped bit": lambda place: flipped_bits(place, asked.bits),
+            "one byte less, sectors of zeros": cut_and_zeroed,
+            "full disk": lambda place: full_disks(place, asked.disks),
+            "clock set back": lambda place: clocks(place, 20),
+            "two savers": lambda place: two_savers(place, asked.seconds),
+            "kill -9, 1 rank": lambda place: kills(place, asked.kills, 1),
+            "kill -9, 2 ranks": lambda place: kills(place, asked.kills, 2),
+        }
+        for number, (fault, measure) in enumerate(tried.items()):
+            place = folder / str(number)
+            place.mkdir()
+            sys.stdout.write(f"{fault}: {json.dumps(dict(measure(place)))}\n")
+            sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""Saves that a thread writes: what is saved is the run at the moment of asking, and nothing goes wrong in silence."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightstep.checkpoint import CheckpointError, latest_checkpoint, save
+from lightstep.checkpoint.pending import finish_pending
+from tests.reference.pair import BACKENDS
+from tests.unit.test_checkpoint_promises import content, same, trained
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """The writer waits until this is set."""
+    write, go = save.write_tensors, threading.Event()
+
+    def waits(*arguments: Any) -> Any:
+        assert go.wait(60)
+        return write(*arguments)
+
+    monkeypatch.setattr(save, "write_tensors", waits)
+    yield go
+    go.set()
+    finish_pending()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_is_saved_is_the_run_when_it_was_asked_for(tmp_path: Path, backend: str, held: threading.Event) -> None:
+    strategy, model, optimizer = trained(backend)
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 0.5, total_iters=10)
+    extra = {"losses": [1.0], "seen": torch.zeros(2)}
+    expected = content(model, optimizer)
+    pending = strategy.save_checkpoint(tmp_path / "a", model, optimizer, scheduler, extra, asynchronous=True)
+    rate, drawn = optimizer.param_groups[0]["lr"], torch.get_rng_state()
+    extra["losses"].append(2.0)
+    extra["seen"] += 1
+    for step in range(3):
+        optimizer.backward(model(torch.randn(4, 5).to(torch.bfloat16)).float().square().sum())
+        optimizer.step()
+        scheduler.step()
+        assert not pending.done(), step
+    with torch.no_grad():
+        model.weight.zero_()
+    assert latest_checkpoint(tmp_path) is None
+    held.set()
+    assert pending.result(timeout=60) == tmp_path / "a" and pending.done()
+    _, other, optimizer2 = trained(backend, steps=1)
+    loaded = strategy.load_checkpoint(tmp_path / "a", other, optimizer2)
+    assert loaded["losses"] == [1.0] and not loaded["seen"].any()
+    assert optimizer2.param_groups[0]["lr"] == rate and torch.equal(torch.get_rng_state(), drawn)
+    same(content(other, optimizer2), expected)
+
+
+def test_a_second_save_waits_for_the_first(tmp_path: Path, held: threading.Event) -> None:
+    strategy, model, optimizer = trained("resident")
+    first = strategy.save_checkpoint(tmp_path / "step-1", model, optimizer, asynchronous=True, keep_last=1)
+    threading.Timer(0.3, held.set).start()
+    strategy.save_checkpoint(tmp_path / "step-2", model, optimizer, keep_last=1)
+    assert first.done() and first.result() == tmp_path / "step-1"
+    assert [path.name for path in tmp_path.iterdir()] == ["step-2"]
+
+
+@pytest.mark.parametrize("told_by", ["step", "save", "result", "close"])
+def test_an_error_of_the_writer_reaches_the_loop_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told_by: str
+) -> None:
+    strategy, model, optimizer = trained("resident")
+    with monkeypatch.context() as patch:
+        patch.setattr(save, "write_tensors", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+        pending = strategy.save_checkpoint(tmp_path / "a", model, optimizer, asynchronous=True)
+        assert isinstance(pending.exception(60), CheckpointError)
+
+    def step() -> None:
+        optimizer.backward(model(torch.ones(4, 5).to(torch.bfloat16)).float().sum())
+        optimizer.step()
+
+    tell = {
+        "step": step,
+        "save": lambda: strategy.save_checkpoint(tmp_path / "b", model, optimizer),
+        "result": pending.result,
+        "close": strategy.close,
+    }
+    with pytest.raises(CheckpointError, match="a was not saved: No space left on device"):
+        tell[told_by]()
+    step()
+    strategy.save_checkpoint(tmp_path / "b", model, optimizer)
+    assert [path.name for path in tmp_path.iterdir()] == ["b"]
+
+
+ENDS = """
+import sys, time, torch
+from torch import nn
+from lightstep.checkpoint import save, save_checkpoint
+write = save.write_tensors
+def slowly(*arguments):
+    time.sleep(0.5)
+    return write(*arguments)
+save.write_tensors = slowly
+model = nn.Linear(3, 4)
+save_checkpoint(sys.argv[1], model, torch.optim.SGD(model.parameters()), asynchronous=True)
+"""
+
+
+def test_the_end_of_the_process_waits_for_the_writer(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-W", "error", "-c", ENDS, str(tmp_path / "a")], check=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+    assert latest_checkpoint(tmp_path) == tmp_path / "a"

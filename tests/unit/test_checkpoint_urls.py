@@ -1,0 +1,154 @@
+"""Checkpoints at URLs: whole or not there without renames, through fsspec."""
+
+from __future__ import annotations
+
+import builtins
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+import torch
+
+from lightstep.checkpoint import (
+    CheckpointError,
+    latest_checkpoint,
+    load_checkpoint,
+    save,
+    save_checkpoint,
+    verify_checkpoints,
+)
+from lightstep.checkpoint.layout import remove_checkpoint
+from lightstep.checkpoint.urls import UrlPath
+from lightstep.extras import MissingLibraryError
+from tests.reference.pair import BACKENDS
+from tests.unit.test_checkpoint_promises import content, model_of, same, trained, values_of
+
+
+@pytest.fixture(params=["memory", "file"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    if request.param == "file":
+        yield f"file://{tmp_path}/run"
+        return
+    root = f"memory://{uuid.uuid4().hex}"
+    yield root
+    fsspec.filesystem("memory").store.clear()
+
+
+def files(url: str) -> dict[str, bytes]:
+    system, root = fsspec.core.url_to_fs(url)
+    return {} if not system.exists(root) else {path[len(root) :]: system.cat_file(path) for path in system.find(root)}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_run_goes_on_from_a_url(url: str, backend: str) -> None:
+    strategy, model, optimizer = trained(backend, steps=3)
+    strategy.save_checkpoint(f"{url}/step-3", model, optimizer, extra={"epoch": 1})
+    other, model2, optimizer2 = trained("resident", steps=1)
+    assert other.load_checkpoint(f"{url}/step-3", model2, optimizer2) == {"epoch": 1}
+    same(content(model2, optimizer2), content(model, optimizer))
+    assert str(latest_checkpoint(url)) == f"{url}/step-3"
+
+
+def test_a_checkpoint_is_replaced_by_its_manifest(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until that is written the one before is there; what is left of it then goes."""
+    place = f"{url}/step"
+    save_checkpoint(place, model_of(1.0))
+    before = files(place)
+    write = save.write_file
+
+    def fails(path: Path, data: bytes) -> Any:
+        if path.name == "state.pt":
+            raise OSError(28, "No space left on device")
+        return write(path, data)
+
+    monkeypatch.setattr(save, "write_file", fails)
+    monkeypatch.setattr("lightstep.checkpoint.small_state.write_file", fails)
+    with pytest.raises(CheckpointError, match=f"{place} was not saved: No space left"):
+        save_checkpoint(place, model_of(2.0))
+    assert files(place) == before
+    monkeypatch.undo()
+    save_checkpoint(place, model_of(2.0))
+    load_checkpoint(place, model := model_of(0.0))
+    assert values_of(model) == {2.0}
+    assert len(files(place)) == len(before) and not (files(place).keys() & before.keys()) - {"/lightstep.json"}
+
+
+def test_the_remains_of_a_crash_are_no_checkpoint_and_go(url: str) -> None:
+    place = UrlPath(f"{url}/step") / "data-0123456789abcdef" / "__0_0_0.distcp"
+    system, path = place.fsspec()
+    system.makedirs(path.rpartition("/")[0], exist_ok=True)
+    system.pipe_file(path, b"half")
+    with pytest.raises(CheckpointError, match="not a complete checkpoint"):
+        load_checkpoint(f"{url}/step", model_of(0.0))
+    assert latest_checkpoint(url) is None
+    save_checkpoint(f"{url}/step", model_of(1.0))
+    assert b"half" not in files(url).values()
+    load_checkpoint(f"{url}/step", model_of(0.0))
+
+
+def test_of_two_savers_one_is_told(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    write, nested = save.write_tensors, []
+
+    def and_another(*arguments: Any) -> Any:
+        if not nested:
+            nested.append(True)
+            index = write(*arguments)
+            save_checkpoint(f"{url}/step", model_of(2.0))
+            return index
+        return write(*arguments)
+
+    monkeypatch.setattr(save, "write_tensors", and_another)
+    with pytest.raises(CheckpointError, match="was not saved"):
+        save_checkpoint(f"{url}/step", model_of(1.0))
+    load_checkpoint(f"{url}/step", model := model_of(0.0))
+    assert values_of(model) == {2.0}
+
+
+def test_damage_is_found_and_old_ones_are_removed(url: str) -> None:
+    for number in (1, 2, 3):
+        save_checkpoint(f"{url}/step-{number}", model_of(float(number)), keep_last=2)
+    assert [str(each.path).rpartition("/")[2] for each in verify_checkpoints(url)] == ["step-3", "step-2"]
+    system, root = fsspec.core.url_to_fs(f"{url}/step-3")
+    (file,) = [path for path in system.find(root) if path.endswith("__0_0_0.distcp")]
+    data = bytearray(system.cat_file(file))
+    data[1000] ^= 4
+    system.pipe_file(file, bytes(data))
+    assert [bool(each.damage) for each in verify_checkpoints(url)] == [True, False]
+    with pytest.raises(CheckpointError, match=f"is damaged: .*{url}/step-2 beside it is whole: load that one"):
+        load_checkpoint(f"{url}/step-3", model_of(0.0))
+    remove_checkpoint(UrlPath(f"{url}/step-3"))  # type: ignore[arg-type]
+    assert str(latest_checkpoint(url)) == f"{url}/step-2"
+
+
+def test_what_is_no_checkpoint_is_not_replaced(url: str) -> None:
+    system, path = UrlPath(f"{url}/step/thesis.tex").fsspec()
+    system.makedirs(path.rpartition("/")[0], exist_ok=True)
+    system.pipe_file(path, b"precious")
+    with pytest.raises(CheckpointError, match="exists and is not a checkpoint"):
+        save_checkpoint(f"{url}/step", model_of(1.0))
+    assert list(files(url).values()) == [b"precious"]
+
+
+def test_a_downloaded_checkpoint_loads(tmp_path: Path) -> None:
+    save_checkpoint(f"file://{tmp_path}/step", model_of(1.0), extra={"a": torch.ones(2)})
+    model = model_of(0.0)
+    assert torch.equal(load_checkpoint(tmp_path / "step", model)["a"], torch.ones(2))
+    assert values_of(model) == {1.0}
+
+
+def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(CheckpointError, match=r"nonsense://a/b was not saved: .*nonsense"):
+        save_checkpoint("nonsense://a/b", model_of(1.0))
+    real = builtins.__import__
+
+    def without(name: str, *arguments: Any, **keywords: Any) -> Any:
+        if name.partition(".")[0] == "fsspec":
+            raise ModuleNotFoundError("No module named 'fsspec'", name="fsspec")
+        return real(name, *arguments, **keywords)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises((CheckpointError, MissingLibraryError), match=r"pip install 'lightstep-optim\[urls\]'"):
+        save_checkpoint("memory://a/b", model_of(1.0))
