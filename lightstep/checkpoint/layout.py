@@ -78,7 +78,7 @@ def latest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
     before there was such an order. Other processes may save and remove checkpoints meanwhile. Those that were saved
     with ``weights_only`` are passed over: a run that went on from one would lose its optimizer's state.
     """
-    return next((path for path in checkpoints_in(location(folder)) if is_whole(path) and not is_partial(path)), None)
+    return next((path for path in checkpoints_in(location(folder)) if _can_go_on(path)), None)
 
 
 def checkpoints_in(root: Path) -> list[Path]:
@@ -109,6 +109,14 @@ def is_whole(path: Path) -> bool:
     except CheckpointError:
         return False
     return True
+
+
+def _can_go_on(path: Path) -> bool:
+    """Whole, with an optimizer's state; not one that another process has removed meanwhile."""
+    try:
+        return not is_partial(path)
+    except CheckpointError:
+        return False
 
 
 def is_partial(path: Path) -> bool:

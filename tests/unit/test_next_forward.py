@@ -141,7 +141,7 @@ def test_random_delays_in_every_lane(parameters: str, monkeypatch: pytest.Monkey
 
 def test_the_delays_find_a_missing_gate(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = Training({"backend": "resident"}).train(5)
-    monkeypatch.setattr("lightstep.sharding.forward_gates.Gates.close", lambda *_: None)
+    monkeypatch.setattr("lightstep.sharding.forward_gates.Gates.guard", lambda *_: None)
     wrong = 0
     for seed in range(5):
         tested = Training(OVERLAP)
