@@ -17,7 +17,7 @@ from lightstep.config import ConfigError, OptimizerState, Sharding, StrategyConf
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 # Keys that mean something to the streaming backend alone, or have a default that depends on the rest.
-OPTIONAL = {"prefetch_layers", "ring_mib", "resident_gib"}
+OPTIONAL = {"prefetch_layers", "ring_mib", "resident_gib", "spare_host_gib"}
 # A section that is laid over a preset by who needs it.
 LAID_OVER = {"roles"}
 
