@@ -63,6 +63,7 @@ class Overlap(NextForward):
         self._verdict, self._share = _Verdict(), _Share(backend)
         self._pause, self._next_pause = 0, 1
         self._asked = False  # the verdict of the last step was not read yet
+        self._divided: Divided | None = None  # what the step that has begun assumes
         self.announce: Callable[[], object] = lambda: None
 
     @property
@@ -89,6 +90,7 @@ class Overlap(NextForward):
         """
         self._count_verdict()
         self._share.adapt()
+        self._divided = divided
         units = [] if self._pause else self._units_to_try(groups)
         if not units:
             yield
@@ -111,7 +113,6 @@ class Overlap(NextForward):
             self.withdraw()
             raise
         if self._trial is trial:
-            trial.ended = True
             self.announce()
 
     def _units_to_try(self, groups: Sequence[dict[str, Any]]) -> list[Unit]:
@@ -136,15 +137,16 @@ class Overlap(NextForward):
         gradient = peek(item)
         if gradient is None:
             return
-        if item in trial.arrived:
+        if item in trial.used:
             raise RuntimeError(
                 f"a second gradient of {item.name} arrived in one backward, after it was updated: reentrant activation "
                 "checkpointing does that to parameters that are used several times; use use_reentrant=False, or "
                 "optimizer_state.update: next_forward"
             )
+        again = item in trial.arrived
         trial.arrived[item] = gradient
         number = self._arrivals.number_of(item)
-        if self._arrivals.is_last(number) and self._arrivals.is_last_of_batch(number):
+        if not again and self._arrivals.is_last(number) and self._arrivals.is_last_of_batch(number):
             self._try(trial, self._arrivals.batch_of(number))
 
     def _try(self, trial: _Trial, batch: int) -> None:
@@ -226,17 +228,18 @@ class Overlap(NextForward):
 
     def start(self, update: Update) -> None:
         trial = self._trial
+        self._ask(update)
         if trial is None:
-            self._ask(update, None, None)
             super().start(update)
-            return
-        self._ask(update, trial.divisor, trial.factor)
-        update.values.detach()
-        trial.decided = update
+        else:
+            update.values.detach()
+            trial.decided = update
 
-    def _ask(self, update: Update, divisor: Tensor | None, factor: Tensor | None) -> None:
-        """Have the device say whether an update by ``divisor`` and ``factor`` is this one."""
-        if isinstance(update.factor, Tensor | None) and isinstance(update.overflow, Tensor):
+    def _ask(self, update: Update) -> None:
+        """Have the device say whether this update is the one that was assumed, or would have been."""
+        divided, self._divided = self._divided, None
+        if divided is not None and isinstance(update.factor, Tensor | None) and isinstance(update.overflow, Tensor):
+            divisor, factor = divided
             self._verdict.ask(update.overflow, [(update.divisor, divisor), (update.factor, factor)])
             self._asked = True
 
@@ -326,7 +329,6 @@ class _Trial:
         used: those of them that were used, and their versions then.
         units: those that were submitted, in order.
         done: event behind the last of them.
-        ended: backward is over.
         edited: somebody wrote to a weight before it was tried.
         decided: the step's update, once ``step()`` was called.
     """
@@ -339,7 +341,7 @@ class _Trial:
         self.arrived: Gradients = {}
         self.used: dict[Managed, tuple[Tensor, int]] = {}
         self.units: list[Unit] = []
-        self.ended = self.edited = False
+        self.edited = False
         self.decided: Update | None = None
         self._fits: Tensor | None = None
 
@@ -402,8 +404,8 @@ class _Share:
         if batches < 3:
             return
         begun, ready, done, _ = self._events
-        done.synchronize()
-        ready.synchronize()
+        if not (ready.query() and done.query()):
+            return
         span, late = begun.elapsed_time(ready), ready.elapsed_time(done)
         logger.debug("tried in backward: %.2f of the units; the lane was %.1f ms behind %.1f", self.part, late, span)
         layer = span / batches

@@ -348,6 +348,18 @@ def test_steps_that_are_always_clipped_are_seldom_tried(verdicts: Counter[str]) 
     assert tested.optimizer.step().redone == 1
 
 
+@pytest.mark.parametrize("parameters", ["bfloat16", "float16"])
+def test_steps_are_tried_again_when_nothing_is_clipped_any_more(parameters: str, verdicts: Counter[str]) -> None:
+    tested, expected = pair(TIGHT, parameters=parameters)
+    for training in (tested, expected):
+        training.train(4)
+        training.optimizer.max_norm = 1e6
+        training.train(6)
+    assert_same(tested.snapshot(), expected.snapshot())
+    assert verdicts["redo"] == 1
+    assert verdicts["commit"] >= 3
+
+
 @pytest.mark.parametrize("gib", [0.0, 1e-5])
 def test_without_spare_memory_the_rest_waits_for_the_forward(gib: float, verdicts: Counter[str]) -> None:
     tested, expected = pair(LOOSE, state={**OVERLAP, "spare_host_gib": gib})
