@@ -40,6 +40,7 @@ class DeferredUpdates:
 
     steps: ClassVar[int] = 0
     _all: ClassVar[weakref.WeakSet[DeferredUpdates]] = weakref.WeakSet()
+    _following: ClassVar[Any] = None  # the handle of torch's hook, once there was a model
 
     def __init__(self) -> None:
         self.optimizers: weakref.WeakSet[BaseOptimizer] = weakref.WeakSet()
@@ -47,9 +48,10 @@ class DeferredUpdates:
         # An engine until its optimizer is gone and the last update made: the collector may delete an optimizer in one
         # thread while another one reads.
         self._engines: list[tuple[weakref.ref[BaseOptimizer], Engine]] = []
-        if not self._all:
-            register_module_parameter_registration_hook(_follow_parameter)
+        if DeferredUpdates._following is None:
+            DeferredUpdates._following = register_module_parameter_registration_hook(_follow_parameter)
         self._all.add(self)
+        self._known: tuple[tuple[int, int], frozenset[int]] = ((-1, -1), frozenset())
 
     def follow(self, optimizer: BaseOptimizer, in_backward: bool) -> None:
         """Wait for this optimizer's updates, too."""
@@ -74,7 +76,18 @@ class DeferredUpdates:
     @classmethod
     def of(cls, parameter: Tensor) -> list[DeferredUpdates]:
         """All that may update this parameter."""
-        return [one for one in list(cls._all) if any(parameter is trained for trained in one._trained())]
+        return [one for one in list(cls._all) if one._may_train(parameter) and one._trains(parameter)]
+
+    def _may_train(self, parameter: Tensor) -> bool:
+        """Whether it may be one of the optimizers' parameters: whole models are made while others train."""
+        groups = [group["params"] for optimizer in self.optimizers for group in optimizer.param_groups]
+        state = self.steps, sum(map(len, groups))
+        if self._known[0] != state:
+            self._known = state, frozenset(id(trained) for params in groups for trained in params)
+        return id(parameter) in self._known[1]
+
+    def _trains(self, parameter: Tensor) -> bool:
+        return any(parameter is trained for trained in self._trained())
 
     def _trained(self) -> Iterator[Tensor]:
         return (p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"])
