@@ -304,7 +304,7 @@ def check_share(rank: int, world_size: int, sharding: dict[str, Any], replicas: 
     items = [copy.copy(item) for item in run.optimizer.managed()]
     undivided.register(items, run.optimizer.engine.managed._schema)
     for item in items:
-        state = run.optimizer.parameter_state(item.param)
+        state = run.optimizer.parameter_state(item.param) if item.updated else {}
         undivided.load(item, {key: local_tensor(value) for key, value in state.items()})
     whole, whole_on_host = _record_bytes(undivided), undivided.memory()["host_bytes"]
     undivided.close()
