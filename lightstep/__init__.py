@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from lightstep.optimizer.base import BaseOptimizer
     from lightstep.optimizer.optimizer import MixedPrecisionOptimizer
     from lightstep.optimizer.result import StepResult
+    from lightstep.optimizer.rules import Rule
     from lightstep.precision.loss_scale import ConstantLossScale, DynamicLossScale, LossScale
     from lightstep.rollout.engine import RolloutEngine, TransformersEngine
     from lightstep.rollout.transport import (
@@ -32,6 +33,7 @@ __all__ = [
     "LossScale",
     "MixedPrecisionOptimizer",
     "RolloutEngine",
+    "Rule",
     "StepResult",
     "Strategy",
     "TrainingEnded",
@@ -53,6 +55,7 @@ _MODULES = {
     "optimizer.base": ["BaseOptimizer"],
     "optimizer.optimizer": ["MixedPrecisionOptimizer"],
     "optimizer.result": ["StepResult"],
+    "optimizer.rules": ["Rule"],
     "precision.loss_scale": ["ConstantLossScale", "DynamicLossScale", "LossScale"],
     "rollout.engine": ["RolloutEngine", "TransformersEngine"],
     "rollout.transport": ["TrainingEnded", "WeightInfo", "WeightTransferError", "WeightTransport"],

@@ -144,6 +144,7 @@ def _match_optimizer(
     for number, names in enumerate(optimizer.groups):
         origins = {before[called[name]] for name in names if called[name] in before}
         matched.groups.append(_one_group(saved, number, sorted(origins)))
+        _refuse_other_class(saved, optimizer, number, matched.groups[-1])
     for name in optimizer.parameters:
         matched.entries[name] = _wanted(saved, optimizer, name, called[name], entries)
 
@@ -173,6 +174,14 @@ def _one_group(saved: Saved, number: int, origins: list[int]) -> int:
                 "differ; build the groups as they were"
             )
     return origins[0] if origins else -1
+
+
+def _refuse_other_class(saved: Saved, optimizer: OptimizerContent, number: int, origin: int) -> None:
+    assert saved.optimizer is not None
+    mine = optimizer.optimizer.param_groups[number].get("optimizer_class")
+    theirs = saved.optimizer["groups"][origin].get("optimizer_class") if origin >= 0 else None
+    if mine and theirs and mine != theirs:
+        raise CheckpointError(f"parameter group {number} is updated by {mine}, and it holds the state of {theirs}")
 
 
 def _wanted(

@@ -46,10 +46,13 @@ class OptimizerContent:
 
     @property
     def class_name(self) -> str | None:
-        """The class whose arithmetic is used, when the optimizer says so."""
+        """The class whose arithmetic is used, when the optimizer says so; all of them where groups have their own."""
         wrapper = hasattr(self.optimizer, "load_parameter_state")
         inner = getattr(self.optimizer, "optimizer_class", None if wrapper else type(self.optimizer))
-        return None if inner is None else str(inner.__name__)
+        if inner is None:
+            return None
+        named = (group.get("optimizer_class", inner.__name__) for group in self.optimizer.param_groups)
+        return " + ".join(sorted({name.rpartition(".")[2] for name in named}))
 
     @property
     def keeps_masters(self) -> bool:

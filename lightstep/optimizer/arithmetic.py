@@ -11,7 +11,7 @@ import functools
 import inspect
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -162,6 +162,17 @@ class GroupValues:
             group.update(self._written.get(id(group), {}))
 
 
+class Updated(Protocol):
+    """What the base optimizer takes for a parameter: a segment, or a matrix of one."""
+
+    @property
+    def master(self) -> Tensor: ...
+    @property
+    def group(self) -> dict[str, Any]: ...
+    @property
+    def state(self) -> dict[str, Any]: ...
+
+
 class BaseArithmetic:
     """An optimizer class with its hyper-parameters, applied to whatever segments it is given.
 
@@ -220,7 +231,10 @@ class BaseArithmetic:
 
     def skips_on_device(self, device: torch.device, groups: Sequence[dict[str, Any]]) -> bool:
         """Whether the class takes ``found_inf`` in all these groups: skipping then needs no word from the host."""
-        if not getattr(self._inner[device], "_step_supports_amp_scaling", False):
+        inner = self._inner.get(device)
+        if inner is None:  # none of its parameters is there
+            return True
+        if not getattr(inner, "_step_supports_amp_scaling", False):
             return False
         return all(self._resolved(group, device).get("fused") is not False for group in groups)
 
@@ -244,14 +258,24 @@ class BaseArithmetic:
 
         ``overflow`` (0-dim fp32) is handed to classes that take ``found_inf``: with 1 they change nothing.
         """
-        self._create_eager_state(segments, values)
-        batches: dict[bool, list[tuple[Segment, Tensor]]] = {}
+        updated: list[tuple[Updated, Tensor]] = []
+        stacks = []
         for segment, gradient in zip(segments, gradients, strict=True):
-            batches.setdefault(bool(segment.state), []).append((segment, gradient))
+            if segment.master.dim() == 3 and self._takes_matrices_only:
+                stacks.append(_Stack(segment))
+                updated.extend(zip(stacks[-1].matrices, gradient.unbind(0), strict=True))
+            else:
+                updated.append((segment, gradient))
+        self._create_eager_state([one for one, _ in updated], values)
+        batches: dict[bool, list[tuple[Updated, Tensor]]] = {}
+        for one, gradient in updated:
+            batches.setdefault(bool(one.state), []).append((one, gradient))
         for batch in batches.values():  # torch's fused SGD cannot take first and later updates in one call
             self._apply_batch(batch, overflow, values)
+        for stack in stacks:
+            stack.put_together()
 
-    def _apply_batch(self, batch: list[tuple[Segment, Tensor]], overflow: Tensor, values: GroupValues) -> None:
+    def _apply_batch(self, batch: list[tuple[Updated, Tensor]], overflow: Tensor, values: GroupValues) -> None:
         segments = [segment for segment, _ in batch]
         device = segments[0].master.device
         inner = self._inner[device]
@@ -292,7 +316,7 @@ class BaseArithmetic:
                 "single or ddp"
             )
         try:
-            self._construct([torch.empty(shape, device="meta")], fused=False)
+            self._construct([torch.empty(self._updated_shape(shape), device="meta")], fused=False)
         except ValueError as error:
             raise ValueError(f"{self.name} cannot update {name} of shape {tuple(shape)}: {error}") from error
 
@@ -308,6 +332,14 @@ class BaseArithmetic:
             except ValueError:
                 return (2, 2)
         return (2,)
+
+    @property
+    def _takes_matrices_only(self) -> bool:
+        return self._probe_shape == (2, 2)
+
+    def _updated_shape(self, shape: torch.Size) -> torch.Size:
+        """Of what the class is handed of a parameter: of experts one matrix after the other."""
+        return torch.Size(shape[1:]) if len(shape) == 3 and self._takes_matrices_only else shape
 
     def _entry_spec(self, key: str, value: Any, probe: Tensor) -> EntrySpec:
         if not isinstance(value, Tensor):
@@ -339,7 +371,7 @@ class BaseArithmetic:
         return True
 
     def _groups(
-        self, segments: Sequence[Segment], device: torch.device, values: GroupValues
+        self, segments: Sequence[Updated], device: torch.device, values: GroupValues
     ) -> list[tuple[dict[str, Any], dict[str, Any]]]:
         """``(live group, what the base optimizer sees of it)`` for each group that has segments here."""
         groups: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}
@@ -357,7 +389,7 @@ class BaseArithmetic:
         group["params"] = []
         return group
 
-    def _create_eager_state(self, segments: Sequence[Segment], values: GroupValues) -> None:
+    def _create_eager_state(self, segments: Sequence[Updated], values: GroupValues) -> None:
         """Classes that create state in their constructor (Adagrad) do so here, for segments that have none yet."""
         new = [segment for segment in segments if not segment.state]
         if not (new and self._creates_state_eagerly):
@@ -373,6 +405,42 @@ class BaseArithmetic:
         return bool(self._construct([self._probe()], fused=False).state)
 
 
+class _Matrix(NamedTuple):
+    master: Tensor
+    group: dict[str, Any]
+    state: dict[str, Any]
+
+
+class _Stack:
+    """A parameter of three dimensions (the experts of a layer), for a class that takes matrices only."""
+
+    def __init__(self, segment: Segment) -> None:
+        self._segment, self._shape = segment, segment.master.shape
+        self.matrices = [
+            _Matrix(segment.master[number], segment.group, self._state_of(number)) for number in range(self._shape[0])
+        ]
+
+    def _state_of(self, number: int) -> dict[str, Any]:
+        state = self._segment.state.items()
+        return {k: v[number] if _has_shape(v, self._shape) else copy.deepcopy(v) for k, v in state}
+
+    def put_together(self) -> None:
+        """The matrices' state is the segment's."""
+        state = self._segment.state
+        for key, value in self.matrices[0].state.items() if self.matrices else ():
+            rows = [matrix.state[key] for matrix in self.matrices]
+            if not _has_shape(value, self._shape[1:]):
+                state[key] = value
+            elif key not in state:
+                state[key] = torch.stack(rows)
+            elif any(row.data_ptr() != known.data_ptr() for row, known in zip(rows, state[key], strict=True)):
+                torch.stack(rows, out=state[key])
+
+
+def _has_shape(value: Any, shape: torch.Size) -> bool:
+    return isinstance(value, Tensor) and value.shape == shape
+
+
 def _undecorated_step(optimizer_class: type[torch.optim.Optimizer]) -> Callable[[torch.optim.Optimizer], Any]:
     """``step`` without the wrapper that fires hooks: those belong to the outer optimizer, once per step."""
     step: Any = optimizer_class.step
@@ -381,7 +449,7 @@ def _undecorated_step(optimizer_class: type[torch.optim.Optimizer]) -> Callable[
     return step
 
 
-def _adopt_state(inner: torch.optim.Optimizer, segments: Sequence[Segment]) -> None:
+def _adopt_state(inner: torch.optim.Optimizer, segments: Sequence[Updated]) -> None:
     """Classes may replace a parameter's state dictionary instead of filling the one they were given."""
     for segment in segments:
         state = inner.state[segment.master]
@@ -408,7 +476,7 @@ def _same_value(now: Any, then: Any) -> bool:
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+    return {key: value for key, value in group.items() if key not in ("params", "param_names", "optimizer_class")}
 
 
 def _check_class(optimizer_class: Any, hyperparameters: Mapping[str, Any]) -> None:

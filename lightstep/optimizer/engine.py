@@ -16,8 +16,9 @@ from torch import Tensor
 
 from lightstep.clipping import check_max_norm, check_norm_type
 from lightstep.distributed import local_tensor
-from lightstep.optimizer.arithmetic import BaseArithmetic, GroupValues
+from lightstep.optimizer.arithmetic import GroupValues
 from lightstep.optimizer.broken_step import BrokenStep
+from lightstep.optimizer.classes import GroupClasses
 from lightstep.optimizer.eager import eager_backward, own_work
 from lightstep.optimizer.in_backward import InBackward
 from lightstep.optimizer.managed_parameters import InitialMasters, ManagedParameters, Places
@@ -63,7 +64,7 @@ class Engine:
 
     def __init__(
         self,
-        arithmetic: BaseArithmetic,
+        classes: GroupClasses,
         *,
         master_weights: bool,
         reduce_float32: bool,
@@ -80,7 +81,7 @@ class Engine:
         self._process, self.closed = os.getpid(), True
         self.param_groups: list[dict[str, Any]] = []
         self.accumulating: bool | None = None
-        self.arithmetic, self.master_weights = arithmetic, master_weights
+        self.classes, self.master_weights = classes, master_weights
         self._overflow_everywhere, self.update_time = overflow_everywhere, update_time
         self._initial_masters = initial_masters
         self.listeners: list[Callable[[], object]] = []
@@ -95,9 +96,9 @@ class Engine:
         self.backend = backend
         self.gradients = GradientAccumulator(reduce_float32)
         self.scaled_backward = ScaledBackward()
-        self.managed = ManagedParameters(self.arithmetic, backend, self.master_weights, places, self._initial_masters)
+        self.managed = ManagedParameters(self.classes, backend, self.master_weights, places, self._initial_masters)
         self.broken = BrokenStep(self.managed, backend)
-        self.walk = UnitWalk(self.arithmetic, backend, self.broken, self.managed.record)
+        self.walk = UnitWalk(self.classes, backend, self.broken, self.managed.record)
         self.schedule = self.update_time(self.walk, backend)
         if isinstance(self.schedule, Overlap):
             listeners = self.listeners  # and not the engine, which has the schedule
@@ -353,7 +354,7 @@ class Engine:
             return True
         devices = {item.local.device for item in gradients}
         on_device = all(item.updated for item in gradients) and all(
-            self.arithmetic.skips_on_device(device, self.param_groups) for device in devices
+            self.classes.skips_on_device(device, self.param_groups) for device in devices
         )
         return not on_device and bool(overflow)
 

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from lightstep.distributed import like, local_tensor
-from lightstep.optimizer.arithmetic import BaseArithmetic
+from lightstep.optimizer.classes import GroupClasses
 from lightstep.optimizer.param_groups import Place
 from lightstep.precision.master_weights import ModelWatch
-from lightstep.state.backend import Managed, Schema, StateBackend
+from lightstep.state.backend import Managed, StateBackend
 from lightstep.state.kept_records import same_rounding, was_rounded_from
 
 Places = Callable[[], Mapping[Tensor, Place]]
@@ -30,7 +30,7 @@ class ManagedParameters:
     """The parameters of an optimizer's groups that are trained, or have been; set up as late as possible.
 
     Args:
-        arithmetic: told about each device parameters are found on.
+        classes: told about the parameters and their devices.
         backend: told which parameters it is in charge of.
         master_weights: whether 16-bit parameters get fp32 masters.
         places: called at set-up for the name and layer of each parameter.
@@ -39,13 +39,13 @@ class ManagedParameters:
 
     def __init__(
         self,
-        arithmetic: BaseArithmetic,
+        classes: GroupClasses,
         backend: StateBackend,
         master_weights: bool,
         places: Places | None,
         initial_masters: InitialMasters | None = None,
     ) -> None:
-        self._arithmetic = arithmetic
+        self._classes = classes
         self._backend = backend
         self._master_weights = master_weights
         self._places = places
@@ -53,7 +53,6 @@ class ManagedParameters:
         self._given: dict[Tensor, Tensor] = {}  # loaded before the set-up: nothing else was to be loaded
         self._watch = ModelWatch()
         self._items: dict[Tensor, Managed] = {}
-        self._schema: Schema = {}
         self._checked: tuple[list[dict[str, Any]], list[Tensor]] = ([], [])
 
     def __iter__(self) -> Iterator[Managed]:
@@ -100,20 +99,17 @@ class ManagedParameters:
                 self._items[parameter].group = group
         if not listed or (len(listed) == len(self._items) and all(p in self._items for p, _ in listed)):
             return False
-        self._arithmetic.consider(groups)
+        self._classes.consider(groups)
         places = self.places()
         items = [self._items.get(p) or self._manage(p, group, places.get(p), i) for i, (p, group) in enumerate(listed)]
         _refuse_shared_memory((item.name, item.local) for item in items)
         new = [item for item in items if item.param not in self._items]
-        for device in {item.local.device for item in items}:
-            low = any(item.own_master and item.local.dtype != torch.float32 for item in items)
-            self._arithmetic.prepare(device, low_precision=low)
-        schema = self._arithmetic.schema(items[0].local.device, groups)
+        self._classes.prepare(items, groups)
         place = {parameter: index for index, parameter in enumerate(places)}
         in_order_of_use = sorted(items, key=lambda item: place.get(item.param, len(place)))
-        self._backend.register(in_order_of_use, schema, self._arithmetic.whole_tensors)  # refuses, or takes them all
+        self._backend.register(in_order_of_use)  # refuses, or takes them all
         items.sort(key=lambda item: places[item.param].number if item.param in places else len(places))
-        self._items, self._schema = {item.param: item for item in items}, schema
+        self._items = {item.param: item for item in items}
         for item in new:
             self.record(item)
             self._start_master(item)
@@ -151,7 +147,7 @@ class ManagedParameters:
             raise TypeError(
                 f"{name} has dtype {local.dtype}; bfloat16, float16 and float32 parameters can be optimized"
             )
-        self._arithmetic.check_parameter(name, parameter.shape, local.shape)
+        self._classes.of(group).check_parameter(name, parameter.shape, local.shape)
         masters = self._master_weights and local.dtype != torch.float32
         return Managed(parameter, local, group, name, place.layer if place else None, own_master=not masters)
 
@@ -279,14 +275,14 @@ class ManagedParameters:
             ValueError: an entry has another shape than the parameter's local shard; nothing has been changed then.
         """
         self.check_state(item, entries)
-        order = [*(key for key in self._schema if key in entries), *sorted(entries.keys() - self._schema.keys())]
+        order = [*(key for key in item.schema if key in entries), *sorted(entries.keys() - item.schema.keys())]
         local = {key: local_tensor(entries[key]) if isinstance(entries[key], Tensor) else entries[key] for key in order}
         if item.own_master and "master" in local:
             item.local.copy_(local.pop("master"))
         if local and not item.updated:  # plain torch's state has no masters
             local = {**self._backend.entries(item), **local}
         # Of classes that have state, a master alone is that of a parameter which has never been updated.
-        start = local.pop("master") if self._schema and [*local] == ["master"] else None
+        start = local.pop("master") if item.schema and [*local] == ["master"] else None
         self._backend.load(item, local)
         item.updated, item.provisional = bool(local), False
         if start is not None:
@@ -296,7 +292,7 @@ class ManagedParameters:
 
     def takes(self, entry: Tensor, shape: torch.Size) -> bool:
         """Whether a state entry (local) can belong to a parameter of this local shape."""
-        return entry.dim() == 0 or entry.shape == shape or self._arithmetic.whole_tensors  # row sums and the like
+        return entry.dim() == 0 or entry.shape == shape or self._classes.whole_tensors  # row sums and the like
 
     def mark_provisional(self, items: Sequence[Managed]) -> None:
         """The state of these was made only for a checkpoint to fill; without one, the first update starts afresh."""

@@ -10,8 +10,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lightstep.optimizer.arithmetic import BaseArithmetic
 from lightstep.optimizer.base import BaseOptimizer
+from lightstep.optimizer.classes import GroupClasses
 from lightstep.optimizer.eager import eager, own_work
 from lightstep.optimizer.engine import Engine
 from lightstep.optimizer.managed_parameters import InitialMasters, Places
@@ -86,9 +86,9 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         update_time: type[Schedule] = AtStep,
         initial_masters: InitialMasters | None = None,
     ) -> None:
-        arithmetic = BaseArithmetic(optimizer_class, dict(hyperparameters or {}))
+        classes = GroupClasses(optimizer_class, dict(hyperparameters or {}))
         self.engine = Engine(
-            arithmetic,
+            classes,
             master_weights=master_weights,
             reduce_float32=reduce_float32,
             loss_scale=loss_scale or ConstantLossScale(1.0),
@@ -101,7 +101,7 @@ class MixedPrecisionOptimizer(BaseOptimizer):
             update_time=update_time,
             initial_masters=initial_masters,
         )
-        super().__init__(params, dict(arithmetic.defaults))
+        super().__init__(params, dict(classes.own.defaults))
         self.engine.watch_gradients()
 
     @property
@@ -163,9 +163,14 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         super().zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
+        own = self.defaults
         if isinstance(param_group, dict):  # torch refuses anything else
             param_group.update(plain_numbers(param_group))
-        super().add_param_group(param_group)
+            self.defaults = self.engine.classes.adopt(param_group)
+        try:
+            super().add_param_group(param_group)
+        finally:
+            self.defaults = own
         self.engine.watch_gradients()
 
     # -- updates that are under way
@@ -254,7 +259,7 @@ class MixedPrecisionOptimizer(BaseOptimizer):
     @property
     def optimizer_class(self) -> type[torch.optim.Optimizer]:
         """The class whose arithmetic updates the masters."""
-        return self.engine.arithmetic.optimizer_class
+        return self.engine.classes.own.optimizer_class
 
     def managed(self, also: Collection[Tensor] = ()) -> list[Managed]:
         """The trainable parameters with their names, in group order (set up if need be).
@@ -367,7 +372,7 @@ class MixedPrecisionOptimizer(BaseOptimizer):
 
     def __repr__(self) -> str:
         name = type(self).__name__
-        return super().__repr__().replace(name, f"{name}[{self.engine.arithmetic.name}]", 1)
+        return super().__repr__().replace(name, f"{name}[{self.engine.classes.name}]", 1)
 
     def close(self) -> None:
         """Give back the memory of the state backend and take the hooks off the parameters."""
@@ -383,18 +388,20 @@ class MixedPrecisionOptimizer(BaseOptimizer):
             "param_groups": self.param_groups,
             "state": {p: snapshot(engine.parameter_state(p)) for p in self._parameters()},  # live entries are views
             "places": {p: place for p, place in engine.managed.places().items() if p in mine},
-            "optimizer_class": self.optimizer_class,
-            "hyperparameters": engine.arithmetic.hyperparameters,
+            "classes": engine.classes.classes,
             "engine": engine.settings,
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         entries: dict[Tensor, dict[str, Any]] = state.pop("state")
         known: dict[Tensor, Place] = state.pop("places")
-        arithmetic = BaseArithmetic(state.pop("optimizer_class"), state.pop("hyperparameters"))
+        own, *named = state.pop("classes")
+        classes = GroupClasses(*own)
+        for optimizer_class, hyperparameters in named:
+            classes.know(optimizer_class, hyperparameters)
         # No strategy makes forwards wait for a copy: it updates in step().
         self.engine = Engine(
-            arithmetic,
+            classes,
             **state.pop("engine"),
             places=lambda: known,
             update_time=AtStep,

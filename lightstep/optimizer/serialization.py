@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
 from lightstep.distributed import is_sharded, local_tensor
+from lightstep.optimizer.classes import class_name
 
 if TYPE_CHECKING:
     from lightstep.optimizer.optimizer import MixedPrecisionOptimizer
@@ -104,8 +105,20 @@ def matched_parameters(optimizer: Optimizer, saved: Sequence[Mapping[str, Any]])
                 f"parameter group {index} of the state dict has {len(theirs['params'])} parameters; "
                 f"this optimizer's has {len(mine['params'])}, of which {len(own)} are trainable"
             )
+        _refuse_other_class(optimizer, index, mine, theirs)
         matched.update(zip(theirs["params"], own, strict=True))
     return matched
+
+
+def _refuse_other_class(optimizer: Optimizer, index: int, mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
+    """A group that names no class is updated by the optimizer's own."""
+    own = class_name(getattr(optimizer, "optimizer_class", type(optimizer)))
+    live, saved = (group.get("optimizer_class", own) for group in (mine, theirs))
+    if live != saved:
+        raise ValueError(
+            f"parameter group {index} is updated by {live}, and the state dict has the state of {saved}: make the "
+            "optimizer with the classes that it was saved with, or load the weights only"
+        )
 
 
 def _check_shapes(

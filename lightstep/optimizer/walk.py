@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from lightstep.optimizer.arithmetic import BaseArithmetic, GroupValues
+from lightstep.optimizer.arithmetic import GroupValues
 from lightstep.optimizer.broken_step import BrokenStep
+from lightstep.optimizer.classes import GroupClasses
 from lightstep.precision.gradient_stage import GradientStage, scalable_in_place
 from lightstep.state.backend import Managed, StateBackend, Unit
 from lightstep.state.record import aligned
@@ -86,9 +87,9 @@ class UnitWalk:
     """
 
     def __init__(
-        self, arithmetic: BaseArithmetic, backend: StateBackend, broken: BrokenStep, record: Callable[[Managed], None]
+        self, classes: GroupClasses, backend: StateBackend, broken: BrokenStep, record: Callable[[Managed], None]
     ) -> None:
-        self._arithmetic = arithmetic
+        self._classes = classes
         self._backend = backend
         self.broken = broken
         self._record = record
@@ -139,7 +140,7 @@ class UnitWalk:
             segments = self._backend.acquire(unit, update.gradients, update.apart)
             for alike, factor, overflow in update.alike(segments):
                 overflow = overflow.to(alike[0].master.device)
-                self._arithmetic.apply(alike, self._scaled(alike, update, factor), overflow, update.values)
+                self._classes.apply(alike, self._scaled(alike, update, factor), overflow, update.values)
             self._backend.release(unit, segments)
         return self._noted(segments)
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
@@ -61,6 +61,8 @@ class Managed:
         name: its name in the model, when known; otherwise its place in the parameter groups.
         layer: parameters with equal ``layer`` belong to one transformer block or FSDP module; ``None`` when unknown.
         own_master: the parameter is its own master (fp32, or master weights are off).
+        schema: the entries of its base optimizer's state.
+        whole_tensors: its base optimizer is not element-wise: it is never cut, and updated by itself.
         updated: its state exists, from an update or from a checkpoint.
         provisional: its state only stands in for the one that a checkpoint is about to bring; no update made it.
         elsewhere: another replica keeps its state and updates it; here only its weight arrives. Set by the backend.
@@ -72,6 +74,8 @@ class Managed:
     name: str
     layer: Hashable = None
     own_master: bool = False
+    schema: Schema = field(default_factory=dict, repr=False)
+    whole_tensors: bool = False
     updated: bool = False
     provisional: bool = False
     elsewhere: bool = False
@@ -108,12 +112,8 @@ class StateBackend(ABC):
         return type(self)()
 
     @abstractmethod
-    def register(self, managed: Sequence[Managed], schema: Schema, whole_tensors: bool = False) -> None:
-        """Take charge of exactly these parameters: new ones join, those no longer listed leave with their state.
-
-        Args:
-            whole_tensors: the optimizer is not element-wise; no tensor is cut.
-        """
+    def register(self, managed: Sequence[Managed]) -> None:
+        """Take charge of exactly these parameters: new ones join, those no longer listed leave with their state."""
 
     @property
     def lanes(self) -> Lanes:

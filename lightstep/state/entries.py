@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightstep.state.backend import EntrySpec, Schema, adopt_entry, entry_dtype
+from lightstep.state.backend import EntrySpec, adopt_entry, entry_dtype
 from lightstep.state.record import History, Part, Record, is_row, lay_out
 from lightstep.state.segment import MasterSplitter
 
@@ -29,8 +29,8 @@ class Entries:
             themselves.
     """
 
-    def __init__(self, schema: Schema, splitter: MasterSplitter | None, marks: Mapping[Record, Tensor] | None) -> None:
-        self._schema, self._splitter, self._marks = schema, splitter, marks
+    def __init__(self, splitter: MasterSplitter | None, marks: Mapping[Record, Tensor] | None) -> None:
+        self._splitter, self._marks = splitter, marks
 
     def read(self, record: Record, part: Part) -> dict[str, Any]:
         """The part's entries and ``"master"`` (unless it is its own): live, except counters, which parts share, and
@@ -57,10 +57,10 @@ class Entries:
         part.forget()
         if not values and master is None:
             return
-        rows = {k: self._row(part, k, v) for k, v in values.items() if is_row(k, v, self._schema)}
+        rows = {k: self._row(part, k, v) for k, v in values.items() if is_row(k, v, part.owner.schema)}
         known = part.block.layout
-        layout = lay_out(part.coding, rows, part.shape, self._schema)
-        if any(self._is_negative(key, value) for key, value in rows.items()):
+        layout = lay_out(part.coding, rows, part.shape, part.owner.schema)
+        if any(_is_negative(part.owner.schema.get(key), value) for key, value in rows.items()):
             layout = type(layout)(layout.coding, layout.entries)  # a checkpoint may hold what no update would make
         if {*layout.entries} != {*known.entries} or (layout.carrier is None and known.carrier is not None):
             record.arrange({part: layout})
@@ -82,7 +82,7 @@ class Entries:
         if known is not None and known.origin == origin:
             known.parts += 1
             return known
-        adopted = {k: adopt_entry(self._schema.get(k), v, part.owner) for k, v in values.items()}
+        adopted = {k: adopt_entry(part.owner.schema.get(k), v, part.owner) for k, v in values.items()}
         history = History(adopted, 1, origin)
         if all(isinstance(one[-1], (int, float, str)) for one in origin[1:]):
             record.histories[origin] = history
@@ -135,11 +135,11 @@ class Entries:
         return part.flat_weight() if self._marks is None else part.flat_weight().to(_CPU)
 
     def _row(self, part: Part, key: str, value: Tensor) -> Tensor:
-        spec: EntrySpec | None = self._schema.get(key)
+        spec = part.owner.schema.get(key)
         dtype = None if spec is None else entry_dtype(spec, part.owner)
         # Other shapes than the parameter's are whole-tensor optimizers' own; such a part is whole.
         return part.of(value.detach()).to(dtype=dtype or value.dtype)
 
-    def _is_negative(self, key: str, value: Tensor) -> bool:
-        spec = self._schema.get(key)
-        return spec is not None and spec.never_negative and bool((value < 0).any())
+
+def _is_negative(spec: EntrySpec | None, value: Tensor) -> bool:
+    return spec is not None and spec.never_negative and bool((value < 0).any())

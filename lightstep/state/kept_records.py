@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightstep.state.backend import Managed, Schema, StateBackend, Unit
+from lightstep.state.backend import Managed, StateBackend, Unit
 from lightstep.state.entries import Entries
 from lightstep.state.record import Coding, ExpectedLayouts, Layout, Part, Record, Slot, make_record
 from lightstep.state.segment import LARGE, MasterSplitter, Segment, Staging, segments_of
@@ -32,8 +32,6 @@ class RecordBackend(StateBackend):
         self._forget_everything()
 
     def _forget_everything(self) -> None:
-        self._schema: Schema = {}
-        self._whole_tensors = False
         self._records: dict[Unit, Record] = {}
         self._parts: dict[Managed, list[Part]] = {}
         self._home: dict[Part, Record] = {}
@@ -42,7 +40,7 @@ class RecordBackend(StateBackend):
         self._needs: dict[torch.device, Any] = {}
         self._open: tuple[Record, Slot, list[Segment]] | None = None
         self._marks: dict[Record, Tensor] | None = None
-        self._entries = Entries({}, None, None)
+        self._entries = Entries(None, None)
 
     # -- what a backend adds
 
@@ -77,7 +75,7 @@ class RecordBackend(StateBackend):
         return list(self._records)
 
     def _make_records(self, units: Iterable[Unit], coding: Callable[[Managed], Coding]) -> list[Record]:
-        layouts = ExpectedLayouts(self._schema)
+        layouts = ExpectedLayouts()
         return [make_record(unit, layouts, coding, LARGE, on_host=self.on_host) for unit in units]
 
     def _keep(self, managed: Sequence[Managed], records: Iterable[Record]) -> list[Record]:
@@ -147,7 +145,7 @@ class RecordBackend(StateBackend):
         self, unit: Unit, active: Collection[Managed], apart: Mapping[Managed, object] | None = None
     ) -> list[Segment]:
         record = self._records[unit]
-        segments = segments_of(record, active, apart, self._whole_tensors)
+        segments = segments_of(record, active, apart)
         if not segments:
             return []
         assert self._open is None, f"{unit.label} acquired before {self._open[0].unit.label} was released"
@@ -177,7 +175,7 @@ class RecordBackend(StateBackend):
         assert record.unit is unit, f"{unit.label} released, {record.unit.label} is acquired"
         outgrown: dict[Part, Layout] = {}
         for segment in updated:
-            outgrown.update(segment.note(self._schema))
+            outgrown.update(segment.note())
             for owner in {part.owner for part in segment.parts} & self._initial.keys():
                 if all(part.history is not None for part in self._parts[owner]):  # a cut one is in several units
                     del self._initial[owner]
@@ -304,9 +302,7 @@ class RecordBackend(StateBackend):
         waiting = [part for part in record.parts if part.codes is not None and part.owner in wanted]
         changed = [part for part in waiting if self._entries.waits_for_its_weight(part)]
         segments = [
-            segment
-            for segment in segments_of(record, wanted, None, self._whole_tensors)
-            if segment.has_state and segment.coding != "own"
+            segment for segment in segments_of(record, wanted, None) if segment.has_state and segment.coding != "own"
         ]
         if not segments:
             return changed

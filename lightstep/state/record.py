@@ -101,18 +101,16 @@ def _carrier(coding: Coding, kinds: Iterable[tuple[str, torch.dtype, Any]], sche
 class ExpectedLayouts:
     """Layouts as far as the probe at set-up tells: the same object for parts that are alike."""
 
-    def __init__(self, schema: Schema) -> None:
-        self._schema = schema
-        self._known: dict[tuple[Coding, torch.dtype], Layout] = {}
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, Coding, torch.dtype], tuple[Layout, Schema]] = {}
 
     def of(self, owner: Managed, coding: Coding) -> Layout:
-        known = self._known.get((coding, owner.local.dtype))
-        if known is None:
-            found = ((key, entry_dtype(spec, owner)) for key, spec in self._schema.items() if spec.like_parameter)
-            kinds = tuple((key, dtype, None) for key, dtype in found if dtype is not None)
-            known = Layout(coding, kinds, _carrier(coding, kinds, self._schema))
-            self._known[coding, owner.local.dtype] = known
-        return known
+        key = id(owner.schema), coding, owner.local.dtype
+        if key not in self._known:
+            found = ((name, entry_dtype(spec, owner)) for name, spec in owner.schema.items() if spec.like_parameter)
+            kinds = tuple((name, dtype, None) for name, dtype in found if dtype is not None)
+            self._known[key] = Layout(coding, kinds, _carrier(coding, kinds, owner.schema)), owner.schema
+        return self._known[key][0]
 
     def record_bytes(self, owner: Managed, elements: int) -> int:
         """Bytes that a part of ``elements`` elements will take up in a record that travels."""

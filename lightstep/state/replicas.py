@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from lightstep.distributed import Replicas
-from lightstep.state.backend import Managed, Schema, StateBackend, Unit
+from lightstep.state.backend import Managed, StateBackend, Unit
 from lightstep.state.lanes import Lanes
 from lightstep.state.record import ExpectedLayouts
 from lightstep.state.segment import Segment
@@ -58,8 +58,8 @@ class SharedByReplicas(StateBackend):
 
     # -- set-up
 
-    def register(self, managed: Sequence[Managed], schema: Schema, whole_tensors: bool = False) -> None:
-        layouts = ExpectedLayouts(schema)
+    def register(self, managed: Sequence[Managed]) -> None:
+        layouts = ExpectedLayouts()
 
         def cost(item: Managed) -> int:
             return layouts.record_bytes(item, item.local.numel())
@@ -69,11 +69,11 @@ class SharedByReplicas(StateBackend):
             item.elsewhere = owner != self._replicas.rank
         self._own = [item for item in managed if not item.elsewhere]
         self._exchange.plan(managed, self._owners, cost)
-        self._together(lambda: self._register_own(schema, whole_tensors))
+        self._together(self._register_own)
 
-    def _register_own(self, schema: Schema, whole_tensors: bool) -> None:
+    def _register_own(self) -> None:
         if self._own:
-            self.inner.register(self._own, schema, whole_tensors)
+            self.inner.register(self._own)
         else:
             self.inner.close()
 

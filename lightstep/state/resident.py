@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from lightstep.state.backend import Managed, Schema, Unit
+from lightstep.state.backend import Managed, Unit
 from lightstep.state.entries import Entries
 from lightstep.state.host_memory import HostSlab, require
 from lightstep.state.kept_records import RecordBackend, same_rounding
@@ -35,9 +35,8 @@ class ResidentBackend(RecordBackend):
         self._slabs: dict[torch.device, HostSlab] = {}
         self._away = False
 
-    def register(self, managed: Sequence[Managed], schema: Schema, whole_tensors: bool = False) -> None:
+    def register(self, managed: Sequence[Managed]) -> None:
         self._return()
-        self._schema, self._whole_tensors = schema, whole_tensors
         staying = self._undisturbed(managed)
         kept = {part.owner for record in staying for part in record.parts}
         new = [item for item in managed if item not in kept]
@@ -47,7 +46,7 @@ class ResidentBackend(RecordBackend):
             self._slots.pop(record, None)
             record.close()
         self._handed_out = {part: views for part, views in self._handed_out.items() if part in self._home}
-        self._entries = Entries(schema, None, None)
+        self._entries = Entries(None, None)
         for item, entries in carried.items():
             if entries:
                 self.load(item, entries)

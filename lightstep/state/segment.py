@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from lightstep.state.backend import Managed, Schema
+from lightstep.state.backend import Managed
 from lightstep.state.record import History, Layout, Part, Record, Slot, aligned, is_row, lay_out
 
 __all__ = ["LARGE", "MasterSplitter", "Segment", "Staging", "segments_of"]
@@ -65,12 +65,12 @@ class Segment:
         state: the base optimizer's entries; empty before the first update, which fills it.
     """
 
-    def __init__(self, parts: Sequence[Part], whole_tensors: bool) -> None:
+    def __init__(self, parts: Sequence[Part]) -> None:
         head, last = parts[0], parts[-1]
         self.parts, self.group, self.layout = parts, head.owner.group, head.block.layout
         self.coding = head.coding
         self.first, self.stop = head.first, last.first + last.elements
-        self.shape = head.shape if whole_tensors else (self.stop - self.first,)
+        self.shape = head.shape if head.owner.whole_tensors else (self.stop - self.first,)
         self.places = [(part.first - self.first, part.shape) for part in parts]
         self._known = [part.owner.local for part in parts]
         self.locals = [part.of(local) for part, local in zip(parts, self._known, strict=True)]
@@ -161,8 +161,9 @@ class Segment:
 
     # -- after the update
 
-    def note(self, schema: Schema) -> dict[Part, Layout]:
+    def note(self) -> dict[Part, Layout]:
         """Take over what is not in the record; new layouts for the parts whose entries no longer fit theirs."""
+        schema = self.parts[0].owner.schema
         rows = {k: v for k, v in self.state.items() if is_row(k, v, schema)}
         layout = lay_out(self.coding, rows, self.shape, schema)
         if layout.alone and (len(self.parts) > 1 or not self.parts[0].whole):
@@ -233,9 +234,7 @@ def updated_alone(part: Part) -> bool:
     return part.elements >= LARGE or (part.coding == "own" and part.owner.local.dtype != torch.float32)
 
 
-def segments_of(
-    record: Record, active: Collection[Managed], apart: Mapping[Managed, object] | None, whole_tensors: bool
-) -> list[Segment]:
+def segments_of(record: Record, active: Collection[Managed], apart: Mapping[Managed, object] | None) -> list[Segment]:
     """The active parts of a record in segments: made once, for as long as the same ones are active."""
     key = [
         part.owner in active
@@ -248,13 +247,13 @@ def segments_of(
         )
         for part in record.parts
     ]
-    return record.segments(key, lambda: [Segment(run, whole_tensors) for run in _runs(record, key, whole_tensors)])
+    return record.segments(key, lambda: [Segment(run) for run in _runs(record, key)])
 
 
-def _runs(record: Record, key: Sequence[Any], whole_tensors: bool) -> Iterator[list[Part]]:
+def _runs(record: Record, key: Sequence[Any]) -> Iterator[list[Part]]:
     run: list[Part] = []
     for part, kind in zip(record.parts, key, strict=True):
-        if run and not (kind and _joins(part, kind, run[-1], key[run[-1].index], whole_tensors)):
+        if run and not (kind and _joins(part, kind, run[-1], key[run[-1].index])):
             yield run
             run = []
         if kind:
@@ -263,9 +262,9 @@ def _runs(record: Record, key: Sequence[Any], whole_tensors: bool) -> Iterator[l
         yield run
 
 
-def _joins(part: Part, kind: Any, last: Part, last_kind: Any, whole_tensors: bool) -> bool:
+def _joins(part: Part, kind: Any, last: Part, last_kind: Any) -> bool:
     """Whether a part and the one before it can be updated as one."""
-    if whole_tensors or updated_alone(part) or updated_alone(last) or part.block is not last.block:
+    if part.owner.whole_tensors or updated_alone(part) or updated_alone(last) or part.block is not last.block:
         return False
     if last.owner.local.dtype != part.owner.local.dtype:
         return False

@@ -19,7 +19,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from lightstep.state.backend import Managed, Schema, Unit
+from lightstep.state.backend import Managed, Unit
 from lightstep.state.entries import Entries
 from lightstep.state.host_memory import require
 from lightstep.state.kept_records import RecordBackend
@@ -116,17 +116,17 @@ class StreamBackend(RecordBackend):
 
     # -- set-up
 
-    def register(self, managed: Sequence[Managed], schema: Schema, whole_tensors: bool = False) -> None:
+    def register(self, managed: Sequence[Managed]) -> None:
         device = _common_device(managed)
         if self._lanes is not None and self._lanes.device != device:
             raise ValueError(
                 f"parameters moved from {self._lanes.device} to {device} after set-up; make a new optimizer"
             )
-        self._schema, self._whole_tensors, self._layouts = schema, whole_tensors, ExpectedLayouts(schema)
+        self._layouts = ExpectedLayouts()
         staying = self._undisturbed(managed)
         kept = {part.owner for record in staying for part in record.parts}
         new = [item for item in managed if item not in kept]
-        units = plan_units(new, self._bytes_of, self._capacity(new), whole_tensors=self._whole_tensors)
+        units = plan_units(new, self._bytes_of, self._capacity(new))
         records = self._make_records(units, coding_of)
         freed = sum(record.nbytes for record in self._records.values() if record not in staying)
         require(sum(record.nbytes for record in records) - freed, "optimizer state on the host")
@@ -141,7 +141,7 @@ class StreamBackend(RecordBackend):
             self._residency.forget([record])
             record.close()
         self._residency.unsettle()
-        self._entries, self._walk = Entries(schema, self._host_splitter, self._marks), []
+        self._entries, self._walk = Entries(self._host_splitter, self._marks), []
         for item, entries in carried.items():
             if entries:
                 self.load(item, entries)
@@ -156,12 +156,12 @@ class StreamBackend(RecordBackend):
             return 1
         shares = self._slots + max(self._scratch_ratio(item) for item in managed)
         capacity = int(self._ring_mib * _MIB / shares)
-        needs = [(smallest_piece(item, self._bytes_of, self._whole_tensors), item.name) for item in managed]
+        needs = [(smallest_piece(item, self._bytes_of), item.name) for item in managed]
         needed, name = max(needs)
         if needed > capacity:
-            cut = next(item for item in managed if item.name == name).local.is_contiguous()
-            why = " (this optimizer needs whole tensors)" if self._whole_tensors else ""
-            why = why or ("" if cut else " (it is not contiguous, and so it cannot be cut)")
+            largest = next(item for item in managed if item.name == name)
+            why = " (its optimizer needs whole tensors)" if largest.whole_tensors else ""
+            why = why or ("" if largest.local.is_contiguous() else " (it is not contiguous, and so it cannot be cut)")
             enough = 1.005 * needed * shares / _MIB
             raise RingError(
                 f"optimizer_state.ring_mib is {self._ring_mib:g}: {self._slots} slots of {capacity} bytes, and {name} "
@@ -294,7 +294,7 @@ class StreamBackend(RecordBackend):
 
     def _was_written(self, part: Part) -> bool:
         """By somebody else; a weight that is still to be loaded is not meant."""
-        alone = [Segment([part], self._whole_tensors)]
+        alone = [Segment([part])]
         return part.codes is None and bool(self._compare(self._home[part], alone, [part]))
 
     def gather(self, managed: Managed) -> dict[str, Any]:

@@ -48,13 +48,11 @@ def group_by_layer(managed: Iterable[Managed]) -> list[list[Managed]]:
     return list(groups.values())
 
 
-def plan_units(
-    managed: Sequence[Managed], bytes_of: Bytes, capacity: int, *, whole_tensors: bool = False
-) -> list[Unit]:
+def plan_units(managed: Sequence[Managed], bytes_of: Bytes, capacity: int) -> list[Unit]:
     """Units of at most ``capacity`` bytes each, in model order; every element of every parameter in exactly one part.
 
     A layer that needs several units is divided into ones of about equal size. Cuts inside a tensor fall on multiples of
-    :data:`CUT_ELEMENTS`; with ``whole_tensors`` (and for tensors that are not contiguous) there are none.
+    :data:`CUT_ELEMENTS`; tensors that their optimizer needs whole, and those that are not contiguous, are not cut.
 
     Raises:
         RingError: a piece that cannot be cut any smaller needs more than ``capacity``.
@@ -62,7 +60,7 @@ def plan_units(
     units = [
         parts
         for group in _small_ones_together(group_by_layer(managed), bytes_of, min(SMALL_UNIT, capacity // 4))
-        for parts in _divide(group, bytes_of, capacity, whole_tensors)
+        for parts in _divide(group, bytes_of, capacity)
     ]
     return [Unit(index, tuple(parts)) for index, parts in enumerate(units)]
 
@@ -82,20 +80,20 @@ def _small_ones_together(layers: list[list[Managed]], bytes_of: Bytes, limit: in
     return together
 
 
-def smallest_piece(item: Managed, bytes_of: Bytes, whole_tensors: bool) -> int:
+def smallest_piece(item: Managed, bytes_of: Bytes) -> int:
     """Bytes that a slot must have at the least for this parameter."""
     elements = item.local.numel()
-    return bytes_of(item, elements if _uncut(item, whole_tensors) else min(elements, CUT_ELEMENTS))
+    return bytes_of(item, elements if _uncut(item) else min(elements, CUT_ELEMENTS))
 
 
-def _uncut(item: Managed, whole_tensors: bool) -> bool:
-    return whole_tensors or not item.local.is_contiguous()
+def _uncut(item: Managed) -> bool:
+    return item.whole_tensors or not item.local.is_contiguous()
 
 
-def _divide(group: list[Managed], bytes_of: Bytes, capacity: int, whole_tensors: bool) -> list[list[Part]]:
+def _divide(group: list[Managed], bytes_of: Bytes, capacity: int) -> list[list[Part]]:
     """One layer as units of at most ``capacity`` bytes, about equal where tensors may be cut."""
     for item in group:
-        needed = smallest_piece(item, bytes_of, whole_tensors)
+        needed = smallest_piece(item, bytes_of)
         if needed > capacity:
             raise RingError(f"{item.name} needs {needed} bytes in one piece, and a slot of the ring has {capacity}")
     total = sum(bytes_of(item, item.local.numel()) for item in group)
@@ -103,7 +101,7 @@ def _divide(group: list[Managed], bytes_of: Bytes, capacity: int, whole_tensors:
     size = min(capacity, -(-total // -(-max(total, 1) // capacity)) + slack)
     filling = _Filling(bytes_of, size, capacity)
     for item in group:
-        if _uncut(item, whole_tensors):
+        if _uncut(item):
             filling.add_whole(item)
         else:
             filling.add_in_parts(item)

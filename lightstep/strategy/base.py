@@ -34,6 +34,7 @@ from lightstep.optimizer.in_backward import InBackward
 from lightstep.optimizer.optimizer import MixedPrecisionOptimizer
 from lightstep.optimizer.overlap import Overlap
 from lightstep.optimizer.param_groups import Place, check_param_groups, places
+from lightstep.optimizer.rules import Rule, groups_by_rules, own_class
 from lightstep.optimizer.schedule import AtStep, NextForward, Schedule
 from lightstep.precision.gradients import ReducedGradients
 from lightstep.precision.loss_scale import ConstantLossScale, DynamicLossScale, LossScale
@@ -306,25 +307,36 @@ class Strategy(ABC):
         optimizer_class: type[torch.optim.Optimizer] = torch.optim.AdamW,
         *,
         param_groups: Any = None,
+        rules: Sequence[Rule] | None = None,
         **hyperparameters: Any,
     ) -> BaseOptimizer:
         """``optimizer_class`` over the model's trainable parameters, under this strategy's precision and placement.
 
         Args:
             model: what :meth:`prepare_model` returned.
-            optimizer_class: any element-wise ``torch.optim.Optimizer`` subclass.
+            optimizer_class: a ``torch.optim.Optimizer`` subclass; one that is not element-wise (``torch.optim.Muon``)
+                only where the model is not sharded.
             param_groups: groups of the model's parameters with their own hyper-parameters; default: one of all of them
-                (frozen ones are trained once they are thawed).
+                (frozen ones are trained once they are thawed). A group with ``"optimizer_class"`` is updated by that
+                class, with its defaults.
+            rules: in the place of ``optimizer_class``, ``param_groups`` and ``hyperparameters``:
+                :class:`~lightstep.optimizer.rules.Rule` for each class and setting, a group each.
             hyperparameters: keyword arguments of ``optimizer_class``.
 
         Raises:
             ConfigError: the model is not there to be trained (a rollout or reference model).
-            TypeError: not an optimizer class, or malformed groups.
-            ValueError: no trainable parameter, a parameter twice or foreign, or a refused hyper-parameter.
+            TypeError: not an optimizer class, malformed groups, or rules together with what they replace.
+            ValueError: no trainable parameter, a parameter twice or foreign, or a refused hyper-parameter; a rule that
+                means nothing, or a parameter that no rule means, or two.
         """
         self.roles.refuse("create_optimizer", "create it on the ranks that train, for the model that they train", model)
         model = self._wrapped(model)
         self._reshard(model)
+        if rules is not None:
+            if optimizer_class is not torch.optim.AdamW or param_groups is not None or hyperparameters:
+                raise TypeError("rules name their classes and hyper-parameters: leave all other arguments out")
+            param_groups = groups_by_rules(rules, unwrap_model(model))
+            optimizer_class, hyperparameters = own_class(param_groups)
         groups = check_param_groups(param_groups, unwrap_model(model))
         return self._make_optimizer(model, optimizer_class, groups, hyperparameters)
 

@@ -302,7 +302,7 @@ def check_share(rank: int, world_size: int, sharding: dict[str, Any], replicas: 
 
     undivided = run.backend.inner.fresh()
     items = [copy.copy(item) for item in run.optimizer.managed()]
-    undivided.register(items, run.optimizer.engine.managed._schema)
+    undivided.register(items)
     for item in items:
         state = run.optimizer.parameter_state(item.param) if item.updated else {}
         undivided.load(item, {key: local_tensor(value) for key, value in state.items()})

@@ -160,7 +160,10 @@ class Walk:
         generator = torch.Generator(device).manual_seed(0)
         local = [torch.randn(shape, generator=generator, device=device).bfloat16() for shape in SMALL]
         self.items = [Managed(w, w, group, f"p{i}", i) for i, w in enumerate(local)]
-        backend.register(self.items, self.arithmetic.schema(device, [group]))
+        schema = self.arithmetic.schema(device, [group])
+        for item in self.items:
+            item.schema = schema
+        backend.register(self.items)
         self.no_overflow, self.values = torch.zeros((), device=device), GroupValues([group])
         self.gradients = [
             {item: torch.randn(item.local.shape, generator=generator, device=device) for item in self.items}

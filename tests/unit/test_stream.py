@@ -77,7 +77,10 @@ class Run:
 
     def register(self, items: list[Managed]) -> None:
         self.items = items
-        self.backend.register(items, self.arithmetic.schema(CPU, [self.group]), self.whole_tensors)
+        schema = self.arithmetic.schema(CPU, [self.group])
+        for item in items:
+            item.schema, item.whole_tensors = schema, self.whole_tensors
+        self.backend.register(items)
 
     def step(self, number: int, *, without: Collection[int] = (), overflow: float = 0.0) -> None:
         """One step; the parameters ``without`` a gradient stay as they are."""
@@ -372,11 +375,7 @@ def test_parameters_that_are_not_contiguous(dtype: torch.dtype) -> None:
         # The last one is a row with gaps: it needs no copy to become flat, but one to become contiguous.
         for item, local in zip(run.items, (first.t().contiguous().t(), second[:, 3:11], third[:, ::2]), strict=True):
             item.param = item.local = local
-        backend.register(
-            fresh := [Managed(i.local, i.local, i.group, i.name, i.layer, i.own_master) for i in run.items],
-            run.arithmetic.schema(CPU, [run.group]),
-        )
-        run.items = fresh
+        run.register([Managed(i.local, i.local, i.group, i.name, i.layer, i.own_master) for i in run.items])
         runs.append(run)
     for number in range(4):
         for run in runs:
@@ -646,7 +645,7 @@ def test_a_ring_smaller_than_the_smallest_piece_is_refused_with_the_numbers() ->
         match=r"ring_mib is 0\.001: 4 slots of \d+ bytes, and p\d needs 640 bytes in one piece\. Set ring_mib to 0\.0",
     ):
         Run(StreamBackend(Splitter, ring_mib=0.001))
-    with pytest.raises(RingError, match=r"p3 needs 5760 bytes in one piece \(this optimizer needs whole tensors\)"):
+    with pytest.raises(RingError, match=r"p3 needs 5760 bytes in one piece \(its optimizer needs whole tensors\)"):
         Run(StreamBackend(Splitter, ring_mib=0.02), whole_tensors=True)
 
 

@@ -26,6 +26,12 @@ def managed(name: str, elements: int, layer: Hashable = None, *, shape: tuple[in
     return Managed(local, local, {}, name, layer)
 
 
+def whole(name: str, elements: int, layer: Hashable = None) -> Managed:
+    item = managed(name, elements, layer)
+    item.whole_tensors = True
+    return item
+
+
 def ten(owner: Managed, elements: int) -> int:
     """Ten bytes for each element, as Adam on bf16 takes."""
     return 10 * elements
@@ -124,8 +130,8 @@ def test_units_do_not_cross_layers() -> None:
 
 
 def test_whole_tensors_are_not_cut() -> None:
-    items = [managed(f"w{i}", elements, 0) for i, elements in enumerate((500, 2000, 700, 100, 3000))]
-    units = plan_units(items, ten, 30_000, whole_tensors=True)
+    items = [whole(f"w{i}", elements, 0) for i, elements in enumerate((500, 2000, 700, 100, 3000))]
+    units = plan_units(items, ten, 30_000)
     assert names(units) == [["w0", "w1"], ["w2", "w3"], ["w4"]]
     assert_a_partition(units, items, 30_000)
 
@@ -150,7 +156,7 @@ def test_a_slot_too_small_for_a_piece_is_refused_with_the_numbers() -> None:
     assert len(plan_units([managed("big", 1000)], ten, 1280)) == 8
     assert len(plan_units([managed("small", 100)], ten, 1279)) == 1
     with pytest.raises(RingError, match="big needs 10000 bytes"):
-        plan_units([managed("big", 1000)], ten, 9999, whole_tensors=True)
+        plan_units([whole("big", 1000)], ten, 9999)
 
 
 @pytest.mark.parametrize("seed", range(60))

@@ -1,0 +1,239 @@
+"""Which optimizer class and hyper-parameters each parameter of a model gets."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightstep.optimizer.classes import class_name, constructor_arguments
+from lightstep.optimizer.param_groups import clean_name, layer_of
+
+__all__ = ["KINDS", "Rule", "groups_by_rules", "kinds_of"]
+
+KINDS = ("hidden_matrices", "embeddings", "head", "norms", "biases", "rest")
+"""What ``Rule(kinds=...)`` may name; every parameter is of one kind, and ``rest`` is all that no other rule names."""
+
+Places = Iterable[tuple[str, nn.Parameter]]
+
+
+class Rule:
+    """One optimizer class and its hyper-parameters, and which parameters they are for.
+
+    A parameter is meant when it fits all that is given: ``names``, ``kinds`` and ``dims``; with nothing given all are.
+    Of several rules exactly one must mean each trainable parameter.
+
+    ::
+
+        rules = [
+            Rule(torch.optim.Muon, kinds="hidden_matrices", lr=2e-2),
+            Rule(torch.optim.AdamW, kinds=["norms", "biases"], lr=3e-4, weight_decay=0.0),
+            Rule(torch.optim.AdamW, kinds="rest", lr=3e-4, weight_decay=0.1),
+        ]
+
+    Args:
+        optimizer_class: a ``torch.optim.Optimizer`` subclass.
+        names: regular expressions, one or several; one of them is found in the parameter's name.
+        kinds: one or several of :data:`KINDS`. ``hidden_matrices`` are weights of two dimensions or more (experts:
+            three) that are neither ``embeddings`` nor the ``head``, which maps to the vocabulary; ``norms`` are all
+            parameters of normalisation layers, ``biases`` the others that are called so; ``rest`` is what no other
+            rule means.
+        dims: one or several numbers of dimensions.
+        hyperparameters: keyword arguments of the class.
+
+    Raises:
+        TypeError: not an optimizer class, or a keyword that it does not have.
+        ValueError: an unknown kind, or a pattern that is no regular expression.
+    """
+
+    def __init__(
+        self,
+        optimizer_class: type[torch.optim.Optimizer],
+        *,
+        names: str | Sequence[str] | None = None,
+        kinds: str | Sequence[str] | None = None,
+        dims: int | Sequence[int] | None = None,
+        **hyperparameters: Any,
+    ) -> None:
+        if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)):
+            raise TypeError(
+                f"a rule's optimizer class is {optimizer_class!r}; a subclass of torch.optim.Optimizer is needed, for "
+                "example torch.optim.Muon (the class, not an instance)"
+            )
+        self.optimizer_class, self.hyperparameters = optimizer_class, hyperparameters
+        self.names, self.kinds = _several(names, str), _several(kinds, str)
+        self.dims = _several(dims, int)
+        self._patterns = None if self.names is None else [_compiled(pattern) for pattern in self.names]
+        unknown = [kind for kind in self.kinds or () if kind not in KINDS]
+        if unknown:
+            raise ValueError(f"{self}: {unknown[0]!r} is no kind of parameter; allowed: {', '.join(KINDS)}")
+        self._check_hyperparameters()
+
+    def __repr__(self) -> str:
+        given = {"names": self.names, "kinds": self.kinds, "dims": self.dims}
+        told = [f"{key}={_shown(value)}" for key, value in given.items() if value is not None]
+        return f"Rule({', '.join([self.optimizer_class.__name__, *told])})"
+
+    def fits(self, name: str, parameter: Tensor, kind: str) -> bool:
+        """Whether it means this parameter, whatever the other rules mean."""
+        return self._fits(name, parameter) and (self.kinds is None or (kind in self.kinds and kind != "rest"))
+
+    def fits_the_rest(self, name: str, parameter: Tensor) -> bool:
+        """Whether it means this parameter if no other rule does."""
+        return self._fits(name, parameter) and "rest" in (self.kinds or ())
+
+    def _fits(self, name: str, parameter: Tensor) -> bool:
+        found = self._patterns is None or any(pattern.search(name) for pattern in self._patterns)
+        return found and (self.dims is None or parameter.dim() in self.dims)
+
+    def group(self) -> dict[str, Any]:
+        """A parameter group without parameters."""
+        return {"params": [], "optimizer_class": self.optimizer_class, **self.hyperparameters}
+
+    def _check_hyperparameters(self) -> None:
+        parameters = inspect.signature(self.optimizer_class).parameters
+        takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+        known = list(parameters)[1:]
+        for key in self.hyperparameters:
+            if key not in known and not takes_any:
+                raise TypeError(f"{self}: {self.optimizer_class.__name__} has no {key!r}; it has {', '.join(known)}")
+        try:
+            self.optimizer_class([torch.zeros(2, 2, device="cpu")], **self.hyperparameters)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"{self}: {error}") from error
+
+
+def groups_by_rules(rules: Sequence[Rule], model: nn.Module) -> list[dict[str, Any]]:
+    """A parameter group for each rule, in their order; its parameters in the order of the model.
+
+    Frozen parameters go where the rules put them, and to none where they do not.
+
+    Raises:
+        TypeError: not rules.
+        ValueError: a rule means no parameter, two mean the same one, or none means a trainable one.
+    """
+    listed = list(rules)
+    if not listed:
+        raise ValueError("rules are empty: give at least one, such as lightstep.Rule(torch.optim.AdamW, lr=1e-5)")
+    for rule in listed:
+        if not isinstance(rule, Rule):
+            raise TypeError(f"rules hold {rule!r:.80}; lightstep.Rule(optimizer_class, kinds=..., lr=...) is needed")
+    groups = [rule.group() for rule in listed]
+    matched = [False] * len(listed)
+    for name, parameter, kind in _described(model):
+        found = [number for number, rule in enumerate(listed) if rule.fits(name, parameter, kind)]
+        found = found or [number for number, rule in enumerate(listed) if rule.fits_the_rest(name, parameter)]
+        for number in found:
+            matched[number] = True
+        if len(found) > 1:
+            raise ValueError(
+                f"{name} of shape {tuple(parameter.shape)} is meant by {listed[found[0]]} and by {listed[found[1]]}; "
+                "each parameter belongs to one rule (kinds='rest' is what no other rule means)"
+            )
+        if found:
+            groups[found[0]]["params"].append(parameter)
+        elif parameter.requires_grad:
+            raise ValueError(
+                f"{name} of shape {tuple(parameter.shape)} ({kind}) is trained, and no rule means it; "
+                f"rules: {', '.join(map(str, listed))}. Add one with kinds='rest'"
+            )
+    for rule, hit in zip(listed, matched, strict=True):
+        if not hit:
+            raise ValueError(f"{rule} means no parameter of this model; `lightstep params` lists their names and kinds")
+    return groups
+
+
+def own_class(groups: Sequence[Mapping[str, Any]]) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+    """What an optimizer over groups by rules is constructed with: the class of the first, without its settings."""
+    optimizer_class: type[torch.optim.Optimizer] = groups[0]["optimizer_class"]
+    return optimizer_class, constructor_arguments(optimizer_class, groups[0])
+
+
+def kinds_of(model: nn.Module) -> dict[Tensor, str]:
+    """The kind (:data:`KINDS`) of every parameter."""
+    return {parameter: kind for _, parameter, kind in _described(model)}
+
+
+def _described(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, str]]:
+    owners: dict[Tensor, list[nn.Module]] = {}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            owners.setdefault(parameter, []).append(module)
+    head = _head(model)
+    for name, parameter in model.named_parameters():
+        clean = clean_name(name)
+        yield clean, parameter, _kind(clean, parameter, owners[parameter], head)
+
+
+def _kind(name: str, parameter: Tensor, owners: Sequence[nn.Module], head: nn.Module | None) -> str:
+    if any(isinstance(module, (nn.Embedding, nn.EmbeddingBag)) for module in owners):  # a tied head is one of them
+        return "embeddings"
+    if any(_is_norm(module, parameter) for module in owners):
+        return "norms"
+    if name.endswith("bias"):
+        return "biases"
+    if parameter.dim() < 2:
+        return "rest"
+    return "head" if any(module is head for module in owners) else "hidden_matrices"
+
+
+def _is_norm(module: nn.Module, parameter: Tensor) -> bool:
+    """torch's, and what libraries call so (``LlamaRMSNorm``)."""
+    return isinstance(module, nn.LayerNorm) or (parameter.dim() < 2 and "norm" in type(module).__name__.lower())
+
+
+def _head(model: nn.Module) -> nn.Module | None:
+    """What maps to the vocabulary: transformers say so; else the last linear layer outside of all blocks."""
+    told = getattr(model, "get_output_embeddings", None)
+    if callable(told):
+        found = told()
+        if isinstance(found, nn.Module):
+            return found
+    outside = [
+        module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and not any(part.isdigit() for part in name.split("."))
+    ]
+    return outside[-1] if outside else None
+
+
+def describe_groups(groups: Sequence[Mapping[str, Any]], model: nn.Module) -> list[dict[str, Any]]:
+    """Each parameter's row for a table: name, shape, kind, optimizer class, and its group's settings."""
+    group_of = {parameter: group for group in groups for parameter in group["params"]}
+    rows = []
+    for name, parameter, kind in _described(model):
+        group = group_of.get(parameter, {})
+        chosen = group.get("optimizer_class")
+        rows.append(
+            {
+                "name": name,
+                "layer": layer_of(name),
+                "shape": tuple(parameter.shape),
+                "kind": kind,
+                "trained": parameter.requires_grad,
+                "optimizer": class_name(chosen) if isinstance(chosen, type) else chosen,
+                "settings": {k: v for k, v in group.items() if k not in ("params", "optimizer_class", "param_names")},
+            }
+        )
+    return rows
+
+
+def _several(given: Any, kind: type) -> list[Any] | None:
+    if given is None:
+        return None
+    return [given] if isinstance(given, kind) else list(given)
+
+
+def _compiled(pattern: str) -> re.Pattern[str]:
+    try:
+        return re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"{pattern!r} in a rule's names is no regular expression: {error}") from error
+
+
+def _shown(values: Sequence[Any]) -> str:
+    return repr(values[0]) if len(values) == 1 else repr(list(values))

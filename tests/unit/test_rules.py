@@ -1,0 +1,319 @@
+"""Several optimizer classes in one optimizer, and rules that say which parameter gets which."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lightstep
+from lightstep import Rule
+from lightstep.optimizer.rules import KINDS, kinds_of
+from tests.covering import every_pair
+from tests.reference.pair import BACKENDS, EVERY_TIME, TWO_GROUPS, Pair, scale_for, through_bytes
+from tests.reference.several_classes import SeveralClasses
+
+MUON = {"lr": 0.02, "weight_decay": 0.05}
+RMS = {"lr": 1e-2, "momentum": 0.9, "nesterov": False, "adjust_lr_fn": "match_rms_adamw", "ns_steps": 3}
+
+
+class MuonPair(Pair):
+    """Muon on the matrices and AdamW on the rest, beside torch's two optimizers with one norm over both."""
+
+    def __init__(self, muon: dict[str, Any], **settings: Any) -> None:
+        super().__init__(SeveralClasses, muon, TWO_GROUPS["AdamW"][2], **settings)  # type: ignore[arg-type]
+
+    def param_groups(self, model: nn.Module) -> list[dict[str, Any]]:
+        groups = super().param_groups(model)
+        classes = (torch.optim.Muon, torch.optim.AdamW)
+        return [{**group, "optimizer_class": chosen} for group, chosen in zip(groups, classes, strict=True)]
+
+    def build_optimizer(self, strategy: Any, model: nn.Module) -> Any:
+        return strategy.create_optimizer(model, param_groups=self.param_groups(model), lr=123.0)  # AdamW's, unused
+
+
+@every_pair(
+    backend=[*EVERY_TIME],
+    parameters=["bfloat16", "float16", "float32"],
+    muon=[MUON, RMS],
+    micro_batches=[1, 2],
+    resumed=[None, "model first", "optimizer first"],
+)
+def test_muon_and_adamw_under_one_norm_and_one_scale(
+    backend: str, parameters: str, muon: dict[str, Any], micro_batches: int, resumed: str | None
+) -> None:
+    pair = MuonPair(
+        muon,
+        backend=backend,
+        parameters=parameters,
+        micro_batches=micro_batches,
+        max_norm=0.5,
+        late_from=2,
+        overflow_at={1} if parameters == "float16" else (),
+        **scale_for(parameters),
+    )
+    pair.train(4)
+    if resumed:
+        pair.resume(resumed)
+    pair.train(3)
+    assert pair.reference.clipped_steps > 0
+    assert pair.optimizer.param_groups[0]["optimizer_class"] == "torch.optim.Muon"
+    assert "betas" not in pair.optimizer.param_groups[0]
+
+
+class Experts(nn.Module):
+    """A stack of matrices, as layers of experts have them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 8)
+        self.up = nn.Parameter(torch.randn(3, 8, 20))
+        self.down = nn.Parameter(torch.randn(3, 20, 8))
+        self.norm = nn.LayerNorm(8)
+        self.head = nn.Linear(8, 11)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.embed(tokens)
+        hidden = torch.einsum("bd,edh->ebh", hidden, self.up).tanh()
+        return self.head(self.norm(torch.einsum("ebh,ehd->bd", hidden, self.down)))
+
+
+RULES: list[Callable[[], Rule]] = [
+    lambda: Rule(torch.optim.Muon, kinds="hidden_matrices", **MUON),
+    lambda: Rule(torch.optim.AdamW, kinds=["norms", "biases"], lr=3e-3, weight_decay=0.0),
+    lambda: Rule(torch.optim.AdamW, kinds="rest", lr=3e-3, weight_decay=0.1),
+]
+
+
+def made(backend: str = "resident", make: Callable[[], nn.Module] = Experts, **values: Any) -> tuple[Any, Any, Any]:
+    torch.manual_seed(0)
+    strategy = lightstep.Strategy.load({"optimizer_state": BACKENDS[backend], **values})
+    model = strategy.prepare_model(make())
+    return strategy, model, strategy.create_optimizer(model, rules=[rule() for rule in RULES])
+
+
+def tokens(step: int) -> Tensor:
+    return torch.randint(11, (6,), generator=torch.Generator().manual_seed(step))
+
+
+def loss_of(model: nn.Module, step: int) -> Tensor:
+    return nn.functional.cross_entropy(model(tokens(step)).float(), tokens(step + 1000))
+
+
+@pytest.mark.parametrize("backend", list(BACKENDS))
+def test_each_expert_is_a_matrix_of_its_own(backend: str) -> None:
+    _, model, optimizer = made(backend)
+    plain = copy.deepcopy(model)
+    masters = {name: parameter.detach().float() for name, parameter in plain.named_parameters()}
+    experts = {name: list(masters[name]) for name in ("up", "down")}
+    still = [masters[name] for name in ("norm.weight", "norm.bias", "head.bias")]
+    rest = [masters[name] for name in ("embed.weight", "head.weight")]
+    muon = torch.optim.Muon([matrix for stack in experts.values() for matrix in stack], **MUON)  # type: ignore[arg-type]
+    adamw = torch.optim.AdamW(
+        [{"params": still, "weight_decay": 0.0}, {"params": rest, "weight_decay": 0.1}], lr=3e-3, fused=True
+    )
+    for step in range(4):
+        optimizer.backward(loss_of(model, step))
+        assert optimizer.step()
+        loss_of(plain, step).backward()
+        gradients = {name: parameter.grad.float().contiguous() for name, parameter in plain.named_parameters()}
+        torch.nn.utils.clip_grads_with_norm_(
+            (stand_ins := [fake(gradient) for gradient in gradients.values()]),
+            1.0,
+            torch.nn.utils.get_total_norm(gradients.values()),
+        )
+        for (name, master), stand_in in zip(masters.items(), stand_ins, strict=True):
+            own = stand_in.grad if name in experts else [stand_in.grad]
+            for matrix, gradient in zip(experts.get(name, [master]), own, strict=True):
+                matrix.grad = gradient
+        muon.step()
+        adamw.step()
+        with torch.no_grad():
+            for name, parameter in plain.named_parameters():
+                parameter.grad = None
+                parameter.copy_(torch.stack(experts[name]) if name in experts else masters[name])
+        optimizer.synchronize()
+        for (name, tested), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
+            assert torch.equal(tested, expected), f"step {step}: {name}"
+    for name, stack in experts.items():
+        buffers = torch.stack([muon.state[matrix]["momentum_buffer"] for matrix in stack])
+        assert torch.equal(optimizer.state[model.get_parameter(name)]["momentum_buffer"], buffers)
+
+
+def fake(gradient: Tensor) -> Tensor:
+    stand_in = torch.zeros_like(gradient)
+    stand_in.grad = gradient
+    return stand_in
+
+
+# -- saved and loaded
+
+
+def test_a_checkpoint_keeps_the_classes(tmp_path: Path) -> None:
+    strategy, model, optimizer = made("stream")
+    for step in range(2):
+        optimizer.backward(loss_of(model, step))
+        optimizer.step()
+    strategy.save_checkpoint(tmp_path / "a", model, optimizer)
+    again, other_model, other = made("resident")
+    again.load_checkpoint(tmp_path / "a", other_model, other)
+    runs = [(model, optimizer), (other_model, other), pickle.loads(pickle.dumps((model, optimizer)))]
+    for run_model, run in runs:
+        run.backward(loss_of(run_model, 7))
+        run.step()
+        run.synchronize()
+        assert all(map(torch.equal, run_model.state_dict().values(), model.state_dict().values()))
+
+    torch.manual_seed(0)
+    third = again.prepare_model(Experts())
+    swapped = again.create_optimizer(third, torch.optim.AdamW, lr=1e-3)
+    with pytest.raises(lightstep.CheckpointError, match="state of AdamW \\+ Muon, the optimizer is AdamW"):
+        again.load_checkpoint(tmp_path / "a", third, swapped)
+
+
+def test_a_state_dict_of_other_classes_is_refused() -> None:
+    _, model, optimizer = made()
+    optimizer.backward(loss_of(model, 0))
+    optimizer.step()
+    packed = through_bytes(optimizer.state_dict())
+    assert [group["optimizer_class"] for group in packed["param_groups"]] == [
+        "torch.optim.Muon",
+        "torch.optim.AdamW",
+        "torch.optim.AdamW",
+    ]
+    strategy, other_model, _ = made()
+    groups = [{**group, "optimizer_class": torch.optim.AdamW} for group in optimizer.param_groups]
+    for group in groups:
+        names = [name for name, p in model.named_parameters() if any(p is q for q in group["params"])]
+        group["params"] = [other_model.get_parameter(name) for name in names]
+    other = strategy.create_optimizer(other_model, param_groups=groups)
+    before = copy.deepcopy(other.param_groups[0]["lr"])
+    with pytest.raises(ValueError, match=r"group 0 is updated by torch.optim.AdamW, .* the state of torch.optim.Muon"):
+        other.load_state_dict(packed)
+    assert other.param_groups[0]["lr"] == before
+
+
+# -- rules
+
+
+class Named(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(11, 8)
+        self.blocks = nn.ModuleList(nn.ModuleDict({"mix": nn.Linear(8, 8), "norm": nn.RMSNorm(8)}) for _ in range(2))
+        self.scale = nn.Parameter(torch.ones(8))
+        self.experts = nn.Parameter(torch.randn(2, 8, 8))
+        self.out = nn.Linear(8, 11, bias=False)
+
+
+def test_kinds_of_parameters() -> None:
+    model = Named()
+    kinds = {name: kinds_of(model)[parameter] for name, parameter in model.named_parameters()}
+    assert kinds == {
+        "scale": "rest",
+        "experts": "hidden_matrices",
+        "tokens.weight": "embeddings",
+        "blocks.0.mix.weight": "hidden_matrices",
+        "blocks.0.mix.bias": "biases",
+        "blocks.0.norm.weight": "norms",
+        "blocks.1.mix.weight": "hidden_matrices",
+        "blocks.1.mix.bias": "biases",
+        "blocks.1.norm.weight": "norms",
+        "out.weight": "head",
+    }
+    model.out.weight = model.tokens.weight
+    assert kinds_of(model)[model.out.weight] == "embeddings"
+
+
+def test_kinds_of_a_transformers_model() -> None:
+    from tests.reference.tiny_llama import make_llama
+
+    model = make_llama()
+    found = {kind: [n for n, p in model.named_parameters() if kinds_of(model)[p] == kind] for kind in KINDS}
+    assert found["embeddings"] == ["model.embed_tokens.weight"]
+    assert all(name.endswith("norm.weight") for name in found["norms"])
+    assert all("layers" in name and "proj" in name for name in found["hidden_matrices"])
+    assert found["head"] in (["lm_head.weight"], [])
+    assert sum(map(len, found.values())) == len(list(model.parameters()))
+
+
+@pytest.mark.parametrize(
+    ("rules", "message"),
+    [
+        ([Rule(torch.optim.AdamW, names="mix")], r"scale of shape \(8,\) \(rest\) is trained, and no rule means it"),
+        (
+            [Rule(torch.optim.AdamW), Rule(torch.optim.Muon, dims=2)],
+            r"tokens.weight of shape \(11, 8\) is meant by Rule\(AdamW\) and by Rule\(Muon, dims=2\)",
+        ),
+        (
+            [Rule(torch.optim.AdamW, kinds="rest"), Rule(torch.optim.Muon, names=r"\.mux\.")],
+            r"Rule\(Muon, names='\\\\.mux\\\\.'\) means no parameter",
+        ),
+        ([], "rules are empty"),
+    ],
+)
+def test_rules_that_do_not_divide_the_model_are_refused(rules: list[Rule], message: str) -> None:
+    strategy = lightstep.Strategy.load("fp32")
+    with pytest.raises(ValueError, match=message):
+        strategy.create_optimizer(strategy.prepare_model(Named()), rules=rules)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Rule(torch.optim.AdamW, momentum=0.9), "Rule\\(AdamW\\): AdamW has no 'momentum'; it has lr, betas"),
+        (lambda: Rule(torch.optim.AdamW, lr=-1.0), "Rule\\(AdamW\\): Invalid learning rate"),
+        (lambda: Rule(torch.optim.Muon, kinds="matrices"), "'matrices' is no kind of parameter; allowed: hidden_mat"),
+        (lambda: Rule(torch.optim.Muon, names="("), "'\\(' in a rule's names is no regular expression"),
+        (lambda: Rule(torch.optim.AdamW([torch.zeros(1)])), "optimizer class is AdamW"),  # type: ignore[arg-type]
+    ],
+)
+def test_a_bad_rule_says_what_is_wrong(make: Callable[[], Rule], message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        make()
+
+
+def test_rules_replace_the_other_arguments() -> None:
+    strategy = lightstep.Strategy.load("fp32")
+    model = strategy.prepare_model(Named())
+    with pytest.raises(TypeError, match="leave all other arguments out"):
+        strategy.create_optimizer(model, rules=[Rule(torch.optim.AdamW)], lr=1e-3)
+
+
+def test_muon_on_what_is_no_matrix_is_refused_by_name() -> None:
+    strategy = lightstep.Strategy.load("fp32")
+    model = strategy.prepare_model(Named())
+    optimizer = strategy.create_optimizer(model, rules=[Rule(torch.optim.Muon)])
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    with pytest.raises(ValueError, match=r"Muon cannot update scale of shape \(8,\)"):
+        optimizer.step()
+
+
+class NeedsDecay(torch.optim.SGD):
+    def __init__(self, params: Any, lr: float, decay: float, clamp: float = 1.0) -> None:
+        self.clamp = clamp
+        torch.optim.Optimizer.__init__(self, params, {"lr": lr, "decay": decay})
+
+
+def test_a_group_without_what_its_class_needs_is_refused() -> None:
+    strategy = lightstep.Strategy.load("fp32")
+    model = strategy.prepare_model(nn.Linear(3, 3))
+    for missing, given in (("lr and no decay", {}), ("decay", {"lr": 0.1})):
+        groups = [{"params": list(model.parameters()), "optimizer_class": NeedsDecay, **given}]
+        with pytest.raises(ValueError, match=f"group of NeedsDecay has no {missing}, and NeedsDecay has no default"):
+            strategy.create_optimizer(model, param_groups=groups)
+    groups = [
+        {"params": [model.weight], "optimizer_class": NeedsDecay, "lr": 0.1, "decay": 0.1, "clamp": 2.0},
+        {"params": [model.bias], "optimizer_class": NeedsDecay, "lr": 0.2, "decay": 0.1, "clamp": 3.0},
+    ]
+    with pytest.raises(ValueError, match=r"two parameter groups of NeedsDecay differ in 'clamp' \(2.0 and 3.0\)"):
+        strategy.create_optimizer(model, param_groups=groups)
+    with pytest.raises(TypeError, match=r"optimizer_class is 'Muon'; a subclass of torch.optim.Optimizer is needed"):
+        strategy.create_optimizer(model, param_groups=[{"params": [model.weight], "optimizer_class": "Muon"}])
