@@ -18,6 +18,7 @@ from lightstep.optimizer.rules import KINDS, kinds_of
 from tests.covering import every_pair
 from tests.reference.pair import BACKENDS, EVERY_TIME, TWO_GROUPS, Pair, scale_for, through_bytes
 from tests.reference.several_classes import SeveralClasses
+from tests.reference.tiny_model import representable
 
 MUON = {"lr": 0.02, "weight_decay": 0.05}
 RMS = {"lr": 1e-2, "momentum": 0.9, "nesterov": False, "adjust_lr_fn": "match_rms_adamw", "ns_steps": 3}
@@ -93,8 +94,8 @@ RULES: list[Callable[[], Rule]] = [
 
 def made(backend: str = "resident", make: Callable[[], nn.Module] = Experts, **values: Any) -> tuple[Any, Any, Any]:
     torch.manual_seed(0)
-    strategy = lightstep.Strategy.load({"optimizer_state": BACKENDS[backend], **values})
-    model = strategy.prepare_model(make())
+    strategy = lightstep.Strategy.load({"clipping": {"max_norm": 1.0}, "optimizer_state": BACKENDS[backend], **values})
+    model = strategy.prepare_model(representable(make()))
     return strategy, model, strategy.create_optimizer(model, rules=[rule() for rule in RULES])
 
 
