@@ -16,8 +16,6 @@ import typer
 from typer.core import TyperCommand
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from lightstep.checkpoint.verify import Verified
 
 BAD_INPUT, FAILED = 2, 1
@@ -49,6 +47,23 @@ _Set = Annotated[
     ),
 ]
 _Debug = Annotated[bool, typer.Option("--debug", help="Show where an error comes from.")]
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        from lightstep import __version__
+
+        sys.stdout.write(f"lightstep {__version__}\n")
+        raise typer.Exit
+
+
+@app.callback()
+def _main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print lightstep's version.")
+    ] = False,
+) -> None:
+    pass
 
 
 class _TrainCommand(TyperCommand):
@@ -85,13 +100,29 @@ def train(
 
 
 @app.command()
-def strategies() -> None:
+def strategies(
+    name: Annotated[str | None, typer.Argument(metavar="NAME", help="Show this strategy's file instead.")] = None,
+    debug: _Debug = False,
+) -> None:
     """List the ready strategies, and the bytes per parameter that each takes with AdamW."""
-    from rich.console import Console
+    with _one_sentence(debug):
+        from lightstep.config import parse_config
+        from lightstep.plan.strategy_list import strategies_text
+        from lightstep.strategy.presets import available_strategies, preset_text, read_source
 
-    with _one_sentence():
-        table = _strategies_table()
-    Console().print(table)
+        if name is None:
+            text = strategies_text({each: parse_config(read_source(each)[1], each) for each in available_strategies()})
+        else:
+            text = preset_text(name)
+    sys.stdout.write(text)
+
+
+@app.command()
+def env() -> None:
+    """Print what a bug report needs: versions, devices, host memory. No names, no paths."""
+    from lightstep.environment import describe_environment
+
+    sys.stdout.write(describe_environment())
 
 
 @app.command(
@@ -117,7 +148,8 @@ _Source = Annotated[
     Path, typer.Argument(metavar="SRC", help="A checkpoint of lightstep, DeepSpeed, torch or LightRFT.")
 ]
 _Model = Annotated[
-    Path | None, typer.Option(help="Folder with the model's config.json, when SRC does not name its parameters.")
+    Path | None,
+    typer.Option(help="Folder with the model's config.json, when the checkpoint does not name its parameters."),
 ]
 _Names = Annotated[
     Path | None, typer.Option(help="JSON list of the parameters' names in the optimizer's order, for the same.")
@@ -201,34 +233,6 @@ def _verdict(verified: Verified) -> str:
     if verified.unchecked:
         return f"complete, {size}; it has no checksums, so more is not known"
     return f"whole, {size}"
-
-
-def _strategies_table() -> Table:
-    from rich import box
-    from rich.table import Table
-
-    from lightstep.config import parse_config
-    from lightstep.strategy.presets import available_strategies, read_source
-    from lightstep.trainer.cost import cost
-
-    table = Table(
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-        pad_edge=False,
-        caption="Bytes per parameter with AdamW. Gradients: from backward to the step, without accumulation. State: "
-        "between steps, master weights included.",
-        caption_justify="left",
-    )
-    table.add_column("name", no_wrap=True)
-    table.add_column("description")
-    for heading in ("weights", "gradients", "state,\ndevice", "state,\nhost"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for name in available_strategies():
-        config = parse_config(read_source(name)[1], name)
-        held = cost(config)
-        figures = (held.weights, held.gradients, held.device_state, held.host_state)
-        table.add_row(name, config.description, *map(str, figures))
-    return table
 
 
 @contextmanager

@@ -362,8 +362,24 @@ def read_yaml(text: str) -> Any:
     """
     try:
         return yaml.load(text, Loader=_OneOfEachKey)
+    except yaml.MarkedYAMLError as error:
+        raise yaml.YAMLError(_where_and_why(error)) from None
     except RecursionError:
         raise yaml.YAMLError("it is nested too deeply") from None
+
+
+def what_it_holds(value: Any) -> str:
+    """A YAML value that should have been a mapping, in YAML's words."""
+    if isinstance(value, list):
+        return "a list"
+    return "text" if isinstance(value, str) else f"the value {value!r}"
+
+
+def _where_and_why(error: yaml.MarkedYAMLError) -> str:
+    """PyYAML's words in one line, without its name for a text that is no file."""
+    mark = error.problem_mark or error.context_mark
+    where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+    return where + ", ".join(part for part in (error.context, error.problem) if part)
 
 
 def merge_overrides(values: Mapping[str, Any], overrides: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from lightstep.config import ConfigError, read_yaml
+from lightstep.config import ConfigError, read_yaml, what_it_holds
 from lightstep.config_errors import suggest
 
 
@@ -31,7 +31,7 @@ def read_source(source: str | Path | Mapping[str, Any]) -> tuple[str, dict[str, 
     if not isinstance(source, (str, Path)):
         raise TypeError(f"a strategy is a name, a path or a mapping; a {type(source).__name__} was given")
     if str(source) in available_strategies():
-        return str(source), _parse((_folder() / f"{source}.yaml").read_text(encoding="utf-8"), str(source))
+        return str(source), _parse(preset_text(str(source)), str(source))
     path = Path(source).expanduser()
     if not path.is_file():
         names = available_strategies()
@@ -45,6 +45,18 @@ def read_source(source: str | Path | Mapping[str, Any]) -> tuple[str, dict[str, 
         raise ConfigError(f"{path} cannot be read: {error}") from error
 
 
+def preset_text(name: str) -> str:
+    """A preset's file as it stands, with its comments.
+
+    Raises:
+        ConfigError: no preset has this name.
+    """
+    names = available_strategies()
+    if name not in names:
+        raise ConfigError(f"{name!r} is no ready strategy{suggest(name, names)}; allowed: {', '.join(names)}")
+    return (_folder() / f"{name}.yaml").read_text(encoding="utf-8")
+
+
 def _parse(text: str, source: str) -> dict[str, Any]:
     try:
         values = read_yaml(text)
@@ -54,7 +66,7 @@ def _parse(text: str, source: str) -> dict[str, Any]:
         return {}
     if not isinstance(values, dict):
         raise ConfigError(
-            f"{source} holds a {type(values).__name__}; a mapping of keys is needed (sharding:, precision:, …)"
+            f"{source} holds {what_it_holds(values)}; a mapping of keys is needed (sharding:, precision:, …)"
         )
     return {str(key): value for key, value in values.items()}
 

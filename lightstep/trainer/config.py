@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from lightstep.config import ConfigError, StrategyConfig, merge_overrides, read_yaml
+from lightstep.config import ConfigError, StrategyConfig, merge_overrides, read_yaml, what_it_holds
 from lightstep.config_errors import describe_errors
 
 DEVICES = ("cpu", "cuda")
@@ -124,6 +124,14 @@ class Checkpoint(_Frozen):
     """Steps between saves of the weights alone, all of which are kept; 0: none are made."""
 
 
+class Lines(_Frozen):
+    """How often a line says where training stands, where there is no terminal for a progress bar."""
+
+    seconds: Annotated[float, Field(ge=0)] = 10
+    steps: CountOrZero = 0
+    """0: by time alone. The figures are there every ``log_every`` steps."""
+
+
 class Sample(_Frozen):
     """Text that the model writes at the end."""
 
@@ -159,6 +167,7 @@ class TrainConfig(_Frozen):
     checkpoint: Checkpoint = Checkpoint()
     log_every: Count = 10
     """Steps between looks at loss and norm; every step is recorded, but looking waits for the device."""
+    lines: Lines = Lines()
     trackers: list[Tracker] = ["tensorboard"]
     """Where the figures are recorded: files in the run's folder, or services, under the run's name, by accelerate."""
     sample: Sample | None = Sample()
@@ -225,7 +234,7 @@ def _read(path: Path) -> dict[str, Any]:
     except yaml.YAMLError as error:
         raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(values, dict):
-        what = "is empty" if values is None else f"holds a {type(values).__name__}"
+        what = "is empty" if values is None else f"holds {what_it_holds(values)}"
         raise ConfigError(f"{path} {what}; a mapping of keys is needed (model:, data:, ...)")
     return {str(key): value for key, value in values.items()}
 

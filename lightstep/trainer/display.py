@@ -2,49 +2,75 @@
 
 from __future__ import annotations
 
+import math
+import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-_LINES = 10
-"""Lines of progress over a whole run without a terminal."""
-
 
 @dataclass(frozen=True)
 class Figures:
-    """Where training stands."""
+    """Where training stands: the steps since the last figures."""
 
-    loss: float
-    """Nats per byte."""
-    grad_norm: float
+    losses: Sequence[float]
+    """Nats per byte, of each step."""
+    grad_norms: Sequence[float]
     loss_scale: float
     tokens_per_second: float
     memory_gib: float
     skipped: int = 0
-    """Steps that were skipped because their gradients were not finite."""
+    """Steps of the run that were skipped because their gradients were not finite."""
 
-    def __str__(self) -> str:
-        text = (
-            f"loss {self.loss:.3f}  norm {self.grad_norm:.2f}  scale {self.loss_scale:g}  "
-            f"{self.tokens_per_second:,.0f} tokens/s  {self.memory_gib:.1f} GiB"
-        )
-        return f"{text}  {self.skipped} skipped" if self.skipped else text
+
+@dataclass
+class _Mean:
+    """Means over all steps since they were last shown."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    rates: list[float] = field(default_factory=list)
+
+    def add(self, figures: Figures) -> None:
+        self.losses += filter(math.isfinite, figures.losses)
+        self.norms += filter(math.isfinite, figures.grad_norms)
+        self.rates.append(figures.tokens_per_second)
+
+    def text(self, last: Figures) -> str:
+        parts = [f"loss {_mean(self.losses):.3f}", f"norm {_mean(self.norms):.2f}"]
+        if last.loss_scale != 1:
+            parts.append(f"scale {last.loss_scale:g}")
+        parts += [f"{statistics.harmonic_mean(self.rates):,.0f} tokens/s", f"{last.memory_gib:.1f} GiB"]
+        if last.skipped:
+            parts.append(f"{last.skipped} skipped")
+        return "  ".join(parts)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return statistics.fmean(values) if values else math.nan
 
 
 class Display:
-    """Quiet on all ranks but the first."""
+    """Quiet on all ranks but the first.
 
-    def __init__(self, console: Console, is_main: bool) -> None:
+    Args:
+        seconds, steps: without a terminal a line is shown when either has passed since the last one; 0 steps: by time
+            alone.
+    """
+
+    def __init__(self, console: Console, is_main: bool, seconds: float = 10, steps: int = 0) -> None:
         self._console = console if is_main else Console(quiet=True)
         self._progress: Progress | None = None
         self._task = TaskID(0)
         self._steps = 0
-        self._next_line = 0
+        self._every_seconds, self._every_steps = seconds, steps
         self._started = time.monotonic()
+        self._shown: tuple[int, float] | None = None
+        self._mean = _Mean()
 
     def say(self, sentence: str) -> None:
         """One line, above the progress bar."""
@@ -53,12 +79,13 @@ class Display:
     @contextmanager
     def training(self, start: int, steps: int) -> Iterator[None]:
         """Show progress from ``start`` to ``steps``."""
-        self._steps, self._next_line, self._started = steps, start, time.monotonic()
+        self._steps, self._shown, self._started = steps, None, time.monotonic()
         with Progress(
-            BarColumn(bar_width=24),
+            BarColumn(bar_width=10),
             MofNCompleteColumn(),
             TextColumn("{task.fields[figures]}"),
             TimeRemainingColumn(compact=True),
+            TextColumn("left"),
             console=self._console,
             disable=not self._console.is_terminal,
             expand=False,
@@ -72,9 +99,22 @@ class Display:
         self._progress.update(self._task, completed=step)
 
     def show(self, step: int, figures: Figures) -> None:
-        """New figures."""
+        """New figures. The bar shows their means, a line those of all steps since the line before."""
         assert self._progress is not None
-        self._progress.update(self._task, completed=step, figures=str(figures))
-        if not self._console.is_terminal and (step >= self._next_line or step == self._steps):
-            self.say(f"step {step}/{self._steps}  {figures}  {time.monotonic() - self._started:.0f} s")
-            self._next_line = step + max(self._steps // _LINES, 1)
+        self._mean.add(figures)
+        if self._console.is_terminal:
+            self._progress.update(self._task, completed=step, figures=self._mean.text(figures))
+        elif self._due(step):
+            elapsed = time.monotonic() - self._started
+            self.say(f"step {step}/{self._steps}  {self._mean.text(figures)}  {elapsed:.0f} s")
+            self._shown = step, time.monotonic()
+        else:
+            return
+        self._mean = _Mean()
+
+    def _due(self, step: int) -> bool:
+        if self._shown is None or step == self._steps:
+            return True
+        last, then = self._shown
+        enough = self._every_steps > 0 and step - last >= self._every_steps
+        return enough or time.monotonic() - then >= self._every_seconds

@@ -86,7 +86,7 @@ class Loop:
                 if saves or self._due(config.log_every):  # a resumed run does not log what was before its checkpoint
                     self._look()
                 if not ends and self._due(config.validation.every):
-                    self._apart_from_the_clock(self.validate)
+                    self._apart_from_the_clock(self._validate_and_say)
                 if saves:
                     self._apart_from_the_clock(self.save)
                 if self._due(config.checkpoint.weights_every):
@@ -148,7 +148,11 @@ class Loop:
             self.logs.write(seen.step, scalars | {"step/loss_scale": seen.result.loss_scale})
         self.logs.write(self.step, {"speed/tokens_per_second": rate, "speed/memory_gib": memory})
         scale = unread[-1].result.loss_scale
-        self.display.show(self.step, Figures(losses[-1], norms[-1], scale, rate, memory, self._skipped))
+        self.display.show(self.step, Figures(losses, norms, scale, rate, memory, self._skipped))
+
+    def _validate_and_say(self) -> None:
+        loss = self.validate()
+        self.display.say(f"step {self.step}/{self.config.steps}  validation loss {loss:.3f}")
 
     @torch.no_grad()
     def validate(self) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -31,16 +32,39 @@ _SCHEDULERS = (
 """transformers' names, without those that need a metric at every step."""
 
 
-def make_optimizer(strategy: Strategy, model: nn.Module, wanted: settings.Optimizer) -> BaseOptimizer:
-    """Raises :class:`ConfigError` for an unknown class, or arguments that it refuses."""
-    chosen = optimizer_class(wanted.name)
+def check_optimization(config: settings.TrainConfig, device: torch.device) -> None:
+    """Try names and arguments on one small matrix, before the text is read.
+
+    Raises:
+        ConfigError: as :func:`make_optimizer` and :func:`make_scheduler` do.
+    """
+    weight = nn.Parameter(torch.zeros(2, 2, device=device))
+    try:
+        optimizer = optimizer_class(config.optimizer.name)([weight], **_arguments(config.optimizer))
+    except (TypeError, ValueError) as error:
+        raise _refusal("optimizer", error) from error
+    make_scheduler(optimizer, config.scheduler, config.steps)
+
+
+def _arguments(wanted: settings.Optimizer) -> dict[str, Any]:
     arguments = {"lr": wanted.lr, **wanted.arguments}
     if wanted.weight_decay is not None:
         arguments["weight_decay"] = wanted.weight_decay
+    return arguments
+
+
+def _refusal(key: str, error: Exception) -> ConfigError:
+    if isinstance(error, ConfigError):
+        return error
+    return ConfigError(f"{key}: {str(error).replace('__init__() ', '')}")
+
+
+def make_optimizer(strategy: Strategy, model: nn.Module, wanted: settings.Optimizer) -> BaseOptimizer:
+    """Raises :class:`ConfigError` for an unknown class, or arguments that it refuses."""
     try:
-        return strategy.create_optimizer(model, chosen, **arguments)
+        return strategy.create_optimizer(model, optimizer_class(wanted.name), **_arguments(wanted))
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"optimizer: {error}") from error
+        raise _refusal("optimizer", error) from error
 
 
 def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
@@ -59,7 +83,7 @@ def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
     return found
 
 
-def make_scheduler(optimizer: BaseOptimizer, wanted: settings.Scheduler, steps: int) -> Any:
+def make_scheduler(optimizer: torch.optim.Optimizer, wanted: settings.Scheduler, steps: int) -> Any:
     """Raises :class:`ConfigError` for an unknown schedule, or arguments that it refuses."""
     if wanted.name not in _SCHEDULERS:
         raise ConfigError(
@@ -75,4 +99,59 @@ def make_scheduler(optimizer: BaseOptimizer, wanted: settings.Scheduler, steps: 
             scheduler_specific_kwargs=wanted.arguments or None,
         )
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"scheduler: {error}") from error
+        raise _refusal("scheduler", error) from error
+
+
+def apply_changes(
+    optimizer: BaseOptimizer, scheduler: Any, before: Mapping[str, Any], config: settings.TrainConfig
+) -> Iterator[str]:
+    """After a resume, set what the file changed of the optimizer and the schedule; each change as a sentence.
+
+    Args:
+        before: the settings that the checkpoint was written with.
+    """
+    after = config.model_dump(mode="json")
+    old, new = before.get("optimizer"), after["optimizer"]
+    if old is None:  # the checkpoint does not say
+        return
+    changed = _differences(_arguments_of(old), _arguments_of(new))
+    for key, (was, now) in changed.items():
+        value = optimizer.defaults.get(key) if now is None else now
+        if not _is_number(value):
+            yield f"optimizer: {key} stays {was}, as in the checkpoint; {now} would need a new run"
+            continue
+        for group in optimizer.param_groups:
+            group[key] = tuple(value) if isinstance(value, list) else value
+        yield f"optimizer: {key} is {value} from here on; until the checkpoint it was {was}"
+    if "lr" in changed:
+        for group in optimizer.param_groups:
+            group["initial_lr"] = config.optimizer.lr
+        scheduler.base_lrs = [config.optimizer.lr] * len(optimizer.param_groups)
+    schedule = _differences(before.get("scheduler") or {}, after["scheduler"])
+    if schedule:
+        yield "scheduler, from here on: " + ", ".join(f"{key} {was} → {now}" for key, (was, now) in schedule.items())
+    if "lr" in changed or schedule:
+        _set_learning_rate(optimizer, scheduler)
+
+
+def _arguments_of(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {"lr": values.get("lr"), "weight_decay": values.get("weight_decay"), **(values.get("arguments") or {})}
+
+
+def _is_number(value: Any) -> bool:
+    """A number, or some: what can change while a run goes on. Switches choose an implementation or more state."""
+    values = value if isinstance(value, list | tuple) else [value]
+    return all(isinstance(each, int | float) and not isinstance(each, bool) for each in values)
+
+
+def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    keys = dict.fromkeys((*old, *new))
+    return {key: (old.get(key), new.get(key)) for key in keys if old.get(key) != new.get(key)}
+
+
+def _set_learning_rate(optimizer: BaseOptimizer, scheduler: Any) -> None:
+    """What the schedule says for the step that comes next."""
+    factors = (factor(scheduler.last_epoch) for factor in scheduler.lr_lambdas)
+    for group, base, factor in zip(optimizer.param_groups, scheduler.base_lrs, factors, strict=True):
+        group["lr"] = base * factor
+    scheduler._last_lr = [group["lr"] for group in optimizer.param_groups]

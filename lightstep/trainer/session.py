@@ -30,13 +30,16 @@ from lightstep.trainer.interrupt import Interrupt
 from lightstep.trainer.logs import TENSORBOARD, Logs, check_trackers
 from lightstep.trainer.loop import Loop, Pieces
 from lightstep.trainer.model import load_tokenizer, make_model, model_config
-from lightstep.trainer.optimization import make_optimizer, make_scheduler
+from lightstep.trainer.optimization import apply_changes, check_optimization, make_optimizer, make_scheduler
 from lightstep.trainer.ranks import join, together
 from lightstep.trainer.run_folder import newest_checkpoint, newest_undamaged, start_run
 from lightstep.trainer.samples import write_samples
 from lightstep.trainer.tokens import Corpus, load_corpus
 
-_FREE_TO_CHANGE = {"steps", "log_every", "strategy", "strategy_overrides", "output", "name", "sample", "trackers"}
+_FREE_TO_CHANGE = {
+    *("steps", "log_every", "lines", "strategy", "strategy_overrides", "output", "name", "sample", "trackers"),
+    *("scheduler", "optimizer"),  # what changes in these two is said by itself
+}
 """Settings that a resumed run may change without a word."""
 
 
@@ -72,7 +75,8 @@ def train(config: TrainConfig, resume: bool | Literal["auto"] = False, console: 
     with _quiet_transformers(), load_strategy(config) as strategy:
         join(strategy)
         together(lambda: check_trackers(config.trackers), only_first=True)
-        display = Display(console or Console(), strategy.is_main)
+        together(lambda: check_optimization(config, strategy.device))
+        display = Display(console or Console(), strategy.is_main, config.lines.seconds, config.lines.steps)
         find = newest_undamaged if resume == "auto" else newest_checkpoint
         checkpoint = together(lambda: find(config.folder), only_first=True) if resume else None
         pieces, tokenizer = _assemble(config, strategy, display)
@@ -146,10 +150,9 @@ def _resume(config: TrainConfig, pieces: Pieces, checkpoint: Path, display: Disp
     if extra.get("text") != pieces.fingerprint:
         display.say("warning: the text is not the one that the checkpoint was trained on; batches will differ")
     if changed := _changes(extra.get("config") or {}, config.model_dump(mode="json")):
-        display.say(
-            f"warning: settings differ from the checkpoint's: {', '.join(changed)}; those of the optimizer, its "
-            "learning rate included, stay the checkpoint's"
-        )
+        display.say(f"warning: settings differ from the checkpoint's: {', '.join(changed)}")
+    for sentence in apply_changes(pieces.optimizer, pieces.scheduler, extra.get("config") or {}, config):
+        display.say(sentence)
     return int(extra["step"])
 
 

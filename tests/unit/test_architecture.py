@@ -29,15 +29,17 @@ MAY_IMPORT: dict[str, set[str]] = {
     "sharding": CORE | SIBLINGS | {"optimizer", "config", "config_errors"},
 }
 MAY_IMPORT["checkpoint"] = MAY_IMPORT["sharding"] | {"sharding", "lightstep", "extras"}
+MAY_IMPORT["plan"] = {"config", "config_errors", "extras"}
+MAY_IMPORT["environment"] = {"lightstep"}
 MAY_IMPORT["rollout"] = MAY_IMPORT["checkpoint"] | {"checkpoint"}
-MAY_IMPORT["strategy"] = MAY_IMPORT["rollout"] | {"rollout"}
+MAY_IMPORT["strategy"] = MAY_IMPORT["rollout"] | {"rollout", "plan"}
 MAY_IMPORT["deepspeed"] = MAY_IMPORT["strategy"] | {"strategy"}
 MAY_IMPORT["lightstep"] = MAY_IMPORT["strategy"] | {"strategy"}
 MAY_IMPORT["conversion"] = MAY_IMPORT["lightstep"]  # the old name of checkpoint.formats
 MAY_IMPORT["integrations"] = MAY_IMPORT["deepspeed"] | {"lightstep"}
 MAY_IMPORT["trainer"] = MAY_IMPORT["integrations"] | {"integrations"}
 MAY_IMPORT["bench"] = MAY_IMPORT["trainer"] | {"trainer"}
-MAY_IMPORT["cli"] = MAY_IMPORT["bench"] | {"bench"}
+MAY_IMPORT["cli"] = MAY_IMPORT["bench"] | {"bench", "environment"}
 MAY_IMPORT["__main__"] = {"cli", "extras"}
 
 # Libraries that are kept out of the lower parts. distributed/ alone knows DTensors, meshes and process groups there.

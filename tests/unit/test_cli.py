@@ -21,9 +21,9 @@ from lightstep import Strategy, available_strategies
 from lightstep.checkpoint import save
 from lightstep.cli import app
 from lightstep.config import StrategyConfig, parse_config
+from lightstep.plan.cost import cost
 from lightstep.strategy.presets import read_source
 from lightstep.trainer.config import load_config
-from lightstep.trainer.cost import cost
 from lightstep.trainer.interrupt import Interrupt
 from lightstep.trainer.logs import TRAINING, read_scalars
 from tests.python import python
@@ -102,6 +102,16 @@ def test_train_and_resume(file: Path, tmp_path: Path) -> None:
         (["--set", "strategy.cpu.clipping.max_norm=1"], "strategy.cpu is no mapping; write --set strategy.clip"),
         (["--resume"], "holds no complete checkpoint; start without --resume"),
         (["--set", "optimizer.name=Adamm"], "optimizer.name is 'Adamm', did you mean"),
+        (["--set", "optimizer.name=Adamm", "--set", "data=nowhere"], "optimizer.name is 'Adamm'"),
+        (
+            ["--set", "optimizer.arguments.bettas=1", "--set", "data=nowhere"],
+            "got an unexpected keyword argument 'bett",
+        ),
+        (
+            ["--set", "scheduler.name=cosin", "--set", "data=nowhere"],
+            "scheduler.name is 'cosin', did you mean 'cosine'",
+        ),
+        (["--set", "scheduler.arguments.low=1", "--set", "data=nowhere"], "got an unexpected keyword argument 'low'"),
         (["--set", "strategy={cuda: resident}"], "a strategy for each of cpu, cuda is needed"),
         (["--strategy", "fsdp2"], "in its environment; start it with: torchrun --nproc-per-node"),
     ],
@@ -115,8 +125,9 @@ def test_a_mistake_gets_one_sentence(file: Path, tmp_path: Path, arguments: list
     ("content", "message"),
     [
         (None, "does not exist; give the path of a training file"),
-        ("model: [", "is not valid YAML"),
+        ("model: [", "is not valid YAML: line 1, column 9: while parsing a flow node"),
         ("- 1", "holds a list; a mapping of keys is needed"),
+        ("3", "holds the value 3; a mapping of keys is needed"),
         ("", "is empty; a mapping of keys is needed"),
         ("steps: 3", "'model' is missing: a value is needed"),
     ],
@@ -257,14 +268,29 @@ def _signal_twice(monkeypatch: pytest.MonkeyPatch) -> None:
 SINGLE = [name for name in available_strategies() if parse_config(read_source(name)[1], name).sharding.kind == "single"]
 
 
-def test_the_table_names_every_strategy_with_its_costs() -> None:
+def test_the_list_has_every_strategy_with_its_costs_in_80_columns_and_in_the_order_of_choosing() -> None:
     result = _run("strategies")
     assert result.exit_code == 0
-    rows = {cells[0]: cells[-4:] for line in result.stdout.splitlines() if (cells := line.split())}
+    assert max(map(len, result.stdout.splitlines())) <= 80
+    rows = {cells[0]: cells[1:] for line in result.stdout.splitlines() if (cells := line.split())}
     assert set(available_strategies()) <= set(rows)
     assert rows["resident"] == ["2", "2", "12", "0"] and rows["stream"] == ["2", "2", "0", "10"]
     assert rows["ddp"] == ["2", "6", "12", "0"] and rows["fsdp2-stream"] == ["2/ranks", "4/ranks", "0", "10/ranks"]
     assert rows["hsdp"] == ["2/shards", "4/shards", "12/shards", "0"]
+    listed = [name for name in rows if name in available_strategies()]
+    assert listed[:4] == ["resident", "stream", "stream-overlap", "bulk"] and listed[-1] == "deepspeed-zero3-offload"
+
+
+def test_one_strategy_is_shown_with_its_comments() -> None:
+    assert _run("strategies", "stream").stdout == (ROOT / "strategies/stream.yaml").read_text()
+    assert "'steam' is no ready strategy, did you mean 'stream'" in _sentence(_run("strategies", "steam"), 2)
+
+
+def test_the_version_and_the_environment() -> None:
+    assert _run("--version").stdout == f"lightstep {lightstep.__version__}\n"
+    said = _run("env").stdout
+    assert f"lightstep: {lightstep.__version__}\n" in said and f"torch: {torch.__version__}" in said
+    assert str(ROOT) not in said and str(Path.home()) not in said
 
 
 @pytest.mark.parametrize("name", SINGLE)

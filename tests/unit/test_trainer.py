@@ -130,6 +130,24 @@ def _stop_at(monkeypatch: pytest.MonkeyPatch, step: int, number: signal.Signals)
 # -- resuming
 
 
+def test_a_resumed_run_takes_the_files_learning_rate(configured: Callable[..., TrainConfig], loops: list[Loop]) -> None:
+    _train(configured(steps=2, optimizer={"lr": 0.01, "arguments": {"betas": [0.9, 0.95]}}))
+    lower = {"lr": 0.001, "weight_decay": 0.2, "arguments": {"betas": [0.9, 0.99], "amsgrad": True}}
+    _, said = _train(configured(steps=3, optimizer=lower, scheduler={"name": "constant"}), resume=True)
+    for sentence in (
+        "optimizer: lr is 0.001 from here on; until the checkpoint it was 0.01",
+        "optimizer: weight_decay is 0.2 from here on",
+        "optimizer: betas is [0.9, 0.99] from here on",
+        "optimizer: amsgrad stays None, as in the checkpoint",
+        "scheduler, from here on: name cosine → constant, warmup_steps 2 → 0",
+    ):
+        assert sentence in said
+    (group,) = loops[-1].pieces.optimizer.param_groups
+    assert (group["lr"], group["weight_decay"], group["betas"]) == (0.001, 0.2, (0.9, 0.99)) and not group["amsgrad"]
+    rates = dict(read_scalars(configured().folder / "tensorboard", ("step/learning_rate",))["step/learning_rate"])
+    assert rates[3] == pytest.approx(0.001), "the first step after the resume has it"
+
+
 @pytest.mark.parametrize(
     ("strategy", "overrides"),
     [
