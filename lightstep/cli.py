@@ -118,6 +118,17 @@ def strategies(
 
 
 @app.command()
+def params(config: _Config, assignments: _Set = None, debug: _Debug = False) -> None:
+    """Say which optimizer class and settings each parameter gets under CONFIG. No weights are loaded."""
+    with _one_sentence(debug):
+        from lightstep.trainer.config import load_config
+        from lightstep.trainer.params import describe_params
+
+        for line in describe_params(load_config(config, None, assignments or ())):
+            sys.stdout.write(f"{line}\n")
+
+
+@app.command()
 def env() -> None:
     """Print what a bug report needs: versions, devices, host memory. No names, no paths."""
     from lightstep.environment import describe_environment

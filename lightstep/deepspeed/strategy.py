@@ -151,9 +151,11 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
         """DeepSpeed runs ``optimizer_class`` on flat fp32 partitions.
 
         Raises:
+            ConfigError: groups name several classes.
             ValueError: the model has an engine already, or was not prepared by this strategy.
         """
         outer = self._engine_model(model)
+        groups = [self._without_class(group, optimizer_class) for group in groups]
         if outer.engine is not None:
             raise ValueError(
                 f"{self.name}: this model has an optimizer already, and DeepSpeed makes one engine per model; prepare "
@@ -165,6 +167,15 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
         client = optimizer_class([group for group in trained if group["params"]], **hyperparameters, **chosen)
         complete = [{**client.defaults, **group} for group in groups]
         return self._joined(outer, self._initialise(outer.module, client), complete, client.defaults)
+
+    def _without_class(self, group: dict[str, Any], optimizer_class: type[torch.optim.Optimizer]) -> dict[str, Any]:
+        named = group.get("optimizer_class", optimizer_class)
+        if named is not optimizer_class:
+            raise ConfigError(
+                f"{self.name}: DeepSpeed runs one optimizer class per engine, and the groups name "
+                f"{optimizer_class.__name__} and {getattr(named, '__name__', named)}; use another sharding.kind"
+            )
+        return {key: value for key, value in group.items() if key != "optimizer_class"}
 
     def adopt_engine(self, engine: Any) -> tuple[nn.Module, DeepSpeedOptimizer]:
         """Model and optimizer over an engine that ``deepspeed.initialize`` made elsewhere.

@@ -47,8 +47,8 @@ class OptimizersContainer(torch.optim.Optimizer, Stateful):
         strategy: under which the parts were prepared; ``sharding.kind: single`` when something else sharded them.
         model_parts: this rank's parts. All ranks make their container at the same time.
         optimizer_class: any element-wise ``torch.optim.Optimizer`` subclass.
-        param_groups: ``{"pattern": regex, ...hyper-parameters}``: each trainable parameter belongs to the first whose
-            pattern is found in its name; default: one group.
+        param_groups: ``{"pattern": regex, ...hyper-parameters}``, and ``"optimizer_class"`` for another class; each
+            trainable parameter belongs to the first whose pattern is found in its name; default: one group.
         hyperparameters: keyword arguments of ``optimizer_class``.
 
     Attributes:
@@ -284,9 +284,8 @@ def _titan_container() -> Any:
         def __init__(self, config: Config, *, model_parts: list[nn.Module]) -> None:
             strategy = Strategy.load(config.strategy, config.overrides)
             _refuse_what_torchtitan_does(strategy)
-            groups = [{"pattern": group.pattern, **group.optimizer_kwargs} for group in config.param_groups]
-            optimizer_class, how = _optimizer_class(config)
-            OptimizersContainer.__init__(self, strategy, model_parts, optimizer_class, param_groups=groups, **how)
+            optimizer_class, groups = _classes_and_groups(config)
+            OptimizersContainer.__init__(self, strategy, model_parts, optimizer_class, param_groups=groups)
 
     return LightstepOptimizersContainer
 
@@ -303,15 +302,21 @@ def _refuse_what_torchtitan_does(strategy: Strategy) -> None:
             raise ConfigError(f"{strategy.name}: {key} is {value!r}, and {why}: set it to {needed or 'null'}")
 
 
-def _optimizer_class(config: Any) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
-    names = sorted({group.optimizer_name for group in config.param_groups})
-    if len(names) != 1 or names[0] not in ("Adam", "AdamW"):
-        raise ConfigError(
-            f"optimizer.param_groups name {names}; one of Adam and AdamW is needed, the same for all groups"
-        )
+def _classes_and_groups(config: Any) -> tuple[type[torch.optim.Optimizer], list[dict[str, Any]]]:
+    """The class of the first group, and all groups, each with its own."""
+    names = list(dict.fromkeys(group.optimizer_name for group in config.param_groups))
+    unknown = [name for name in names if name not in ("Adam", "AdamW", "Muon")]
+    if unknown or not names:
+        raise ConfigError(f"optimizer.param_groups name {unknown or 'nothing'}; Adam, AdamW and Muon are known")
     if config.implementation == "fused_opt_states_bf16":
         raise ConfigError("optimizer.implementation is 'fused_opt_states_bf16', and lightstep keeps state in fp32")
     if config.optimizer_factory_kwargs_by_name:
         raise ConfigError("optimizer.optimizer_factory_kwargs_by_name is for torchtitan's DistMuon; leave it out")
     how = {"fused": config.implementation == "fused", "foreach": config.implementation == "foreach"}
-    return getattr(torch.optim, names[0]), how
+    groups = []
+    for group in config.param_groups:
+        chosen = getattr(torch.optim, group.optimizer_name)
+        asked = {} if chosen is torch.optim.Muon else how  # it has one implementation
+        named = {"optimizer_class": chosen} if len(names) > 1 else {}
+        groups.append({"pattern": group.pattern, **named, **asked, **group.optimizer_kwargs})
+    return getattr(torch.optim, names[0]), groups

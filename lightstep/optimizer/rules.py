@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightstep.optimizer.classes import class_name, constructor_arguments
-from lightstep.optimizer.param_groups import clean_name, layer_of
+from lightstep.optimizer.classes import constructor_arguments
+from lightstep.optimizer.param_groups import clean_name
 
-__all__ = ["KINDS", "Rule", "groups_by_rules", "kinds_of"]
+__all__ = ["KINDS", "Rule", "described_parameters", "groups_by_rules", "own_class"]
 
 KINDS = ("hidden_matrices", "embeddings", "head", "norms", "biases", "rest")
 """What ``Rule(kinds=...)`` may name; every parameter is of one kind, and ``rest`` is all that no other rule names."""
-
-Places = Iterable[tuple[str, nn.Parameter]]
 
 
 class Rule:
@@ -124,7 +122,7 @@ def groups_by_rules(rules: Sequence[Rule], model: nn.Module) -> list[dict[str, A
             raise TypeError(f"rules hold {rule!r:.80}; lightstep.Rule(optimizer_class, kinds=..., lr=...) is needed")
     groups = [rule.group() for rule in listed]
     matched = [False] * len(listed)
-    for name, parameter, kind in _described(model):
+    for name, parameter, kind in described_parameters(model):
         found = [number for number, rule in enumerate(listed) if rule.fits(name, parameter, kind)]
         found = found or [number for number, rule in enumerate(listed) if rule.fits_the_rest(name, parameter)]
         for number in found:
@@ -153,12 +151,8 @@ def own_class(groups: Sequence[Mapping[str, Any]]) -> tuple[type[torch.optim.Opt
     return optimizer_class, constructor_arguments(optimizer_class, groups[0])
 
 
-def kinds_of(model: nn.Module) -> dict[Tensor, str]:
-    """The kind (:data:`KINDS`) of every parameter."""
-    return {parameter: kind for _, parameter, kind in _described(model)}
-
-
-def _described(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, str]]:
+def described_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, str]]:
+    """Name, parameter and kind (:data:`KINDS`) of each, in the model's order."""
     owners: dict[Tensor, list[nn.Module]] = {}
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
@@ -199,27 +193,6 @@ def _head(model: nn.Module) -> nn.Module | None:
         if isinstance(module, nn.Linear) and not any(part.isdigit() for part in name.split("."))
     ]
     return outside[-1] if outside else None
-
-
-def describe_groups(groups: Sequence[Mapping[str, Any]], model: nn.Module) -> list[dict[str, Any]]:
-    """Each parameter's row for a table: name, shape, kind, optimizer class, and its group's settings."""
-    group_of = {parameter: group for group in groups for parameter in group["params"]}
-    rows = []
-    for name, parameter, kind in _described(model):
-        group = group_of.get(parameter, {})
-        chosen = group.get("optimizer_class")
-        rows.append(
-            {
-                "name": name,
-                "layer": layer_of(name),
-                "shape": tuple(parameter.shape),
-                "kind": kind,
-                "trained": parameter.requires_grad,
-                "optimizer": class_name(chosen) if isinstance(chosen, type) else chosen,
-                "settings": {k: v for k, v in group.items() if k not in ("params", "optimizer_class", "param_names")},
-            }
-        )
-    return rows
 
 
 def _several(given: Any, kind: type) -> list[Any] | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -83,6 +83,24 @@ class Batch(_Frozen):
     """Micro-batches that a step's sequences are cut into."""
 
 
+class OptimizerRule(_Frozen):
+    """What some of the parameters get (:class:`lightstep.Rule`). What is left out is the optimizer's."""
+
+    names: str | list[str] | None = None
+    """Regular expressions; one of them is found in the parameter's name."""
+    kinds: str | list[str] | None = None
+    """``hidden_matrices``, ``embeddings``, ``head``, ``norms``, ``biases``; ``rest``: what no other rule means."""
+    dims: int | list[int] | None = None
+    """Numbers of dimensions."""
+    name: str | None = None
+    """The class."""
+    lr: Annotated[float, Field(gt=0)] | None = None
+    weight_decay: Annotated[float, Field(ge=0)] | None = None
+    """The optimizer's counts for rules of its class."""
+    arguments: Arguments = {}
+    """Laid over the optimizer's in rules of its class."""
+
+
 class Optimizer(_Frozen):
     """The optimizer class, by its name in ``torch.optim`` or as ``package.module.Class``."""
 
@@ -92,6 +110,19 @@ class Optimizer(_Frozen):
     """Left to the class when not given."""
     arguments: Arguments = {}
     """Further keyword arguments of the class."""
+    rules: list[OptimizerRule] = []
+    """Other classes and settings for some of the parameters; one rule must mean each."""
+
+    def of_rules(self) -> list[Self]:
+        """What each rule comes to, without the parameters that it is for."""
+        found = []
+        for rule in self.rules:
+            own = rule.name is None or rule.name == self.name
+            decay = self.weight_decay if own and rule.weight_decay is None else rule.weight_decay
+            arguments = {**(self.arguments if own else {}), **rule.arguments}
+            changes = {"name": rule.name or self.name, "lr": rule.lr or self.lr, "weight_decay": decay}
+            found.append(self.model_copy(update={**changes, "arguments": arguments, "rules": []}))
+        return found
 
 
 class Scheduler(_Frozen):

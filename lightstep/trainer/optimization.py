@@ -14,6 +14,7 @@ from transformers import get_scheduler
 from lightstep.config import ConfigError
 from lightstep.config_errors import suggest
 from lightstep.optimizer.base import BaseOptimizer
+from lightstep.optimizer.rules import Rule
 from lightstep.strategy import Strategy
 from lightstep.trainer import config as settings
 
@@ -39,11 +40,24 @@ def check_optimization(config: settings.TrainConfig, device: torch.device) -> No
         ConfigError: as :func:`make_optimizer` and :func:`make_scheduler` do.
     """
     weight = nn.Parameter(torch.zeros(2, 2, device=device))
-    try:
-        optimizer = optimizer_class(config.optimizer.name)([weight], **_arguments(config.optimizer))
-    except (TypeError, ValueError) as error:
-        raise _refusal("optimizer", error) from error
+    _rules(config.optimizer)
+    for wanted in config.optimizer.of_rules() or [config.optimizer]:
+        try:
+            optimizer = optimizer_class(wanted.name)([weight], **_arguments(wanted))
+        except (TypeError, ValueError) as error:
+            raise _refusal("optimizer", error) from error
     make_scheduler(optimizer, config.scheduler, config.steps)
+
+
+def _rules(wanted: settings.Optimizer) -> list[Rule]:
+    found = []
+    for number, (rule, own) in enumerate(zip(wanted.rules, wanted.of_rules(), strict=True)):
+        try:
+            meant = {"names": rule.names, "kinds": rule.kinds, "dims": rule.dims}
+            found.append(Rule(optimizer_class(own.name), **meant, **_arguments(own)))  # type: ignore[arg-type]
+        except (TypeError, ValueError) as error:
+            raise _refusal(f"optimizer.rules[{number}]", error) from error
+    return found
 
 
 def _arguments(wanted: settings.Optimizer) -> dict[str, Any]:
@@ -62,6 +76,8 @@ def _refusal(key: str, error: Exception) -> ConfigError:
 def make_optimizer(strategy: Strategy, model: nn.Module, wanted: settings.Optimizer) -> BaseOptimizer:
     """Raises :class:`ConfigError` for an unknown class, or arguments that it refuses."""
     try:
+        if wanted.rules:
+            return strategy.create_optimizer(model, rules=_rules(wanted))
         return strategy.create_optimizer(model, optimizer_class(wanted.name), **_arguments(wanted))
     except (TypeError, ValueError) as error:
         raise _refusal("optimizer", error) from error
@@ -110,32 +126,44 @@ def apply_changes(
     Args:
         before: the settings that the checkpoint was written with.
     """
-    after = config.model_dump(mode="json")
-    old, new = before.get("optimizer"), after["optimizer"]
-    if old is None:  # the checkpoint does not say
+    if before.get("optimizer") is None:  # the checkpoint does not say
         return
-    changed = _differences(_arguments_of(old), _arguments_of(new))
-    for key, (was, now) in changed.items():
-        value = optimizer.defaults.get(key) if now is None else now
-        if not _is_number(value):
-            yield f"optimizer: {key} stays {was}, as in the checkpoint; {now} would need a new run"
-            continue
-        for group in optimizer.param_groups:
-            group[key] = tuple(value) if isinstance(value, list) else value
-        yield f"optimizer: {key} is {value} from here on; until the checkpoint it was {was}"
-    if "lr" in changed:
-        for group in optimizer.param_groups:
-            group["initial_lr"] = config.optimizer.lr
-        scheduler.base_lrs = [config.optimizer.lr] * len(optimizer.param_groups)
+    old, new = settings.Optimizer.model_validate(before["optimizer"]), config.optimizer
+    meant = [[(rule.names, rule.kinds, rule.dims) for rule in one.rules] for one in (old, new)]
+    if meant[0] != meant[1]:
+        yield "optimizer: the rules stay as in the checkpoint; others would need a new run"
+        return
+    groups = zip(optimizer.param_groups, old.of_rules() or [old], new.of_rules() or [new], strict=True)
+    learning_rates = False
+    for number, (group, was, now) in enumerate(groups):
+        label = f"optimizer.rules[{number}]" if new.rules else "optimizer"
+        changed = _differences(_given(was), _given(now))
+        yield from _changed_group(group, optimizer.defaults, label, changed)
+        if "lr" in changed:
+            learning_rates = True
+            group["initial_lr"] = scheduler.base_lrs[number] = now.lr
+    after = config.model_dump(mode="json")
     schedule = _differences(before.get("scheduler") or {}, after["scheduler"])
     if schedule:
         yield "scheduler, from here on: " + ", ".join(f"{key} {was} → {now}" for key, (was, now) in schedule.items())
-    if "lr" in changed or schedule:
+    if learning_rates or schedule:
         _set_learning_rate(optimizer, scheduler)
 
 
-def _arguments_of(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {"lr": values.get("lr"), "weight_decay": values.get("weight_decay"), **(values.get("arguments") or {})}
+def _given(wanted: settings.Optimizer) -> dict[str, Any]:
+    return {"lr": wanted.lr, "weight_decay": wanted.weight_decay, **wanted.arguments}
+
+
+def _changed_group(
+    group: dict[str, Any], defaults: Mapping[str, Any], label: str, changed: Mapping[str, tuple[Any, Any]]
+) -> Iterator[str]:
+    for key, (was, now) in changed.items():
+        value = defaults.get(key) if now is None else now
+        if not _is_number(value):
+            yield f"{label}: {key} stays {was}, as in the checkpoint; {now} would need a new run"
+            continue
+        group[key] = tuple(value) if isinstance(value, list) else value
+        yield f"{label}: {key} is {value} from here on; until the checkpoint it was {was}"
 
 
 def _is_number(value: Any) -> bool:

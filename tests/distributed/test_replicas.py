@@ -609,6 +609,28 @@ def test_a_share_that_does_not_fit(pool: Pool) -> None:
     pool.run(check_share_too_large, 2)
 
 
+def _muon_and_adamw(model: nn.Module) -> list[dict[str, Any]]:
+    parameters = list(model.parameters())
+    matrices = [parameter for parameter in parameters if parameter.dim() == 2]
+    others = [parameter for parameter in parameters if parameter.dim() != 2]
+    return [{"params": matrices, "optimizer_class": torch.optim.Muon, "lr": 2e-2}, {"params": others}]
+
+
+def check_classes(rank: int, world_size: int, update: str) -> None:
+    """Each matrix has one owner, where Muon gets it whole."""
+    state = {**STREAM, "update": update, "ring_mib": 4}
+    runs = [Run(DDP, one, make_model=TinyTransformer, groups=_muon_and_adamw) for one in (state, RESIDENT)]
+    for run in runs:
+        run.train(3)
+    same_runs(f"rank {rank}", *runs)
+    assert 0 < len(runs[0].owned()) < len(runs[0].optimizer.managed())
+
+
+@pytest.mark.parametrize("update", ["at_step", "next_forward"])
+def test_muon_beside_adamw(pool: Pool, update: str) -> None:
+    pool.run(check_classes, 2, update=update)
+
+
 def check_groups(rank: int, world_size: int) -> None:
     """Which ranks share, and where nobody does."""
     assert not isinstance(Run({"kind": "fsdp2"}, STREAM).backend, SharedByReplicas)

@@ -499,6 +499,45 @@ def test_optimizers_of_torch_and_of_others(configured: Callable[..., TrainConfig
     assert "Lion" in repr(loops[-1].pieces.optimizer)
 
 
+RULES = [
+    {"kinds": "hidden_matrices", "name": "Muon", "lr": 0.02, "arguments": {"nesterov": False}},
+    {"kinds": ["norms", "biases"], "weight_decay": 0.0},
+    {"kinds": "rest", "arguments": {"eps": 1e-6}},
+]
+
+
+def test_rules_give_each_parameter_its_class_and_settings(
+    configured: Callable[..., TrainConfig], loops: list[Loop]
+) -> None:
+    wanted = {"lr": 0.003, "weight_decay": 0.1, "arguments": {"betas": [0.9, 0.95]}, "rules": RULES}
+    _train(configured(steps=2, optimizer=wanted))
+    muon, norms, rest = loops[-1].pieces.optimizer.param_groups
+    assert muon["optimizer_class"] == "torch.optim.Muon" and muon["weight_decay"] == 0.1 and not muon["nesterov"]
+    assert all(parameter.dim() == 2 for parameter in muon["params"])
+    assert (norms["weight_decay"], norms["betas"], norms["eps"]) == (0.0, [0.9, 0.95], 1e-8)
+    assert (rest["weight_decay"], rest["eps"], rest["initial_lr"]) == (0.1, 1e-6, 0.003)
+
+    changed = wanted | {"lr": 0.001, "rules": [RULES[0] | {"lr": 0.01}, *RULES[1:]]}
+    _, said = _train(configured(steps=3, optimizer=changed, scheduler={"name": "constant"}), resume=True)
+    assert "optimizer.rules[0]: lr is 0.01 from here on; until the checkpoint it was 0.02" in said
+    assert [group["lr"] for group in loops[-1].pieces.optimizer.param_groups] == [0.01, 0.001, 0.001]
+
+
+@pytest.mark.parametrize(
+    ("rules", "message"),
+    [
+        ([{"kinds": "norm"}], r"optimizer.rules\[0\]: .*'norm' is no kind of parameter"),
+        ([{"kinds": "rest", "arguments": {"beta": 1}}], r"optimizer.rules\[0\]: .*AdamW has no 'beta'"),
+        ([{"kinds": "norms"}], "optimizer: .* is trained, and no rule means it"),
+    ],
+)
+def test_rules_that_cannot_be_followed_are_refused(
+    configured: Callable[..., TrainConfig], rules: list[dict[str, Any]], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        _train(configured(optimizer={"rules": rules}))
+
+
 def test_several_processes_need_a_sharded_strategy(
     configured: Callable[..., TrainConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
