@@ -1,7 +1,8 @@
 """DTensors, device meshes and process groups: the only folder below sharding/ that knows them.
 
 ``groups`` has the process groups, ``tensors`` what a DTensor is on this rank, ``norms`` the reduction of a norm over
-meshes, ``replicas`` what ranks with the same part of the model send each other.
+meshes, ``replicas`` what ranks with the same part of the model send each other, ``matrices`` what those send that share
+matrices.
 """
 
 from torch.distributed.tensor import DTensor
@@ -16,6 +17,7 @@ from lightstep.distributed.groups import (
     role_group,
     world_size,
 )
+from lightstep.distributed.matrices import MatrixExchange, Rows, rows_of
 from lightstep.distributed.norms import NormReduction
 from lightstep.distributed.replicas import Replicas
 from lightstep.distributed.tensors import (
@@ -29,8 +31,10 @@ from lightstep.distributed.tensors import (
 
 __all__ = [
     "DTensor",
+    "MatrixExchange",
     "NormReduction",
     "Replicas",
+    "Rows",
     "differs_across_ranks",
     "end_process_group",
     "form_role_group",
@@ -44,5 +48,6 @@ __all__ = [
     "rank",
     "ranks_on_this_host",
     "role_group",
+    "rows_of",
     "world_size",
 ]

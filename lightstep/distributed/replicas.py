@@ -62,7 +62,7 @@ class Replicas:
     def broadcast(self, tensor: Tensor, owner: int) -> dist.Work | None:
         """Start to fill ``tensor`` (contiguous, any dtype and device) with the owner's values; to be waited for."""
         values = tensor.view(-1).view(torch.uint8)
-        return dist.broadcast(values, group=self._carrier(tensor.device), group_src=owner, async_op=True)
+        return dist.broadcast(values, group=self.carrier(tensor.device), group_src=owner, async_op=True)
 
     @staticmethod
     def wait(works: Iterable[dist.Work | None]) -> None:
@@ -74,16 +74,16 @@ class Replicas:
     def broadcast_object(self, value: Any, owner: int) -> Any:
         """The owner's ``value``, which can be pickled. The host waits."""
         values = [value]
-        dist.broadcast_object_list(values, group=self._carrier(torch.device("cpu")), group_src=owner)
+        dist.broadcast_object_list(values, group=self.carrier(torch.device("cpu")), group_src=owner)
         return values[0]
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Everybody's ``value``, by rank. The host waits."""
         values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self._carrier(torch.device("cpu")))
+        dist.all_gather_object(values, value, group=self.carrier(torch.device("cpu")))
         return values
 
-    def _carrier(self, device: torch.device) -> dist.ProcessGroup:
+    def carrier(self, device: torch.device) -> dist.ProcessGroup:
         """The group, or one over the same ranks that can send tensors of this device."""
         if device.type not in self._carriers:
             if self._apart and not self._number:

@@ -16,8 +16,10 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from lightstep.distributed import MatrixExchange, Rows, rows_of
 from lightstep.optimizer.param_groups import plain_numbers
-from lightstep.state.backend import EntrySpec, Schema
+from lightstep.optimizer.sharded_muon import is_known, update_rows
+from lightstep.state.backend import EntrySpec, Managed, Schema
 from lightstep.state.segment import Segment
 
 _NOT_ELEMENT_WISE = {"Adafactor", "Muon", "Shampoo", "SOAP", "Adam_mini"}
@@ -202,6 +204,7 @@ class BaseArithmetic:
         self._raw_step = _undecorated_step(optimizer_class)
         self._inner: dict[torch.device, torch.optim.Optimizer] = {}
         self._default_fused: dict[torch.device, bool] = {}
+        self._exchanges: dict[Any, MatrixExchange] = {}
 
     @property
     def name(self) -> str:
@@ -259,9 +262,11 @@ class BaseArithmetic:
         ``overflow`` (0-dim fp32) is handed to classes that take ``found_inf``: with 1 they change nothing.
         """
         updated: list[tuple[Updated, Tensor]] = []
-        stacks = []
+        stacks, together = [], []
         for segment, gradient in zip(segments, gradients, strict=True):
-            if segment.master.dim() == 3 and self._takes_matrices_only:
+            if segment.parts[0].owner.rows is not None:
+                together.append((segment, gradient))
+            elif segment.master.dim() == 3 and self._takes_matrices_only:
                 stacks.append(_Stack(segment))
                 updated.extend(zip(stacks[-1].matrices, gradient.unbind(0), strict=True))
             else:
@@ -274,6 +279,19 @@ class BaseArithmetic:
             self._apply_batch(batch, overflow, values)
         for stack in stacks:
             stack.put_together()
+        if together:
+            self._update_together(together, values)
+
+    def _update_together(self, batch: list[tuple[Segment, Tensor]], values: GroupValues) -> None:
+        """Muon's matrices that several ranks have rows of."""
+        by_group: dict[Any, list[tuple[Segment, Tensor]]] = {}
+        for segment, gradient in batch:
+            by_group.setdefault(_rows_of(segment).group, []).append((segment, gradient))
+        for group, own in by_group.items():
+            segments, gradients = [segment for segment, _ in own], [gradient for _, gradient in own]
+            settings = [values.of(segment.group) for segment in segments]
+            with torch.no_grad():
+                update_rows(segments, gradients, settings, [*map(_rows_of, segments)], self._exchanges[group])
 
     def _apply_batch(self, batch: list[tuple[Updated, Tensor]], overflow: Tensor, values: GroupValues) -> None:
         segments = [segment for segment, _ in batch]
@@ -298,27 +316,47 @@ class BaseArithmetic:
         for live, seen in groups:
             values.note(live, seen)
 
-    def check_parameter(self, name: str, shape: torch.Size, local_shape: torch.Size) -> None:
+    def check_parameter(self, name: str, parameter: Tensor, local: Tensor) -> Rows | None:
         """Refuse what an optimizer that needs whole tensors cannot update.
 
         Args:
-            shape, local_shape: of the parameter, and of the part of it on this rank.
+            local: the part of it on this rank.
+
+        Returns:
+            How the ranks that update it together share it; ``None``: this one updates what it has by itself.
 
         Raises:
             ValueError: the parameter is sharded, or the class itself refuses its shape.
         """
         if not self.whole_tensors:
-            return
-        if shape != local_shape:
+            return None
+        shape, rows = parameter.shape, rows_of(parameter)
+        stack = len(shape) == 3 and self._takes_matrices_only and rows is not None
+        together = rows is not None and len(shape) == 2 and is_known(self.optimizer_class)
+        if not (stack or together) and (rows is not None or shape != local.shape):
             raise ValueError(
                 f"{name} of shape {tuple(shape)} is sharded, and {self.name} needs whole tensors: it would take each "
-                "shard for a tensor of its own. Use an element-wise optimizer (torch.optim.AdamW), or sharding.kind "
-                "single or ddp"
+                "shard for a tensor of its own. Use an element-wise optimizer (torch.optim.AdamW), torch.optim.Muon on "
+                "matrices that are sharded by rows, or sharding.kind single or ddp"
             )
         try:
             self._construct([torch.empty(self._updated_shape(shape), device="meta")], fused=False)
         except ValueError as error:
             raise ValueError(f"{self.name} cannot update {name} of shape {tuple(shape)}: {error}") from error
+        return rows if together else None
+
+    def open_exchanges(self, items: Sequence[Managed]) -> None:
+        """Make the process groups for those that ranks update together; called at set-up, by all of them."""
+        for item in items:
+            if item.rows is not None and item.rows.group not in self._exchanges:
+                self._exchanges[item.rows.group] = MatrixExchange(item.rows.group)
+                self._exchanges[item.rows.group].open(item.local.device)
+
+    def close(self) -> None:
+        """Give the process groups back."""
+        for exchange in self._exchanges.values():
+            exchange.close()
+        self._exchanges = {}
 
     def _probe(self, device: torch.device | None = None) -> Tensor:
         """A small tensor to try the class out with; a matrix for classes that take no other."""
@@ -427,7 +465,11 @@ class _Stack:
     def put_together(self) -> None:
         """The matrices' state is the segment's."""
         state = self._segment.state
-        for key, value in self.matrices[0].state.items() if self.matrices else ():
+        if not self.matrices:  # this rank has no expert, and state like the others'
+            likes = (key for key, spec in self._segment.parts[0].owner.schema.items() if spec.like_parameter)
+            state.update({key: torch.zeros_like(self._segment.master) for key in likes if key not in state})
+            return
+        for key, value in self.matrices[0].state.items():
             rows = [matrix.state[key] for matrix in self.matrices]
             if not _has_shape(value, self._shape[1:]):
                 state[key] = value
@@ -439,6 +481,12 @@ class _Stack:
 
 def _has_shape(value: Any, shape: torch.Size) -> bool:
     return isinstance(value, Tensor) and value.shape == shape
+
+
+def _rows_of(segment: Segment) -> Rows:
+    rows = segment.parts[0].owner.rows
+    assert rows is not None
+    return rows
 
 
 def _undecorated_step(optimizer_class: type[torch.optim.Optimizer]) -> Callable[[torch.optim.Optimizer], Any]:

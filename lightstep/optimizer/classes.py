@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightstep.distributed import Rows
 from lightstep.optimizer.arithmetic import BaseArithmetic, GroupValues
 from lightstep.state.backend import Managed
 from lightstep.state.segment import Segment
@@ -30,12 +31,16 @@ class GroupClasses:
         optimizer_class: the optimizer's own.
         hyperparameters: its keyword arguments. Groups of other classes have the defaults of theirs.
 
+    Attributes:
+        own: the arithmetic of the optimizer's own class.
+        in_backward: updates run in backward, where ranks cannot update a parameter together.
+
     Raises:
         TypeError, ValueError: see :class:`~lightstep.optimizer.arithmetic.BaseArithmetic`.
     """
 
     def __init__(self, optimizer_class: type[torch.optim.Optimizer], hyperparameters: dict[str, Any]) -> None:
-        self.own = BaseArithmetic(optimizer_class, hyperparameters)
+        self.own, self.in_backward = BaseArithmetic(optimizer_class, hyperparameters), False
         self._named: dict[str, BaseArithmetic] = {class_name(optimizer_class): self.own}
 
     @property
@@ -100,12 +105,28 @@ class GroupClasses:
             found.setdefault(self.of(group), []).append(group)
         return found
 
+    def close(self) -> None:
+        """Give process groups back."""
+        for arithmetic in self._named.values():
+            arithmetic.close()
+
     # -- set-up
 
     def consider(self, groups: Sequence[Group]) -> None:
         """See :meth:`BaseArithmetic.consider`."""
         for arithmetic, own in self.by_class(groups).items():
             arithmetic.consider(own)
+
+    def check_parameter(self, name: str, parameter: Tensor, local: Tensor, group: Group) -> Rows | None:
+        """See :meth:`BaseArithmetic.check_parameter`."""
+        arithmetic = self.of(group)
+        rows = arithmetic.check_parameter(name, parameter, local)
+        if rows is not None and self.in_backward:
+            raise ValueError(
+                f"{name} is sharded, and {arithmetic.name} brings it together from all ranks, which "
+                "optimizer_state.update in_backward cannot: set at_step, next_forward or overlap"
+            )
+        return rows
 
     def prepare(self, items: Sequence[Managed], groups: Sequence[Group]) -> None:
         """Find out how the classes run where these parameters are, and tell each of them what its state will be."""
@@ -120,6 +141,8 @@ class GroupClasses:
         for item in items:
             arithmetic = self.of(item.group)
             item.schema, item.whole_tensors = schemas[arithmetic], arithmetic.whole_tensors
+        for arithmetic in schemas:
+            arithmetic.open_exchanges([item for item in items if self.of(item.group) is arithmetic])
 
     # -- one step
 

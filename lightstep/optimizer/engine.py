@@ -83,7 +83,7 @@ class Engine:
         self.accumulating: bool | None = None
         self.classes, self.master_weights = classes, master_weights
         self._overflow_everywhere, self.update_time = overflow_everywhere, update_time
-        self._initial_masters = initial_masters
+        self._initial_masters, classes.in_backward = initial_masters, update_time.in_backward
         self.listeners: list[Callable[[], object]] = []
         self.start(backend, reduce_float32, places)
         self.loss_scale, self.max_norm = loss_scale, max_norm
@@ -469,6 +469,7 @@ class Engine:
             self._finish()
         finally:
             self.backend.close()
+            self.classes.close()
 
     def _finish(self) -> None:
         with own_work():

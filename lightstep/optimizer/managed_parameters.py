@@ -147,9 +147,10 @@ class ManagedParameters:
             raise TypeError(
                 f"{name} has dtype {local.dtype}; bfloat16, float16 and float32 parameters can be optimized"
             )
-        self._classes.of(group).check_parameter(name, parameter.shape, local.shape)
+        rows = self._classes.check_parameter(name, parameter, local, group)
         masters = self._master_weights and local.dtype != torch.float32
-        return Managed(parameter, local, group, name, place.layer if place else None, own_master=not masters)
+        layer = place.layer if place else None
+        return Managed(parameter, local, group, name, layer, own_master=not masters, rows=rows)
 
     # -- masters follow the model
 

@@ -27,6 +27,7 @@ from torch import Tensor
 from lightstep.state.lanes import Lanes
 
 if TYPE_CHECKING:
+    from lightstep.distributed import Rows
     from lightstep.state.segment import Segment
 
 
@@ -63,6 +64,7 @@ class Managed:
         own_master: the parameter is its own master (fp32, or master weights are off).
         schema: the entries of its base optimizer's state.
         whole_tensors: its base optimizer is not element-wise: it is never cut, and updated by itself.
+        rows: how it is divided among ranks that update it together; ``None``: this one updates what it has alone.
         updated: its state exists, from an update or from a checkpoint.
         provisional: its state only stands in for the one that a checkpoint is about to bring; no update made it.
         elsewhere: another replica keeps its state and updates it; here only its weight arrives. Set by the backend.
@@ -76,9 +78,15 @@ class Managed:
     own_master: bool = False
     schema: Schema = field(default_factory=dict, repr=False)
     whole_tensors: bool = False
+    rows: Rows | None = None
     updated: bool = False
     provisional: bool = False
     elsewhere: bool = False
+
+    @property
+    def planned(self) -> int:
+        """Elements to plan with: alike on ranks that update it together."""
+        return self.local.numel() if self.rows is None else self.rows.most
 
 
 @dataclass(eq=False)
@@ -104,7 +112,7 @@ class StateBackend(ABC):
     changes nothing."""
     in_lanes: bool = False
     """Whether units may be updated in :attr:`lanes`, beside the caller's own work."""
-    awaited_by_others: ClassVar[bool] = False
+    awaited_by_others: bool = False
     """Whether other processes wait for units of this one, so that none may be left until somebody here asks for it."""
 
     def fresh(self) -> StateBackend:

@@ -97,6 +97,7 @@ class RecordBackend(StateBackend):
             for record in leaving:
                 self._marks.pop(record, None)
         self._initial = {item: master for item, master in self._initial.items() if item in place}
+        self.awaited_by_others = any(item.rows is not None for item in managed)
         devices = {record.device for record in listed}
         self._needs = {
             device: Staging().needs([record for record in listed if record.device == device]) for device in devices

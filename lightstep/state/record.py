@@ -321,7 +321,8 @@ def make_record(
 
     def order(part: tuple[Managed, int, int]) -> tuple[Any, ...]:
         owner, start, stop = part
-        return owner.own_master, stop - start >= large, str(owner.local.dtype), groups[id(owner.group)]
+        alone = owner.rows is not None or stop - start >= large
+        return owner.own_master, alone, str(owner.local.dtype), groups[id(owner.group)]
 
     parts: list[Part] = []
     first = 0

@@ -59,6 +59,12 @@ class SharedByReplicas(StateBackend):
     # -- set-up
 
     def register(self, managed: Sequence[Managed]) -> None:
+        together = next((item.name for item in managed if item.rows is not None), None)
+        if together is not None:
+            raise ValueError(
+                f"{together} is sharded and has copies, and its optimizer needs it whole: with copies (HSDP) that goes "
+                "with optimizer_state.backend resident or bulk"
+            )
         layouts = ExpectedLayouts()
 
         def cost(item: Managed) -> int:

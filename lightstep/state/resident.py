@@ -14,6 +14,7 @@ from lightstep.state.host_memory import HostSlab, require
 from lightstep.state.kept_records import RecordBackend, same_rounding
 from lightstep.state.record import Coding, Part, Record, Slot
 from lightstep.state.segment import MasterSplitter, Segment
+from lightstep.state.units import apart
 
 __all__ = ["ResidentBackend"]
 
@@ -41,7 +42,7 @@ class ResidentBackend(RecordBackend):
         kept = {part.owner for record in staying for part in record.parts}
         new = [item for item in managed if item not in kept]
         carried = {item: self._assembled(item) for item in new}
-        units = _pack(new, self.unit_elements)
+        units = [unit for listed in apart(new) for unit in _pack(listed, self.unit_elements)]
         for record in self._keep(managed, [*staying, *self._make_records(units, _coding)]):
             self._slots.pop(record, None)
             record.close()
@@ -222,7 +223,7 @@ def _pack(managed: Sequence[Managed], limit: int) -> list[Unit]:
     units: list[list[Managed]] = []
     filled = 0
     for item in managed:
-        size = item.local.numel()
+        size = item.planned
         fits = units and filled + size <= limit and units[-1][0].local.device == item.local.device
         if fits:
             units[-1].append(item)

@@ -223,6 +223,9 @@ class StreamBackend(RecordBackend):
 
     def can_try(self) -> Sequence[Unit]:
         waiting = {record for part, record in self._home.items() if part.codes is not None}
+        waiting.update(
+            self._home[part] for part in self._home if part.owner.rows is not None
+        )  # all ranks try them, or none
         records = [record for record in self._streamed() if record not in waiting]
         return [record.unit for record in self._versions.reserve(records, self._marks is not None)]
 

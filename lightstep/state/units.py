@@ -59,10 +59,16 @@ def plan_units(managed: Sequence[Managed], bytes_of: Bytes, capacity: int) -> li
     """
     units = [
         parts
-        for group in _small_ones_together(group_by_layer(managed), bytes_of, min(SMALL_UNIT, capacity // 4))
+        for listed in apart(managed)
+        for group in _small_ones_together(group_by_layer(listed), bytes_of, min(SMALL_UNIT, capacity // 4))
         for parts in _divide(group, bytes_of, capacity)
     ]
     return [Unit(index, tuple(parts)) for index, parts in enumerate(units)]
+
+
+def apart(managed: Sequence[Managed]) -> list[list[Managed]]:
+    """Parameters that ranks update together have units of their own, the same on all of them."""
+    return [[item for item in managed if (item.rows is None) is alone] for alone in (True, False)]
 
 
 def _small_ones_together(layers: list[list[Managed]], bytes_of: Bytes, limit: int) -> list[list[Managed]]:
@@ -70,7 +76,7 @@ def _small_ones_together(layers: list[list[Managed]], bytes_of: Bytes, limit: in
     together: list[list[Managed]] = []
     filled = limit + 1
     for layer in layers:
-        size = sum(bytes_of(item, item.local.numel()) for item in layer)
+        size = sum(bytes_of(item, item.planned) for item in layer)
         if filled + size <= limit:
             together[-1].extend(layer)
             filled += size
@@ -82,7 +88,7 @@ def _small_ones_together(layers: list[list[Managed]], bytes_of: Bytes, limit: in
 
 def smallest_piece(item: Managed, bytes_of: Bytes) -> int:
     """Bytes that a slot must have at the least for this parameter."""
-    elements = item.local.numel()
+    elements = item.planned
     return bytes_of(item, elements if _uncut(item) else min(elements, CUT_ELEMENTS))
 
 
@@ -96,7 +102,7 @@ def _divide(group: list[Managed], bytes_of: Bytes, capacity: int) -> list[list[P
         needed = smallest_piece(item, bytes_of)
         if needed > capacity:
             raise RingError(f"{item.name} needs {needed} bytes in one piece, and a slot of the ring has {capacity}")
-    total = sum(bytes_of(item, item.local.numel()) for item in group)
+    total = sum(bytes_of(item, item.planned) for item in group)
     slack = max(bytes_of(item, min(item.local.numel(), CUT_ELEMENTS)) for item in group)
     size = min(capacity, -(-total // -(-max(total, 1) // capacity)) + slack)
     filling = _Filling(bytes_of, size, capacity)
@@ -118,10 +124,9 @@ class _Filling:
         self._used = 0
 
     def add_whole(self, item: Managed) -> None:
-        elements = item.local.numel()
-        if self._used + self._bytes_of(item, elements) > self._capacity:
+        if self._used + self._bytes_of(item, item.planned) > self._capacity:
             self._close()
-        self._append(item, 0, elements)
+        self._append(item, 0, item.local.numel())
 
     def add_in_parts(self, item: Managed) -> None:
         start, end = 0, item.local.numel()
@@ -148,7 +153,7 @@ class _Filling:
 
     def _append(self, item: Managed, start: int, stop: int) -> None:
         self._open.append((item, start, stop))
-        self._used += self._bytes_of(item, stop - start)
+        self._used += self._bytes_of(item, stop - start if item.rows is None else item.planned)
 
     def _close(self) -> None:
         if self._open:

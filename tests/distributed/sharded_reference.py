@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from tests.reference.plain_loop import ReferenceScale, check_same_norm, has_fused, in_order
+from tests.reference.several_classes import SeveralClasses
 
 
 class DistributedLoop(ABC):
@@ -211,3 +212,63 @@ class ReplicatedLoop(DistributedLoop):
 
     def norm(self, gradients: Mapping[Tensor, Tensor]) -> Tensor:
         return torch.nn.utils.get_total_norm(gradients.values(), self.norm_type)
+
+
+class GatheringLoop(ShardedLoop):
+    """Every rank gathers every gradient that Muon sees, and updates whole masters by it; other classes see shards.
+
+    The groups name their classes (``"optimizer_class"``). Of three dimensions, each matrix is a parameter of its own.
+    """
+
+    def __init__(
+        self, model: nn.Module, param_groups: Iterable[Mapping[str, Any]], *arguments: Any, **keywords: Any
+    ) -> None:
+        groups = [dict(group) for group in param_groups]
+        shards = [{**group, "optimizer_class": torch.optim.AdamW} for group in groups]
+        super().__init__(model, shards, SeveralClasses, *arguments, **keywords)  # type: ignore[arg-type]
+        self.gathered = {p for g in groups if g["optimizer_class"] is torch.optim.Muon for p in g["params"]}
+        self.masters |= {p: p.detach().float().clone() for p in self.gathered}
+        self.matrices = {p: list(m) if m.dim() == 3 else [m] for p, m in self.masters.items()}
+        updated = [{**group, "params": [m for p in group["params"] for m in self.matrices[p]]} for group in groups]
+        self.optimizer = SeveralClasses(updated)  # type: ignore[assignment]
+
+    @torch.no_grad()
+    def step(self, reported: Tensor) -> bool:
+        assert self.max_norm is not None
+        averaged = self.average(self.sums)
+        gradients = {p: averaged[p].float() for p in in_order(averaged, self.model.parameters())}
+        self.sums = {}
+        norm = self.norm(gradients)
+        check_same_norm(reported, norm)
+        for parameter, part in gradients.items():
+            gradient = self._whole(parameter, part) if parameter in self.gathered else part
+            matrices = self.matrices[parameter]
+            for matrix, own in zip(matrices, gradient if len(matrices) > 1 else [gradient], strict=True):
+                matrix.grad = own
+        updated = [matrix for matrices in self.matrices.values() for matrix in matrices]
+        torch.nn.utils.clip_grads_with_norm_(updated, self.max_norm, norm)
+        self.optimizer.step()
+        for matrix in updated:
+            matrix.grad = None
+        for parameter, master in self.masters.items():
+            if parameter in self.gathered:
+                parameter.copy_(master)
+            else:
+                self.restore(parameter, master.to(parameter.dtype))
+        return True
+
+    def _whole(self, parameter: Tensor, part: Tensor) -> Tensor:
+        found = torch.empty_like(parameter, dtype=part.dtype)
+        self.restore(found, part)
+        return found
+
+    @torch.no_grad()
+    def state(self, parameter: Tensor) -> dict[str, Any]:
+        """Whole."""
+        states = [self.optimizer.state.get(matrix, {}) for matrix in self.matrices[parameter]]
+        if len(states) > 1:
+            return {key: torch.stack([state[key] for state in states]) for key in states[0]}
+        found = states[0].items()
+        if parameter in self.gathered:
+            return dict(found)
+        return {k: self._whole(parameter, v) if isinstance(v, Tensor) and v.dim() else v for k, v in found}
