@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from lightstep.optimizer.classes import constructor_arguments
 from lightstep.optimizer.param_groups import clean_name
 
-__all__ = ["KINDS", "Rule", "described_parameters", "groups_by_rules", "own_class"]
+__all__ = ["KINDS", "Rule", "described_parameters", "groups_by_rules", "own_class", "warn_of_muon_on_vocabularies"]
 
 KINDS = ("hidden_matrices", "embeddings", "head", "norms", "biases", "rest")
 """What ``Rule(kinds=...)`` may name; every parameter is of one kind, and ``rest`` is all that no other rule names."""
@@ -143,6 +144,26 @@ def groups_by_rules(rules: Sequence[Rule], model: nn.Module) -> list[dict[str, A
         if not hit:
             raise ValueError(f"{rule} means no parameter of this model; `lightstep params` lists their names and kinds")
     return groups
+
+
+def warn_of_muon_on_vocabularies(
+    groups: Sequence[Mapping[str, Any]], optimizer_class: type[torch.optim.Optimizer], model: nn.Module
+) -> None:
+    """Muon makes all directions of a matrix equally strong. Rows that stand for tokens are not directions of one map."""
+    classes = {p: group.get("optimizer_class", optimizer_class) for group in groups for p in group["params"]}
+    if torch.optim.Muon not in classes.values():
+        return
+    found = [
+        f"{name} ({kind})"
+        for name, parameter, kind in described_parameters(model)
+        if kind in ("embeddings", "head") and classes.get(parameter) is torch.optim.Muon
+    ]
+    if found:
+        warnings.warn(
+            f"Muon will update {', '.join(found)}: it is meant for hidden matrices, and takes a row for each token "
+            "for a linear map. Give these to AdamW (kinds='hidden_matrices' leaves them out)",
+            stacklevel=3,
+        )
 
 
 def own_class(groups: Sequence[Mapping[str, Any]]) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:

@@ -34,7 +34,7 @@ from lightstep.optimizer.in_backward import InBackward
 from lightstep.optimizer.optimizer import MixedPrecisionOptimizer
 from lightstep.optimizer.overlap import Overlap
 from lightstep.optimizer.param_groups import Place, check_param_groups, places
-from lightstep.optimizer.rules import Rule, groups_by_rules, own_class
+from lightstep.optimizer.rules import Rule, groups_by_rules, own_class, warn_of_muon_on_vocabularies
 from lightstep.optimizer.schedule import AtStep, NextForward, Schedule
 from lightstep.precision.gradients import ReducedGradients
 from lightstep.precision.loss_scale import ConstantLossScale, DynamicLossScale, LossScale
@@ -338,6 +338,7 @@ class Strategy(ABC):
             param_groups = groups_by_rules(rules, unwrap_model(model))
             optimizer_class, hyperparameters = own_class(param_groups)
         groups = check_param_groups(param_groups, unwrap_model(model))
+        warn_of_muon_on_vocabularies(groups, optimizer_class, unwrap_model(model))
         return self._make_optimizer(model, optimizer_class, groups, hyperparameters)
 
     def _make_optimizer(

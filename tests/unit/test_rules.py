@@ -287,10 +287,19 @@ def test_rules_replace_the_other_arguments() -> None:
         strategy.create_optimizer(model, rules=[Rule(torch.optim.AdamW)], lr=1e-3)
 
 
+def test_muon_on_an_embedding_warns() -> None:
+    strategy = lightstep.Strategy.load("fp32")
+    model = strategy.prepare_model(Named())
+    rules = [Rule(torch.optim.Muon, dims=[2, 3]), Rule(torch.optim.AdamW, dims=1)]
+    with pytest.warns(UserWarning, match=r"Muon will update tokens.weight \(embeddings\), out.weight \(head\): it is"):
+        strategy.create_optimizer(model, rules=rules)
+
+
 def test_muon_on_what_is_no_matrix_is_refused_by_name() -> None:
     strategy = lightstep.Strategy.load("fp32")
     model = strategy.prepare_model(Named())
-    optimizer = strategy.create_optimizer(model, rules=[Rule(torch.optim.Muon)])
+    with pytest.warns(UserWarning, match="Muon will update tokens"):
+        optimizer = strategy.create_optimizer(model, rules=[Rule(torch.optim.Muon)])
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     with pytest.raises(ValueError, match=r"Muon cannot update scale of shape \(8,\)"):
