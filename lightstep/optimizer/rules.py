@@ -149,7 +149,7 @@ def groups_by_rules(rules: Sequence[Rule], model: nn.Module) -> list[dict[str, A
 def warn_of_muon_on_vocabularies(
     groups: Sequence[Mapping[str, Any]], optimizer_class: type[torch.optim.Optimizer], model: nn.Module
 ) -> None:
-    """Muon makes all directions of a matrix equally strong. Rows that stand for tokens are not directions of one map."""
+    """Muon makes all directions of a matrix equally strong; rows that stand for tokens are not directions of a map."""
     classes = {p: group.get("optimizer_class", optimizer_class) for group in groups for p in group["params"]}
     if torch.optim.Muon not in classes.values():
         return
