@@ -433,7 +433,7 @@ class _Verdict:
         if found.device.type == "cpu":
             self._host, self._event = found, None
             return
-        if self._host is None or self._host.device.type != "cpu" or self._event is None:
+        if self._host is None or self._event is None:
             self._host = torch.zeros((), dtype=torch.int32, device="cpu", pin_memory=True)
             self._event = torch.Event(found.device)
         self._host.copy_(found, non_blocking=True)

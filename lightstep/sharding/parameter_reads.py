@@ -103,19 +103,22 @@ class DeferredUpdates:
         for optimizer in self.optimizers:
             if self.in_backward or optimizer.has_deferred_updates:
                 optimizer.wait_for_update(parameters)
-        for _, engine in self._left():
-            engine.finish_update()
+        self._finish_left()
 
     def wait_for_step(self) -> None:
         """What is done next sees everything updated that a step has decided."""
         for optimizer in self.optimizers:
             if self.in_backward or optimizer.has_deferred_updates:
                 optimizer.wait_for_step()
+        self._finish_left()
 
     def wait_on_stream(self, parameters: Collection[Tensor]) -> None:
         """The current stream waits for the updates of these parameters, and no other does."""
         for optimizer in self.optimizers:
             optimizer.wait_on_stream(parameters)
+        self._finish_left()
+
+    def _finish_left(self) -> None:
         for _, engine in self._left():
             engine.finish_update()
 

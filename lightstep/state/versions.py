@@ -90,6 +90,7 @@ class Versions:
         self._full = False
         self._tried: dict[Record, Version] = {}
         self._kept: dict[Record, tuple[dict[torch.dtype, Tensor], Tensor | None]] = {}
+        self._device_full = False
 
     def __contains__(self, record: Record) -> bool:
         return record in self._tried
@@ -113,7 +114,7 @@ class Versions:
             marked: fingerprints of their weights are kept.
         """
         records = [record for record in records if record.slab is not None]
-        for gone in [record for record in self._kept if record not in records]:
+        for gone in self._kept.keys() - set(records):
             del self._kept[gone]
         wanted: dict[int, int] = defaultdict(int)
         ready = []
@@ -149,14 +150,15 @@ class Versions:
         return free is None or nbytes <= free * (1 - _LEFT_FREE)
 
     def _has_rows(self, record: Record, marked: bool) -> bool:
-        if record in self._kept:
-            return True
+        if record in self._kept or self._device_full:
+            return record in self._kept
         sizes: dict[torch.dtype, int] = {}
         for part in record.parts:
             sizes[part.owner.local.dtype] = record.elements
         try:
             rows = {dtype: torch.empty(n, dtype=dtype, device=record.device) for dtype, n in sizes.items()}
         except torch.OutOfMemoryError:
+            self._device_full = True  # asking again in every step would empty torch's cache in every step
             logger.warning("no room on %s for the weights of before: fewer updates run in backward", record.device)
             return False
         marks = torch.zeros(len(record.parts), dtype=torch.int64, device=record.device) if marked else None
@@ -189,6 +191,7 @@ class Versions:
     def forget_weights(self) -> None:
         """Give back the device memory; nothing is being tried."""
         self._kept.clear()
+        self._device_full = False
 
     def release(self) -> None:
         """Give back all memory; nothing may be under way."""
