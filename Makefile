@@ -16,6 +16,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 CACHE := $${XDG_CACHE_HOME:-$$HOME/.cache}/pip
 PIP_INSTALL = $(PIP) install --no-compile \
 	$$({ mkdir -p "$(CACHE)" && test -w "$(CACHE)"; } 2>/dev/null || echo --no-cache-dir)
+unexport PYTHONDONTWRITEBYTECODE  # some machines set it, and every process of the tests would compile all it imports
 
 .DEFAULT_GOAL := help
 .PHONY: help venv train test lint format types docs bench clean
