@@ -145,7 +145,7 @@ CLASSES = {
 }
 
 
-@pytest.mark.parametrize(("name", "parameters"), zip(CLASSES, cycle(["bfloat16", "float32"]), strict=False))
+@pytest.mark.parametrize(("name", "parameters"), [*zip(CLASSES, cycle(["bfloat16", "float32"]), strict=False)])
 @pytest.mark.usefixtures("no_pause")
 def test_every_class_may_be_taken_back(name: str, parameters: str, verdicts: Counter[str]) -> None:
     base, settings = CLASSES[name]
