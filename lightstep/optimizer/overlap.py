@@ -54,8 +54,6 @@ class Overlap(NextForward):
         announce: called when weights have become other than a reader would expect, before ``step()``.
     """
 
-    tries = True
-
     def __init__(self, walk: UnitWalk, backend: StateBackend) -> None:
         super().__init__(walk, backend)
         self._arrivals = Arrivals()
