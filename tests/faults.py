@@ -251,7 +251,7 @@ def forge(folder: Path, **changes: Any) -> None:
 
 
 def two_savers(folder: Path, seconds: float) -> Counts:
-    """Two processes that save to one path as often as they can."""
+    """Two processes that save to one path as often as they can, and twice at least."""
     place, counts = folder / "step-1", Counts()
     context = multiprocessing.get_context("fork")
     outcomes = context.Queue()
@@ -270,7 +270,7 @@ def two_savers(folder: Path, seconds: float) -> Counts:
 def _save_often(place: Path, value: float, seconds: float, outcomes: Any) -> None:
     torch.set_num_threads(1)
     (model, optimizer), counts, until = model_of(value), Counts(), time.monotonic() + seconds
-    while time.monotonic() < until:
+    while time.monotonic() < until or counts["saved"] < 2:
         try:
             save_checkpoint(place, model, optimizer)
             counts["saved"] += 1

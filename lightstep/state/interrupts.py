@@ -2,44 +2,63 @@
 
 from __future__ import annotations
 
-import _thread
-import os
 import signal
 import sys
 import threading
+import weakref
 from collections.abc import Callable
+from types import FrameType
+from typing import cast
 
 __all__ = ["interrupt_later", "uninterrupted"]
 
-_LATER = 0.01
-"""Seconds in which the finalizer returns."""
+_AGAIN = 0.01
+"""Seconds until an interrupt is tried again that found a finalizer running."""
 
 
 def uninterrupted(wait: Callable[[], object]) -> None:
     """Wait to the end in a finalizer; an interrupt that comes meanwhile is the caller's, after it."""
-    interrupted = False
     while True:
         try:
             wait()
-            break
+            return
         except KeyboardInterrupt:
-            interrupted = True
-    if interrupted:
-        interrupt_later()
+            interrupt_later()
 
 
 def interrupt_later() -> None:
-    """For a finalizer that was interrupted: the program is, once it has returned; at exit here and now."""
-    if threading.main_thread().is_alive():
-        threading.Timer(_LATER, _interrupt).start()
-    else:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        signal.raise_signal(signal.SIGINT)
+    """For a finalizer that was interrupted: the program is, as soon as no finalizer runs; at exit here and now."""
+    found = signal.getsignal(signal.SIGINT)
+    before = found if callable(found) else signal.default_int_handler
+    main = threading.main_thread()
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        if not main.is_alive():  # nobody would hear of an exception
+            _end_as_interrupted()
+        elif _in_finalizer(frame):
+            threading.Timer(_AGAIN, again).start()
+        else:
+            signal.signal(signal.SIGINT, before)
+            before(number, frame)
+
+    def again() -> None:
+        if signal.getsignal(signal.SIGINT) is interrupt:  # still to come
+            signal.pthread_kill(cast(int, main.ident), signal.SIGINT)
+
+    signal.signal(signal.SIGINT, interrupt)
+    interrupt(signal.SIGINT, sys._getframe())
 
 
-def _interrupt() -> None:
-    if threading.main_thread().is_alive():
-        _thread.interrupt_main()
-    else:  # it waits for this thread, and would print the interrupt
-        sys.stdout.flush()
-        os._exit(128 + signal.SIGINT)
+def _in_finalizer(frame: FrameType | None) -> bool:
+    """Whether an exception that is raised in this frame ends in a finalizer, where Python drops it."""
+    while frame is not None:
+        if frame.f_code.co_name == "__del__" or frame.f_code is weakref.finalize.__call__.__code__:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _end_as_interrupted() -> None:
+    sys.stdout.flush()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.raise_signal(signal.SIGINT)

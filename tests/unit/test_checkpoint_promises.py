@@ -287,6 +287,17 @@ def test_of_two_savers_one_is_refused_and_the_other_succeeds(tmp_path: Path) -> 
     assert [entry.name for entry in tmp_path.iterdir()] == ["step"]
 
 
+def test_what_another_saver_is_about_to_replace_is_no_strangers(tmp_path: Path) -> None:
+    """Between the renames of one saver the other one finds nothing at the path, or half of it."""
+    folder = tmp_path / "step"
+    save_checkpoint(folder, model_of(0.0))
+    (folder / "lightstep.json").unlink()
+    with storage.locked(folder), pytest.raises(CheckpointError, match="is saving to"):
+        save_checkpoint(folder, model_of(1.0))
+    with pytest.raises(CheckpointError, match="is not a checkpoint"):
+        save_checkpoint(folder, model_of(1.0))
+
+
 def hold(folder: str, held: Any) -> None:
     with storage.locked(Path(folder)):
         held.set()
