@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
 import multiprocessing
@@ -27,6 +28,7 @@ import lightstep
 from lightstep.checkpoint import (
     CheckpointError,
     latest_checkpoint,
+    layout,
     load,
     load_checkpoint,
     save_checkpoint,
@@ -208,6 +210,33 @@ def test_looking_for_the_newest_beside_a_process_that_rotates(tmp_path: Path) ->
         looks.release(15)
         thread.join()
     assert latest_checkpoint(tmp_path) == tmp_path / "step-14"
+
+
+def test_what_is_removed_during_a_look_was_not_the_newest_any_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``keep_every`` keeps step-2; step-3 goes when step-5 is there, which was not when the look began."""
+    for number in (2, 3):
+        save_checkpoint(tmp_path / f"step-{number}", model_of(0.0))
+    read = layout.read_manifest
+
+    def late(folder: Path) -> Any:
+        if folder.name == "step-3" and folder.exists():
+            save_checkpoint(tmp_path / "step-5", model_of(0.0))
+            shutil.rmtree(folder)
+        return read(folder)
+
+    monkeypatch.setattr(layout, "read_manifest", late)
+    assert latest_checkpoint(tmp_path) == tmp_path / "step-5"
+
+
+def test_a_folder_that_cannot_be_listed_is_not_an_empty_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run would start anew."""
+    save_checkpoint(tmp_path / "step-1", model_of(0.0))
+    stale = OSError(errno.ESTALE, "stale file handle")
+    monkeypatch.setattr(Path, "iterdir", lambda _: (_ for _ in ()).throw(stale))
+    with pytest.raises(OSError, match="stale"):
+        latest_checkpoint(tmp_path)
 
 
 # -- the user's files --------------------------------------------------------------------------------------------------
