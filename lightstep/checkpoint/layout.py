@@ -82,7 +82,7 @@ def latest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
     while True:
         entries = _folders(root)
         newest = next((path for path in _in_order(root, entries) if _can_go_on(path)), None)
-        if _names(_folders(root)) == _names(entries):  # else what went may have been the newest in the list
+        if set(_folders(root)) == set(entries):  # else what went, or was renamed, may have been the newest in the list
             return newest
 
 
@@ -137,10 +137,6 @@ def _folders(root: Path) -> list[Path]:
         return [entry for entry in root.iterdir() if entry.is_dir()]
     except (FileNotFoundError, NotADirectoryError):
         return []
-
-
-def _names(entries: Iterable[Path]) -> set[str]:
-    return {final_name(entry) for entry in entries}
 
 
 def _newest(folders: Iterable[Path]) -> Path | None:
