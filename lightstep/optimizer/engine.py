@@ -492,12 +492,15 @@ class Engine:
             self._end(then)
 
     def _end(self, then: Callable[[], object]) -> None:
+        uninterrupted(self._finish_at_end)
+        then()
+
+    def _finish_at_end(self) -> None:
         try:
-            uninterrupted(self._finish)
-            uninterrupted(self.backend.synchronize)  # memory that other streams use may be given back
+            self._finish()
+            self.backend.synchronize()  # memory that other streams use may be given back
         except Exception as error:
             logger.warning("an optimizer went away, and its last update failed: %s: %s", type(error).__name__, error)
-        then()
 
     def finish_update(self) -> None:
         """What the caller does next finds every parameter updated."""

@@ -10,29 +10,23 @@ from collections.abc import Callable
 from types import FrameType
 from typing import cast
 
-__all__ = ["interrupt_later", "uninterrupted"]
+__all__ = ["uninterrupted"]
 
 _AGAIN = 0.01
 """Seconds until an interrupt is tried again that found a finalizer running."""
 
 
-def uninterrupted(wait: Callable[[], object]) -> None:
-    """Wait to the end in a finalizer; an interrupt that comes meanwhile is the caller's, after it."""
-    while True:
-        try:
-            wait()
-            return
-        except KeyboardInterrupt:
-            interrupt_later()
-
-
-def interrupt_later() -> None:
-    """For a finalizer that was interrupted: the program is, as soon as no finalizer runs; at exit here and now."""
-    found = signal.getsignal(signal.SIGINT)
-    before = found if callable(found) else signal.default_int_handler
-    main = threading.main_thread()
+def uninterrupted(work: Callable[[], object]) -> None:
+    """Do a finalizer's work to its end. The program is interrupted when no finalizer runs; at exit it ends at once."""
+    main, before = threading.main_thread(), signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not main or not callable(before):  # nothing is interrupted here
+        work()
+        return
+    came = False
 
     def interrupt(number: int, frame: FrameType | None) -> None:
+        nonlocal came
+        came = True
         if not main.is_alive():  # nobody would hear of an exception
             _end_as_interrupted()
         elif _in_finalizer(frame):
@@ -46,7 +40,11 @@ def interrupt_later() -> None:
             signal.pthread_kill(cast(int, main.ident), signal.SIGINT)
 
     signal.signal(signal.SIGINT, interrupt)
-    interrupt(signal.SIGINT, sys._getframe())
+    try:
+        work()
+    finally:
+        if not came and signal.getsignal(signal.SIGINT) is interrupt:
+            signal.signal(signal.SIGINT, before)
 
 
 def _in_finalizer(frame: FrameType | None) -> bool:

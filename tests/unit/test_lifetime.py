@@ -139,12 +139,6 @@ class Slow:
     def __del__(self):
         time.sleep(0.1)  # goes on for longer than the interrupt waits before it is tried again
 
-came, first = threading.Event(), threading.Lock()
-def interrupted(number, frame):
-    came.set()
-    signal.default_int_handler(number, frame)
-signal.signal(signal.SIGINT, interrupted)
-
 def functions():
     frame = sys._current_frames()[threading.main_thread().ident]
     while frame is not None:
@@ -152,26 +146,37 @@ def functions():
         frame = frame.f_back
 
 def interrupt(lane):
-    with first:
-        while not came.is_set():
-            if "uninterrupted" in functions():
-                os.kill(os.getpid(), signal.SIGINT)
-                came.wait()
-            time.sleep(0.001)
+    while not was_interrupted.is_set():
+        if "uninterrupted" in functions():
+            was_interrupted.set()
+            os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.001)
 
+was_interrupted = threading.Event()
 optimizer.engine.slow = Slow()
 train(delay=interrupt)
 """
-INTERRUPTED = {
-    "the optimizer's end": IN_THE_FINALIZER
-    + """
+IN_SUBMISSION = """
+from lightstep.optimizer.schedule import NextForward
+NextForward.at_once = 0
+weight = model.weight
+train()
+old, compute = weight.detach().clone(), optimizer._backend.lanes.compute
+submit = compute.run
+compute.run = lambda *job: (signal.raise_signal(signal.SIGINT), submit(*job))
+"""
+AND_GOES_ON = """
 try:
     del optimizer
     threading.Event().wait(60)
     print("was not interrupted")
 except KeyboardInterrupt:
     sys.exit(130)
-""",
+"""
+INTERRUPTED = {
+    "the optimizer's end": IN_THE_FINALIZER + AND_GOES_ON,
+    "the submission of the last update": IN_SUBMISSION
+    + AND_GOES_ON.replace("130", "130 if not torch.equal(weight, old) else 'the update is lost'"),
     "the optimizer's end, behind which there is nothing": IN_THE_FINALIZER + "del optimizer",
     "the end of page-locking": """
 import contextlib, weakref
