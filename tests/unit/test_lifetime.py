@@ -115,6 +115,7 @@ def test_an_entry_that_somebody_keeps_keeps_nothing_else() -> None:
 UNDER_WAY = """
 import os, signal, sys, threading, time, torch, lightstep
 from torch import nn
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell has its background jobs ignore it
 strategy = lightstep.Strategy.load({"optimizer_state": {"backend": "stream", "update": "next_forward"}})
 model = strategy.prepare_model(nn.Linear(8, 8))
 optimizer = strategy.create_optimizer(model, lr=1e-2)
