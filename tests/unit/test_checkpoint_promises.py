@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import lightstep
@@ -31,6 +31,7 @@ from lightstep.checkpoint import (
     layout,
     load,
     load_checkpoint,
+    pretrained,
     save_checkpoint,
     storage,
 )
@@ -475,6 +476,31 @@ def test_a_model_that_is_loaded_in_part_is_not_saved(tmp_path: Path, monkeypatch
     optimizer.step()
 
 
+def test_pretrained_weights_that_break_off_are_not_gone_on_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    strategy, model, optimizer = trained("resident")
+    save_file({name: torch.ones(p.shape) for name, p in model.named_parameters()}, tmp_path / "model.safetensors")
+    part = pretrained._part
+    with monkeypatch.context() as patched:
+        patched.setattr(pretrained, "_part", lambda *which: part(*which) if which[2] == "weight" else broken_disk())
+        with pytest.raises(OSError, match="Input/output error"):
+            pretrained.load_pretrained(model, tmp_path)
+    assert values_of(model) > {1.0}, "a part of it"
+    with pytest.raises(RuntimeError, match="failed after a part of it had been loaded"):
+        optimizer.step()
+    with pytest.raises(CheckpointError, match="failed after a part of it had been loaded"):
+        strategy.save_checkpoint(tmp_path / "b", model, optimizer)
+    pretrained.load_pretrained(model, tmp_path)
+    optimizer.refresh_master_weights()
+    strategy.save_checkpoint(tmp_path / "b", model, optimizer)
+    optimizer.step()
+
+
+def broken_disk() -> Any:
+    raise OSError(5, "Input/output error")
+
+
 @contextlib.contextmanager
 def failing_at(call: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The disk is gone when tensors are read for the ``call``-th time."""
@@ -483,7 +509,7 @@ def failing_at(call: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     def failing(*arguments: Any) -> None:
         calls.append(arguments)
         if len(calls) == call:
-            raise OSError(5, "Input/output error")
+            broken_disk()
         read(*arguments)
 
     with monkeypatch.context() as patched:
