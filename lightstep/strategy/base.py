@@ -187,7 +187,7 @@ class Strategy(ABC):
         Parameters are cast to ``precision.parameters``; buffers keep their dtype. The fp32 values of trainable ones are
         kept until masters start from them. Optimizers that were made for the model before get its new parameters. The
         work is done in place: under ``ddp``, where a wrapper is returned, training forwards of the module itself are
-        reduced too if ``create_optimizer`` is given that module.
+        reduced too if ``create_optimizer`` is given that module, before or after this.
 
         Args:
             model: a module, a module on the meta device (its weights are then initialised here), or a function that
