@@ -22,14 +22,14 @@ def uninterrupted(work: Callable[[], object]) -> None:
     if threading.current_thread() is not main or not callable(before):  # nothing is interrupted here
         work()
         return
-    came = False
+    came, instruction = False, _instruction(sys._getframe())
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         nonlocal came
         came = True
         if not main.is_alive():  # nobody would hear of an exception
             _end_as_interrupted()
-        elif _in_finalizer(frame):
+        elif _in_finalizer(frame, instruction):
             threading.Timer(_AGAIN, again).start()
         else:
             signal.signal(signal.SIGINT, before)
@@ -47,13 +47,26 @@ def uninterrupted(work: Callable[[], object]) -> None:
             signal.signal(signal.SIGINT, before)
 
 
-def _in_finalizer(frame: FrameType | None) -> bool:
-    """Whether an exception that is raised in this frame ends in a finalizer, where Python drops it."""
+def _instruction(frame: FrameType | None) -> tuple[int, int] | None:
+    """Where the object went that is finalized: the frame and its instruction. Others go there as well."""
+    while frame is not None and not _is_finalizer(frame):
+        frame = frame.f_back
+    caller = None if frame is None else frame.f_back
+    return None if caller is None else (id(caller), caller.f_lasti)
+
+
+def _in_finalizer(frame: FrameType | None, instruction: tuple[int, int] | None) -> bool:
+    """Whether Python would drop what is raised in this frame: in a finalizer, or in what is called in its place."""
+    raising = frame
     while frame is not None:
-        if frame.f_code.co_name == "__del__" or frame.f_code is weakref.finalize.__call__.__code__:
+        if _is_finalizer(frame) or (frame is not raising and (id(frame), frame.f_lasti) == instruction):
             return True
         frame = frame.f_back
     return False
+
+
+def _is_finalizer(frame: FrameType) -> bool:
+    return frame.f_code.co_name == "__del__" or frame.f_code is weakref.finalize.__call__.__code__
 
 
 def _end_as_interrupted() -> None:

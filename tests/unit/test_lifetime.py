@@ -113,7 +113,7 @@ def test_an_entry_that_somebody_keeps_keeps_nothing_else() -> None:
 
 
 UNDER_WAY = """
-import os, signal, sys, threading, time, torch, lightstep
+import os, signal, sys, threading, time, weakref, torch, lightstep
 from torch import nn
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell has its background jobs ignore it
 strategy = lightstep.Strategy.load({"optimizer_state": {"backend": "stream", "update": "next_forward"}})
@@ -137,9 +137,12 @@ def test_a_program_ends_while_an_update_is_under_way(tmp_path: Path) -> None:
 
 
 IN_THE_FINALIZER = """
-class Slow:
+class Slow:  # its end takes longer than the interrupt waits before it is tried again
     def __del__(self):
-        time.sleep(0.1)  # goes on for longer than the interrupt waits before it is tried again
+        time.sleep(0.1)
+
+def slow(_):
+    time.sleep(0.1)
 
 def functions():
     frame = sys._current_frames()[threading.main_thread().ident]
@@ -155,7 +158,8 @@ def interrupt(lane):
         time.sleep(0.001)
 
 was_interrupted = threading.Event()
-optimizer.engine.slow = Slow()
+optimizer.engine.slow = Slow(), torch.ones(1)
+also_slow = weakref.ref(optimizer.engine.slow[1], slow)
 train(delay=interrupt)
 """
 IN_SUBMISSION = """
