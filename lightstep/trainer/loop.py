@@ -69,6 +69,7 @@ class Loop:
     _unsettled: StepResult | None = None
     _unread: list[_Unread] = field(default_factory=list)
     _skipped: int = 0
+    _timed: list[tuple[int, float]] = field(default_factory=list)
     _clock: float = 0.0
     _seen: int = 0
 
@@ -207,10 +208,21 @@ class Loop:
     def _tokens_per_second(self) -> float:
         """Over all ranks, since the last look."""
         batch = self.config.batch
-        tokens = (self.step - self._seen) * batch.sequences * batch.length
-        rate = tokens / max(time.perf_counter() - self._clock, 1e-9)
+        steps, seconds = self.step - self._seen, max(time.perf_counter() - self._clock, 1e-9)
+        self._timed.append((steps, seconds))
         self._restart_clock()
-        return rate
+        return steps * batch.sequences * batch.length / seconds
+
+    @property
+    def step_ms(self) -> float:
+        """Mean of a step, validation and saving left out; and the first look's steps, which set things up."""
+        timed = self._timed[1:] or self._timed
+        steps = sum(count for count, _ in timed)
+        return 1e3 * sum(seconds for _, seconds in timed) / steps if steps else 0.0
+
+    def most_memory_gb(self) -> float:
+        """10⁹ bytes, as plans have it."""
+        return self._memory_gib() * 2**30 / 1e9
 
     def _memory_gib(self) -> float:
         """The most so far: of the GPU's memory if there is one, else of this process's."""

@@ -70,7 +70,14 @@ def _sentence(result: Result, code: int) -> str:
 def test_train_and_resume(file: Path, tmp_path: Path) -> None:
     result = _run("train", file, "--strategy", "resident", "--set", "name=a", "--set", "strategy.clipping.max_norm=0.5")
     assert result.exit_code == 0, result.output
-    for said in ("strategy resident", "validation loss before", "step 4/4", "validation loss after", "sample 1 of 1"):
+    for said in (
+        "strategy resident",
+        "validation loss before",
+        "step 4/4",
+        "measured: ",
+        "validation loss after",
+        "sample 1 of 1",
+    ):
         assert said in result.stdout
     settings = yaml.safe_load((tmp_path / "runs/a/config.yaml").read_text())
     assert settings["strategy"] == "resident" and settings["strategy_overrides"] == {"clipping.max_norm": 0.5}
