@@ -44,6 +44,8 @@ train: $(VENV)/.train
 # Two processes, each of one thread: tensors are small, some tests start processes of their own, and every worker imports
 # torch again. WORKERS=8 spreads the tests over a larger machine.
 test: $(VENV)/.dev
+	@for each in $(TESTS); do case $$each in *.py|*.py::*|*/) \
+		test -e "$${each%%::*}" || { echo "TESTS: $$each does not exist" >&2; exit 2; };; esac; done
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal --quiet $(TESTS)
 
 lint: $(VENV)/.dev

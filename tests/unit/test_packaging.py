@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.unit.test_extras import HIDDEN, PLAIN_MODEL
+
 CHECKOUT = Path(__file__).resolve().parents[2]
 PRESETS = sorted(path.stem for path in (CHECKOUT / "strategies").glob("*.yaml"))
 
@@ -27,6 +29,10 @@ for name in lightstep.available_strategies():
     lightstep.Strategy.load(name)
     print(name)
 """
+
+README = (CHECKOUT / "README.md").read_text(encoding="utf-8")
+LOOP = HIDDEN + PLAIN_MODEL + README.split("```python\n", 1)[1].split("```", 1)[0]
+"""The first example of the README, where no extra is installed."""
 
 
 @pytest.fixture
@@ -56,10 +62,11 @@ def _build(checkout: Path, kind: str) -> Path:
     return unpacked
 
 
-def _presets_found(where: Path) -> list[str]:
+def _presets_found(where: Path, then: str = "") -> list[str]:
+    """What a Python finds whose only lightstep is the one at ``where``; it also runs ``then``."""
     libraries = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
     done = subprocess.run(
-        [sys.executable, "-I", "-S", "-c", LIST_PRESETS, str(where), *libraries],
+        [sys.executable, "-I", "-S", "-c", LIST_PRESETS + then, str(where), *libraries],
         cwd=where,
         capture_output=True,
         text=True,
@@ -77,7 +84,7 @@ def test_a_wheel_holds_every_module_preset_and_the_type_marker(checkout: Path) -
     presets = {f"lightstep/strategies/{name}.yaml" for name in PRESETS}
     assert packaged == modules | presets | {"lightstep/py.typed"}
     assert PRESETS
-    assert _presets_found(unpacked) == PRESETS
+    assert _presets_found(unpacked, LOOP) == PRESETS
 
 
 def test_an_editable_install_finds_the_presets(checkout: Path) -> None:

@@ -268,8 +268,9 @@ def test_resuming_with_other_settings_or_text_warns(
 ) -> None:
     _train(configured(steps=2))
     text.write_text(text.read_text().replace("7", "8"))
-    _, said = _train(configured(optimizer={"lr": 0.02}), resume=True)
-    assert "optimizer.lr (0.01 → 0.02)" in said and "the text is not the one" in said
+    _, said = _train(configured(seed=1, validation={"sequences": 2}), resume=True)
+    assert "settings differ from the checkpoint's: seed (0 → 1), validation.sequences (4 → 2)" in said
+    assert "the text is not the one" in said
     assert loops[-1].pieces.scheduler.base_lrs == [0.01]
 
 
