@@ -133,9 +133,9 @@ def plan(
     tokens: Annotated[int, typer.Option(min=2, help="Tokens of one micro-batch on one GPU.")] = 16_384,
     sequence: Annotated[int, typer.Option(min=2, help="Tokens of one sequence.")] = 4096,
     micro_batches: Annotated[int, typer.Option(min=1, help="Micro-batches of one optimizer step.")] = 1,
-    checkpointing: Annotated[
-        bool, typer.Option("--checkpointing/--no-checkpointing", help="Activation checkpointing.")
-    ] = True,
+    no_checkpointing: Annotated[
+        bool, typer.Option("--no-checkpointing", help="Without activation checkpointing.")
+    ] = False,
     fused_loss: Annotated[
         bool, typer.Option("--fused-loss", help="The loss holds the logits of 1024 tokens at a time, not of all.")
     ] = False,

@@ -32,7 +32,7 @@ class Asked:
     tokens: int
     sequence: int
     micro_batches: int
-    checkpointing: bool
+    no_checkpointing: bool
     fused_loss: bool
     gpu_memory: float | None
     host_memory: float | None
@@ -68,7 +68,7 @@ def _plan(asked: Asked) -> str:
         tokens=asked.tokens,
         sequence=min(asked.sequence, asked.tokens),
         micro_batches=asked.micro_batches,
-        checkpointed=asked.checkpointing,
+        checkpointed=not asked.no_checkpointing,
         loss_chunk=_LOSS_CHUNK if asked.fused_loss else None,
     )
     of_device, of_host = (None if gb is None else gb * 1e9 for gb in (asked.gpu_memory, asked.host_memory))

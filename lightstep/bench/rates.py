@@ -45,7 +45,13 @@ def measure_profile(device: torch.device | None = None) -> Profile:
     tflops = _tflops(shape, tokens, sequence, device)
     free_memory(device)
     profile = Profile(
-        device_name(device), tflops, _update_ms(elements, device), memory, _link(device, when), f"measured here, {when}"
+        device_name(device),
+        tflops,
+        _update_ms(elements, device),
+        memory,
+        _link(device, when),
+        f"measured here, {when}",
+        _dtype(device),
     )
     file = _file(device)
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -60,7 +66,7 @@ def _file(device: torch.device) -> Path:
 
 def _tflops(shape: LlamaShape, tokens: int, sequence: int, device: torch.device) -> float:
     """All operations of forward and backward over their time, with activation checkpointing."""
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    dtype = getattr(torch, _dtype(device))
     model = Llama.make(shape, device, dtype, length=sequence)
     checkpoint_activations(model)
     model.train()
@@ -74,6 +80,11 @@ def _tflops(shape: LlamaShape, tokens: int, sequence: int, device: torch.device)
     seen = run_on_meta(from_values(shape.config().to_dict(), dtype), tokens, sequence, True, 1024)
     blocks = seen.blocks * (seen.forward_flops + seen.backward_flops)
     return (blocks + seen.other_forward_flops + seen.other_backward_flops) / fastest / 1e9
+
+
+def _dtype(device: torch.device) -> str:
+    """CPUs without bf16 instructions multiply bf16 ten times slower than fp32."""
+    return "bfloat16" if device.type == "cuda" else "float32"
 
 
 def _update_ms(elements: int, device: torch.device) -> float:
@@ -98,5 +109,5 @@ def _fastest(work: object, device: torch.device) -> float:
 def _link(device: torch.device, when: str) -> Link:
     seen = measure_link(device, Ranks(device))
     if seen is None:
-        return Link(float("inf"), float("inf"), None, "a CPU has none")
+        return Link(1e9, 1e9, None, "a CPU has none")
     return Link(min(seen.to_device, seen.to_host), seen.duplex, None, f"measured here, {when}, one GPU alone")

@@ -117,7 +117,7 @@ class Planner:
         several = workload.micro_batches > 1
         held = memory(config, self._sizes, seen, ranks, several, workload.clips)
         time = None
-        if self._profile is not None and compute != "float32":  # profiles have no rate for that
+        if self._profile is not None and self._profile.knows(compute):
             count = workload.micro_batches
             time = iteration_time(config, self._sizes, seen, held, self._profile, ranks, count, workload.clips)
         reason = self._reason(config, held, ranks)

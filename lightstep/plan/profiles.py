@@ -40,6 +40,7 @@ class Profile:
         tflops: that training in bf16 reaches, all operations of forward and backward taken together.
         update_ms: of AdamW on the device, per 10⁹ parameters.
         memory_gb: of the device.
+        computes_in: what ``tflops`` was measured in, 16 bits or ``float32``; for the other nothing is known.
     """
 
     name: str
@@ -48,6 +49,11 @@ class Profile:
     memory_gb: float
     link: Link
     source: str
+    computes_in: str = "bfloat16"
+
+    def knows(self, dtype: str) -> bool:
+        """Whether there is a rate for forward and backward in ``dtype``."""
+        return (dtype == "float32") == (self.computes_in == "float32")
 
     @property
     def sources(self) -> tuple[str, ...]:

@@ -44,18 +44,20 @@ def _heading(model: str, plan: Plan, workload: Workload, profile: Profile | None
         batch = f"{workload.micro_batches} × {batch}"
     where = "device" if profile is None else profile.name
     devices = f"{plan.ranks} × {where}" if plan.ranks > 1 else where
-    size = f"{plan.parameters / 1e9:.2f}·10⁹ parameters"
+    count = plan.parameters
+    size = f"{count / 1e9:.2f}·10⁹ parameters" if count >= 1e8 else f"{count / 1e6:.2f}·10⁶ parameters"
     room = "" if plan.limit is None else f", of which {plan.limit / 1e9:.1f} GB of memory each may be used"
     return _wrapped(f"{model}, {size}; a step of {batch} per device; {devices}{room}", "")
 
 
-def _memory_table(made: Iterable[Plan]) -> list[str]:
+def _memory_table(made: Sequence[Plan]) -> list[str]:
+    unit, name = (1e9, "GB") if max(plan.memory.peak for plan in made) >= 1e9 else (1e6, "MB")
     heads = ("peak", "weights", "grads", "state", "activ.", "host", "")
-    lines = [_row("GB per device", heads, 8)]
+    lines = [_row(f"{name} per device", heads, 8)]
     for plan in made:
         held = plan.memory
         parts = (held.peak, held.weights, held.gradients, held.state, held.activations, held.host)
-        figures = [f"{part / 1e9:.1f}" for part in parts]
+        figures = [f"{part / unit:.1f}" for part in parts]
         lines.append(_row(plan.strategy, [*figures, "fits" if plan.fits else "NO"], 8))
     return lines
 
@@ -68,7 +70,7 @@ def _time_table(made: Iterable[Plan]) -> list[str]:
         figures = [f"{value:,.0f}" for value in known] or ["–"] * 4
         lines.append(_row(plan.strategy, [*figures, f"{plan.memory.link / 1e9:.1f}"], 10))
     if any(plan.time is None for plan in made):
-        lines.append("–: computes in fp32, for which no rate is known.")
+        lines.append("–: no rate is known for what it computes in.")
     return lines
 
 
