@@ -109,15 +109,23 @@ class _Bytes:
         divided = (held.device_state if held.device_state.count else held.host_state).divided_by
         self.own = sizes.total / (ranks if divided == "ranks" else self.shards)  # elements whose state this rank keeps
         self.speculates = config.optimizer_state.update == "overlap" and clips is not True
-        self.gradient_width = self._gradient_width(accumulates)
+        self.accumulates = accumulates
+        self.gradient_width = self._gradient_width()
 
-    def _gradient_width(self, accumulates: bool) -> int:
-        precision, sharding = self.config.precision, self.config.sharding
-        if self.width == 4 or precision.reduce == "parameters":
+    def _gradient_width(self) -> int:
+        """Of a gradient when its backward is done."""
+        if self.width == 4 or self.config.precision.reduce == "parameters":
             return self.width
-        if isinstance(sharding, FSDP2Sharding | DDPSharding) or accumulates:
-            return 4
-        return self.width
+        return 4 if isinstance(self.config.sharding, FSDP2Sharding | DDPSharding) else self.width
+
+    def _sums(self, blocks_done: int = 0) -> float:
+        """Of earlier micro-batches: in fp32 beside what arrives; under FSDP2 whole on each rank until it is reduced."""
+        if not self.accumulates:
+            return 0
+        if self.config.sharding.kind == "fsdp2":
+            return self.gradient_width * (self.sizes.total - blocks_done * sum(self.sizes.blocks[:1]))
+        apart = self.config.sharding.kind == "single" and self.width < 4 and self.config.precision.reduce == "float32"
+        return 4 * self.sizes.total if apart else 0
 
     def memory(self, activations: Activations | None) -> Memory:
         total, state = self.sizes.total, self.config.optimizer_state
@@ -129,15 +137,17 @@ class _Bytes:
         speculative = self.own * self.width if self.speculates else 0
         base = weights + resident + held + speculative
         moved = all_state if state.backend == "bulk" else 0
-        during_step = base + gradients + moved
-        during_backward = [base + self._at(moment) for moment in (activations.moments if activations else ())]
+        sums = 0 if self.config.sharding.kind == "fsdp2" else self._sums()
+        during_step = base + gradients + moved + sums
+        moments = activations.moments if activations else ()
+        during_backward = [base + self._at(moment) + self._sums(moment.blocks_done) for moment in moments]
         reduced = base + gradients + self._root_reduction()
         peak = max([during_step, reduced, *during_backward])
         most = max((moment.live for moment in activations.moments), default=0) if activations else 0
         spare = streamed if self.speculates else 0
         return Memory(
             weights=int(weights),
-            gradients=int(gradients),
+            gradients=int(gradients + self._sums()),
             state=int(resident),
             step=int(held + speculative + moved),
             activations=int(most),
@@ -166,7 +176,7 @@ class _Bytes:
         state = self.config.optimizer_state
         if state.backend == "stream":
             return min(state.ring_mib * 2**20, all_state)
-        return 0 if self.gradient_width == 4 else 4 * largest_unit(self.sizes.tensors) / self.shards
+        return 0 if self.gradient_width == 4 or self._sums() else 4 * largest_unit(self.sizes.tensors) / self.shards
 
     def _buckets(self) -> float:
         """DDP keeps its own."""

@@ -121,6 +121,19 @@ def test_the_state_is_what_the_optimizer_holds() -> None:
     assert planned_one.time is not None and planned_one.fits and "GB of host memory" in str(planned_one)
 
 
+def test_sums_of_earlier_micro_batches_are_counted() -> None:
+    """On one device in fp32 beside the newest gradient; under FSDP2 whole on each rank until they are reduced."""
+    model = _tiny()
+    total = sizes_of(model).total
+    extra = {}
+    for name in ("resident", "fp32", "ddp", "fsdp2"):
+        strategy = Strategy.load(name)
+        once, twice = (strategy.plan(model, 64, sequence=32, gpus=2, micro_batches=count).memory for count in (1, 2))
+        extra[name] = (twice.gradients - once.gradients) / total
+        assert twice.peak >= once.peak
+    assert extra == {"resident": 4, "fp32": 0, "ddp": 0, "fsdp2": 4}
+
+
 def test_what_does_not_fit_says_why_and_what_does() -> None:
     configs = {name: Strategy.load(name).config for name in ("resident", "fp32")}
     configs["stream"] = Strategy.load("stream", overrides={"optimizer_state.ring_mib": 1}).config
