@@ -123,6 +123,14 @@ class Entries:
             if not self._has(part, rounded):
                 part.codes = rounded.view(torch.int16)
 
+    def was_written(self, record: Record, part: Part) -> bool:
+        """Whether somebody else wrote to the weight (on the host); one that is still to be loaded is not meant."""
+        if part.codes is not None or part.coding == "own" or self._marks is None or self._splitter is None:
+            return False
+        found = torch.zeros(1, dtype=torch.int64, device=_CPU)
+        self._splitter.fingerprints(part.flat_weight(), part.first, [(0, part.elements)], found)
+        return bool(found[0] != self._marks[record][part.index])
+
     def waits_for_its_weight(self, part: Part) -> bool:
         """Whether the weight still is another one than the one that was loaded for this part."""
         if part.codes is not None and self._has(part, part.codes.view(part.owner.local.dtype)):

@@ -330,23 +330,22 @@ class StreamBackend(RecordBackend):
             self._versions.leave(self._home[part], keep=True)
 
     def pin(self, wanted: Mapping[Managed, Collection[str]], weight_of: Callable[[Tensor], Tensor]) -> Snapshot | None:
-        """Whoever has been written to by somebody else is not in it: there the weight is the master."""
         if self._lanes is None or self._versions.pinned:
             return None
         self.synchronize()
-        whole = {item: keys for item, keys in wanted.items() if item.updated and self._is_whole(item)}
-        for item in self.changed(whole):
-            del whole[item]
-        if not whole:
+        kept = {item: keys for item, keys in wanted.items() if item.updated and self._in_slabs(item)}
+        if not kept:
             return None
-        self._residency.bring_down({self._home[part]: None for item in whole for part in self._parts[item]})
-        entries = Entries(self._schema, self._make_splitter(_CPU), {})
-        return Snapshot(self._versions, entries, whole, self._parts, self._home, weight_of)
+        self._residency.bring_down({self._home[part]: None for item in kept for part in self._parts[item]})
+        snapshot = Snapshot(self._versions, self._schema, self._make_splitter(_CPU))
+        for item, keys in kept.items():
+            snapshot.add(item, keys, self._parts[item], self._home, None if item.own_master else weight_of(item.param))
+        snapshot.pin(self._marks)
+        return snapshot
 
-    def _is_whole(self, managed: Managed) -> bool:
-        """Whether its records and weights are all of its state, and belong together."""
+    def _in_slabs(self, managed: Managed) -> bool:
         parts = self._with_state(managed)
-        return bool(parts) and all(part.codes is None and self._home[part].slab is not None for part in parts)
+        return bool(parts) and all(self._home[part].slab is not None for part in parts)
 
     def _before_edit(self, records: Iterable[Record]) -> None:
         self._residency.bring_down(records)

@@ -42,7 +42,7 @@ class Display:
         self._console = console if is_main else Console(quiet=True)
         self._progress: Progress | None = None
         self._task = TaskID(0)
-        self._steps = 0
+        self._steps, self._saving = 0, ""
         self._next_line = 0
         self._started = time.monotonic()
 
@@ -57,24 +57,25 @@ class Display:
         with Progress(
             BarColumn(bar_width=24),
             MofNCompleteColumn(),
-            TextColumn("{task.fields[figures]}"),
+            TextColumn("{task.fields[figures]}{task.fields[saving]}"),
             TimeRemainingColumn(compact=True),
             console=self._console,
             disable=not self._console.is_terminal,
             expand=False,
         ) as self._progress:
-            self._task = self._progress.add_task("", total=steps, completed=start, figures="")
+            self._task = self._progress.add_task("", total=steps, completed=start, figures="", saving="")
             yield
 
-    def advance(self, step: int) -> None:
-        """``step`` steps are done."""
+    def advance(self, step: int, saving: bool = False) -> None:
+        """``step`` steps are done; ``saving``: while a checkpoint is being written."""
         assert self._progress is not None
-        self._progress.update(self._task, completed=step)
+        self._saving = "  saving" if saving else ""
+        self._progress.update(self._task, completed=step, saving=self._saving)
 
     def show(self, step: int, figures: Figures) -> None:
         """New figures."""
         assert self._progress is not None
         self._progress.update(self._task, completed=step, figures=str(figures))
         if not self._console.is_terminal and (step >= self._next_line or step == self._steps):
-            self.say(f"step {step}/{self._steps}  {figures}  {time.monotonic() - self._started:.0f} s")
+            self.say(f"step {step}/{self._steps}  {figures}{self._saving}  {time.monotonic() - self._started:.0f} s")
             self._next_line = step + max(self._steps // _LINES, 1)

@@ -36,7 +36,9 @@ from lightstep.trainer.run_folder import newest_checkpoint, newest_undamaged, st
 from lightstep.trainer.samples import write_samples
 from lightstep.trainer.tokens import Corpus, load_corpus
 
-_FREE_TO_CHANGE = {"steps", "log_every", "strategy", "strategy_overrides", "output", "name", "sample", "trackers"}
+_FREE_TO_CHANGE = {
+    *("steps", "log_every", "checkpoint", "strategy", "strategy_overrides", "output", "name", "sample", "trackers")
+}
 """Settings that a resumed run may change without a word."""
 
 

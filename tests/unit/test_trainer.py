@@ -326,6 +326,33 @@ def test_a_full_disk_keeps_the_checkpoint_before(
     assert set(outcome.losses) == {3, 4, 5, 6}
 
 
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_training_goes_on_while_a_checkpoint_is_written(
+    configured: Callable[..., TrainConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asynchronous: bool
+) -> None:
+    """The writer of the first waits for the step after it, or has ended before it."""
+    write, began, meanwhile = save.write_tensors, Loop._train_step, []
+    next_step = threading.Event()
+
+    def held(*arguments: Any) -> Any:
+        meanwhile.append(not asynchronous or next_step.wait(60))
+        return write(*arguments)
+
+    def step(loop: Loop) -> None:
+        if loop.step == 2:
+            next_step.set()
+        began(loop)
+
+    monkeypatch.setattr(save, "write_tensors", held)
+    monkeypatch.setattr(Loop, "_train_step", step)
+    settings = {"every": 2, "keep": 3, "asynchronous": asynchronous, "weights_every": 6}
+    outcome, said = _train(configured(checkpoint=settings, log_every=1))
+    assert meanwhile == [True] * 4 and outcome.checkpoint == tmp_path / "runs/run/checkpoint-6"
+    folders = {path.name for path in (tmp_path / "runs/run").glob("[cw]*-*") if is_complete(path)}
+    assert folders == {"checkpoint-2", "checkpoint-4", "checkpoint-6", "weights-6"}
+    assert asynchronous or "saving" not in said
+
+
 def test_logs_that_cannot_be_written_stop_nothing(
     configured: Callable[..., TrainConfig],
     tmp_path: Path,
