@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import threading
 from collections.abc import Callable, Sequence
@@ -62,7 +63,6 @@ def start(write: Callable[[], Path], until_written: ExitStack, optimizer: torch.
                 path = write()
             pending.set_result(path)
         except BaseException as error:
-            logger.error("%s", error)  # should the process end before anybody asks
             pending.set_exception(error)
 
     try:
@@ -74,6 +74,16 @@ def start(write: Callable[[], Path], until_written: ExitStack, optimizer: torch.
     if optimizer is not None:
         _hook = optimizer.register_step_pre_hook(lambda *_: pending.raise_if_failed())
     return pending
+
+
+@atexit.register
+def _say_what_nobody_asked_for() -> None:
+    """After the threads have ended."""
+    if _pending is not None:
+        try:
+            _pending.raise_if_failed()
+        except BaseException as error:
+            logger.error("%s", error)
 
 
 def finish_pending() -> None:
