@@ -125,11 +125,13 @@ class Entries:
 
     def was_written(self, record: Record, part: Part) -> bool:
         """Whether somebody else wrote to the weight (on the host); one that is still to be loaded is not meant."""
-        if part.codes is not None or part.coding == "own" or self._marks is None or self._splitter is None:
+        known = None if self._marks is None else self._marks.get(record)
+        if part.codes is not None or part.coding == "own" or known is None:
             return False
+        assert self._splitter is not None
         found = torch.zeros(1, dtype=torch.int64, device=_CPU)
         self._splitter.fingerprints(part.flat_weight(), part.first, [(0, part.elements)], found)
-        return bool(found[0] != self._marks[record][part.index])
+        return bool(found[0] != known[part.index])
 
     def waits_for_its_weight(self, part: Part) -> bool:
         """Whether the weight still is another one than the one that was loaded for this part."""

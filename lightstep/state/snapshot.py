@@ -76,7 +76,7 @@ class Snapshot:
         """From now on nobody writes to what was added.
 
         Args:
-            marks: fingerprints of the records' weights.
+            marks: fingerprints of the records' weights; ``None``: nobody else has written to those.
         """
         for record, twin in self._twins.items():
             if marks is not None:

@@ -334,13 +334,16 @@ class StreamBackend(RecordBackend):
             return None
         self.synchronize()
         kept = {item: keys for item, keys in wanted.items() if item.updated and self._in_slabs(item)}
+        looked = self._lanes.device.type != "cpu"  # for edits: a device takes no time, the CPU a thread's
+        for item in self.changed(kept) if looked else ():
+            del kept[item]
         if not kept:
             return None
         self._residency.bring_down({self._home[part]: None for item in kept for part in self._parts[item]})
         snapshot = Snapshot(self._versions, self._schema, self._make_splitter(_CPU))
         for item, keys in kept.items():
             snapshot.add(item, keys, self._parts[item], self._home, None if item.own_master else weight_of(item.param))
-        snapshot.pin(self._marks)
+        snapshot.pin(None if looked else self._marks)
         return snapshot
 
     def _in_slabs(self, managed: Managed) -> bool:

@@ -353,6 +353,25 @@ def test_training_goes_on_while_a_checkpoint_is_written(
     assert asynchronous or "saving" not in said
 
 
+def test_a_signal_in_the_middle_of_a_save_waits_for_it(
+    configured: Callable[..., TrainConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, saves = save.write_tensors, []
+
+    def signalled(*arguments: Any) -> Any:
+        saves.append(arguments)
+        if len(saves) == 1:
+            signal.raise_signal(signal.SIGTERM)  # Python has the main thread handle it
+        return write(*arguments)
+
+    monkeypatch.setattr(save, "write_tensors", signalled)
+    outcome, _ = _train(configured(checkpoint={"every": 2, "keep": 9}))
+    assert outcome.stopped_by == signal.SIGTERM and outcome.step < 6
+    found = [path.name for path in (tmp_path / "runs/run").glob("*checkpoint-*") if is_complete(path)]
+    assert sorted(found) == sorted({"checkpoint-2", f"checkpoint-{outcome.step}"})
+    assert len(list((tmp_path / "runs/run").glob("*checkpoint-*"))) == len(found)
+
+
 def test_logs_that_cannot_be_written_stop_nothing(
     configured: Callable[..., TrainConfig],
     tmp_path: Path,
