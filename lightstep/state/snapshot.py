@@ -78,9 +78,9 @@ class Snapshot:
         Args:
             marks: fingerprints of the records' weights; ``None``: nobody else has written to those.
         """
-        for record, twin in self._twins.items():
-            if marks is not None:
-                self._marks[twin] = marks[record].to("cpu", copy=True)
+        if marks is not None:
+            self._marks.update((twin, marks[record].to("cpu", copy=True)) for record, twin in self._twins.items())
+        for twin in self._twins.values():
             assert twin.slab is not None
             self._versions.pin(twin.slab)
         self._twins, self._histories = {}, {}

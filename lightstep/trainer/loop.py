@@ -69,7 +69,7 @@ class Loop:
     """Mean loss over the ranks, nats per byte, by step (from 1)."""
     saved: Path | None = None
     _saving: tuple[Path | None, PendingSave] | None = None
-    """A save under way, and what ``saved`` is once it has ended."""
+    """A save under way, and where its checkpoint is; ``None``: it is of weights alone."""
     _unsettled: StepResult | None = None
     _unread: list[_Unread] = field(default_factory=list)
     _skipped: int = 0
@@ -180,30 +180,30 @@ class Loop:
         }
         settings = self.config.checkpoint
         kept = {"keep_last": settings.keep, "keep_every": settings.keep_every}
-        self._begin_save(path, path, scheduler=self.pieces.scheduler, extra=extra, **kept)
+        self._begin_save(path, whole=True, scheduler=self.pieces.scheduler, extra=extra, **kept)
 
     def save_weights(self) -> None:
         """Begin to write the weights of this step alone."""
         path = weights_path(self.config.folder, self.step)
-        self._begin_save(path, self.saved, extra={"step": self.step}, weights_only=True)
+        self._begin_save(path, whole=False, extra={"step": self.step}, weights_only=True)
 
-    def _begin_save(self, path: Path, then: Path | None, **options: Any) -> None:
-        """After the one before; ``then`` is the newest checkpoint when it has ended."""
+    def _begin_save(self, path: Path, whole: bool, **options: Any) -> None:
+        """After the one before."""
         self._finish_save()
         pieces = self.pieces
         if self.config.checkpoint.asynchronous and pieces.strategy.config.sharding.kind != "deepspeed":
             options["asynchronous"] = True
         pending = pieces.strategy.save_checkpoint(path, pieces.model, pieces.optimizer, **options)
-        if pending is None:
-            self.saved = then
-        else:
-            self._saving = then, pending
+        if pending is not None:
+            self._saving = (path if whole else None), pending
+        elif whole:
+            self.saved = path
 
     def _finish_save(self) -> None:
         if self._saving is not None:
-            (then, pending), self._saving = self._saving, None
+            (path, pending), self._saving = self._saving, None
             ranks.together(pending.result)
-            self.saved = then
+            self.saved = path or self.saved
 
     @contextmanager
     def _saved_in_the_end(self) -> Iterator[None]:
