@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from lightstep.bench.ranks import Ranks
@@ -107,12 +108,16 @@ def _stall(saver: Saver, begin: Callable[[Path], Any], path: Path, ranks: Ranks)
 
 @contextmanager
 def _torch_saving(saver: Saver, ranks: Ranks) -> Iterator[Callable[[Path], Any]]:
-    """``torch.distributed.checkpoint.async_save``, which needs a process group."""
+    """``torch.distributed.checkpoint.async_save``; its thread needs a process group that no step uses."""
     ranks.ensure_group()
+    group = dist.new_group(backend="gloo")
     tensors: dict[str, Any] = dict(saver.saved_tensors())
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield lambda path: dcp.async_save(tensors, checkpoint_id=path)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield lambda path: dcp.async_save(tensors, checkpoint_id=path, process_group=group)
+    finally:
+        dist.destroy_process_group(group)
 
 
 def _timed(work: Callable[[], object], ranks: Ranks) -> float:

@@ -69,13 +69,13 @@ class StrategyContender(_Prepared):
         return self._strategy.save_checkpoint(path, self.model, self._optimizer, asynchronous=True)
 
     def saved_tensors(self) -> dict[str, Tensor]:
-        """What is in it."""
+        """What is in it, each tensor by itself."""
         self._optimizer.synchronize()
         found: dict[str, Tensor] = {}
         for name, parameter in self.model.named_parameters():
-            found[f"model.{name}"] = parameter.detach()
+            found[f"model.{name}"] = parameter.detach().clone()
             state = self._optimizer.state.get(parameter, {})
-            found |= {f"optimizer.{name}.{k}": v for k, v in state.items() if isinstance(v, Tensor)}
+            found |= {f"optimizer.{name}.{k}": v.clone() for k, v in state.items() if isinstance(v, Tensor)}
         return found
 
     def finish(self) -> None:
