@@ -16,6 +16,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 CACHE := $${XDG_CACHE_HOME:-$$HOME/.cache}/pip
 PIP_INSTALL = $(PIP) install --no-compile \
 	$$({ mkdir -p "$(CACHE)" && test -w "$(CACHE)"; } 2>/dev/null || echo --no-cache-dir)
+unexport PYTHONDONTWRITEBYTECODE  # some machines set it, and every process of the tests would compile all it imports
 
 .DEFAULT_GOAL := help
 .PHONY: help venv train test lint format types docs bench clean
@@ -44,6 +45,8 @@ train: $(VENV)/.train
 # Two processes, each of one thread: tensors are small, some tests start processes of their own, and every worker imports
 # torch again. WORKERS=8 spreads the tests over a larger machine.
 test: $(VENV)/.dev
+	@for each in $(TESTS); do case $$each in *.py|*.py::*|*/) \
+		test -e "$${each%%::*}" || { echo "TESTS: $$each does not exist" >&2; exit 2; };; esac; done
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal --quiet $(TESTS)
 
 lint: $(VENV)/.dev

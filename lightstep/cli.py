@@ -129,6 +129,53 @@ def params(config: _Config, assignments: _Set = None, debug: _Debug = False) -> 
 
 
 @app.command()
+def plan(
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="MODEL",
+            help="A Hugging Face folder, a config.json, module:factory, or a name such as Llama-3.1-8B.",
+        ),
+    ] = None,
+    strategy: Annotated[
+        str | None, typer.Option(help="Names or files, separated by commas. Default: all for so many GPUs.")
+    ] = None,
+    gpus: Annotated[int, typer.Option(min=1, help="GPUs, all of one host.")] = 1,
+    tokens: Annotated[int, typer.Option(min=2, help="Tokens of one micro-batch on one GPU.")] = 16_384,
+    sequence: Annotated[int, typer.Option(min=2, help="Tokens of one sequence.")] = 4096,
+    micro_batches: Annotated[int, typer.Option(min=1, help="Micro-batches of one optimizer step.")] = 1,
+    no_checkpointing: Annotated[
+        bool, typer.Option("--no-checkpointing", help="Without activation checkpointing.")
+    ] = False,
+    fused_loss: Annotated[
+        bool, typer.Option("--fused-loss", help="The loss holds the logits of 1024 tokens at a time, not of all.")
+    ] = False,
+    gpu_memory: Annotated[float | None, typer.Option(help="Of one GPU, GB. Default: the profile's.")] = None,
+    host_memory: Annotated[float | None, typer.Option(help="Of the host, GB. Default: no limit.")] = None,
+    profile: Annotated[
+        str | None,
+        typer.Option(help="H100, H200, A100, B200, GH200; H100+pcie4: another link. Default: this machine, or H100."),
+    ] = None,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Measure this machine's rates first, and keep them. Under a minute.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    plot: Annotated[Path | None, typer.Option(metavar="PNG", help="Also draw a picture.")] = None,
+    against: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Instead: compare with the results of bench --iteration there.")
+    ] = None,
+    debug: _Debug = False,
+) -> None:
+    """Tell the memory and the time that strategies take for a model, before anything runs. No weights are made."""
+    options = {name: value for name, value in locals().items() if name != "debug"}
+    with _one_sentence(debug):
+        from lightstep.bench.plans import Asked, plan_text
+
+        text = plan_text(Asked(**options))
+    sys.stdout.write(text)
+
+
+@app.command()
 def env() -> None:
     """Print what a bug report needs: versions, devices, host memory. No names, no paths."""
     from lightstep.environment import describe_environment

@@ -211,7 +211,8 @@ class OptimizerState(_Frozen):
     resident_gib: Annotated[float, Field(ge=0)] | Literal["auto"] = 0.0
     """Stream: optimizer state that stays on the device, in GiB."""
     spare_host_gib: Annotated[float, Field(ge=0)] | Literal["auto"] = "auto"
-    """Overlap: host memory for second versions of records, in GiB; ``auto`` takes what is free, but for a tenth."""
+    """Stream: host memory for second versions of records (update overlap, asynchronous saves), in GiB; ``auto`` takes
+    what is free, but for a tenth."""
 
     @model_validator(mode="after")
     def _deferred(self) -> OptimizerState:
@@ -221,10 +222,10 @@ class OptimizerState(_Frozen):
                 f"update {self.update} hides the copies of backend stream under {under}, and backend is "
                 f"{self.backend}; set update: at_step, or backend: stream"
             )
-        if self.spare_host_gib != "auto" and self.update != "overlap":
+        if self.spare_host_gib != "auto" and self.backend != "stream":
             raise ValueError(
-                f"spare_host_gib {self.spare_host_gib:g} is host memory for updates that are tried in backward, and "
-                f"update is {self.update}; leave it out, or set update: overlap"
+                f"spare_host_gib {self.spare_host_gib:g} is host memory for second versions of backend stream's "
+                f"records, and backend is {self.backend}; leave it out, or set backend: stream"
             )
         if self.update == "in_backward" and self.backend == "bulk":
             raise ValueError(

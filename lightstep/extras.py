@@ -10,6 +10,7 @@ LIBRARIES = {
     "bench": ("matplotlib", "rich", "transformers", "typer"),
     "deepspeed": ("deepspeed",),
     "urls": ("fsspec",),
+    "checksums": ("isal",),
 }
 
 

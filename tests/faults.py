@@ -11,7 +11,6 @@ import json
 import multiprocessing
 import os
 import random
-import signal
 import sys
 import tempfile
 import time
@@ -36,11 +35,15 @@ from lightstep.checkpoint import (
     verify_checkpoints,
 )
 from lightstep.checkpoint.checksums import seal
+from lightstep.checkpoint.pending import finish_pending
 from lightstep.checkpoint.storage import LocalStorage
 from lightstep.checkpoint.verify import is_undamaged
 
 STEPS = 6
 """Of the run that is killed; a checkpoint after each."""
+
+_PATIENCE = 60
+"""Seconds after which a process counts as hanging."""
 
 Counts = Counter[str]
 
@@ -48,7 +51,8 @@ Counts = Counter[str]
 class Run:
     """A tiny run that is bitwise the same every time, and resumes from its newest checkpoint."""
 
-    def __init__(self) -> None:
+    def __init__(self, asynchronous: bool = False) -> None:
+        self.asynchronous = asynchronous
         self.strategy = Strategy.load({"optimizer_state": {"backend": "stream"}})
         torch.manual_seed(0)
         self.model = self.strategy.prepare_model(nn.Sequential(nn.Linear(16, 64), nn.Linear(64, 16)))
@@ -68,8 +72,9 @@ class Run:
             self.optimizer.step()
             self.step += 1
             if folder is not None:
-                place, extra = folder / f"step-{self.step}", {"step": self.step}
-                self.strategy.save_checkpoint(place, self.model, self.optimizer, extra=extra, keep_last=1)
+                options = {"extra": {"step": self.step}, "keep_last": 1, "asynchronous": self.asynchronous}
+                self.strategy.save_checkpoint(folder / f"step-{self.step}", self.model, self.optimizer, **options)
+        finish_pending()
         found = {name: parameter.detach().clone() for name, parameter in self.model.named_parameters()}
         for name, parameter in self.model.named_parameters():
             found |= {f"{name}.{key}": value.clone() for key, value in self.optimizer.state[parameter].items()}
@@ -79,14 +84,20 @@ class Run:
 # -- kill -9 -----------------------------------------------------------------------------------------------------------
 
 
-def kills(folder: Path, count: int, ranks: int, seed: int = 0) -> Counts:
-    """Kill a run of ``ranks`` processes ``count`` times at random moments; each time what is left has to go on."""
+def kills(
+    folder: Path, count: int, ranks: int, seed: int = 0, asynchronous: bool = False, alone: bool = False
+) -> Counts:
+    """Kill a run of ``ranks`` processes ``count`` times at random moments; each time what is left has to go on.
+
+    Args:
+        alone: one of the ranks is killed, and the others have to end by themselves.
+    """
     chance, counts = random.Random(seed), Counts()
     expected, took = Run().train(), 0.5
     for number in range(count):
         place = folder / f"{ranks}-{number}"
         place.mkdir(parents=True)
-        processes = [_fork(_train_of_rank, place, rank, ranks) for rank in range(ranks)]
+        processes = [_fork(_train_of_rank, place, rank, ranks, asynchronous) for rank in range(ranks)]
         began = time.monotonic()
         first = chance.choice(processes)
         while not any(place.iterdir()) and first.is_alive():
@@ -96,15 +107,19 @@ def kills(folder: Path, count: int, ranks: int, seed: int = 0) -> Counts:
         counts["had finished"] += not first.is_alive()
         if not first.is_alive():
             took = min(took, time.monotonic() - began)
+        if alone:
+            first.kill()
+            for process in processes:
+                process.join(_PATIENCE)
+                counts["waited for a dead rank"] += process.is_alive()
         for process in [first, *processes]:
-            with suppress(ProcessLookupError):
-                os.kill(process.pid or 0, signal.SIGKILL)
+            process.kill()
         for process in processes:
             process.join()
         newest = latest_checkpoint(place)
         counts["no checkpoint yet"] += newest is None
         counts["left a damaged checkpoint"] += newest is not None and not is_undamaged(newest)
-        resumed = Run()
+        resumed = Run(asynchronous)
         resumed.resume(place)
         was_over = resumed.step == STEPS  # then nothing more is saved, and nothing tidied
         counts["resumed to other bits"] += not _same(resumed.train(place), expected)
@@ -112,11 +127,12 @@ def kills(folder: Path, count: int, ranks: int, seed: int = 0) -> Counts:
     return counts
 
 
-def _train_of_rank(folder: Path, rank: int, ranks: int) -> None:
+def _train_of_rank(folder: Path, rank: int, ranks: int, asynchronous: bool) -> None:
     torch.set_num_threads(1)
+    sys.stderr = open(os.devnull, "w")  # noqa: SIM115  (who loses a rank says so, and ends)
     if ranks > 1:
         dist.init_process_group("gloo", init_method=f"file://{folder}.meeting", rank=rank, world_size=ranks)
-    Run().train(folder)
+    Run(asynchronous).train(folder)
     if ranks > 1:
         dist.destroy_process_group()
 
@@ -134,7 +150,7 @@ def _fork(work: Callable[..., None], *arguments: Any) -> Any:
 # -- a full disk -------------------------------------------------------------------------------------------------------
 
 
-def full_disks(folder: Path, count: int) -> Counts:
+def full_disks(folder: Path, count: int, asynchronous: bool = False) -> Counts:
     """Save over a checkpoint on disks that are full after the n-th byte, for ``count`` values of n up to all bytes."""
     place, counts = folder / "step-1", Counts()
     old, new = model_of(1.0), model_of(2.0)
@@ -142,7 +158,9 @@ def full_disks(folder: Path, count: int) -> Counts:
     total = sum(file.stat().st_size for file in place.iterdir())
     for number in range(count):
         with disk_of(total * number // count), suppress(CheckpointError):
-            save_checkpoint(place, new[0], new[1])
+            pending = save_checkpoint(place, new[0], new[1], asynchronous=asynchronous)
+            if pending is not None:
+                pending.result(_PATIENCE)
             counts["saved all the same"] += 1
         found = model_of(0.0)
         load_checkpoint(place, found[0], found[1])
@@ -251,7 +269,7 @@ def forge(folder: Path, **changes: Any) -> None:
 
 
 def two_savers(folder: Path, seconds: float) -> Counts:
-    """Two processes that save to one path as often as they can."""
+    """Two processes that save to one path as often as they can, and twice at least."""
     place, counts = folder / "step-1", Counts()
     context = multiprocessing.get_context("fork")
     outcomes = context.Queue()
@@ -270,7 +288,7 @@ def two_savers(folder: Path, seconds: float) -> Counts:
 def _save_often(place: Path, value: float, seconds: float, outcomes: Any) -> None:
     torch.set_num_threads(1)
     (model, optimizer), counts, until = model_of(value), Counts(), time.monotonic() + seconds
-    while time.monotonic() < until:
+    while time.monotonic() < until or counts["saved"] < 2:
         try:
             save_checkpoint(place, model, optimizer)
             counts["saved"] += 1
@@ -311,6 +329,7 @@ def main() -> None:
     parser.add_argument("--bits", type=int, default=300, help="bits that are flipped in each file")
     parser.add_argument("--disks", type=int, default=100, help="sizes of disks that are too small")
     parser.add_argument("--seconds", type=float, default=20, help="for how long two savers meet")
+    parser.add_argument("--only", default="", help="faults with this in their name")
     asked = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as name:
@@ -319,12 +338,21 @@ def main() -> None:
             "one flipped bit": lambda place: flipped_bits(place, asked.bits),
             "one byte less, sectors of zeros": cut_and_zeroed,
             "full disk": lambda place: full_disks(place, asked.disks),
+            "full disk, asynchronous": lambda place: full_disks(place, asked.disks, asynchronous=True),
             "clock set back": lambda place: clocks(place, 20),
             "two savers": lambda place: two_savers(place, asked.seconds),
             "kill -9, 1 rank": lambda place: kills(place, asked.kills, 1),
             "kill -9, 2 ranks": lambda place: kills(place, asked.kills, 2),
+            "kill -9, 1 rank, asynchronous": lambda place: kills(place, asked.kills, 1, asynchronous=True),
+            "kill -9, 2 ranks, asynchronous": lambda place: kills(place, asked.kills, 2, asynchronous=True),
+            "kill -9 of one of 2 ranks": lambda place: kills(place, asked.kills // 4, 2, alone=True),
+            "kill -9 of one of 2 ranks, asynchronous": lambda place: kills(
+                place, asked.kills // 4, 2, asynchronous=True, alone=True
+            ),
         }
         for number, (fault, measure) in enumerate(tried.items()):
+            if asked.only not in fault:
+                continue
             place = folder / str(number)
             place.mkdir()
             sys.stdout.write(f"{fault}: {json.dumps(dict(measure(place)))}\n")

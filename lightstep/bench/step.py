@@ -70,7 +70,8 @@ class StepTask(Task):
         measurement.synchronize()
         measurement.row.watched = watch(partial(contender.step, measurement.inputs[0]), contender.finish, self.device)
         if measurement.run.checkpoints is not None and isinstance(contender, StrategyContender):
-            measurement.row.disk = time_saving(contender.save, measurement.run.checkpoints, measurement.run.ranks)
+            saver = _Stepping(contender, measurement.inputs)
+            measurement.row.disk = time_saving(saver, measurement.run.checkpoints, measurement.run.ranks)
 
     def head(self, run: Run) -> Values:
         return {"model": {**self.shape.values(), "weights": "bfloat16"}, "steps": run.effort.steps}
@@ -111,6 +112,19 @@ class StepTask(Task):
                 shown["largest_weight_difference"] = float((sample - reference).abs().max())
 
 
+class _Stepping:
+    """A strategy that can be told to step and to save."""
+
+    def __init__(self, contender: StrategyContender, gradients: Sequence[Sequence[Tensor]]) -> None:
+        self._contender, self._gradients = contender, gradients
+        self.save, self.begin_save = contender.save, contender.begin_save
+        self.saved_tensors = contender.saved_tensors
+
+    def one_step(self) -> None:
+        self._contender.step(self._gradients[0])
+        self._contender.finish()
+
+
 def random_gradients(
     weights: Sequence[Tensor], dtype: torch.dtype, device: torch.device, seed: int
 ) -> list[list[Tensor]]:
@@ -130,6 +144,11 @@ def _checkpoint(disk: DiskTime) -> Values:
         "save_s": disk.save_s,
         "gb_per_s": gigabytes / disk.save_s,
         "plain_files_gb_per_s": gigabytes / disk.plain_s,
+        "stall_s": disk.stall.seconds,
+        "stall_percent": 100 * disk.stall.seconds / disk.save_s,
+        "steps_meanwhile": disk.stall.steps,
+        "torch_async_save_stall_s": disk.torchs_stall.seconds,
+        "torch_async_save_steps_meanwhile": disk.torchs_stall.steps,
     }
 
 
@@ -161,6 +180,11 @@ def _below(values: Values) -> list[str]:
         if saved := row.get("checkpoint"):
             rates = f"{saved['gb_per_s']:.2f} GB/s; plain files: {saved['plain_files_gb_per_s']:.2f} GB/s"
             said.append(f"  {row['name']}: checkpoint of {saved['gb']:.2f} GB saved at {rates}")
+            stall = f"{saved['stall_s']:.3f} s, {saved['stall_percent']:.1f} % of a save that is waited for"
+            torchs = f"{saved['torch_async_save_stall_s']:.3f} s"
+            steps = [f"{saved[key]:.2f}" for key in ("steps_meanwhile", "torch_async_save_steps_meanwhile")]
+            said.append(f"    by a thread: training goes on after {stall} (torch's async_save of the same: {torchs})")
+            said.append(f"    steps meanwhile take {steps[0]} times as long (torch's: {steps[1]})")
     return said
 
 

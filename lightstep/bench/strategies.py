@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -62,6 +63,20 @@ class StrategyContender(_Prepared):
     def save(self, path: Path) -> None:
         """A checkpoint of weights, masters and state."""
         self._strategy.save_checkpoint(path, self.model, self._optimizer)
+
+    def begin_save(self, path: Path) -> Any:
+        """The same by a thread, while training goes on."""
+        return self._strategy.save_checkpoint(path, self.model, self._optimizer, asynchronous=True)
+
+    def saved_tensors(self) -> dict[str, Tensor]:
+        """What is in it, each tensor by itself."""
+        self._optimizer.synchronize()
+        found: dict[str, Tensor] = {}
+        for name, parameter in self.model.named_parameters():
+            found[f"model.{name}"] = parameter.detach().clone()
+            state = self._optimizer.state.get(parameter, {})
+            found |= {f"optimizer.{name}.{k}": v.clone() for k, v in state.items() if isinstance(v, Tensor)}
+        return found
 
     def finish(self) -> None:
         self._optimizer.synchronize()

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lightstep.checkpoint.errors import CheckpointError
 from lightstep.checkpoint.optimizer_content import OptimizerContent, entry_key, same_settings, stored_entries
+from lightstep.checkpoint.read import Held
 from lightstep.checkpoint.saved import Saved
 from lightstep.checkpoint.tensors import Shard, Target, shard_of
 from lightstep.distributed import local_tensor
@@ -32,6 +33,8 @@ class Matched:
     """Per live group: the saved group whose settings it takes."""
     called: dict[str, str] = field(default_factory=dict)
     """Per parameter of the optimizer: its name in the checkpoint."""
+    held: Held = field(default_factory=Held)
+    """What has been read of it."""
 
 
 def match(

@@ -78,12 +78,20 @@ def latest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
     before there was such an order. Other processes may save and remove checkpoints meanwhile. Those that were saved
     with ``weights_only`` are passed over: a run that went on from one would lose its optimizer's state.
     """
-    return next((path for path in checkpoints_in(location(folder)) if _can_go_on(path)), None)
+    root = location(folder)
+    while True:
+        entries = _folders(root)
+        newest = next((path for path in _in_order(root, entries) if _can_go_on(path)), None)
+        if set(_folders(root)) == set(entries):  # else what went, or was renamed, may have been the newest in the list
+            return newest
 
 
 def checkpoints_in(root: Path) -> list[Path]:
     """Where checkpoints are, or should be after a crash, the one that was saved last first; some may be damaged."""
-    entries = _folders(root)
+    return _in_order(root, _folders(root))
+
+
+def _in_order(root: Path, entries: list[Path]) -> list[Path]:
     taken = {entry.name for entry in entries}
     own = [entry for entry in entries if final_name(entry) == entry.name or final_name(entry) not in taken]
     found: dict[Path, tuple[int, int]] = {}
@@ -127,7 +135,7 @@ def is_partial(path: Path) -> bool:
 def _folders(root: Path) -> list[Path]:
     try:
         return [entry for entry in root.iterdir() if entry.is_dir()]
-    except OSError:  # it is not there, or not any more
+    except (FileNotFoundError, NotADirectoryError):
         return []
 
 

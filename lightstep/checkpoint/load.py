@@ -1,7 +1,8 @@
 """Loading a training run, on any number of ranks: all of it, or nothing is changed.
 
-Everything is compared first, then everything that a rank needs is read once, tensor by tensor, and dropped again. Only
-what could be read and is of one save is then loaded into the model and the optimizer.
+Everything is compared first, then everything that a rank needs is read and checked. It stays in host memory, as far as
+a third of what is free goes; the rest is read again. Only what could be read and is of one save is then loaded into the
+model and the optimizer.
 """
 
 from __future__ import annotations
@@ -26,16 +27,18 @@ from lightstep.checkpoint.layout import Manifest, find_checkpoint, is_unchanged,
 from lightstep.checkpoint.optimizer_content import OptimizerContent
 from lightstep.checkpoint.partly_loaded import changing
 from lightstep.checkpoint.ranks import Ranks
-from lightstep.checkpoint.read import read_tensors
+from lightstep.checkpoint.read import Held, read_tensors
 from lightstep.checkpoint.save import live_tensors
 from lightstep.checkpoint.saved import Saved
 from lightstep.checkpoint.small_state import set_random_states
 from lightstep.checkpoint.storage import location
 from lightstep.checkpoint.tensors import Stored, Target, whole
 from lightstep.checkpoint.verify import whole_before
+from lightstep.distributed import ranks_on_this_host
 from lightstep.optimizer.serialization import refuse_nan
 from lightstep.sharding.model_names import NamedTensor, set_extra_states
 from lightstep.sharding.prepared_model import PreparedModel
+from lightstep.state.host_memory import available_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -197,7 +200,7 @@ def _match(saved: Saved, into: _Into) -> Matched:
 
 
 def _rehearse(matched: Matched) -> None:
-    """Read everything that this rank will load, one tensor at a time, and drop it.
+    """Read everything that this rank will load, and change nothing.
 
     Raises:
         CheckpointError: something cannot be read, or state holds NaN.
@@ -211,7 +214,14 @@ def _rehearse(matched: Matched) -> None:
             if optimizer.keeps(name):
                 loader = _ParameterLoader(optimizer, name, {}, len(wanted))
                 targets += [loader.checked(entry, key, saved.index[key]) for entry, key in wanted.items()]
-    read_tensors(saved.data, saved.index, targets)
+    matched.held = Held(_room())
+    read_tensors(saved.data, saved.index, targets, matched.held)
+    matched.held.no_more()
+
+
+def _room() -> int:
+    """Host memory for what is read: a third of what is free; the optimizer's own may still have to be taken."""
+    return (available_bytes() or 0) // 3 // ranks_on_this_host()
 
 
 def _dropped(target: Target, stored: Stored) -> Target:
@@ -225,7 +235,7 @@ def _apply(matched: Matched, into: _Into, rank: int) -> None:
     """Weights, then optimizer state, then everything small."""
     saved, optimizer = matched.saved, matched.optimizer
     with torch.no_grad():
-        read_tensors(saved.data, saved.index, matched.tensors)
+        read_tensors(saved.data, saved.index, matched.tensors, matched.held)
         if optimizer is not None:
             _apply_optimizer(matched, optimizer)
     set_extra_states(into.model, saved.state.get("modules") or {})
@@ -250,7 +260,7 @@ def _apply_optimizer(matched: Matched, optimizer: OptimizerContent) -> None:
         loader = _ParameterLoader(optimizer, name, values, len(wanted))
         targets += [loader.target(entry, key, matched.saved.index[key]) for entry, key in wanted.items()]
         loader.finish_if_whole()
-    read_tensors(matched.saved.data, matched.saved.index, targets)
+    read_tensors(matched.saved.data, matched.saved.index, targets, matched.held)
     for number, origin in enumerate(matched.groups):
         if origin >= 0:
             optimizer.set_hyperparameters(number, saved["groups"][origin])

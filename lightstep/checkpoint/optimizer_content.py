@@ -118,7 +118,8 @@ class OptimizerContent:
                 live[key] = value.clone() if isinstance(value, Tensor) else value
 
     def _sources_of(self, name: str) -> list[Source]:
-        shard = shard_of(self.parameters[name])
+        parameter = self.parameters[name]
+        shard = shard_of(parameter)
         if shard is None:
             return []
         sources = []
@@ -126,7 +127,8 @@ class OptimizerContent:
             if isinstance(value, Tensor):
                 local = local_tensor(value)
                 part = _part_of(name, key, local, shard)
-                sources.append(Source(entry_key(name, key), part, local.dtype, self._fetch(name, key)))
+                fetch = self._fetch(name, key)
+                sources.append(Source(entry_key(name, key), part, local.dtype, fetch, parameter, key))
         return sources
 
     def _fetch(self, name: str, key: str) -> Any:

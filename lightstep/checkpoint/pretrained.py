@@ -15,9 +15,11 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from lightstep.checkpoint.partly_loaded import changing
 from lightstep.checkpoint.tensors import shard_of
 from lightstep.distributed import local_tensor
 from lightstep.sharding.model_names import NamedTensor, named_tensors
+from lightstep.sharding.prepared_model import PreparedModel
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 
@@ -34,11 +36,13 @@ def load_pretrained(model: nn.Module, folder: str | Path) -> None:
 
     Raises:
         FileNotFoundError: no safetensors file in ``folder``.
-        ValueError: a parameter is not in the files, or has another shape there; nothing has been changed then.
+        ValueError: a parameter is not in the files, or has another shape there; nothing has been changed then. After
+            any other error the model's optimizers refuse to go on from what is there.
     """
     folder = Path(folder)
     files, wanted = find_tensors(model, folder)
-    _read(folder, files, wanted)
+    with changing(model, PreparedModel.of(model).optimizers, folder, weights_only=True):
+        _read(folder, files, wanted)
 
 
 def find_tensors(

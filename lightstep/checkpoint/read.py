@@ -23,8 +23,33 @@ _READERS = 4
 """Threads that read ahead."""
 
 
-def read_tensors(folder: Path, index: Index, targets: Sequence[Target]) -> None:
+class Held:
+    """Chunks that were read, for a second reading: as many as ``nbytes`` of host memory have room for."""
+
+    def __init__(self, nbytes: int = 0) -> None:
+        self._room = nbytes
+        self._chunks: dict[Chunk, Tensor] = {}
+
+    def hold(self, chunk: Chunk, tensor: Tensor) -> None:
+        """Unless there is no room for it."""
+        if tensor.nbytes <= self._room and chunk not in self._chunks:
+            self._room -= tensor.nbytes
+            self._chunks[chunk] = tensor
+
+    def take(self, chunk: Chunk) -> Tensor | None:
+        """It is held no longer."""
+        return self._chunks.pop(chunk, None)
+
+    def no_more(self) -> None:
+        """The second reading begins."""
+        self._room = 0
+
+
+def read_tensors(folder: Path, index: Index, targets: Sequence[Target], held: Held | None = None) -> None:
     """Fill ``targets`` in their order from ``folder``, without talking to other ranks.
+
+    Args:
+        held: keeps what is read, and has what was read before.
 
     Raises:
         DamagedError: a file cannot be read, or what it holds is not what was written.
@@ -32,12 +57,15 @@ def read_tensors(folder: Path, index: Index, targets: Sequence[Target]) -> None:
     """
     pieces = [(target, _pieces(target, index)) for target in targets]
     in_order = [(target.key, piece.chunk) for target, needed in pieces for piece in needed]
-    with closing(_read_ahead(folder, in_order)) as chunks:
+    held = held or Held()
+    with closing(_read_ahead(folder, in_order, held)) as chunks:
         for target, needed in pieces:
             local = target.make()
             with torch.no_grad():
                 for piece in needed:
-                    local[piece.there].copy_(next(chunks)[piece.here])
+                    tensor = next(chunks)
+                    local[piece.there].copy_(tensor[piece.here])
+                    held.hold(piece.chunk, tensor)
             target.arrived(local)
 
 
@@ -85,19 +113,21 @@ def _pieces(target: Target, index: Index) -> list[_Piece]:
     return found
 
 
-def _read_ahead(folder: Path, needed: Iterable[tuple[str, Chunk]]) -> Generator[Tensor, None, None]:
+def _read_ahead(folder: Path, needed: Iterable[tuple[str, Chunk]], held: Held) -> Generator[Tensor, None, None]:
     """The chunks in this order; :data:`PART_BYTES` of them, and at least one, are read ahead."""
     with ThreadPoolExecutor(_READERS, thread_name_prefix="checkpoint-reader") as pool:
         ahead: deque[tuple[int, Future[Tensor]]] = deque()
         for key, chunk in needed:
-            ahead.append((chunk.nbytes, pool.submit(_load, folder, key, chunk)))
+            ahead.append((chunk.nbytes, pool.submit(_load, folder, key, chunk, held.take(chunk))))
             while sum(nbytes for nbytes, _ in ahead) > PART_BYTES:
                 yield ahead.popleft()[1].result()
         while ahead:
             yield ahead.popleft()[1].result()
 
 
-def _load(folder: Path, key: str, chunk: Chunk) -> Tensor:
+def _load(folder: Path, key: str, chunk: Chunk, held: Tensor | None) -> Tensor:
+    if held is not None:
+        return held
     content = read_chunk(folder, key, chunk)
     try:
         tensor = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)

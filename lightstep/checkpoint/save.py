@@ -7,6 +7,7 @@ import itertools
 import logging
 import os
 from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -99,8 +100,10 @@ def save_checkpoint(
         retention = Retention(keep_last, keep_every, weights_only=saved is None)
         plan = _Plan(path, content, share(content.sources, ranks), ranks.gather(content.of_this_rank), retention)
         if asynchronous:
-            plan.detach(ranks)
-            return start(partial(_write, plan, own_group(ranks)), None if ranks.several else optimizer)
+            with ExitStack() as until_written:
+                plan.detach(ranks, saved, until_written)
+                write = partial(_write, plan, own_group(ranks))
+                return start(write, until_written, None if ranks.several else optimizer)
     _write(plan, ranks)
     return None
 
@@ -117,9 +120,9 @@ class _Plan:
     """What every rank has to say that is no tensor."""
     retention: Retention
 
-    def detach(self, ranks: Ranks) -> None:
+    def detach(self, ranks: Ranks, optimizer: torch.optim.Optimizer | None, until_written: ExitStack) -> None:
         """From the run: whatever training does from now on, this is saved."""
-        self.sources = ranks.together(lambda: [staged(source) for source in self.sources])
+        self.sources = ranks.together(lambda: staged(self.sources, optimizer, until_written))
         self.content = copy.deepcopy(replace(self.content, sources=[]))
         self.parts = copy.deepcopy(self.parts)
 
@@ -237,7 +240,7 @@ def _model_sources(named: NamedTensor) -> list[Source]:
     shard, tensor = shard_of(named.tensor), named.tensor
     if shard is None:
         return []
-    return [Source(f"model.{named.name}", shard, tensor.dtype, lambda: local_tensor(tensor).detach())]
+    return [Source(f"model.{named.name}", shard, tensor.dtype, lambda: local_tensor(tensor).detach(), tensor)]
 
 
 def _finish(temporary: Path, target: Path, content: _Content, parts: list[dict[str, Any]], index: Index) -> None:

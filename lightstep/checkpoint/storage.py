@@ -77,9 +77,9 @@ class LocalStorage:
     @contextmanager
     def new_folder(self, path: Path, kind: FolderKind) -> Iterator[Path]:
         """Beside ``path``, which is locked meanwhile."""
-        refuse_foreign(path, kind.is_ours, kind.name)
         path.parent.mkdir(parents=True, exist_ok=True)
-        with locked(path):
+        with locked(path):  # before anything is looked at: somebody may be putting a folder there
+            refuse_foreign(path, kind.is_ours, kind.name)
             _tidy(path, kind)
             temporary = _beside(path, _SAVING)
             temporary.mkdir()
@@ -167,9 +167,9 @@ def new_folder_of_ranks(path: Path, kind: FolderKind, ranks: Ranks) -> Iterator[
 @contextmanager
 def new_file(path: Path, is_ours: Callable[[Path], bool], what: str) -> Iterator[Path]:
     """The same for one file, which takes its place at the end of the block."""
-    refuse_foreign(path, is_ours, what)
     path.parent.mkdir(parents=True, exist_ok=True)
     with locked(path):
+        refuse_foreign(path, is_ours, what)
         for leftover in leftovers(path):
             leftover.unlink()
         temporary = _beside(path, _SAVING)

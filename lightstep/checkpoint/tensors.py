@@ -66,12 +66,19 @@ def shard_of(tensor: Tensor) -> Shard | None:
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """A tensor to write: ``fetch`` returns this rank's local part and is called when its turn comes."""
+    """A tensor to write: ``fetch`` returns this rank's local part and is called when its turn comes.
+
+    Attributes:
+        of: the live tensor of the model that it is, or to whose optimizer state it belongs.
+        entry: which one there; ``None``: it is the tensor itself.
+    """
 
     key: str
     shard: Shard
     dtype: torch.dtype
     fetch: Callable[[], Tensor]
+    of: Tensor | None = None
+    entry: str | None = None
 
     @property
     def nbytes(self) -> int:

@@ -178,9 +178,14 @@ def without_torchs_checksums() -> Iterator[None]:
 
 
 def _on_host(tensor: Tensor) -> Tensor:
-    """``torch.save`` writes a tensor's whole storage: a view of a larger one is copied first."""
+    """``torch.save`` writes a tensor's whole storage: a view of a larger one gets a storage that ends with it."""
     tensor = tensor.detach().cpu()
-    return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
+    if tensor.untyped_storage().nbytes() <= tensor.nbytes:
+        return tensor
+    if not tensor.is_contiguous() or not tensor.numel():
+        return tensor.clone()
+    data = torch.from_numpy(tensor.view(-1).view(torch.uint8).numpy())  # the same memory
+    return data.view(tensor.dtype).view(tensor.shape)
 
 
 def _has_data(source: Source) -> bool:

@@ -144,22 +144,21 @@ class Engine:
         self._notice_what_was_given_up()
         if not self.loss_scale.is_identity:
             loss = loss.float() * self.loss_scale.tensor(loss.device)
-        updating = contextlib.nullcontext() if retain_graph and self.update_time.tries else self._updating()
-        with self.scaled_backward.running(), updating, eager_backward():
+        with self.scaled_backward.running(), self._updating(retain_graph), eager_backward():
             loss.backward(retain_graph=retain_graph)
 
     @contextlib.contextmanager
-    def _updating(self) -> Iterator[None]:
+    def _updating(self, retain_graph: bool) -> Iterator[None]:
         """With ``update: in_backward``: layers are updated as the last micro-batch's backward completes them.
 
-        With ``update: overlap`` they are tried.
+        With ``update: overlap`` they are tried, unless the graph stays: its weights may be needed again.
         """
         schedule = self.schedule
         if not isinstance(schedule, InBackward | Overlap) or self.accumulating is not False:
             yield
             return
         if isinstance(schedule, Overlap):
-            with self._trying(schedule):
+            with contextlib.nullcontext() if retain_graph else self._trying(schedule):
                 yield
             return
         if schedule.started:
@@ -311,17 +310,13 @@ class Engine:
         return isinstance(self.schedule, Overlap) and self.schedule.undecided and self.managed.covers(self.param_groups)
 
     def _holds(self, gradients: Gradients) -> bool:
-        """Whether :meth:`step` may decide about what was tried; otherwise nothing is under way any more."""
+        """Whether :meth:`step` may decide about what was tried; if not, :meth:`_make_ready` waits for what is left."""
         schedule = self.schedule
-        if (
+        return (
             isinstance(schedule, Overlap)
-            and gradients
-            and schedule.undecided
+            and bool(gradients)
             and schedule.holds(gradients, self.param_groups, self.managed.written)
-        ):
-            return True
-        schedule.wait_for_update()
-        return False
+        )
 
     def _measured_before(self, measured: Measured) -> Measured:
         """What :meth:`grad_norm` has measured: weights may have been edited, cast or moved since."""
@@ -332,7 +327,6 @@ class Engine:
             )
         if self._may_hold() and self._holds(measured.gradients):
             return measured
-        self.schedule.wait_for_update()
         self._make_ready()
         items = ((self.managed.get(item.param), gradient) for item, gradient in measured.gradients.items())
         moved = {item: gradient.to(item.local.device) for item, gradient in items if item is not None}
@@ -494,12 +488,15 @@ class Engine:
             self._end(then)
 
     def _end(self, then: Callable[[], object]) -> None:
+        uninterrupted(self._finish_at_end)
+        then()
+
+    def _finish_at_end(self) -> None:
         try:
-            uninterrupted(self._finish)
-            uninterrupted(self.backend.synchronize)  # memory that other streams use may be given back
+            self._finish()
+            self.backend.synchronize()  # memory that other streams use may be given back
         except Exception as error:
             logger.warning("an optimizer went away, and its last update failed: %s: %s", type(error).__name__, error)
-        then()
 
     def finish_update(self) -> None:
         """What the caller does next finds every parameter updated."""

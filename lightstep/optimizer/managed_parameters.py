@@ -16,6 +16,7 @@ from lightstep.optimizer.param_groups import Place
 from lightstep.precision.master_weights import ModelWatch
 from lightstep.state.backend import Managed, StateBackend
 from lightstep.state.kept_records import same_rounding, was_rounded_from
+from lightstep.state.snapshot import Snapshot
 
 Places = Callable[[], Mapping[Tensor, Place]]
 
@@ -255,6 +256,16 @@ class ManagedParameters:
         if not self._backend.hands_out_state and local.data_ptr() == item.local.data_ptr():
             return False  # the backend has looked itself, at the memory that it knows
         return not same_rounding(local, master)
+
+    def pin(self, wanted: Mapping[Tensor, Collection[str]], weight_of: Callable[[Tensor], Tensor]) -> Snapshot | None:
+        """See :meth:`StateBackend.pin`; not of parameters that were exchanged, moved or cast since the last step."""
+        found = ((self._items.get(parameter), keys) for parameter, keys in wanted.items())
+        kept = {item: keys for item, keys in found if item is not None and self._is_where_it_was(item)}
+        return self._backend.pin(kept, weight_of)
+
+    def _is_where_it_was(self, item: Managed) -> bool:
+        local = local_tensor(item.param)
+        return _is_alike(local, item.local) and local.data_ptr() == item.local.data_ptr()
 
     def check_state(self, item: Managed, entries: Mapping[str, Any]) -> None:
         """Raises ``ValueError`` for an entry of another shape than the parameter's local shard."""

@@ -24,6 +24,7 @@ from lightstep.optimizer.state_view import StateView
 from lightstep.precision.loss_scale import ConstantLossScale, LossScale
 from lightstep.state.backend import Managed, StateBackend
 from lightstep.state.resident import ResidentBackend
+from lightstep.state.snapshot import Snapshot
 
 
 class MixedPrecisionOptimizer(BaseOptimizer):
@@ -286,6 +287,20 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         self.engine.refuse_if_closed()
         item = self.engine.managed.get(parameter)
         return self.engine.managed.given(parameter) if item is None else self._backend.describe(item)
+
+    def pinned_state(
+        self, wanted: Mapping[Tensor, Collection[str]], weight_of: Callable[[Tensor], Tensor]
+    ) -> Snapshot | None:
+        """State entries as they are now, for another thread to read while steps go on, where that takes no copy.
+
+        Call :meth:`synchronize` first. What is not in the snapshot has to be copied.
+
+        Args:
+            wanted: names of entries by parameter.
+            weight_of: a copy on the host of a parameter's local weight, which nobody writes to.
+        """
+        with own_work():
+            return self.engine.managed.pin(wanted, weight_of)
 
     def keeps_state(self, parameter: Tensor) -> bool:
         """Whether this process keeps the parameter's state, and not another replica (set up if need be)."""

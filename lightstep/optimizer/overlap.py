@@ -54,8 +54,6 @@ class Overlap(NextForward):
         announce: called when weights have become other than a reader would expect, before ``step()``.
     """
 
-    tries = True
-
     def __init__(self, walk: UnitWalk, backend: StateBackend) -> None:
         super().__init__(walk, backend)
         self._arrivals = Arrivals()
@@ -433,7 +431,7 @@ class _Verdict:
         if found.device.type == "cpu":
             self._host, self._event = found, None
             return
-        if self._host is None or self._host.device.type != "cpu" or self._event is None:
+        if self._host is None or self._event is None:
             self._host = torch.zeros((), dtype=torch.int32, device="cpu", pin_memory=True)
             self._event = torch.Event(found.device)
         self._host.copy_(found, non_blocking=True)

@@ -33,8 +33,6 @@ class Schedule:
 
     in_backward: ClassVar[bool] = False
     """Whether units are lined up while backward runs (:class:`~lightstep.optimizer.in_backward.InBackward`)."""
-    tries: ClassVar[bool] = False
-    """Whether units are tried while backward runs (:class:`~lightstep.optimizer.overlap.Overlap`)."""
     deferred: ClassVar[bool] = False
     """Whether units run in the compute lane while the caller goes on after ``step()``."""
     at_once: ClassVar[int] = _EVERY

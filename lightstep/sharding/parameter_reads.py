@@ -47,7 +47,7 @@ class DeferredUpdates:
         self.in_backward = False
         # An engine until its optimizer is gone and the last update made: the collector may delete an optimizer in one
         # thread while another one reads.
-        self._engines: list[tuple[weakref.ref[BaseOptimizer], Engine]] = []
+        self._engines: list[tuple[weakref.finalize[Any, Any], Engine]] = []
         if DeferredUpdates._following is None:
             DeferredUpdates._following = register_module_parameter_registration_hook(_follow_parameter)
         self._all.add(self)
@@ -61,12 +61,13 @@ class DeferredUpdates:
             optimizer.register_step_post_hook(_count_step)
             optimizer.tell_of_updates(_count_step)
             if isinstance(optimizer, MixedPrecisionOptimizer):
-                end = partial(_end_engines, weakref.ref(self))
-                self._engines.append((weakref.ref(optimizer, end), optimizer.engine))
+                end = weakref.finalize(optimizer, _end_engines, weakref.ref(self))
+                end.atexit = False
+                self._engines.append((end, optimizer.engine))
 
-    def _left(self) -> list[tuple[weakref.ref[BaseOptimizer], Engine]]:
+    def _left(self) -> list[tuple[weakref.finalize[Any, Any], Engine]]:
         """Engines whose optimizers are gone."""
-        return [entry for entry in self._engines if entry[0]() is None]
+        return [entry for entry in self._engines if entry[0].peek() is None]
 
     def end_engines(self) -> None:
         """An optimizer is gone."""
@@ -103,19 +104,22 @@ class DeferredUpdates:
         for optimizer in self.optimizers:
             if self.in_backward or optimizer.has_deferred_updates:
                 optimizer.wait_for_update(parameters)
-        for _, engine in self._left():
-            engine.finish_update()
+        self._finish_left()
 
     def wait_for_step(self) -> None:
         """What is done next sees everything updated that a step has decided."""
         for optimizer in self.optimizers:
             if self.in_backward or optimizer.has_deferred_updates:
                 optimizer.wait_for_step()
+        self._finish_left()
 
     def wait_on_stream(self, parameters: Collection[Tensor]) -> None:
         """The current stream waits for the updates of these parameters, and no other does."""
         for optimizer in self.optimizers:
             optimizer.wait_on_stream(parameters)
+        self._finish_left()
+
+    def _finish_left(self) -> None:
         for _, engine in self._left():
             engine.finish_update()
 
@@ -124,7 +128,7 @@ def _count_step(*_: Any) -> None:
     DeferredUpdates.steps += 1
 
 
-def _end_engines(reference: weakref.ref[DeferredUpdates], _: object) -> None:
+def _end_engines(reference: weakref.ref[DeferredUpdates]) -> None:
     updates = reference()
     if updates is not None:
         updates.end_engines()

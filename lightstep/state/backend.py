@@ -17,7 +17,7 @@ A backend decides what is staged when, and where records live between steps.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -29,6 +29,7 @@ from lightstep.state.lanes import Lanes
 if TYPE_CHECKING:
     from lightstep.distributed import Rows
     from lightstep.state.segment import Segment
+    from lightstep.state.snapshot import Snapshot
 
 
 @dataclass(eq=False)
@@ -216,6 +217,16 @@ class StateBackend(ABC):
         The state itself or copies of it: see :attr:`hands_out_state`.
         """
         return self.entries(managed)
+
+    def pin(self, wanted: Mapping[Managed, Collection[str]], weight_of: Callable[[Tensor], Tensor]) -> Snapshot | None:
+        """These entries as they are now, for another thread to read while updates go on; of some parameters.
+
+        Nothing may be under way. The state of parameters that are not in the snapshot has to be copied.
+
+        Args:
+            weight_of: a copy on the host of a parameter's local weight, which nobody writes to.
+        """
+        return None
 
     def is_live(self, managed: Managed, key: str) -> bool:
         """Whether the entry that :meth:`gather` has just returned is the state itself."""

@@ -5,7 +5,7 @@ Where records live, host or device. Nothing may be under way while any of this i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -51,6 +51,17 @@ class Entries:
             if layout.carrier is not None:
                 found[layout.carrier] = extra.view(part.shape)
         return found
+
+    def read_all(self, parts: Sequence[Part], home: Mapping[Part, Record]) -> dict[str, Any]:
+        """:meth:`read` of a whole parameter, whose parts in order these are."""
+        found = [self.read(home[part], part) for part in parts]
+        if len(found) == 1:
+            return found[0]
+        head = parts[0]
+        assert head.history is not None
+        rows = [key for key in found[0] if key not in head.history.values]
+        joined = {key: torch.cat([one[key] for one in found]).view(head.owner.local.shape) for key in rows}
+        return {key: joined.get(key, value) for key, value in found[0].items()}
 
     def write(self, record: Record, part: Part, values: Mapping[str, Any], master: Tensor | None) -> None:
         """Replace the part's state by entries of the parameter's local shape; no master: the parameter's value."""
@@ -111,6 +122,16 @@ class Entries:
             self._marks[record][part.index].copy_(mark[0])
             if not self._has(part, rounded):
                 part.codes = rounded.view(torch.int16)
+
+    def was_written(self, record: Record, part: Part) -> bool:
+        """Whether somebody else wrote to the weight (on the host); one that is still to be loaded is not meant."""
+        known = None if self._marks is None else self._marks.get(record)
+        if part.codes is not None or part.coding == "own" or known is None:
+            return False
+        assert self._splitter is not None
+        found = torch.zeros(1, dtype=torch.int64, device=_CPU)
+        self._splitter.fingerprints(part.flat_weight(), part.first, [(0, part.elements)], found)
+        return bool(found[0] != known[part.index])
 
     def waits_for_its_weight(self, part: Part) -> bool:
         """Whether the weight still is another one than the one that was loaded for this part."""

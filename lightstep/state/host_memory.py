@@ -22,7 +22,7 @@ from torch import Tensor
 
 from lightstep.distributed import ranks_on_this_host
 from lightstep.state import numa
-from lightstep.state.interrupts import interrupt_later
+from lightstep.state.interrupts import uninterrupted
 
 __all__ = ["CHECK_VARIABLE", "HostMemoryError", "HostSlab", "available_bytes", "require"]
 
@@ -268,12 +268,13 @@ def _swallow_last_error(device: torch.device) -> None:
 def _unlock(pointer: int, device: torch.device, pid: int) -> None:
     if os.getpid() != pid:  # a forked child owns neither the pages nor the CUDA context
         return
-    try:
-        with contextlib.suppress(RuntimeError), torch.cuda.device(device):
-            torch.cuda.synchronize(device)
-            torch.cuda.cudart().cudaHostUnregister(pointer)
-    except KeyboardInterrupt:
-        interrupt_later()
+    uninterrupted(partial(_unregister, pointer, device))
+
+
+def _unregister(pointer: int, device: torch.device) -> None:
+    with contextlib.suppress(RuntimeError), torch.cuda.device(device):
+        torch.cuda.synchronize(device)
+        torch.cuda.cudart().cudaHostUnregister(pointer)
 
 
 def _warn_pageable(reason: str) -> None:

@@ -2,44 +2,74 @@
 
 from __future__ import annotations
 
-import _thread
-import os
 import signal
 import sys
 import threading
+import weakref
 from collections.abc import Callable
+from types import FrameType
+from typing import cast
 
-__all__ = ["interrupt_later", "uninterrupted"]
+__all__ = ["uninterrupted"]
 
-_LATER = 0.01
-"""Seconds in which the finalizer returns."""
-
-
-def uninterrupted(wait: Callable[[], object]) -> None:
-    """Wait to the end in a finalizer; an interrupt that comes meanwhile is the caller's, after it."""
-    interrupted = False
-    while True:
-        try:
-            wait()
-            break
-        except KeyboardInterrupt:
-            interrupted = True
-    if interrupted:
-        interrupt_later()
+_AGAIN = 0.01
+"""Seconds until an interrupt is tried again that found a finalizer running."""
 
 
-def interrupt_later() -> None:
-    """For a finalizer that was interrupted: the program is, once it has returned; at exit here and now."""
-    if threading.main_thread().is_alive():
-        threading.Timer(_LATER, _interrupt).start()
-    else:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        signal.raise_signal(signal.SIGINT)
+def uninterrupted(work: Callable[[], object]) -> None:
+    """Do a finalizer's work to its end. The program is interrupted when no finalizer runs; at exit it ends at once."""
+    main, before = threading.main_thread(), signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not main or not callable(before):  # nothing is interrupted here
+        work()
+        return
+    came, instruction = False, _instruction(sys._getframe())
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        nonlocal came
+        came = True
+        if not main.is_alive():  # nobody would hear of an exception
+            _end_as_interrupted()
+        elif _in_finalizer(frame, instruction):
+            threading.Timer(_AGAIN, again).start()
+        else:
+            signal.signal(signal.SIGINT, before)
+            before(number, frame)
+
+    def again() -> None:
+        if signal.getsignal(signal.SIGINT) is interrupt:  # still to come
+            signal.pthread_kill(cast(int, main.ident), signal.SIGINT)
+
+    signal.signal(signal.SIGINT, interrupt)
+    try:
+        work()
+    finally:
+        if not came and signal.getsignal(signal.SIGINT) is interrupt:
+            signal.signal(signal.SIGINT, before)
 
 
-def _interrupt() -> None:
-    if threading.main_thread().is_alive():
-        _thread.interrupt_main()
-    else:  # it waits for this thread, and would print the interrupt
-        sys.stdout.flush()
-        os._exit(128 + signal.SIGINT)
+def _instruction(frame: FrameType | None) -> tuple[int, int] | None:
+    """Where the object went that is finalized: the frame and its instruction. Others go there as well."""
+    while frame is not None and not _is_finalizer(frame):
+        frame = frame.f_back
+    caller = None if frame is None else frame.f_back
+    return None if caller is None else (id(caller), caller.f_lasti)
+
+
+def _in_finalizer(frame: FrameType | None, instruction: tuple[int, int] | None) -> bool:
+    """Whether Python would drop what is raised in this frame: in a finalizer, or in what is called in its place."""
+    raising = frame
+    while frame is not None:
+        if _is_finalizer(frame) or (frame is not raising and (id(frame), frame.f_lasti) == instruction):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _is_finalizer(frame: FrameType) -> bool:
+    return frame.f_code.co_name == "__del__" or frame.f_code is weakref.finalize.__call__.__code__
+
+
+def _end_as_interrupted() -> None:
+    sys.stdout.flush()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.raise_signal(signal.SIGINT)

@@ -239,12 +239,7 @@ class RecordBackend(StateBackend):
         if not parts:
             return {}
         self._before_edit(self._home[part] for part in parts)
-        found = [self._entries.read(self._home[part], part) for part in parts]
-        if len(found) == 1:
-            return found[0]
-        shape, rows = managed.local.shape, [key for key in found[0] if key not in parts[0].history.values]  # type: ignore[union-attr]
-        joined = {key: torch.cat([one[key] for one in found]).view(shape) for key in rows}
-        return {key: joined.get(key, value) for key, value in found[0].items()}
+        return self._entries.read_all(parts, self._home)
 
     def describe(self, managed: Managed) -> dict[str, Any]:
         if not managed.updated:

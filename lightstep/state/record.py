@@ -302,6 +302,12 @@ class Record:
         buffer = torch.empty(0, dtype=torch.uint8, device="cpu") if self.bytes is None else self.bytes
         return part.block.rows(buffer, part.first, part.first + part.elements)
 
+    def twin(self) -> Record:
+        """One without parts that has the same memory now."""
+        twin = copy.copy(self)
+        twin.parts, twin.histories, twin._segments = (), {}, []
+        return twin
+
     def close(self) -> None:
         """Give the memory back."""
         if self.slab is not None:

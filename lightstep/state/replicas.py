@@ -23,6 +23,7 @@ from lightstep.state.backend import Managed, StateBackend, Unit
 from lightstep.state.lanes import Lanes
 from lightstep.state.record import ExpectedLayouts
 from lightstep.state.segment import Segment
+from lightstep.state.snapshot import Snapshot
 from lightstep.state.units import group_by_layer
 
 __all__ = ["SharedByReplicas", "share_out"]
@@ -161,6 +162,9 @@ class SharedByReplicas(StateBackend):
         tensors = [found[key].contiguous() for key, description in described.items() if description.is_tensor]
         self._replicas.wait([self._replicas.broadcast(tensor, owner) for tensor in tensors if tensor.numel()])
         return found
+
+    def pin(self, wanted: Mapping[Managed, Collection[str]], weight_of: Callable[[Tensor], Tensor]) -> Snapshot | None:
+        return self.inner.pin({item: keys for item, keys in wanted.items() if not item.elsewhere}, weight_of)
 
     def load(self, managed: Managed, entries: Mapping[str, Any]) -> None:
         if not managed.elsewhere:

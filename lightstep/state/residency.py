@@ -8,7 +8,7 @@ down. The front of the walk is what a forward needs first, and while it is updat
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -31,10 +31,17 @@ class Residency:
     Args:
         memory: of the lanes' device, where it is known.
         budget: bytes, or what decides about them before each step.
+        before_write: called with a record before all of its host memory is written.
     """
 
-    def __init__(self, lanes: Lanes, memory: DeviceMemory | None, budget: int | AutoBudget) -> None:
-        self._lanes, self._memory = lanes, memory
+    def __init__(
+        self,
+        lanes: Lanes,
+        memory: DeviceMemory | None,
+        budget: int | AutoBudget,
+        before_write: Callable[[Record], object],
+    ) -> None:
+        self._lanes, self._memory, self._before_write = lanes, memory, before_write
         self._budget = budget
         self._allowed = 0 if isinstance(budget, AutoBudget) else budget
         self._chosen: set[Record] = set()
@@ -131,6 +138,7 @@ class Residency:
         newer = [record for record in records if record in self._ahead]
         lane = self._lanes.device_to_host
         for record in newer:
+            self._before_write(record)
             slot, target = self._slots[record], record.bytes
             assert target is not None
             lane.wait(slot.updated)

@@ -28,6 +28,7 @@ from lightstep.state.record import ExpectedLayouts, Part, Record, Slot, aligned,
 from lightstep.state.residency import Residency
 from lightstep.state.ring import Ring
 from lightstep.state.segment import LARGE, MasterSplitter, Segment, Staging
+from lightstep.state.snapshot import Snapshot
 from lightstep.state.spare_memory import GIB, AutoBudget, device_memory
 from lightstep.state.units import RingError, plan_units, smallest_piece
 from lightstep.state.versions import Version, Versions
@@ -49,7 +50,7 @@ class StreamBackend(RecordBackend):
         two slots more, for the one being updated and the one draining. ring_mib: device memory of the ring, scratch
         for joined masters included. A unit takes at most one slot. slots: number of slots instead of
         ``prefetch_layers + 2``. resident_gib: see :meth:`set_residency`. spare_host_gib: host memory for
-        :meth:`attempt`, taken by :meth:`can_try`.
+        second versions of records: of :meth:`attempt`, taken by :meth:`can_try`, and while a :meth:`pin` lasts.
 
     Raises:
         RingError: at ``register``, when the ring is too small for the smallest possible piece.
@@ -132,7 +133,8 @@ class StreamBackend(RecordBackend):
         require(sum(record.nbytes for record in records) - freed, "optimizer state on the host")
         if self._lanes is None:
             self._lanes = Lanes(device)
-            self._resident = Residency(self._lanes, device_memory(device), self._budget(device))
+            memory = device_memory(device)
+            self._resident = Residency(self._lanes, memory, self._budget(device), self._versions.leave)
             self._splitter = self._host_splitter if device.type == "cpu" else self._make_splitter(device)
             self._computed, self._marks = self._lanes.event(), {}
         self._settle()
@@ -265,7 +267,10 @@ class StreamBackend(RecordBackend):
         if record in self._residency:
             self._residency.give_back(record)
         elif changed:
-            self._live_ring().write_back(slot, record, self._versions.of(record) or record)
+            version = self._versions.of(record)
+            if version is None:
+                self._versions.leave(record)
+            self._live_ring().write_back(slot, record, version or record)
         else:
             self._live_ring().discard(slot)
 
@@ -275,6 +280,7 @@ class StreamBackend(RecordBackend):
     def _retake(self, record: Record, slot: Slot, arrange: Callable[[], None]) -> Slot:
         self._residency.bring_down([record])
         self._idle(self.lanes.device)
+        self._versions.leave(record, keep=True)
         arrange()
         if record in self._residency:
             self._residency.forget([record])  # until the next step, which finds room for it or does not
@@ -311,13 +317,41 @@ class StreamBackend(RecordBackend):
 
     def load(self, managed: Managed, entries: Mapping[str, Any]) -> None:
         self._settle()
+        self._leave_pinned(managed)
         super().load(managed, entries)
 
     def refresh(self, managed: Managed) -> None:
         if not managed.own_master:
             self.synchronize()
             self._drop_staged()
+            self._leave_pinned(managed)
         super().refresh(managed)
+
+    def _leave_pinned(self, managed: Managed) -> None:
+        """Its records are about to be edited."""
+        for part in self._parts[managed]:
+            self._versions.leave(self._home[part], keep=True)
+
+    def pin(self, wanted: Mapping[Managed, Collection[str]], weight_of: Callable[[Tensor], Tensor]) -> Snapshot | None:
+        if self._lanes is None or self._versions.pinned:
+            return None
+        self.synchronize()
+        kept = {item: keys for item, keys in wanted.items() if item.updated and self._in_slabs(item)}
+        looked = self._lanes.device.type != "cpu"  # for edits: a device takes no time, the CPU a thread's
+        for item in self.changed(kept) if looked else ():
+            del kept[item]
+        if not kept:
+            return None
+        self._residency.bring_down({self._home[part]: None for item in kept for part in self._parts[item]})
+        snapshot = Snapshot(self._versions, self._make_splitter(_CPU))
+        for item, keys in kept.items():
+            snapshot.add(item, keys, self._parts[item], self._home, None if item.own_master else weight_of(item.param))
+        snapshot.pin(None if looked else self._marks)
+        return snapshot
+
+    def _in_slabs(self, managed: Managed) -> bool:
+        parts = self._with_state(managed)
+        return bool(parts) and all(self._home[part].slab is not None for part in parts)
 
     def _before_edit(self, records: Iterable[Record]) -> None:
         self._residency.bring_down(records)

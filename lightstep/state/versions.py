@@ -1,15 +1,22 @@
-"""Two versions of a unit: the one that counts, and one that is being tried.
+"""Two versions of a unit: for updates that are tried, and for snapshots of the state as it was.
 
 An update that may have to be taken back writes the unit's new record into a *spare* slab; the old record stays what
 it is. The weights are updated in place, so a copy of the old ones is kept on the device (2 bytes per bf16 parameter).
 Committing exchanges the two slabs; taking back copies the old weights to where they were.
 
-The spare slabs are one pool. When it is empty nothing is tried: the unit is updated later, as if nobody had asked.
+A snapshot (``snapshot.py``) *pins* the slabs of the records that it is made of, and a thread of its own reads them.
+The rule is: **nobody writes to a pinned slab** until the snapshot lets go of it. Whoever is about to write makes the
+record :meth:`~Versions.leave` it for a spare one first. The slab that was left becomes a spare one when it is let go.
+
+The spare slabs are one pool, which keeps what it has taken. When it is empty and there is no room for more, nothing is
+tried (the unit is updated later, as if nobody had asked), and a write to a pinned record waits for the snapshot's
+reader, who waits for nobody here.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 from collections import defaultdict
 from collections.abc import Collection, Sequence
 from typing import Any, Literal
@@ -88,8 +95,16 @@ class Versions:
         self._spare: dict[int, list[HostSlab]] = defaultdict(list)
         self._bytes = 0
         self._full = False
+        self._released = False
+        self._pinned: dict[HostSlab, bool] = {}  # whether the record has left it
+        self._let_go = threading.Condition()
         self._tried: dict[Record, Version] = {}
         self._kept: dict[Record, tuple[dict[torch.dtype, Tensor], Tensor | None]] = {}
+        self._device_full = False
+
+    def __reduce__(self) -> Any:
+        """A copy, with a copied backend that has nothing yet, is another pool."""
+        return Versions, (self._budget,)
 
     def __contains__(self, record: Record) -> bool:
         return record in self._tried
@@ -113,7 +128,7 @@ class Versions:
             marked: fingerprints of their weights are kept.
         """
         records = [record for record in records if record.slab is not None]
-        for gone in [record for record in self._kept if record not in records]:
+        for gone in self._kept.keys() - set(records):
             del self._kept[gone]
         wanted: dict[int, int] = defaultdict(int)
         ready = []
@@ -127,36 +142,48 @@ class Versions:
     def _has_slabs(self, record: Record, count: int) -> bool:
         """``count`` spare slabs of the size of this record's."""
         assert record.slab is not None
-        nbytes = record.slab.nbytes
-        if len(self._spare[nbytes]) >= count:
+        spare = self._spare[record.slab.nbytes]
+        if len(spare) >= count:
             return True
+        with self._let_go:
+            if any(self._pinned.values()):  # those come back
+                return False
+        slab = self._new_slab(record)
+        if slab is not None:
+            spare.append(slab)
+        return slab is not None
+
+    def _new_slab(self, record: Record) -> HostSlab | None:
+        """As large as the record's, if there is room for it."""
+        assert record.slab is not None
+        nbytes = record.slab.nbytes
         if self._full or not self._fits(nbytes):
             self._full = True
-            return False
+            return None
         try:
             slab = HostSlab(nbytes, device=record.device, what="spare optimizer state")
         except HostMemoryError:
             self._full = True
-            return False
-        self._spare[nbytes].append(slab)
+            return None
         self._bytes += nbytes
-        return True
+        return slab
 
     def _fits(self, nbytes: int) -> bool:
         if self._budget != "auto":
             return self._bytes + nbytes <= self._budget * GIB
         free = available_bytes()
-        return free is None or nbytes <= free * (1 - _LEFT_FREE)
+        return free is None or self._bytes + nbytes <= (free + self._bytes) * (1 - _LEFT_FREE)
 
     def _has_rows(self, record: Record, marked: bool) -> bool:
-        if record in self._kept:
-            return True
+        if record in self._kept or self._device_full:
+            return record in self._kept
         sizes: dict[torch.dtype, int] = {}
         for part in record.parts:
             sizes[part.owner.local.dtype] = record.elements
         try:
             rows = {dtype: torch.empty(n, dtype=dtype, device=record.device) for dtype, n in sizes.items()}
         except torch.OutOfMemoryError:
+            self._device_full = True  # asking again in every step would empty torch's cache in every step
             logger.warning("no room on %s for the weights of before: fewer updates run in backward", record.device)
             return False
         marks = torch.zeros(len(record.parts), dtype=torch.int64, device=record.device) if marked else None
@@ -175,7 +202,11 @@ class Versions:
         """What was tried is the record from now on."""
         version = self._tried.pop(record)
         assert record.slab is not None
-        self._spare[record.slab.nbytes].append(record.slab)
+        with self._let_go:
+            if record.slab in self._pinned:
+                self._pinned[record.slab] = True
+            else:
+                self._spare[record.slab.nbytes].append(record.slab)
         record.slab, record.bytes, record.landed = version.slab, version.bytes, version.landed
 
     def close(self, record: Record) -> Version:
@@ -184,18 +215,71 @@ class Versions:
         self._spare[version.slab.nbytes].append(version.slab)
         return version
 
+    # -- snapshots
+
+    @property
+    def pinned(self) -> bool:
+        """Whether a snapshot is still being read."""
+        return bool(self._pinned)
+
+    def pin(self, slab: HostSlab) -> None:
+        """From now on nobody writes to it. What is written there has arrived."""
+        with self._let_go:
+            self._pinned[slab] = False
+
+    def unpin(self, slab: HostSlab) -> None:
+        """It is not read any more; called by any thread."""
+        with self._let_go:
+            left = self._pinned.pop(slab)
+            if left and self._released:
+                slab.close()
+            elif left:
+                self._spare[slab.nbytes].append(slab)
+            self._let_go.notify_all()
+
+    def leave(self, record: Record, keep: bool = False) -> None:
+        """Before the record's host memory is written to: where that is pinned, the record gets other memory.
+
+        Args:
+            keep: what is in it, too, and not all of it will be written; nothing may be under way in the lanes.
+        """
+        if record.slab not in self._pinned:
+            return
+        slab = self._exchanged(record)
+        if slab is not None:
+            room, before = slab.tensor(torch.uint8, record.nbytes), record.bytes
+            if keep and before is not None:
+                room.copy_(before)
+            record.slab, record.bytes, record.landed = slab, room, None
+
+    def _exchanged(self, record: Record) -> HostSlab | None:
+        """A slab for the one that the record leaves; ``None`` when it is not pinned any more."""
+        assert record.slab is not None
+        spare = self._spare[record.slab.nbytes]
+        with self._let_go:
+            while record.slab in self._pinned:
+                slab = spare.pop() if spare else self._new_slab(record)
+                if slab is not None:
+                    self._pinned[record.slab] = True
+                    return slab
+                self._let_go.wait()
+        return None
+
     # -- memory
 
     def forget_weights(self) -> None:
         """Give back the device memory; nothing is being tried."""
         self._kept.clear()
+        self._device_full = False
 
     def release(self) -> None:
-        """Give back all memory; nothing may be under way."""
+        """Give back all memory, for good; nothing may be under way but a snapshot's reader, who can go on."""
         self._tried.clear()
         self._kept.clear()
-        for slabs in self._spare.values():
-            for slab in slabs:
-                slab.close()
-        self._spare.clear()
+        with self._let_go:
+            self._released = True
+            for slabs in self._spare.values():
+                for slab in slabs:
+                    slab.close()
+            self._spare.clear()
         self._bytes, self._full = 0, False

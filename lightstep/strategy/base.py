@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, ClassVar, Self, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
 
 import torch
 from torch import nn
@@ -54,6 +54,9 @@ from lightstep.state.stream import StreamBackend
 from lightstep.strategy.checkpoints import Checkpoints
 from lightstep.strategy.launch import start_process_group
 from lightstep.strategy.presets import available_strategies, read_source
+
+if TYPE_CHECKING:
+    from lightstep.plan.planning import Plan
 
 _KINDS = {
     "single": ("lightstep.strategy.single", "SingleDeviceStrategy"),
@@ -188,7 +191,7 @@ class Strategy(ABC):
         Parameters are cast to ``precision.parameters``; buffers keep their dtype. The fp32 values of trainable ones are
         kept until masters start from them. Optimizers that were made for the model before get its new parameters. The
         work is done in place: under ``ddp``, where a wrapper is returned, training forwards of the module itself are
-        reduced too if ``create_optimizer`` is given that module.
+        reduced too if ``create_optimizer`` is given that module, before or after this.
 
         Args:
             model: a module, a module on the meta device (its weights are then initialised here), or a function that
@@ -459,6 +462,39 @@ class Strategy(ABC):
         """The module the user made, without what this strategy and ``torch.compile`` wrapped around it, up to date."""
         PreparedModel.of(model).wait_for_updates()
         return unwrap_model(model)
+
+    # -- planning
+
+    def plan(
+        self,
+        model: nn.Module,
+        tokens: int,
+        *,
+        sequence: int = 4096,
+        micro_batches: int = 1,
+        gpus: int = 1,
+        gpu_memory: float | None = None,
+        profile: str | None = None,
+        loss_chunk: int | None = None,
+    ) -> Plan:
+        """What a step takes, told from shapes: the model is run on the meta device, and is left alone.
+
+        Args:
+            model: a causal language model of transformers, on any device; meta will do.
+            tokens: of one micro-batch on one device, in sequences of ``sequence``.
+            gpu_memory: bytes of one device; default: the profile's.
+            profile: of the machine, ``"H100"`` or ``"A100+pcie5"``; default: this machine's GPU if it is known, else
+                no times.
+            loss_chunk: tokens whose logits are held at a time, where the loss is fused; default: all.
+
+        Raises:
+            ConfigError: the strategy is DeepSpeed's, or the profile is not known.
+            ValueError: the model cannot be run on the meta device.
+        """
+        from lightstep.plan.planning import plan_one
+
+        work = {"sequence": min(sequence, tokens), "micro_batches": micro_batches, "loss_chunk": loss_chunk}
+        return plan_one(self.name, self.config, unwrap_model(model), tokens, work, gpus, gpu_memory, profile)
 
     # -- checkpoints
 

@@ -39,6 +39,9 @@ class DDPStrategy(ProcessGroupStrategy):
         self._refuse_wrapped(model)
         replica = self._replicate(self._placed(model))
         self._equal_masters(replica)
+        record = PreparedModel.of(model)
+        if record.optimizers:  # made for the module itself, and the loop may go on with it
+            record.direct_calls = DirectCalls(replica)
         return replica
 
     def _replicate(self, model: nn.Module) -> DistributedDataParallel:

@@ -153,6 +153,8 @@ class Checkpoint(_Frozen):
     """Checkpoints of steps that are multiples of this are kept besides; 0: none are."""
     weights_every: CountOrZero = 0
     """Steps between saves of the weights alone, all of which are kept; 0: none are made."""
+    asynchronous: bool = True
+    """Train on while they are written. DeepSpeed's engine writes itself, and is waited for."""
 
 
 class Lines(_Frozen):

@@ -66,7 +66,7 @@ class Display:
         self._console = console if is_main else Console(quiet=True)
         self._progress: Progress | None = None
         self._task = TaskID(0)
-        self._steps = 0
+        self._steps, self._saving = 0, ""
         self._every_seconds, self._every_steps = seconds, steps
         self._started = time.monotonic()
         self._shown: tuple[int, float] | None = None
@@ -83,20 +83,21 @@ class Display:
         with Progress(
             BarColumn(bar_width=10),
             MofNCompleteColumn(),
-            TextColumn("{task.fields[figures]}"),
+            TextColumn("{task.fields[figures]}{task.fields[saving]}"),
             TimeRemainingColumn(compact=True),
             TextColumn("left"),
             console=self._console,
             disable=not self._console.is_terminal,
             expand=False,
         ) as self._progress:
-            self._task = self._progress.add_task("", total=steps, completed=start, figures="")
+            self._task = self._progress.add_task("", total=steps, completed=start, figures="", saving="")
             yield
 
-    def advance(self, step: int) -> None:
-        """``step`` steps are done."""
+    def advance(self, step: int, saving: bool = False) -> None:
+        """``step`` steps are done; ``saving``: while a checkpoint is being written."""
         assert self._progress is not None
-        self._progress.update(self._task, completed=step)
+        self._saving = "  saving" if saving else ""
+        self._progress.update(self._task, completed=step, saving=self._saving)
 
     def show(self, step: int, figures: Figures) -> None:
         """New figures. The bar shows their means, a line those of all steps since the line before."""
@@ -106,7 +107,7 @@ class Display:
             self._progress.update(self._task, completed=step, figures=self._mean.text(figures))
         elif self._due(step):
             elapsed = time.monotonic() - self._started
-            self.say(f"step {step}/{self._steps}  {self._mean.text(figures)}  {elapsed:.0f} s")
+            self.say(f"step {step}/{self._steps}  {self._mean.text(figures)}{self._saving}  {elapsed:.0f} s")
             self._shown = step, time.monotonic()
         else:
             return

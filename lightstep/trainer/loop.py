@@ -6,7 +6,8 @@ import resource
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lightstep.checkpoint import CheckpointError, latest_checkpoint
+from lightstep.checkpoint.pending import PendingSave
 from lightstep.optimizer.base import BaseOptimizer
 from lightstep.optimizer.result import StepResult
 from lightstep.strategy import Strategy
@@ -66,9 +68,12 @@ class Loop:
     losses: dict[int, float] = field(default_factory=dict)
     """Mean loss over the ranks, nats per byte, by step (from 1)."""
     saved: Path | None = None
+    _saving: tuple[Path | None, PendingSave] | None = None
+    """A save under way, and where its checkpoint is; ``None``: it is of weights alone."""
     _unsettled: StepResult | None = None
     _unread: list[_Unread] = field(default_factory=list)
     _skipped: int = 0
+    _timed: list[tuple[int, float]] = field(default_factory=list)
     _clock: float = 0.0
     _seen: int = 0
 
@@ -76,10 +81,10 @@ class Loop:
         """Train until the last step, or until a signal: the step is then finished and saved. Returns the signal."""
         config, stopped = self.config, None
         self._restart_clock()
-        with self.display.training(self.step, config.steps):
+        with self.display.training(self.step, config.steps), self._saved_in_the_end():
             while self.step < config.steps and stopped is None:
                 self._train_step()
-                self.display.advance(self.step)
+                self.display.advance(self.step, saving=self._saving is not None and not self._saving[1].done())
                 stopped = interrupt.received()
                 ends = stopped is not None or self.step == config.steps
                 saves = ends or self._due(config.checkpoint.every)
@@ -87,10 +92,10 @@ class Loop:
                     self._look()
                 if not ends and self._due(config.validation.every):
                     self._apart_from_the_clock(self._validate_and_say)
+                if self._due(config.checkpoint.weights_every):  # first: the other waits for it, and they are less
+                    self._apart_from_the_clock(self.save_weights)
                 if saves:
                     self._apart_from_the_clock(self.save)
-                if self._due(config.checkpoint.weights_every):
-                    self._apart_from_the_clock(self.save_weights)
         return stopped
 
     def _due(self, every: int) -> bool:
@@ -167,32 +172,53 @@ class Loop:
         return total
 
     def save(self) -> None:
-        """Write a checkpoint of this step; older ones go as the settings say."""
+        """Begin a checkpoint of this step; older ones go as the settings say."""
         self._settle()
-        pieces, folder = self.pieces, self.config.folder
-        path = checkpoint_path(folder, self.step)
+        path = checkpoint_path(self.config.folder, self.step)
         moved = ranks.together(lambda: clear_place(path), only_first=True)
         if moved is not None:
             self.display.say(f"{path} was no whole checkpoint; it is now {moved}")
         extra = {
             "step": self.step,
             "config": self.config.model_dump(mode="json"),
-            "text": pieces.fingerprint,
+            "text": self.pieces.fingerprint,
         }
         settings = self.config.checkpoint
-        kept: dict[str, Any] = {"keep_last": settings.keep, "keep_every": settings.keep_every}
-        try:
-            pieces.strategy.save_checkpoint(path, pieces.model, pieces.optimizer, pieces.scheduler, extra, **kept)
-        except CheckpointError as error:
-            before = latest_checkpoint(folder)
-            raise CheckpointError(f"{error}; {f'{before} is kept' if before else 'there is no earlier one'}") from error
-        self.saved = path
+        kept = {"keep_last": settings.keep, "keep_every": settings.keep_every}
+        self._begin_save(path, whole=True, scheduler=self.pieces.scheduler, extra=extra, **kept)
 
     def save_weights(self) -> None:
-        """Write the weights of this step alone."""
-        pieces, path = self.pieces, weights_path(self.config.folder, self.step)
-        extra = {"step": self.step}
-        pieces.strategy.save_checkpoint(path, pieces.model, pieces.optimizer, extra=extra, weights_only=True)
+        """Begin to write the weights of this step alone."""
+        path = weights_path(self.config.folder, self.step)
+        self._begin_save(path, whole=False, extra={"step": self.step}, weights_only=True)
+
+    def _begin_save(self, path: Path, whole: bool, **options: Any) -> None:
+        """After the one before."""
+        self._finish_save()
+        pieces = self.pieces
+        if self.config.checkpoint.asynchronous and pieces.strategy.config.sharding.kind != "deepspeed":
+            options["asynchronous"] = True
+        pending = pieces.strategy.save_checkpoint(path, pieces.model, pieces.optimizer, **options)
+        if pending is not None:
+            self._saving = (path if whole else None), pending
+        elif whole:
+            self.saved = path
+
+    def _finish_save(self) -> None:
+        if self._saving is not None:
+            (path, pending), self._saving = self._saving, None
+            ranks.together(pending.result)
+            self.saved = path or self.saved
+
+    @contextmanager
+    def _saved_in_the_end(self) -> Iterator[None]:
+        """The last save has ended with the block; an error of any save, which may come later, says what is kept."""
+        try:
+            yield
+            self._finish_save()
+        except CheckpointError as error:
+            before = latest_checkpoint(self.config.folder)
+            raise CheckpointError(f"{error}; {f'{before} is kept' if before else 'there is no earlier one'}") from error
 
     # -- speed and memory
 
@@ -207,10 +233,21 @@ class Loop:
     def _tokens_per_second(self) -> float:
         """Over all ranks, since the last look."""
         batch = self.config.batch
-        tokens = (self.step - self._seen) * batch.sequences * batch.length
-        rate = tokens / max(time.perf_counter() - self._clock, 1e-9)
+        steps, seconds = self.step - self._seen, max(time.perf_counter() - self._clock, 1e-9)
+        self._timed.append((steps, seconds))
         self._restart_clock()
-        return rate
+        return steps * batch.sequences * batch.length / seconds
+
+    @property
+    def step_ms(self) -> float:
+        """Mean of a step, validation and saving left out; and the first look's steps, which set things up."""
+        timed = self._timed[1:] or self._timed
+        steps = sum(count for count, _ in timed)
+        return 1e3 * sum(seconds for _, seconds in timed) / steps if steps else 0.0
+
+    def most_memory_gb(self) -> float:
+        """10⁹ bytes, as plans have it."""
+        return self._memory_gib() * 2**30 / 1e9
 
     def _memory_gib(self) -> float:
         """The most so far: of the GPU's memory if there is one, else of this process's."""

@@ -37,7 +37,18 @@ from lightstep.trainer.samples import write_samples
 from lightstep.trainer.tokens import Corpus, load_corpus
 
 _FREE_TO_CHANGE = {
-    *("steps", "log_every", "lines", "strategy", "strategy_overrides", "output", "name", "sample", "trackers"),
+    *(
+        "steps",
+        "log_every",
+        "lines",
+        "checkpoint",
+        "strategy",
+        "strategy_overrides",
+        "output",
+        "name",
+        "sample",
+        "trackers",
+    ),
     *("scheduler", "optimizer"),  # what changes in these two is said by itself
 }
 """Settings that a resumed run may change without a word."""
@@ -105,6 +116,8 @@ def _assemble(config: TrainConfig, strategy: Strategy, display: Display) -> tupl
     model = strategy.prepare_model(made)
     set_seed(config.seed + strategy.rank)
     display.say(_introduction(config, strategy, model, corpus))
+    if strategy.is_main and strategy.device.type != "cpu":
+        display.say(expectation(config, strategy, architecture))
     optimizer = make_optimizer(strategy, model, config.optimizer)
     place = (strategy.rank, strategy.world_size)
     pieces = Pieces(
@@ -135,6 +148,18 @@ def _introduction(config: TrainConfig, strategy: Strategy, model: nn.Module, cor
         f"{parameters:,} parameters, strategy {strategy.name} on {where}; {corpus.training.tokens.size:,} tokens to "
         f"train on, {corpus.validation.tokens.size:,} to validate with"
     )
+
+
+def expectation(config: TrainConfig, strategy: Strategy, architecture: Any, profile: str | None = None) -> str:
+    """What a step will take, as far as it can be told."""
+    batch = config.batch
+    sequences = max(batch.sequences // (batch.accumulation * strategy.world_size), 1)
+    work = {"sequence": batch.length, "micro_batches": batch.accumulation, "gpus": strategy.world_size}
+    try:
+        shape = make_model(config.model, architecture, meta=True)
+        return f"planned: {strategy.plan(shape, sequences * batch.length, profile=profile, **work)}"
+    except (ConfigError, ValueError) as error:
+        return f"no plan: {error}"
 
 
 def _resume(config: TrainConfig, pieces: Pieces, checkpoint: Path, display: Display) -> int:
@@ -181,6 +206,8 @@ def _run(loop: Loop, tokenizer: Any) -> Outcome:
     if stopped is not None:
         display.say(f"{stopped.name}: stopped after step {loop.step}; continue from {loop.saved} with --resume")
         return Outcome(loop.step, loop.losses, before, None, loop.saved, stopped)
+    if loop.step_ms:
+        display.say(f"measured: {loop.most_memory_gb():.1f} GB of memory at the peak, {loop.step_ms:,.0f} ms per step")
     after = loop.validate()
     display.say(f"validation loss after: {after:.3f} nats per byte (before: {before:.3f})")
     samples = _finish(loop, tokenizer)

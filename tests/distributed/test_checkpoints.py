@@ -125,11 +125,11 @@ def checkpoints(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts_load_each_others_checkpoints(pool: Pool, checkpoints: Path, layout: str) -> None:
-    """Each its own and three others', and each is loaded by three others: that of one process by all."""
+    """Each those of two others, and each is loaded by two others; that of one process by all."""
     world_size, sharding, _ = LAYOUTS[layout]
     group = sharding["kind"] != "single"
     names, number = list(LAYOUTS), list(LAYOUTS).index(layout)
-    others = {"single": None, **{names[(number + step) % len(names)]: None for step in (0, 1, 2, 4)}}
+    others = {"single": None, **{names[(number + step) % len(names)]: None for step in (1, 3)}}
     arguments = {"folder": str(checkpoints), "layout": layout, "saved_by": list(others)}
     pool.run(check_load, world_size, group=group, **arguments)
 

@@ -173,11 +173,11 @@ def check_same_bits(
 # -- tests
 
 
-@pytest.mark.parametrize("case", ["bf16-shards-streamed", "fp16-shards-streamed", "fp32-shards-streamed"])
 @pytest.mark.parametrize("kind", ["fsdp2", "ddp"])
-def test_equal_to_the_loop_by_hand(pool: Pool, kind: str, case: str) -> None:
+def test_equal_to_the_loop_by_hand(pool: Pool, kind: str) -> None:
+    """Other dtypes are equal to the resident state (``test_slow_lanes``), and that to the loop."""
     sharding = LAYOUTS[kind][1]
-    pool.run(check_deferred, 2, case=case, sharding=sharding, overflow_at=(1,))
+    pool.run(check_deferred, 2, case="fp16-shards-streamed", sharding=sharding, overflow_at=(1,))
 
 
 def check_deferred(
@@ -241,7 +241,7 @@ def check_several_meshes(rank: int, world_size: int, update: str) -> None:
     whole = FSDPMeshInfo(dist.init_device_mesh("cpu", (4,)), shard_mesh_dim=0)
     experts = FSDPMeshInfo(mesh["experts"], shard_mesh_dim=0)
     found = []
-    for state in ({"backend": "resident"}, *({**DEFERRED, "update": update} for _ in range(3))):
+    for state in ({"backend": "resident"}, *({**DEFERRED, "update": update} for _ in range(2))):
         torch.manual_seed(0)
         model = TinyTransformer().bfloat16()
         apart = {block.down.weight for block in model.blocks}
@@ -333,7 +333,7 @@ def _resumed(training: Training, folder: Path) -> Any:
     return [again.step(), again.snapshot()]
 
 
-@pytest.mark.parametrize("layout", ["fsdp2", "ddp", "hsdp"])
+@pytest.mark.parametrize("layout", ["fsdp2", "ddp"])
 def test_readers_between_steps(pool: Pool, layout: str, tmp_path: Path) -> None:
     world_size, sharding = LAYOUTS[layout]
     pool.run(check_readers, world_size, sharding=sharding, folder=tmp_path)
@@ -343,12 +343,12 @@ def check_two_optimizers(rank: int, world_size: int, sharding: dict[str, Any]) -
     """An actor and a critic: the weights of both are sent while both go on, in an order of each rank's own."""
     values = {"sharding": sharding, "clipping": CLIPPING}
     expected = Training(rank, world_size, values)
-    losses = [expected.step() for _ in range(6)]
+    losses = [expected.step() for _ in range(4)]
     pair = [Training(rank, world_size, {**values, "optimizer_state": DEFERRED}) for _ in range(2)]
     found = [[training.step() for training in pair]]
     for number, training in enumerate(pair):
         training.delay(100 + world_size * number + rank, 5e-3)
-    found += [[training.step() for training in pair] for _ in range(5)]
+    found += [[training.step() for training in pair] for _ in range(3)]
     assert [list(each) for each in zip(*found, strict=True)] == [losses, losses]
     for training in pair:
         training.optimizer.close()
@@ -365,10 +365,10 @@ class Deep(TinyTransformer):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block(7) for _ in range(NextForward.at_once + 10))
+        self.blocks = nn.ModuleList(Block(7) for _ in range(NextForward.at_once + 4))
 
 
-@mock.patch.multiple(NextForward, at_once=4, ahead=2)
+@mock.patch.multiple(NextForward, at_once=2, ahead=1)
 def check_one_alone(rank: int, world_size: int, sharding: dict[str, Any], does: str) -> None:
     """What one rank does by itself waits for no work of others that nobody has begun."""
     runs = [Training(rank, world_size, {"sharding": sharding, "optimizer_state": s}, Deep) for s in ({}, DEFERRED)]

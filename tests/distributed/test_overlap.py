@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from lightstep.optimizer import overlap
 from lightstep.optimizer.overlap import Overlap
 from tests.distributed.ranks import Pool
 from tests.distributed.test_next_forward import LAYOUTS, PRECISIONS, check_same_bits
@@ -18,7 +17,7 @@ STATE: dict[str, Any] = {"backend": "stream", "update": "overlap", "ring_mib": 0
 def check_verdicts(rank: int, world_size: int, expected: list[str], **settings: Any) -> None:
     """The bits of updates in ``step()``, and what became of what was tried."""
     found: Counter[str] = Counter()
-    decide, withdraw, longest, count = Overlap._decide, Overlap.withdraw, overlap._LONGEST_PAUSE, Overlap._count_verdict
+    decide, withdraw, count = Overlap._decide, Overlap.withdraw, Overlap._count_verdict
 
     def decided(self: Overlap, trial: Any, update: Any) -> None:
         found[self._verdict.read()] += bool(trial.units)
@@ -35,8 +34,7 @@ def check_verdicts(rank: int, world_size: int, expected: list[str], **settings: 
     try:
         check_same_bits(rank, world_size, **settings, state=STATE, compute="parameters", seeds=[1, 2])
     finally:
-        Overlap._decide, Overlap.withdraw = decide, withdraw  # type: ignore[method-assign]
-        Overlap._count_verdict, overlap._LONGEST_PAUSE = count, longest  # type: ignore[method-assign]
+        Overlap._decide, Overlap.withdraw, Overlap._count_verdict = decide, withdraw, count  # type: ignore[method-assign]
     assert [verdict for verdict, number in sorted(found.items()) if number] == expected, found
 
 

@@ -90,18 +90,22 @@ def check_in_place(rank: int, world_size: int, sharding: dict[str, Any], state: 
     """A loop that drops what ``prepare_model`` returns trains as one that keeps it, and as one that goes past it."""
     runs = []
     past = parameters == "float32"  # with 16-bit parameters the step refuses that
-    for keep, call_inside in ((True, False), (False, True), *([(True, True)] if past else [])):
+    ways = ((True, False, False), (False, True, False), (False, True, True), *([(True, True, False)] if past else []))
+    for keep, call_inside, first in ways:
         strategy = load(sharding, precision={"parameters": parameters}, optimizer_state=STATES[state])
         torch.manual_seed(rank)
         model: nn.Module = TinyTransformer()
+        early = strategy.create_optimizer(model, lr=1e-2) if first else None
         prepared = strategy.prepare_model(model)
         inside = model
         if keep:
             model = prepared
         del prepared
         gc.collect()
-        strategy.create_optimizer(model, lr=1e-2)  # given up at once
-        optimizer = strategy.create_optimizer(model, lr=1e-2)
+        if early is None:
+            strategy.create_optimizer(model, lr=1e-2)  # given up at once
+        optimizer = early or strategy.create_optimizer(model, lr=1e-2)
+        del early
         assert all(train(strategy, inside if call_inside else model, optimizer, steps=3))
         optimizer.synchronize()
         runs.append(weights_of(strategy, model))

@@ -180,11 +180,10 @@ def _delay_lanes(lanes: Any, seed: int) -> None:
     lanes.delay = delay
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize(
-    ("sharding", "state", "world_size"),
-    [(DDP, CUT, 2), (DDP, STREAM, 4), (HSDP, CUT, 4)],
-    ids=["ddp-2", "ddp-4", "hsdp-4"],
+    ("sharding", "state", "world_size", "precision"),
+    [*((DDP, CUT, 2, precision) for precision in PRECISIONS), (DDP, STREAM, 4, "bf16"), (HSDP, CUT, 4, "fp16")],
+    ids=[*(f"ddp-2-{precision}" for precision in PRECISIONS), "ddp-4-bf16", "hsdp-4-fp16"],
 )
 def test_equal_to_resident(
     pool: Pool, sharding: dict[str, Any], state: dict[str, Any], world_size: int, precision: str

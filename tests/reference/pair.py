@@ -34,6 +34,7 @@ EVERY_TIME = {
         "update": "next_forward",
         "resident_gib": 2 * _KIB,
     },
+    "stream-in-backward-and-forward": {"backend": "stream", "ring_mib": 0.02, "update": "overlap"},
 }
 """With updates at other times, for tests that look at weights only through the model or after ``synchronize()``."""
 

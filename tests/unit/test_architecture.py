@@ -29,7 +29,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "sharding": CORE | SIBLINGS | {"optimizer", "config", "config_errors"},
 }
 MAY_IMPORT["checkpoint"] = MAY_IMPORT["sharding"] | {"sharding", "lightstep", "extras"}
-MAY_IMPORT["plan"] = {"config", "config_errors", "extras"}
+MAY_IMPORT["plan"] = MAY_IMPORT["sharding"] | {"sharding", "extras"}
 MAY_IMPORT["environment"] = {"lightstep"}
 MAY_IMPORT["rollout"] = MAY_IMPORT["checkpoint"] | {"checkpoint"}
 MAY_IMPORT["strategy"] = MAY_IMPORT["rollout"] | {"rollout", "plan"}

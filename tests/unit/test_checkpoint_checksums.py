@@ -7,6 +7,9 @@ import logging
 import os
 import random
 import shutil
+import sys
+import zlib
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +18,9 @@ import torch
 from torch import nn
 from typer.testing import CliRunner
 
-from lightstep.checkpoint import CheckpointError, load_checkpoint, save_checkpoint, verify_checkpoints
+from lightstep.checkpoint import CheckpointError, checksums, load_checkpoint, save_checkpoint, verify_checkpoints
+from lightstep.checkpoint import load as load_module
+from lightstep.checkpoint import read as read_module
 from lightstep.cli import app
 from tests.unit.test_checkpoint_promises import OLD, model_of, values_of
 
@@ -165,3 +170,37 @@ def test_verify_from_the_command_line(tmp_path: Path) -> None:
     assert code == 0 and "no checksums" in text
     code, text = run(tmp_path / "nothing")
     assert code == 1 and "does not exist" in text
+
+
+# -- one checksum, one reading -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("library", ["isal", "zlib"])
+def test_the_checksum_is_the_same_with_and_without_the_faster_library(
+    library: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if library == "zlib":
+        monkeypatch.setitem(sys.modules, "isal", None)
+    monkeypatch.setattr(checksums, "_fastest", checksums._fastest.__wrapped__)
+    data = random.Random(0).randbytes(100_001)
+    assert checksums.crc32(data) == zlib.crc32(data)
+    assert checksums.crc32(memoryview(data)[7:], 5) == zlib.crc32(data[7:], 5)
+
+
+@pytest.mark.parametrize(("room", "times"), [(1 << 30, 1), (0, 2)])
+def test_a_load_reads_once_where_there_is_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: int, times: int
+) -> None:
+    saved(tmp_path / "a", 3.0)
+    read, places = read_module.read_chunk, Counter[str]()
+
+    def counted(folder: Path, key: str, chunk: Any) -> bytes:
+        places[key] += 1
+        return read(folder, key, chunk)
+
+    monkeypatch.setattr(read_module, "read_chunk", counted)
+    monkeypatch.setattr(load_module, "available_bytes", lambda: 3 * room)
+    model, optimizer = with_optimizer(0.0)
+    load_checkpoint(tmp_path / "a", model, optimizer)
+    assert values_of(model) == {3.0} and set(places.values()) == {times}
+    assert all(torch.all(entries["momentum_buffer"] == 3.0) for entries in optimizer.state.values())

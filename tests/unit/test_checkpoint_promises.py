@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
 import multiprocessing
@@ -20,15 +21,17 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import lightstep
 from lightstep.checkpoint import (
     CheckpointError,
     latest_checkpoint,
+    layout,
     load,
     load_checkpoint,
+    pretrained,
     save_checkpoint,
     storage,
 )
@@ -210,6 +213,33 @@ def test_looking_for_the_newest_beside_a_process_that_rotates(tmp_path: Path) ->
     assert latest_checkpoint(tmp_path) == tmp_path / "step-14"
 
 
+def test_what_is_removed_during_a_look_was_not_the_newest_any_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``keep_every`` keeps step-2; step-3 goes when step-5 is there, which was not when the look began."""
+    for number in (2, 3):
+        save_checkpoint(tmp_path / f"step-{number}", model_of(0.0))
+    read = layout.read_manifest
+
+    def late(folder: Path) -> Any:
+        if folder.name == "step-3" and folder.exists():
+            save_checkpoint(tmp_path / "step-5", model_of(0.0))
+            shutil.rmtree(folder)
+        return read(folder)
+
+    monkeypatch.setattr(layout, "read_manifest", late)
+    assert latest_checkpoint(tmp_path) == tmp_path / "step-5"
+
+
+def test_a_folder_that_cannot_be_listed_is_not_an_empty_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run would start anew."""
+    save_checkpoint(tmp_path / "step-1", model_of(0.0))
+    stale = OSError(errno.ESTALE, "stale file handle")
+    monkeypatch.setattr(Path, "iterdir", lambda _: (_ for _ in ()).throw(stale))
+    with pytest.raises(OSError, match="stale"):
+        latest_checkpoint(tmp_path)
+
+
 # -- the user's files --------------------------------------------------------------------------------------------------
 
 
@@ -285,6 +315,17 @@ def test_of_two_savers_one_is_refused_and_the_other_succeeds(tmp_path: Path) -> 
     load_checkpoint(folder, model)
     assert values_of(model) in ({1.0}, {2.0})
     assert [entry.name for entry in tmp_path.iterdir()] == ["step"]
+
+
+def test_what_another_saver_is_about_to_replace_is_no_strangers(tmp_path: Path) -> None:
+    """Between the renames of one saver the other one finds nothing at the path, or half of it."""
+    folder = tmp_path / "step"
+    save_checkpoint(folder, model_of(0.0))
+    (folder / "lightstep.json").unlink()
+    with storage.locked(folder), pytest.raises(CheckpointError, match="is saving to"):
+        save_checkpoint(folder, model_of(1.0))
+    with pytest.raises(CheckpointError, match="is not a checkpoint"):
+        save_checkpoint(folder, model_of(1.0))
 
 
 def hold(folder: str, held: Any) -> None:
@@ -435,6 +476,31 @@ def test_a_model_that_is_loaded_in_part_is_not_saved(tmp_path: Path, monkeypatch
     optimizer.step()
 
 
+def test_pretrained_weights_that_break_off_are_not_gone_on_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    strategy, model, optimizer = trained("resident")
+    save_file({name: torch.ones(p.shape) for name, p in model.named_parameters()}, tmp_path / "model.safetensors")
+    part = pretrained._part
+    with monkeypatch.context() as patched:
+        patched.setattr(pretrained, "_part", lambda *which: part(*which) if which[2] == "weight" else broken_disk())
+        with pytest.raises(OSError, match="Input/output error"):
+            pretrained.load_pretrained(model, tmp_path)
+    assert values_of(model) > {1.0}, "a part of it"
+    with pytest.raises(RuntimeError, match="failed after a part of it had been loaded"):
+        optimizer.step()
+    with pytest.raises(CheckpointError, match="failed after a part of it had been loaded"):
+        strategy.save_checkpoint(tmp_path / "b", model, optimizer)
+    pretrained.load_pretrained(model, tmp_path)
+    optimizer.refresh_master_weights()
+    strategy.save_checkpoint(tmp_path / "b", model, optimizer)
+    optimizer.step()
+
+
+def broken_disk() -> Any:
+    raise OSError(5, "Input/output error")
+
+
 @contextlib.contextmanager
 def failing_at(call: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The disk is gone when tensors are read for the ``call``-th time."""
@@ -443,7 +509,7 @@ def failing_at(call: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     def failing(*arguments: Any) -> None:
         calls.append(arguments)
         if len(calls) == call:
-            raise OSError(5, "Input/output error")
+            broken_disk()
         read(*arguments)
 
     with monkeypatch.context() as patched:

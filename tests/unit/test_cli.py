@@ -27,6 +27,7 @@ from lightstep.trainer.config import load_config
 from lightstep.trainer.interrupt import Interrupt
 from lightstep.trainer.logs import TRAINING, read_scalars
 from tests.python import python
+from tests.snippets import Script, run_script
 from tests.unit.test_trainer import MODEL, _assert_same, _fails_after
 
 ROOT = Path(lightstep.__file__).resolve().parents[1]
@@ -56,6 +57,13 @@ def _run(*arguments: Any) -> Result:
     return CliRunner().invoke(app, [str(argument) for argument in arguments], env={"COLUMNS": "200"})
 
 
+def _fork(folder: Path, script: str, *arguments: Any) -> tuple[int, str]:
+    """Exit status and output of a script in a process of its own, which has imported what training takes."""
+    (folder / "fork").mkdir()
+    words = tuple(map(str, arguments))
+    return run_script(Script(Path("script.py"), 1, "python", 0, script.splitlines(), words), folder / "fork")
+
+
 def _sentence(result: Result, code: int) -> str:
     """The one line that a mistake gets."""
     assert result.exit_code == code, result.output
@@ -70,7 +78,14 @@ def _sentence(result: Result, code: int) -> str:
 def test_train_and_resume(file: Path, tmp_path: Path) -> None:
     result = _run("train", file, "--strategy", "resident", "--set", "name=a", "--set", "strategy.clipping.max_norm=0.5")
     assert result.exit_code == 0, result.output
-    for said in ("strategy resident", "validation loss before", "step 4/4", "validation loss after", "sample 1 of 1"):
+    for said in (
+        "strategy resident",
+        "validation loss before",
+        "step 4/4",
+        "measured: ",
+        "validation loss after",
+        "sample 1 of 1",
+    ):
         assert said in result.stdout
     settings = yaml.safe_load((tmp_path / "runs/a/config.yaml").read_text())
     assert settings["strategy"] == "resident" and settings["strategy_overrides"] == {"clipping.max_norm": 0.5}
@@ -188,10 +203,9 @@ def test_a_process_that_is_killed_while_saving_resumes_from_the_checkpoint_befor
         "    return files\n"
         "save.write_tensors = killed; app(sys.argv[1:])"
     )
-    command = [sys.executable, "-c", script, "train", str(file), "--set", "steps=6", "--set", "name=killed"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    status, said = _fork(tmp_path, script, "train", file, "--set", "steps=6", "--set", "name=killed")
     folder = tmp_path / "runs/killed"
-    assert done.returncode == -signal.SIGKILL and any(folder.glob(".checkpoint-4*")), done.stderr
+    assert status == -signal.SIGKILL and any(folder.glob(".checkpoint-4*")), said
     assert [path.name for path in folder.glob("checkpoint-*")] == ["checkpoint-2"]
     resumed = _run("train", file, "--set", "steps=6", "--set", "name=killed", "--resume")
     assert resumed.exit_code == 0 and "checkpoint-2" in resumed.stdout and (folder / "loss.png").is_file()
@@ -225,17 +239,18 @@ def test_resume_auto_takes_the_newest_that_is_undamaged(file: Path, tmp_path: Pa
 
 def test_a_signal_saves_and_exits(file: Path, tmp_path: Path) -> None:
     """SIGTERM does in test_trainer.py, and under torchrun."""
-    command = [sys.executable, "-m", "lightstep", "train", str(file), "--set", "steps=100000", "--set", "log_every=1"]
-    command += ["--set", "checkpoint.every=0"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-    with subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdout is not None
-        assert any("step 1/" in line for line in process.stdout)
-        process.send_signal(signal.SIGINT)
-        said, errors = process.communicate(timeout=240)
-    assert process.returncode == 128 + signal.SIGINT and errors == ""
+    script = (
+        "import os, pathlib, runpy, signal, sys, threading, time, torch\n"
+        "torch.set_num_threads(1); sys.stdout.reconfigure(line_buffering=True)\n"
+        "def interrupt():\n"
+        "    while 'step 1/' not in pathlib.Path('output-0').read_text(): time.sleep(0.05)\n"
+        "    os.kill(os.getpid(), signal.SIGINT)\n"
+        "threading.Thread(target=interrupt, daemon=True).start()\n"
+        "runpy.run_module('lightstep', run_name='__main__', alter_sys=True)"
+    )
+    endless = ("--set", "steps=100000", "--set", "log_every=1", "--set", "checkpoint.every=0")
+    status, said = _fork(tmp_path, script, "train", file, *endless)
+    assert status == 128 + signal.SIGINT and "Traceback" not in said, said
     found = re.search(r"SIGINT: stopped after step (\d+); continue from .*checkpoint-\1 with --resume", said)
     assert found and (tmp_path / "runs/train" / f"checkpoint-{found[1]}" / "lightstep.json").is_file()
 

@@ -389,7 +389,7 @@ def test_the_division_into_units_changes_nothing(
     pair.train(10)
 
 
-@backends
+@pytest.mark.parametrize("backend", ["resident", "stream-overlap"])
 def test_a_long_run(backend: str) -> None:
     pair = Pair(
         *TWO_GROUPS["AdamW"], backend=backend, max_norm=MAX_NORM, overflow_at=range(30, 150, 37), intermittent=True

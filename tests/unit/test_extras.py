@@ -92,7 +92,7 @@ def test_the_loop_of_the_readme_needs_no_extra(name: str) -> None:
     ("arguments", "library", "extra"),
     [
         ([], "typer", "train"),
-        (["strategies"], "rich", "train"),
+        (["plan", "Llama-3.2-3B"], "transformers", "train"),
         (["train", "examples/train.yaml"], "transformers", "train"),
         (["train", "examples/train.yaml"], "tensorboard", "train"),
         (["bench"], "typer", "bench"),

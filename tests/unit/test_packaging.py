@@ -1,4 +1,7 @@
-"""What users install: all modules, the presets and the types, from a wheel, an editable install and a bare checkout."""
+"""What users install: all modules, the presets and the types, from a wheel and a bare checkout.
+
+``make test`` itself runs in an editable install.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
+
+from tests.unit.test_extras import HIDDEN, PLAIN_MODEL
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 PRESETS = sorted(path.stem for path in (CHECKOUT / "strategies").glob("*.yaml"))
@@ -28,6 +33,10 @@ for name in lightstep.available_strategies():
     print(name)
 """
 
+README = (CHECKOUT / "README.md").read_text(encoding="utf-8")
+LOOP = HIDDEN + PLAIN_MODEL + README.split("```python\n", 1)[1].split("```", 1)[0]
+"""The first example of the README, where no extra is installed."""
+
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
@@ -41,9 +50,9 @@ def checkout(tmp_path: Path) -> Path:
     return copy
 
 
-def _build(checkout: Path, kind: str) -> Path:
-    """Build a wheel (``kind`` is ``wheel`` or ``editable``) with this environment's setuptools, and unpack it."""
-    call = f"import sys; from setuptools import build_meta; build_meta.build_{kind}(sys.argv[1])"
+def _build(checkout: Path) -> Path:
+    """Build a wheel with this environment's setuptools, and unpack it."""
+    call = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"
     built = checkout.parent / "built"
     built.mkdir()
     done = subprocess.run(
@@ -56,10 +65,11 @@ def _build(checkout: Path, kind: str) -> Path:
     return unpacked
 
 
-def _presets_found(where: Path) -> list[str]:
+def _presets_found(where: Path, then: str = "") -> list[str]:
+    """What a Python finds whose only lightstep is the one at ``where``; it also runs ``then``."""
     libraries = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
     done = subprocess.run(
-        [sys.executable, "-I", "-S", "-c", LIST_PRESETS, str(where), *libraries],
+        [sys.executable, "-I", "-S", "-c", LIST_PRESETS + then, str(where), *libraries],
         cwd=where,
         capture_output=True,
         text=True,
@@ -70,18 +80,14 @@ def _presets_found(where: Path) -> list[str]:
 
 
 def test_a_wheel_holds_every_module_preset_and_the_type_marker(checkout: Path) -> None:
-    unpacked = _build(checkout, "wheel")
+    unpacked = _build(checkout)
     files = {path.relative_to(unpacked).as_posix() for path in unpacked.rglob("*") if path.is_file()}
     packaged = {name for name in files if ".dist-info/" not in name}
     modules = {path.relative_to(checkout).as_posix() for path in (checkout / "lightstep").rglob("*.py")}
     presets = {f"lightstep/strategies/{name}.yaml" for name in PRESETS}
     assert packaged == modules | presets | {"lightstep/py.typed"}
     assert PRESETS
-    assert _presets_found(unpacked) == PRESETS
-
-
-def test_an_editable_install_finds_the_presets(checkout: Path) -> None:
-    assert _presets_found(_build(checkout, "editable")) == PRESETS
+    assert _presets_found(unpacked, LOOP) == PRESETS
 
 
 def test_a_bare_checkout_finds_the_presets(checkout: Path) -> None:

@@ -7,11 +7,14 @@ import threading
 import time
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 import lightstep
+from lightstep.sharding.parameter_reads import DeferredUpdates
+from lightstep.sharding.prepared_model import PreparedModel
 
 OVERLAP = {"backend": "stream", "update": "next_forward", "ring_mib": 0.02}
 
@@ -77,3 +80,15 @@ def test_a_read_while_another_thread_collects_the_optimizer() -> None:
         collector.join()
         gc.enable()
         assert torch.equal(found, model[3].weight)
+
+
+def test_what_a_deleted_optimizer_has_left_is_done_before_a_forward_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind the last block there may be compiled code, whose reads nobody sees."""
+    model, optimizer = trained()
+    monkeypatch.setattr(DeferredUpdates, "end_engines", lambda self: None)  # another thread would do it
+    step(model, optimizer)
+    weight, before = model[3].weight, optimizer.engine.schedule
+    del optimizer
+    assert before.pending
+    PreparedModel.of(model).gates._updates.wait_for_step()
+    assert not before.pending and torch.isfinite(weight).all()

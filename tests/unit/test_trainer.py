@@ -127,6 +127,14 @@ def _stop_at(monkeypatch: pytest.MonkeyPatch, step: int, number: signal.Signals)
     monkeypatch.setattr(Loop, "_accumulate", interrupted)
 
 
+def test_what_a_run_will_take_is_said_where_it_can_be_told(configured: Callable[..., TrainConfig]) -> None:
+    config = configured(model={"config": MODEL})
+    strategy = session.load_strategy(config)
+    architecture = session.model_config(config.model, session.load_tokenizer(config.model), config.batch.length)
+    said = session.expectation(config, strategy, architecture, profile="H100")
+    assert said.startswith("planned: ") and "GB of device memory at the peak" in said
+
+
 # -- resuming
 
 
@@ -260,8 +268,9 @@ def test_resuming_with_other_settings_or_text_warns(
 ) -> None:
     _train(configured(steps=2))
     text.write_text(text.read_text().replace("7", "8"))
-    _, said = _train(configured(optimizer={"lr": 0.02}), resume=True)
-    assert "optimizer.lr (0.01 → 0.02)" in said and "the text is not the one" in said
+    _, said = _train(configured(seed=1, validation={"sequences": 2}), resume=True)
+    assert "settings differ from the checkpoint's: seed (0 → 1), validation.sequences (4 → 2)" in said
+    assert "the text is not the one" in said
     assert loops[-1].pieces.scheduler.base_lrs == [0.01]
 
 
@@ -342,6 +351,52 @@ def test_a_full_disk_keeps_the_checkpoint_before(
     assert sorted(p.name for p in (tmp_path / "runs/run").glob("*checkpoint*")) == ["checkpoint-2"]
     outcome, _ = _train(configured(), resume=True)
     assert set(outcome.losses) == {3, 4, 5, 6}
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_training_goes_on_while_a_checkpoint_is_written(
+    configured: Callable[..., TrainConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asynchronous: bool
+) -> None:
+    """The writer of the first waits for the step after it, or has ended before it."""
+    write, began, meanwhile = save.write_tensors, Loop._train_step, []
+    next_step = threading.Event()
+
+    def held(*arguments: Any) -> Any:
+        meanwhile.append(not asynchronous or next_step.wait(60))
+        return write(*arguments)
+
+    def step(loop: Loop) -> None:
+        if loop.step == 2:
+            next_step.set()
+        began(loop)
+
+    monkeypatch.setattr(save, "write_tensors", held)
+    monkeypatch.setattr(Loop, "_train_step", step)
+    settings = {"every": 2, "keep": 3, "asynchronous": asynchronous, "weights_every": 6}
+    outcome, said = _train(configured(checkpoint=settings, log_every=1))
+    assert meanwhile == [True] * 4 and outcome.checkpoint == tmp_path / "runs/run/checkpoint-6"
+    folders = {path.name for path in (tmp_path / "runs/run").glob("[cw]*-*") if is_complete(path)}
+    assert folders == {"checkpoint-2", "checkpoint-4", "checkpoint-6", "weights-6"}
+    assert asynchronous or "saving" not in said
+
+
+def test_a_signal_in_the_middle_of_a_save_waits_for_it(
+    configured: Callable[..., TrainConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, saves = save.write_tensors, []
+
+    def signalled(*arguments: Any) -> Any:
+        saves.append(arguments)
+        if len(saves) == 1:
+            signal.raise_signal(signal.SIGTERM)  # Python has the main thread handle it
+        return write(*arguments)
+
+    monkeypatch.setattr(save, "write_tensors", signalled)
+    outcome, _ = _train(configured(checkpoint={"every": 2, "keep": 9}))
+    assert outcome.stopped_by == signal.SIGTERM and outcome.step < 6
+    found = [path.name for path in (tmp_path / "runs/run").glob("*checkpoint-*") if is_complete(path)]
+    assert sorted(found) == sorted({"checkpoint-2", f"checkpoint-{outcome.step}"})
+    assert len(list((tmp_path / "runs/run").glob("*checkpoint-*"))) == len(found)
 
 
 def test_logs_that_cannot_be_written_stop_nothing(

@@ -353,7 +353,10 @@ def test_a_reference_model_and_vllm_get_updated_weights(tmp_path: Path, update: 
 
 
 def test_evaluation_and_saved_weights_are_up_to_date(tmp_path: Path) -> None:
-    """With updates that wait for the next forward; `load_best_model_at_end` brings weights that masters follow."""
+    """With updates that wait for the next forward; `load_best_model_at_end` brings weights that masters follow.
+
+    `save_total_limit` leaves the best checkpoint and the last one.
+    """
     values = BF16 | {"optimizer_state": {**STREAM, "update": "next_forward"}}
     ran = Ran(
         tmp_path,
@@ -361,17 +364,19 @@ def test_evaluation_and_saved_weights_are_up_to_date(tmp_path: Path) -> None:
         eval_dataset=Rows(),
         arguments={
             "eval_strategy": "steps",
-            "eval_steps": 2,
+            "eval_steps": 1,
             "save_strategy": "steps",
-            "save_steps": 2,
+            "save_steps": 1,
             "max_steps": 4,
             "load_best_model_at_end": True,
+            "save_total_limit": 1,
         },
     )
     trainer = ran.trainer
     losses = {entry["step"]: entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry}
     best = min(losses, key=lambda step: losses[step])
     assert trainer.state.best_model_checkpoint == str(tmp_path / f"checkpoint-{best}")
+    assert {path.parent.name for path in tmp_path.glob("*/lightstep")} == {f"checkpoint-{best}", "checkpoint-4"}
     assert trainer.evaluate()["eval_loss"] == losses[best]
     assert trainer.predict(Rows()).metrics["test_loss"] == losses[best]
     trainer.save_model(str(tmp_path / "saved"))

@@ -1,0 +1,111 @@
+"""Planned against measured: for each row of `lightstep bench --iteration`'s results, what a plan says beside it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from lightstep.config import StrategyConfig, merge_overrides, parse_config
+from lightstep.plan.models import SHAPES, from_values
+from lightstep.plan.planning import Planner, Workload
+from lightstep.plan.profiles import profile_of_device
+from lightstep.strategy.presets import read_source
+
+MEMORY_GOAL, TIME_GOAL = 0.05, 0.10
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One row: bytes and milliseconds, planned and measured."""
+
+    file: str
+    device: str
+    model: str
+    tokens: int
+    strategy: str
+    planned_bytes: int
+    measured_bytes: int
+    planned_ms: float
+    measured_ms: float
+
+    @property
+    def memory_error(self) -> float:
+        return self.planned_bytes / self.measured_bytes - 1
+
+    @property
+    def time_error(self) -> float:
+        return self.planned_ms / self.measured_ms - 1
+
+    @property
+    def within(self) -> bool:
+        return abs(self.memory_error) <= MEMORY_GOAL and abs(self.time_error) <= TIME_GOAL
+
+
+def compare(folder: Path) -> list[Compared]:
+    """Every row of lightstep's own strategies in the JSON files of a folder that hold whole iterations on a GPU."""
+    rows: list[Compared] = []
+    for file in sorted(folder.glob("*.json")):
+        values = json.loads(file.read_text(encoding="utf-8"))
+        if "iterations" in values and "rows" in values:
+            rows += _of_file(file.name, values)
+    return rows
+
+
+def _of_file(file: str, values: Mapping[str, Any]) -> Iterator[Compared]:
+    profile = profile_of_device(values["hardware"]["device"])
+    model = values["model"]
+    if profile is None or model["name"] not in SHAPES:
+        return
+    shape = from_values(SHAPES[model["name"]], torch.bfloat16)
+    planners: dict[int, Planner] = {}
+    clips = float(values["optimizer"]["max_norm"]) <= 1  # and those runs clip every step
+    for row in values["rows"]:
+        if row["kind"] != "lightstep" or not row.get("iteration_ms"):
+            continue
+        tokens = row["tokens"]
+        work = Workload(tokens, values["sequence"], 1, True, model["loss_chunk_tokens"], clips)
+        if tokens not in planners:
+            planners[tokens] = Planner(shape, work, profile, values["ranks"])
+        plan = planners[tokens].plan(row["label"], _of_label(row["label"]))
+        assert plan.time is not None
+        ranks = f"{values['ranks']} × " if values["ranks"] > 1 else ""
+        measured = row["peak_device_bytes"], plan.time.iteration, row["iteration_ms"]
+        yield Compared(file, ranks + profile.name, model["name"], tokens, row["label"], plan.memory.peak, *measured)
+
+
+def _of_label(label: str) -> StrategyConfig:
+    """``stream scope=unit``: a strategy, and keys that are laid over it, each without its section."""
+    name, *assignments = label.split()
+    values = parse_config(read_source(name)[1], name).model_dump()
+    for assignment in assignments:
+        key, _, text = assignment.partition("=")
+        section = next(part for part, keys in values.items() if isinstance(keys, dict) and key in keys)
+        values = merge_overrides(values, {f"{section}.{key}": yaml.safe_load(text)})
+    return parse_config(values, label)
+
+
+def as_markdown(rows: list[Compared]) -> str:
+    """A table for the documentation."""
+    lines = [
+        "| device | model | tokens | strategy | peak, GB: planned | measured | off by "
+        "| step, ms: planned | measured | off by |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        planned, measured = row.planned_bytes / 1e9, row.measured_bytes / 1e9
+        memory = f"{planned:.1f} | {measured:.1f} | {_percent(row.memory_error, MEMORY_GOAL)}"
+        time = f"{row.planned_ms:,.0f} | {row.measured_ms:,.0f} | {_percent(row.time_error, TIME_GOAL)}"
+        name = f"[{row.device}](benchmarks/{row.file})"
+        lines.append(f"| {name} | {row.model} | {row.tokens:,} | `{row.strategy}` | {memory} | {time} |")
+    return "\n".join(lines) + "\n"
+
+
+def _percent(error: float, goal: float) -> str:
+    text = f"{100 * error:+.1f} %"
+    return text if abs(error) <= goal else f"**{text}**"

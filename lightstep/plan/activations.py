@@ -1,0 +1,325 @@
+"""What forward and backward hold and compute, seen by running them on the meta device: shapes alone, no weights.
+
+The model is run with few blocks, which then stand for all of them: the blocks of one model are alike.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import weakref
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import flop_registry
+
+from lightstep.sharding.preparation import checkpoint_activations, transformer_blocks
+
+HEAD, BLOCK, TAIL, FORWARD = "head", "block", "tail", "forward"
+_BLOCKS = 3
+"""Blocks that are run: the first, the last, and one between."""
+
+
+@dataclass(frozen=True)
+class Moment:
+    """The most that is held between the arrival of two gradients.
+
+    Attributes:
+        where: ``forward``; in backward ``head`` (loss, head, last norm), ``block`` or ``tail`` (the embedding).
+        blocks_below: blocks whose forward is kept for backward.
+        blocks_done: blocks whose gradients are complete.
+        live: bytes of activations and of gradients under way.
+        arrived_root, arrived_block: elements of the gradients that are complete: outside the blocks; in this block.
+    """
+
+    where: str
+    blocks_below: int
+    blocks_done: int
+    live: int
+    arrived_root: int
+    arrived_block: int
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Of one micro-batch on one device.
+
+    Attributes:
+        kept_per_block: bytes that each block's forward leaves for backward.
+        forward_flops, backward_flops: of one block, what is recomputed included in backward.
+        other_forward_flops, other_backward_flops: outside the blocks.
+    """
+
+    blocks: int
+    kept_per_block: int
+    moments: tuple[Moment, ...]
+    forward_flops: float
+    backward_flops: float
+    other_forward_flops: float
+    other_backward_flops: float
+
+
+def run_on_meta(
+    model: nn.Module,
+    tokens: int,
+    sequence: int,
+    checkpointed: bool,
+    loss_chunk: int | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Activations:
+    """Forward and backward of ``tokens`` tokens in sequences of ``sequence``.
+
+    Args:
+        model: a causal language model of transformers. It is not changed, and none of its weights is read.
+        loss_chunk: the loss holds the logits of so many tokens at a time; ``None``: of all, as transformers' does.
+        dtype: of forward and backward.
+
+    Raises:
+        ValueError: the model cannot be run on the meta device.
+    """
+    blocks = len(transformer_blocks(model))
+    if getattr(model, "config", None) is None or not blocks:
+        raise ValueError(f"{type(model).__name__} is no causal language model of transformers, and no other is planned")
+    small = _with_blocks(model, min(blocks, _BLOCKS), dtype)
+    if checkpointed:
+        checkpoint_activations(small)
+    rows = max(tokens // sequence, 1)
+    batch = torch.zeros(rows, min(sequence, tokens), dtype=torch.long, device="meta")
+    watch = _Watch(small)
+    try:
+        with watch:
+            loss = _loss(small, batch, loss_chunk)
+            watch.backward()
+            loss.backward()
+    except (RuntimeError, NotImplementedError, TypeError, KeyError) as error:
+        first = (str(error).splitlines() or [""])[0]
+        raise ValueError(f"{type(model).__name__} cannot be run on the meta device: {first}") from error
+    return watch.seen(blocks)
+
+
+def _loss(model: Any, batch: Tensor, chunk: int | None) -> Tensor:
+    if chunk is None:
+        return model(input_ids=batch, labels=batch, use_cache=False).loss
+    hidden = model.model(input_ids=batch, use_cache=False).last_hidden_state
+
+    def part(states: Tensor, targets: Tensor) -> Tensor:
+        return cross_entropy(model.lm_head(states).float(), targets, reduction="sum")
+
+    chunks = zip(hidden.flatten(0, 1).split(chunk), batch.flatten().split(chunk), strict=True)
+    losses = [checkpoint(part, *pair, use_reentrant=False, preserve_rng_state=False) for pair in chunks]
+    return torch.stack(losses).sum() / batch.numel()
+
+
+def _with_blocks(model: Any, count: int, dtype: torch.dtype) -> nn.Module:
+    """A new model of the same configuration with ``count`` blocks, on the meta device."""
+    config = copy.deepcopy(model.config)
+    config.num_hidden_layers = count
+    for name in ("layer_types", "mlp_layer_types"):
+        if getattr(config, name, None):
+            setattr(config, name, getattr(config, name)[:count])
+    _register_attention()
+    with torch.device("meta"):
+        small = type(model)._from_config(config, dtype=dtype, attn_implementation=_NAME)
+    with contextlib.suppress(ValueError, AttributeError):  # no experts
+        small.set_experts_implementation("grouped_mm")
+    return small.train()
+
+
+# -- attention, as kernels that never hold the scores do it -----------------------------------------------------------
+
+_NAME = "lightstep_plan"
+
+
+class _FusedAttention(torch.autograd.Function):
+    """Output and the sums of the softmax are kept; gradients have the shapes of their inputs."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        out = torch.empty_like(query)
+        _count_attention(query, key, 2)
+        ctx.save_for_backward(query, key, value, out, query.new_empty(query.shape[:3], dtype=torch.float32))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        query, key, value, _out, _sums = ctx.saved_tensors
+        _count_attention(query, key, 5)
+        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+
+
+def _count_attention(query: Tensor, key: Tensor, products: int) -> None:
+    """Of the products over (queries, keys) half are masked."""
+    mode = _get_current_dispatch_mode()
+    if isinstance(mode, _Watch):
+        rows, heads, length, width = query.shape
+        mode.attention(products * 2 * rows * heads * length * key.shape[2] * width / 2)
+
+
+def _attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **_: Any
+) -> tuple[Tensor, None]:
+    out = _FusedAttention.apply(query, key, value)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _register_attention() -> None:
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(_NAME, _attention)
+    AttentionMaskInterface.register(_NAME, lambda *_, **__: None)
+
+
+# -- watching ---------------------------------------------------------------------------------------------------------
+
+
+def _grouped_flops(first: Tensor, second: Tensor) -> float:
+    """Each row of a 2-dim factor meets one expert."""
+    rows, inner = first.shape[-2:]
+    return 2.0 * rows * inner * second.shape[-1]
+
+
+@dataclass
+class _Segment:
+    where: str
+    block: int | None
+    live: int = 0
+    arrived_root: int = 0
+    arrived_block: int = 0
+    flops: float = 0.0
+
+
+@dataclass(eq=False)
+class _Count:
+    """Bytes that are alive, and the most of them since it was last asked."""
+
+    live: int = 0
+    most: int = 0
+
+    def add(self, nbytes: int) -> None:
+        self.live += nbytes
+        self.most = max(self.most, self.live)
+
+
+class _Watch(TorchDispatchMode):
+    """Storages made and dropped, operations counted, gradients taken as soon as they are complete."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._count = _Count()
+        self._known: dict[int, Any] = {}
+        self._held = [tensor.untyped_storage() for tensor in (*model.parameters(), *model.buffers())]
+        self._known.update((storage._cdata, storage) for storage in self._held)
+        self._blocks = list(transformer_blocks(model))
+        self._block_of: dict[Tensor, int] = {p: i for i, block in enumerate(self._blocks) for p in block.parameters()}
+        self._shared = {tuple(p.shape) for p in model.parameters() if p not in self._block_of}
+        self._segments: list[_Segment] = []
+        self._flops, self._forward_flops = 0.0, [0.0] * len(self._blocks)
+        self._kept = [0] * len(self._blocks)
+        self._in_backward = False
+        self._root = self._own = 0
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(self._arrive)
+        for index, block in enumerate(self._blocks):
+            block.register_forward_pre_hook(lambda *_, i=index: self._enter(i))
+            block.register_forward_hook(lambda *_, i=index: self._leave(i))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:  # "is nothing masked?"
+            return True if args[0].dtype == torch.bool else 1
+        if self._in_backward and func is torch.ops.aten.add.Tensor and self._adds_to_gradient(args):
+            return args[0]  # autograd adds in place to what nobody else holds
+        out = func(*args, **(kwargs or {}))
+        if (flops := flop_registry.get(func._overloadpacket)) is not None:
+            self._flops += flops(*args, **(kwargs or {}), out_val=out)
+        elif "grouped_mm" in func.name():
+            self._flops += _grouped_flops(args[0], args[1])
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor):
+                self._note(tensor)
+        return out
+
+    def _adds_to_gradient(self, args: Any) -> bool:
+        return isinstance(args[1], Tensor) and args[0].shape == args[1].shape and tuple(args[0].shape) in self._shared
+
+    def _note(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key, nbytes = storage._cdata, storage.nbytes()
+        if key in self._known:
+            return
+        self._known[key] = None
+        self._count.add(nbytes)
+        weakref.finalize(storage, self._drop, key, nbytes)
+
+    def _drop(self, key: int, nbytes: int) -> None:
+        self._known.pop(key, None)
+        self._count.live -= nbytes
+
+    def attention(self, flops: float) -> None:
+        self._flops += flops
+
+    def _enter(self, index: int) -> None:
+        if not self._in_backward:
+            self._forward_flops[index] -= self._flops
+
+    def _leave(self, index: int) -> None:
+        if not self._in_backward:
+            self._forward_flops[index] += self._flops
+            self._kept[index] = self._count.live
+
+    def backward(self) -> None:
+        """Forward is done."""
+        self._segments.append(_Segment(FORWARD, None, self._count.most, flops=self._flops))
+        self._flops, self._count.most, self._in_backward = 0.0, self._count.live, True
+
+    def _arrive(self, parameter: Tensor) -> None:
+        block = self._block_of.get(parameter)
+        seen_block = any(segment.block is not None for segment in self._segments)
+        where = BLOCK if block is not None else TAIL if seen_block else HEAD
+        if not self._segments or self._segments[-1].block != block:
+            self._own = 0
+        segment = _Segment(where, block, self._count.most, self._root, self._own, self._flops)
+        self._segments.append(segment)
+        if block is None:
+            self._root += parameter.numel()
+        else:
+            self._own += parameter.numel()
+        parameter.grad = None
+        self._flops, self._count.most = 0.0, self._count.live
+
+    def seen(self, blocks: int) -> Activations:
+        last = len(self._blocks) - 1
+        kept = self._kept[1] - self._kept[0] if last else self._kept[0]
+        middle = min(1, last)
+        forward = self._segments[0].flops
+        inside = sum(self._forward_flops)
+        backward = [sum(s.flops for s in self._segments if s.block == i) for i in range(len(self._blocks))]
+        outside = sum(s.flops for s in self._segments[1:] if s.block is None)
+        return Activations(
+            blocks,
+            kept,
+            tuple(self._moments(blocks, kept)),
+            self._forward_flops[middle],
+            backward[middle],
+            forward - inside,
+            outside,
+        )
+
+    def _moments(self, blocks: int, kept: int) -> Iterator[Moment]:
+        """Of the first block, the last one, and what is outside; between them nothing is larger than at one end."""
+        count = len(self._blocks)
+        for segment in self._segments:
+            if segment.block is not None and segment.block not in (0, count - 1):
+                continue
+            at_end = segment.where == TAIL or (segment.block == 0 and count > 1)
+            below_here = 0 if at_end else count if segment.block is None else segment.block
+            below = 0 if at_end else below_here + blocks - count
+            done = blocks if segment.where == TAIL else blocks - 1 if at_end else 0
+            live = segment.live + (below - below_here) * kept
+            yield Moment(segment.where, below, done, live, segment.arrived_root, segment.arrived_block)

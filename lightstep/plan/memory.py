@@ -1,0 +1,243 @@
+"""Bytes: on the device at the peak of a step, on the host between steps, over the link in a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from lightstep.config import DDPSharding, FSDP2Sharding, StrategyConfig
+from lightstep.plan.activations import TAIL, Activations, Moment
+from lightstep.plan.cost import cost
+from lightstep.sharding.preparation import transformer_blocks
+
+_WIDTHS = {"bfloat16": 2, "float16": 2, "float32": 4}
+_UNIT = 128 * 2**20
+"""Elements that ``resident`` and ``bulk`` update together."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Elements of a model: in each block, and outside the blocks in model order."""
+
+    blocks: tuple[int, ...]
+    before: int
+    """The embedding: what the first block waits for."""
+    behind: int
+    """Last norm and head; nothing of a tied head."""
+    tensors: tuple[int, ...]
+
+    @property
+    def total(self) -> int:
+        return sum(self.blocks) + self.root
+
+    @property
+    def root(self) -> int:
+        return self.before + self.behind
+
+
+def sizes_of(model: nn.Module) -> Sizes:
+    """Every parameter counts once."""
+    blocks = list(transformer_blocks(model))
+    inside = {parameter for block in blocks for parameter in block.parameters()}
+    before = behind = 0
+    seen_block = False
+    for parameter in model.parameters():
+        if parameter in inside:
+            seen_block = True
+        elif seen_block:
+            behind += parameter.numel()
+        else:
+            before += parameter.numel()
+    counts = tuple(sum(p.numel() for p in block.parameters()) for block in blocks)
+    return Sizes(counts, before, behind, tuple(p.numel() for p in model.parameters()))
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one device and its rank. ``peak`` is the largest sum at any time, so less than the parts together.
+
+    Attributes:
+        gradients: when all of them are there.
+        state: masters and optimizer state between steps.
+        step: fp32 memory for gradients that are being used, the ring, the second version of weights.
+        activations: the most beyond all the others.
+        gathered: weights and gradients of blocks that FSDP2 has put together.
+        host: page-locked, between steps.
+        link: each way in a step.
+    """
+
+    weights: int
+    gradients: int
+    state: int
+    step: int
+    activations: int
+    gathered: int
+    peak: int
+    host: int
+    link: int
+
+
+def memory(
+    config: StrategyConfig,
+    sizes: Sizes,
+    activations: Activations | None,
+    ranks: int = 1,
+    accumulates: bool = False,
+    clips: bool | None = None,
+) -> Memory:
+    """What a strategy takes.
+
+    Args:
+        activations: ``None`` when they are not known; they are then not in the peak.
+        accumulates: several micro-batches for a step.
+        clips: whether steps are clipped, where that makes a difference (``overlap``); ``None``: take the larger.
+    """
+    return _Bytes(config, sizes, ranks, accumulates, clips).memory(activations)
+
+
+class _Bytes:
+    """The parts, before and after division by the ranks."""
+
+    def __init__(self, config: StrategyConfig, sizes: Sizes, ranks: int, accumulates: bool, clips: bool | None) -> None:
+        self.config, self.sizes, self.ranks = config, sizes, ranks
+        self.width = _WIDTHS[config.precision.parameters]
+        self.shards = shards_of(config, ranks)
+        held = cost(config)
+        self.state_width = max(held.device_state.count, held.host_state.count)
+        divided = (held.device_state if held.device_state.count else held.host_state).divided_by
+        self.own = sizes.total / (ranks if divided == "ranks" else self.shards)  # elements whose state this rank keeps
+        self.speculates = config.optimizer_state.update == "overlap" and clips is not True
+        self.accumulates = accumulates
+        self.gradient_width = self._gradient_width()
+
+    def _gradient_width(self) -> int:
+        """Of a gradient when its backward is done."""
+        if self.width == 4 or self.config.precision.reduce == "parameters":
+            return self.width
+        return 4 if isinstance(self.config.sharding, FSDP2Sharding | DDPSharding) else self.width
+
+    def _sums(self, blocks_done: int = 0) -> float:
+        """Of earlier micro-batches: in fp32 beside what arrives; under FSDP2 whole on each rank until it is reduced."""
+        if not self.accumulates:
+            return 0
+        if self.config.sharding.kind == "fsdp2":
+            return self.gradient_width * (self.sizes.total - blocks_done * sum(self.sizes.blocks[:1]))
+        apart = self.config.sharding.kind == "single" and self.width < 4 and self.config.precision.reduce == "float32"
+        return 4 * self.sizes.total if apart else 0
+
+    def memory(self, activations: Activations | None) -> Memory:
+        total, state = self.sizes.total, self.config.optimizer_state
+        weights = total * self.width / self.shards
+        gradients = self._gradients(total)
+        all_state = self.own * self.state_width
+        resident, streamed = self._divided(all_state)
+        held = self._held_for_steps(all_state) + self._buckets()
+        speculative = self.own * self.width if self.speculates else 0
+        base = weights + resident + held + speculative
+        moved = all_state if state.backend == "bulk" else 0
+        sums = 0 if self.config.sharding.kind == "fsdp2" else self._sums()
+        during_step = base + gradients + moved + sums
+        moments = activations.moments if activations else ()
+        during_backward = [base + self._at(moment) + self._sums(moment.blocks_done) for moment in moments]
+        reduced = base + gradients + self._root_reduction()
+        peak = max([during_step, reduced, *during_backward])
+        most = max((moment.live for moment in activations.moments), default=0) if activations else 0
+        spare = streamed if self.speculates else 0
+        return Memory(
+            weights=int(weights),
+            gradients=int(gradients + self._sums()),
+            state=int(resident),
+            step=int(held + speculative + moved),
+            activations=int(most),
+            gathered=int(max(self._gathered(2) + self._reductions(2), self._root_reduction())),
+            peak=int(peak),
+            host=int((all_state if state.backend != "resident" else 0) + self._limited(spare)),
+            link=int(all_state if state.backend == "bulk" else streamed),
+        )
+
+    def _limited(self, spare: float) -> float:
+        limit = self.config.optimizer_state.spare_host_gib
+        return spare if limit == "auto" or limit is None else min(spare, float(limit) * 2**30)
+
+    def _divided(self, all_state: float) -> tuple[float, float]:
+        """State on the device between steps, and state that is streamed."""
+        state = self.config.optimizer_state
+        if state.backend == "resident":
+            return all_state, 0
+        if state.backend == "bulk":
+            return 0, 0
+        staying = 0 if state.resident_gib == "auto" else min(all_state, float(state.resident_gib) * 2**30)
+        return staying, all_state - staying
+
+    def _held_for_steps(self, all_state: float) -> float:
+        """Memory that the step keeps: the ring, or fp32 memory for the gradients of the largest unit."""
+        state = self.config.optimizer_state
+        if state.backend == "stream":
+            return min(state.ring_mib * 2**20, all_state)
+        return 0 if self.gradient_width == 4 or self._sums() else 4 * largest_unit(self.sizes.tensors) / self.shards
+
+    def _buckets(self) -> float:
+        """DDP keeps its own."""
+        return self.sizes.total * self.width if isinstance(self.config.sharding, DDPSharding) else 0
+
+    def _gradients(self, elements: float) -> float:
+        if self.config.optimizer_state.update == "in_backward":
+            elements = min(elements, 2 * max(self.sizes.blocks, default=0) + self.sizes.behind)
+        return elements * self.gradient_width / self.shards
+
+    # -- one moment of backward
+
+    def _at(self, moment: Moment) -> float:
+        blocks = sum(self.sizes.blocks[:1]) * moment.blocks_done
+        if self.config.sharding.kind != "fsdp2":
+            arrived = self._gradients(blocks + moment.arrived_root + moment.arrived_block)
+            return moment.live + arrived
+        whole = (moment.arrived_root + moment.arrived_block) * self._compute_width  # not reduced yet
+        ahead = 1 if moment.where == TAIL else 2 if moment.blocks_below else 1
+        reducing = 1 if moment.blocks_done else 0
+        return moment.live + whole + self._gradients(blocks) + self._gathered(ahead) + self._reductions(reducing)
+
+    @property
+    def _compute_width(self) -> int:
+        sharding = self.config.sharding
+        compute = sharding.compute if isinstance(sharding, FSDP2Sharding) else "parameters"
+        return self.width if compute == "parameters" else _WIDTHS[compute]
+
+    def _gathered(self, blocks: int) -> float:
+        """Weights that are whole: of the root from the first forward to the end of backward, and of some blocks."""
+        if self.config.sharding.kind != "fsdp2":
+            return 0
+        return self._compute_width * (self.sizes.root + blocks * max(self.sizes.blocks, default=0))
+
+    def _reductions(self, blocks: int) -> float:
+        if self.config.sharding.kind != "fsdp2":
+            return 0
+        return blocks * max(self.sizes.blocks, default=0) * self.gradient_width
+
+    def _root_reduction(self) -> float:
+        """At the end of backward: the root's gradients as they came, and as they are reduced."""
+        if self.config.sharding.kind != "fsdp2":
+            return 0
+        return self.sizes.root * (self._compute_width + self.gradient_width)
+
+
+def shards_of(config: StrategyConfig, ranks: int) -> int:
+    """Into how many shards weights are divided."""
+    sharding = config.sharding
+    if not isinstance(sharding, FSDP2Sharding):
+        return 1
+    mesh = sharding.mesh
+    if mesh.shard != "auto":
+        return int(mesh.shard)
+    return max(1, ranks // (1 if mesh.replicate == "auto" else int(mesh.replicate)))
+
+
+def largest_unit(tensors: Sequence[int]) -> int:
+    """Elements of the most that is updated together: whole tensors, up to a limit or one at least."""
+    most = filled = 0
+    for size in tensors:
+        filled = filled + size if filled + size <= _UNIT else size
+        most = max(most, filled)
+    return most

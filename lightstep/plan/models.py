@@ -1,0 +1,134 @@
+"""A model's shape, on the meta device: from a name that is known here, a Hugging Face folder, or a function."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightstep.config import ConfigError
+from lightstep.config_errors import suggest
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "Llama-3.2-3B": {
+        "model_type": "llama",
+        "hidden_size": 3072,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 24,
+        "num_key_value_heads": 8,
+        "vocab_size": 128_256,
+        "tie_word_embeddings": True,
+    },
+    "Llama-3.1-8B": {
+        "model_type": "llama",
+        "hidden_size": 4096,
+        "intermediate_size": 14_336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 128_256,
+        "tie_word_embeddings": False,
+    },
+    "Llama-3.1-70B": {
+        "model_type": "llama",
+        "hidden_size": 8192,
+        "intermediate_size": 28_672,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "vocab_size": 128_256,
+        "tie_word_embeddings": False,
+    },
+    "Qwen2.5-7B": {
+        "model_type": "qwen2",
+        "hidden_size": 3584,
+        "intermediate_size": 18_944,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "vocab_size": 152_064,
+        "tie_word_embeddings": False,
+    },
+    "Mixtral-8x7B": {
+        "model_type": "mixtral",
+        "hidden_size": 4096,
+        "intermediate_size": 14_336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 32_000,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "tie_word_embeddings": False,
+    },
+}
+"""Sizes alone; nothing is downloaded."""
+
+
+def load_shape(source: str, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
+    """The model of that shape on the meta device, without weights.
+
+    Args:
+        source: a name of :data:`SHAPES`, a Hugging Face folder, a ``config.json``, or ``module:factory``, a function
+            that returns a causal language model of transformers.
+
+    Raises:
+        ConfigError: none of these, or what cannot be read; with what is allowed.
+    """
+    if source in SHAPES:
+        return from_values(SHAPES[source], dtype)
+    path = Path(source).expanduser()
+    file = path / "config.json" if path.is_dir() else path
+    if file.is_file():
+        return from_values(_read(file), dtype)
+    if path.is_dir():
+        raise ConfigError(f"{path} holds no config.json; give the folder of a Hugging Face model")
+    module, colon, attribute = source.partition(":")
+    if colon and module and attribute:
+        return _from_factory(module, attribute)
+    raise ConfigError(
+        f"{source!r} is no model{suggest(source, list(SHAPES))}; a Hugging Face folder, a config.json, module:factory "
+        f"or one of these is needed: {', '.join(SHAPES)}"
+    )
+
+
+def from_values(values: dict[str, Any], dtype: torch.dtype) -> nn.Module:
+    """A causal language model of transformers from its configuration's values."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    kind = values.get("model_type")
+    if not isinstance(kind, str):
+        raise ConfigError("the model's configuration has no model_type")
+    try:
+        config = AutoConfig.for_model(**values)
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config, dtype=dtype)
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"model_type {kind!r}: {(str(error).splitlines() or [''])[0]}") from error
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file} cannot be read: {error}") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"{file} is no model's configuration")
+    return values
+
+
+def _from_factory(module: str, attribute: str) -> nn.Module:
+    try:
+        factory = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"{module}:{attribute}: {error}") from error
+    with torch.device("meta"):
+        model = factory()
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"{module}:{attribute} returned a {type(model).__name__}; a torch.nn.Module is needed")
+    return model

@@ -1,0 +1,203 @@
+"""A plan: what a strategy takes for one model, one batch and one machine, and whether it fits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightstep.config import ConfigError, DeepSpeedSharding, FSDP2Sharding, StrategyConfig
+from lightstep.plan.activations import Activations, run_on_meta
+from lightstep.plan.memory import Memory, memory, shards_of, sizes_of
+from lightstep.plan.profiles import Profile, find_profile, profile_of_device
+from lightstep.plan.strategy_list import in_order_of_choosing
+from lightstep.plan.timing import Time, iteration_time
+
+MARGIN = 0.05
+"""Of the device's memory, for CUDA itself and for what the allocator cannot use."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What one optimizer step sees.
+
+    Attributes:
+        tokens: of one micro-batch on one device.
+        sequence: tokens of one sequence.
+        micro_batches: for one step.
+        checkpointed: activation checkpointing; ``None``: as the strategy says.
+        loss_chunk: tokens whose logits are held at a time; ``None``: all, as transformers' own loss does.
+        clips: whether steps are clipped; ``None``: the larger memory and the longer time.
+    """
+
+    tokens: int
+    sequence: int = 4096
+    micro_batches: int = 1
+    checkpointed: bool | None = None
+    loss_chunk: int | None = None
+    clips: bool | None = None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One strategy's.
+
+    Attributes:
+        time: ``None`` when nothing is known of the machine.
+        clips_by_layer: it trains with another clipping than the others.
+        limit: bytes of device memory that may be used.
+        reason: why it does not fit; ``None`` when it does.
+    """
+
+    strategy: str
+    parameters: int
+    ranks: int
+    workload: Workload
+    memory: Memory
+    time: Time | None
+    clips_by_layer: bool
+    limit: int | None
+    reason: str | None
+
+    @property
+    def fits(self) -> bool:
+        return self.reason is None
+
+    def values(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self) | {"fits": self.fits, "iteration_ms": self.time.iteration if self.time else None}
+
+    def __str__(self) -> str:
+        """One line."""
+        said = f"{self.memory.peak / 1e9:.1f} GB of device memory at the peak"
+        if self.memory.host:
+            said += f", {self.memory.host / 1e9:.1f} GB of host memory"
+        if self.time is not None:
+            said += f", {self.time.iteration:,.0f} ms per step"
+        return said if self.reason is None else f"{said}; {self.reason}"
+
+
+class Planner:
+    """Plans of several strategies for one model: it is looked at once."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        workload: Workload,
+        profile: Profile | None = None,
+        ranks: int = 1,
+        gpu_memory: float | None = None,
+        host_memory: float | None = None,
+    ) -> None:
+        """``model`` is on the meta device, or is left alone; memory in bytes: of one device, of the whole host."""
+        self._model, self._workload, self._profile, self._ranks = model, workload, profile, ranks
+        self._sizes = sizes_of(model)
+        of_profile = profile.memory_gb * 1e9 if profile is not None and profile.memory_gb else None
+        limit = gpu_memory if gpu_memory is not None else of_profile
+        self._limit = None if limit is None else int(limit * (1 - MARGIN))
+        self._host_limit = host_memory
+        self._seen: dict[tuple[bool, str], Activations] = {}
+
+    def plan(self, name: str, config: StrategyConfig) -> Plan:
+        """One strategy's.
+
+        Raises:
+            ValueError: the model cannot be run on the meta device.
+        """
+        workload, ranks = self._workload, self.ranks_of(config)
+        checkpointed = workload.checkpointed
+        if checkpointed is None:
+            checkpointed = config.sharding.activation_checkpointing
+        compute = compute_dtype(config)
+        seen = self._activations(checkpointed, compute)
+        several = workload.micro_batches > 1
+        held = memory(config, self._sizes, seen, ranks, several, workload.clips)
+        time = None
+        if self._profile is not None and self._profile.knows(compute):
+            count = workload.micro_batches
+            time = iteration_time(config, self._sizes, seen, held, self._profile, ranks, count, workload.clips)
+        reason = self._reason(config, held, ranks)
+        by_layer = config.clipping.scope == "unit"
+        return Plan(name, self._sizes.total, ranks, workload, held, time, by_layer, self._limit, reason)
+
+    def ranks_of(self, config: StrategyConfig) -> int:
+        return 1 if config.sharding.kind == "single" else self._ranks
+
+    def _activations(self, checkpointed: bool, dtype: str) -> Activations:
+        key = checkpointed, "float32" if dtype == "float32" else "bfloat16"
+        if key not in self._seen:
+            work = self._workload
+            self._seen[key] = run_on_meta(
+                self._model, work.tokens, work.sequence, checkpointed, work.loss_chunk, getattr(torch, key[1])
+            )
+        return self._seen[key]
+
+    def _reason(self, config: StrategyConfig, held: Memory, ranks: int) -> str | None:
+        if isinstance(config.sharding, FSDP2Sharding) and ranks % shards_of(config, ranks):
+            return f"its mesh does not divide {ranks} devices"
+        if self._host_limit is not None and held.host * ranks > self._host_limit:
+            return f"the host needs {held.host * ranks / 1e9:.0f} GB and has {self._host_limit / 1e9:.0f}"
+        if self._limit is None or held.peak <= self._limit:
+            return None
+        over = f"{(held.peak - self._limit) / 1e9:.1f} GB too much"
+        parts = {
+            "weights": held.weights,
+            "gradients": held.gradients,
+            "masters and optimizer state": held.state,
+            "activations": held.activations,
+            "what the step keeps": held.step,
+        }
+        largest = max(parts, key=lambda part: parts[part])
+        return f"{over}; the largest part: {largest}, {parts[largest] / 1e9:.1f} GB"
+
+
+def compute_dtype(config: StrategyConfig) -> str:
+    """Of forward and backward."""
+    sharding = config.sharding
+    compute = sharding.compute if isinstance(sharding, FSDP2Sharding) else "parameters"
+    return config.precision.parameters if compute == "parameters" else compute
+
+
+def plan_one(
+    name: str,
+    config: StrategyConfig,
+    model: nn.Module,
+    tokens: int,
+    work: Mapping[str, Any],
+    ranks: int = 1,
+    gpu_memory: float | None = None,
+    profile: str | None = None,
+) -> Plan:
+    """One strategy's, on this machine's GPU where that is known and no profile is named.
+
+    Raises:
+        ConfigError: the strategy is DeepSpeed's, or the profile is not known.
+        ValueError: the model cannot be run on the meta device.
+    """
+    if config.sharding.kind == "deepspeed":
+        raise ConfigError(f"{name}: what DeepSpeed's engine holds is not planned here; choose another strategy")
+    named = find_profile(profile) if profile is not None else None
+    if named is None and torch.cuda.is_available():
+        named = profile_of_device(torch.cuda.get_device_name())
+    return Planner(model, Workload(tokens, **work), named, ranks, gpu_memory).plan(name, config)
+
+
+def plannable(config: StrategyConfig, ranks: int) -> bool:
+    """Whether a strategy is for so many devices, and its memory and time are lightstep's to tell."""
+    return not isinstance(config.sharding, DeepSpeedSharding) and (config.sharding.kind == "single") == (ranks == 1)
+
+
+def plans(planner: Planner, configs: Mapping[str, StrategyConfig]) -> list[Plan]:
+    """In the order of choosing."""
+    return [planner.plan(name, configs[name]) for name in in_order_of_choosing(configs)]
+
+
+def first_that_fits(made: Sequence[Plan]) -> Plan | None:
+    """The fastest of those that fit; where no time is known the first. One with another clipping only if need be."""
+    fitting = [plan for plan in made if plan.fits]
+    fitting = [plan for plan in fitting if not plan.clips_by_layer] or fitting
+    return min(fitting, key=lambda plan: plan.time.iteration if plan.time else math.inf, default=None)

@@ -1,0 +1,130 @@
+"""What machines do per second, and where each figure comes from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from lightstep.config import ConfigError
+from lightstep.config_errors import suggest
+
+_TOTAL_OF_TWO = 4 * 39.636
+"""GB/s of a host's links together, both ways: h200-x2-8b-iteration.json. The same is assumed of more than two GPUs."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """Between host and device.
+
+    Attributes:
+        alone: GB/s one way.
+        both: GB/s each way when both are busy.
+        host: GB/s of all links of a host together, both ways; ``None``: each has its own.
+    """
+
+    alone: float
+    both: float
+    host: float | None
+    source: str
+
+    def each_way(self, devices: int) -> float:
+        """GB/s each way, when so many devices of one host stream at once."""
+        return self.both if self.host is None else min(self.both, self.host / 2 / devices)
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A device and its link.
+
+    Attributes:
+        tflops: that training in bf16 reaches, all operations of forward and backward taken together.
+        update_ms: of AdamW on the device, per 10⁹ parameters.
+        memory_gb: of the device.
+        computes_in: what ``tflops`` was measured in, 16 bits or ``float32``; for the other nothing is known.
+    """
+
+    name: str
+    tflops: float
+    update_ms: float
+    memory_gb: float
+    link: Link
+    source: str
+    computes_in: str = "bfloat16"
+
+    def knows(self, dtype: str) -> bool:
+        """Whether there is a rate for forward and backward in ``dtype``."""
+        return (dtype == "float32") == (self.computes_in == "float32")
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        return (f"{self.name}: {self.source}", f"link: {self.link.source}")
+
+
+LINKS = {
+    "pcie4": Link(27.3, 25.0, None, "half of pcie5, as the standards' rates are; an estimate"),
+    "pcie5": Link(55.4, 50.65, _TOTAL_OF_TWO, "measured: h200-3b-iteration.json, h200-x2-8b-iteration.json"),
+    "nvlink-c2c": Link(394, 360, None, "80 % of the data sheet's 450 GB/s each way, as pcie5 reaches; an estimate"),
+}
+
+PROFILES = {
+    "H100": Profile(
+        "H100",
+        409,
+        14.6,
+        85.0,
+        Link(54.9, 46.99, _TOTAL_OF_TWO, "measured: h100-3b-iteration.json; of two GPUs h200-x2-8b-iteration.json"),
+        "measured: h100-3b-iteration.json",
+    ),
+    "H200": Profile("H200", 442, 13.4, 150.7, LINKS["pcie5"], "measured: h200-3b-iteration.json, h200-1b.json"),
+    "A100": Profile(
+        "A100",
+        129,
+        24.0,
+        85.0,
+        LINKS["pcie4"],
+        "H100's, by the data sheets' 312 of 989 TFLOP/s and 2.04 of 3.35 TB/s; an estimate",
+    ),
+    "B200": Profile(
+        "B200",
+        930,
+        6.1,
+        192.0,
+        LINKS["pcie5"],
+        "H100's, by the data sheets' 2250 of 989 TFLOP/s and 8.0 of 3.35 TB/s; an estimate",
+    ),
+    "GH200": Profile("GH200", 409, 14.6, 96.0, LINKS["nvlink-c2c"], "H100's, which it holds; an estimate"),
+}
+
+
+def find_profile(name: str) -> Profile:
+    """A profile of :data:`PROFILES`, with another link behind a ``+`` if need be: ``H100+pcie4``.
+
+    Raises:
+        ConfigError: neither is known; with what is allowed.
+    """
+    gpu, plus, link = name.partition("+")
+    found = PROFILES.get(gpu.upper())
+    if found is None:
+        raise ConfigError(
+            f"profile {name!r} is not known{suggest(gpu, list(PROFILES))}; allowed: {', '.join(PROFILES)}"
+        )
+    if not plus:
+        return found
+    if link.lower() not in LINKS:
+        raise ConfigError(
+            f"profile {name!r}: {link!r} is no link{suggest(link, list(LINKS))}; allowed: {', '.join(LINKS)}"
+        )
+    return Profile(name, found.tflops, found.update_ms, found.memory_gb, LINKS[link.lower()], found.source)
+
+
+def profile_of_device(name: str) -> Profile | None:
+    """The profile of a GPU by the name that CUDA gives it, ``NVIDIA H100 80GB HBM3``."""
+    words = name.upper().replace("-", " ").split()
+    return next((profile for key, profile in PROFILES.items() if key in words), None)
+
+
+def from_values(values: Mapping[str, object]) -> Profile:
+    """What was measured here and kept as JSON."""
+    link = values.get("link")
+    rest = {key: value for key, value in values.items() if key != "link"}
+    return Profile(link=Link(**link), **rest)  # type: ignore[arg-type]

@@ -1,0 +1,130 @@
+"""How long an iteration takes: forward and backward, the link, and what of the link is left to see."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lightstep.config import StrategyConfig
+from lightstep.plan.activations import Activations
+from lightstep.plan.memory import Memory, Sizes
+from lightstep.plan.profiles import Profile
+
+
+@dataclass(frozen=True)
+class Time:
+    """Milliseconds of one iteration.
+
+    Attributes:
+        compute: forward and backward.
+        link: that the copies take, both ways at once.
+        exposed: of the step, beyond forward and backward.
+    """
+
+    compute: float
+    link: float
+    exposed: float
+
+    @property
+    def iteration(self) -> float:
+        return self.compute + self.exposed
+
+
+def iteration_time(
+    config: StrategyConfig,
+    sizes: Sizes,
+    activations: Activations,
+    held: Memory,
+    profile: Profile,
+    ranks: int = 1,
+    micro_batches: int = 1,
+    clips: bool | None = None,
+) -> Time:
+    """One optimizer step with all its micro-batches. Communication between GPUs is taken to be hidden.
+
+    Args:
+        clips: whether steps are clipped; ``None``: take the slower.
+    """
+    one = _Compute(activations, profile)
+    compute = micro_batches * (one.forward + one.backward)
+    state = config.optimizer_state
+    if state.backend == "bulk":
+        link = 2 * held.link / profile.link.alone / 1e6
+        return Time(compute, link, link + _update(held, config, profile))
+    if state.backend == "resident":
+        return Time(compute, 0, _update(held, config, profile))
+    link = held.link / profile.link.each_way(ranks) / 1e6
+    if state.update == "at_step":
+        return Time(compute, link, link)
+    pace = _Units(sizes, one, link)
+    if state.update == "in_backward":
+        return Time(compute, link, max(0.0, pace.end_of_updates() - one.backward))
+    early = state.update == "overlap" and clips is False
+    return Time(compute, link, pace.end_of_forward(early) - one.forward)
+
+
+def _update(held: Memory, config: StrategyConfig, profile: Profile) -> float:
+    width = 8 if config.precision.parameters == "float32" or not config.precision.master_weights else 12
+    elements = (held.state or held.host) / width
+    return elements / 1e9 * profile.update_ms
+
+
+class _Compute:
+    """Milliseconds of one micro-batch."""
+
+    def __init__(self, activations: Activations, profile: Profile) -> None:
+        def ms(flops: float) -> float:
+            return flops / profile.tflops / 1e9
+
+        self.blocks = activations.blocks
+        self.block_forward = ms(activations.forward_flops)
+        self.block_backward = ms(activations.backward_flops)
+        self.loss_forward = ms(activations.other_forward_flops)
+        self.loss_backward = ms(activations.other_backward_flops)
+        self.forward = self.blocks * self.block_forward + self.loss_forward
+        self.backward = self.blocks * self.block_backward + self.loss_backward
+
+
+class _Units:
+    """Embedding, blocks, and what stands behind them, as the link carries their state; 0 is the end of forward."""
+
+    def __init__(self, sizes: Sizes, compute: _Compute, link: float) -> None:
+        self._compute = compute
+        elements = [sizes.before, *sizes.blocks, sizes.behind]
+        self._link = [link * count / sizes.total for count in elements]
+        last = len(elements) - 1
+        ready = [compute.loss_backward + compute.block_backward * (last - i) for i in range(last)]
+        self._ready = [compute.backward, *ready[1:], compute.loss_backward]
+
+    def end_of_updates(self) -> float:
+        """Every unit as soon as its gradients are complete."""
+        return max(self._in_backward().values())
+
+    def _in_backward(self, until: float = float("inf")) -> dict[int, float]:
+        """When the units are updated that begin before ``until``, last ones first."""
+        now, done = 0.0, {}
+        for unit in reversed(range(len(self._link))):
+            start = max(now, self._ready[unit])
+            if start < until:
+                now = done[unit] = start + self._link[unit]
+        return done
+
+    def end_of_forward(self, early: bool) -> float:
+        """Time from the end of backward to that of the next forward, each part of which waits for its own unit.
+
+        Args:
+            early: updates begin in backward. Otherwise the norm comes first.
+        """
+        backward = self._compute.backward
+        done = self._in_backward(backward) if early else {}
+        now = max([backward, *done.values()])
+        for unit in range(len(self._link)):
+            if unit not in done:
+                now = done[unit] = now + self._link[unit]
+        at = backward
+        for unit in range(len(self._link)):
+            at = max(at, done[unit])
+            if unit == len(self._link) - 1:
+                at += self._compute.loss_forward
+            elif unit > 0:
+                at += self._compute.block_forward
+        return at - backward

@@ -1,0 +1,209 @@
+"""Plans: what the meta device shows, what becomes of it under a strategy, and what the kept measurements say to it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+from typer.testing import CliRunner
+
+from lightstep import ConfigError, Strategy, available_strategies
+from lightstep.bench import planned, rates
+from lightstep.cli import app
+from lightstep.plan.activations import run_on_meta
+from lightstep.plan.memory import largest_unit, sizes_of
+from lightstep.plan.models import SHAPES, load_shape
+from lightstep.plan.planning import Planner, Workload, first_that_fits, plans
+from lightstep.plan.profiles import LINKS, PROFILES, find_profile, profile_of_device
+from lightstep.plan.report import report
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+TINY = {
+    "model_type": "llama",
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
+
+def _tiny(**changes: object) -> LlamaForCausalLM:
+    values = {key: value for key, value in (TINY | changes).items() if key != "model_type"}
+    with torch.device("meta"):
+        return LlamaForCausalLM(LlamaConfig(**values)).to(torch.bfloat16)
+
+
+def test_plans_are_within_the_goals_of_what_was_measured(tmp_path: Path) -> None:
+    """One file here, because running 65 536 tokens takes a while; docs/plan.md has the rows of all."""
+    name = "h100-3b-overlap.json"
+    (tmp_path / name).write_text((DOCS / "benchmarks" / name).read_text())
+    rows = planned.compare(tmp_path)
+    assert [row.strategy for row in rows] == ["resident", "stream-overlap", "stream-overlap update=next_forward"]
+    assert all(row.within for row in rows)
+    page = (DOCS / "plan.md").read_text()
+    for line in planned.as_markdown(rows).splitlines():
+        assert line in page, "make the table again: lightstep plan --against docs/benchmarks"
+
+
+def test_the_profiles_rates_are_those_of_the_files_that_they_name() -> None:
+    def no_optimizer(file: str, flops: float) -> float:
+        rows = json.loads((DOCS / "benchmarks" / file).read_text())["rows"]
+        row = next(row for row in rows if row["name"] == "no optimizer" and row["tokens"] == 16_384)
+        return float(flops / row["iteration_ms"] / 1e9)
+
+    seen = run_on_meta(load_shape("Llama-3.2-3B"), 16_384, 4096, True, 16_384)
+    flops = seen.blocks * (seen.forward_flops + seen.backward_flops)
+    flops += seen.other_forward_flops + seen.other_backward_flops
+    assert PROFILES["H200"].tflops == pytest.approx(no_optimizer("h200-3b-iteration.json", flops), rel=0.01)
+    assert PROFILES["H100"].tflops == pytest.approx(no_optimizer("h100-3b-iteration.json", flops), rel=0.01)
+    for file, link in (("h200-3b-iteration", LINKS["pcie5"]), ("h100-3b-iteration", PROFILES["H100"].link)):
+        measured = json.loads((DOCS / f"benchmarks/{file}.json").read_text())["link_gb_per_s"]
+        assert link.both == pytest.approx(measured["duplex"], rel=0.001)
+
+
+def test_few_blocks_stand_for_all_of_them() -> None:
+    """Three blocks, made longer, against all of five."""
+    from lightstep.plan import activations
+
+    few = run_on_meta(_tiny(), 64, 32, True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(activations, "_BLOCKS", 5)
+        whole = run_on_meta(_tiny(), 64, 32, True)
+    assert few == whole and few.blocks == 5 and few.kept_per_block == 64 * 32 * 2
+
+
+def test_tied_weights_are_held_twice_at_the_end_of_backward() -> None:
+    """The head's gradient waits for the embedding's, to which it is added in place."""
+    seen = run_on_meta(_tiny(tie_word_embeddings=True, vocab_size=8192), 64, 32, True)
+    tail = max(moment.live for moment in seen.moments if moment.where == "tail")
+    assert tail == pytest.approx(2 * 8192 * 32 * 2, rel=0.02)
+
+
+def test_experts_are_counted_as_far_as_they_are_active() -> None:
+    with torch.device("meta"):
+        mixtral = load_shape("Mixtral-8x7B")
+    seen = run_on_meta(mixtral, 512, 512, False)
+    blocks = 2 * 512 * (2 * 3 * 4096 * 14_336 + 2 * 4096 * 5120)  # two experts, attention's four matrices
+    assert seen.forward_flops == pytest.approx(blocks, rel=0.02)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_shapes_have_the_size_that_their_name_says(name: str) -> None:
+    expected = {"Llama-3.2-3B": 3.2127, "Llama-3.1-8B": 8.0303, "Llama-3.1-70B": 70.5537, "Qwen2.5-7B": 7.6156}
+    sizes = sizes_of(load_shape(name))
+    assert sizes.total / 1e9 == pytest.approx(expected.get(name, 46.7028), abs=0.0001)
+    assert sizes.total == sum(p.numel() for p in load_shape(name).parameters())
+
+
+def test_units_of_resident_are_bounded() -> None:
+    million = 2**20
+    assert largest_unit([100 * million, 20 * million, 100 * million]) == 120 * million
+    assert largest_unit([10, 400 * million, 10]) == 400 * million
+
+
+def test_the_state_is_what_the_optimizer_holds() -> None:
+    strategy = Strategy.load("stream", overrides={"optimizer_state.ring_mib": 1})
+    model = LlamaForCausalLM(LlamaConfig(**{key: value for key, value in TINY.items() if key != "model_type"}))
+    planned_one = strategy.plan(model, 64, sequence=32, profile="H100")
+    model = strategy.prepare_model(model)
+    optimizer = strategy.create_optimizer(model, torch.optim.AdamW, lr=1e-3)
+    tokens = torch.randint(64, (2, 32))
+    optimizer.backward(model(input_ids=tokens, labels=tokens).loss)
+    optimizer.step()
+    held = optimizer.memory_report()["host_bytes"]
+    assert held == pytest.approx(planned_one.memory.host, rel=0.15), "but for whole pages"
+    assert planned_one.time is not None and planned_one.fits and "GB of host memory" in str(planned_one)
+
+
+def test_sums_of_earlier_micro_batches_are_counted() -> None:
+    """On one device in fp32 beside the newest gradient; under FSDP2 whole on each rank until they are reduced."""
+    model = _tiny()
+    total = sizes_of(model).total
+    extra = {}
+    for name in ("resident", "fp32", "ddp", "fsdp2"):
+        strategy = Strategy.load(name)
+        once, twice = (strategy.plan(model, 64, sequence=32, gpus=2, micro_batches=count).memory for count in (1, 2))
+        extra[name] = (twice.gradients - once.gradients) / total
+        assert twice.peak >= once.peak
+    assert extra == {"resident": 4, "fp32": 0, "ddp": 0, "fsdp2": 4}
+
+
+def test_what_does_not_fit_says_why_and_what_does() -> None:
+    configs = {name: Strategy.load(name).config for name in ("resident", "fp32")}
+    configs["stream"] = Strategy.load("stream", overrides={"optimizer_state.ring_mib": 1}).config
+    work = Workload(8, 8, checkpointed=True)
+    model = _tiny(vocab_size=8192)
+    room = 12.0 * sizes_of(model).total
+    made = plans(Planner(model, work, find_profile("H100"), gpu_memory=room), configs)
+    assert [plan.strategy for plan in made] == ["resident", "stream", "fp32"]
+    assert made[0].reason is not None and "the largest part: masters and optimizer state" in made[0].reason
+    assert made[2].time is None, "no profile has a rate for fp32"
+    first = first_that_fits(made)
+    assert first is not None and first.strategy == "stream"
+    by_layer = Strategy.load("fsdp2-in-backward", overrides={"sharding": {"kind": "single"}}).config
+    other = Planner(model, work, find_profile("H100")).plan("by-layer", by_layer)
+    assert first_that_fits([other, first]) is first, "another clipping is not taken for the same training"
+    assert first_that_fits([other]) is other
+    text = report("tiny", made, work, find_profile("H100"))
+    assert "The fastest that fits: stream" in text and max(map(len, text.splitlines())) <= 80
+    crowded = Planner(model, work, None, gpu_memory=room, host_memory=1.0).plan("stream", configs["stream"])
+    assert crowded.reason is not None and crowded.reason.startswith("the host needs")
+
+
+def test_every_strategy_has_a_plan_or_a_reason() -> None:
+    for name in available_strategies():
+        strategy = Strategy.load(name)
+        if strategy.config.sharding.kind == "deepspeed":
+            with pytest.raises(ConfigError, match="DeepSpeed's engine"):
+                strategy.plan(_tiny(), 64)
+            continue
+        made = strategy.plan(_tiny(), 64, gpus=2, profile="H200")
+        assert made.memory.peak >= made.memory.weights + made.memory.state > 0
+    with pytest.raises(ValueError, match="Linear is no causal language model of transformers"):
+        Strategy.load("resident").plan(nn.Linear(2, 2), 64)
+
+
+def _run(*arguments: object) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["plan", *map(str, arguments)])
+    return result.exit_code, result.output
+
+
+def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rates, "kept_profile", lambda: None)
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    code, said = _run(tmp_path, "--tokens", 64, "--plot", tmp_path / "plan.png")
+    assert code == 0 and "stream-overlap" in said and "fsdp2" not in said and (tmp_path / "plan.png").is_file()
+    code, said = _run(tmp_path / "config.json", "--tokens", 64, "--gpus", 2, "--strategy", "fsdp2,ddp", "--json")
+    values = json.loads(said)
+    assert code == 0 and [plan["strategy"] for plan in values["plans"]] == ["ddp", "fsdp2"]
+    assert values["profile"]["name"] == "H100" and values["plans"][0]["iteration_ms"] > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "MODEL is missing"),
+        (("Llama-3.2-3",), "did you mean 'Llama-3.2-3B'"),
+        (("Llama-3.2-3B", "--profile", "H10"), "profile 'H10' is not known, did you mean 'H100'"),
+        (("Llama-3.2-3B", "--profile", "H100+pcie3"), "'pcie3' is no link, did you mean 'pcie"),
+        (("Llama-3.2-3B", "--strategy", "fsdp2"), "cannot be planned for --gpus 1"),
+        (("Llama-3.2-3B", "--strategy", "deepspeed-zero3", "--gpus", "2"), "is DeepSpeed's"),
+        (("json:nothing",), "json:nothing: module 'json' has no attribute 'nothing'"),
+    ],
+)
+def test_a_mistake_gets_one_sentence(arguments: tuple[str, ...], message: str) -> None:
+    code, said = _run(*arguments)
+    assert code == 2 and message in said and len(said.splitlines()) == 1
+
+
+def test_a_gpu_is_known_by_its_name() -> None:
+    found = [profile_of_device(name) for name in ("NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB", "Quadro")]
+    assert [profile and profile.name for profile in found] == ["H100", "A100", None]
+    assert find_profile("h200+nvlink-c2c").link == LINKS["nvlink-c2c"]
+    assert LINKS["pcie5"].each_way(2) == pytest.approx(39.636)

@@ -1,0 +1,317 @@
+"""Saves that read the host's records while training goes on: what is on disk is the moment of asking, bit for bit.
+
+Each is held against a synchronous save of the same moment, and the run against one that saved nothing.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightstep.checkpoint import CheckpointError
+from lightstep.checkpoint.pending import finish_pending
+from lightstep.checkpoint.read import read_tensors
+from lightstep.checkpoint.saved import Saved
+from lightstep.checkpoint.tensors import Target, whole
+from lightstep.state import units as units_module
+from lightstep.state.snapshot import Snapshot
+from lightstep.state.versions import Versions
+from tests.covering import every_pair
+from tests.unit.test_next_forward import Training, assert_same
+
+STREAM: dict[str, Any] = {"backend": "stream", "ring_mib": 0.02}
+GIB = 2.0**30
+
+
+@pytest.fixture(autouse=True)
+def small_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(units_module, "CUT_ELEMENTS", 64)
+
+
+@pytest.fixture(autouse=True)
+def moved(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """For each write to a pinned record: whether it went to a spare slab; otherwise it has waited."""
+    found: list[bool] = []
+    exchanged = Versions._exchanged
+
+    def counted(self: Versions, record: Any) -> Any:
+        slab = exchanged(self, record)
+        found.append(slab is not None)
+        return slab
+
+    monkeypatch.setattr(Versions, "_exchanged", counted)
+    return found
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_pinned() -> Iterator[None]:
+    yield
+    finish_pending()
+
+
+class Reader:
+    """Holds the writer back: before each entry it waits for :attr:`go`, and takes its time."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, seed: int = 0) -> None:
+        self.go = threading.Event()
+        self.taken = 0
+        take, chance = Snapshot.take, random.Random(seed)
+
+        def slowly(snapshot: Snapshot, parameter: Tensor, key: str) -> Tensor:
+            assert self.go.wait(60)
+            time.sleep(chance.random() * 1e-3)
+            self.taken += 1
+            return take(snapshot, parameter, key)
+
+        patch.setattr(Snapshot, "take", slowly)
+
+
+@pytest.fixture
+def reader(monkeypatch: pytest.MonkeyPatch) -> Iterator[Reader]:
+    held = Reader(monkeypatch)
+    yield held
+    held.go.set()
+
+
+def tensors_of(path: Path) -> dict[str, Tensor]:
+    """All that a checkpoint holds."""
+    saved, found = Saved.read(path), {}
+    for key, stored in saved.index.items():
+        found[key] = torch.empty(stored.shape, dtype=stored.dtype)
+    targets = [Target(key, whole(value.shape), lambda value=value: value) for key, value in found.items()]  # type: ignore[misc]
+    read_tensors(saved.data, saved.index, targets)
+    return found
+
+
+def ask_twice(training: Any, folder: Path) -> Any:
+    """Save at once, and ask for a save of the same moment."""
+    strategy, model, optimizer = training.strategy, training.model, training.optimizer
+    strategy.save_checkpoint(folder / "expected", model, optimizer)
+    return strategy.save_checkpoint(folder / "found", model, optimizer, asynchronous=True)
+
+
+def check_saved(folder: Path) -> None:
+    found, expected = tensors_of(folder / "found"), tensors_of(folder / "expected")
+    assert found.keys() == expected.keys() and any(key.endswith(".exp_avg") for key in found)
+    assert [k for k, v in expected.items() if found[k].dtype != v.dtype or not torch.equal(found[k], v)] == []
+    one, other = (Saved.read(folder / name) for name in ("found", "expected"))
+    assert one.state["optimizer"] == other.state["optimizer"] and one.groups == other.groups
+
+
+def settings(update: str) -> dict[str, Any]:
+    return {"clipping": {"max_norm": None if update == "in_backward" else 0.5}}
+
+
+@every_pair(
+    update=["at_step", "next_forward", "in_backward", "overlap"],
+    parameters=["bfloat16", "float32", "float16"],
+    resident_gib=[0.0, 3000 / GIB],
+    spare_host_gib=["auto", 0.0, 8192 / GIB],
+)
+def test_training_meanwhile_changes_nothing_that_is_saved(
+    tmp_path: Path,
+    reader: Reader,
+    moved: list[bool],
+    update: str,
+    parameters: str,
+    resident_gib: float,
+    spare_host_gib: Any,
+) -> None:
+    options = {**settings(update), "parameters": parameters, "loss_scale": {"kind": "constant", "scale": 1.0}}
+    state = {**STREAM, "update": update, "resident_gib": resident_gib, "spare_host_gib": spare_host_gib}
+    tested, expected = Training(state, **options), Training(STREAM, **options)
+    tested.train(2)
+    tested.delays(1)
+    for number in range(2):
+        reader.go.clear()
+        folder = tmp_path / str(number)
+        pending = ask_twice(tested, folder)
+        if spare_host_gib != "auto":  # its updates wait for the reader
+            reader.go.set()
+        tested.train(3)
+        reader.go.set()
+        pending.result(60)
+        check_saved(folder)
+        assert not tested.optimizer._backend._versions.pinned
+    assert reader.taken and moved
+    assert spare_host_gib != "auto" or all(moved)
+    assert spare_host_gib != 0.0 or update == "overlap" or not any(moved)
+    expected.train(8)
+    assert_same(tested.snapshot(), expected.snapshot())
+
+
+def load_own_state(training: Training) -> None:
+    training.optimizer.load_state_dict(training.optimizer.state_dict())
+    training.train(1)
+
+
+def edit_state(training: Training) -> None:
+    for parameter in training.model.parameters():
+        if parameter in training.optimizer.state:
+            training.optimizer.state[parameter]["exp_avg"] = torch.ones_like(parameter, dtype=torch.float32)
+
+
+def edit_weights(training: Training) -> None:
+    with torch.no_grad():
+        for parameter in training.model.parameters():
+            parameter.mul_(2)
+    training.optimizer.refresh_master_weights()
+
+
+def load_weights_and_step(training: Training) -> None:
+    training.model.load_state_dict({k: torch.ones_like(v) for k, v in training.model.state_dict().items()})
+    training.train(1)
+
+
+def add_a_group(training: Training) -> None:
+    new = nn.Parameter(torch.ones(40, dtype=torch.bfloat16))
+    training.optimizer.add_param_group({"params": [new]})
+    training.optimizer.backward(new.float().sum())
+    training.optimizer.step()
+
+
+def forget_some(training: Training) -> None:
+    group = training.optimizer.param_groups[0]
+    group["params"] = group["params"][:1]
+    training.optimizer.backward(training.loss())
+    training.optimizer.step()
+
+
+def copy_it(training: Training) -> None:
+    copied = copy.deepcopy(training.optimizer)
+    for group in copied.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.ones_like(parameter)
+    copied.step()
+    training.train(1)
+
+
+def to_float(training: Training) -> None:
+    training.model.float()
+    training.train(1)
+
+
+def all_resident(training: Training) -> None:
+    training.optimizer.set_residency(1.0)
+    training.train(1)
+    training.optimizer.set_residency(0.0)
+    training.train(1)
+
+
+def drop(training: Training) -> None:
+    training.optimizer = training.model = None  # type: ignore[assignment]
+
+
+EVENTS: list[Callable[[Training], Any]] = [
+    load_own_state,
+    edit_state,
+    edit_weights,
+    load_weights_and_step,
+    add_a_group,
+    forget_some,
+    copy_it,
+    to_float,
+    all_resident,
+    drop,
+    lambda training: (training.train(1), training.optimizer.close()),
+    lambda training: (training.train(1), training.optimizer.release_device_memory(), training.train(1)),
+    lambda training: (training.train(1), training.model.to(torch.float16)),
+    lambda training: [p.data.zero_() for p in training.model.parameters()],
+]
+
+
+@pytest.mark.parametrize("event", range(len(EVENTS)))
+def test_whatever_is_done_to_the_run_meanwhile(tmp_path: Path, reader: Reader, event: int) -> None:
+    training = Training({**STREAM, "update": "next_forward", "resident_gib": 3000 / GIB})
+    training.train(2)
+    pending = ask_twice(training, tmp_path)
+    EVENTS[event](training)
+    reader.go.set()
+    pending.result(60)
+    assert reader.taken
+    check_saved(tmp_path)
+
+
+def exchange_storage(training: Training) -> None:
+    for parameter in training.model.parameters():
+        parameter.data = parameter.data * 2
+
+
+def load_other_state(training: Training) -> None:
+    state = training.optimizer.state_dict()
+    for entries in state["state"].values():
+        entries["master"] += 1
+    training.optimizer.load_state_dict(state)
+
+
+def edit_one_weight(training: Training) -> None:
+    """Its master follows."""
+    with torch.no_grad():
+        next(training.model.parameters()).mul_(3)
+
+
+@pytest.mark.parametrize("edit", [edit_state, exchange_storage, load_other_state, edit_one_weight])
+def test_what_was_edited_before_is_saved_as_ever(
+    tmp_path: Path, reader: Reader, edit: Callable[[Training], Any]
+) -> None:
+    training = Training({**STREAM, "update": "next_forward"})
+    training.train(2)
+    edit(training)
+    pending = ask_twice(training, tmp_path)
+    training.train(2)
+    reader.go.set()
+    pending.result(60)
+    check_saved(tmp_path)
+
+
+def test_a_writer_that_fails_lets_go_of_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    training = Training({**STREAM, "spare_host_gib": 0.0})
+    training.train(2)
+    with monkeypatch.context() as patch:
+        patch.setattr(Snapshot, "take", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+        pending = training.strategy.save_checkpoint(
+            tmp_path / "a", training.model, training.optimizer, asynchronous=True
+        )
+        assert isinstance(pending.exception(60), CheckpointError)
+    assert not training.optimizer._backend._versions.pinned
+    with pytest.raises(CheckpointError, match="No space left"):
+        training.train(1)
+    training.train(1)
+    assert training.optimizer._backend._versions.host_bytes() == 0
+
+
+def test_a_save_that_does_not_come_about_lets_go_of_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    training = Training({**STREAM, "spare_host_gib": 0.0})
+    training.train(2)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", lambda self: (_ for _ in ()).throw(RuntimeError("can't start")))
+        with pytest.raises(RuntimeError, match="can't start"):
+            training.strategy.save_checkpoint(tmp_path / "a", training.model, training.optimizer, asynchronous=True)
+    assert not training.optimizer._backend._versions.pinned
+    training.train(1)
+    training.strategy.save_checkpoint(tmp_path / "a", training.model, training.optimizer, asynchronous=True).result(60)
+
+
+def test_the_records_are_not_copied(tmp_path: Path, reader: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before it returns, a save copies the weights and nothing that is in the records."""
+    training = Training(STREAM)
+    training.train(2)
+    copied: list[Tensor] = []
+    monkeypatch.setattr(
+        "lightstep.checkpoint.pending._to_host", lambda tensor: copied.append(tensor) or tensor.detach().clone()
+    )
+    pending = training.strategy.save_checkpoint(tmp_path / "a", training.model, training.optimizer, asynchronous=True)
+    assert sum(tensor.dtype == torch.bfloat16 for tensor in copied) == len(list(training.model.parameters()))
+    beside = {tuple(tensor.shape) for tensor in copied if tensor.dtype == torch.float32}
+    assert beside == {(3, 3), (3,)}  # from what the masters of a layer start that was never updated
+    reader.go.set()
+    pending.result(60)
