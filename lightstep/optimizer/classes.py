@@ -18,7 +18,7 @@ from lightstep.optimizer.arithmetic import BaseArithmetic, GroupValues
 from lightstep.state.backend import Managed
 from lightstep.state.segment import Segment
 
-__all__ = ["GroupClasses", "class_name", "constructor_arguments"]
+__all__ = ["GroupClasses", "class_name", "constructor_arguments", "kept_by_class"]
 
 CLASS = "optimizer_class"
 Group = Mapping[str, Any]
@@ -83,14 +83,13 @@ class GroupClasses:
                 "for example torch.optim.Muon (the class, not an instance)"
             )
         group[CLASS], arguments = class_name(given), constructor_arguments(given, group)
-        known = self.know(given, arguments)
-        for key, value in arguments.items():
-            if key not in known.defaults and known.hyperparameters.get(key) != value:
-                before = known.hyperparameters.get(key)
-                raise ValueError(
-                    f"two parameter groups of {given.__name__} differ in {key!r} ({before!r} and {value!r}), which the "
-                    "class keeps for all its groups: give both the same"
-                )
+        kept, known = kept_by_class(given, group), self.know(given, arguments)
+        theirs = {key: value for key, value in known.hyperparameters.items() if key not in known.defaults}
+        if kept != theirs and (kept or known is not self.own):
+            raise ValueError(
+                f"two parameter groups of {given.__name__} differ in what the class keeps for all its groups ({theirs} "
+                f"and {kept}): give both the same"
+            )
         return known.defaults
 
     def of(self, group: Group) -> BaseArithmetic:
@@ -174,20 +173,30 @@ def class_name(optimizer_class: type) -> str:
 
 
 def constructor_arguments(optimizer_class: type[torch.optim.Optimizer], group: Group) -> dict[str, Any]:
-    """Of a group's settings those that belong to the class and not to its groups, or that have no default.
+    """Of a group's settings those that a class is constructed with: what has no default, and what no group holds.
 
     Raises:
         ValueError: one without a default is missing.
     """
-    parameters = list(inspect.signature(optimizer_class).parameters.values())[1:]
-    named = [one for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
-    missing = [one.name for one in named if one.default is one.empty and one.name not in group]
+    required = [one.name for one in _parameters_of(optimizer_class) if one.default is one.empty]
+    missing = [name for name in required if name not in group]
     if missing:
         name = optimizer_class.__name__
         raise ValueError(
             f"a parameter group of {name} has no {' and no '.join(missing)}, and {name} has no default for it: put it "
             f"into the group, {{'params': [...], 'optimizer_class': {name}, '{missing[0]}': ...}}"
         )
-    required = {one.name: group[one.name] for one in named if one.default is one.empty}
-    of_groups = optimizer_class([torch.zeros(2, 2, device="cpu")], **required).defaults
-    return required | {one.name: group[one.name] for one in named if one.name in group and one.name not in of_groups}
+    return {name: group[name] for name in required} | kept_by_class(optimizer_class, group)
+
+
+def kept_by_class(optimizer_class: type[torch.optim.Optimizer], group: Group) -> dict[str, Any]:
+    """Of a group's settings those that the class has once, for all its groups."""
+    parameters = _parameters_of(optimizer_class)
+    required = {one.name: group[one.name] for one in parameters if one.default is one.empty and one.name in group}
+    in_groups = optimizer_class([torch.zeros(2, 2, device="cpu")], **required).defaults
+    return {one.name: group[one.name] for one in parameters if one.name in group and one.name not in in_groups}
+
+
+def _parameters_of(optimizer_class: type[torch.optim.Optimizer]) -> list[inspect.Parameter]:
+    parameters = list(inspect.signature(optimizer_class).parameters.values())[1:]
+    return [one for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]

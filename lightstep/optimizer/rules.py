@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightstep.optimizer.classes import constructor_arguments
+from lightstep.optimizer.classes import constructor_arguments, kept_by_class
 from lightstep.optimizer.param_groups import clean_name
 
 __all__ = ["KINDS", "Rule", "described_parameters", "groups_by_rules", "own_class", "warn_of_muon_on_vocabularies"]
@@ -121,6 +121,7 @@ def groups_by_rules(rules: Sequence[Rule], model: nn.Module) -> list[dict[str, A
     for rule in listed:
         if not isinstance(rule, Rule):
             raise TypeError(f"rules hold {rule!r:.80}; lightstep.Rule(optimizer_class, kinds=..., lr=...) is needed")
+    _refuse_differences(listed)
     groups = [rule.group() for rule in listed]
     matched = [False] * len(listed)
     for name, parameter, kind in described_parameters(model):
@@ -144,6 +145,18 @@ def groups_by_rules(rules: Sequence[Rule], model: nn.Module) -> list[dict[str, A
         if not hit:
             raise ValueError(f"{rule} means no parameter of this model; `lightstep params` lists their names and kinds")
     return groups
+
+
+def _refuse_differences(rules: Sequence[Rule]) -> None:
+    seen: dict[type, tuple[Rule, dict[str, Any]]] = {}
+    for rule in rules:
+        kept = kept_by_class(rule.optimizer_class, rule.hyperparameters)
+        other, theirs = seen.setdefault(rule.optimizer_class, (rule, kept))
+        if kept != theirs:
+            raise ValueError(
+                f"{other} and {rule} differ in what {rule.optimizer_class.__name__} keeps for all its groups ({theirs} "
+                f"and {kept}): give both the same"
+            )
 
 
 def warn_of_muon_on_vocabularies(
