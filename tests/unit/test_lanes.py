@@ -170,11 +170,13 @@ def fail() -> None:
 
 
 def test_a_failure_is_raised_once_with_its_name_and_stops_all_lanes(lanes: Lanes) -> None:
-    event, done = lanes.event(), []
+    event, gate, done = lanes.event(), threading.Event(), []
+    lanes.host_to_device.run(gate.wait)  # whoever queues first would be told of it
     lanes.host_to_device.run(fail, label="fetching layers.3")
     lanes.host_to_device.record(event)
     lanes.compute.wait(event)  # never reached; must not hang
     lanes.compute.run(lambda: done.append(1))
+    gate.set()
     with pytest.raises(
         LaneError, match=r"fetching layers\.3 failed in the host_to_device lane: ValueError: no such page"
     ) as raised:
