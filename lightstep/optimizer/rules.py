@@ -64,8 +64,8 @@ class Rule:
                 "example torch.optim.Muon (the class, not an instance)"
             )
         self.optimizer_class, self.hyperparameters = optimizer_class, hyperparameters
-        self.names, self.kinds = _several(names, str), _several(kinds, str)
-        self.dims = _several(dims, int)
+        self.names, self.kinds = _several("names", names, str), _several("kinds", kinds, str)
+        self.dims = _several("dims", dims, int)
         self._patterns = None if self.names is None else [_compiled(pattern) for pattern in self.names]
         unknown = [kind for kind in self.kinds or () if kind not in KINDS]
         if unknown:
@@ -106,7 +106,7 @@ class Rule:
             raise type(error)(f"{self}: {error}") from error
 
 
-def groups_by_rules(rules: Sequence[Rule], model: nn.Module) -> list[dict[str, Any]]:
+def groups_by_rules(rules: Sequence[Rule] | Rule, model: nn.Module) -> list[dict[str, Any]]:
     """A parameter group for each rule, in their order; its parameters in the order of the model.
 
     Frozen parameters go where the rules put them, and to none where they do not.
@@ -115,7 +115,7 @@ def groups_by_rules(rules: Sequence[Rule], model: nn.Module) -> list[dict[str, A
         TypeError: not rules.
         ValueError: a rule means no parameter, two mean the same one, or none means a trainable one.
     """
-    listed = list(rules)
+    listed = [rules] if isinstance(rules, Rule) else list(rules)
     if not listed:
         raise ValueError("rules are empty: give at least one, such as lightstep.Rule(torch.optim.AdamW, lr=1e-5)")
     for rule in listed:
@@ -229,10 +229,16 @@ def _head(model: nn.Module) -> nn.Module | None:
     return outside[-1] if outside else None
 
 
-def _several(given: Any, kind: type) -> list[Any] | None:
+_CALLED = {str: "a string", int: "a number"}
+
+
+def _several(key: str, given: Any, kind: type) -> list[Any] | None:
     if given is None:
         return None
-    return [given] if isinstance(given, kind) else list(given)
+    listed = [given] if isinstance(given, kind) else given
+    if not isinstance(listed, list | tuple | set | frozenset) or not all(isinstance(one, kind) for one in listed):
+        raise TypeError(f"a rule's {key} is {given!r}; {_CALLED[kind]} or a list of them is needed")
+    return list(listed)
 
 
 def _compiled(pattern: str) -> re.Pattern[str]:

@@ -39,8 +39,9 @@ def update_rows(
     """
     directions = []
     for segment, gradient, group in zip(segments, gradients, settings, strict=True):
-        buffer = segment.state.setdefault("momentum_buffer", torch.zeros_like(gradient))
-        directions.append(_direction(buffer, gradient, group))
+        if "momentum_buffer" not in segment.state:
+            segment.state["momentum_buffer"] = torch.zeros_like(gradient)
+        directions.append(_direction(segment.state["momentum_buffer"], gradient, group))
     shapes = [one.shape for one in rows]
     orthogonal = exchange.compute(directions, rows, lambda number, whole: _orthogonal(whole, settings[number]))
     for segment, direction, group, shape in zip(segments, orthogonal, settings, shapes, strict=True):
@@ -63,7 +64,7 @@ def _orthogonal(direction: Tensor, group: Mapping[str, Any]) -> Tensor:
 def _apply(master: Tensor, direction: Tensor, group: Mapping[str, Any], shape: torch.Size) -> None:
     from torch.optim import _muon
 
-    lr = group["lr"]
+    lr: Any = group["lr"].squeeze() if isinstance(group["lr"], Tensor) else group["lr"]
     master.mul_(1 - lr * group["weight_decay"])
     master.add_(direction, alpha=-_muon._adjust_lr(lr, group["adjust_lr_fn"], shape))
 

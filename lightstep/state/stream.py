@@ -224,10 +224,9 @@ class StreamBackend(RecordBackend):
     # -- updates that are tried
 
     def can_try(self) -> Sequence[Unit]:
-        waiting = {record for part, record in self._home.items() if part.codes is not None}
-        waiting.update(
-            self._home[part] for part in self._home if part.owner.rows is not None
-        )  # all ranks try them, or none
+        waiting = {  # for weights; and what ranks update together is tried by all of them or none
+            record for part, record in self._home.items() if part.codes is not None or part.owner.rows is not None
+        }
         records = [record for record in self._streamed() if record not in waiting]
         return [record.unit for record in self._versions.reserve(records, self._marks is not None)]
 

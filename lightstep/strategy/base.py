@@ -310,15 +310,15 @@ class Strategy(ABC):
         optimizer_class: type[torch.optim.Optimizer] = torch.optim.AdamW,
         *,
         param_groups: Any = None,
-        rules: Sequence[Rule] | None = None,
+        rules: Sequence[Rule] | Rule | None = None,
         **hyperparameters: Any,
     ) -> BaseOptimizer:
         """``optimizer_class`` over the model's trainable parameters, under this strategy's precision and placement.
 
         Args:
             model: what :meth:`prepare_model` returned.
-            optimizer_class: a ``torch.optim.Optimizer`` subclass; one that is not element-wise (``torch.optim.Muon``)
-                only where the model is not sharded.
+            optimizer_class: a ``torch.optim.Optimizer`` subclass. One that is not element-wise needs a model that is
+                not sharded; ``torch.optim.Muon`` also takes matrices that are sharded by rows, as FSDP2 does.
             param_groups: groups of the model's parameters with their own hyper-parameters; default: one of all of them
                 (frozen ones are trained once they are thawed). A group with ``"optimizer_class"`` is updated by that
                 class, with its defaults.

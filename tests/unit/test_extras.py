@@ -95,6 +95,7 @@ def test_the_loop_of_the_readme_needs_no_extra(name: str) -> None:
         (["plan", "Llama-3.2-3B"], "transformers", "train"),
         (["train", "examples/train.yaml"], "transformers", "train"),
         (["train", "examples/train.yaml"], "tensorboard", "train"),
+        (["params", "examples/muon.yaml"], "transformers", "train"),
         (["bench"], "typer", "bench"),
     ],
 )
