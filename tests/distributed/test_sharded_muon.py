@@ -145,28 +145,35 @@ def test_a_checkpoint_goes_to_another_number_of_ranks(pool: Pool, tmp_path: Path
     pool.run(check_checkpoint, 2, folder=str(tmp_path), saves=False)
 
 
-def check_refusals(rank: int, world_size: int) -> None:
-    cases = [
-        ({}, {"backend": "resident", "update": "in_backward"}, "in_backward cannot: set at_step"),
-        ({"mesh": {"replicate": 1, "shard": 2}}, STREAM, None),
-    ]
-    for sharding, state, message in cases:
-        strategy = lightstep.Strategy.load(
-            {"sharding": {"kind": "fsdp2", **sharding}, "clipping": {"max_norm": None}, "optimizer_state": state}
-        )
-        model = strategy.prepare_model(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)))
-        rules = [Rule(torch.optim.Muon, dims=2), Rule(torch.optim.AdamW, dims=1)]
-        optimizer = strategy.create_optimizer(model, rules=rules)
-        if message is None:
-            optimizer.backward(model(torch.ones(2, 6, dtype=torch.bfloat16)).sum())
-            optimizer.step()
-            continue
-        with pytest.raises(ValueError, match=message):
-            optimizer.backward(model(torch.ones(2, 6, dtype=torch.bfloat16)).sum())
+def check_refusal(rank: int, world_size: int, sharding: dict[str, Any], state: dict[str, Any], message: str) -> None:
+    strategy = lightstep.Strategy.load(
+        {"sharding": {"kind": "fsdp2", **sharding}, "clipping": {"max_norm": None}, "optimizer_state": state}
+    )
+    model = strategy.prepare_model(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)))
+    optimizer = strategy.create_optimizer(
+        model, rules=[Rule(torch.optim.Muon, dims=2), Rule(torch.optim.AdamW, dims=1)]
+    )
+
+    def first_step() -> None:
+        optimizer.backward(model(torch.ones(2, 6, dtype=torch.bfloat16, device=strategy.device)).sum())
+        optimizer.step()
+
+    with pytest.raises(ValueError, match=message):
+        first_step()
 
 
-def test_what_it_does_not_go_with(pool: Pool) -> None:
-    pool.run(check_refusals, 2)
+@pytest.mark.parametrize(
+    ("world_size", "sharding", "state", "message"),
+    [
+        (2, {}, {"backend": "resident", "update": "in_backward"}, "in_backward cannot: set at_step"),
+        (4, {"mesh": {"replicate": 2, "shard": 2}}, STREAM, r"is sharded and has copies, .*\.backend resident or bulk"),
+    ],
+    ids=["in backward", "streamed with copies"],
+)
+def test_what_it_does_not_go_with(
+    pool: Pool, world_size: int, sharding: dict[str, Any], state: dict[str, Any], message: str
+) -> None:
+    pool.run(check_refusal, world_size, sharding=sharding, state=state, message=message)
 
 
 def test_the_work_is_shared_evenly() -> None:
