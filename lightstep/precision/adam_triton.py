@@ -108,7 +108,7 @@ def _block(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=["length", "n"])
-def _kernel(  # type: ignore[no-untyped-def]
+def _adam_kernel(  # type: ignore[no-untyped-def]
     gradient,
     exp_avg,
     exp_avg_sq,
@@ -194,5 +194,5 @@ def _kernel(  # type: ignore[no-untyped-def]
             )
 
 
-update = Launcher(_kernel, _BLOCK, _WARPS, enable_fp_fusion=False)
+update = Launcher(_adam_kernel, _BLOCK, _WARPS, enable_fp_fusion=False)
 """Takes the number of elements, tensors and numbers in the kernel's order, and ``DECAY, DECOUPLED, MAXIMIZE``."""
