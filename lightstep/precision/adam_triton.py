@@ -77,8 +77,7 @@ def _block(  # type: ignore[no-untyped-def]
         if DECOUPLED:
             p = tl.fma(lr * weight_decay * -1.0, p, p)
         else:
-            # As the compiler has it there: contracted in the one kernel, and not in the other.
-            g = g + p * weight_decay if max_exp_avg_sq is None else tl.fma(p, weight_decay, g)
+            g = tl.fma(p, weight_decay, g)
     m = tl.fma(beta1, m, tl.fma(beta1 * -1.0, g, g))
     square = g * g
     v = tl.fma(beta2, v, tl.fma(beta2 * -1.0, square, square))

@@ -25,6 +25,7 @@ except ImportError:
 
 available = triton is not None
 _BLOCK, _WARPS = 1024, 4
+_SUMMED, _SUMMING = 4096, 8  # larger blocks: each ends with an addition to the same few numbers
 
 
 def split(master: Tensor, weight: Tensor, low: Tensor, extra: Tensor) -> None:
@@ -48,7 +49,7 @@ def fingerprints(weight: Tensor, first: int, ranges: Sequence[tuple[int, int]], 
 @functools.lru_cache(maxsize=4096)
 def _tables(ranges: tuple[tuple[int, int], ...], n: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """``[2k]`` begin and end of each range; for each block the first range that reaches into it or beyond."""
-    heads = [bisect.bisect_right(ranges, block, key=lambda one: one[1]) for block in range(0, n, _BLOCK)]
+    heads = [bisect.bisect_right(ranges, block, key=lambda one: one[1]) for block in range(0, n, _SUMMED)]
     edges = [edge for one in ranges for edge in one]
     return tuple(torch.tensor(x, dtype=torch.int64, device="cpu").to(device) for x in (edges, heads))  # type: ignore[return-value]
 
@@ -132,17 +133,20 @@ if available:
     @triton.jit
     def _fingerprint_block(weight, out, edges, head, first, n, ranges, start, BLOCK: tl.constexpr, WHOLE: tl.constexpr):  # type: ignore[no-untyped-def]
         place = first + tl.arange(0, BLOCK)
-        code = tl.load(weight + place, mask=_inside(place, n, WHOLE), other=0)
-        # The constants of split.py (_PLACE, _CODE, _MIX): a kernel reads no globals.
-        mixed = (place + start) * 2177342782468422677 + code.to(tl.int64) * 4564476756301768121
-        mixed = (mixed ^ (mixed >> 31)) * 1499779743744070123
-        mixed = (mixed ^ (mixed >> 29)) * 1499779743744070123
-        mixed = mixed ^ (mixed >> 32)
+        code = tl.load(weight + place, mask=_inside(place, n, WHOLE), other=0).to(tl.int32)
+        # The constants of split.py (_PLACE, _CODE, _FIRST_MIX, _SECOND_MIX): a kernel reads no globals.
+        mixed = ((first + start).to(tl.int32) + tl.arange(0, BLOCK)) * 506952113 + code * 99338871
+        mixed = (mixed ^ (mixed >> 15)) * 2146121005
+        mixed = (mixed ^ (mixed >> 13)) * 74229387
+        mixed = (mixed ^ (mixed >> 16)).to(tl.int64)
         begin = tl.load(edges + 2 * head, mask=head < ranges, other=first + BLOCK)
         while begin < first + BLOCK:
             end = tl.load(edges + 2 * head + 1)
-            within = (place >= begin) & (place < end)
-            tl.atomic_add(out + head, tl.sum(tl.where(within, mixed, 0), axis=0))
+            if begin <= first and end >= first + BLOCK:
+                total = tl.sum(mixed, axis=0)
+            else:
+                total = tl.sum(tl.where((place >= begin) & (place < end), mixed, 0), axis=0)
+            tl.atomic_add(out + head, total)
             head += 1
             begin = tl.load(edges + 2 * head, mask=head < ranges, other=first + BLOCK)
 
@@ -155,6 +159,5 @@ if available:
         else:
             _fingerprint_block(weight, out, edges, head, first, n, ranges, start, BLOCK, False)
 
-    _split, _join, _fingerprint = (
-        Launcher(kernel, _BLOCK, _WARPS) for kernel in (_split_kernel, _join_kernel, _fingerprint_kernel)
-    )
+    _split, _join = (Launcher(kernel, _BLOCK, _WARPS) for kernel in (_split_kernel, _join_kernel))
+    _fingerprint = Launcher(_fingerprint_kernel, _SUMMED, _SUMMING)
