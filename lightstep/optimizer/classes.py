@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from lightstep.distributed import Rows
-from lightstep.optimizer.arithmetic import BaseArithmetic, GroupValues
+from lightstep.optimizer.arithmetic import BaseArithmetic
+from lightstep.optimizer.group_values import GroupValues
 from lightstep.state.backend import Managed
 from lightstep.state.segment import Segment
 
