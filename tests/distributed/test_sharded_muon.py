@@ -12,6 +12,10 @@ from torch.distributed.tensor import DTensor
 
 import lightstep
 from lightstep import Rule
+from lightstep.bench.llama import LlamaShape
+from lightstep.bench.peers import TorchFsdp2
+from lightstep.bench.step import StepTask, random_gradients
+from lightstep.bench.strategies import StrategyContender
 from tests.distributed.models import TinyTransformer, loss_of
 from tests.distributed.ranks import Pool, device_of
 from tests.distributed.sharded_reference import GatheringLoop
@@ -121,6 +125,24 @@ def test_the_bits_of_whole_matrices(pool: Pool, state: str, world_size: int) -> 
 def test_with_copies_of_the_shards(pool: Pool) -> None:
     sharding = {"mesh": {"replicate": 2, "shard": 2}}
     pool.run(check_exact, 4, sharding=sharding, state=STATES["resident"])
+
+
+def check_bench(rank: int, world_size: int) -> None:
+    task = StepTask(device_of(rank, world_size), 0, LlamaShape.near(60_000, 2), optimizer="muon")
+    ours = StrategyContender(task, lightstep.Strategy.load("fsdp2"), "fsdp2")
+    by_hand = TorchFsdp2(task)
+    for step in range(2):
+        for contender in (ours, by_hand):
+            contender.step(
+                random_gradients(contender.gradient_weights(), contender.gradient_dtype, task.device, step)[0]
+            )
+    for mine, theirs in zip(ours.weights(), by_hand.weights(), strict=True):
+        assert (mine.float() - theirs).abs().max() <= 2**-9, "beyond a rounding to bf16"
+    ours.close()
+
+
+def test_the_benchs_loop_by_hand_does_the_same(pool: Pool) -> None:
+    pool.run(check_bench, 2)
 
 
 def check_checkpoint(rank: int, world_size: int, folder: str, saves: bool) -> None:
