@@ -16,13 +16,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from lightstep.distributed import MatrixExchange, Rows, rows_of
+from lightstep.distributed import Rows, rows_of
 from lightstep.optimizer.group_values import GroupValues, equal_settings, settings_of
 from lightstep.optimizer.matrix_stack import MatrixStack
 from lightstep.optimizer.param_groups import plain_numbers
-from lightstep.optimizer.sharded_muon import is_known, update_rows
+from lightstep.optimizer.sharded_muon import is_known
 from lightstep.optimizer.whole_tensors import is_torchs_own, needs_whole_tensors, undecorated_step
-from lightstep.state.backend import EntrySpec, Managed, Schema
+from lightstep.state.backend import EntrySpec, Schema
 from lightstep.state.segment import Segment
 
 _CPU = torch.device("cpu")  # said wherever tensors are made: torch's defaults are the user's to set
@@ -69,7 +69,6 @@ class BaseArithmetic:
         self._raw_step = undecorated_step(optimizer_class)
         self._inner: dict[torch.device, torch.optim.Optimizer] = {}
         self._default_fused: dict[torch.device, bool] = {}
-        self._exchanges: dict[Any, MatrixExchange] = {}
 
     @property
     def name(self) -> str:
@@ -124,14 +123,13 @@ class BaseArithmetic:
     ) -> None:
         """One update of ``segments`` (all on one device) by ``gradients`` (fp32, unscaled, clipped, in their shapes).
 
+        Those that ranks update together are not among them (:mod:`~lightstep.optimizer.shared_updates`).
         ``overflow`` (0-dim fp32) is handed to classes that take ``found_inf``: with 1 they change nothing.
         """
         updated: list[tuple[Updated, Tensor]] = []
-        stacks, together = [], []
+        stacks = []
         for segment, gradient in zip(segments, gradients, strict=True):
-            if segment.parts[0].owner.rows is not None:
-                together.append((segment, gradient))
-            elif segment.master.dim() == 3 and self._takes_matrices_only:
+            if segment.master.dim() == 3 and self._takes_matrices_only:
                 stacks.append(MatrixStack(segment))
                 updated.extend(zip(stacks[-1].matrices, gradient.unbind(0), strict=True))
             else:
@@ -144,19 +142,6 @@ class BaseArithmetic:
             self._apply_batch(batch, overflow, values)
         for stack in stacks:
             stack.put_together()
-        if together:
-            self._update_together(together, values)
-
-    def _update_together(self, batch: list[tuple[Segment, Tensor]], values: GroupValues) -> None:
-        """Muon's matrices that several ranks have rows of."""
-        by_group: dict[Any, list[tuple[Segment, Tensor]]] = {}
-        for segment, gradient in batch:
-            by_group.setdefault(_rows_of(segment).group, []).append((segment, gradient))
-        for group, own in by_group.items():
-            segments, gradients = [segment for segment, _ in own], [gradient for _, gradient in own]
-            settings = [values.of(segment.group) for segment in segments]
-            with torch.no_grad():
-                update_rows(segments, gradients, settings, [*map(_rows_of, segments)], self._exchanges[group])
 
     def _apply_batch(self, batch: list[tuple[Updated, Tensor]], overflow: Tensor, values: GroupValues) -> None:
         segments = [segment for segment, _ in batch]
@@ -195,7 +180,7 @@ class BaseArithmetic:
         """
         if not self.whole_tensors:
             return None
-        shape, rows = parameter.shape, rows_of(parameter)
+        shape, rows = parameter.shape, rows_of(parameter, local)
         stack = len(shape) == 3 and self._takes_matrices_only and rows is not None
         together = rows is not None and len(shape) == 2 and is_known(self.optimizer_class)
         if not (stack or together) and (rows is not None or shape != local.shape):
@@ -209,19 +194,6 @@ class BaseArithmetic:
         except ValueError as error:
             raise ValueError(f"{self.name} cannot update {name} of shape {tuple(shape)}: {error}") from error
         return rows if together else None
-
-    def open_exchanges(self, items: Sequence[Managed]) -> None:
-        """Make the process groups for those that ranks update together; called at set-up, by all of them."""
-        for item in items:
-            if item.rows is not None and item.rows.group not in self._exchanges:
-                self._exchanges[item.rows.group] = MatrixExchange(item.rows.group)
-                self._exchanges[item.rows.group].open(item.local.device)
-
-    def close(self) -> None:
-        """Give the process groups back."""
-        for exchange in self._exchanges.values():
-            exchange.close()
-        self._exchanges = {}
 
     def _probe(self, device: torch.device | None = None) -> Tensor:
         """A small tensor to try the class out with; a matrix for classes that take no other."""
@@ -306,12 +278,6 @@ class BaseArithmetic:
     @functools.cached_property
     def _creates_state_eagerly(self) -> bool:
         return bool(self._construct([self._probe()], fused=False).state)
-
-
-def _rows_of(segment: Segment) -> Rows:
-    rows = segment.parts[0].owner.rows
-    assert rows is not None
-    return rows
 
 
 def _adopt_state(inner: torch.optim.Optimizer, segments: Sequence[Updated]) -> None:

@@ -225,6 +225,7 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         self.synchronize()
         with own_work():
             self.engine.walk.stage.free()
+            self.engine.walk.shared.free()
             self._backend.release_device_memory()
         if any(device.type != "cpu" for device in self.engine.managed.devices):
             torch.accelerator.memory.empty_cache()
@@ -240,6 +241,7 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         parameters = sum(item.local.numel() for item in self.engine.managed)
         stage = self.engine.walk.stage.nbytes()
         report: dict[str, float] = {**self._backend.memory(), "gradient_stage_bytes": stage}
+        report["exchange_bytes"] = self.engine.walk.shared.nbytes()
         report["parameters"] = parameters
         for place in ("device", "host"):
             report[f"{place}_bytes_per_parameter"] = report[f"{place}_bytes"] / max(parameters, 1)

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from lightstep.optimizer.broken_step import BrokenStep
 from lightstep.optimizer.classes import GroupClasses
 from lightstep.optimizer.group_values import GroupValues
+from lightstep.optimizer.shared_updates import SharedUpdates
 from lightstep.precision.gradient_stage import GradientStage, scalable_in_place
 from lightstep.state.backend import Managed, StateBackend, Unit
 from lightstep.state.record import aligned
@@ -94,6 +96,7 @@ class UnitWalk:
         self.broken = broken
         self._record = record
         self.stage = GradientStage()
+        self.shared = SharedUpdates(classes.exchanges, backend)
 
     def make_room_for_copies(self) -> None:
         """Take the memory in which any unit's gradients are copied before they are scaled.
@@ -133,14 +136,31 @@ class UnitWalk:
         """``order``: in which the units will come, as far as is known; ``None`` is the backend's own."""
         with self.broken.guard("the beginning of the update"):
             self._backend.begin(managed, order)
+            self.shared.begin(managed, order)
 
     def unit(self, unit: Unit, update: Update) -> list[Managed]:
         """Update one unit; returns the parameters that are complete with it."""
+        if unit in self.shared:
+            return self._shared_unit(unit, update)
         with self.broken.guard(f"the update of {unit.label}"):
             segments = self._backend.acquire(unit, update.gradients, update.apart)
             for alike, factor, overflow in update.alike(segments):
                 overflow = overflow.to(alike[0].master.device)
                 self._classes.apply(alike, self._scaled(alike, update, factor), overflow, update.values)
+            self._backend.release(unit, segments)
+        return self._noted(segments)
+
+    def _shared_unit(self, unit: Unit, update: Update) -> list[Managed]:
+        """One that ranks update together; others behind it are begun first."""
+
+        def scaled(segments: Sequence[Segment]) -> list[Tensor]:
+            assert not isinstance(update.factor, Mapping), "layers that are clipped apart are updated in backward"
+            return self._scaled(list(segments), update, update.factor)
+
+        with self.broken.guard(f"the update of {unit.label}"):
+            self.shared.reach(unit, update.gradients, scaled, update.values)
+            segments = self._backend.acquire(unit, update.gradients, update.apart)
+            self.shared.apply(unit, segments, scaled, update.values)
             self._backend.release(unit, segments)
         return self._noted(segments)
 
@@ -173,11 +193,12 @@ class UnitWalk:
             self._record(item)
 
     def _scaled(self, segments: list[Segment], update: Update, factor: Tensor | None) -> list[Tensor]:
-        device = segments[0].master.device
+        device = segments[0].locals[0].device
         divisor, factor = (None if value is None else value.to(device) for value in (update.divisor, factor))
         gradients = [[part.of(update.gradients[part.owner]) for part in segment.parts] for segment in segments]
         rows = self.stage.scaled(segments, gradients, divisor, factor, in_place=not update.read_again)
-        return [row.view(one.shape).to(one.master.dtype) for one, row in zip(segments, rows, strict=True)]
+        dtypes = [one.locals[0].dtype if one.coding == "own" else torch.float32 for one in segments]  # of their masters
+        return [row.view(one.shape).to(dtype) for one, row, dtype in zip(segments, rows, dtypes, strict=True)]
 
     def _noted(self, updated: list[Segment]) -> list[Managed]:
         owners = [part.owner for segment in updated for part in segment.parts]

@@ -8,7 +8,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import lightstep
 from lightstep import Rule
@@ -16,12 +19,15 @@ from lightstep.bench.llama import LlamaShape
 from lightstep.bench.peers import TorchFsdp2
 from lightstep.bench.step import StepTask, random_gradients
 from lightstep.bench.strategies import StrategyContender
+from lightstep.distributed.matrices import cost_of, owners_of
+from lightstep.optimizer.shared_updates import AHEAD
 from tests.distributed.models import TinyTransformer, loss_of
 from tests.distributed.ranks import Pool, device_of
 from tests.distributed.sharded_reference import GatheringLoop
 from tests.reference.tiny_model import representable
+from tests.unit.test_stream import random_delays
 
-STREAM = {"backend": "stream", "ring_mib": 0.05}
+STREAM = {"backend": "stream", "ring_mib": 0.02}
 STATES: dict[str, dict[str, Any]] = {
     "resident": {"backend": "resident"},
     "bulk": {"backend": "bulk"},
@@ -98,11 +104,21 @@ def check_exact(rank: int, world_size: int, sharding: dict[str, Any], state: dic
     inside = {id(parameter) for block in blocks for parameter in block}
     rest = [parameter for parameter in replica.parameters() if id(parameter) not in inside]
     trained = [{**group, "params": [p for p in group["params"] if p.requires_grad]} for group in groups_of(replica)]
+    optimizer._backend.unit_elements = 150  # several units, which are begun before others are updated
     loop = GatheringLoop(
         replica, trained, units=[*blocks, rest], max_norm=0.5, shard=sharding.get("mesh", {}).get("shard")
     )
-    train(strategy, model, optimizer, rank, range(4), loop)
+    train(strategy, model, optimizer, rank, range(1), loop)
+    if state["backend"] == "stream":
+        random_delays(_inner(optimizer).lanes, rank)
+    train(strategy, model, optimizer, rank, range(1, 4), loop)
     found = content(model, optimizer)
+    units = [unit for unit in optimizer._backend.units() if unit.parts[0][0].rows is not None]
+    assert _under_way(optimizer) == min(AHEAD + 1, len(units)) > 1
+    report = optimizer.memory_report()
+    assert 0 < report["exchange_bytes"] < sum(2 * 4 * p.numel() for p in replica.parameters())
+    optimizer.release_device_memory()
+    assert optimizer.memory_report()["exchange_bytes"] == 0
     for name, parameter in replica.named_parameters():
         assert torch.equal(found[f"{name}.weight"], parameter.cpu()), f"{name} differs"
         for key, value in loop.state(parameter).items() if parameter in loop.masters else ():
@@ -111,20 +127,70 @@ def check_exact(rank: int, world_size: int, sharding: dict[str, Any], state: dic
     optimizer.close()
 
 
+def _inner(optimizer: Any) -> Any:
+    return getattr(optimizer._backend, "inner", optimizer._backend)
+
+
+def _under_way(optimizer: Any) -> int:
+    """How many units were on their way among the ranks at a time."""
+    (exchange,) = optimizer.engine.classes.exchanges.values()
+    return len(exchange._all)
+
+
 def _seeded() -> nn.Module:
     torch.manual_seed(0)
     return WithExperts()
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-@pytest.mark.parametrize("state", list(STATES))
+@pytest.mark.parametrize(
+    ("state", "world_size"),
+    [
+        *(("resident", 2), ("resident", 4), ("bulk", 3), ("stream", 4)),
+        *(("stream, next forward", 2), ("stream, next forward", 3), ("stream, overlap", 3), ("stream, overlap", 4)),
+    ],
+)
 def test_the_bits_of_whole_matrices(pool: Pool, state: str, world_size: int) -> None:
     pool.run(check_exact, world_size, sharding={}, state=STATES[state])
 
 
-def test_with_copies_of_the_shards(pool: Pool) -> None:
+@pytest.mark.parametrize("state", ["resident", "stream", "stream, overlap"])
+def test_with_copies_of_the_shards(pool: Pool, state: str) -> None:
     sharding = {"mesh": {"replicate": 2, "shard": 2}}
-    pool.run(check_exact, 4, sharding=sharding, state=STATES["resident"])
+    pool.run(check_exact, 4, sharding=sharding, state=STATES[state])
+
+
+def check_tensor_parallel(rank: int, world_size: int, state: dict[str, Any]) -> None:
+    """FSDP2 over tensor parallelism, whose first matrix is divided twice by rows, and the second by both dimensions."""
+    device = device_of(rank, world_size)
+    mesh = init_device_mesh(device.type, (2, world_size // 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 10, bias=False), nn.Linear(10, 7, bias=False), nn.Linear(7, 5)).to(device)
+    expected = [torch.nn.Parameter(p.detach().bfloat16().float()) for p in model.parameters() if p.dim() == 2]
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    fully_shard(model.bfloat16(), mesh=mesh["dp"])
+    strategy = lightstep.Strategy.load({"clipping": {"max_norm": None}, "optimizer_state": state})
+    rules = [Rule(torch.optim.Muon, dims=2, **MUON), Rule(torch.optim.AdamW, dims=1, **ADAMW)]
+    optimizer, plain = strategy.create_optimizer(model, rules=rules), torch.optim.Muon(expected, **MUON)
+    matrices = [p for p in model.parameters() if p.dim() == 2]
+    for step in range(3):
+        inputs = torch.randn(4, 6, generator=torch.Generator().manual_seed(step)).to(device, torch.bfloat16)
+        model(inputs).float().square().mean().backward()
+        for whole_one, parameter in zip(expected, matrices, strict=True):
+            whole_one.grad = parameter.grad.full_tensor().float()
+        assert optimizer.step()
+        plain.step()
+    optimizer.synchronize()
+    for whole_one, parameter in zip(expected, matrices, strict=True):
+        assert torch.equal(parameter.full_tensor(), whole_one.bfloat16())
+        entries = optimizer.state[parameter]
+        assert torch.equal(whole(entries["master"]), whole_one.detach().cpu())
+        assert torch.equal(whole(entries["momentum_buffer"]), plain.state[whole_one]["momentum_buffer"].cpu())
+    optimizer.close()
+
+
+@pytest.mark.parametrize("state", ["resident", "stream, next forward"])
+def test_under_tensor_parallelism(pool: Pool, state: str) -> None:
+    pool.run(check_tensor_parallel, 4, state=STATES[state])
 
 
 def check_bench(rank: int, world_size: int) -> None:
@@ -188,9 +254,8 @@ def check_refusal(rank: int, world_size: int, sharding: dict[str, Any], state: d
     ("world_size", "sharding", "state", "message"),
     [
         (2, {}, {"backend": "resident", "update": "in_backward"}, "in_backward cannot: set at_step"),
-        (4, {"mesh": {"replicate": 2, "shard": 2}}, STREAM, r"is sharded and has copies, .*\.backend resident or bulk"),
     ],
-    ids=["in backward", "streamed with copies"],
+    ids=["in backward"],
 )
 def test_what_it_does_not_go_with(
     pool: Pool, world_size: int, sharding: dict[str, Any], state: dict[str, Any], message: str
@@ -199,10 +264,9 @@ def test_what_it_does_not_go_with(
 
 
 def test_the_work_is_shared_evenly() -> None:
-    from lightstep.distributed.matrices import owners_of
-
-    shapes = [torch.Size(shape) for shape in ((8, 8), (8, 8), (16, 8), (4, 4), (32, 8), (8, 32))]
-    owners = owners_of(shapes, 2)
-    loads = [sum(s.numel() * min(s) for s, owner in zip(shapes, owners, strict=True) if owner == r) for r in range(2)]
-    assert max(loads) <= 1.1 * min(loads)
-    assert owners_of(shapes, 1) == [0] * 6
+    shapes = [torch.Size(shape) for shape in ((8, 8), (8, 8), (4, 4), (32, 8), (32, 8), (8, 32))]
+    loads = [0, 0]
+    owners = [owners_of(shapes, loads) for _ in range(4)]  # of four units
+    assert sum(loads) == 4 * sum(map(cost_of, shapes)) and max(loads) <= 1.05 * min(loads)
+    assert owners[0] != owners[1], "who had more in one unit has less in the next"
+    assert owners_of(shapes, [0]) == [0] * 6
