@@ -59,6 +59,12 @@ class Rows:
         """Elements of the largest block."""
         return max(block.numel() for block in self.blocks)
 
+    def local_shapes(self) -> set[tuple[int, ...]]:
+        """Of the ranks' parts."""
+        if len(self.shape) == 2:
+            return {block.shape for block in self.blocks}
+        return {(block.shape[0], *self.shape[1:]) for block in self.blocks}
+
 
 def rows_of(parameter: Tensor, local: Tensor) -> Rows | None:
     """``None`` where it is whole on every rank, or divided in a way that is not known here.
@@ -191,6 +197,7 @@ class MatrixExchange:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._ranks = Replicas(group, apart=True)
         self._loads = [0] * self._ranks.size
+        self._owners: dict[Hashable, int] = {}
         self._plans: dict[Hashable, _Plan] = {}
         self._free: list[_Buffers] = []
         self._all: list[_Buffers] = []
@@ -200,20 +207,36 @@ class MatrixExchange:
         """Make the process group; all ranks call this at the same time."""
         self._ranks.carrier(device)
 
-    def start(self, key: Hashable, rows: Sequence[Rows], dtype: torch.dtype, device: torch.device) -> Journey:
+    def start(
+        self, keys: Sequence[Hashable], rows: Sequence[Rows], dtype: torch.dtype, device: torch.device, each: int = 1
+    ) -> Journey:
         """Memory for the blocks of these matrices, to be filled and sent.
 
         Args:
-            key: equal for equal ``rows``. Owners are found once for each.
+            keys: one for each of ``rows``. A matrix keeps its owner.
+            each: of each matrix, so many like it travel, one behind the other.
         """
-        if key not in self._plans:
-            owners = owners_of([one.shape for one in rows], self._loads)
-            of_rank = [[n for n, owner in enumerate(owners) if owner == rank] for rank in range(self._ranks.size)]
-            self._plans[key] = _Plan(rows, self._ranks.rank, of_rank)
+        named = tuple(keys), each
+        if named not in self._plans:
+            self._find_owners(keys, rows)
+            of_rank: list[list[int]] = [[] for _ in self._loads]
+            for number, key in enumerate(key for key in keys for _ in range(each)):
+                of_rank[self._owners[key]].append(number)
+            everything = [one for one in rows for _ in range(each)]
+            self._plans[named] = _Plan(everything, self._ranks.rank, of_rank)
         if not self._free:
             self._free.append(_Buffers())
             self._all.append(self._free[0])
-        return Journey(self, self._plans[key], self._free.pop(), dtype, device)
+        return Journey(self, self._plans[named], self._free.pop(), dtype, device)
+
+    def _find_owners(self, keys: Sequence[Hashable], rows: Sequence[Rows]) -> None:
+        new = [number for number, key in enumerate(keys) if key not in self._owners]
+        found = owners_of([rows[number].shape for number in new], self._loads)
+        self._owners.update(zip((keys[number] for number in new), found, strict=True))
+
+    def tell(self, value: Any) -> list[Any]:
+        """Everybody's ``value``, which can be pickled, by rank. The host waits."""
+        return self._ranks.gather_objects(value)
 
     def reset(self) -> None:
         """Nothing is under way, or what was has broken off."""
@@ -281,11 +304,25 @@ class Journey:
         for number, pieces in zip(self._plan.own, self._pieces, strict=True):
             rows = self._plan.rows[number]
             matrix = self._exchange._matrix(rows.shape, self._flat.dtype, self._flat.device)
-            for block, piece in zip(rows.blocks, pieces, strict=True):
-                block.of(matrix).copy_(piece)
-            result = function(number, matrix)
-            for block, piece in zip(rows.blocks, pieces, strict=True):
-                piece.copy_(block.of(result))
+            _put_together(matrix, rows, pieces)
+            _divide(function(number, matrix), rows, pieces)
+        self._send_back()
+
+    def compute_together(self, each: int, function: Callable[[int, list[Tensor]], None]) -> None:
+        """:meth:`compute` for ``each`` that follow each other: ``function(n, tensors)`` changes those of the nth."""
+        Replicas.wait([self._work])
+        own = list(zip(self._plan.own, self._pieces, strict=True))
+        for first in range(0, len(own), each):
+            group = [(self._plan.rows[number], pieces) for number, pieces in own[first : first + each]]
+            wholes = [torch.empty(rows.shape, dtype=self._flat.dtype, device=self._flat.device) for rows, _ in group]
+            for whole, (rows, pieces) in zip(wholes, group, strict=True):
+                _put_together(whole, rows, pieces)
+            function(own[first][0] // each, wholes)
+            for whole, (rows, pieces) in zip(wholes, group, strict=True):
+                _divide(whole, rows, pieces)
+        self._send_back()
+
+    def _send_back(self) -> None:
         self._work = self._exchange._send(self._flat, self._matrices, self._plan.sent, self._plan.arriving)
 
     def arrive(self) -> None:
@@ -295,6 +332,18 @@ class Journey:
     def end(self) -> None:
         """The results were read, by work that is queued."""
         self._exchange._free.append(self._buffers)
+
+
+def _put_together(whole: Tensor, rows: Rows, pieces: Sequence[Tensor]) -> None:
+    matrix = whole.view(whole.shape[0], -1)
+    for block, piece in zip(rows.blocks, pieces, strict=True):
+        block.of(matrix).copy_(piece)
+
+
+def _divide(whole: Tensor, rows: Rows, pieces: Sequence[Tensor]) -> None:
+    matrix = whole.reshape(whole.shape[0], -1)
+    for block, piece in zip(rows.blocks, pieces, strict=True):
+        piece.copy_(block.of(matrix))
 
 
 def owners_of(shapes: Sequence[torch.Size], loads: list[int]) -> list[int]:

@@ -21,7 +21,7 @@ from lightstep.optimizer.group_values import GroupValues, equal_settings, settin
 from lightstep.optimizer.matrix_stack import MatrixStack
 from lightstep.optimizer.param_groups import plain_numbers
 from lightstep.optimizer.sharded_muon import is_known
-from lightstep.optimizer.whole_tensors import is_torchs_own, needs_whole_tensors, undecorated_step
+from lightstep.optimizer.whole_tensors import counts_steps, is_torchs_own, needs_whole_tensors, undecorated_step
 from lightstep.state.backend import EntrySpec, Schema
 from lightstep.state.segment import Segment
 
@@ -134,14 +134,18 @@ class BaseArithmetic:
                 updated.extend(zip(stacks[-1].matrices, gradient.unbind(0), strict=True))
             else:
                 updated.append((segment, gradient))
+        self.update(updated, overflow, values)
+        for stack in stacks:
+            stack.put_together()
+
+    def update(self, updated: Sequence[tuple[Updated, Tensor]], overflow: Tensor, values: GroupValues) -> None:
+        """:meth:`apply` to what the class takes for parameters."""
         self._create_eager_state([one for one, _ in updated], values)
         batches: dict[bool, list[tuple[Updated, Tensor]]] = {}
         for one, gradient in updated:
             batches.setdefault(bool(one.state), []).append((one, gradient))
         for batch in batches.values():  # torch's fused SGD cannot take first and later updates in one call
             self._apply_batch(batch, overflow, values)
-        for stack in stacks:
-            stack.put_together()
 
     def _apply_batch(self, batch: list[tuple[Updated, Tensor]], overflow: Tensor, values: GroupValues) -> None:
         segments = [segment for segment, _ in batch]
@@ -181,19 +185,31 @@ class BaseArithmetic:
         if not self.whole_tensors:
             return None
         shape, rows = parameter.shape, rows_of(parameter, local)
-        stack = len(shape) == 3 and self._takes_matrices_only and rows is not None
-        together = rows is not None and len(shape) == 2 and is_known(self.optimizer_class)
-        if not (stack or together) and (rows is not None or shape != local.shape):
+        if rows is None and shape != local.shape:
             raise ValueError(
-                f"{name} of shape {tuple(shape)} is sharded, and {self.name} needs whole tensors: it would take each "
-                "shard for a tensor of its own. Use an element-wise optimizer (torch.optim.AdamW), torch.optim.Muon on "
-                "matrices that are sharded by rows, or sharding.kind single or ddp"
+                f"{name} of shape {tuple(shape)} is sharded along other dimensions than the first two, and {self.name} "
+                "needs it whole. Use an element-wise optimizer (torch.optim.AdamW), or sharding.kind single or ddp"
+            )
+        stack = len(shape) == 3 and self._takes_matrices_only  # each rank has whole matrices of it
+        if rows is not None and not stack and not self.sends_directions and self._counts:
+            raise ValueError(
+                f"{name} is sharded, and {self.name} counts in its groups or in attributes of its own: only the rank "
+                "that has a tensor whole takes its step. Use sharding.kind single or ddp"
             )
         try:
             self._construct([torch.empty(self._updated_shape(shape), device="meta")], fused=False)
         except ValueError as error:
             raise ValueError(f"{self.name} cannot update {name} of shape {tuple(shape)}: {error}") from error
-        return rows if together else None
+        return None if stack else rows
+
+    @property
+    def sends_directions(self) -> bool:
+        """Ranks that share a tensor send each other what has to be whole of it; for other classes all of it."""
+        return is_known(self.optimizer_class)
+
+    @functools.cached_property
+    def _counts(self) -> bool:
+        return counts_steps(self.optimizer_class, self.hyperparameters, self._probe_shape)
 
     def _probe(self, device: torch.device | None = None) -> Tensor:
         """A small tensor to try the class out with; a matrix for classes that take no other."""

@@ -10,10 +10,12 @@ from torch import Tensor
 
 from lightstep.state.segment import Segment
 
-__all__ = ["MatrixStack"]
+__all__ = ["Matrix", "MatrixStack"]
 
 
-class _Matrix(NamedTuple):
+class Matrix(NamedTuple):
+    """What a class takes for a parameter."""
+
     master: Tensor
     group: dict[str, Any]
     state: dict[str, Any]
@@ -25,7 +27,7 @@ class MatrixStack:
     def __init__(self, segment: Segment) -> None:
         self._segment, self._shape = segment, segment.master.shape
         self.matrices = [
-            _Matrix(segment.master[number], segment.group, self._state_of(number)) for number in range(self._shape[0])
+            Matrix(segment.master[number], segment.group, self._state_of(number)) for number in range(self._shape[0])
         ]
 
     def _state_of(self, number: int) -> dict[str, Any]:

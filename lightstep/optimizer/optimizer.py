@@ -264,6 +264,11 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         """The class whose arithmetic updates the masters."""
         return self.engine.classes.own.optimizer_class
 
+    @property
+    def has_whole_tensors(self) -> bool:
+        """Whether a class of its groups is not element-wise: state may have other shapes than its parameter."""
+        return self.engine.classes.whole_tensors
+
     def managed(self, also: Collection[Tensor] = ()) -> list[Managed]:
         """The trainable parameters with their names, in group order (set up if need be).
 

@@ -1,23 +1,27 @@
-"""Updates that ranks do together, each unit's in three parts, of which two run ahead of the walk.
+"""Updates that ranks do together: Muon's in three parts for each unit, of which two run ahead of the walk.
 
 1. *start*: momentum, and this rank's blocks of what has to be whole, which are sent to the matrices' owners;
 2. *turn*: each owner makes its matrices orthogonal, and sends the blocks back;
 3. *apply*: they are added to the masters, when the walk has come to the unit.
 
 While one unit is turned, the blocks of the next one are on their way, and so are the results of the one before. Owners
-that have more to do in one unit than others do, and less in the next, wait for nobody.
+that have more to do in one unit than others do, and less in the next, wait for nobody. Tensors of other classes are
+gathered when the walk is there (:mod:`~lightstep.optimizer.gathered_updates`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightstep.distributed import Journey, MatrixExchange, Rows
+from lightstep.distributed import Journey, Rows
+from lightstep.optimizer.arithmetic import BaseArithmetic
+from lightstep.optimizer.classes import GroupClasses
+from lightstep.optimizer.gathered_updates import GatheredUpdates, rows_of_segment
 from lightstep.optimizer.group_values import GroupValues
 from lightstep.optimizer.sharded_muon import MOMENTUM, apply_direction, direction_of, orthogonal
 from lightstep.state.backend import Managed, StateBackend, Unit
@@ -42,14 +46,11 @@ class _Started:
 
 
 class SharedUpdates:
-    """Those of one optimizer.
+    """Those of one optimizer."""
 
-    Args:
-        exchanges: by process group; they exist from the set-up on.
-    """
-
-    def __init__(self, exchanges: Mapping[Any, MatrixExchange], backend: StateBackend) -> None:
-        self._exchanges, self._backend = exchanges, backend
+    def __init__(self, classes: GroupClasses, backend: StateBackend) -> None:
+        self._classes, self._exchanges, self._backend = classes, classes.exchanges, backend
+        self._gathered = GatheredUpdates(classes.exchanges)
         self._units: list[Unit] = []
         self._places: dict[Unit, int] = {}
         self._ahead = self._begun = self._turned = 0
@@ -62,7 +63,8 @@ class SharedUpdates:
         self._units = [unit for unit in units if any(owner in wanted for owner, _, _ in unit.parts)]
         self._places = {unit: place for place, unit in enumerate(self._units)}
         known = bool(self._units) and all(item.updated for item in managed)
-        self._ahead = min(AHEAD, self._backend.ahead(wanted, MOMENTUM)) if known else 0
+        momenta = [item for item in wanted if self._classes.of(item.group).sends_directions]
+        self._ahead = min(AHEAD, self._backend.ahead(momenta, MOMENTUM)) if known and momenta else 0
         self._begun, self._turned, self._under_way = 0, 0, {}
         for exchange in self._exchanges.values():
             exchange.reset()
@@ -82,14 +84,17 @@ class SharedUpdates:
         stop = min(self._places[unit] + self._ahead, len(self._units) - 1) + 1
         for place in range(self._begun, stop):
             found = self._backend.look_ahead(self._units[place], active)
+            found = [(segment, entries) for segment, entries in found if self._is_muon(segment)]
             segments, momenta = [segment for segment, _ in found], [entries[MOMENTUM] for _, entries in found]
             self._start(place, segments, momenta, scaled(segments), values)
             self._turn(place)
         self._turn(self._places[unit] + self._ahead)
 
-    def apply(self, unit: Unit, segments: Sequence[Segment], scaled: Scaled, values: GroupValues) -> None:
+    def apply(
+        self, unit: Unit, acquired: Sequence[Segment], scaled: Scaled, overflow: Tensor, values: GroupValues
+    ) -> None:
         """Update the unit's segments, which are acquired."""
-        place = self._places[unit]
+        place, segments = self._places[unit], [segment for segment in acquired if self._is_muon(segment)]
         if not self._ahead:
             for segment in segments:
                 if MOMENTUM not in segment.state:
@@ -104,6 +109,14 @@ class SharedUpdates:
                 for segment, block, settings, rows in parts:
                     apply_direction(segment.master, block, settings, rows.shape)
                 started.journey.end()
+        by_class: dict[BaseArithmetic, list[Segment]] = {}
+        for segment in (segment for segment in acquired if not self._is_muon(segment)):
+            by_class.setdefault(self._classes.of(segment.group), []).append(segment)
+        for arithmetic, own in by_class.items():
+            self._gathered.apply(arithmetic, own, scaled(own), overflow, values)
+
+    def _is_muon(self, segment: Segment) -> bool:
+        return self._classes.of(segment.group).sends_directions
 
     def _start(
         self,
@@ -114,7 +127,7 @@ class SharedUpdates:
         values: GroupValues,
     ) -> None:
         by_group: dict[Any, list[int]] = {}
-        rows = [_rows_of(segment) for segment in segments]
+        rows = [rows_of_segment(segment) for segment in segments]
         for number, one in enumerate(rows):
             by_group.setdefault(one.group, []).append(number)
         started: list[_Started] = []
@@ -122,8 +135,8 @@ class SharedUpdates:
         for group, numbers in by_group.items():
             own, own_rows = [segments[n] for n in numbers], [rows[n] for n in numbers]
             settings = [values.of(segment.group) for segment in own]
-            key = tuple(segment.parts[0].owner for segment in own)
-            journey = self._exchanges[group].start(key, own_rows, torch.bfloat16, gradients[0].device)
+            keys = [segment.parts[0].owner for segment in own]
+            journey = self._exchanges[group].start(keys, own_rows, torch.bfloat16, gradients[0].device)
             with torch.no_grad():
                 for number, block, setting in zip(numbers, journey.blocks, settings, strict=True):
                     block.copy_(direction_of(momenta[number], gradients[number], setting))
@@ -147,9 +160,3 @@ class SharedUpdates:
         """Give it back; nothing may be under way."""
         for exchange in self._exchanges.values():
             exchange.free()
-
-
-def _rows_of(segment: Segment) -> Rows:
-    rows = segment.parts[0].owner.rows
-    assert rows is not None
-    return rows

@@ -96,7 +96,7 @@ class UnitWalk:
         self.broken = broken
         self._record = record
         self.stage = GradientStage()
-        self.shared = SharedUpdates(classes.exchanges, backend)
+        self.shared = SharedUpdates(classes, backend)
 
     def make_room_for_copies(self) -> None:
         """Take the memory in which any unit's gradients are copied before they are scaled.
@@ -155,12 +155,14 @@ class UnitWalk:
 
         def scaled(segments: Sequence[Segment]) -> list[Tensor]:
             assert not isinstance(update.factor, Mapping), "layers that are clipped apart are updated in backward"
-            return self._scaled(list(segments), update, update.factor)
+            return self._scaled(list(segments), update, update.factor) if segments else []
 
         with self.broken.guard(f"the update of {unit.label}"):
             self.shared.reach(unit, update.gradients, scaled, update.values)
             segments = self._backend.acquire(unit, update.gradients, update.apart)
-            self.shared.apply(unit, segments, scaled, update.values)
+            overflow = update.overflow
+            assert isinstance(overflow, Tensor)
+            self.shared.apply(unit, segments, scaled, overflow.to(unit.parts[0][0].local.device), update.values)
             self._backend.release(unit, segments)
         return self._noted(segments)
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightstep.optimizer.group_values import settings_of
+from lightstep.optimizer.group_values import equal_settings, settings_of
 
-__all__ = ["is_torchs_own", "needs_whole_tensors", "undecorated_step"]
+__all__ = ["counts_steps", "is_torchs_own", "needs_whole_tensors", "undecorated_step"]
 
 _NOT_ELEMENT_WISE = {"Adafactor", "Muon", "Shampoo", "SOAP", "Adam_mini"}
 _CPU = torch.device("cpu")  # said wherever tensors are made: torch's defaults are the user's to set
@@ -34,6 +34,27 @@ def needs_whole_tensors(
     if optimizer_class.__name__ in _NOT_ELEMENT_WISE:
         return True
     return not is_torchs_own(optimizer_class) and _Trial(optimizer_class, hyperparameters, group).mixes_elements()
+
+
+def counts_steps(
+    optimizer_class: type[torch.optim.Optimizer], hyperparameters: Mapping[str, Any], shape: tuple[int, ...]
+) -> bool:
+    """Whether a step changes the class's groups or numbers that it keeps on itself, and not parameters and state alone.
+
+    Args:
+        shape: of a parameter that it takes.
+    """
+    parameter = torch.zeros(shape, dtype=torch.float32, device=_CPU)
+    parameter.grad = torch.ones_like(parameter)
+    optimizer = optimizer_class([parameter], **copy.deepcopy(dict(hyperparameters)))
+
+    def numbers() -> tuple[dict[str, Any], dict[str, Any]]:
+        kept = {key: value for key, value in vars(optimizer).items() if type(value) in (int, float, bool)}
+        return kept, copy.deepcopy(settings_of(optimizer.param_groups[0]))
+
+    (kept, settings), _ = numbers(), undecorated_step(optimizer_class)(optimizer)
+    now = numbers()
+    return kept != now[0] or not equal_settings(settings, now[1]) or settings.get("lr") != now[1].get("lr")
 
 
 def is_torchs_own(optimizer_class: type) -> bool:

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from transformers import Adafactor
 
 import lightstep
 from lightstep import Rule
@@ -63,13 +64,13 @@ def groups_of(model: nn.Module) -> list[dict[str, Any]]:
     ]
 
 
-def made(sharding: dict[str, Any], state: dict[str, Any]) -> tuple[Any, Any, Any]:
+def made(sharding: dict[str, Any], state: dict[str, Any], groups: Any = groups_of) -> tuple[Any, Any, Any]:
     strategy = lightstep.Strategy.load(
         {"sharding": {"kind": "fsdp2", **sharding}, "clipping": {"max_norm": 0.5}, "optimizer_state": state}
     )
     torch.manual_seed(0)
     model = strategy.prepare_model(representable(WithExperts()))
-    return strategy, model, strategy.create_optimizer(model, param_groups=groups_of(model))
+    return strategy, model, strategy.create_optimizer(model, param_groups=groups(model))
 
 
 def whole(value: Tensor) -> Tensor:
@@ -81,7 +82,7 @@ def content(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
     found = {}
     for name, parameter in model.named_parameters():
         entries = dict(optimizer.state[parameter]) if parameter in optimizer.state else {}
-        found |= {f"{name}.{key}": whole(value) for key, value in {"weight": parameter, **entries}.items()}
+        found |= {f"{name}.{key}": whole(torch.as_tensor(v)) for key, v in {"weight": parameter, **entries}.items()}
     return found
 
 
@@ -193,6 +194,75 @@ def test_under_tensor_parallelism(pool: Pool, state: str) -> None:
     pool.run(check_tensor_parallel, 4, state=STATES[state])
 
 
+class Lamb(torch.optim.Optimizer):
+    """Scales the update of each tensor by its norm, and keeps its moment in bf16."""
+
+    whole_tensors = True
+
+    def __init__(self, params: Any, lr: float = 1e-2) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                moment = self.state[parameter].setdefault("moment", torch.zeros_like(parameter, dtype=torch.bfloat16))
+                moment.mul_(0.9).add_(parameter.grad, alpha=0.1)
+                ratio = parameter.norm() / (moment.float().norm() + 1e-6)
+                parameter.sub_(moment * (group["lr"] * ratio))
+
+
+CLASSES = {
+    "adafactor": (Adafactor, {"lr": 1e-2, "relative_step": False, "beta1": 0.9, "weight_decay": 0.1}),
+    "adafactor, by its own rate": (Adafactor, {}),
+    "lamb": (Lamb, {}),
+}
+
+
+def check_gathered(rank: int, world_size: int, optimizer_class: Any, settings: dict[str, Any], state: Any) -> None:
+    """Any class that needs whole tensors: matrices, biases, and experts; some ranks have nothing of some of them."""
+    device = device_of(rank, world_size)
+    torch.manual_seed(0)
+    model = representable(WithExperts()).to(device, torch.bfloat16)
+    expected = {n: torch.nn.Parameter(p.detach().float()) for n, p in model.named_parameters() if p.requires_grad}
+    fully_shard(model)
+    strategy = lightstep.Strategy.load({"clipping": {"max_norm": None}, "optimizer_state": state})
+    optimizer, plain = strategy.create_optimizer(model, optimizer_class, **settings), None
+    for step in range(3):
+        loss_of(model, step, 0, rank, device).backward()
+        used = {n: p for n, p in model.named_parameters() if p.grad is not None}
+        plain = plain or optimizer_class([expected[n] for n in used], **settings)
+        for name, parameter in used.items():
+            expected[name].grad = parameter.grad.full_tensor().float()
+        assert optimizer.step()
+        plain.step()
+    optimizer.synchronize()
+    for name, parameter in used.items():
+        assert torch.equal(parameter.full_tensor(), expected[name].bfloat16()), name
+        entries, theirs = dict(optimizer.state[parameter]), plain.state[expected[name]]
+        assert torch.equal(whole(entries.pop("master")), expected[name].detach().cpu()), name
+        assert list(entries) == list(theirs)
+        for key, value in entries.items():
+            assert torch.equal(whole(torch.as_tensor(value)), torch.as_tensor(theirs[key]).cpu()), (name, key)
+    optimizer.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "world_size", "state"),
+    [
+        *(("adafactor", 2, "resident"), ("adafactor", 3, "stream"), ("adafactor", 4, "stream, next forward")),
+        *(("adafactor, by its own rate", 2, "stream, overlap"), ("lamb", 3, "bulk"), ("lamb", 4, "stream")),
+    ],
+)
+def test_other_classes_see_whole_tensors(pool: Pool, name: str, world_size: int, state: str) -> None:
+    optimizer_class, settings = CLASSES[name]
+    pool.run(check_gathered, world_size, optimizer_class=optimizer_class, settings=settings, state=STATES[state])
+
+
+def adafactors(model: nn.Module) -> list[dict[str, Any]]:
+    return [{"params": list(model.parameters()), "optimizer_class": Adafactor, **CLASSES["adafactor"][1]}]
+
+
 def check_bench(rank: int, world_size: int) -> None:
     task = StepTask(device_of(rank, world_size), 0, LlamaShape.near(60_000, 2), optimizer="muon")
     ours = StrategyContender(task, lightstep.Strategy.load("fsdp2"), "fsdp2")
@@ -211,8 +281,8 @@ def test_the_benchs_loop_by_hand_does_the_same(pool: Pool) -> None:
     pool.run(check_bench, 2)
 
 
-def check_checkpoint(rank: int, world_size: int, folder: str, saves: bool) -> None:
-    run = made({}, STATES["stream" if saves else "stream, next forward"])
+def check_checkpoint(rank: int, world_size: int, folder: str, saves: bool, groups: Any) -> None:
+    run = made({}, STATES["stream" if saves else "stream, next forward"], groups)
     strategy, model, optimizer = run
     kept = Path(folder, "content.pt")
     if saves:
@@ -228,39 +298,65 @@ def check_checkpoint(rank: int, world_size: int, folder: str, saves: bool) -> No
     train(*run, rank, range(2, 3))
 
 
-def test_a_checkpoint_goes_to_another_number_of_ranks(pool: Pool, tmp_path: Path) -> None:
-    pool.run(check_checkpoint, 3, folder=str(tmp_path), saves=True)
-    pool.run(check_checkpoint, 2, folder=str(tmp_path), saves=False)
+@pytest.mark.parametrize("groups", [groups_of, adafactors], ids=["muon", "adafactor"])
+def test_a_checkpoint_goes_to_another_number_of_ranks(pool: Pool, tmp_path: Path, groups: Any) -> None:
+    pool.run(check_checkpoint, 3, folder=str(tmp_path), saves=True, groups=groups)
+    pool.run(check_checkpoint, 2, folder=str(tmp_path), saves=False, groups=groups)
 
 
-def check_refusal(rank: int, world_size: int, sharding: dict[str, Any], state: dict[str, Any], message: str) -> None:
+class CountingLamb(Lamb):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.param_groups[0]["k"] = self.param_groups[0].get("k", 0) + 1
+        super().step()
+
+
+class OddLamb(Lamb):
+    """Keeps what looks like a shard: of six rows each of two ranks has three."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["odd"] = torch.zeros(3, 6)
+
+
+class DoubleLamb(Lamb):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["double"] = torch.zeros_like(parameter, dtype=torch.float64)
+
+
+def check_refusal(rank: int, world_size: int, optimizer_class: Any, state: dict[str, Any], message: str) -> None:
     strategy = lightstep.Strategy.load(
-        {"sharding": {"kind": "fsdp2", **sharding}, "clipping": {"max_norm": None}, "optimizer_state": state}
+        {"sharding": {"kind": "fsdp2"}, "clipping": {"max_norm": None}, "optimizer_state": state}
     )
     model = strategy.prepare_model(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)))
-    optimizer = strategy.create_optimizer(
-        model, rules=[Rule(torch.optim.Muon, dims=2), Rule(torch.optim.AdamW, dims=1)]
-    )
+    rules = [Rule(optimizer_class, dims=2), Rule(torch.optim.AdamW, dims=1)]
+    optimizer = strategy.create_optimizer(model, rules=rules)
 
     def first_step() -> None:
         optimizer.backward(model(torch.ones(2, 6, dtype=torch.bfloat16, device=strategy.device)).sum())
         optimizer.step()
 
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, RuntimeError), match=message):
         first_step()
 
 
 @pytest.mark.parametrize(
-    ("world_size", "sharding", "state", "message"),
+    ("optimizer_class", "update", "message"),
     [
-        (2, {}, {"backend": "resident", "update": "in_backward"}, "in_backward cannot: set at_step"),
+        (torch.optim.Muon, "in_backward", "in_backward cannot: set at_step"),
+        (CountingLamb, "at_step", "CountingLamb counts in its groups .* only the rank"),
+        (OddLamb, "at_step", r"keeps 'odd' of 0.weight, which is sharded, in shape \(3, 6\), which a rank's part"),
+        (DoubleLamb, "at_step", "keeps 'double' of 0.weight, which is sharded, in torch.float64"),
     ],
-    ids=["in backward"],
 )
-def test_what_it_does_not_go_with(
-    pool: Pool, world_size: int, sharding: dict[str, Any], state: dict[str, Any], message: str
-) -> None:
-    pool.run(check_refusal, world_size, sharding=sharding, state=state, message=message)
+def test_what_does_not_go_on_shards(pool: Pool, optimizer_class: Any, update: str, message: str) -> None:
+    state = {"backend": "resident", "update": update}
+    pool.run(check_refusal, 2, optimizer_class=optimizer_class, state=state, message=message)
 
 
 def test_the_work_is_shared_evenly() -> None:
