@@ -11,7 +11,9 @@ from torch import Tensor
 from lightstep.optimizer.broken_step import BrokenStep
 from lightstep.optimizer.classes import GroupClasses
 from lightstep.optimizer.group_values import GroupValues
+from lightstep.optimizer.one_pass import OnePass
 from lightstep.optimizer.shared_updates import SharedUpdates
+from lightstep.precision.adam_kernel import Scaling
 from lightstep.precision.gradient_stage import GradientStage, scalable_in_place
 from lightstep.state.backend import Managed, StateBackend, Unit
 from lightstep.state.record import aligned
@@ -97,6 +99,7 @@ class UnitWalk:
         self._record = record
         self.stage = GradientStage()
         self.shared = SharedUpdates(classes, backend)
+        self._one_pass = OnePass(classes, self.stage)
 
     def make_room_for_copies(self) -> None:
         """Take the memory in which any unit's gradients are copied before they are scaled.
@@ -145,24 +148,24 @@ class UnitWalk:
         with self.broken.guard(f"the update of {unit.label}"):
             segments = self._backend.acquire(unit, update.gradients, update.apart)
             for alike, factor, overflow in update.alike(segments):
-                overflow = overflow.to(alike[0].master.device)
-                self._classes.apply(alike, self._scaled(alike, update, factor), overflow, update.values)
+                self._apply(alike, update, _on(alike[0].device, update.divisor, factor, overflow))
             self._backend.release(unit, segments)
         return self._noted(segments)
 
     def _shared_unit(self, unit: Unit, update: Update) -> list[Managed]:
         """One that ranks update together; others behind it are begun first."""
+        divisor, factor, overflow = update.divisor, update.factor, update.overflow
+        assert isinstance(overflow, Tensor) and not isinstance(factor, Mapping), "it is not updated in backward"
+        scaling = _on(unit.parts[0][0].local.device, divisor, factor, overflow)
 
         def scaled(segments: Sequence[Segment]) -> list[Tensor]:
-            assert not isinstance(update.factor, Mapping), "layers that are clipped apart are updated in backward"
-            return self._scaled(list(segments), update, update.factor) if segments else []
+            gradients = [[part.of(update.gradients[part.owner]) for part in one.parts] for one in segments]
+            return self._scaled(segments, gradients, update, scaling)
 
         with self.broken.guard(f"the update of {unit.label}"):
             self.shared.reach(unit, update.gradients, scaled, update.values)
             segments = self._backend.acquire(unit, update.gradients, update.apart)
-            overflow = update.overflow
-            assert isinstance(overflow, Tensor)
-            self.shared.apply(unit, segments, scaled, overflow.to(unit.parts[0][0].local.device), update.values)
+            self.shared.apply(unit, segments, scaled, scaling.overflow, update.values)
             self._backend.release(unit, segments)
         return self._noted(segments)
 
@@ -194,12 +197,19 @@ class UnitWalk:
             item.updated = True
             self._record(item)
 
-    def _scaled(self, segments: list[Segment], update: Update, factor: Tensor | None) -> list[Tensor]:
-        device = segments[0].locals[0].device
-        divisor, factor = (None if value is None else value.to(device) for value in (update.divisor, factor))
-        gradients = [[part.of(update.gradients[part.owner]) for part in segment.parts] for segment in segments]
-        rows = self.stage.scaled(segments, gradients, divisor, factor, in_place=not update.read_again)
-        dtypes = [one.locals[0].dtype if one.coding == "own" else torch.float32 for one in segments]  # of their masters
+    def _apply(self, segments: list[Segment], update: Update, scaling: Scaling) -> None:
+        gradients = {one: [part.of(update.gradients[part.owner]) for part in one.parts] for one in segments}
+        left = self._one_pass.update(segments, [*gradients.values()], scaling, update.values)
+        if left:
+            scaled = self._scaled(left, [gradients[one] for one in left], update, scaling)
+            self._classes.apply(left, scaled, scaling.overflow, update.values)
+
+    def _scaled(
+        self, segments: Sequence[Segment], gradients: Sequence[list[Tensor]], update: Update, scaling: Scaling
+    ) -> list[Tensor]:
+        """In the shapes and dtypes of the segments' masters."""
+        rows = self.stage.scaled(segments, gradients, *scaling[:2], in_place=not update.read_again)
+        dtypes = [one.locals[0].dtype if one.coding == "own" else torch.float32 for one in segments]
         return [row.view(one.shape).to(dtype) for one, row, dtype in zip(segments, rows, dtypes, strict=True)]
 
     def _noted(self, updated: list[Segment]) -> list[Managed]:
@@ -208,3 +218,8 @@ class UnitWalk:
             owner.updated = True
             self._record(owner)
         return [part.owner for one in updated for part in one.parts if part.stop == part.owner.local.numel()]
+
+
+def _on(device: torch.device, divisor: Tensor | None, factor: Tensor | None, overflow: Tensor) -> Scaling:
+    divisor, factor = (None if value is None else value.to(device) for value in (divisor, factor))
+    return Scaling(divisor, factor, overflow.to(device))

@@ -66,6 +66,8 @@ class Managed:
         schema: the entries of its base optimizer's state.
         whole_tensors: its base optimizer is not element-wise: it is never cut, and updated by itself.
         rows: how it is divided among ranks that update it together; ``None``: this one updates what it has alone.
+        joined_in_update: its class is updated by a kernel that joins and splits masters itself, so that nothing else
+            needs them whole.
         updated: its state exists, from an update or from a checkpoint.
         provisional: its state only stands in for the one that a checkpoint is about to bring; no update made it.
         elsewhere: another replica keeps its state and updates it; here only its weight arrives. Set by the backend.
@@ -80,6 +82,7 @@ class Managed:
     schema: Schema = field(default_factory=dict, repr=False)
     whole_tensors: bool = False
     rows: Rows | None = None
+    joined_in_update: bool = False
     updated: bool = False
     provisional: bool = False
     elsewhere: bool = False

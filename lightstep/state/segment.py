@@ -8,8 +8,8 @@ flat data would not give torch's own bits.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
@@ -53,6 +53,14 @@ class Views:
         self.masters = [] if self.master is None else segment.parts_of(self.master)
 
 
+class Rows(NamedTuple):
+    """A segment's weights and masters, flat: the masters of bf16 weights in two parts, or whole."""
+
+    weight: Tensor | None
+    low: Tensor | None
+    master: Tensor | None
+
+
 class Segment:
     """A run of parts with one layout, group and history, while they are updated.
 
@@ -61,7 +69,7 @@ class Segment:
         shape: of its master: flat, or the parameter's for a class that needs whole tensors.
         places: first element and shape of each part, counted from ``first``.
         group: the live entry of ``optimizer.param_groups``.
-        master: fp32 on the device, while the segment is open.
+        device: of all that is updated.
         state: the base optimizer's entries; empty before the first update, which fills it.
     """
 
@@ -78,9 +86,13 @@ class Segment:
         self.ranges: list[tuple[int, int]] = [
             (at, at + part.elements) for (at, _), part in zip(self.places, parts, strict=True)
         ]
-        self.master: Tensor
+        self.device = self.locals[0].device
         self.state: dict[str, Any] = {}
         self._views: Views | None = None
+        self._staging: Staging
+        self._join: Callable[[], Tensor] | None = None
+        self._master: Tensor | None = None
+        self._written = False
 
     @property
     def outdated(self) -> bool:
@@ -125,23 +137,58 @@ class Segment:
         if views is None:
             views = slot.views[self] = Views(self, slot)
         self._views, history = views, self.parts[0].history
-        if self.coding == "own":
-            self.master = self.weights(staging).view(self.shape)
-        elif history is None:
-            self.master = self._first_master(staging, initial)
-        elif self.coding == "whole":
-            assert views.master is not None
-            self.master = views.master.view(self.shape)
-        else:
-            flat = staging.masters[self.first : self.stop]
-            splitter.join(self.weights(staging), views.low, views.extra, flat)  # type: ignore[arg-type]
-            self.master = flat.view(self.shape)
+        self._master, self._written = None, False
+        self._staging, self._join = staging, lambda: self._joined(views, staging, splitter, initial)
         self.state = {}
         if history is not None:
             if history.parts > len(self.parts):
                 history = self._own_history(history)
             entries, values = views.entries, history.copied() if apart else history.values
             self.state = {k: entries[k] if k in entries else values[k] for k in self.parts[0].keys}
+
+    @property
+    def master(self) -> Tensor:
+        """fp32 on the device, while the segment is open; joined when it is first asked for."""
+        if self._master is None:
+            assert self._join is not None, "the segment is not open"
+            self._master = self._join()
+        return self._master
+
+    def _joined(
+        self, views: Views, staging: Staging, splitter: MasterSplitter, initial: Mapping[Managed, Tensor]
+    ) -> Tensor:
+        if self.coding == "own":
+            return self.weights(staging).view(self.shape)
+        if not self.has_state:
+            return self._first_master(staging, initial)
+        if self.coding == "whole":
+            assert views.master is not None
+            return views.master.view(self.shape)
+        flat = staging.masters_of(self)
+        splitter.join(self.weights(staging), views.low, views.extra, flat)  # type: ignore[arg-type]
+        return flat.view(self.shape)
+
+    def rows(self, carrier: str) -> Rows | None:
+        """For an update that does not ask for :attr:`master`; it says :meth:`written` after it.
+
+        Args:
+            carrier: the entry in whose signs it keeps the split masters' last bits.
+
+        Returns:
+            ``None`` where those bits are elsewhere, or masters are no fp32.
+        """
+        views = self._views
+        assert views is not None
+        if self.coding == "split" and self.layout.carrier != carrier:
+            return None
+        weight = self.weights(self._staging)  # also where it is only written to: with an overflow it is not
+        if self.coding == "own":
+            return Rows(None, None, weight) if weight.dtype == torch.float32 else None
+        return Rows(weight, views.low, views.master)
+
+    def written(self) -> None:
+        """Weights, masters and entries of :meth:`rows` are updated."""
+        self._written = True
 
     def _first_master(self, staging: Staging, initial: Mapping[Managed, Tensor]) -> Tensor:
         """fp32 of the weights, or what the masters are to start from."""
@@ -185,11 +232,13 @@ class Segment:
     def leave(self) -> None:
         """Copy everything out of the slot, which is about to be arranged anew."""
         assert self._views is not None
+        if self._written:
+            torch._foreach_copy_(*self._unwritten_weights())
+            self._written = False
+        self._master = self.master.clone() if self.coding == "whole" else self.master
         for key, view in self._views.entries.items():
             if self.state.get(key) is view:
                 self.state[key] = view.clone()
-        if self.coding == "whole":
-            self.master = self.master.clone()
 
     def enter(self, slot: Slot) -> None:
         """After the record was arranged anew; :meth:`write` does the rest."""
@@ -199,23 +248,32 @@ class Segment:
     def write(self, staging: Staging, splitter: MasterSplitter) -> tuple[list[Tensor], list[Tensor]]:
         """Masters and entries to the record, where the base optimizer has put them elsewhere. Returns weights, and what
         is left to be copied to them."""
-        views, master = self._views, self.master.view(-1)
+        views, master, written = self._views, self._master, self._written
         assert views is not None
         if self.has_state:
             for key, view in views.entries.items():
                 value = self.state[key]
                 if value is not view and value.data_ptr() != view.data_ptr():
                     view.copy_(value)
-        self.master, self.state, self._views = None, {}, None  # type: ignore[assignment]
-        if self.coding == "whole" and self.has_state:
+        self.state, self._views, self._master, self._join = {}, None, None, None
+        if written:
+            return self._unwritten_weights()
+        if master is None or not self.has_state:  # nobody asked for it
+            return [], []
+        if self.coding == "whole":
             assert views.master is not None
             if views.master.data_ptr() != master.data_ptr():  # the first update
-                views.master.copy_(master)
+                views.master.copy_(master.view(-1))
             return self.locals, views.masters
         row, parts = self._row(staging)
-        if self.coding != "own" and self.has_state:
-            splitter.split(master, row, views.low, views.extra)  # type: ignore[arg-type]
-        return (self.locals, parts) if parts and self.has_state else ([], [])
+        if self.coding == "split":
+            splitter.split(master.view(-1), row, views.low, views.extra)  # type: ignore[arg-type]
+        return (self.locals, parts) if parts else ([], [])
+
+    def _unwritten_weights(self) -> tuple[list[Tensor], list[Tensor]]:
+        """After :meth:`written`, which leaves the weights of small parameters in a row."""
+        parts = self._row(self._staging)[1]
+        return (self.locals, parts) if parts else ([], [])
 
     def mark(self, staging: Staging, splitter: MasterSplitter, marks: Tensor) -> None:
         """Fingerprints of the 16-bit weights into the unit's ``marks``; after :meth:`write`, or :meth:`weights`."""
@@ -282,17 +340,17 @@ class Staging:
         self._rows: dict[torch.dtype, Tensor] = {}
         self._places: WeakKeyDictionary[Segment, tuple[Tensor, list[Tensor], list[Tensor]]] = WeakKeyDictionary()
 
-    def needs(self, records: Collection[Record]) -> tuple[int, dict[torch.dtype, int]]:
-        """Elements of masters, and of gathered weights."""
-        masters, rows = 0, dict.fromkeys((torch.bfloat16, torch.float16, torch.float32), 0)
+    def needs(self, records: Collection[Record], masters: bool = True) -> tuple[int, dict[torch.dtype, int]]:
+        """Elements of masters, if they are wanted, and of gathered weights."""
+        joined, rows = 0, dict.fromkeys((torch.bfloat16, torch.float16, torch.float32), 0)
         for record in records:
             for part in record.parts:
                 end = part.first + aligned(part.elements)
-                if part.coding == "split":
-                    masters = max(masters, end)
+                if part.coding == "split" and masters:
+                    joined = max(joined, end)
                 if not (updated_alone(part) and part.owner.local.is_contiguous()):
                     rows[part.owner.local.dtype] = max(rows[part.owner.local.dtype], end)
-        return masters, rows
+        return joined, rows
 
     def fits(self, needs: tuple[int, dict[torch.dtype, int]]) -> bool:
         masters, rows = needs
@@ -305,6 +363,12 @@ class Staging:
         self.free()
         self.masters = torch.empty(masters, dtype=torch.float32, device=device)
         self._rows = {dtype: torch.zeros(n, dtype=dtype, device=device) for dtype, n in rows.items() if n}
+
+    def masters_of(self, segment: Segment) -> Tensor:
+        """Where a segment's masters are joined."""
+        if self.masters.numel() < segment.stop:
+            self.masters = torch.empty(segment.stop, dtype=torch.float32, device=segment.device)
+        return self.masters[segment.first : segment.stop]
 
     def place_of(self, segment: Segment) -> tuple[Tensor, list[Tensor], list[Tensor]]:
         """Where its weights are gathered: the row, its parts, and what lies between them."""
