@@ -6,7 +6,7 @@ waited for apart, so that other work goes on beside them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -152,14 +152,9 @@ class _Buffers:
             matrices = self.matrices[: sum(plan.arriving) * like.itemsize].view(like)
             numbers = [number for own in plan.of_rank for number in own]
             found = dict(zip(numbers, _cut(blocks, [plan.rows[n].blocks[plan.rank] for n in numbers]), strict=True))
-            arrived = iter(
-                _cut(
-                    matrices,
-                    [rows.blocks[s] for s in range(len(plan.sent)) for rows in map(plan.rows.__getitem__, plan.own)],
-                )
-            )
-            by_source = [[next(arrived) for _ in plan.own] for _ in plan.sent]
-            pieces = [list(one) for one in zip(*by_source, strict=True)]
+            own = [plan.rows[number] for number in plan.own]
+            arrived = _cut(matrices, [rows.blocks[source] for source in range(len(plan.sent)) for rows in own])
+            pieces = [arrived[place :: len(own)] for place in range(len(own))]
             self._views[plan, like] = blocks, matrices, [found[n] for n in range(len(plan.rows))], pieces
         return self._views[plan, like]
 
@@ -197,7 +192,7 @@ class MatrixExchange:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._ranks = Replicas(group, apart=True)
         self._loads = [0] * self._ranks.size
-        self._owners: dict[Hashable, int] = {}
+        self._owners: dict[Hashable, tuple[int, int]] = {}  # and the cost
         self._plans: dict[Hashable, _Plan] = {}
         self._free: list[_Buffers] = []
         self._all: list[_Buffers] = []
@@ -221,7 +216,7 @@ class MatrixExchange:
             self._find_owners(keys, rows)
             of_rank: list[list[int]] = [[] for _ in self._loads]
             for number, key in enumerate(key for key in keys for _ in range(each)):
-                of_rank[self._owners[key]].append(number)
+                of_rank[self._owners[key][0]].append(number)
             everything = [one for one in rows for _ in range(each)]
             self._plans[named] = _Plan(everything, self._ranks.rank, of_rank)
         if not self._free:
@@ -231,8 +226,18 @@ class MatrixExchange:
 
     def _find_owners(self, keys: Sequence[Hashable], rows: Sequence[Rows]) -> None:
         new = [number for number, key in enumerate(keys) if key not in self._owners]
-        found = owners_of([rows[number].shape for number in new], self._loads)
-        self._owners.update(zip((keys[number] for number in new), found, strict=True))
+        shapes = [rows[number].shape for number in new]
+        for number, shape, owner in zip(new, shapes, owners_of(shapes, self._loads), strict=True):
+            self._owners[keys[number]] = owner, cost_of(shape)
+
+    def keep(self, keys: Collection[Hashable]) -> None:
+        """No other matrices will come; all ranks call this with the same ones. Nothing may be under way."""
+        self._owners = {key: owned for key, owned in self._owners.items() if key in keys}
+        self._loads = [
+            sum(cost for owner, cost in self._owners.values() if owner == rank) for rank in range(len(self._loads))
+        ]
+        self._plans.clear()
+        self.free()
 
     def tell(self, value: Any) -> list[Any]:
         """Everybody's ``value``, which can be pickled, by rank. The host waits."""

@@ -145,6 +145,8 @@ class GroupClasses:
             arithmetic = self.of(item.group)
             item.schema, item.whole_tensors = schemas[arithmetic], arithmetic.whole_tensors
             item.joined_in_update = arithmetic.one_pass(item.local.device)
+        for exchange in self.exchanges.values():
+            exchange.keep(frozenset(items))
         for item in items:
             if item.rows is not None and item.rows.group not in self.exchanges:
                 self.exchanges[item.rows.group] = MatrixExchange(item.rows.group)
