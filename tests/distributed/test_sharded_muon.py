@@ -266,6 +266,22 @@ def adafactors(model: nn.Module) -> list[dict[str, Any]]:
     return [{"params": list(model.parameters()), "optimizer_class": Adafactor, **CLASSES["adafactor"][1]}]
 
 
+def check_copies(rank: int, world_size: int) -> None:
+    """With copies of the shards, each of which has a share under stream."""
+    found = []
+    for state in ("resident", "stream, next forward"):
+        run = made({"mesh": {"replicate": 2, "shard": 2}}, STATES[state], adafactors)
+        train(*run, rank, range(3))
+        found.append(content(*run[1:]))
+        run[2].close()
+    assert found[0].keys() == found[1].keys()
+    assert all(torch.equal(value, found[1][key]) for key, value in found[0].items())
+
+
+def test_other_classes_with_copies_of_the_shards(pool: Pool) -> None:
+    pool.run(check_copies, 4)
+
+
 def check_bench(rank: int, world_size: int) -> None:
     task = StepTask(device_of(rank, world_size), 0, LlamaShape.near(60_000, 2), optimizer="muon")
     ours = StrategyContender(task, lightstep.Strategy.load("fsdp2"), "fsdp2")
