@@ -36,9 +36,9 @@ _DEFAULTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 _MEASURED = {"strategies", "peers", "steps", "warmup"}
 _USED = {
-    "step": {*_MEASURED, "rounds", "params", "layers", "checkpoints"},
-    "iteration": {*_MEASURED, "rounds", "params", "layers", "tokens", "sequence", "max_norm", "iteration"},
-    "timeline": {*_MEASURED, "params", "layers", "tokens", "sequence", "max_norm", "timeline"},
+    "step": {*_MEASURED, "rounds", "params", "layers", "optimizer", "checkpoints"},
+    "iteration": {*_MEASURED, "optimizer", "rounds", "params", "layers", "tokens", "sequence", "max_norm", "iteration"},
+    "timeline": {*_MEASURED, "optimizer", "params", "layers", "tokens", "sequence", "max_norm", "timeline"},
     "tensors": {*_MEASURED, "rounds", "tensors"},
     "roles": {"params", "layers", "roles"},
 }
@@ -83,6 +83,13 @@ def bench(
         typer.Option(
             min=1,
             help="How often each is built and timed, in alternating order. Default: 2, iterations 1, tiny tensors 3.",
+        ),
+    ] = None,
+    optimizer: Annotated[
+        str | None,
+        typer.Option(
+            help="What everybody steps with: adamw, or muon on the hidden matrices and AdamW on the rest; peers that "
+            "cannot are skipped. Default: adamw."
         ),
     ] = None,
     output: Annotated[
@@ -135,9 +142,10 @@ def bench(
 ) -> None:
     """Measure strategies and peers side by side on this machine: one optimizer step on a Llama-shaped stack.
 
-    Everybody does the same work: global norm, clipping, AdamW in fp32, new bf16 weights. Under torchrun all ranks
-    measure at once, and each has its share of the cores. With --iteration everybody trains a Llama instead, with
-    activation checkpointing, and the time and memory of whole iterations are shown beside those without an optimizer.
+    Everybody does the same work: global norm, clipping, AdamW in fp32, new bf16 weights. With --optimizer muon the
+    matrices of the blocks go to Muon. Under torchrun all ranks measure at once, and each has its share of the cores.
+    With --iteration everybody trains a Llama instead, with activation checkpointing, and the time and memory of whole
+    iterations are shown beside those without an optimizer.
     With --tensors the tensors are so small that only Python takes time. With --roles nobody trains: the memory of one
     rollout worker is measured.
 
@@ -228,22 +236,27 @@ def _tasks(mode: str, options: Mapping[str, Any], device: torch.device, folder: 
     from lightstep.bench.contender import MAX_NORM
     from lightstep.bench.iteration import IterationTask, token_counts
     from lightstep.bench.llama import LlamaShape
+    from lightstep.bench.optimizers import OPTIMIZERS
     from lightstep.bench.step import StepTask
     from lightstep.bench.timeline import TimelineTask
 
     shape = LlamaShape.near(int(options["params"]), options.get("layers"), released=mode != "step")
+    optimizer = str(options.get("optimizer", "adamw"))
+    if optimizer not in OPTIMIZERS:
+        raise ValueError(f"--optimizer {optimizer}: allowed are {', '.join(OPTIMIZERS)}")
     if mode == "step":
-        return [StepTask(device, seed, shape)]
+        return [StepTask(device, seed, shape, optimizer=optimizer)]
     sequence = int(options["sequence"])
     counts = token_counts(str(options["tokens"]), sequence)
     max_norm = float(options.get("max_norm", MAX_NORM))
     if max_norm != MAX_NORM and options.get("peers", "none") != "none":
         raise ValueError(f"--max-norm {max_norm:g} with --peers {options['peers']}: peers clip to {MAX_NORM:g}")
+    settings: dict[str, Any] = {"max_norm": max_norm, "optimizer": optimizer}
     if mode == "iteration":
-        return [IterationTask(device, seed, shape, sequence, case=count, max_norm=max_norm) for count in counts]
+        return [IterationTask(device, seed, shape, sequence, case=count, **settings) for count in counts]
     if device.type != "cuda":
         raise ValueError("--timeline needs a GPU: on a CPU there are no streams, and nothing crosses a link")
-    return [TimelineTask(device, seed, shape, sequence, folder, case=count, max_norm=max_norm) for count in counts]
+    return [TimelineTask(device, seed, shape, sequence, folder, case=count, **settings) for count in counts]
 
 
 def measure(run: Run, folder: Path) -> Values:

@@ -1,8 +1,8 @@
 """What is measured: contenders, and the task that all of them have.
 
-A contender does one global gradient norm, clipping to `MAX_NORM`, AdamW in fp32, and leaves new bf16 weights on the
-device. What differs is where the state lives and how it gets there. One class serves single steps from given gradients
-(`step`) and whole iterations from a batch (`iterate`).
+A contender does one global gradient norm, clipping to `MAX_NORM`, AdamW in fp32 (`--optimizer` says what else), and
+leaves new bf16 weights on the device. What differs is where the state lives and how it gets there. One class serves
+single steps from given gradients (`step`) and whole iterations from a batch (`iterate`).
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ class Contender(ABC):
 
     Attributes:
         model: what is trained; called with a batch it returns the loss.
+        optimizers: what `--optimizer` may be for it.
         loss, grad_norm: of the last iteration, 0-dim on the device; the norm before clipping, None if nobody has it.
     """
 
@@ -48,6 +49,7 @@ class Contender(ABC):
     kind: Literal["lightstep", "peer", "baseline"] = "peer"
     gradient_dtype: torch.dtype = torch.bfloat16
     needs_group: ClassVar[bool] = False
+    optimizers: ClassVar[tuple[str, ...]] = ("adamw",)
     model: nn.Module
     loss: Tensor
     grad_norm: Tensor | None = None
@@ -116,6 +118,7 @@ class Task(ABC):
         case_name: the key of a row's size.
         gives_gradients: whether steps are given their gradients, without any backward.
         max_norm: limit of the global norm; peers know :data:`MAX_NORM` alone.
+        optimizer: `--optimizer`.
         threads: of torch's CPU work; None for this rank's share of the cores.
         peers: who may take part beside the strategies.
         baseline: measured before all others.
@@ -129,6 +132,7 @@ class Task(ABC):
     case_name: ClassVar[str | None] = None
     default_peers: ClassVar[str] = "all"
     max_norm: float = field(default=MAX_NORM, kw_only=True)
+    optimizer: str = field(default="adamw", kw_only=True)
     gives_gradients: ClassVar[bool] = False
     threads: ClassVar[int | None] = None
     peers: ClassVar[tuple[type[Contender], ...]]
@@ -170,7 +174,7 @@ class Task(ABC):
     def figures(self, run: Run, row: Row) -> Values:
         """One row's values. A collective: all ranks call it."""
 
-    def compare(self, rows: Sequence[Row], values: Sequence[Values]) -> None:
+    def compare(self, run: Run, rows: Sequence[Row], values: Sequence[Values]) -> None:
         """Add to the values of one case what follows from all of its rows."""
         return
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from lightstep.bench.contender import Contender, Task
+from lightstep.bench.contender import Contender, Skipped, Task
 from lightstep.bench.strategies import StrategyContender
 from lightstep.config import ConfigError, merge_overrides, parse_config
 from lightstep.strategy import Strategy
@@ -41,8 +41,15 @@ class Entry:
 
     @classmethod
     def of(cls, contender: type[Contender]) -> Entry:
+        def build(task: Task) -> Contender:
+            if task.optimizer not in contender.optimizers:
+                raise Skipped(
+                    f"steps with {', '.join(contender.optimizers)} alone, not with --optimizer {task.optimizer}"
+                )
+            return contender(task)  # type: ignore[call-arg]
+
         kind, about = contender.kind, contender.about
-        return cls(contender.name, contender.name, kind, about, contender, needs_group=contender.needs_group)
+        return cls(contender.name, contender.name, kind, about, build, needs_group=contender.needs_group)
 
 
 def chosen_strategies(text: str, task: Task, ranks: int = 1) -> list[Entry]:

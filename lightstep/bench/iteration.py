@@ -11,10 +11,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from lightstep.bench.contender import ADAMW, Contender, Task
+from lightstep.bench import muon_bounds
+from lightstep.bench.contender import Contender, Task
 from lightstep.bench.libraries import DeepSpeedCpuAdam, Fsdp2Offload
 from lightstep.bench.llama import LOSS_CHUNK, Llama, LlamaShape
-from lightstep.bench.peers import CpuAdamW, TorchResident
+from lightstep.bench.optimizers import OPTIMIZERS
+from lightstep.bench.peers import CpuAdamW, TorchFsdp2, TorchResident
 from lightstep.bench.report import Column, Panel, Values, View, size
 from lightstep.bench.run import Measurement, Row, Run
 from lightstep.bench.strategies import WithoutOptimizer
@@ -36,7 +38,7 @@ class IterationTask(Task):
     stem = "iteration"
     case_name = "tokens"
     default_peers = "none"
-    peers = (TorchResident, CpuAdamW, Fsdp2Offload, DeepSpeedCpuAdam)
+    peers = (TorchResident, TorchFsdp2, CpuAdamW, Fsdp2Offload, DeepSpeedCpuAdam)
     baseline: ClassVar[type[Contender] | None] = WithoutOptimizer
 
     @property
@@ -87,7 +89,8 @@ class IterationTask(Task):
         how = {"attention": "sdpa", "activation_checkpointing": True, "loss_chunk_tokens": LOSS_CHUNK}
         return {
             "model": {**self.shape.values(), **how},
-            "optimizer": {"class": "AdamW", **ADAMW, "max_norm": self.max_norm},
+            "optimizer": {**OPTIMIZERS[self.optimizer], "max_norm": self.max_norm},
+            **({} if self.optimizer == "adamw" else muon_bounds.head(run, self.shape)),
             "sequence": self.sequence,
             "tokens_per_rank": run.cases,
             "iterations": run.effort.steps,
@@ -115,7 +118,7 @@ class IterationTask(Task):
             **row.seen,
         }
 
-    def compare(self, rows: Sequence[Row], values: Sequence[Values]) -> None:
+    def compare(self, run: Run, rows: Sequence[Row], values: Sequence[Values]) -> None:
         measured = [shown for shown in values if "iteration_ms" in shown]
         alone = next((shown for shown in measured if shown["kind"] == "baseline"), None)
         resident = next((shown["iteration_ms"] for shown in measured if shown["resident"]), None)
@@ -126,6 +129,8 @@ class IterationTask(Task):
             shown["ms_without_optimizer"] = own if alone is None else alone["iteration_ms"]
             # Most of what is taken is not the optimizer's.
             shown["device_bytes_without_optimizer"] = (alone or {}).get("peak_device_bytes") or shown["weight_bytes"]
+        if self.optimizer == "muon":
+            muon_bounds.add_bounds(run, self.shape, values, "iteration_ms")
 
 
 def token_counts(text: str, sequence: int) -> tuple[int, ...]:
@@ -167,6 +172,7 @@ IterationTask.view = View(
         Column("iteration\nms", "iteration_ms", worth=9),
         Column("from – to\nms", "iteration_ms_range", worth=8),
         Column("×\nresident", "times_resident", ".3f", 6),
+        *muon_bounds.COLUMNS,
         Column("exposed\nms", "exposed_ms", worth=5),
         Column("tokens/s", "tokens_per_s", ".0f", 1),
         Column("peak\nGB", "peak_device_bytes", ".2f", 7, unit=1e9),

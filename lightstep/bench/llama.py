@@ -81,6 +81,13 @@ class LlamaShape:
         return self.layers * block + (tables + 1) * self.hidden
 
     @property
+    def matrices(self) -> list[tuple[int, int]]:
+        """Rows and columns of the matrices inside the blocks."""
+        attention = [(self.hidden, self.hidden)] * 2 + [(self.key_value, self.hidden)] * 2
+        feed_forward = [(self.feed_forward, self.hidden)] * 2 + [(self.hidden, self.feed_forward)]
+        return self.layers * [*attention, *feed_forward]
+
+    @property
     def heads(self) -> int:
         return self.hidden // self.head
 

@@ -7,33 +7,37 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from lightstep.bench.contender import ADAMW, MAX_NORM, Contender, Skipped, Task, clip_coefficient, total_norm
+from lightstep.bench.optimizers import OPTIMIZERS, by_hand, hidden_matrices
 from lightstep.distributed import like, world_size
 
 
 class TorchResident(Contender):
-    """The loop that everybody writes: fp32 masters, `clip_grad_norm_`, AdamW, copy back."""
+    """The loop that everybody writes: fp32 masters, `clip_grad_norm_`, AdamW (or two optimizers), copy back."""
 
     name = "torch"
     about = "by hand: bf16 gradients cast to fp32, clip_grad_norm_, AdamW(fused=True), copy; all state on the device"
+    optimizers = tuple(OPTIMIZERS)
     implementation: ClassVar[dict[str, Any]] = {"fused": True}
 
     def __init__(self, task: Task) -> None:
         self.model = task.model_by_hand()
         self._weights = [parameter.detach() for parameter in self.model.parameters()]
-        self._masters = [torch.nn.Parameter(weight.float()) for weight in self._weights]
-        self._optimizer = torch.optim.AdamW(self._masters, **self.implementation, **ADAMW)
+        self._masters = [nn.Parameter(weight.float()) for weight in self._weights]
+        self._optimizers = by_hand(task.optimizer, self.model, self._masters, **self.implementation)
 
     def step(self, gradients: Sequence[Tensor]) -> None:
         for master, gradient in zip(self._masters, gradients, strict=True):
             master.grad = gradient.float()
-        self.grad_norm = torch.nn.utils.clip_grad_norm_(self._masters, MAX_NORM)
-        self._optimizer.step()
-        self._optimizer.zero_grad()
+        self.grad_norm = nn.utils.clip_grad_norm_(self._masters, MAX_NORM)
+        for optimizer in self._optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
         with torch.no_grad():
             torch._foreach_copy_(self._weights, [master.detach() for master in self._masters])
 
@@ -55,28 +59,49 @@ class TorchResidentFloatGradients(TorchResident):
 
 
 class TorchFsdp2(Contender):
-    """What people write for FSDP2: fp32 shards, `clip_grad_norm_`, `AdamW(fused=True)`."""
+    """What people write for FSDP2: fp32 shards, `clip_grad_norm_`, `AdamW(fused=True)`.
+
+    torch's Muon takes whole matrices. So every rank gathers every gradient of one, and updates all of it.
+    """
 
     name = "torch-fsdp2"
     about = "by hand: fully_shard, fp32 shards and state on the device, clip_grad_norm_, AdamW(fused=True)"
     gradient_dtype = torch.float32
+    optimizers = tuple(OPTIMIZERS)
 
     def __init__(self, task: Task) -> None:
         if world_size() == 1:
             raise Skipped("shards over several ranks; start the bench with torchrun")
-        self.model = stack = task.model(torch.float32)
+        self.model = stack = task.model_by_hand(torch.float32)
+        hidden = hidden_matrices(stack) if task.optimizer == "muon" else [False] * len(list(stack.parameters()))
+        wholes = [p.detach().clone() if inside else None for p, inside in zip(stack.parameters(), hidden, strict=True)]
         mesh = init_device_mesh(task.device.type, (world_size(),))
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         for module in (*stack.layers, stack):
-            fully_shard(module, mesh=mesh)
+            fully_shard(module, mesh=mesh, mp_policy=policy)
         self._shards = list(stack.parameters())
-        self._optimizer = torch.optim.AdamW(self._shards, fused=True, **ADAMW)
+        self._wholes = [(s, nn.Parameter(w)) for s, w in zip(self._shards, wholes, strict=True) if w is not None]
+        matrices = iter([whole for _, whole in self._wholes])
+        updated = [next(matrices) if inside else s for s, inside in zip(self._shards, hidden, strict=True)]
+        self._optimizers = by_hand(task.optimizer, stack, updated, fused=True)
 
     def step(self, gradients: Sequence[Tensor]) -> None:
         for shard, gradient in zip(self._shards, gradients, strict=True):
             shard.grad = like(shard, gradient)
-        torch.nn.utils.clip_grad_norm_(self._shards, MAX_NORM)
-        self._optimizer.step()
-        self._optimizer.zero_grad()
+        self.update()
+
+    def update(self) -> None:
+        self.grad_norm = nn.utils.clip_grad_norm_(self._shards, MAX_NORM)
+        for shard, whole in self._wholes:
+            assert isinstance(shard.grad, DTensor)
+            whole.grad, shard.grad = shard.grad.full_tensor(), None
+        for optimizer in self._optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        for shard, whole in self._wholes:
+            assert isinstance(shard, DTensor)
+            own = distribute_tensor(whole.detach(), shard.device_mesh, shard.placements, src_data_rank=None)
+            shard.to_local().detach().copy_(own.to_local())
 
 
 def pinned_like(tensor: Tensor) -> Tensor:
@@ -90,7 +115,7 @@ class HostSlot:
 
     gradient: Tensor  # bf16, page-locked
     weight: Tensor  # bf16, page-locked
-    master: torch.nn.Parameter  # fp32
+    master: nn.Parameter  # fp32
     optimizer: torch.optim.Optimizer
 
 
@@ -110,10 +135,10 @@ class CpuAdamW(Contender):
         self._coefficient = pinned_like(torch.empty((), device=task.device))
 
     def _slot(self, weight: Tensor) -> HostSlot:
-        master = torch.nn.Parameter(weight.cpu().float())
+        master = nn.Parameter(weight.cpu().float())
         return HostSlot(pinned_like(weight), pinned_like(weight), master, self.make_optimizer([master]))
 
-    def make_optimizer(self, masters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    def make_optimizer(self, masters: list[nn.Parameter]) -> torch.optim.Optimizer:
         return torch.optim.AdamW(masters, fused=True, **ADAMW)
 
     def step(self, gradients: Sequence[Tensor]) -> None:

@@ -52,7 +52,7 @@ def compare(folder: Path) -> list[Compared]:
     rows: list[Compared] = []
     for file in sorted(folder.glob("*.json")):
         values = json.loads(file.read_text(encoding="utf-8"))
-        if "iterations" in values and "rows" in values:
+        if "iterations" in values and "rows" in values and values["optimizer"]["class"] == "AdamW":
             rows += _of_file(file.name, values)
     return rows
 

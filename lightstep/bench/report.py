@@ -36,7 +36,7 @@ def as_json(run: Run) -> Values:
     for task in run.tasks:
         rows = [row for row in run.rows if row.task is task]
         values = [_values(run, row) for row in rows]
-        task.compare(rows, values)
+        task.compare(run, rows, values)
         shown += values
     return {
         **conditions(run.task.device),
@@ -151,11 +151,16 @@ class Column:
     how: str = ".1f"
     worth: int = 0
     unit: float = 1
+    optional: bool = False
+    """Left out where no row has it."""
+
+    def known(self, row: Values) -> bool:
+        """Whether the row has all of it."""
+        return None not in map(row.get, self.keys.split())
 
     def cell(self, row: Values) -> str:
         """A dash for what is not known; a list is a range."""
-        values = [row.get(key) for key in self.keys.split()]
-        return "–" if None in values else " / ".join(map(self._shown, values))
+        return " / ".join(self._shown(row[key]) for key in self.keys.split()) if self.known(row) else "–"
 
     def _shown(self, value: Any) -> str:
         return " – ".join(map(self._shown, value)) if isinstance(value, list) else format(value / self.unit, self.how)
@@ -212,12 +217,13 @@ def print_table(values: Values, view: View, console: Console | None = None) -> N
         console.width = WIDE
     left_out: list[str] = []
     for title, rows in view.sections(values):
-        columns = list(view.columns)
+        columns = [column for column in view.columns if not column.optional or any(map(column.known, rows))]
+        wanted = list(columns)
         table = _table(title, rows, columns, view.key)
         while len(columns) > 1 and _needs(table, console) > console.width:
             columns.remove(min(columns, key=lambda column: column.worth))
             table = _table(title, rows, columns, view.key)
-        left_out += [column.heading for column in view.columns if column not in columns]
+        left_out += [column.heading for column in wanted if column not in columns]
         console.print(table)
     if left_out:
         names = ", ".join(dict.fromkeys(heading.replace("\n", " ") for heading in left_out))

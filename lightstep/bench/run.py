@@ -21,6 +21,7 @@ from lightstep.bench.contender import Contender, Skipped, Task, nbytes
 from lightstep.bench.disk import DiskTime
 from lightstep.bench.entries import Entry
 from lightstep.bench.link import Link, measure_link
+from lightstep.bench.muon_bounds import measure_exchange
 from lightstep.bench.probes import Clock, free_memory, pinned_bytes
 from lightstep.bench.ranks import Ranks
 from lightstep.bench.trace import Watched
@@ -65,7 +66,10 @@ class Effort:
 
 @dataclass
 class Run:
-    """Everything measured so far. `tasks` differ in their case alone; `checkpoints` is a folder to save them in."""
+    """Everything measured so far. `tasks` differ in their case alone; `checkpoints` is a folder to save them in.
+
+    `exchange`: GB/s that a rank sends in an all-to-all, where that matters.
+    """
 
     tasks: Sequence[Task]
     effort: Effort
@@ -73,6 +77,7 @@ class Run:
     rows: list[Row]
     checkpoints: Path | None = None
     link: Link | None = None
+    exchange: float | None = None
 
     @classmethod
     def of(
@@ -102,6 +107,7 @@ def measure_all(run: Run, progress: Callable[[str], None]) -> None:
     """Fill the rows. `progress` is called with a sentence before each contender, and may save what is there."""
     progress("the link")
     run.link = measure_link(run.task.device, run.ranks)
+    run.exchange = measure_exchange(run.task.device, run.ranks) if run.task.optimizer == "muon" else None
     for number in range(run.effort.rounds):
         for row in run.rows if number % 2 == 0 else reversed(run.rows):  # a machine that slows down favours nobody
             if row.note is not None:

@@ -11,11 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightstep.bench import muon_bounds
 from lightstep.bench.contender import Task
 from lightstep.bench.disk import DiskTime, time_saving
 from lightstep.bench.layer_stream import LayerStream
 from lightstep.bench.libraries import DeepSpeedCpuAdam, Fsdp2OffloadStep, TorchaoOffload
 from lightstep.bench.llama import Llama, LlamaShape
+from lightstep.bench.optimizers import OPTIMIZERS
 from lightstep.bench.peers import CpuAdamW, TorchFsdp2, TorchResident, TorchResidentFloatGradients
 from lightstep.bench.report import Column, Panel, Values, View, link_sentence, size
 from lightstep.bench.run import Measurement, Row, Run
@@ -51,7 +53,9 @@ class StepTask(Task):
     )
 
     def default_strategies(self, ranks: int) -> tuple[str, ...]:
-        return ("resident", "bulk", "stream")
+        if self.optimizer == "adamw":
+            return ("resident", "bulk", "stream")
+        return ("resident", "stream", "stream-overlap") if ranks == 1 else ("fsdp2", "fsdp2-stream")
 
     def model(self, dtype: torch.dtype = torch.bfloat16) -> Llama:
         return Llama.make(self.shape, self.device, dtype, self.seed)
@@ -74,7 +78,9 @@ class StepTask(Task):
             measurement.row.disk = time_saving(saver, measurement.run.checkpoints, measurement.run.ranks)
 
     def head(self, run: Run) -> Values:
-        return {"model": {**self.shape.values(), "weights": "bfloat16"}, "steps": run.effort.steps}
+        values = {"model": {**self.shape.values(), "weights": "bfloat16"}, "steps": run.effort.steps}
+        values["optimizer"] = {**OPTIMIZERS[self.optimizer], "max_norm": self.max_norm}
+        return values if self.optimizer == "adamw" else {**values, **muon_bounds.head(run, self.shape)}
 
     def figures(self, run: Run, row: Row) -> Values:
         steps = [time for window in row.windows for time in window[1:] or window]
@@ -103,13 +109,15 @@ class StepTask(Task):
             "checkpoint": None if row.disk is None else _checkpoint(row.disk),
         }
 
-    def compare(self, rows: Sequence[Row], values: Sequence[Values]) -> None:
+    def compare(self, run: Run, rows: Sequence[Row], values: Sequence[Values]) -> None:
         """How far each one's weights are from the hand-written loop's after the same gradients: the same work?"""
         reference = next((row.sample for row in rows if row.entry.name == "torch"), None)
         for row, shown in zip(rows, values, strict=True):
             sample = row.sample
             if "step_ms" in shown and reference is not None and sample is not None and sample.shape == reference.shape:
                 shown["largest_weight_difference"] = float((sample - reference).abs().max())
+        if self.optimizer == "muon":
+            muon_bounds.add_bounds(run, self.shape, values, "step_ms")
 
 
 class _Stepping:
@@ -173,7 +181,7 @@ def _title(values: Values, case: Any) -> str:
 
 
 def _below(values: Values) -> list[str]:
-    said = [link_sentence(values["link_gb_per_s"]), "Median of back-to-back steps."]
+    said = [link_sentence(values["link_gb_per_s"]), "Median of back-to-back steps.", *muon_bounds.sentences(values)]
     for row in values["rows"]:
         if row.get("host_syncs") and row["kind"] == "lightstep":
             said.append(f"  {row['name']}: the host waits for the device, first by {row['first_sync']}")
@@ -192,8 +200,9 @@ def _floor(values: Values) -> tuple[float, str] | None:
     link = values["link_gb_per_s"]
     if link is None:
         return None
-    floor = 10 / link["duplex"] * 1e3
-    return floor, f"{floor:.0f} ms: 10 bytes per parameter each way at the link's rate"
+    travelling = values.get("link_bytes_per_parameter", 10)
+    floor = travelling / link["duplex"] * 1e3
+    return floor, f"{floor:.0f} ms: {travelling:.3g} bytes per parameter each way at the link's rate"
 
 
 StepTask.view = View(
@@ -201,6 +210,7 @@ StepTask.view = View(
     columns=(
         Column("step\nms", "step_ms", worth=9),
         Column("from – to\nms", "step_ms_range", worth=8),
+        *muon_bounds.COLUMNS,
         Column("ms per 10⁹\nparameters", "ms_per_1e9_parameters", worth=5),
         Column("GB moved\n⇧ / ⇩", "gb_to_device gb_to_host", ".2f", 1),
         Column("GB/s\n⇧ / ⇩", "gb_per_s_to_device gb_per_s_to_host", worth=2),

@@ -7,10 +7,10 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from lightstep.bench.contender import ADAMW, Contender, Skipped, Task
+from lightstep.bench.contender import Contender, Skipped, Task
+from lightstep.bench.optimizers import OPTIMIZERS, arguments
 from lightstep.distributed import like, world_size
 from lightstep.strategy import Strategy
 
@@ -37,8 +37,10 @@ class StrategyContender(_Prepared):
     def __init__(self, task: Task, strategy: Strategy, name: str) -> None:
         if task.gives_gradients and strategy.config.sharding.kind == "deepspeed":
             raise Skipped("DeepSpeed takes gradients from its own backward only; measure it with --iteration")
+        if task.optimizer != "adamw" and strategy.config.sharding.kind == "deepspeed":
+            raise Skipped("a DeepSpeed engine has one optimizer class, and --optimizer muon is two")
         super().__init__(task, strategy)
-        self._optimizer = strategy.create_optimizer(self.model, torch.optim.AdamW, **ADAMW)
+        self._optimizer = strategy.create_optimizer(self.model, **arguments(task.optimizer))
         self._parameters = list(self.model.parameters())
         self.name = name
         self.about = strategy.config.description or name
@@ -94,6 +96,7 @@ class WithoutOptimizer(_Prepared):
     name = "no optimizer"
     about = "forward and backward, and the gradients dropped"
     kind = "baseline"
+    optimizers = tuple(OPTIMIZERS)
 
     def __init__(self, task: Task) -> None:
         name = "resident" if world_size() == 1 else "fsdp2"

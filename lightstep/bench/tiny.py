@@ -138,7 +138,7 @@ class TinyTask(Task):
             "hooks_percent": 100 * hooks,
         }
 
-    def compare(self, rows: Sequence[Row], values: Sequence[Values]) -> None:
+    def compare(self, run: Run, rows: Sequence[Row], values: Sequence[Values]) -> None:
         measured = [shown for shown in values if "step_ms" in shown]
         by_hand = next((shown["step_ms"] for shown in measured if shown["name"] == TorchForeach.name), None)
         for shown in measured:

@@ -157,7 +157,7 @@ def _unusable(
 ) -> list[str]:
     parameter = optimizer.parameters[name]
     shard = shard_of(parameter)
-    if shard is None or not shard.sharded:
+    if shard is None or not shard.sharded or optimizer.has_whole_tensors:
         return []
     return [
         f"state {entry!r} of {name} is {list(stored.shape)} in the checkpoint, the parameter {list(shard.shape)}"

@@ -126,10 +126,16 @@ class OptimizerContent:
         for key, value in self._described(name).items():
             if isinstance(value, Tensor):
                 local = local_tensor(value)
-                part = _part_of(name, key, local, shard)
+                kept_whole = local.shape != shard.lengths and self.has_whole_tensors
+                part = whole(local.shape) if kept_whole else _part_of(name, key, local, shard)
                 fetch = self._fetch(name, key)
                 sources.append(Source(entry_key(name, key), part, local.dtype, fetch, parameter, key))
         return sources
+
+    @property
+    def has_whole_tensors(self) -> bool:
+        """Whether its classes see whole tensors of sharded parameters: state of other shapes is alike on all ranks."""
+        return bool(getattr(self.optimizer, "has_whole_tensors", False))
 
     def _fetch(self, name: str, key: str) -> Any:
         return lambda: local_tensor(self._entries(name)[key])

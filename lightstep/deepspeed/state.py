@@ -141,7 +141,8 @@ class EngineState:
 
     def memory(self) -> dict[str, float]:
         """As ``BaseOptimizer.memory_report``."""
-        numbers = {"device_bytes": 0.0, "host_bytes": 0.0, "ring_bytes": 0.0, "gradient_stage_bytes": 0.0}
+        kinds = ("device_bytes", "host_bytes", "ring_bytes", "gradient_stage_bytes", "exchange_bytes")
+        numbers = dict.fromkeys(kinds, 0.0)
         for tensor in self._held():
             off_device = tensor.device.type == "cpu" and torch.device(self._engine.device).type != "cpu"
             numbers["host_bytes" if off_device else "device_bytes"] += tensor.numel() * tensor.element_size()

@@ -17,7 +17,7 @@ from lightstep.distributed.groups import (
     role_group,
     world_size,
 )
-from lightstep.distributed.matrices import MatrixExchange, Rows, rows_of
+from lightstep.distributed.matrices import Journey, MatrixExchange, Rows, rows_of
 from lightstep.distributed.norms import NormReduction
 from lightstep.distributed.replicas import Replicas
 from lightstep.distributed.tensors import (
@@ -31,6 +31,7 @@ from lightstep.distributed.tensors import (
 
 __all__ = [
     "DTensor",
+    "Journey",
     "MatrixExchange",
     "NormReduction",
     "Replicas",

@@ -1,124 +1,371 @@
-"""Matrices whose rows are divided among ranks, brought together on one rank each and sent back."""
+"""Matrices that are divided among ranks, brought together on one rank each and sent back.
+
+The matrices of a unit travel together, in two all-to-alls: blocks to the owners, results back. They are started and
+waited for apart, so that other work goes on beside them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from lightstep.distributed.groups import made_group
 from lightstep.distributed.replicas import Replicas
 
-__all__ = ["MatrixExchange", "Rows", "rows_of"]
+__all__ = ["Journey", "MatrixExchange", "Rows", "rows_of"]
+
+
+class Block(NamedTuple):
+    """Rows ``row`` to ``last_row`` and, of these, columns ``column`` to ``last_column``."""
+
+    row: int
+    last_row: int
+    column: int
+    last_column: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.last_row - self.row, self.last_column - self.column
+
+    def numel(self) -> int:
+        return self.shape[0] * self.shape[1]
+
+    def of(self, matrix: Tensor) -> Tensor:
+        return matrix[self.row : self.last_row, self.column : self.last_column]
 
 
 @dataclass(frozen=True)
 class Rows:
-    """How a tensor's first dimension is divided among the ranks of a process group.
+    """How a tensor is divided among the ranks of a process group: by rows, and under tensor parallelism by columns too.
 
     Attributes:
         shape: of the whole tensor.
-        lengths: rows of each rank, in their order; some may be 0.
+        blocks: of each rank, in their order; some may be empty. Further dimensions count as columns.
     """
 
     shape: torch.Size
-    lengths: tuple[int, ...]
+    blocks: tuple[Block, ...]
     group: dist.ProcessGroup
 
     @property
     def most(self) -> int:
-        """Elements of the largest shard."""
-        return max(self.lengths) * self.shape[1:].numel()
+        """Elements of the largest block."""
+        return max(block.numel() for block in self.blocks)
+
+    def local_shapes(self) -> set[tuple[int, ...]]:
+        """Of the ranks' parts."""
+        if len(self.shape) == 2:
+            return {block.shape for block in self.blocks}
+        return {(block.shape[0], *self.shape[1:]) for block in self.blocks}
 
 
-def rows_of(parameter: Tensor) -> Rows | None:
-    """``None`` where it is whole on every rank, or divided in any other way than along its first dimension."""
+def rows_of(parameter: Tensor, local: Tensor) -> Rows | None:
+    """``None`` where it is whole on every rank, or divided in a way that is not known here.
+
+    Args:
+        local: this rank's part of it.
+    """
     if not isinstance(parameter, DTensor):
         return None
-    mesh = parameter.device_mesh
-    sharded = [dim for dim, placed in enumerate(parameter.placements) if not placed.is_replicate()]
-    if len(sharded) != 1 or not parameter.placements[sharded[0]].is_shard(0):
+    mesh, placements = parameter.device_mesh, parameter.placements
+    sharded = [dim for dim, placed in enumerate(placements) if not placed.is_replicate() and mesh.size(dim) > 1]
+    dims = [getattr(placements[dim], "dim", None) for dim in sharded]
+    known = all(dim == 0 or (dim == 1 and parameter.dim() == 2) for dim in dims)
+    if not sharded or not known or any(placements[dim].is_partial() for dim in sharded):
         return None
-    size, total = mesh.size(sharded[0]), parameter.shape[0]
-    if size == 1:
-        return None
-    each = -(-total // size)
-    lengths = tuple(min(max(total - place * each, 0), each) for place in range(size))
-    return Rows(parameter.shape, lengths, mesh.get_group(sharded[0]))
+    coordinates = mesh.get_coordinate()
+    assert coordinates is not None, "this rank has no part in the parameter's mesh"
+    group = _group_of(mesh, sharded, coordinates)
+    blocks = {}
+    for rank in dist.get_process_group_ranks(group):
+        place = (mesh.mesh == rank).nonzero()[0].tolist()
+        blocks[rank] = _block(parameter, sharded, place)
+    own = blocks[dist.get_rank()]
+    return Rows(parameter.shape, tuple(blocks.values()), group) if own.numel() == local.numel() else None
+
+
+def _group_of(mesh: DeviceMesh, dims: Sequence[int], coordinates: Sequence[int]) -> dist.ProcessGroup:
+    """The ranks that differ from this one along these dimensions of the mesh alone."""
+    if len(dims) == 1:
+        return mesh.get_group(dims[0])
+    index = tuple(slice(None) if dim in dims else place for dim, place in enumerate(coordinates))
+    ranks = sorted(mesh.mesh[index].flatten().tolist())
+    return made_group(tuple(ranks), torch.device(mesh.device_type))
+
+
+def _block(parameter: DTensor, sharded: Sequence[int], place: Sequence[int]) -> Block:
+    """Of the rank at this place in the mesh. Strided placements divide what those behind them have left: FSDP2 comes
+    before tensor parallelism in the mesh."""
+    rows, columns = [0, parameter.shape[0]], [0, parameter.shape[1:].numel()]
+    strided = [dim for dim in sharded if hasattr(parameter.placements[dim], "split_factor")]
+    for dim in [*(dim for dim in sharded if dim not in strided), *reversed(strided)]:
+        span = rows if parameter.placements[dim].dim == 0 else columns  # type: ignore[attr-defined]
+        each = -(-(span[1] - span[0]) // parameter.device_mesh.size(dim))
+        start = min(span[0] + place[dim] * each, span[1])
+        span[:] = start, min(start + each, span[1])
+    return Block(*rows, *columns)
+
+
+@dataclass(eq=False)
+class _Plan:
+    """Which matrices of a unit go where.
+
+    Attributes:
+        of_rank: numbers of the matrices that each rank is the owner of.
+        sent, arriving: elements that go to each rank, and that come from each.
+    """
+
+    rows: Sequence[Rows]
+    rank: int
+    of_rank: list[list[int]]
+    sent: list[int] = field(init=False)
+    arriving: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        def travelling(numbers: list[int], source: int) -> int:
+            return sum(self.rows[number].blocks[source].numel() for number in numbers)
+
+        self.own = self.of_rank[self.rank]
+        self.sent = [travelling(numbers, self.rank) for numbers in self.of_rank]
+        self.arriving = [travelling(self.own, source) for source in range(len(self.of_rank))]
+
+
+class _Buffers:
+    """Memory for one unit under way: this rank's blocks, and the matrices that it owns in blocks of all ranks."""
+
+    def __init__(self) -> None:
+        self.blocks, self.matrices = (torch.empty(0, dtype=torch.uint8, device="cpu") for _ in range(2))
+        self._views: dict[tuple[_Plan, torch.dtype], tuple[Any, ...]] = {}
+
+    def views(self, plan: _Plan, like: torch.dtype, device: torch.device) -> tuple[Any, ...]:
+        """Both, flat; this rank's block of each matrix; and of each matrix that it owns the blocks of all ranks."""
+        if (plan, like) not in self._views:
+            self._reserve(sum(plan.sent) * like.itemsize, sum(plan.arriving) * like.itemsize, device)
+            blocks = self.blocks[: sum(plan.sent) * like.itemsize].view(like)
+            matrices = self.matrices[: sum(plan.arriving) * like.itemsize].view(like)
+            numbers = [number for own in plan.of_rank for number in own]
+            found = dict(zip(numbers, _cut(blocks, [plan.rows[n].blocks[plan.rank] for n in numbers]), strict=True))
+            own = [plan.rows[number] for number in plan.own]
+            arrived = _cut(matrices, [rows.blocks[source] for source in range(len(plan.sent)) for rows in own])
+            pieces = [arrived[place :: len(own)] for place in range(len(own))]
+            self._views[plan, like] = blocks, matrices, [found[n] for n in range(len(plan.rows))], pieces
+        return self._views[plan, like]
+
+    def _reserve(self, blocks: int, matrices: int, device: torch.device) -> None:
+        if self.blocks.nbytes >= blocks and self.matrices.nbytes >= matrices and self.blocks.device == device:
+            return
+        self.leave()
+        blocks, matrices = max(blocks, self.blocks.nbytes), max(matrices, self.matrices.nbytes)
+        self.blocks, self.matrices = (torch.empty(n, dtype=torch.uint8, device=device) for n in (blocks, matrices))
+        self._views.clear()
+
+    def leave(self) -> None:
+        """They may be in use on a stream to which they will not be given back."""
+        for memory in (self.blocks, self.matrices):
+            if memory.device.type != "cpu":
+                memory.record_stream(torch.accelerator.current_stream(memory.device))
+
+    def nbytes(self) -> int:
+        return self.blocks.nbytes + self.matrices.nbytes
+
+
+def _cut(flat: Tensor, blocks: Sequence[Block]) -> list[Tensor]:
+    """One behind the other."""
+    parts = flat.split([block.numel() for block in blocks])
+    return [part.view(block.shape) for part, block in zip(parts, blocks, strict=True)]
 
 
 class MatrixExchange:
     """What the ranks of one group send each other to compute with whole matrices.
 
-    All of them call :meth:`compute` for the same matrices in the same order. It has process groups of its own.
+    All of them start the same units in the same order, and go on with them in the same order. It has process groups of
+    its own. Memory for as many units as are under way at a time is kept.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._ranks = Replicas(group, apart=True)
+        self._loads = [0] * self._ranks.size
+        self._owners: dict[Hashable, tuple[int, int]] = {}  # and the cost
+        self._plans: dict[Hashable, _Plan] = {}
+        self._free: list[_Buffers] = []
+        self._all: list[_Buffers] = []
+        self._whole = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def open(self, device: torch.device) -> None:
         """Make the process group; all ranks call this at the same time."""
         self._ranks.carrier(device)
 
-    def compute(
-        self, shards: Sequence[Tensor], rows: Sequence[Rows], function: Callable[[int, Tensor], Tensor]
-    ) -> list[Tensor]:
-        """``function(i, matrix)`` of each whole matrix on one rank; returns this rank's rows of each result.
+    def start(
+        self, keys: Sequence[Hashable], rows: Sequence[Rows], dtype: torch.dtype, device: torch.device, each: int = 1
+    ) -> Journey:
+        """Memory for the blocks of these matrices, to be filled and sent.
 
         Args:
-            shards: this rank's rows [rows, columns] of each, all of one dtype and device.
-            function: its result has the matrix's shape and dtype.
+            keys: one for each of ``rows``. A matrix keeps its owner.
+            each: of each matrix, so many like it travel, one behind the other.
         """
-        rank, size = self._ranks.rank, self._ranks.size
-        owners = owners_of([one.shape for one in rows], size)
-        of_rank = [[number for number, owner in enumerate(owners) if owner == place] for place in range(size)]
-        columns = [one.shape[1] for one in rows]
-        arrived = self._exchange(
-            [[shards[number] for number in of_rank[to]] for to in range(size)],
-            [[rows[n].lengths[source] * columns[n] for n in of_rank[rank]] for source in range(size)],
-            shards[0],
-        )
-        back: list[list[Tensor]] = [[] for _ in range(size)]
-        for number, pieces in zip(of_rank[rank], zip(*arrived, strict=True), strict=True):
-            result = function(number, torch.cat(pieces).view(rows[number].shape))
-            for to, part in enumerate(result.split(rows[number].lengths)):
-                back[to].append(part)
-        sizes = [[shards[number].numel() for number in of_rank[source]] for source in range(size)]
-        returned = self._exchange(back, sizes, shards[0])
-        found = {
-            n: part for own, parts in zip(of_rank, returned, strict=True) for n, part in zip(own, parts, strict=True)
-        }
-        return [found[number].view(shard.shape) for number, shard in enumerate(shards)]
+        named = tuple(keys), each
+        if named not in self._plans:
+            self._find_owners(keys, rows)
+            of_rank: list[list[int]] = [[] for _ in self._loads]
+            for number, key in enumerate(key for key in keys for _ in range(each)):
+                of_rank[self._owners[key][0]].append(number)
+            everything = [one for one in rows for _ in range(each)]
+            self._plans[named] = _Plan(everything, self._ranks.rank, of_rank)
+        if not self._free:
+            self._free.append(_Buffers())
+            self._all.append(self._free[0])
+        return Journey(self, self._plans[named], self._free.pop(), dtype, device)
 
-    def _exchange(
-        self, sent: Sequence[Sequence[Tensor]], sizes: Sequence[Sequence[int]], like: Tensor
-    ) -> list[tuple[Tensor, ...]]:
-        """All to all, by rank: what is sent, and the elements of what arrives, flat."""
-        flat = [torch.cat([like.new_empty(0), *(tensor.reshape(-1) for tensor in tensors)]) for tensors in sent]
-        arrived = like.new_empty(sum(map(sum, sizes)))
-        dist.all_to_all_single(  # as bytes: gloo does not know all dtypes
-            arrived.view(torch.uint8),
-            torch.cat(flat).view(torch.uint8),
-            [sum(own) * like.itemsize for own in sizes],
-            [tensor.nbytes for tensor in flat],
-            group=self._ranks.carrier(like.device),
-        )
-        blocks = arrived.split([sum(own) for own in sizes])
-        return [block.split(list(own)) for block, own in zip(blocks, sizes, strict=True)]
+    def _find_owners(self, keys: Sequence[Hashable], rows: Sequence[Rows]) -> None:
+        new = [number for number, key in enumerate(keys) if key not in self._owners]
+        shapes = [rows[number].shape for number in new]
+        for number, shape, owner in zip(new, shapes, owners_of(shapes, self._loads), strict=True):
+            self._owners[keys[number]] = owner, cost_of(shape)
+
+    def keep(self, keys: Collection[Hashable]) -> None:
+        """No other matrices will come; all ranks call this with the same ones. Nothing may be under way."""
+        self._owners = {key: owned for key, owned in self._owners.items() if key in keys}
+        self._loads = [
+            sum(cost for owner, cost in self._owners.values() if owner == rank) for rank in range(len(self._loads))
+        ]
+        self._plans.clear()
+        self.free()
+
+    def tell(self, value: Any) -> list[Any]:
+        """Everybody's ``value``, which can be pickled, by rank. The host waits."""
+        return self._ranks.gather_objects(value)
+
+    def reset(self) -> None:
+        """Nothing is under way, or what was has broken off."""
+        self._free = list(self._all)
+
+    def nbytes(self) -> int:
+        """Device memory held."""
+        return self._whole.nbytes + sum(buffers.nbytes() for buffers in self._all)
+
+    def free(self) -> None:
+        """Give it back; nothing may be under way."""
+        self._free, self._all = [], []
+        self._whole = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def close(self) -> None:
         """Others may use the process groups; all ranks call this at the same time."""
+        self.free()
         self._ranks.close()
 
+    def _send(self, target: Tensor, source: Tensor, arriving: Sequence[int], sent: Sequence[int]) -> dist.Work | None:
+        """Bytes: gloo does not know all dtypes."""
+        size = source.itemsize
+        return dist.all_to_all_single(
+            target.view(torch.uint8),
+            source.view(torch.uint8),
+            [size * n for n in arriving],
+            [size * n for n in sent],
+            group=self._ranks.carrier(source.device),
+            async_op=True,
+        )
 
-def owners_of(shapes: Sequence[torch.Size], ranks: int) -> list[int]:
-    """The rank that computes with each matrix: the most costly (a product with itself) goes to who has least."""
-    loads, owners = [0] * ranks, [0] * len(shapes)
-    costs = [shape.numel() * min(shape) for shape in shapes]
+    def _matrix(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Scratch in which one is put together."""
+        nbytes = shape.numel() * dtype.itemsize
+        if self._whole.nbytes < nbytes or self._whole.device != device:
+            if self._whole.device.type != "cpu":
+                self._whole.record_stream(torch.accelerator.current_stream(self._whole.device))
+            self._whole = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        return self._whole[:nbytes].view(dtype).view(shape)
+
+
+class Journey:
+    """The matrices of one unit on their way: :meth:`send`, :meth:`compute`, :meth:`arrive`, :meth:`end`.
+
+    Nothing but :meth:`compute` and :meth:`arrive` waits: on an accelerator the current stream, on the CPU the caller.
+
+    Attributes:
+        blocks: this rank's block [rows, columns] of each matrix: to be filled before, the results after.
+    """
+
+    def __init__(
+        self, exchange: MatrixExchange, plan: _Plan, buffers: _Buffers, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._exchange, self._plan, self._buffers = exchange, plan, buffers
+        self._flat, self._matrices, self.blocks, self._pieces = buffers.views(plan, dtype, device)
+        self._work: dist.Work | None = None
+
+    def send(self) -> None:
+        """The blocks are filled: send them to the owners."""
+        self._work = self._exchange._send(self._matrices, self._flat, self._plan.arriving, self._plan.sent)
+
+    def compute(self, function: Callable[[int, Tensor], Tensor]) -> None:
+        """``function(i, matrix)`` of each matrix that this rank owns; the result has its shape, and is sent back."""
+        Replicas.wait([self._work])
+        for number, pieces in zip(self._plan.own, self._pieces, strict=True):
+            rows = self._plan.rows[number]
+            matrix = self._exchange._matrix(rows.shape, self._flat.dtype, self._flat.device)
+            _put_together(matrix, rows, pieces)
+            _divide(function(number, matrix), rows, pieces)
+        self._send_back()
+
+    def compute_together(self, each: int, function: Callable[[int, list[Tensor]], None]) -> None:
+        """:meth:`compute` for ``each`` that follow each other: ``function(n, tensors)`` changes those of the nth."""
+        Replicas.wait([self._work])
+        own = list(zip(self._plan.own, self._pieces, strict=True))
+        for first in range(0, len(own), each):
+            group = [(self._plan.rows[number], pieces) for number, pieces in own[first : first + each]]
+            wholes = [torch.empty(rows.shape, dtype=self._flat.dtype, device=self._flat.device) for rows, _ in group]
+            for whole, (rows, pieces) in zip(wholes, group, strict=True):
+                _put_together(whole, rows, pieces)
+            function(own[first][0] // each, wholes)
+            for whole, (rows, pieces) in zip(wholes, group, strict=True):
+                _divide(whole, rows, pieces)
+        self._send_back()
+
+    def _send_back(self) -> None:
+        self._work = self._exchange._send(self._flat, self._matrices, self._plan.sent, self._plan.arriving)
+
+    def arrive(self) -> None:
+        """What the caller does next finds the results in :attr:`blocks`."""
+        Replicas.wait([self._work])
+
+    def end(self) -> None:
+        """The results were read, by work that is queued."""
+        self._exchange._free.append(self._buffers)
+
+
+def _put_together(whole: Tensor, rows: Rows, pieces: Sequence[Tensor]) -> None:
+    matrix = whole.view(whole.shape[0], -1)
+    for block, piece in zip(rows.blocks, pieces, strict=True):
+        block.of(matrix).copy_(piece)
+
+
+def _divide(whole: Tensor, rows: Rows, pieces: Sequence[Tensor]) -> None:
+    matrix = whole.reshape(whole.shape[0], -1)
+    for block, piece in zip(rows.blocks, pieces, strict=True):
+        piece.copy_(block.of(matrix))
+
+
+def owners_of(shapes: Sequence[torch.Size], loads: list[int]) -> list[int]:
+    """The rank that computes with each matrix: the most costly goes to who has least.
+
+    Args:
+        loads: what each rank has already; what it gets is added.
+    """
+    owners = [0] * len(shapes)
+    costs = [cost_of(shape) for shape in shapes]
     for number in sorted(range(len(shapes)), key=lambda n: -costs[n]):
         owners[number] = loads.index(min(loads))
         loads[owners[number]] += costs[number]
     return owners
+
+
+def cost_of(shape: torch.Size) -> int:
+    """Of its products with itself: an iteration of Newton-Schulz has two of them, and a square one."""
+    short = min(shape)
+    return short * (2 * shape.numel() + short * short)

@@ -10,160 +10,25 @@ import copy
 import functools
 import inspect
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from lightstep.distributed import MatrixExchange, Rows, rows_of
+from lightstep.distributed import Rows, rows_of
+from lightstep.optimizer.group_values import GroupValues, equal_settings, settings_of
+from lightstep.optimizer.matrix_stack import MatrixStack
 from lightstep.optimizer.param_groups import plain_numbers
-from lightstep.optimizer.sharded_muon import is_known, update_rows
+from lightstep.optimizer.sharded_muon import is_known
+from lightstep.optimizer.whole_tensors import counts_steps, is_torchs_own, needs_whole_tensors, undecorated_step
 from lightstep.precision.adam_kernel import twin_on
-from lightstep.state.backend import EntrySpec, Managed, Schema
+from lightstep.state.backend import EntrySpec, Schema
 from lightstep.state.segment import Segment
 
 ADAMS = (torch.optim.AdamW, torch.optim.Adam)
-_NOT_ELEMENT_WISE = {"Adafactor", "Muon", "Shampoo", "SOAP", "Adam_mini"}
 _CPU = torch.device("cpu")  # said wherever tensors are made: torch's defaults are the user's to set
 _SQUARES = frozenset({"exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum"})
-
-
-def needs_whole_tensors(
-    optimizer_class: type[torch.optim.Optimizer], hyperparameters: Mapping[str, Any], group: Mapping[str, Any]
-) -> bool:
-    """Whether an optimizer is not element-wise under the settings of one group.
-
-    A class says so by ``whole_tensors = True`` (or ``False``), a few are known, and others are tried out: a matrix and
-    its two halves, flattened, must come to the same.
-
-    Raises:
-        TypeError: the class mixes parameters, and cannot be applied to one unit after the other.
-    """
-    declared = getattr(optimizer_class, "whole_tensors", None)
-    if declared is not None:
-        return bool(declared)
-    if optimizer_class.__name__ in _NOT_ELEMENT_WISE:
-        return True
-    return not _is_torchs_own(optimizer_class) and _Trial(optimizer_class, hyperparameters, group).mixes_elements()
-
-
-def _is_torchs_own(optimizer_class: type) -> bool:
-    return optimizer_class.__module__.startswith("torch.optim.")
-
-
-class _Trial:
-    """Two updates of small matrices, whole and in pieces, apart and together."""
-
-    def __init__(
-        self, optimizer_class: type[torch.optim.Optimizer], hyperparameters: Mapping[str, Any], group: Mapping[str, Any]
-    ) -> None:
-        self._class, self._hyperparameters, self._group = optimizer_class, hyperparameters, _settings(group)
-        self.keeps_other_shapes = False
-        numbers = torch.randn(
-            2, 3, 16, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device=_CPU
-        )
-        self._numbers = [list(own) for own in numbers]
-
-    def mixes_elements(self) -> bool:
-        """``False`` where the class cannot be tried out, or draws random numbers."""
-        first, second = self._numbers
-        try:
-            whole = self._updated([first])
-            if self.keeps_other_shapes:  # row sums, a seed: flat data has no place for them
-                return True
-            random = not torch.equal(whole[0], self._updated([first], seed=1)[0])
-            together, apart = self._updated([first, second]), [*whole, *self._updated([second])]
-        except Exception:  # whatever it is that this class needs, set-up will say
-            return False
-        if random:
-            return False
-        if not all(torch.equal(*pair) for pair in zip(together, apart, strict=True)):
-            raise TypeError(
-                f"{self._class.__name__} computes something over all its parameters together (a norm of its own?), "
-                "and lightstep applies it to one unit of parameters after the other; clip with clipping.max_norm, or "
-                "use an optimizer whose update of a parameter depends on that parameter alone"
-            )
-        try:
-            halves = self._updated([list(part) for part in zip(*(n.view(-1).split(128) for n in first), strict=True)])
-        except Exception:  # it takes matrices only
-            return True
-        return not torch.equal(whole[0].view(-1), torch.cat(halves))
-
-    def _updated(self, numbers: Sequence[Sequence[Tensor]], seed: int = 0) -> list[Tensor]:
-        """Each ``[value, gradient, gradient]``'s value after the updates, all in one optimizer."""
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            parameters = [value.clone() for value, *_ in numbers]
-            settings = copy.deepcopy(self._group)
-            optimizer = self._class([{**settings, "params": parameters}], **copy.deepcopy(dict(self._hyperparameters)))
-            for gradients in list(zip(*numbers, strict=True))[1:]:
-                for parameter, gradient in zip(parameters, gradients, strict=True):
-                    parameter.grad = gradient.clone()
-                with torch.no_grad():
-                    _undecorated_step(self._class)(optimizer)
-            self.keeps_other_shapes = any(
-                isinstance(value, Tensor) and value.dim() > 0 and value.shape != parameter.shape
-                for parameter in parameters
-                for value in optimizer.state[parameter].values()
-            )
-        return parameters
-
-
-class GroupValues:
-    """The hyper-parameters of every group as one step reads them, and what the base optimizer writes into them.
-
-    All units of a step see the values it began with. So a class that counts in its groups (schedule-free methods do),
-    or in attributes of its own, counts steps and not units.
-    """
-
-    def __init__(self, groups: Sequence[dict[str, Any]]) -> None:
-        self._groups = list(groups)
-        self._read = {id(group): _settings(group) for group in groups}
-        self._written: dict[int, dict[str, Any]] = {}
-        self._attributes: dict[torch.optim.Optimizer, dict[str, Any]] = {}
-
-    def detach(self) -> None:
-        """What happens to the groups' tensors (a learning rate) from now on is not seen by this step."""
-        for settings in self._read.values():
-            settings.update({k: v.clone() for k, v in settings.items() if isinstance(v, Tensor)})
-
-    def of(self, live: dict[str, Any]) -> dict[str, Any]:
-        """A copy of one group's settings, to be handed out."""
-        return dict(self._read[id(live)])
-
-    def attributes_at_start(self, optimizer: torch.optim.Optimizer) -> None:
-        """Set numbers that a class keeps on itself (``self.t += 1``) back to what the step began with."""
-        numbers = {key: value for key, value in vars(optimizer).items() if type(value) in (int, float, bool)}
-        before = self._attributes.setdefault(optimizer, numbers)
-        for born in numbers.keys() - before.keys():
-            delattr(optimizer, born)
-        vars(optimizer).update(before)
-
-    def note(self, live: dict[str, Any], seen: Mapping[str, Any]) -> None:
-        """The settings of one group, as the base optimizer left them."""
-        read = self._read[id(live)]
-        changed = {k: v for k, v in seen.items() if k not in ("params", "fused") and read.get(k) is not v}
-        self._written.setdefault(id(live), {}).update(changed)
-
-    def still_holds(self, groups: Sequence[dict[str, Any]]) -> bool:
-        """Whether a step that begins now would read the same."""
-        now = [_settings(group) for group in groups]
-        then = [self._read.get(id(group), {}) for group in groups]
-        return len(groups) == len(self._groups) and all(
-            a.keys() == b.keys() and all(_same_value(a[key], b[key]) for key in a)
-            for a, b in zip(now, then, strict=True)
-        )
-
-    def take_back(self) -> None:
-        """The step did not take place: classes that count in attributes of their own have not counted it."""
-        for optimizer in self._attributes:
-            self.attributes_at_start(optimizer)
-
-    def give_back(self) -> None:
-        """The step is over: the live groups take over what was written."""
-        for group in self._groups:
-            group.update(self._written.get(id(group), {}))
 
 
 class Updated(Protocol):
@@ -203,10 +68,9 @@ class BaseArithmetic:
         self.defaults.update(
             {key: self.hyperparameters.get(key) for key in ("fused", "foreach") if key in self.defaults}
         )
-        self._raw_step = _undecorated_step(optimizer_class)
+        self._raw_step = undecorated_step(optimizer_class)
         self._inner: dict[torch.device, torch.optim.Optimizer] = {}
         self._default_fused: dict[torch.device, bool] = {}
-        self._exchanges: dict[Any, MatrixExchange] = {}
 
     @property
     def name(self) -> str:
@@ -216,8 +80,8 @@ class BaseArithmetic:
     def consider(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Find out what these groups' settings mean for :attr:`whole_tensors`; called at set-up."""
         for group in groups:
-            settings = {key: value for key, value in _settings(group).items() if key in self.defaults}
-            if not any(settings is known or _equal_settings(settings, known) for known in self._considered):
+            settings = {key: value for key, value in settings_of(group).items() if key in self.defaults}
+            if not any(settings is known or equal_settings(settings, known) for known in self._considered):
                 self._considered.append(settings)
                 needs = needs_whole_tensors(self.optimizer_class, self.hyperparameters, settings)
                 self.whole_tensors = self.whole_tensors or needs
@@ -265,39 +129,29 @@ class BaseArithmetic:
     ) -> None:
         """One update of ``segments`` (all on one device) by ``gradients`` (fp32, unscaled, clipped, in their shapes).
 
+        Those that ranks update together are not among them (:mod:`~lightstep.optimizer.shared_updates`).
         ``overflow`` (0-dim fp32) is handed to classes that take ``found_inf``: with 1 they change nothing.
         """
         updated: list[tuple[Updated, Tensor]] = []
-        stacks, together = [], []
+        stacks = []
         for segment, gradient in zip(segments, gradients, strict=True):
-            if segment.parts[0].owner.rows is not None:
-                together.append((segment, gradient))
-            elif segment.master.dim() == 3 and self._takes_matrices_only:
-                stacks.append(_Stack(segment))
+            if segment.master.dim() == 3 and self._takes_matrices_only:
+                stacks.append(MatrixStack(segment))
                 updated.extend(zip(stacks[-1].matrices, gradient.unbind(0), strict=True))
             else:
                 updated.append((segment, gradient))
+        self.update(updated, overflow, values)
+        for stack in stacks:
+            stack.put_together()
+
+    def update(self, updated: Sequence[tuple[Updated, Tensor]], overflow: Tensor, values: GroupValues) -> None:
+        """:meth:`apply` to what the class takes for parameters."""
         self._create_eager_state([one for one, _ in updated], values)
         batches: dict[bool, list[tuple[Updated, Tensor]]] = {}
         for one, gradient in updated:
             batches.setdefault(bool(one.state), []).append((one, gradient))
         for batch in batches.values():  # torch's fused SGD cannot take first and later updates in one call
             self._apply_batch(batch, overflow, values)
-        for stack in stacks:
-            stack.put_together()
-        if together:
-            self._update_together(together, values)
-
-    def _update_together(self, batch: list[tuple[Segment, Tensor]], values: GroupValues) -> None:
-        """Muon's matrices that several ranks have rows of."""
-        by_group: dict[Any, list[tuple[Segment, Tensor]]] = {}
-        for segment, gradient in batch:
-            by_group.setdefault(_rows_of(segment).group, []).append((segment, gradient))
-        for group, own in by_group.items():
-            segments, gradients = [segment for segment, _ in own], [gradient for _, gradient in own]
-            settings = [values.of(segment.group) for segment in segments]
-            with torch.no_grad():
-                update_rows(segments, gradients, settings, [*map(_rows_of, segments)], self._exchanges[group])
 
     def _apply_batch(self, batch: list[tuple[Updated, Tensor]], overflow: Tensor, values: GroupValues) -> None:
         segments = [segment for segment, _ in batch]
@@ -336,33 +190,32 @@ class BaseArithmetic:
         """
         if not self.whole_tensors:
             return None
-        shape, rows = parameter.shape, rows_of(parameter)
-        stack = len(shape) == 3 and self._takes_matrices_only and rows is not None
-        together = rows is not None and len(shape) == 2 and is_known(self.optimizer_class)
-        if not (stack or together) and (rows is not None or shape != local.shape):
+        shape, rows = parameter.shape, rows_of(parameter, local)
+        if rows is None and shape != local.shape:
             raise ValueError(
-                f"{name} of shape {tuple(shape)} is sharded, and {self.name} needs whole tensors: it would take each "
-                "shard for a tensor of its own. Use an element-wise optimizer (torch.optim.AdamW), torch.optim.Muon on "
-                "matrices that are sharded by rows, or sharding.kind single or ddp"
+                f"{name} of shape {tuple(shape)} is sharded along other dimensions than the first two, and {self.name} "
+                "needs it whole. Use an element-wise optimizer (torch.optim.AdamW), or sharding.kind single or ddp"
+            )
+        stack = len(shape) == 3 and self._takes_matrices_only  # each rank has whole matrices of it
+        if rows is not None and not stack and not self.sends_directions and self._counts:
+            raise ValueError(
+                f"{name} is sharded, and {self.name} counts in its groups or in attributes of its own: only the rank "
+                "that has a tensor whole takes its step. Use sharding.kind single or ddp"
             )
         try:
             self._construct([torch.empty(self._updated_shape(shape), device="meta")], fused=False)
         except ValueError as error:
             raise ValueError(f"{self.name} cannot update {name} of shape {tuple(shape)}: {error}") from error
-        return rows if together else None
+        return None if stack else rows
 
-    def open_exchanges(self, items: Sequence[Managed]) -> None:
-        """Make the process groups for those that ranks update together; called at set-up, by all of them."""
-        for item in items:
-            if item.rows is not None and item.rows.group not in self._exchanges:
-                self._exchanges[item.rows.group] = MatrixExchange(item.rows.group)
-                self._exchanges[item.rows.group].open(item.local.device)
+    @property
+    def sends_directions(self) -> bool:
+        """Ranks that share a tensor send each other what has to be whole of it; for other classes all of it."""
+        return is_known(self.optimizer_class)
 
-    def close(self) -> None:
-        """Give the process groups back."""
-        for exchange in self._exchanges.values():
-            exchange.close()
-        self._exchanges = {}
+    @functools.cached_property
+    def _counts(self) -> bool:
+        return counts_steps(self.optimizer_class, self.hyperparameters, self._probe_shape)
 
     def _probe(self, device: torch.device | None = None) -> Tensor:
         """A small tensor to try the class out with; a matrix for classes that take no other."""
@@ -389,7 +242,7 @@ class BaseArithmetic:
         if not isinstance(value, Tensor):
             return EntrySpec(like_parameter=False, dtype=None, on_device=False)
         never_negative = key in getattr(self.optimizer_class, "never_negative", ()) or (
-            key in _SQUARES and _is_torchs_own(self.optimizer_class)
+            key in _SQUARES and is_torchs_own(self.optimizer_class)
         )
         on_device = value.device.type == probe.device.type
         return EntrySpec(value.shape == probe.shape, value.dtype, on_device, never_negative)
@@ -428,7 +281,7 @@ class BaseArithmetic:
 
     def resolved(self, settings: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
         """A group's settings as the class sees them on ``device``: ``fused`` decided, and without parameters."""
-        group = _settings(settings)
+        group = settings_of(settings)
         if self._default_fused[device] and group.get("fused") is None and group.get("foreach") is None:
             group["fused"] = True
         group["params"] = []
@@ -450,60 +303,6 @@ class BaseArithmetic:
         return bool(self._construct([self._probe()], fused=False).state)
 
 
-class _Matrix(NamedTuple):
-    master: Tensor
-    group: dict[str, Any]
-    state: dict[str, Any]
-
-
-class _Stack:
-    """A parameter of three dimensions (the experts of a layer), for a class that takes matrices only."""
-
-    def __init__(self, segment: Segment) -> None:
-        self._segment, self._shape = segment, segment.master.shape
-        self.matrices = [
-            _Matrix(segment.master[number], segment.group, self._state_of(number)) for number in range(self._shape[0])
-        ]
-
-    def _state_of(self, number: int) -> dict[str, Any]:
-        state = self._segment.state.items()
-        return {k: v[number] if _has_shape(v, self._shape) else copy.deepcopy(v) for k, v in state}
-
-    def put_together(self) -> None:
-        """The matrices' state is the segment's."""
-        state = self._segment.state
-        if not self.matrices:  # this rank has no expert, and state like the others'
-            likes = (key for key, spec in self._segment.parts[0].owner.schema.items() if spec.like_parameter)
-            state.update({key: torch.zeros_like(self._segment.master) for key in likes if key not in state})
-            return
-        for key, value in self.matrices[0].state.items():
-            rows = [matrix.state[key] for matrix in self.matrices]
-            if not _has_shape(value, self._shape[1:]):
-                state[key] = value
-            elif key not in state:
-                state[key] = torch.stack(rows)
-            elif any(row.data_ptr() != known.data_ptr() for row, known in zip(rows, state[key], strict=True)):
-                torch.stack(rows, out=state[key])
-
-
-def _has_shape(value: Any, shape: torch.Size) -> bool:
-    return isinstance(value, Tensor) and value.shape == shape
-
-
-def _rows_of(segment: Segment) -> Rows:
-    rows = segment.parts[0].owner.rows
-    assert rows is not None
-    return rows
-
-
-def _undecorated_step(optimizer_class: type[torch.optim.Optimizer]) -> Callable[[torch.optim.Optimizer], Any]:
-    """``step`` without the wrapper that fires hooks: those belong to the outer optimizer, once per step."""
-    step: Any = optimizer_class.step
-    while getattr(step, "hooked", False) and hasattr(step, "__wrapped__"):
-        step = step.__wrapped__
-    return step
-
-
 def _adopt_state(inner: torch.optim.Optimizer, segments: Sequence[Updated]) -> None:
     """Classes may replace a parameter's state dictionary instead of filling the one they were given."""
     for segment in segments:
@@ -511,27 +310,6 @@ def _adopt_state(inner: torch.optim.Optimizer, segments: Sequence[Updated]) -> N
         if state is not segment.state:
             segment.state.clear()
             segment.state.update(state)
-
-
-def _equal_settings(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
-    """Equal but for the learning rate, which schedules change and which mixes nothing."""
-    keys = (first.keys() | second.keys()) - {"lr", "initial_lr"}
-    return all(key in first and key in second and _same(first[key], second[key]) for key in keys)
-
-
-def _same(first: Any, second: Any) -> bool:
-    return first is second or (type(first) is type(second) and not isinstance(first, Tensor) and bool(first == second))
-
-
-def _same_value(now: Any, then: Any) -> bool:
-    """Tensors may have been written to; one on an accelerator would make the host wait, and counts as another."""
-    if isinstance(now, Tensor) and isinstance(then, Tensor):
-        return now.device.type == then.device.type == "cpu" and torch.equal(now, then)
-    return _same(now, then)
-
-
-def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key not in ("params", "param_names", "optimizer_class")}
 
 
 def _check_class(optimizer_class: Any, hyperparameters: Mapping[str, Any]) -> None:

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightstep.distributed import Rows
-from lightstep.optimizer.arithmetic import BaseArithmetic, GroupValues
+from lightstep.distributed import MatrixExchange, Rows
+from lightstep.optimizer.arithmetic import BaseArithmetic
+from lightstep.optimizer.group_values import GroupValues
 from lightstep.state.backend import Managed
 from lightstep.state.segment import Segment
 
@@ -34,6 +35,7 @@ class GroupClasses:
     Attributes:
         own: the arithmetic of the optimizer's own class.
         in_backward: updates run in backward, where ranks cannot update a parameter together.
+        exchanges: between ranks that do, by process group; they exist from the set-up on.
 
     Raises:
         TypeError, ValueError: see :class:`~lightstep.optimizer.arithmetic.BaseArithmetic`.
@@ -41,6 +43,7 @@ class GroupClasses:
 
     def __init__(self, optimizer_class: type[torch.optim.Optimizer], hyperparameters: dict[str, Any]) -> None:
         self.own, self.in_backward = BaseArithmetic(optimizer_class, hyperparameters), False
+        self.exchanges: dict[Any, MatrixExchange] = {}
         self._named: dict[str, BaseArithmetic] = {class_name(optimizer_class): self.own}
 
     @property
@@ -106,8 +109,9 @@ class GroupClasses:
 
     def close(self) -> None:
         """Give process groups back."""
-        for arithmetic in self._named.values():
-            arithmetic.close()
+        for exchange in self.exchanges.values():
+            exchange.close()
+        self.exchanges.clear()
 
     # -- set-up
 
@@ -141,8 +145,12 @@ class GroupClasses:
             arithmetic = self.of(item.group)
             item.schema, item.whole_tensors = schemas[arithmetic], arithmetic.whole_tensors
             item.joined_in_update = arithmetic.one_pass(item.local.device)
-        for arithmetic in schemas:
-            arithmetic.open_exchanges([item for item in items if self.of(item.group) is arithmetic])
+        for exchange in self.exchanges.values():
+            exchange.keep(frozenset(items))
+        for item in items:
+            if item.rows is not None and item.rows.group not in self.exchanges:
+                self.exchanges[item.rows.group] = MatrixExchange(item.rows.group)
+                self.exchanges[item.rows.group].open(item.local.device)
 
     # -- one step
 

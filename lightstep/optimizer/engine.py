@@ -16,10 +16,10 @@ from torch import Tensor
 
 from lightstep.clipping import check_max_norm, check_norm_type
 from lightstep.distributed import local_tensor
-from lightstep.optimizer.arithmetic import GroupValues
 from lightstep.optimizer.broken_step import BrokenStep
 from lightstep.optimizer.classes import GroupClasses
 from lightstep.optimizer.eager import eager_backward, own_work
+from lightstep.optimizer.group_values import GroupValues
 from lightstep.optimizer.in_backward import InBackward
 from lightstep.optimizer.managed_parameters import InitialMasters, ManagedParameters, Places
 from lightstep.optimizer.overlap import Overlap

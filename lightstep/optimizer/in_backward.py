@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightstep.optimizer.arithmetic import GroupValues
 from lightstep.optimizer.arrivals import Arrivals, Take
+from lightstep.optimizer.group_values import GroupValues
 from lightstep.optimizer.schedule import Job, Schedule
 from lightstep.optimizer.walk import Gradients, UnitWalk, Update
 from lightstep.state.backend import Managed, StateBackend

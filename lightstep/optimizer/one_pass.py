@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightstep.optimizer.arithmetic import ADAMS, GroupValues
+from lightstep.optimizer.arithmetic import ADAMS
 from lightstep.optimizer.classes import GroupClasses
+from lightstep.optimizer.group_values import GroupValues
 from lightstep.precision.adam_kernel import AdamRun, AdamSettings, Scaling, runs_in_one_pass, twin_on, update
 from lightstep.precision.gradient_stage import GradientStage
 from lightstep.state.record import Layout

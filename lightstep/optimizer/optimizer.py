@@ -226,6 +226,7 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         self.synchronize()
         with own_work():
             self.engine.walk.stage.free()
+            self.engine.walk.shared.free()
             self._backend.release_device_memory()
         if any(device.type != "cpu" for device in self.engine.managed.devices):
             torch.accelerator.memory.empty_cache()
@@ -241,6 +242,7 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         parameters = sum(item.local.numel() for item in self.engine.managed)
         stage = self.engine.walk.stage.nbytes()
         report: dict[str, float] = {**self._backend.memory(), "gradient_stage_bytes": stage}
+        report["exchange_bytes"] = self.engine.walk.shared.nbytes()
         report["parameters"] = parameters
         for place in ("device", "host"):
             report[f"{place}_bytes_per_parameter"] = report[f"{place}_bytes"] / max(parameters, 1)
@@ -262,6 +264,11 @@ class MixedPrecisionOptimizer(BaseOptimizer):
     def optimizer_class(self) -> type[torch.optim.Optimizer]:
         """The class whose arithmetic updates the masters."""
         return self.engine.classes.own.optimizer_class
+
+    @property
+    def has_whole_tensors(self) -> bool:
+        """Whether a class of its groups is not element-wise: state may have other shapes than its parameter."""
+        return self.engine.classes.whole_tensors
 
     def managed(self, also: Collection[Tensor] = ()) -> list[Managed]:
         """The trainable parameters with their names, in group order (set up if need be).

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
-from lightstep.optimizer.arithmetic import GroupValues
+from lightstep.optimizer.group_values import GroupValues
 from lightstep.optimizer.walk import UnitWalk, Update
 from lightstep.state.backend import Managed, StateBackend, Unit
 

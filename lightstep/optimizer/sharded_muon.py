@@ -1,22 +1,21 @@
-"""torch's Muon on matrices whose rows are divided among ranks, bit for bit.
+"""torch's Muon on matrices that are divided among ranks, bit for bit, in three parts.
 
-Momentum and the master's update are element-wise, so each rank does them on its rows. Only what is orthogonalised has
+Momentum and the master's update are element-wise, so each rank does them on its block. Only what is orthogonalised has
 to be whole: in bf16, as torch does it, on one rank for each matrix.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightstep.distributed import MatrixExchange, Rows
-from lightstep.state.segment import Segment
+__all__ = ["MOMENTUM", "apply_direction", "direction_of", "is_known", "orthogonal"]
 
-__all__ = ["is_known", "update_rows"]
+MOMENTUM = "momentum_buffer"
 
 
 def is_known(optimizer_class: type[torch.optim.Optimizer]) -> bool:
@@ -24,36 +23,14 @@ def is_known(optimizer_class: type[torch.optim.Optimizer]) -> bool:
     return optimizer_class is getattr(torch.optim, "Muon", None) and _has_its_bits()
 
 
-def update_rows(
-    segments: Sequence[Segment],
-    gradients: Sequence[Tensor],
-    settings: Sequence[Mapping[str, Any]],
-    rows: Sequence[Rows],
-    exchange: MatrixExchange,
-) -> None:
-    """One update of this rank's rows of each matrix.
-
-    Args:
-        gradients: fp32, in the segments' shapes.
-        settings: of each segment's group.
-    """
-    directions = []
-    for segment, gradient, group in zip(segments, gradients, settings, strict=True):
-        if "momentum_buffer" not in segment.state:
-            segment.state["momentum_buffer"] = torch.zeros_like(gradient)
-        directions.append(_direction(segment.state["momentum_buffer"], gradient, group))
-    shapes = [one.shape for one in rows]
-    orthogonal = exchange.compute(directions, rows, lambda number, whole: _orthogonal(whole, settings[number]))
-    for segment, direction, group, shape in zip(segments, orthogonal, settings, shapes, strict=True):
-        _apply(segment.master, direction, group, shape)
+def direction_of(momentum: Tensor, gradient: Tensor, group: Mapping[str, Any]) -> Tensor:
+    """Updates the momentum; what is to be orthogonalised, before it is rounded to bf16."""
+    momentum.lerp_(gradient, 1 - group["momentum"])
+    return gradient.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
 
 
-def _direction(buffer: Tensor, gradient: Tensor, group: Mapping[str, Any]) -> Tensor:
-    buffer.lerp_(gradient, 1 - group["momentum"])
-    return (gradient.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer).bfloat16()
-
-
-def _orthogonal(direction: Tensor, group: Mapping[str, Any]) -> Tensor:
+def orthogonal(direction: Tensor, group: Mapping[str, Any]) -> Tensor:
+    """Of a whole direction in bf16, which may be written to."""
     from torch.optim import _muon
 
     settings = (group[key] for key in ("ns_coefficients", "ns_steps", "eps"))
@@ -61,7 +38,11 @@ def _orthogonal(direction: Tensor, group: Mapping[str, Any]) -> Tensor:
     return result
 
 
-def _apply(master: Tensor, direction: Tensor, group: Mapping[str, Any], shape: torch.Size) -> None:
+def apply_direction(master: Tensor, direction: Tensor, group: Mapping[str, Any], shape: torch.Size) -> None:
+    """
+    Args:
+        shape: of the whole matrix.
+    """
     from torch.optim import _muon
 
     lr: Any = group["lr"].squeeze() if isinstance(group["lr"], Tensor) else group["lr"]
@@ -76,15 +57,15 @@ def _has_its_bits() -> bool:
     for shape in ((24, 40), (40, 24)):
         for changes in ({}, {"nesterov": False, "adjust_lr_fn": "match_rms_adamw"}):
             start, *gradients = torch.randn(3, *shape, generator=numbers, dtype=torch.float32, device="cpu")
-            theirs, mine, buffer = start.clone(), start.clone(), torch.zeros_like(start)
+            theirs, mine, momentum = start.clone(), start.clone(), torch.zeros_like(start)
             muon = torch.optim.Muon([theirs], lr=0.02, **changes)  # type: ignore[arg-type]
             (group,) = muon.param_groups
             for gradient in gradients:
                 theirs.grad = gradient
                 muon.step()
                 try:
-                    direction = _orthogonal(_direction(buffer, gradient, group), group)
-                    _apply(mine, direction, group, mine.shape)
+                    direction = orthogonal(direction_of(momentum, gradient, group).bfloat16(), group)
+                    apply_direction(mine, direction, group, mine.shape)
                 except (AttributeError, TypeError, KeyError):  # another version's
                     return False
             if not torch.equal(theirs, mine):

@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from lightstep.optimizer.arithmetic import GroupValues
 from lightstep.optimizer.broken_step import BrokenStep
 from lightstep.optimizer.classes import GroupClasses
+from lightstep.optimizer.group_values import GroupValues
 from lightstep.optimizer.one_pass import OnePass
+from lightstep.optimizer.shared_updates import SharedUpdates
 from lightstep.precision.adam_kernel import Scaling
 from lightstep.precision.gradient_stage import GradientStage, scalable_in_place
 from lightstep.state.backend import Managed, StateBackend, Unit
@@ -97,6 +98,7 @@ class UnitWalk:
         self.broken = broken
         self._record = record
         self.stage = GradientStage()
+        self.shared = SharedUpdates(classes, backend)
         self._one_pass = OnePass(classes, self.stage)
 
     def make_room_for_copies(self) -> None:
@@ -137,13 +139,33 @@ class UnitWalk:
         """``order``: in which the units will come, as far as is known; ``None`` is the backend's own."""
         with self.broken.guard("the beginning of the update"):
             self._backend.begin(managed, order)
+            self.shared.begin(managed, order)
 
     def unit(self, unit: Unit, update: Update) -> list[Managed]:
         """Update one unit; returns the parameters that are complete with it."""
+        if unit in self.shared:
+            return self._shared_unit(unit, update)
         with self.broken.guard(f"the update of {unit.label}"):
             segments = self._backend.acquire(unit, update.gradients, update.apart)
             for alike, factor, overflow in update.alike(segments):
                 self._apply(alike, update, _on(alike[0].device, update.divisor, factor, overflow))
+            self._backend.release(unit, segments)
+        return self._noted(segments)
+
+    def _shared_unit(self, unit: Unit, update: Update) -> list[Managed]:
+        """One that ranks update together; others behind it are begun first."""
+        divisor, factor, overflow = update.divisor, update.factor, update.overflow
+        assert isinstance(overflow, Tensor) and not isinstance(factor, Mapping), "it is not updated in backward"
+        scaling = _on(unit.parts[0][0].local.device, divisor, factor, overflow)
+
+        def scaled(segments: Sequence[Segment]) -> list[Tensor]:
+            gradients = [[part.of(update.gradients[part.owner]) for part in one.parts] for one in segments]
+            return self._scaled(segments, gradients, update, scaling)
+
+        with self.broken.guard(f"the update of {unit.label}"):
+            self.shared.reach(unit, update.gradients, scaled, update.values)
+            segments = self._backend.acquire(unit, update.gradients, update.apart)
+            self.shared.apply(unit, segments, scaled, scaling.overflow, update.values)
             self._backend.release(unit, segments)
         return self._noted(segments)
 
@@ -179,10 +201,16 @@ class UnitWalk:
         gradients = {one: [part.of(update.gradients[part.owner]) for part in one.parts] for one in segments}
         left = self._one_pass.update(segments, [*gradients.values()], scaling, update.values)
         if left:
-            sources = [gradients[one] for one in left]
-            rows = self.stage.scaled(left, sources, *scaling[:2], in_place=not update.read_again)
-            shaped = [row.view(one.shape).to(one.master.dtype) for one, row in zip(left, rows, strict=True)]
-            self._classes.apply(left, shaped, scaling.overflow, update.values)
+            scaled = self._scaled(left, [gradients[one] for one in left], update, scaling)
+            self._classes.apply(left, scaled, scaling.overflow, update.values)
+
+    def _scaled(
+        self, segments: Sequence[Segment], gradients: Sequence[list[Tensor]], update: Update, scaling: Scaling
+    ) -> list[Tensor]:
+        """In the shapes and dtypes of the segments' masters."""
+        rows = self.stage.scaled(segments, gradients, *scaling[:2], in_place=not update.read_again)
+        dtypes = [one.locals[0].dtype if one.coding == "own" else torch.float32 for one in segments]
+        return [row.view(one.shape).to(dtype) for one, row, dtype in zip(segments, rows, dtypes, strict=True)]
 
     def _noted(self, updated: list[Segment]) -> list[Managed]:
         owners = [part.owner for segment in updated for part in segment.parts]

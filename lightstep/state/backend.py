@@ -174,6 +174,20 @@ class StateBackend(ABC):
     def release(self, unit: Unit, updated: Sequence[Segment]) -> None:
         """The unit is done: ``updated`` segments are written to their parameters and to where their state lives."""
 
+    def ahead(self, managed: Collection[Managed], entry: str) -> int:
+        """How many units behind the next one :meth:`look_ahead` may be asked for; 0 unless all of these have ``entry``.
+
+        The same on all ranks that update parameters together.
+        """
+        return 0
+
+    def look_ahead(self, unit: Unit, active: Collection[Managed]) -> list[tuple[Segment, Mapping[str, Tensor]]]:
+        """The segments that :meth:`acquire` will hand out of a later unit, and their entries, to be worked on already.
+
+        For work on the current stream. What is written to an entry is there when the unit is acquired.
+        """
+        raise NotImplementedError(f"the {self.name} backend knows no unit before it is acquired")
+
     def finish(self) -> None:  # noqa: B027  (an optional hook)
         """The step is over: order what is still under way before the caller's next work."""
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from lightstep.state.backend import Managed, StateBackend, Unit
 from lightstep.state.entries import Entries
 from lightstep.state.record import Coding, ExpectedLayouts, Layout, Part, Record, Slot, make_record
-from lightstep.state.segment import LARGE, MasterSplitter, Segment, Staging, segments_of
+from lightstep.state.segment import LARGE, MasterSplitter, Segment, Staging, Views, segments_of
 from lightstep.state.versions import Version
 
 __all__ = ["RecordBackend", "same_rounding", "was_rounded_from"]
@@ -168,6 +168,29 @@ class RecordBackend(StateBackend):
 
         self._run(open_all)
         return segments
+
+    def ahead(self, managed: Collection[Managed], entry: str) -> int:
+        known = all(entry in part.keys for item in managed for part in self._parts[item])
+        return self._room_ahead if known else 0
+
+    @property
+    def _room_ahead(self) -> int:
+        """Units behind the next one that are on the device as well."""
+        return len(self._records)
+
+    def look_ahead(self, unit: Unit, active: Collection[Managed]) -> list[tuple[Segment, Mapping[str, Tensor]]]:
+        record = self._records[unit]
+        slot = self._look_at(record)
+        found: list[tuple[Segment, Mapping[str, Tensor]]] = []
+        for segment in segments_of(record, active, None):
+            if segment not in slot.views:
+                slot.views[segment] = Views(segment, slot)
+            found.append((segment, slot.views[segment].entries))
+        return found
+
+    def _look_at(self, record: Record) -> Slot:
+        """As :meth:`_take`, of a record that is taken later."""
+        return self._take(record)
 
     def _version_of(self, record: Record) -> Version | None:
         """What is being tried of it, if anything is."""

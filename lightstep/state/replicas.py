@@ -24,7 +24,7 @@ from lightstep.state.lanes import Lanes
 from lightstep.state.record import ExpectedLayouts
 from lightstep.state.segment import Segment
 from lightstep.state.snapshot import Snapshot
-from lightstep.state.units import group_by_layer
+from lightstep.state.units import apart, group_by_layer
 
 __all__ = ["SharedByReplicas", "share_out"]
 
@@ -60,16 +60,10 @@ class SharedByReplicas(StateBackend):
     # -- set-up
 
     def register(self, managed: Sequence[Managed]) -> None:
-        together = next((item.name for item in managed if item.rows is not None), None)
-        if together is not None:
-            raise ValueError(
-                f"{together} is sharded and has copies, and its optimizer needs it whole: with copies (HSDP) that goes "
-                "with optimizer_state.backend resident or bulk"
-            )
         layouts = ExpectedLayouts()
 
         def cost(item: Managed) -> int:
-            return layouts.record_bytes(item, item.local.numel())
+            return layouts.record_bytes(item, item.planned)
 
         self._owners = share_out(managed, cost, self._owners, self._replicas.size)
         for item, owner in self._owners.items():
@@ -125,6 +119,12 @@ class SharedByReplicas(StateBackend):
     def release(self, unit: Unit, updated: Sequence[Segment]) -> None:
         self.inner.release(unit, updated)
         self._exchange.updated(item for item, _, stop in unit.parts if stop == item.local.numel())
+
+    def ahead(self, managed: Collection[Managed], entry: str) -> int:
+        return self.inner.ahead(managed, entry)
+
+    def look_ahead(self, unit: Unit, active: Collection[Managed]) -> list[tuple[Segment, Mapping[str, Tensor]]]:
+        return self.inner.look_ahead(unit, active)
 
     def sent_after(self, managed: Managed) -> Managed | None:
         return self._exchange.sent_after(managed)
@@ -206,15 +206,21 @@ class SharedByReplicas(StateBackend):
 def share_out(managed: Sequence[Managed], cost: Cost, known: Owners, replicas: int) -> dict[Managed, int]:
     """The owner of each parameter, the same on all replicas: of the new ones the most costly goes to who has least.
 
+    Those that the ranks of one replica update together come first: what costs more on one of these ranks than on
+    another has no say in them.
+
     Args:
         known: owners of parameters that have one already; they keep it.
         replicas: how many there are.
     """
     shared = {item: known[item] for item in managed if item in known}
-    loads = [sum(cost(item) for item, owner in shared.items() if owner == replica) for replica in range(replicas)]
-    for item in sorted((item for item in managed if item not in shared), key=cost, reverse=True):
-        shared[item] = loads.index(min(loads))
-        loads[shared[item]] += cost(item)
+    loads = [0] * replicas
+    for listed in apart(managed)[::-1]:
+        for item in (item for item in listed if item in known):
+            loads[known[item]] += cost(item)
+        for item in sorted((item for item in listed if item not in known), key=cost, reverse=True):
+            shared[item] = loads.index(min(loads))
+            loads[shared[item]] += cost(item)
     return {item: shared[item] for item in managed}
 
 

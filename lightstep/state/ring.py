@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from lightstep.state import record
-from lightstep.state.lanes import Lanes
+from lightstep.state.lanes import LaneError, Lanes
 from lightstep.state.record import Record
 from lightstep.state.versions import Version
 
@@ -26,6 +26,7 @@ class Slot(record.Slot):
     def __init__(self, nbytes: int, lanes: Lanes) -> None:
         super().__init__(torch.empty(nbytes, dtype=torch.uint8, device=lanes.device))
         self.staged, self.updated, self.drained = lanes.event(), lanes.event(), lanes.event()
+        self.in_work = False  # written to before it was taken
 
 
 class Ring:
@@ -87,6 +88,18 @@ class Ring:
         caller.wait(slot.staged)
         caller.wait(slot.drained)
         self._staged.popleft()  # not before: an interrupt while waiting would lose the slot
+        slot.in_work = False
+        return slot
+
+    def look_at(self, record: Record) -> Slot:
+        """The slot of one that will be taken soon, ready for what the caller does next with it."""
+        self._lanes.check()
+        slot = next((slot for known, slot in self._staged if known is record), None)
+        assert slot is not None, f"{record.unit.label} is looked at, and stands in no slot of the ring"
+        caller = self._lanes.caller()
+        caller.wait(slot.staged)
+        caller.wait(slot.drained)
+        slot.in_work = True
         return slot
 
     def grow(self, count: int, slot_bytes: int) -> Slot:
@@ -120,7 +133,14 @@ class Ring:
         self._give_back(slot)
 
     def drop(self) -> None:
-        """Forget what is fetched (the records were edited, or others are needed); it stands in line again."""
+        """Forget what is fetched (the records were edited, or others are needed); it stands in line again.
+
+        Raises:
+            LaneError: a record was written to before it was taken.
+        """
+        lost = next((record for record, slot in self._staged if slot.in_work), None)
+        if lost is not None:
+            raise LaneError(f"{lost.unit.label} would be fetched again in the middle of its update: load a checkpoint")
         while self._staged:
             record, slot = self._staged.pop()
             self._upcoming.appendleft(record)
@@ -129,6 +149,8 @@ class Ring:
     def reset(self) -> None:
         """After a failure: every slot is free, nothing is expected."""
         self._free, self._staged, self._upcoming = deque(self.slots), deque(), deque()
+        for slot in self.slots:
+            slot.in_work = False
 
     def _give_back(self, slot: Slot) -> None:
         self._free.append(slot)

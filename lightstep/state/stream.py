@@ -262,6 +262,14 @@ class StreamBackend(RecordBackend):
     def _take(self, record: Record) -> Slot:
         return self._residency.take(record) if record in self._residency else self._live_ring().take(record)
 
+    @property
+    def _room_ahead(self) -> int:
+        """Beside the slot that is updated and the one that drains."""
+        return max(self._slots - 2, 0)
+
+    def _look_at(self, record: Record) -> Slot:
+        return self._take(record) if record in self._residency else self._live_ring().look_at(record)
+
     def _give_back(self, record: Record, slot: Any, changed: bool) -> None:
         if record in self._residency:
             self._residency.give_back(record)
@@ -429,9 +437,10 @@ class StreamBackend(RecordBackend):
         return self._ensure_ring() if self._ring is None else self._ring
 
     def _slots_of(self, size: int) -> int:
-        """How many slots of ``size`` bytes: no more than records for them, and than fit the ring; at least one."""
-        streamed = len(self._streamed())
-        return min(streamed, max(min(self._slots, int(self._ring_mib * _MIB) // max(size, 1)), 1))
+        """How many slots of ``size`` bytes: no more than records for them, and than fit the ring; at least one, and as
+        many as ranks look into that update parameters together."""
+        streamed, needed = len(self._streamed()), self._room_ahead + 1 if self.awaited_by_others else 1
+        return min(streamed, max(min(self._slots, int(self._ring_mib * _MIB) // max(size, 1)), needed))
 
     def _streamed(self) -> list[Record]:
         """The records that go through the ring."""

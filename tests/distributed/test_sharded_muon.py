@@ -8,16 +8,27 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from transformers import Adafactor
 
 import lightstep
 from lightstep import Rule
+from lightstep.bench.llama import LlamaShape
+from lightstep.bench.peers import TorchFsdp2
+from lightstep.bench.step import StepTask, random_gradients
+from lightstep.bench.strategies import StrategyContender
+from lightstep.distributed.matrices import cost_of, owners_of
+from lightstep.optimizer.shared_updates import AHEAD
 from tests.distributed.models import TinyTransformer, loss_of
 from tests.distributed.ranks import Pool, device_of
 from tests.distributed.sharded_reference import GatheringLoop
 from tests.reference.tiny_model import representable
+from tests.unit.test_stream import random_delays, random_sleeps
 
-STREAM = {"backend": "stream", "ring_mib": 0.05}
+STREAM = {"backend": "stream", "ring_mib": 0.02}
 STATES: dict[str, dict[str, Any]] = {
     "resident": {"backend": "resident"},
     "bulk": {"backend": "bulk"},
@@ -53,13 +64,13 @@ def groups_of(model: nn.Module) -> list[dict[str, Any]]:
     ]
 
 
-def made(sharding: dict[str, Any], state: dict[str, Any]) -> tuple[Any, Any, Any]:
+def made(sharding: dict[str, Any], state: dict[str, Any], groups: Any = groups_of) -> tuple[Any, Any, Any]:
     strategy = lightstep.Strategy.load(
         {"sharding": {"kind": "fsdp2", **sharding}, "clipping": {"max_norm": 0.5}, "optimizer_state": state}
     )
     torch.manual_seed(0)
     model = strategy.prepare_model(representable(WithExperts()))
-    return strategy, model, strategy.create_optimizer(model, param_groups=groups_of(model))
+    return strategy, model, strategy.create_optimizer(model, param_groups=groups(model))
 
 
 def whole(value: Tensor) -> Tensor:
@@ -71,7 +82,7 @@ def content(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
     found = {}
     for name, parameter in model.named_parameters():
         entries = dict(optimizer.state[parameter]) if parameter in optimizer.state else {}
-        found |= {f"{name}.{key}": whole(value) for key, value in {"weight": parameter, **entries}.items()}
+        found |= {f"{name}.{key}": whole(torch.as_tensor(v)) for key, v in {"weight": parameter, **entries}.items()}
     return found
 
 
@@ -94,11 +105,24 @@ def check_exact(rank: int, world_size: int, sharding: dict[str, Any], state: dic
     inside = {id(parameter) for block in blocks for parameter in block}
     rest = [parameter for parameter in replica.parameters() if id(parameter) not in inside]
     trained = [{**group, "params": [p for p in group["params"] if p.requires_grad]} for group in groups_of(replica)]
+    optimizer._backend.unit_elements = 150  # several units, which are begun before others are updated
     loop = GatheringLoop(
         replica, trained, units=[*blocks, rest], max_norm=0.5, shard=sharding.get("mesh", {}).get("shard")
     )
-    train(strategy, model, optimizer, rank, range(4), loop)
+    train(strategy, model, optimizer, rank, range(1), loop)
+    if state["backend"] == "stream":
+        (random_delays if strategy.device.type == "cpu" else random_sleeps)(_inner(optimizer).lanes, rank)
+    train(strategy, model, optimizer, rank, range(1, 2), loop)
+    optimizer.synchronize()
+    optimizer.engine.classes.prepare(list(optimizer.engine.managed), optimizer.param_groups)  # as for new parameters
+    train(strategy, model, optimizer, rank, range(2, 4), loop)
     found = content(model, optimizer)
+    units = [unit for unit in optimizer._backend.units() if unit.parts[0][0].rows is not None]
+    assert _under_way(optimizer) == min(AHEAD + 1, len(units)) > 1
+    report = optimizer.memory_report()
+    assert 0 < report["exchange_bytes"] < sum(2 * 4 * p.numel() for p in replica.parameters())
+    optimizer.release_device_memory()
+    assert optimizer.memory_report()["exchange_bytes"] == 0
     for name, parameter in replica.named_parameters():
         assert torch.equal(found[f"{name}.weight"], parameter.cpu()), f"{name} differs"
         for key, value in loop.state(parameter).items() if parameter in loop.masters else ():
@@ -107,24 +131,177 @@ def check_exact(rank: int, world_size: int, sharding: dict[str, Any], state: dic
     optimizer.close()
 
 
+def _inner(optimizer: Any) -> Any:
+    return getattr(optimizer._backend, "inner", optimizer._backend)
+
+
+def _under_way(optimizer: Any) -> int:
+    """How many units were on their way among the ranks at a time."""
+    (exchange,) = optimizer.engine.classes.exchanges.values()
+    return len(exchange._all)
+
+
 def _seeded() -> nn.Module:
     torch.manual_seed(0)
     return WithExperts()
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-@pytest.mark.parametrize("state", list(STATES))
+@pytest.mark.parametrize(
+    ("state", "world_size"),
+    [
+        *(("resident", 2), ("resident", 4), ("bulk", 3), ("stream", 4)),
+        *(("stream, next forward", 2), ("stream, next forward", 3), ("stream, overlap", 3), ("stream, overlap", 4)),
+    ],
+)
 def test_the_bits_of_whole_matrices(pool: Pool, state: str, world_size: int) -> None:
     pool.run(check_exact, world_size, sharding={}, state=STATES[state])
 
 
-def test_with_copies_of_the_shards(pool: Pool) -> None:
+@pytest.mark.parametrize("state", ["resident", "stream", "stream, overlap"])
+def test_with_copies_of_the_shards(pool: Pool, state: str) -> None:
     sharding = {"mesh": {"replicate": 2, "shard": 2}}
-    pool.run(check_exact, 4, sharding=sharding, state=STATES["resident"])
+    pool.run(check_exact, 4, sharding=sharding, state=STATES[state])
 
 
-def check_checkpoint(rank: int, world_size: int, folder: str, saves: bool) -> None:
-    run = made({}, STATES["stream" if saves else "stream, next forward"])
+def check_tensor_parallel(rank: int, world_size: int, state: dict[str, Any]) -> None:
+    """FSDP2 over tensor parallelism, whose first matrix is divided twice by rows, and the second by both dimensions."""
+    device = device_of(rank, world_size)
+    mesh = init_device_mesh(device.type, (2, world_size // 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 10, bias=False), nn.Linear(10, 7, bias=False), nn.Linear(7, 5)).to(device)
+    expected = [torch.nn.Parameter(p.detach().bfloat16().float()) for p in model.parameters() if p.dim() == 2]
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    fully_shard(model.bfloat16(), mesh=mesh["dp"])
+    strategy = lightstep.Strategy.load({"clipping": {"max_norm": None}, "optimizer_state": state})
+    rules = [Rule(torch.optim.Muon, dims=2, **MUON), Rule(torch.optim.AdamW, dims=1, **ADAMW)]
+    optimizer, plain = strategy.create_optimizer(model, rules=rules), torch.optim.Muon(expected, **MUON)
+    matrices = [p for p in model.parameters() if p.dim() == 2]
+    for step in range(3):
+        inputs = torch.randn(4, 6, generator=torch.Generator().manual_seed(step)).to(device, torch.bfloat16)
+        model(inputs).float().square().mean().backward()
+        for whole_one, parameter in zip(expected, matrices, strict=True):
+            whole_one.grad = parameter.grad.full_tensor().float()
+        assert optimizer.step()
+        plain.step()
+    optimizer.synchronize()
+    for whole_one, parameter in zip(expected, matrices, strict=True):
+        assert torch.equal(parameter.full_tensor(), whole_one.bfloat16())
+        entries = optimizer.state[parameter]
+        assert torch.equal(whole(entries["master"]), whole_one.detach().cpu())
+        assert torch.equal(whole(entries["momentum_buffer"]), plain.state[whole_one]["momentum_buffer"].cpu())
+    optimizer.close()
+
+
+@pytest.mark.parametrize("state", ["resident", "stream, next forward"])
+def test_under_tensor_parallelism(pool: Pool, state: str) -> None:
+    pool.run(check_tensor_parallel, 4, state=STATES[state])
+
+
+class Lamb(torch.optim.Optimizer):
+    """Scales the update of each tensor by its norm, and keeps its moment in bf16."""
+
+    whole_tensors = True
+
+    def __init__(self, params: Any, lr: float = 1e-2) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                moment = self.state[parameter].setdefault("moment", torch.zeros_like(parameter, dtype=torch.bfloat16))
+                moment.mul_(0.9).add_(parameter.grad, alpha=0.1)
+                ratio = parameter.norm() / (moment.float().norm() + 1e-6)
+                parameter.sub_(moment * (group["lr"] * ratio))
+
+
+CLASSES = {
+    "adafactor": (Adafactor, {"lr": 1e-2, "relative_step": False, "beta1": 0.9, "weight_decay": 0.1}),
+    "adafactor, by its own rate": (Adafactor, {}),
+    "lamb": (Lamb, {}),
+}
+
+
+def check_gathered(rank: int, world_size: int, optimizer_class: Any, settings: dict[str, Any], state: Any) -> None:
+    """Any class that needs whole tensors: matrices, biases, and experts; some ranks have nothing of some of them."""
+    device = device_of(rank, world_size)
+    torch.manual_seed(0)
+    model = representable(WithExperts()).to(device, torch.bfloat16)
+    expected = {n: torch.nn.Parameter(p.detach().float()) for n, p in model.named_parameters() if p.requires_grad}
+    fully_shard(model, mesh=init_device_mesh(device.type, (world_size,)))
+    strategy = lightstep.Strategy.load({"clipping": {"max_norm": None}, "optimizer_state": state})
+    optimizer, plain = strategy.create_optimizer(model, optimizer_class, **settings), None
+    for step in range(3):
+        loss_of(model, step, 0, rank, device).backward()
+        used = {n: p for n, p in model.named_parameters() if p.grad is not None}
+        plain = plain or optimizer_class([expected[n] for n in used], **settings)
+        for name, parameter in used.items():
+            expected[name].grad = parameter.grad.full_tensor().float()
+        assert optimizer.step()
+        plain.step()
+    optimizer.synchronize()
+    for name, parameter in used.items():
+        assert torch.equal(parameter.full_tensor(), expected[name].bfloat16()), name
+        entries, theirs = dict(optimizer.state[parameter]), plain.state[expected[name]]
+        assert torch.equal(whole(entries.pop("master")), expected[name].detach().cpu()), name
+        assert list(entries) == list(theirs)
+        for key, value in entries.items():
+            assert torch.equal(whole(torch.as_tensor(value)), torch.as_tensor(theirs[key]).cpu()), (name, key)
+    optimizer.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "world_size", "state"),
+    [
+        *(("adafactor", 2, "resident"), ("adafactor", 3, "stream"), ("adafactor", 4, "stream, next forward")),
+        *(("adafactor, by its own rate", 2, "stream, overlap"), ("lamb", 3, "bulk"), ("lamb", 4, "stream")),
+    ],
+)
+def test_other_classes_see_whole_tensors(pool: Pool, name: str, world_size: int, state: str) -> None:
+    optimizer_class, settings = CLASSES[name]
+    pool.run(check_gathered, world_size, optimizer_class=optimizer_class, settings=settings, state=STATES[state])
+
+
+def adafactors(model: nn.Module) -> list[dict[str, Any]]:
+    return [{"params": list(model.parameters()), "optimizer_class": Adafactor, **CLASSES["adafactor"][1]}]
+
+
+def check_copies(rank: int, world_size: int) -> None:
+    """With copies of the shards, each of which has a share under stream."""
+    found = []
+    for state in ("resident", "stream, next forward"):
+        run = made({"mesh": {"replicate": 2, "shard": 2}}, STATES[state], adafactors)
+        train(*run, rank, range(3))
+        found.append(content(*run[1:]))
+        run[2].close()
+    assert found[0].keys() == found[1].keys()
+    assert all(torch.equal(value, found[1][key]) for key, value in found[0].items())
+
+
+def test_other_classes_with_copies_of_the_shards(pool: Pool) -> None:
+    pool.run(check_copies, 4)
+
+
+def check_bench(rank: int, world_size: int) -> None:
+    task = StepTask(device_of(rank, world_size), 0, LlamaShape.near(60_000, 2), optimizer="muon")
+    ours = StrategyContender(task, lightstep.Strategy.load("fsdp2"), "fsdp2")
+    by_hand = TorchFsdp2(task)
+    for step in range(2):
+        for contender in (ours, by_hand):
+            contender.step(
+                random_gradients(contender.gradient_weights(), contender.gradient_dtype, task.device, step)[0]
+            )
+    for mine, theirs in zip(ours.weights(), by_hand.weights(), strict=True):
+        assert (mine.float() - theirs).abs().max() <= 2**-9, "beyond a rounding to bf16"
+    ours.close()
+
+
+def test_the_benchs_loop_by_hand_does_the_same(pool: Pool) -> None:
+    pool.run(check_bench, 2)
+
+
+def check_checkpoint(rank: int, world_size: int, folder: str, saves: bool, groups: Any) -> None:
+    run = made({}, STATES["stream" if saves else "stream, next forward"], groups)
     strategy, model, optimizer = run
     kept = Path(folder, "content.pt")
     if saves:
@@ -140,47 +317,71 @@ def check_checkpoint(rank: int, world_size: int, folder: str, saves: bool) -> No
     train(*run, rank, range(2, 3))
 
 
-def test_a_checkpoint_goes_to_another_number_of_ranks(pool: Pool, tmp_path: Path) -> None:
-    pool.run(check_checkpoint, 3, folder=str(tmp_path), saves=True)
-    pool.run(check_checkpoint, 2, folder=str(tmp_path), saves=False)
+@pytest.mark.parametrize("groups", [groups_of, adafactors], ids=["muon", "adafactor"])
+def test_a_checkpoint_goes_to_another_number_of_ranks(pool: Pool, tmp_path: Path, groups: Any) -> None:
+    pool.run(check_checkpoint, 3, folder=str(tmp_path), saves=True, groups=groups)
+    pool.run(check_checkpoint, 2, folder=str(tmp_path), saves=False, groups=groups)
 
 
-def check_refusal(rank: int, world_size: int, sharding: dict[str, Any], state: dict[str, Any], message: str) -> None:
+class CountingLamb(Lamb):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.param_groups[0]["k"] = self.param_groups[0].get("k", 0) + 1
+        super().step()
+
+
+class OddLamb(Lamb):
+    """Keeps what looks like a shard: of six rows each of two ranks has three."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["odd"] = torch.zeros(3, 6)
+
+
+class DoubleLamb(Lamb):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["double"] = torch.zeros_like(parameter, dtype=torch.float64)
+
+
+def check_refusal(rank: int, world_size: int, optimizer_class: Any, state: dict[str, Any], message: str) -> None:
     strategy = lightstep.Strategy.load(
-        {"sharding": {"kind": "fsdp2", **sharding}, "clipping": {"max_norm": None}, "optimizer_state": state}
+        {"sharding": {"kind": "fsdp2"}, "clipping": {"max_norm": None}, "optimizer_state": state}
     )
     model = strategy.prepare_model(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)))
-    optimizer = strategy.create_optimizer(
-        model, rules=[Rule(torch.optim.Muon, dims=2), Rule(torch.optim.AdamW, dims=1)]
-    )
+    rules = [Rule(optimizer_class, dims=2), Rule(torch.optim.AdamW, dims=1)]
+    optimizer = strategy.create_optimizer(model, rules=rules)
 
     def first_step() -> None:
         optimizer.backward(model(torch.ones(2, 6, dtype=torch.bfloat16, device=strategy.device)).sum())
         optimizer.step()
 
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, RuntimeError), match=message):
         first_step()
 
 
 @pytest.mark.parametrize(
-    ("world_size", "sharding", "state", "message"),
+    ("optimizer_class", "update", "message"),
     [
-        (2, {}, {"backend": "resident", "update": "in_backward"}, "in_backward cannot: set at_step"),
-        (4, {"mesh": {"replicate": 2, "shard": 2}}, STREAM, r"is sharded and has copies, .*\.backend resident or bulk"),
+        (torch.optim.Muon, "in_backward", "in_backward cannot: set at_step"),
+        (CountingLamb, "at_step", "CountingLamb counts in its groups .* only the rank"),
+        (OddLamb, "at_step", r"keeps 'odd' of 0.weight, which is sharded, in shape \(3, 6\), which a rank's part"),
+        (DoubleLamb, "at_step", "keeps 'double' of 0.weight, which is sharded, in torch.float64"),
     ],
-    ids=["in backward", "streamed with copies"],
 )
-def test_what_it_does_not_go_with(
-    pool: Pool, world_size: int, sharding: dict[str, Any], state: dict[str, Any], message: str
-) -> None:
-    pool.run(check_refusal, world_size, sharding=sharding, state=state, message=message)
+def test_what_does_not_go_on_shards(pool: Pool, optimizer_class: Any, update: str, message: str) -> None:
+    state = {"backend": "resident", "update": update}
+    pool.run(check_refusal, 2, optimizer_class=optimizer_class, state=state, message=message)
 
 
 def test_the_work_is_shared_evenly() -> None:
-    from lightstep.distributed.matrices import owners_of
-
-    shapes = [torch.Size(shape) for shape in ((8, 8), (8, 8), (16, 8), (4, 4), (32, 8), (8, 32))]
-    owners = owners_of(shapes, 2)
-    loads = [sum(s.numel() * min(s) for s, owner in zip(shapes, owners, strict=True) if owner == r) for r in range(2)]
-    assert max(loads) <= 1.1 * min(loads)
-    assert owners_of(shapes, 1) == [0] * 6
+    shapes = [torch.Size(shape) for shape in ((8, 8), (8, 8), (4, 4), (32, 8), (32, 8), (8, 32))]
+    loads = [0, 0]
+    owners = [owners_of(shapes, loads) for _ in range(4)]  # of four units
+    assert sum(loads) == 4 * sum(map(cost_of, shapes)) and max(loads) <= 1.05 * min(loads)
+    assert owners[0] != owners[1], "who had more in one unit has less in the next"
+    assert owners_of(shapes, [0]) == [0] * 6

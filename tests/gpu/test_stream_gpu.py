@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightstep.optimizer.arithmetic import BaseArithmetic, GroupValues
+from lightstep.optimizer.arithmetic import BaseArithmetic
+from lightstep.optimizer.group_values import GroupValues
 from lightstep.optimizer.optimizer import MixedPrecisionOptimizer
 from lightstep.precision import split, split_triton
 from lightstep.precision.gradient_stage import GradientStage

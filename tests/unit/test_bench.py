@@ -12,7 +12,9 @@ import pytest
 import torch
 from rich.console import Console
 
+from lightstep.bench import muon_bounds
 from lightstep.bench.chart import draw
+from lightstep.bench.command import plan
 from lightstep.bench.contender import Contender, Skipped, Task
 from lightstep.bench.entries import Entry
 from lightstep.bench.link import Link, measure_link
@@ -126,6 +128,49 @@ def test_the_chart_shows_memory_and_the_link_where_there_are_any(
     assert (tmp_path / "gpu.png").stat().st_size > (result[1] / "bench.png").stat().st_size
     draw({**result[0], "rows": []}, StepTask.view, tmp_path / "empty.png")
     assert (tmp_path / "empty.png").is_file()
+
+
+def test_muon_beside_the_loop_by_hand(tmp_path: Path) -> None:
+    names = ["--strategies", "default", "--peers", "torch,cpu-adamw", "--rounds", "1"]
+    done = run_bench(*TINY, "--optimizer", "muon", *names, "--output", str(tmp_path))
+    values = json.loads((tmp_path / "bench.json").read_text())
+    rows = rows_of(values)
+    assert done.exit_code == 0 and "14 hidden matrices" in done.output
+    assert rows["cpu-adamw"]["note"] == "steps with adamw alone, not with --optimizer muon"
+    assert values["optimizer"]["class"] == "Muon + AdamW"
+    for name in ("resident", "stream", "stream-overlap"):
+        assert rows[name]["largest_weight_difference"] == 0.0, name
+        assert rows[name]["times_by_hand"] == pytest.approx(rows[name]["step_ms"] / rows["torch"]["step_ms"])
+    with pytest.raises(ValueError, match="--optimizer sgd: allowed are adamw, muon"):
+        plan("step", {"optimizer": "sgd", "params": 6e4, "device": "cpu"}, tmp_path)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_a_step_of_muon_cannot_do_without(ranks: int) -> None:
+    shape = LlamaShape("two blocks", 8, 16, 4, 2, 64, 4)
+    run = tiny_run({})
+    run.link, run.exchange, run.ranks.world_size = Link(50.0, 50.0, 25.0, True), 100.0, ranks
+    shown = {"kind": "lightstep", "parameters_per_rank": shape.parameters // ranks, "step_ms": 30.0}
+    rows = [
+        {
+            **shown,
+            "name": "resident" if ranks == 1 else "fsdp2",
+            "step_ms": 12.0,
+            "gb_to_device": 0.0,
+            "gb_to_host": 0.0,
+        },
+        {**shown, "name": "stream", "gb_to_device": 0.5, "gb_to_host": 0.6},
+        {**shown, "name": "torch", "kind": "peer", "parameters_per_rank": shape.parameters, "step_ms": 10.0},
+    ]
+    muon_bounds.add_bounds(run, shape, rows, "step_ms")
+    sent = sum(2 * 2 * rows * columns // 4 for rows, columns in shape.matrices)  # half of a half, there and back
+    bounds = [None, 0.6 / 25 * 1e3] if ranks == 1 else [10 / 2 + sent / 100e9 * 1e3, 24.0]
+    assert [row.get("bound_ms") for row in rows[:2]] == [
+        bound if bound is None else pytest.approx(bound) for bound in bounds
+    ]
+    assert rows[1]["times_bound"] == pytest.approx(30 / 24) and "bound_ms" not in rows[2]
+    one = 2 * sum(4 * min(m) ** 2 * max(m) + 2 * min(m) ** 3 for m in [(8, 8)] * 2 + [(4, 8)] * 2 + [(16, 8)] * 3)
+    assert muon_bounds.newton_schulz_tflop(shape) == pytest.approx(5 * one / 1e12)
 
 
 def test_two_ranks_measure_together(tmp_path: Path) -> None:

@@ -234,7 +234,7 @@ def test_overrides_lie_over_the_settings_of_the_bench() -> None:
         (["--iteration", "--strategies", "stream:optimizer_state.ring_mib=-1"], "ring_mib"),
         (["--iteration", "--strategies", ":a.b=4"], "name is needed in front"),
         (["--iteration", "--strategies", "stream:clipping.max_norm=[1"], "not a valid YAML value"),
-        (["--iteration", "--peers", "torhc"], "allowed are all, none and torch, cpu-adamw, fsdp2-offload, deepspeed"),
+        (["--iteration", "--peers", "torhc"], "allowed are all, none and torch, torch-fsdp2, cpu-adamw, fsdp2-offload"),
         (["--iteration", "--strategies", "none"], "nothing to measure"),
         (["--iteration", "--tokens", "100"], "a multiple of --sequence 64"),
         (["--iteration", "--tokens", "many"], "whole numbers separated by commas"),

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightstep.optimizer.arithmetic import BaseArithmetic, GroupValues
+from lightstep.optimizer.arithmetic import BaseArithmetic
+from lightstep.optimizer.group_values import GroupValues
 from lightstep.optimizer.optimizer import MixedPrecisionOptimizer
 from lightstep.precision.gradient_stage import GradientStage
 from lightstep.precision.split import Splitter

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import lightstep
-from lightstep.optimizer.arithmetic import needs_whole_tensors
+from lightstep.optimizer.whole_tensors import needs_whole_tensors
 from lightstep.state import units
 from tests.reference.lion import Lion
 from tests.reference.pair import BACKENDS
