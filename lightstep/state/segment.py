@@ -15,8 +15,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from lightstep.distributed import Window
 from lightstep.state.backend import Managed
-from lightstep.state.record import History, Layout, Part, Record, Slot, aligned, is_row, lay_out
+from lightstep.state.record import History, Layout, Part, Record, Slot, aligned, is_row, kept_entries, lay_out
 
 __all__ = ["LARGE", "MasterSplitter", "Segment", "Staging", "segments_of"]
 
@@ -60,6 +61,8 @@ class Segment:
         first, stop: where it stands in the unit's flat order.
         shape: of its master: flat, or the parameter's for a class that needs whole tensors.
         places: first element and shape of each part, counted from ``first``.
+        kept: entries that are rounded into the record after each update, and the numbers of their rows in the staging
+            memory, where the base optimizer has them in fp32.
         group: the live entry of ``optimizer.param_groups``.
         master: fp32 on the device, while the segment is open.
         state: the base optimizer's entries; empty before the first update, which fills it.
@@ -72,6 +75,7 @@ class Segment:
         self.first, self.stop = head.first, last.first + last.elements
         self.shape = head.shape if head.owner.whole_tensors else (self.stop - self.first,)
         self.places = [(part.first - self.first, part.shape) for part in parts]
+        self.kept = kept_entries(head.owner)
         self._known = [part.owner.local for part in parts]
         self.locals = [part.of(local) for part, local in zip(parts, self._known, strict=True)]
         self.in_place = len(parts) == 1 and self.locals[0].is_contiguous() and updated_alone(head)
@@ -141,7 +145,18 @@ class Segment:
             if history.parts > len(self.parts):
                 history = self._own_history(history)
             entries, values = views.entries, history.copied() if apart else history.values
+            if self.kept:
+                entries = {**entries, **self._widened(entries, staging)}
             self.state = {k: entries[k] if k in entries else values[k] for k in self.parts[0].keys}
+
+    def _widened(self, entries: Mapping[str, Tensor], staging: Staging) -> dict[str, Tensor]:
+        """fp32 copies of the entries that are kept shorter."""
+        keys = [key for key in self.kept if key in entries]
+        if not keys:  # what was loaded had none of them
+            return {}
+        rows = [staging.moments[self.kept[key]][self.first : self.stop].view(self.shape) for key in keys]
+        torch._foreach_copy_(rows, [entries[key] for key in keys])
+        return dict(zip(keys, rows, strict=True))
 
     def _first_master(self, staging: Staging, initial: Mapping[Managed, Tensor]) -> Tensor:
         """fp32 of the weights, or what the masters are to start from."""
@@ -204,7 +219,9 @@ class Segment:
         if self.has_state:
             for key, view in views.entries.items():
                 value = self.state[key]
-                if value is not view and value.data_ptr() != view.data_ptr():
+                if key in self.kept:
+                    self._round(key, value, view, staging)
+                elif value is not view and value.data_ptr() != view.data_ptr():
                     view.copy_(value)
         self.master, self.state, self._views = None, {}, None  # type: ignore[assignment]
         if self.coding == "whole" and self.has_state:
@@ -216,6 +233,14 @@ class Segment:
         if self.coding != "own" and self.has_state:
             splitter.split(master, row, views.low, views.extra)  # type: ignore[arg-type]
         return (self.locals, parts) if parts and self.has_state else ([], [])
+
+    def _round(self, key: str, value: Tensor, view: Tensor, staging: Staging) -> None:
+        """An entry into the record, which keeps it shorter."""
+        rounding = self.parts[0].owner.schema[key].rounding
+        if rounding is None:
+            view.copy_(value)
+        else:
+            rounding.round(value.reshape(-1), view.view(-1), key, self.state["step"], staging.numbers_of(self))
 
     def mark(self, staging: Staging, splitter: MasterSplitter, marks: Tensor) -> None:
         """Fingerprints of the 16-bit weights into the unit's ``marks``; after :meth:`write`, or :meth:`weights`."""
@@ -275,36 +300,59 @@ def _joins(part: Part, kind: Any, last: Part, last_kind: Any) -> bool:
 
 
 class Staging:
-    """Device memory for one unit in its flat order: joined masters, and weights that were gathered."""
+    """Device memory for one unit in its flat order: joined masters, weights that were gathered, and fp32 copies of
+    entries that are kept shorter."""
 
     def __init__(self) -> None:
         self.masters = torch.empty(0, dtype=torch.float32, device="cpu")
+        self.moments: Sequence[Tensor] = ()
+        self._numbers: WeakKeyDictionary[Part, Tensor] = WeakKeyDictionary()
         self._rows: dict[torch.dtype, Tensor] = {}
         self._places: WeakKeyDictionary[Segment, tuple[Tensor, list[Tensor], list[Tensor]]] = WeakKeyDictionary()
 
-    def needs(self, records: Collection[Record]) -> tuple[int, dict[torch.dtype, int]]:
-        """Elements of masters, and of gathered weights."""
+    def needs(self, records: Collection[Record]) -> tuple[int, dict[torch.dtype, int], tuple[int, int]]:
+        """Elements of masters, and of gathered weights; how many rows of entries, and elements of each."""
         masters, rows = 0, dict.fromkeys((torch.bfloat16, torch.float16, torch.float32), 0)
+        moments = 0, 0
         for record in records:
             for part in record.parts:
                 end = part.first + aligned(part.elements)
                 if part.coding == "split":
                     masters = max(masters, end)
+                if kept := kept_entries(part.owner):
+                    moments = max(moments[0], len(kept)), max(moments[1], end)
                 if not (updated_alone(part) and part.owner.local.is_contiguous()):
                     rows[part.owner.local.dtype] = max(rows[part.owner.local.dtype], end)
-        return masters, rows
+        return masters, rows, moments
 
-    def fits(self, needs: tuple[int, dict[torch.dtype, int]]) -> bool:
-        masters, rows = needs
-        return self.masters.numel() >= masters and all(
-            not n or (dtype in self._rows and self._rows[dtype].numel() >= n) for dtype, n in rows.items()
+    def fits(self, needs: tuple[int, dict[torch.dtype, int], tuple[int, int]]) -> bool:
+        masters, rows, (count, length) = needs
+        return (
+            self.masters.numel() >= masters
+            and len(self.moments) >= count
+            and all(row.numel() >= length for row in self.moments)
+            and all(not n or (dtype in self._rows and self._rows[dtype].numel() >= n) for dtype, n in rows.items())
         )
 
-    def take(self, needs: tuple[int, dict[torch.dtype, int]], device: torch.device) -> None:
-        masters, rows = needs
+    def take(self, needs: tuple[int, dict[torch.dtype, int], tuple[int, int]], device: torch.device) -> None:
+        masters, rows, (count, length) = needs
         self.free()
         self.masters = torch.empty(masters, dtype=torch.float32, device=device)
+        self.moments = [torch.zeros(length, dtype=torch.float32, device=device) for _ in range(count)]
         self._rows = {dtype: torch.zeros(n, dtype=dtype, device=device) for dtype, n in rows.items() if n}
+
+    def numbers_of(self, segment: Segment) -> Tensor | Window:
+        """Where its elements are in their whole parameters: of several small ones listed (int32, modulo 2^32)."""
+        head = segment.parts[0]
+        if len(segment.parts) == 1:
+            return head.owner.window._replace(first=head.start)
+        length, known = segment.stop - segment.first, self._numbers.get(head)
+        if known is None or known.numel() < length:
+            row = torch.zeros(length, dtype=torch.int32, device="cpu")
+            for part, (a, b) in zip(segment.parts, segment.ranges, strict=True):
+                row[a:b] = part.owner.window.numbers(part.start, part.stop)
+            known = self._numbers[head] = row.to(head.owner.local.device)
+        return known[:length]
 
     def place_of(self, segment: Segment) -> tuple[Tensor, list[Tensor], list[Tensor]]:
         """Where its weights are gathered: the row, its parts, and what lies between them."""
@@ -318,9 +366,11 @@ class Staging:
         return place
 
     def nbytes(self) -> int:
-        return self.masters.nbytes + sum(row.nbytes for row in self._rows.values())
+        held = (self.masters, *self.moments, *self._rows.values(), *self._numbers.values())
+        return sum(row.nbytes for row in held)
 
     def free(self) -> None:
         """Give it back."""
-        self.masters, self._rows = self.masters.new_empty(0), {}
+        self.masters, self._rows, self.moments = self.masters.new_empty(0), {}, ()
         self._places.clear()
+        self._numbers.clear()
