@@ -58,11 +58,11 @@ class StochasticMoments(NearestMoments):
 
 def stochastically_rounded(value: Tensor, key: str, step: int, numbers: np.ndarray | None = None) -> Tensor:
     """``value`` (fp32) in bf16."""
-    bits = value.contiguous().numpy().view(np.uint32)
+    bits = value.contiguous().cpu().numpy().view(np.uint32)
     places = np.arange(bits.size) if numbers is None else numbers
     codes = (bits.astype(np.uint64) + noise(key, step, places).reshape(bits.shape)) >> 16
-    codes = np.where(np.isnan(value.numpy()), (bits >> 16) | 0x40, codes)
-    return torch.from_numpy(codes.astype(np.uint16).view(np.int16)).view(torch.bfloat16)
+    codes = np.where(np.isnan(bits.view(np.float32)), (bits >> 16) | 0x40, codes)
+    return torch.from_numpy(codes.astype(np.uint16).view(np.int16)).view(torch.bfloat16).to(value.device)
 
 
 def noise(key: str, step: int, numbers: np.ndarray) -> np.ndarray:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import lightstep
+from lightstep.checkpoint.formats.convert import convert_checkpoint
 from lightstep.distributed import Window
 from lightstep.optimizer.moments import Moments
 from lightstep.precision.moments import StochasticRounding
@@ -110,7 +111,7 @@ def by_hand(state: dict[str, Any], steps: int = 3, optimizer_class: Any = torch.
     )
     for _ in range(steps):
         for tested, expected in zip(model.parameters(), twin.parameters(), strict=True):
-            expected.grad = torch.randn(expected.shape, generator=generator).to(expected.dtype)
+            expected.grad = torch.randn(expected.shape, generator=generator).to(expected)
             tested.grad = expected.grad.clone()
         reference.collect()
         optimizer.step()
@@ -244,6 +245,18 @@ def test_checkpoints_convert(tmp_path: Any, caplog: Any, first: str, then: str, 
             expected = value.to(dtype) if key.startswith("exp_avg") else value
             for found in (loaded.state[q][key], direct.state[r][key]):
                 assert found.dtype == expected.dtype and torch.equal(found.cpu(), expected.cpu())
+
+
+def test_the_universal_format_of_deepspeed_has_them_in_fp32(tmp_path: Any) -> None:
+    strategy, model, optimizer = trained("bfloat16")
+    optimizer.backward(loss_of(model, 0))
+    optimizer.step()
+    strategy.save_checkpoint(tmp_path / "a", model, optimizer)
+    convert_checkpoint(tmp_path / "a", tmp_path / "u", "deepspeed-universal")
+    (file,) = tmp_path.glob("u/**/head.weight/exp_avg.pt")
+    moment = torch.load(file)["param"]
+    assert moment.dtype == torch.float32
+    assert torch.equal(moment, optimizer.state[model.head.weight]["exp_avg"].float())
 
 
 def test_a_copy_rounds_as_its_original() -> None:
