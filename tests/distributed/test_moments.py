@@ -15,7 +15,7 @@ import lightstep
 from lightstep.optimizer.moments import Moments
 from tests.distributed.models import TinyTransformer
 from tests.distributed.ranks import Pool, device_of
-from tests.reference.short_moments import StochasticMoments
+from tests.reference.short_moments import NearestMoments, StochasticMoments
 from tests.reference.tiny_model import representable
 
 STREAM = {"backend": "stream", "ring_mib": 0.02}
@@ -31,11 +31,11 @@ def whole(value: Tensor) -> Tensor:
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
-def train(optimizer: Any, tested: list[Tensor], expected: list[Tensor], steps: int = 3) -> None:
+def train(optimizer: Any, tested: list[Tensor], expected: list[Tensor], reference: Any = None) -> None:
     """Gradients that do not depend on the division; afterwards everything is equal to the loop on one device."""
-    reference = StochasticMoments([{"params": expected}], torch.optim.AdamW, **SETTINGS)
+    reference = reference or StochasticMoments([{"params": expected}], torch.optim.AdamW, **SETTINGS)
     generator = torch.Generator().manual_seed(1)
-    for _ in range(steps):
+    for _ in range(3):
         for mine, theirs in zip(tested, expected, strict=True):
             theirs.grad = torch.randn(theirs.shape, generator=generator).to(theirs)
             mine.grad = placed_like(mine, theirs.grad)
@@ -46,7 +46,8 @@ def train(optimizer: Any, tested: list[Tensor], expected: list[Tensor], steps: i
     for mine, theirs in zip(tested, expected, strict=True):
         assert torch.equal(whole(mine).detach(), theirs)
         entries, wanted = dict(optimizer.state[mine]), reference.state(theirs)
-        for key in ("exp_avg", "exp_avg_sq"):
+        for key in wanted.keys() - {"step"}:
+            assert entries[key].dtype == torch.bfloat16
             assert torch.equal(whole(entries[key]), wanted[key]), f"{key} of shape {tuple(theirs.shape)}"
 
 
@@ -124,3 +125,19 @@ def check_placements(
 def test_other_dimensions(pool: Pool, mesh: tuple[int, ...], placements: list[Placement], refused: bool) -> None:
     world_size = mesh[0] * mesh[-1] if len(mesh) == 2 else mesh[0]
     pool.run(check_placements, world_size, mesh=mesh, placements=placements, refused=refused)
+
+
+def check_muon(rank: int, world_size: int) -> None:
+    device = device_of(rank, world_size)
+    ranks = init_device_mesh(device.type, (world_size,))
+    generator = torch.Generator().manual_seed(0)
+    expected = [torch.randn(shape, generator=generator).bfloat16().to(device) for shape in [(5, 7), (1, 6), (9, 4)]]
+    tested = [nn.Parameter(distribute_tensor(value, ranks, [Shard(0)])) for value in expected]
+    expected = [nn.Parameter(value) for value in expected]
+    optimizer = lightstep.MixedPrecisionOptimizer(tested, torch.optim.Muon, {"lr": 1e-2}, moments=Moments("bfloat16"))
+    train(optimizer, tested, expected, NearestMoments([{"params": expected}], torch.optim.Muon, lr=1e-2))
+    optimizer.close()
+
+
+def test_muon_on_shards(pool: Pool) -> None:
+    pool.run(check_muon, 3)
