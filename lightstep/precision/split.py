@@ -37,9 +37,9 @@ _MIX = 0x14D049BB133111EB
 class Splitter:
     """Splits and joins masters of one device; flat contiguous tensors, everything written in place.
 
-    Shapes are ``[n]`` throughout; ``extra`` is either the second moment (fp32 or bf16, ``[n]``, its signs carry the
-    bits) or a uint8 bitmap (``[ceil(n / 8)]``). On CUDA one fused Triton kernel does each direction, after it has been
-    checked against the torch version on this very device; without it, or should it differ, the torch version stays.
+    Shapes are ``[n]`` throughout; ``extra`` is either the fp32 second moment (``[n]``, its signs carry the bits) or a
+    uint8 bitmap (``[ceil(n / 8)]``). On CUDA one fused Triton kernel does each direction, after it has been checked
+    against the torch version on this very device; without it, or should it differ, the torch version stays.
 
     Nothing is allocated after the first call.
     """
@@ -163,13 +163,8 @@ def _join(weight: Tensor, low: Tensor, extra: Tensor, master: Tensor, room: _Scr
 def _store_bits(ones: Tensor, extra: Tensor, room: _Scratch) -> None:
     """``ones`` (int32 0/1, the front of ``room.b``) into the signs or the bitmap of ``extra``."""
     n = ones.numel()
-    if extra.dtype == torch.float32:
+    if extra.dtype != torch.uint8:
         extra.view(torch.int32).bitwise_and_(0x7FFFFFFF).bitwise_or_(ones.bitwise_left_shift_(31))
-        return
-    if extra.dtype == torch.bfloat16:
-        codes = room.a[:n]
-        codes.copy_(extra.view(torch.int16))
-        extra.view(torch.int16).copy_(codes.bitwise_and_(0x7FFF).bitwise_or_(ones.bitwise_left_shift_(15)))
         return
     columns, byte = room.b[: extra.numel() * 8].view(-1, 8), room.a[: extra.numel()]
     room.b[n : extra.numel() * 8].zero_()
@@ -182,14 +177,10 @@ def _store_bits(ones: Tensor, extra: Tensor, room: _Scratch) -> None:
 def _take_bits(extra: Tensor, n: int, room: _Scratch) -> Tensor:
     """The bits of ``extra`` as int32 0/1 in ``room.b``; signs are cleared on the way."""
     ones = room.b[:n]
-    if extra.dtype == torch.float32:
+    if extra.dtype != torch.uint8:
         torch.bitwise_right_shift(extra.view(torch.int32), 31, out=ones)
         extra.view(torch.int32).bitwise_and_(0x7FFFFFFF)
         return ones.bitwise_and_(1)
-    if extra.dtype == torch.bfloat16:
-        ones.copy_(extra.view(torch.int16))
-        extra.view(torch.int16).bitwise_and_(0x7FFF)
-        return ones.bitwise_right_shift_(15).bitwise_and_(1)
     columns, byte = room.b[: extra.numel() * 8].view(-1, 8), room.c[: extra.numel()]
     byte.copy_(extra)
     for bit in range(8):
@@ -254,7 +245,7 @@ def _agrees(twin: ModuleType, device: torch.device) -> bool:
     n = master.numel()
     generator = torch.Generator().manual_seed(1)  # leaves the user's dropout alone
     moments = torch.rand(n, generator=generator, dtype=torch.float32, device="cpu").to(device)
-    for extra in (moments, moments.bfloat16(), torch.zeros(-(-n // 8), dtype=torch.uint8, device=device)):
+    for extra in (moments, torch.zeros(-(-n // 8), dtype=torch.uint8, device=device)):
         expected, found = (_round_trip(one, master, extra.clone()) for one in (_plain(device), twin))
         if not all(torch.equal(x, y) for x, y in zip(expected, found, strict=True)):
             return False

@@ -24,7 +24,6 @@ except ImportError:
 
 available = triton is not None
 _BLOCK, _WARPS = 1024, 4
-_CARRIERS = {torch.float32: torch.int32, torch.bfloat16: torch.int16}
 
 
 def split(master: Tensor, weight: Tensor, low: Tensor, extra: Tensor) -> None:
@@ -54,7 +53,7 @@ def _tables(ranges: tuple[tuple[int, int], ...], n: int, device: torch.device) -
 
 
 def _bits_of(extra: Tensor) -> Tensor:
-    return extra if extra.dtype == torch.uint8 else extra.view(_CARRIERS[extra.dtype])
+    return extra if extra.dtype == torch.uint8 else extra.view(torch.int32)
 
 
 def _launch(kernel: Any, n: int, tensors: tuple[Tensor, ...], *numbers: int, **constants: Any) -> None:
@@ -99,11 +98,7 @@ if available:
             tl.store(extra + byte_place, tl.sum(columns, axis=1).to(tl.uint8), mask=byte_place < (n + 7) // 8)
         else:
             moment = tl.load(extra + place, mask=inside, other=0)
-            if moment.dtype == tl.int16:
-                signed = (moment.to(tl.int32) & 0x7FFF) | (went_up << 15)
-                tl.store(extra + place, signed.to(tl.int16), mask=inside)
-            else:
-                tl.store(extra + place, (moment & 0x7FFFFFFF) | (went_up << 31), mask=inside)
+            tl.store(extra + place, (moment & 0x7FFFFFFF) | (went_up << 31), mask=inside)
 
     @triton.jit(do_not_specialize=["n"])
     def _split_kernel(  # type: ignore[no-untyped-def]
@@ -128,12 +123,8 @@ if available:
             went_up = (byte >> (place % 8).to(tl.int32)) & 1
         else:
             moment = tl.load(extra + place, mask=inside, other=0)
-            if moment.dtype == tl.int16:
-                went_up = (moment.to(tl.int32) >> 15) & 1
-                tl.store(extra + place, (moment.to(tl.int32) & 0x7FFF).to(tl.int16), mask=inside)
-            else:
-                went_up = (moment >> 31) & 1
-                tl.store(extra + place, moment & 0x7FFFFFFF, mask=inside)
+            went_up = (moment >> 31) & 1
+            tl.store(extra + place, moment & 0x7FFFFFFF, mask=inside)
         tl.store(master + place, ((code - went_up) << 16) | lower, mask=inside)
 
     @triton.jit(do_not_specialize=["n"])
