@@ -19,9 +19,11 @@ from torch import Tensor
 from lightstep.distributed import MatrixExchange, Rows, rows_of
 from lightstep.optimizer.param_groups import plain_numbers
 from lightstep.optimizer.sharded_muon import is_known, update_rows
+from lightstep.precision.adam_kernel import twin_on
 from lightstep.state.backend import EntrySpec, Managed, Schema
 from lightstep.state.segment import Segment
 
+ADAMS = (torch.optim.AdamW, torch.optim.Adam)
 _NOT_ELEMENT_WISE = {"Adafactor", "Muon", "Shampoo", "SOAP", "Adam_mini"}
 _CPU = torch.device("cpu")  # said wherever tensors are made: torch's defaults are the user's to set
 _SQUARES = frozenset({"exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum"})
@@ -239,11 +241,15 @@ class BaseArithmetic:
             return True
         if not getattr(inner, "_step_supports_amp_scaling", False):
             return False
-        return all(self._resolved(group, device).get("fused") is not False for group in groups)
+        return all(self.resolved(group, device).get("fused") for group in groups)
+
+    def one_pass(self, device: torch.device) -> bool:
+        """Whether there is a kernel for this class that replaces its step and what goes on around it."""
+        return self.optimizer_class in ADAMS and self._default_fused[device] and twin_on(device) is not None
 
     def schema(self, device: torch.device, groups: Sequence[dict[str, Any]]) -> Schema:
         """The entries of the base optimizer's state under any of ``groups``, read off one update of small probes."""
-        settings = [copy.deepcopy(self._resolved(group, device)) for group in groups]  # a class may change them
+        settings = [copy.deepcopy(self.resolved(group, device)) for group in groups]  # a class may change them
         probed = [{**setting, "params": [self._probe(device)]} for setting in settings]
         optimizer = self._construct(probed, self._default_fused[device])
         probes = [group["params"][0] for group in probed]
@@ -416,11 +422,12 @@ class BaseArithmetic:
         for segment in segments:
             live = segment.group
             if id(live) not in groups:
-                groups[id(live)] = (live, self._resolved(values.of(live), device))
+                groups[id(live)] = (live, self.resolved(values.of(live), device))
             groups[id(live)][1]["params"].append(segment.master)
         return list(groups.values())
 
-    def _resolved(self, settings: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    def resolved(self, settings: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+        """A group's settings as the class sees them on ``device``: ``fused`` decided, and without parameters."""
         group = _settings(settings)
         if self._default_fused[device] and group.get("fused") is None and group.get("foreach") is None:
             group["fused"] = True

@@ -140,6 +140,7 @@ class GroupClasses:
         for item in items:
             arithmetic = self.of(item.group)
             item.schema, item.whole_tensors = schemas[arithmetic], arithmetic.whole_tensors
+            item.joined_in_update = arithmetic.one_pass(item.local.device)
         for arithmetic in schemas:
             arithmetic.open_exchanges([item for item in items if self.of(item.group) is arithmetic])
 

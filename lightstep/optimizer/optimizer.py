@@ -23,6 +23,7 @@ from lightstep.optimizer.serialization import load_torch_state_dict, snapshot
 from lightstep.optimizer.settings import OfEngine
 from lightstep.optimizer.state_view import StateView
 from lightstep.precision.loss_scale import ConstantLossScale, LossScale
+from lightstep.precision.split import Splitter
 from lightstep.state.backend import Managed, StateBackend
 from lightstep.state.resident import ResidentBackend
 from lightstep.state.snapshot import Snapshot
@@ -99,7 +100,7 @@ class MixedPrecisionOptimizer(BaseOptimizer):
             max_norm=max_norm,
             norm_type=norm_type,
             clip_layers=clip_layers,
-            backend=backend or ResidentBackend(),
+            backend=backend or ResidentBackend(Splitter),
             places=places,
             overflow_everywhere=overflow_everywhere,
             update_time=update_time,

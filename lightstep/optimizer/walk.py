@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from lightstep.optimizer.arithmetic import GroupValues
 from lightstep.optimizer.broken_step import BrokenStep
 from lightstep.optimizer.classes import GroupClasses
+from lightstep.optimizer.one_pass import OnePass
+from lightstep.precision.adam_kernel import Scaling
 from lightstep.precision.gradient_stage import GradientStage, scalable_in_place
 from lightstep.state.backend import Managed, StateBackend, Unit
 from lightstep.state.record import aligned
@@ -94,6 +97,7 @@ class UnitWalk:
         self.broken = broken
         self._record = record
         self.stage = GradientStage()
+        self._one_pass = OnePass(classes, self.stage)
 
     def make_room_for_copies(self) -> None:
         """Take the memory in which any unit's gradients are copied before they are scaled.
@@ -139,8 +143,7 @@ class UnitWalk:
         with self.broken.guard(f"the update of {unit.label}"):
             segments = self._backend.acquire(unit, update.gradients, update.apart)
             for alike, factor, overflow in update.alike(segments):
-                overflow = overflow.to(alike[0].master.device)
-                self._classes.apply(alike, self._scaled(alike, update, factor), overflow, update.values)
+                self._apply(alike, update, _on(alike[0].device, update.divisor, factor, overflow))
             self._backend.release(unit, segments)
         return self._noted(segments)
 
@@ -172,12 +175,14 @@ class UnitWalk:
             item.updated = True
             self._record(item)
 
-    def _scaled(self, segments: list[Segment], update: Update, factor: Tensor | None) -> list[Tensor]:
-        device = segments[0].master.device
-        divisor, factor = (None if value is None else value.to(device) for value in (update.divisor, factor))
-        gradients = [[part.of(update.gradients[part.owner]) for part in segment.parts] for segment in segments]
-        rows = self.stage.scaled(segments, gradients, divisor, factor, in_place=not update.read_again)
-        return [row.view(one.shape).to(one.master.dtype) for one, row in zip(segments, rows, strict=True)]
+    def _apply(self, segments: list[Segment], update: Update, scaling: Scaling) -> None:
+        gradients = {one: [part.of(update.gradients[part.owner]) for part in one.parts] for one in segments}
+        left = self._one_pass.update(segments, [*gradients.values()], scaling, update.values)
+        if left:
+            sources = [gradients[one] for one in left]
+            rows = self.stage.scaled(left, sources, *scaling[:2], in_place=not update.read_again)
+            shaped = [row.view(one.shape).to(one.master.dtype) for one, row in zip(left, rows, strict=True)]
+            self._classes.apply(left, shaped, scaling.overflow, update.values)
 
     def _noted(self, updated: list[Segment]) -> list[Managed]:
         owners = [part.owner for segment in updated for part in segment.parts]
@@ -185,3 +190,8 @@ class UnitWalk:
             owner.updated = True
             self._record(owner)
         return [part.owner for one in updated for part in one.parts if part.stop == part.owner.local.numel()]
+
+
+def _on(device: torch.device, divisor: Tensor | None, factor: Tensor | None, overflow: Tensor) -> Scaling:
+    divisor, factor = (None if value is None else value.to(device) for value in (divisor, factor))
+    return Scaling(divisor, factor, overflow.to(device))

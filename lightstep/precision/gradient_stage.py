@@ -69,6 +69,19 @@ class GradientStage:
         self.free()
         self._buffer = torch.empty(elements, dtype=torch.float32, device=device)
 
+    def gathered(self, run: Run, gradients: Sequence[Tensor]) -> Tensor:
+        """The gradients of one run in a row, not scaled; what lies between them is zero.
+
+        A row-major gradient that is a run by itself is that row, in its own dtype; others are copied to the stage.
+        """
+        if len(gradients) == 1 and gradients[0].is_contiguous():
+            return gradients[0].view(-1)
+        place = self._row(run, gradients[0].device)
+        torch._foreach_copy_(place.parts, list(gradients))
+        if place.gaps:
+            torch._foreach_zero_(place.gaps)
+        return place.flat
+
     def scaled(
         self,
         runs: Sequence[Run],

@@ -81,6 +81,8 @@ class Managed:
         whole_tensors: its base optimizer is not element-wise: it is never cut, and updated by itself.
         rows: how it is divided among ranks that update it together; ``None``: this one updates what it has alone.
         window: where its local elements are in the whole parameter, for entries that are rounded by their number.
+        joined_in_update: its class is updated by a kernel that joins and splits masters itself, so that nothing else
+            needs them whole.
         updated: its state exists, from an update or from a checkpoint.
         provisional: its state only stands in for the one that a checkpoint is about to bring; no update made it.
         elsewhere: another replica keeps its state and updates it; here only its weight arrives. Set by the backend.
@@ -96,6 +98,7 @@ class Managed:
     whole_tensors: bool = False
     rows: Rows | None = None
     window: Window = _WHOLE
+    joined_in_update: bool = False
     updated: bool = False
     provisional: bool = False
     elsewhere: bool = False

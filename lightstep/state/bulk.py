@@ -51,6 +51,9 @@ class BulkBackend(ResidentBackend):
         super().__init__()
         self._landed: dict[torch.device, torch.Event] = {}
 
+    def fresh(self) -> BulkBackend:
+        return BulkBackend()
+
     def prepare(self) -> None:
         """The memory is taken and let go of again: torch's allocator has it for ``begin`` then."""
         RecordBackend.prepare(self)

@@ -5,7 +5,7 @@ Where records live, host or device. Nothing may be under way while any of this i
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,13 +24,15 @@ class Entries:
     """Reads and writes parts of records.
 
     Args:
-        splitter: of bf16 masters, where records live.
+        splitter_on: of bf16 masters, for the device where a record lives.
         marks: fingerprints of each record's 16-bit weights, by part; ``None`` where masters are whole and tell
             themselves.
     """
 
-    def __init__(self, splitter: MasterSplitter | None, marks: Mapping[Record, Tensor] | None) -> None:
-        self._splitter, self._marks = splitter, marks
+    def __init__(
+        self, splitter_on: Callable[[torch.device], MasterSplitter], marks: Mapping[Record, Tensor] | None
+    ) -> None:
+        self._splitter_on, self._marks = splitter_on, marks
 
     def read(self, record: Record, part: Part) -> dict[str, Any]:
         """The part's entries and ``"master"`` (unless it is its own): live, except counters, which parts share, and
@@ -43,13 +45,14 @@ class Entries:
         if part.coding == "whole":
             found["master"] = rows["master"].view(part.shape)
         elif part.coding == "split":
-            extra = (rows["bitmap"] if layout.carrier is None else rows[layout.carrier]).clone()
-            master = torch.empty(part.elements, dtype=torch.float32, device=rows["low half"].device)
-            assert self._splitter is not None
-            self._splitter.join(self._weight(part), rows["low half"], extra, master)  # clears the signs of the copy
+            extra = (rows["bitmap"] if layout.carrier is None else rows[layout.carrier].float()).clone()
+            low = rows["low half"]
+            master = torch.empty(part.elements, dtype=torch.float32, device=low.device)
+            weight = self._weight(part, low.device)
+            self._splitter_on(low.device).join(weight, low, extra, master)  # clears the signs of the copy
             found["master"] = master.view(part.shape)
             if layout.carrier is not None:
-                found[layout.carrier] = extra.view(part.shape)
+                found[layout.carrier] = extra.view(part.shape).to(rows[layout.carrier].dtype)
         return found
 
     def read_all(self, parts: Sequence[Part], home: Mapping[Part, Record]) -> dict[str, Any]:
@@ -104,33 +107,34 @@ class Entries:
         part.codes = None
         if part.coding == "own":
             return
-        rows, weight = record.rows(part), self._weight(part)
+        rows = record.rows(part)
         device = next(iter(rows.values())).device
+        weight = self._weight(part, device)
         loaded = weight.float() if master is None else part.of(master.detach()).to(device, torch.float32).reshape(-1)
         rounded = torch.empty_like(weight)
         if part.coding == "whole":
             rows["master"].copy_(loaded)
             rounded.copy_(loaded)
         else:
-            assert self._splitter is not None
-            extra = rows["bitmap"] if part.block.layout.carrier is None else rows[part.block.layout.carrier]
-            self._splitter.split(loaded, rounded, rows["low half"], extra)
+            carrier = rows[part.block.layout.carrier or "bitmap"]
+            extra = carrier if part.block.layout.carrier is None else carrier.float()  # itself, unless it is bf16
+            self._splitter_on(device).split(loaded, rounded, rows["low half"], extra)
+            if extra is not carrier:
+                carrier.copy_(extra)
         if self._marks is not None:
-            mark = torch.zeros(1, dtype=torch.int64, device=_CPU)
-            assert self._splitter is not None
-            self._splitter.fingerprints(rounded, part.first, [(0, part.elements)], mark)
+            mark = torch.zeros(1, dtype=torch.int64, device=device)
+            self._splitter_on(device).fingerprints(rounded, part.first, [(0, part.elements)], mark)
             self._marks[record][part.index].copy_(mark[0])
             if not self._has(part, rounded):
-                part.codes = rounded.view(torch.int16)
+                part.codes = rounded.view(torch.int16).to(_CPU)
 
     def was_written(self, record: Record, part: Part) -> bool:
         """Whether somebody else wrote to the weight (on the host); one that is still to be loaded is not meant."""
         known = None if self._marks is None else self._marks.get(record)
         if part.codes is not None or part.coding == "own" or known is None:
             return False
-        assert self._splitter is not None
         found = torch.zeros(1, dtype=torch.int64, device=_CPU)
-        self._splitter.fingerprints(part.flat_weight(), part.first, [(0, part.elements)], found)
+        self._splitter_on(_CPU).fingerprints(part.flat_weight(), part.first, [(0, part.elements)], found)
         return bool(found[0] != known[part.index])
 
     def waits_for_its_weight(self, part: Part) -> bool:
@@ -140,8 +144,8 @@ class Entries:
         return part.codes is not None
 
     def _has(self, part: Part, rounded: Tensor) -> bool:
-        """Whether the weight is this one (flat, on the host); NaN get its payload, splitting and ``copy_`` differ."""
-        weight = part.flat_weight().to(_CPU)
+        """Whether the weight is this one (flat); NaN get its payload, splitting and ``copy_`` differ."""
+        weight = part.flat_weight().to(rounded.device)
         same = weight.view(torch.int16) == rounded.view(torch.int16)
         if not bool((same | (weight.isnan() & rounded.isnan())).all()):
             return False
@@ -149,11 +153,10 @@ class Entries:
             part.of(part.owner.local).copy_(rounded.view(part.shape))
         return True
 
-    def _weight(self, part: Part) -> Tensor:
-        """The 16-bit weight that the record belongs to, flat, where records live."""
-        if part.codes is not None:
-            return part.codes.view(part.owner.local.dtype)
-        return part.flat_weight() if self._marks is None else part.flat_weight().to(_CPU)
+    def _weight(self, part: Part, device: torch.device) -> Tensor:
+        """The 16-bit weight that the record belongs to, flat, where the record lives."""
+        codes = None if part.codes is None else part.codes.view(part.owner.local.dtype)
+        return (part.flat_weight() if codes is None else codes).to(device)
 
     def _row(self, part: Part, key: str, value: Tensor) -> Tensor:
         spec = part.owner.schema.get(key)

@@ -27,6 +27,8 @@ class RecordBackend(StateBackend):
 
     on_host = True
     """Whether records live on the host."""
+    stages_masters = True
+    """Whether memory for the masters of a unit is taken before they are joined, and not when that is asked for."""
 
     def __init__(self) -> None:
         self._forget_everything()
@@ -40,7 +42,7 @@ class RecordBackend(StateBackend):
         self._needs: dict[torch.device, Any] = {}
         self._open: tuple[Record, Slot, list[Segment]] | None = None
         self._marks: dict[Record, Tensor] | None = None
-        self._entries = Entries(None, None)
+        self._entries = Entries(self._splitter_of, None)
 
     # -- what a backend adds
 
@@ -66,8 +68,9 @@ class RecordBackend(StateBackend):
         """Queue work on the current stream."""
         job()
 
+    @abstractmethod
     def _splitter_of(self, device: torch.device) -> MasterSplitter:
-        raise NotImplementedError
+        """For masters on this device: the parameters', or the host where records live there."""
 
     # -- set-up
 
@@ -100,7 +103,8 @@ class RecordBackend(StateBackend):
         self.awaited_by_others = any(item.rows is not None for item in managed)
         devices = {record.device for record in listed}
         self._needs = {
-            device: Staging().needs([record for record in listed if record.device == device]) for device in devices
+            device: Staging().needs([one for one in listed if one.device == device], masters=self.stages_masters)
+            for device in devices
         }
         return leaving
 
@@ -228,10 +232,20 @@ class RecordBackend(StateBackend):
     # -- state seen from outside
 
     def entries(self, managed: Managed) -> dict[str, Any]:
+        """A weight that somebody else wrote is the master of a split one: the next step will take it for that."""
         if managed.updated:
-            return self._assembled(managed)
+            found = self._assembled(managed)
+            if "master" in found and self._marks is not None and any(map(self._was_written, self._parts[managed])):
+                place = found["master"].device
+                found["master"] = managed.local.to(place, torch.float32, memory_format=torch.contiguous_format)
+            return found
         initial = self._initial.get(managed)
         return {} if initial is None or not was_rounded_from(managed.local, initial) else {"master": initial}
+
+    def _was_written(self, part: Part) -> bool:
+        """By somebody else; a weight that is still to be loaded is not meant."""
+        alone = [Segment([part])]
+        return part.codes is None and bool(self._compare(self._home[part], alone, [part]))
 
     def _assembled(self, managed: Managed) -> dict[str, Any]:
         """All entries of a parameter and its master; live where nothing is cut or coded."""
@@ -305,9 +319,20 @@ class RecordBackend(StateBackend):
         known = [part for segment in segments for part in segment.parts if part not in waiting]
         return [*changed, *self._compare(record, segments, known)]
 
-    @abstractmethod
     def _compare(self, record: Record, segments: Sequence[Segment], parts: Sequence[Part]) -> list[Part]:
         """Those of ``parts`` (all in ``segments``) whose weights are not the ones the record belongs to."""
+        assert self._marks is not None
+        staging, known, splitter = (
+            self._staging_on(record.device),
+            self._marks[record],
+            self._splitter_of(record.device),
+        )
+        found = known.clone()
+        for segment in segments:
+            segment.weights(staging)
+            segment.mark(staging, splitter, found)
+        differs = (found != known).tolist()
+        return [part for part in parts if differs[part.index]]
 
 
 def same_rounding(local: Tensor, master: Tensor) -> bool:

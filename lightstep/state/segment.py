@@ -8,8 +8,8 @@ flat data would not give torch's own bits.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
@@ -54,6 +54,14 @@ class Views:
         self.masters = [] if self.master is None else segment.parts_of(self.master)
 
 
+class Rows(NamedTuple):
+    """A segment's weights and masters, flat: the masters of bf16 weights in two parts, or whole."""
+
+    weight: Tensor | None
+    low: Tensor | None
+    master: Tensor | None
+
+
 class Segment:
     """A run of parts with one layout, group and history, while they are updated.
 
@@ -64,7 +72,7 @@ class Segment:
         kept: entries that are rounded into the record after each update, and the numbers of their rows in the staging
             memory, where the base optimizer has them in fp32.
         group: the live entry of ``optimizer.param_groups``.
-        master: fp32 on the device, while the segment is open.
+        device: of all that is updated.
         state: the base optimizer's entries; empty before the first update, which fills it.
     """
 
@@ -82,9 +90,13 @@ class Segment:
         self.ranges: list[tuple[int, int]] = [
             (at, at + part.elements) for (at, _), part in zip(self.places, parts, strict=True)
         ]
-        self.master: Tensor
+        self.device = self.locals[0].device
         self.state: dict[str, Any] = {}
         self._views: Views | None = None
+        self._staging: Staging
+        self._join: Callable[[], Tensor] | None = None
+        self._master: Tensor | None = None
+        self._written = False
 
     @property
     def outdated(self) -> bool:
@@ -129,34 +141,78 @@ class Segment:
         if views is None:
             views = slot.views[self] = Views(self, slot)
         self._views, history = views, self.parts[0].history
-        if self.coding == "own":
-            self.master = self.weights(staging).view(self.shape)
-        elif history is None:
-            self.master = self._first_master(staging, initial)
-        elif self.coding == "whole":
-            assert views.master is not None
-            self.master = views.master.view(self.shape)
-        else:
-            flat = staging.masters[self.first : self.stop]
-            splitter.join(self.weights(staging), views.low, views.extra, flat)  # type: ignore[arg-type]
-            self.master = flat.view(self.shape)
+        self._master, self._written = None, False
+        self._staging, self._join = staging, lambda: self._joined(views, staging, splitter, initial)
         self.state = {}
         if history is not None:
             if history.parts > len(self.parts):
                 history = self._own_history(history)
             entries, values = views.entries, history.copied() if apart else history.values
-            if self.kept:
-                entries = {**entries, **self._widened(entries, staging)}
+            entries = {**entries, **self._widened(views, staging)}
             self.state = {k: entries[k] if k in entries else values[k] for k in self.parts[0].keys}
 
-    def _widened(self, entries: Mapping[str, Tensor], staging: Staging) -> dict[str, Tensor]:
-        """fp32 copies of the entries that are kept shorter."""
-        keys = [key for key in self.kept if key in entries]
-        if not keys:  # what was loaded had none of them
+    def _widened(self, views: Views, staging: Staging) -> dict[str, Tensor]:
+        """fp32 copies of the entries that are kept shorter, with the signs that carry bits of masters."""
+        keys = [key for key in self.kept if key in views.entries]
+        if not keys:
             return {}
-        rows = [staging.moments[self.kept[key]][self.first : self.stop].view(self.shape) for key in keys]
-        torch._foreach_copy_(rows, [entries[key] for key in keys])
+        rows = [self._wide(key, staging).view(self.shape) for key in keys]
+        torch._foreach_copy_(rows, [views.entries[key] for key in keys])
         return dict(zip(keys, rows, strict=True))
+
+    def _wide(self, key: str, staging: Staging) -> Tensor:
+        return staging.moments[self.kept[key]][self.first : self.stop]
+
+    def _extra(self, views: Views, staging: Staging) -> Tensor:
+        """Where the last bits of split masters are while the segment is open."""
+        carrier = self.layout.carrier
+        found = self._wide(carrier, staging) if carrier is not None and carrier in self.kept else views.extra
+        assert found is not None
+        return found
+
+    @property
+    def master(self) -> Tensor:
+        """fp32 on the device, while the segment is open; joined when it is first asked for."""
+        if self._master is None:
+            assert self._join is not None, "the segment is not open"
+            self._master = self._join()
+        return self._master
+
+    def _joined(
+        self, views: Views, staging: Staging, splitter: MasterSplitter, initial: Mapping[Managed, Tensor]
+    ) -> Tensor:
+        if self.coding == "own":
+            return self.weights(staging).view(self.shape)
+        if not self.has_state:
+            return self._first_master(staging, initial)
+        if self.coding == "whole":
+            assert views.master is not None
+            return views.master.view(self.shape)
+        flat = staging.masters_of(self)
+        splitter.join(self.weights(staging), views.low, self._extra(views, staging), flat)  # type: ignore[arg-type]
+        return flat.view(self.shape)
+
+    def rows(self, carrier: str) -> Rows | None:
+        """For an update that does not ask for :attr:`master`; it says :meth:`written` after it.
+
+        Args:
+            carrier: the entry in whose signs it keeps the split masters' last bits.
+
+        Returns:
+            ``None`` where those bits are elsewhere, or masters are no fp32.
+        """
+        views = self._views
+        assert views is not None
+        if self.coding == "split" and self.layout.carrier != carrier:
+            return None
+        weight = self.weights(self._staging)  # also where it is only written to: with an overflow it is not
+        if self.coding == "own":
+            return Rows(None, None, weight) if weight.dtype == torch.float32 else None
+        return Rows(weight, views.low, views.master)
+
+    def written(self) -> None:
+        """Weights, masters and entries of :meth:`rows` are updated."""
+        self._written = True
 
     def _first_master(self, staging: Staging, initial: Mapping[Managed, Tensor]) -> Tensor:
         """fp32 of the weights, or what the masters are to start from."""
@@ -200,11 +256,13 @@ class Segment:
     def leave(self) -> None:
         """Copy everything out of the slot, which is about to be arranged anew."""
         assert self._views is not None
+        if self._written:
+            torch._foreach_copy_(*self._unwritten_weights())
+            self._written = False
+        self._master = self.master.clone() if self.coding == "whole" else self.master
         for key, view in self._views.entries.items():
             if self.state.get(key) is view:
                 self.state[key] = view.clone()
-        if self.coding == "whole":
-            self.master = self.master.clone()
 
     def enter(self, slot: Slot) -> None:
         """After the record was arranged anew; :meth:`write` does the rest."""
@@ -214,33 +272,53 @@ class Segment:
     def write(self, staging: Staging, splitter: MasterSplitter) -> tuple[list[Tensor], list[Tensor]]:
         """Masters and entries to the record, where the base optimizer has put them elsewhere. Returns weights, and what
         is left to be copied to them."""
-        views, master = self._views, self.master.view(-1)
+        views = self._views
         assert views is not None
         if self.has_state:
             for key, view in views.entries.items():
-                value = self.state[key]
-                if key in self.kept:
-                    self._round(key, value, view, staging)
-                elif value is not view and value.data_ptr() != view.data_ptr():
-                    view.copy_(value)
-        self.master, self.state, self._views = None, {}, None  # type: ignore[assignment]
-        if self.coding == "whole" and self.has_state:
+                value, place = self.state[key], self._wide(key, staging).view(self.shape) if key in self.kept else view
+                if value is not place and value.data_ptr() != place.data_ptr():
+                    place.copy_(value)
+        left = self._write_master(views, staging, splitter)
+        if self.has_state:
+            self._round(views, staging)
+        self.state, self._views, self._master, self._join = {}, None, None, None
+        return left
+
+    def _write_master(
+        self, views: Views, staging: Staging, splitter: MasterSplitter
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        master = self._master
+        if self._written:
+            return self._unwritten_weights()
+        if master is None or not self.has_state:  # nobody asked for it
+            return [], []
+        if self.coding == "whole":
             assert views.master is not None
             if views.master.data_ptr() != master.data_ptr():  # the first update
-                views.master.copy_(master)
+                views.master.copy_(master.view(-1))
             return self.locals, views.masters
         row, parts = self._row(staging)
-        if self.coding != "own" and self.has_state:
-            splitter.split(master, row, views.low, views.extra)  # type: ignore[arg-type]
-        return (self.locals, parts) if parts and self.has_state else ([], [])
+        if self.coding == "split":
+            splitter.split(master.view(-1), row, views.low, self._extra(views, staging))  # type: ignore[arg-type]
+        return (self.locals, parts) if parts else ([], [])
 
-    def _round(self, key: str, value: Tensor, view: Tensor, staging: Staging) -> None:
-        """An entry into the record, which keeps it shorter."""
-        rounding = self.parts[0].owner.schema[key].rounding
-        if rounding is None:
-            view.copy_(value)
-        else:
-            rounding.round(value.reshape(-1), view.view(-1), key, self.state["step"], staging.numbers_of(self))
+    def _unwritten_weights(self) -> tuple[list[Tensor], list[Tensor]]:
+        """After :meth:`written`, which leaves the weights of small parameters in a row."""
+        parts = self._row(self._staging)[1]
+        return (self.locals, parts) if parts else ([], [])
+
+    def _round(self, views: Views, staging: Staging) -> None:
+        """Entries into the record that it keeps shorter. Their signs stay what they are."""
+        schema = self.parts[0].owner.schema
+        for key in self.kept:
+            if key not in views.entries:
+                continue
+            rounding, value, out = schema[key].rounding, self._wide(key, staging), views.entries[key].view(-1)
+            if rounding is None:
+                out.copy_(value)
+            else:
+                rounding.round(value, out, key, self.state["step"], staging.numbers_of(self))
 
     def mark(self, staging: Staging, splitter: MasterSplitter, marks: Tensor) -> None:
         """Fingerprints of the 16-bit weights into the unit's ``marks``; after :meth:`write`, or :meth:`weights`."""
@@ -310,20 +388,22 @@ class Staging:
         self._rows: dict[torch.dtype, Tensor] = {}
         self._places: WeakKeyDictionary[Segment, tuple[Tensor, list[Tensor], list[Tensor]]] = WeakKeyDictionary()
 
-    def needs(self, records: Collection[Record]) -> tuple[int, dict[torch.dtype, int], tuple[int, int]]:
-        """Elements of masters, and of gathered weights; how many rows of entries, and elements of each."""
-        masters, rows = 0, dict.fromkeys((torch.bfloat16, torch.float16, torch.float32), 0)
-        moments = 0, 0
+    def needs(
+        self, records: Collection[Record], masters: bool = True
+    ) -> tuple[int, dict[torch.dtype, int], tuple[int, int]]:
+        """Elements of masters, if they are wanted, and of gathered weights; rows of moments, and elements of each."""
+        joined, rows = 0, dict.fromkeys((torch.bfloat16, torch.float16, torch.float32), 0)
+        count = length = 0
         for record in records:
             for part in record.parts:
                 end = part.first + aligned(part.elements)
-                if part.coding == "split":
-                    masters = max(masters, end)
+                if part.coding == "split" and masters:
+                    joined = max(joined, end)
                 if kept := kept_entries(part.owner):
-                    moments = max(moments[0], len(kept)), max(moments[1], end)
+                    count, length = max(count, len(kept)), max(length, end)
                 if not (updated_alone(part) and part.owner.local.is_contiguous()):
                     rows[part.owner.local.dtype] = max(rows[part.owner.local.dtype], end)
-        return masters, rows, moments
+        return joined, rows, (count, length)
 
     def fits(self, needs: tuple[int, dict[torch.dtype, int], tuple[int, int]]) -> bool:
         masters, rows, (count, length) = needs
@@ -351,8 +431,14 @@ class Staging:
             row = torch.zeros(length, dtype=torch.int32, device="cpu")
             for part, (a, b) in zip(segment.parts, segment.ranges, strict=True):
                 row[a:b] = part.owner.window.numbers(part.start, part.stop)
-            known = self._numbers[head] = row.to(head.owner.local.device)
+            known = self._numbers[head] = row.to(segment.device)
         return known[:length]
+
+    def masters_of(self, segment: Segment) -> Tensor:
+        """Where a segment's masters are joined."""
+        if self.masters.numel() < segment.stop:
+            self.masters = torch.empty(segment.stop, dtype=torch.float32, device=segment.device)
+        return self.masters[segment.first : segment.stop]
 
     def place_of(self, segment: Segment) -> tuple[Tensor, list[Tensor], list[Tensor]]:
         """Where its weights are gathered: the row, its parts, and what lies between them."""

@@ -35,7 +35,7 @@ class Snapshot:
     def __init__(self, versions: Versions, splitter: MasterSplitter) -> None:
         self._versions = versions
         self._marks: dict[Record, Tensor] = {}
-        self._entries = Entries(splitter, self._marks)
+        self._entries = Entries(lambda device: splitter, self._marks)
         self._wanted: dict[Tensor, set[str]] = {}
         self._parts: dict[Tensor, list[Part]] = {}
         self._home: dict[Part, Record] = {}

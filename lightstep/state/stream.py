@@ -143,7 +143,7 @@ class StreamBackend(RecordBackend):
             self._residency.forget([record])
             record.close()
         self._residency.unsettle()
-        self._entries, self._walk = Entries(self._host_splitter, self._marks), []
+        self._entries, self._walk = Entries(self._splitter_of, self._marks), []
         for item, entries in carried.items():
             if entries:
                 self.load(item, entries)
@@ -258,7 +258,7 @@ class StreamBackend(RecordBackend):
         self.lanes.caller().run(job)
 
     def _splitter_of(self, device: torch.device) -> MasterSplitter:
-        return self._splitter
+        return self._host_splitter if device.type == "cpu" else self._splitter
 
     def _take(self, record: Record) -> Slot:
         return self._residency.take(record) if record in self._residency else self._live_ring().take(record)
@@ -293,18 +293,6 @@ class StreamBackend(RecordBackend):
         return slot
 
     # -- state seen from outside
-
-    def entries(self, managed: Managed) -> dict[str, Any]:
-        """A weight that somebody else wrote is the master: the next step will take it for that."""
-        found = super().entries(managed)
-        if managed.updated and "master" in found and any(self._was_written(part) for part in self._parts[managed]):
-            found["master"] = managed.local.to(_CPU, torch.float32, memory_format=torch.contiguous_format)
-        return found
-
-    def _was_written(self, part: Part) -> bool:
-        """By somebody else; a weight that is still to be loaded is not meant."""
-        alone = [Segment([part])]
-        return part.codes is None and bool(self._compare(self._home[part], alone, [part]))
 
     def gather(self, managed: Managed) -> dict[str, Any]:
         """Copies: an edit could not follow what is cut, coded, or already fetched for the next step."""
@@ -368,16 +356,10 @@ class StreamBackend(RecordBackend):
             ) from error
 
     def _compare(self, record: Record, segments: Sequence[Segment], parts: Sequence[Part]) -> list[Part]:
-        assert self._marks is not None
-        staging, known = self._staging_on(record.device), self._marks[record]
-        found = known.clone()
-        for segment in segments:
-            segment.weights(staging)
-            segment.mark(staging, self._splitter, found)
-        differs = (found != known).tolist()
+        changed = super()._compare(record, segments, parts)
         if self._ring is None:  # between steps, with the device memory given back
-            staging.free()
-        return [part for part in parts if differs[part.index]]
+            self._staging_on(record.device).free()
+        return changed
 
     def memory(self) -> dict[str, int]:
         ring = 0 if self._ring is None else self._ring.nbytes()

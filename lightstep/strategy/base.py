@@ -634,7 +634,7 @@ def make_backend(config: OptimizerState) -> StateBackend:
             resident_gib=config.resident_gib,
             spare_host_gib=config.spare_host_gib,
         )
-    return ResidentBackend() if config.backend == "resident" else BulkBackend()
+    return ResidentBackend(Splitter) if config.backend == "resident" else BulkBackend()
 
 
 @contextlib.contextmanager

@@ -1,0 +1,113 @@
+"""Updates of AdamW and Adam by one kernel for each segment, where that gives the bits of the class's own step.
+
+Everything else, and every first update, which makes the state, is left to :mod:`lightstep.optimizer.arithmetic`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightstep.optimizer.arithmetic import ADAMS, GroupValues
+from lightstep.optimizer.classes import GroupClasses
+from lightstep.precision.adam_kernel import AdamRun, AdamSettings, Scaling, runs_in_one_pass, twin_on, update
+from lightstep.precision.gradient_stage import GradientStage
+from lightstep.state.segment import Segment
+
+__all__ = ["OnePass"]
+
+_ENTRIES = {"step", "exp_avg", "exp_avg_sq"}
+_LARGEST = "max_exp_avg_sq"
+
+
+class OnePass:
+    """The groups whose class is torch's own AdamW or Adam, fused.
+
+    Args:
+        classes: of the groups.
+        stage: where the gradients of small parameters are put together.
+    """
+
+    def __init__(self, classes: GroupClasses, stage: GradientStage) -> None:
+        self._classes, self._stage = classes, stage
+
+    def update(
+        self,
+        segments: Sequence[Segment],
+        gradients: Sequence[Sequence[Tensor]],
+        scaling: Scaling,
+        values: GroupValues,
+    ) -> list[Segment]:
+        """Update what can be, and return the segments that cannot.
+
+        Args:
+            gradients: for each segment those of its parameters, not scaled; they stay what they are.
+            scaling: on the segments' device.
+        """
+        twin = twin_on(segments[0].device) if segments else None
+        if twin is None:
+            return list(segments)
+        known: dict[int, AdamSettings | None] = {}
+        runs: list[tuple[Segment, AdamRun, AdamSettings]] = []
+        left = []
+        for segment, own in zip(segments, gradients, strict=True):
+            key = id(segment.group)
+            if key not in known:
+                known[key] = self._settings(segment, values)
+            settings = known[key]
+            run = None if settings is None else _run(segment, self._stage, own)
+            if run is None or not runs_in_one_pass(twin, run, settings, scaling):  # type: ignore[arg-type]
+                left.append(segment)
+            else:
+                runs.append((segment, run, settings))  # type: ignore[arg-type]
+        if runs:
+            steps = [run.step for _, run, _ in runs]
+            torch._foreach_add_(steps, 1)
+            for segment, run, settings in runs:
+                update(twin, run, settings, scaling)
+                segment.written()
+            torch._foreach_sub_(steps, [scaling.overflow] * len(steps))
+        return left
+
+    def _settings(self, segment: Segment, values: GroupValues) -> AdamSettings | None:
+        """Of the segment's group, unless something in it is not for the kernel."""
+        arithmetic = self._classes.of(segment.group)
+        group = arithmetic.resolved(values.of(segment.group), segment.device)
+        if arithmetic.optimizer_class not in ADAMS or not group.get("fused"):
+            return None
+        lr, (beta1, beta2), decay, eps = group["lr"], group["betas"], group["weight_decay"], group["eps"]
+        on_device = isinstance(lr, Tensor) and lr.device == segment.device and lr.dtype == torch.float32
+        if not (on_device or _is_number(lr)) or not all(map(_is_number, (beta1, beta2, decay, eps))):
+            return None
+        decoupled = group.get("decoupled_weight_decay", arithmetic.optimizer_class is torch.optim.AdamW)
+        rate = lr if on_device else float(lr)
+        return AdamSettings(rate, beta1, beta2, float(decay), float(eps), decoupled, group["maximize"])
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float))
+
+
+def _run(segment: Segment, stage: GradientStage, gradients: Sequence[Tensor]) -> AdamRun | None:
+    """What the kernel reads and writes of a segment, unless that is not all of it."""
+    state = segment.state
+    if not segment.has_state or segment.stop == segment.first or not _is_adams(state, segment.device):
+        return None
+    rows = segment.rows("exp_avg_sq")
+    if rows is None:
+        return None
+    gradient = stage.gathered(segment, gradients)
+    exp_avg, exp_avg_sq = state["exp_avg"].view(-1), state["exp_avg_sq"].view(-1)
+    largest = state[_LARGEST].view(-1) if _LARGEST in state else None
+    return AdamRun(gradient, exp_avg, exp_avg_sq, largest, *rows, state["step"])
+
+
+def _is_adams(state: Mapping[str, Any], device: torch.device) -> bool:
+    return (
+        state.keys() - {_LARGEST} == _ENTRIES
+        and all(isinstance(value, Tensor) and value.dtype == torch.float32 for value in state.values())
+        and state["step"].device == device
+    )

@@ -1,0 +1,259 @@
+"""AdamW and Adam on one run of parameters in one pass over memory, with the bits of the passes that it replaces.
+
+Apart, the passes are: scale the gradient, join the master, torch's fused update, split it again. Together they move 66
+bytes of device memory per bf16 parameter; one kernel moves 26. It is compared with the passes on the spot, once for
+each kind of update that is asked for, and steps aside where one bit differs or Triton is missing.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightstep.precision.split import Splitter, probe_masters
+
+__all__ = ["AdamRun", "AdamSettings", "Scaling", "corrections", "runs_in_one_pass", "twin_on", "update"]
+
+logger = logging.getLogger(__name__)
+
+_LONGEST = 1 << 20
+"""Updates after which bias corrections must be 1 in fp32: betas up to 0.99998."""
+
+
+class AdamRun(NamedTuple):
+    """A run's memory, flat and contiguous ``[n]`` but for ``step``, on one device. All but the gradient is written to.
+
+    Attributes:
+        gradient: bf16, fp16 or fp32, as backward left it.
+        exp_avg, exp_avg_sq, max_exp_avg_sq: fp32; the last with ``amsgrad`` only.
+        weight: the parameters, where they are not their own masters.
+        low: int16, what :class:`~lightstep.precision.split.Splitter` keeps of bf16 weights' masters, whose last bit is
+            in the signs of ``exp_avg_sq``; ``None`` where ``master`` is given.
+        master: fp32.
+        step: 0-dim fp32: the number of this update.
+    """
+
+    gradient: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    max_exp_avg_sq: Tensor | None
+    weight: Tensor | None
+    low: Tensor | None
+    master: Tensor | None
+    step: Tensor
+
+
+class AdamSettings(NamedTuple):
+    """Of one parameter group; ``lr`` may be a 0-dim fp32 tensor on the device."""
+
+    lr: float | Tensor
+    beta1: float
+    beta2: float
+    weight_decay: float
+    eps: float
+    decoupled: bool
+    maximize: bool
+
+
+class Scaling(NamedTuple):
+    """``gradient / divisor * factor`` is what the update sees; with ``overflow`` 1 nothing changes. 0-dim fp32."""
+
+    divisor: Tensor | None
+    factor: Tensor | None
+    overflow: Tensor
+
+
+def update(twin: ModuleType, run: AdamRun, settings: AdamSettings, scaling: Scaling) -> None:
+    """One update by ``twin``, which :func:`runs_in_one_pass` has found right for this kind."""
+    lr = settings.lr
+    table = corrections(settings.beta1, settings.beta2, run.step.device)
+    assert table is not None
+    tensors = (*run, scaling.overflow, table, lr if isinstance(lr, Tensor) else None, scaling.divisor, scaling.factor)
+    numbers = (0.0 if isinstance(lr, Tensor) else lr, *settings[1:5], table.shape[1])
+    kind = {"DECAY": settings.weight_decay != 0, "DECOUPLED": settings.decoupled, "MAXIMIZE": settings.maximize}
+    twin.update(run.gradient.numel(), tensors, numbers, **kind)
+    written = run.master if run.weight is None else run.weight
+    assert written is not None
+    torch.autograd.graph.increment_version(written)  # autograd refuses graphs that need the weight of before
+
+
+@functools.lru_cache(maxsize=64)
+def corrections(beta1: float, beta2: float, device: torch.device) -> Tensor | None:
+    """``[2, updates]``: ``1 - beta1^t`` and ``sqrt(1 - beta2^t)`` for each number of updates, up to where both are 1.
+
+    By torch's own ``pow`` on that device: no other has its last bits. ``None`` for betas that never get there.
+    """
+    updates = 2
+    for beta in (beta1, beta2):
+        if not 0 <= beta < 1:
+            return None
+        updates = max(updates, 2 if beta == 0 else 2 + math.ceil(26 * math.log(2) / -math.log(beta)))
+    if updates > _LONGEST:
+        return None
+    numbers = torch.arange(updates, dtype=torch.float32, device=device)
+    first, second = (
+        1 - torch.pow(torch.tensor(beta, dtype=torch.float32, device=device), numbers) for beta in (beta1, beta2)
+    )
+    return torch.stack([first, second.sqrt()])
+
+
+@functools.cache
+def twin_on(device: torch.device) -> ModuleType | None:
+    """The kernel, where there is one for the device."""
+    if device.type != "cuda":
+        return None
+    try:
+        from lightstep.precision import adam_triton
+    except Exception as error:  # Triton fails in many ways: not installed, no compiler, no driver, unknown target
+        _stand_aside(device, f"{type(error).__name__}: {error}")
+        return None
+    return adam_triton
+
+
+def runs_in_one_pass(twin: ModuleType, run: AdamRun, settings: AdamSettings, scaling: Scaling) -> bool:
+    """Whether ``twin`` gives torch's bits for updates of this kind: tried out the first time that somebody asks."""
+    if corrections(settings.beta1, settings.beta2, run.step.device) is None:
+        return False
+    kind = _Kind(
+        run.step.device,
+        run.gradient.dtype,
+        None if run.weight is None else run.weight.dtype,
+        run.low is not None,
+        run.max_exp_avg_sq is not None,
+        settings.weight_decay != 0,
+        settings.decoupled,
+        settings.maximize,
+        isinstance(settings.lr, Tensor),
+        scaling.divisor is not None,
+        scaling.factor is not None,
+    )
+    return _agrees(twin, kind)
+
+
+class _Kind(NamedTuple):
+    """Updates for which the kernel is compiled and checked apart."""
+
+    device: torch.device
+    gradient: torch.dtype
+    weight: torch.dtype | None
+    split: bool
+    amsgrad: bool
+    decays: bool
+    decoupled: bool
+    maximize: bool
+    lr_on_device: bool
+    divided: bool
+    multiplied: bool
+
+    def settings(self, lr: float, beta1: float, beta2: float, eps: float) -> AdamSettings:
+        rate = torch.tensor(lr, dtype=torch.float32, device=self.device) if self.lr_on_device else lr
+        return AdamSettings(rate, beta1, beta2, 0.1 if self.decays else 0.0, eps, self.decoupled, self.maximize)
+
+    def scaling(self) -> Scaling:
+        divisor, factor, overflow = (
+            torch.tensor(value, dtype=torch.float32, device=self.device) for value in (768.0, 0.37, 0.0)
+        )
+        return Scaling(divisor if self.divided else None, factor if self.multiplied else None, overflow)
+
+
+@functools.cache
+def _agrees(twin: ModuleType, kind: _Kind) -> bool:
+    try:
+        settings = (kind.settings(3e-4, 0.9, 0.999, 1e-8), kind.settings(2.0, 0.0, 0.95, 1e-3))
+        cases = [(one, edges, step) for one in settings for edges in (False, True) for step in (1.0, 7.0, 4321.0)]
+        differing = [_differing(twin, kind, *case) for case in cases]
+        if not any(differing):
+            logger.info("AdamW and Adam run in one pass on %s (%s)", kind.device, kind)
+            return True
+        reason = f"{', '.join(sorted(set().union(*differing)))} differ from torch's"
+    except Exception as error:  # a compiler or driver that fails in its own way: the passes apart work
+        reason = f"{type(error).__name__}: {error}"
+    _stand_aside(kind.device, f"{reason}; {kind}")
+    return False
+
+
+def _stand_aside(device: torch.device, reason: str) -> None:
+    logger.warning("AdamW and Adam run in several passes on %s, not in one (%s)", device, reason)
+
+
+def _differing(twin: ModuleType, kind: _Kind, settings: AdamSettings, edges: bool, step: float) -> set[str]:
+    """What an update by ``twin`` leaves otherwise than the passes apart."""
+    run, values = _example(kind, edges, step)
+    by_passes = {name: value.clone() for name, value in values.items()}
+    _update_in_passes(kind, by_passes, settings, step)
+    update(twin, run, settings, kind.scaling())
+    if run.low is not None:
+        assert run.weight is not None
+        Splitter(kind.device).join(run.weight.clone(), run.low, run.exp_avg_sq, values["master"])
+    found = {**values, **({} if run.weight is None else {"weight": run.weight})}
+    return {name for name, value in found.items() if not torch.equal(_bits(value), _bits(by_passes[name]))}
+
+
+def _example(kind: _Kind, edges: bool, step: float) -> tuple[AdamRun, dict[str, Tensor]]:
+    """Memory for one update; its gradient, moments and master by name, those that are coded as copies."""
+    special, generator = probe_masters(kind.device), torch.Generator().manual_seed(2)
+
+    def numbers(scale: float) -> Tensor:
+        noise = torch.randn(special.numel(), generator=generator, dtype=torch.float32, device="cpu") * scale
+        order = torch.randperm(special.numel(), generator=generator, device="cpu")
+        return special[order.to(kind.device)] if edges else noise.to(kind.device)
+
+    gradient, master, exp_avg = numbers(1.0).to(kind.gradient), numbers(0.02), numbers(0.1)
+    squares = [numbers(1.0).abs() for _ in range(2 if kind.amsgrad else 1)]
+    values = {"gradient": gradient, "master": master, "exp_avg": exp_avg, "exp_avg_sq": squares[0]}
+    if kind.amsgrad:
+        values["max_exp_avg_sq"] = squares[1]
+    weight = None if kind.weight is None else torch.empty_like(master, dtype=kind.weight).copy_(master)
+    number = torch.tensor(step, dtype=torch.float32, device=kind.device)
+    if not kind.split:
+        run = AdamRun(gradient, exp_avg, squares[0], values.get("max_exp_avg_sq"), weight, None, master, number)
+        return run, values
+    low = torch.empty_like(master, dtype=torch.int16)
+    assert weight is not None
+    Splitter(kind.device).split(master, weight, low, squares[0])
+    return AdamRun(gradient, exp_avg, squares[0], values.get("max_exp_avg_sq"), weight, low, None, number), values
+
+
+def _update_in_passes(kind: _Kind, values: dict[str, Tensor], settings: AdamSettings, step: float) -> None:
+    """Scale, torch's own update, and the weight rounded from its result."""
+    values["exp_avg_sq"].abs_()  # it may carry the bits of the master
+    scaling, gradient = kind.scaling(), values["gradient"].float()
+    if scaling.divisor is not None:
+        gradient = gradient / scaling.divisor
+    if scaling.factor is not None:
+        gradient = gradient * scaling.factor
+    optimizer_class: Any = torch.optim.AdamW if settings.decoupled else torch.optim.Adam
+    optimizer = optimizer_class(
+        [values["master"]],
+        lr=settings.lr,
+        betas=(settings.beta1, settings.beta2),
+        eps=settings.eps,
+        weight_decay=settings.weight_decay,
+        amsgrad=kind.amsgrad,
+        maximize=settings.maximize,
+        fused=True,
+    )
+    entries = {name: value for name, value in values.items() if name not in ("gradient", "master")}
+    before = torch.tensor(step - 1, dtype=torch.float32, device=kind.device)
+    optimizer.state[values["master"]] = {"step": before, **entries}
+    values["master"].grad = gradient
+    optimizer.step()
+    values["master"].grad = None
+    if kind.weight is not None:
+        values["weight"] = torch.empty_like(values["master"], dtype=kind.weight)
+        if kind.split:
+            low = torch.empty_like(values["weight"], dtype=torch.int16)
+            Splitter(kind.device).split(values["master"], values["weight"], low, values["exp_avg_sq"])
+            values["exp_avg_sq"].abs_()  # a NaN may have had a sign
+        else:
+            values["weight"].copy_(values["master"])
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.view(torch.int16 if tensor.itemsize == 2 else torch.int32)

@@ -1,0 +1,73 @@
+"""AdamW and Adam in one pass on a GPU: the kernel runs, with torch's bits for every kind of update."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+
+from lightstep.optimizer import arithmetic, one_pass
+from lightstep.precision import adam_kernel
+from tests.gpu.test_next_forward_gpu import Training
+from tests.unit.test_next_forward import assert_same
+
+pytestmark = pytest.mark.gpu
+
+_CODINGS = {
+    "split": (torch.bfloat16, True),
+    "whole bf16": (torch.bfloat16, False),
+    "fp16": (torch.float16, False),
+    "own": (None, False),
+}
+
+
+@pytest.mark.parametrize("coding", list(_CODINGS))
+def test_the_check_on_the_spot_passes_for_every_kind(coding: str, caplog: pytest.LogCaptureFixture) -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    twin = adam_kernel.twin_on(device)
+    assert twin is not None
+    weight, split = _CODINGS[coding]
+    flags = itertools.product((False, True), repeat=4)
+    kinds = [
+        adam_kernel._Kind(device, gradient, weight, split, amsgrad, True, decoupled, maximize, on_device, False, True)
+        for amsgrad, decoupled, maximize, on_device in flags
+        for gradient in (torch.bfloat16, torch.float32)
+    ]
+    base = kinds[0]._replace(decoupled=True)
+    kinds += [base._replace(divided=True), base._replace(multiplied=False), base._replace(decays=False)]
+    kinds += [base._replace(gradient=torch.float16), base._replace(divided=True, multiplied=False)]
+    with caplog.at_level(logging.INFO):
+        assert [kind for kind in kinds if not adam_kernel._agrees(twin, kind)] == [], caplog.text
+
+
+@pytest.mark.parametrize("state", [{"backend": "resident"}, {"backend": "stream"}], ids=["resident", "stream"])
+@pytest.mark.parametrize("parameters", ["bfloat16", "float16", "float32"])
+def test_it_runs_and_gives_the_bits_of_the_passes_apart(
+    state: dict[str, Any], parameters: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: Counter[str] = Counter()
+    update = one_pass.update
+    monkeypatch.setattr(one_pass, "update", lambda *given: (ran.update(["once"]), update(*given)))
+    found = Training(state, parameters)
+    losses = found.train(6)
+    assert ran["once"]
+    for module in (arithmetic, one_pass):
+        monkeypatch.setattr(module, "twin_on", lambda device: None)
+    expected = Training(state, parameters)
+    assert expected.train(6) == losses
+    assert_same(found.snapshot(), expected.snapshot())
+
+
+def test_resident_keeps_ten_bytes_beside_a_bf16_weight_and_not_twelve(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = []
+    for twin_on in (arithmetic.twin_on, lambda device: None):
+        for module in (arithmetic, one_pass):
+            monkeypatch.setattr(module, "twin_on", twin_on)
+        training = Training({"backend": "resident"}, "bfloat16")
+        training.train(2)
+        held.append(training.optimizer.memory_report()["device_bytes"])
+    assert held[0] / held[1] == pytest.approx(10 / 12, rel=0.01)

@@ -1,0 +1,78 @@
+"""A stand-in for the kernel of :mod:`lightstep.precision.adam_kernel` on the CPU: its interface, by torch's own passes.
+
+So everything around the kernel is tested where there is no GPU: what it is handed, in which order, and what is left to
+the passes apart.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightstep.optimizer import arithmetic, one_pass
+from lightstep.precision.split import Splitter
+
+used: Counter[str] = Counter()
+"""How often it ran, by how masters are kept."""
+
+
+def update(n: int, tensors: tuple[Tensor | None, ...], numbers: tuple[float, ...], **kind: bool) -> None:
+    """See :func:`lightstep.precision.adam_triton.update`."""
+    gradient, exp_avg, exp_avg_sq, largest, weight, low, master, step, overflow, _, rate, divisor, factor = tensors
+    assert gradient is not None and exp_avg is not None and exp_avg_sq is not None
+    assert step is not None and overflow is not None
+    used["own" if weight is None else "split" if low is not None else "whole"] += 1
+    splitter, whole = Splitter(gradient.device), master
+    if whole is None:
+        assert weight is not None and low is not None
+        if overflow != 0:
+            return
+        whole = torch.empty_like(exp_avg)
+        splitter.join(weight, low, exp_avg_sq, whole)
+    row = gradient.float().clone()
+    if divisor is not None:
+        row.div_(divisor)
+    if factor is not None:
+        row.mul_(factor)
+    lr, beta1, beta2, decay, eps, _ = numbers
+    run = torch._fused_adamw_ if kind["DECOUPLED"] else torch._fused_adam_
+    run(
+        [whole],
+        [row],
+        [exp_avg],
+        [exp_avg_sq],
+        [] if largest is None else [largest],
+        [step],
+        lr=lr if rate is None else rate,
+        beta1=beta1,
+        beta2=beta2,
+        weight_decay=decay if kind["DECAY"] else 0.0,
+        eps=eps,
+        amsgrad=largest is not None,
+        maximize=kind["MAXIMIZE"],
+        found_inf=overflow,
+    )
+    if low is not None:
+        assert weight is not None
+        splitter.split(whole, weight, low, exp_avg_sq)
+    elif weight is not None and overflow == 0:
+        weight.copy_(whole)
+
+
+def install(monkeypatch: pytest.MonkeyPatch) -> None:
+    """AdamW and Adam run in one pass on the CPU too."""
+    import tests.one_pass_on_cpu as twin
+
+    for module in (arithmetic, one_pass):
+        monkeypatch.setattr(module, "twin_on", lambda device: twin)
+
+
+@pytest.fixture(name="one_pass_on_cpu")
+def one_pass_fixture(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Counts what it did."""
+    install(monkeypatch)
+    used.clear()
+    return used

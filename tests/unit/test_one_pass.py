@@ -1,0 +1,131 @@
+"""AdamW and Adam in one pass: the loop's bits, whatever is updated so and whatever is left to the passes apart."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+
+from lightstep.optimizer import arithmetic, one_pass
+from lightstep.optimizer.schedule import NextForward
+from lightstep.precision import adam_kernel
+from lightstep.state import segment
+from tests import one_pass_on_cpu as twin
+from tests.covering import every_pair
+from tests.one_pass_on_cpu import one_pass_fixture
+from tests.reference.pair import EVERY_TIME, Pair, scale_for
+from tests.unit.test_next_forward import Training, assert_same, small_cuts
+
+__all__ = ["one_pass_fixture", "small_cuts"]
+
+OVERFLOWS = (3, 6)
+ADAMS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+    "AdamW": (torch.optim.AdamW, {"lr": 1e-2, "weight_decay": 0.1}),
+    "Adam": (torch.optim.Adam, {"lr": 1e-2, "weight_decay": 0.1}),
+    "AdamW-amsgrad": (torch.optim.AdamW, {"lr": 1e-2, "amsgrad": True}),
+    "AdamW-maximize": (torch.optim.AdamW, {"lr": torch.tensor(1e-2), "maximize": True, "betas": (0.0, 0.99)}),
+}
+
+
+@pytest.fixture(autouse=True)
+def few_probes(monkeypatch: pytest.MonkeyPatch) -> None:
+    every_kind = adam_kernel.probe_masters(torch.device("cpu"))
+    monkeypatch.setattr(adam_kernel, "probe_masters", lambda device: every_kind[:4099].clone())
+
+
+@every_pair(name=ADAMS, parameters=["bfloat16", "float16", "float32"], large=[1 << 18, 48], backend=EVERY_TIME)
+def test_it_equals_the_textbook_loop(
+    name: str,
+    parameters: str,
+    large: int,
+    backend: str,
+    one_pass_on_cpu: Counter[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(segment, "LARGE", large)  # parameters in their own memory, or put together
+    pair = Pair(
+        *ADAMS[name],
+        {"lr": 1e-3, "eps": 1e-6, **ADAMS[name][1]},
+        parameters=parameters,
+        backend=backend,
+        micro_batches=2,
+        max_norm=0.35,
+        overflow_at=OVERFLOWS,
+        intermittent=True,
+        **scale_for(parameters),
+    )
+    pair.train(8)
+    pair.resume()
+    pair.train(4)
+    pair.check()
+    assert one_pass_on_cpu.total() > 0
+
+
+@pytest.mark.parametrize("update", ["next_forward", "overlap", "in_backward"])
+def test_lanes_with_random_delays(update: str, one_pass_on_cpu: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    clipping = {"max_norm": 0.5, **({"scope": "unit"} if update == "in_backward" else {})}
+    expected = Training({"backend": "stream", "update": "at_step", "ring_mib": 0.02}, clipping=clipping)
+    with monkeypatch.context() as apart:
+        for module in (arithmetic, one_pass):
+            apart.setattr(module, "twin_on", lambda device: None)
+        losses = expected.train(6)
+    for seed in range(3):
+        monkeypatch.setattr(NextForward, "at_once", (0, 1, 48)[seed])
+        tested = Training({"backend": "stream", "update": update, "ring_mib": 0.02}, clipping=clipping)
+        found = tested.train(1)
+        tested.delays(seed)
+        assert found + tested.train(5) == losses
+        assert_same(tested.snapshot(), expected.snapshot())
+    assert one_pass_on_cpu["split"] > 0, one_pass_on_cpu
+
+
+def test_classes_that_are_not_torchs_own_are_left_alone(one_pass_on_cpu: Counter[str]) -> None:
+    class Mine(torch.optim.AdamW):
+        pass
+
+    for optimizer_class in (Mine, torch.optim.NAdam, torch.optim.SGD):
+        Training({"backend": "resident"}, optimizer_class=optimizer_class).train(3)
+    assert not one_pass_on_cpu
+
+
+def test_foreach_keeps_its_own_bits(one_pass_on_cpu: Counter[str]) -> None:
+    pair = Pair(torch.optim.AdamW, {"lr": 1e-2}, {}, common={"foreach": True}, parameters="bfloat16", backend="stream")
+    pair.train(4)
+    pair.check()
+    assert not one_pass_on_cpu
+
+
+@pytest.mark.parametrize("backend", ["resident", "stream"])
+@pytest.mark.parametrize("wrong", ["exp_avg", "weight", "low"])
+def test_a_kernel_with_other_bits_steps_aside(
+    wrong: str, backend: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class OffByOne:
+        @staticmethod
+        def update(n: int, tensors: Any, numbers: Any, **kind: bool) -> None:
+            twin.update(n, tensors, numbers, **kind)
+            place = {"exp_avg": 1, "weight": 4, "low": 5}[wrong]
+            if tensors[place] is not None:
+                tensors[place].view(-1)[n // 2].add_(1)
+
+    for module in (arithmetic, one_pass):
+        monkeypatch.setattr(module, "twin_on", lambda device: OffByOne)
+    monkeypatch.setattr(adam_kernel, "_agrees", functools.cache(adam_kernel._agrees.__wrapped__))
+    pair = Pair(torch.optim.AdamW, {"lr": 1e-2}, {}, parameters="bfloat16", backend=backend, max_norm=0.35)
+    pair.train(3)
+    pair.check()
+    assert "differ from torch's" in caplog.text
+    assert "AdamW and Adam run in several passes on cpu" in caplog.text
+
+
+def test_betas_whose_corrections_never_end_are_left_alone() -> None:
+    device = torch.device("cpu")
+    assert adam_kernel.corrections(0.9, 0.9999999, device) is None
+    table = adam_kernel.corrections(0.9, 0.999, device)
+    assert table is not None
+    steps = torch.tensor([1.0, 7.0, 10_000.0])
+    assert torch.equal(table[0, steps.long()], 1 - torch.pow(torch.tensor(0.9), steps))
+    assert table[:, -1].tolist() == [1.0, 1.0]
