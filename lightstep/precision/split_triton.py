@@ -11,10 +11,11 @@ from __future__ import annotations
 import bisect
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
+
+from lightstep.precision.triton_launch import Launcher
 
 try:
     import triton
@@ -29,19 +30,19 @@ _BLOCK, _WARPS = 1024, 4
 def split(master: Tensor, weight: Tensor, low: Tensor, extra: Tensor) -> None:
     """See :meth:`Splitter.split`."""
     arguments = (master.view(torch.int32), weight.view(torch.int16), low, _bits_of(extra))
-    _launch(_split_kernel, master.numel(), arguments, BITMAP=extra.dtype == torch.uint8)
+    _split(master.numel(), arguments, (), extra.dtype == torch.uint8)
 
 
 def join(weight: Tensor, low: Tensor, extra: Tensor, master: Tensor) -> None:
     """See :meth:`Splitter.join`."""
     arguments = (weight.view(torch.int16), low, _bits_of(extra), master.view(torch.int32))
-    _launch(_join_kernel, master.numel(), arguments, BITMAP=extra.dtype == torch.uint8)
+    _join(master.numel(), arguments, (), extra.dtype == torch.uint8)
 
 
 def fingerprints(weight: Tensor, first: int, ranges: Sequence[tuple[int, int]], out: Tensor) -> None:
     """Add the sums of :meth:`Splitter.fingerprints` to ``out``."""
     edges, heads = _tables(tuple(ranges), weight.numel(), weight.device)
-    _launch(_fingerprint_kernel, weight.numel(), (weight.view(torch.int16), out, edges, heads), len(ranges), first)
+    _fingerprint(weight.numel(), (weight.view(torch.int16), out, edges, heads), (len(ranges), first))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -54,13 +55,6 @@ def _tables(ranges: tuple[tuple[int, int], ...], n: int, device: torch.device) -
 
 def _bits_of(extra: Tensor) -> Tensor:
     return extra if extra.dtype == torch.uint8 else extra.view(torch.int32)
-
-
-def _launch(kernel: Any, n: int, tensors: tuple[Tensor, ...], *numbers: int, **constants: Any) -> None:
-    if n == 0:
-        return
-    with torch.cuda.device_of(tensors[0]):  # Triton launches on the current device; nothing to do on the CPU
-        kernel[(triton.cdiv(n, _BLOCK),)](*tensors, n, *numbers, BLOCK=_BLOCK, num_warps=_WARPS, **constants)
 
 
 if available:
@@ -153,10 +147,14 @@ if available:
             begin = tl.load(edges + 2 * head, mask=head < ranges, other=first + BLOCK)
 
     @triton.jit(do_not_specialize=["n", "ranges", "start"])
-    def _fingerprint_kernel(weight, out, edges, heads, n, ranges, start, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    def _fingerprint_kernel(weight, out, edges, heads, ranges, start, n, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
         first = tl.program_id(0).to(tl.int64) * BLOCK
         head = tl.load(heads + tl.program_id(0))
         if first + BLOCK <= n:
             _fingerprint_block(weight, out, edges, head, first, n, ranges, start, BLOCK, True)
         else:
             _fingerprint_block(weight, out, edges, head, first, n, ranges, start, BLOCK, False)
+
+    _split, _join, _fingerprint = (
+        Launcher(kernel, _BLOCK, _WARPS) for kernel in (_split_kernel, _join_kernel, _fingerprint_kernel)
+    )

@@ -91,6 +91,7 @@ class Segment:
             (at, at + part.elements) for (at, _), part in zip(self.places, parts, strict=True)
         ]
         self.device = self.locals[0].device
+        self._flat = self.locals[0].view(-1) if self.in_place else None
         self.state: dict[str, Any] = {}
         self._views: Views | None = None
         self._staging: Staging
@@ -115,8 +116,8 @@ class Segment:
 
     def weights(self, staging: Staging) -> Tensor:
         """The weights in one row, in the parameters' dtype: their own memory, or gathered."""
-        if self.in_place:
-            return self.locals[0].view(-1)
+        if self._flat is not None:
+            return self._flat
         row, parts, gaps = staging.place_of(self)
         torch._foreach_copy_(parts, self.locals)
         if gaps:
@@ -234,6 +235,11 @@ class Segment:
 
     def note(self) -> dict[Part, Layout]:
         """Take over what is not in the record; new layouts for the parts whose entries no longer fit theirs."""
+        if self._written:  # nothing but values has changed
+            history = self.parts[0].history
+            assert history is not None
+            history.values, history.origin = {key: self.state[key] for key in history.values}, None
+            return {}
         schema = self.parts[0].owner.schema
         rows = {k: v for k, v in self.state.items() if is_row(k, v, schema)}
         layout = lay_out(self.coding, rows, self.shape, schema)
@@ -327,8 +333,8 @@ class Segment:
 
     def _row(self, staging: Staging) -> tuple[Tensor, list[Tensor]]:
         """Where :meth:`weights` are, and the parts of it that are copies."""
-        if self.in_place:
-            return self.locals[0].view(-1), []
+        if self._flat is not None:
+            return self._flat, []
         return staging.place_of(self)[:2]
 
 

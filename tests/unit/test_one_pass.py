@@ -106,8 +106,8 @@ def test_a_kernel_with_other_bits_steps_aside(
 ) -> None:
     class OffByOne:
         @staticmethod
-        def update(n: int, tensors: Any, numbers: Any, **kind: bool) -> None:
-            twin.update(n, tensors, numbers, **kind)
+        def update(n: int, tensors: Any, numbers: Any, *kind: bool) -> None:
+            twin.update(n, tensors, numbers, *kind)
             place = {"exp_avg": 1, "weight": 4, "low": 5}[wrong]
             if tensors[place] is not None:
                 tensors[place].view(-1)[n // 2].add_(1)
