@@ -102,7 +102,7 @@ def _contents(checkpoint: Path) -> dict[str, str]:
 def test_a_resumed_run_equals_an_uninterrupted_one(
     pool: Pool, values: dict[str, Any], tmp_path: Path, strategy: str
 ) -> None:
-    values["strategy"] = strategy
+    values |= {"strategy": strategy, "ema": {"decay": 0.9, "validation": True}}
     whole, other = pool.run(run, 2, group=False, values={**values, "name": "whole"})
     assert whole["losses"] == other["losses"] and whole["after"] == other["after"], "means over the ranks"
     assert "validation loss after" in whole["said"] and "sample 1 of 1" in whole["said"] and other["said"] == ""
