@@ -31,7 +31,7 @@ from lightstep.trainer.display import Display
 from lightstep.trainer.interrupt import Interrupt
 from lightstep.trainer.logs import TENSORBOARD, Logs, check_trackers
 from lightstep.trainer.loop import Loop, Pieces
-from lightstep.trainer.model import load_tokenizer, make_model, model_config
+from lightstep.trainer.model import folder_of_weights, load_tokenizer, make_model, model_config
 from lightstep.trainer.optimization import apply_changes, check_optimization, make_optimizer, make_scheduler
 from lightstep.trainer.ranks import join, together
 from lightstep.trainer.run_folder import newest_checkpoint, newest_undamaged, start_run
@@ -119,9 +119,11 @@ def load_strategy(config: TrainConfig) -> Strategy:
 def _assemble(config: TrainConfig, strategy: Strategy, display: Display) -> tuple[Pieces, Any]:
     tokenizer, architecture, corpus = together(lambda: _read_inputs(config, display))
     set_seed(config.seed)
-    sharded = strategy.config.sharding.kind == "fsdp2"  # there the other ranks get rank 0's weights
-    made = together(lambda: make_model(config.model, architecture, meta=sharded and not strategy.is_main))
-    model = strategy.prepare_model(made)
+    sharded = strategy.config.sharding.kind == "fsdp2"
+    folder = together(lambda: folder_of_weights(config.model, architecture), only_first=True) if sharded else None
+    empty = sharded and (folder is not None or not strategy.is_main)  # the others get rank 0's weights
+    made = together(lambda: make_model(config.model, architecture, meta=empty))
+    model = strategy.prepare_model(made, weights=folder)
     set_seed(config.seed + strategy.rank)
     display.say(_introduction(config, strategy, model, corpus))
     if strategy.is_main and strategy.device.type != "cpu":
