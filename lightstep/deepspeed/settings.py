@@ -241,7 +241,9 @@ def _read(given: str | Mapping[str, Any] | None, name: str) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ConfigError(f"{name}: sharding.config {given} cannot be read as JSON: {error}") from error
     if not isinstance(values, dict):
-        raise ConfigError(f"{name}: sharding.config {given} holds a {type(values).__name__}; a mapping is needed")
+        raise ConfigError(
+            f"{name}: sharding.config {given} holds a value of type {type(values).__name__}; a mapping is needed"
+        )
     return values
 
 

@@ -111,7 +111,9 @@ class FSDP2Strategy(ProcessGroupStrategy):
         assert isinstance(fixed, int)
         if ranks % fixed:
             side = "shard" if replicate == "auto" else "replicate"
-            raise ConfigError(f"{self.name}: sharding.mesh.{side} is {fixed}, which does not divide the {ranks} ranks")
+            raise ConfigError(
+                f"{self.name}: sharding.mesh.{side} is {fixed}, which does not divide the number of ranks, {ranks}"
+            )
         sizes = (
             (ranks // fixed, fixed) if replicate == "auto" else (fixed, ranks // fixed if shard == "auto" else shard)
         )

@@ -102,7 +102,7 @@ def _json_lines(path: Path, key: str) -> Iterator[bytes]:
                 raise ConfigError(f"data.path {path}, line {number}: not JSON ({error.msg})") from None
             text = record.get(key) if isinstance(record, dict) else None
             if not isinstance(text, str):
-                keys = ", ".join(record) if isinstance(record, dict) else f"a {type(record).__name__}"
+                keys = ", ".join(record) if isinstance(record, dict) else f"a value of type {type(record).__name__}"
                 raise ConfigError(
                     f"data.path {path}, line {number}: no text under {key!r} (data.text_key); it has {keys or 'none'}"
                 )
