@@ -191,8 +191,8 @@ def _check_partition_counts(files: ZeroFiles) -> None:
         counts = state.get("partition_count", files.world_size)
         if {int(count) for count in (counts if isinstance(counts, list) else [counts])} - {files.world_size}:
             raise CheckpointError(
-                f"the number of ranks is {counts} in {file} and {files.world_size} in {files.folder}: files of two runs "
-                "are mixed"
+                f"the number of ranks is {counts} in {file} and {files.world_size} in {files.folder}: files of two "
+                "runs are mixed"
             )
 
 
