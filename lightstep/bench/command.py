@@ -49,15 +49,15 @@ def bench(
     strategies: Annotated[
         str,
         typer.Option(
-            help="Names or paths separated by commas, each with keys laid over it if need be. 'default' is resident, "
-            "bulk and stream; with --iteration and --tensors resident, stream and stream-overlap, in iterations on "
-            "several ranks those of fsdp2; 'none'."
+            help="Names or paths, separated by commas; NAME:section.key=VALUE overrides a key. 'default': resident, bulk "
+            "and stream; with --iteration or --tensors resident, stream and stream-overlap; in iterations on several "
+            "ranks those of fsdp2. 'none': no strategy."
         ),
     ] = "default",
     peers: Annotated[
         str | None,
         typer.Option(
-            help="Peers to hold them against, separated by commas; 'all' or 'none'. Default: all, in iterations none."
+            help="Other libraries to compare with, separated by commas; 'all' or 'none'. Default: all, in iterations none."
         ),
     ] = None,
     params: Annotated[
@@ -82,7 +82,7 @@ def bench(
         int | None,
         typer.Option(
             min=1,
-            help="How often each is built and timed, in alternating order. Default: 2, iterations 1, tiny tensors 3.",
+            help="How often each is built and timed, in turn. Default: 2, in iterations 1, with --tensors 3.",
         ),
     ] = None,
     output: Annotated[
