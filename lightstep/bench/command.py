@@ -49,15 +49,15 @@ def bench(
     strategies: Annotated[
         str,
         typer.Option(
-            help="Names or paths, separated by commas; NAME:section.key=VALUE overrides a key. 'default': resident, bulk "
-            "and stream; with --iteration or --tensors resident, stream and stream-overlap; in iterations on several "
-            "ranks those of fsdp2. 'none': no strategy."
+            help="Names or paths, separated by commas; NAME:section.key=VALUE overrides a key. 'default': resident, "
+            "bulk and stream; with --iteration or --tensors resident, stream and stream-overlap; in iterations on "
+            "several ranks those of fsdp2. 'none': no strategy."
         ),
     ] = "default",
     peers: Annotated[
         str | None,
         typer.Option(
-            help="Other libraries to compare with, separated by commas; 'all' or 'none'. Default: all, in iterations none."
+            help="Libraries to compare with, separated by commas; 'all' or 'none'. Default: all, in iterations none."
         ),
     ] = None,
     params: Annotated[
