@@ -235,7 +235,8 @@ def _finish(loop: Loop, tokenizer: Any) -> list[str]:
         for number, text in enumerate(samples, 1):
             loop.display.say(f"--- sample {number} of {len(samples)}\n{text}")
     logs = "tensorboard, loss.png" if TENSORBOARD in config.trackers else ", ".join(config.trackers)
-    loop.display.say(f"--- {config.folder}: {loop.saved and loop.saved.name}, model, {logs}")
+    models = "model" if loop.pieces.average is None else "model, model-ema"
+    loop.display.say(f"--- {config.folder}: {loop.saved and loop.saved.name}, {models}, {logs}")
     return samples
 
 

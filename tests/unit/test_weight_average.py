@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from lightstep import Strategy, WeightAverage
+from lightstep.checkpoint.formats import describe_checkpoint
 from tests.covering import every_pair
 from tests.reference.pair import EVERY_TIME, IN_BACKWARD, TWO_GROUPS, Pair, scale_for
 from tests.reference.plain_loop import ReferenceAverage
@@ -84,6 +85,7 @@ def test_a_checkpoint_holds_the_average(tmp_path: Path, asynchronous: bool) -> N
     assert saved.keys() == loaded.tensors.keys() == {"weight", "bias"}
     assert all(torch.equal(saved[name], tensor) for name, tensor in loaded.tensors.items())
     assert not torch.equal(saved["weight"], model.weight.float())
+    assert "averages of the weights" in dict(describe_checkpoint(tmp_path / "step-3"))["note"]
     strategy.save_checkpoint(tmp_path / "step-4", plain)
     strategy.load_checkpoint(tmp_path / "step-4", other)
     assert torch.equal(loaded.tensors["weight"], plain.weight.float()), "without averages they begin as the weights"
