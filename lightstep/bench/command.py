@@ -133,15 +133,14 @@ def bench(
         bool, typer.Option("--roles", help="Memory of a worker that only generates, with the role for it and without.")
     ] = False,
 ) -> None:
-    """Measure strategies and peers side by side on this machine: one optimizer step on a Llama-shaped stack.
+    """Measure strategies and other libraries side by side on this machine: one optimizer step on a Llama-shaped stack.
 
-    Everybody does the same work: global norm, clipping, AdamW in fp32, new bf16 weights. Under torchrun all ranks
-    measure at once, and each has its share of the cores. With --iteration everybody trains a Llama instead, with
-    activation checkpointing, and the time and memory of whole iterations are shown beside those without an optimizer.
-    With --tensors the tensors are so small that only Python takes time. With --roles nobody trains: the memory of one
-    rollout worker is measured.
+    All do the same work: global norm, clipping, AdamW in fp32, new bf16 weights. Under torchrun all ranks measure at
+    once, and each has its share of the cores.
 
-    Keys are laid over a strategy like this: --strategies stream-overlap:optimizer_state.ring_mib=256
+    With --iteration all train a Llama, with activation checkpointing, and the time and memory of whole iterations are
+    shown beside those without an optimizer. With --tensors the tensors are so small that only Python takes time. With
+    --roles the memory of one rollout worker is measured.
 
     Exit code 1: a contender failed; the others have their figures.
     """

@@ -25,7 +25,7 @@ from lightstep.config import ConfigError
 from lightstep.plan.report import measured_sentence, planned_sentence
 from lightstep.sharding.weight_average import WeightAverage
 from lightstep.strategy import Strategy
-from lightstep.trainer.batches import Batches, validation_rows
+from lightstep.trainer.batches import Batches, check_batch, validation_rows
 from lightstep.trainer.config import TrainConfig
 from lightstep.trainer.display import Display
 from lightstep.trainer.interrupt import Interrupt
@@ -89,6 +89,7 @@ def train(config: TrainConfig, resume: bool | Literal["auto"] = False, console: 
         join(strategy)
         together(lambda: check_trackers(config.trackers), only_first=True)
         together(lambda: check_optimization(config, strategy.device))
+        check_batch(config.batch, strategy.world_size)
         display = Display(console or Console(), strategy.is_main, config.lines.seconds, config.lines.steps)
         find = newest_undamaged if resume == "auto" else newest_checkpoint
         checkpoint = together(lambda: find(config.folder), only_first=True) if resume else None

@@ -169,7 +169,7 @@ def test_what_contradicts_the_strategy_is_named_with_both_values() -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "words"), [("{", "cannot be read as JSON"), ("[1]", "holds a value of type list"), (None, "cannot")]
+    ("content", "words"), [("{", "cannot be read as JSON"), ("[1]", "holds a list"), (None, "cannot")]
 )
 def test_a_file_that_is_no_configuration(tmp_path: Path, content: str | None, words: str) -> None:
     if content is not None:
