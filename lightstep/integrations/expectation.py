@@ -33,15 +33,16 @@ class Expectation:
     def _is_for(self) -> bool:
         return bool(self._args.should_log) and self._strategy.device.type == "cuda"
 
-    def batch(self, model: Any, inputs: Mapping[str, Any]) -> None:
+    def batch(self, model: Any, inputs: Any) -> None:
         """A micro-batch: the first one's size is what is planned with."""
         if self._begun is None:
             if self._wanted:
                 tqdm.write(self._planned(model, inputs))
             self.step_begins()
 
-    def _planned(self, model: Any, inputs: Mapping[str, Any]) -> str:
-        tokens, args = inputs.get("input_ids"), self._args
+    def _planned(self, model: Any, inputs: Any) -> str:
+        tokens = inputs.get("input_ids") if isinstance(inputs, Mapping) else None  # TRL's may be a list of prompts
+        args = self._args
         if not isinstance(tokens, Tensor) or tokens.dim() != 2:
             return "no plan: the batches have no input_ids of two dimensions"
         work = {

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lightstep.config import ConfigError
 from lightstep.plan.planning import Plan, Workload, first_that_fits
 from lightstep.plan.profiles import Profile
 
@@ -21,11 +20,11 @@ _COLOURS = ("#0072B2", "#56B4E9", "#E69F00", "#999999", "#CC79A7", "#009E73")
 
 
 def planned_sentence(make: Callable[[], Plan]) -> str:
-    """A run's first words: what a step will take, as far as it can be told."""
+    """A run's first words: what a step will take, as far as it can be told. No run ends because it cannot."""
     try:
         return f"planned: {make()}"
-    except (ConfigError, ValueError) as error:
-        return f"no plan: {error}"
+    except Exception as error:
+        return f"no plan: {str(error) or type(error).__name__}"
 
 
 def measured_sentence(peak_gb: float, step_ms: float) -> str:
