@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from lightstep.checkpoint.errors import CheckpointError, reported
 from lightstep.checkpoint.frozen_base import frozen_base, is_adapter, without_base
@@ -38,6 +38,7 @@ from lightstep.sharding.model_names import (
     numbered,
     several_holders,
 )
+from lightstep.sharding.prepared_model import PreparedModel
 
 logger = logging.getLogger(__name__)
 
@@ -97,6 +98,8 @@ def save_checkpoint(
         content = ranks.together(lambda: _collect(tensors, model, saved, its_scheduler, extra, trainable_only))
         if weights_only:
             content.manifest["weights_only"] = True
+        else:
+            content.sources += _average_sources(model)
         retention = Retention(keep_last, keep_every, weights_only=saved is None)
         plan = _Plan(path, content, share(content.sources, ranks), ranks.gather(content.of_this_rank), retention)
         if asynchronous:
@@ -237,10 +240,25 @@ def _collect_optimizer(content: _Content, optimizer: OptimizerContent) -> None:
 
 
 def _model_sources(named: NamedTensor) -> list[Source]:
-    shard, tensor = shard_of(named.tensor), named.tensor
+    return _sources(f"model.{named.name}", named.tensor)
+
+
+def _average_sources(model: nn.Module) -> list[Source]:
+    average = PreparedModel.of(model).average
+    tensors = {} if average is None else average.tensors
+    return [source for name, tensor in tensors.items() for source in _sources(average_key(name), tensor)]
+
+
+def average_key(name: str) -> str:
+    """The name of a parameter's average among the checkpoint's tensors."""
+    return f"average.{name}"
+
+
+def _sources(key: str, tensor: Tensor) -> list[Source]:
+    shard = shard_of(tensor)
     if shard is None:
         return []
-    return [Source(f"model.{named.name}", shard, tensor.dtype, lambda: local_tensor(tensor).detach(), tensor)]
+    return [Source(key, shard, tensor.dtype, lambda: local_tensor(tensor).detach(), tensor)]
 
 
 def _finish(temporary: Path, target: Path, content: _Content, parts: list[dict[str, Any]], index: Index) -> None:

@@ -25,7 +25,10 @@ def start_process_group(why: str) -> None:
     """
     missing = [name for name in _TORCHRUN if name not in os.environ]
     if missing:
-        raise ConfigError(f"{why}, and this one has no {missing[0]} in its environment; start it with: {_command()}")
+        raise ConfigError(
+            f"{why}, and torchrun did not start this one (no {missing[0]} in its environment); start it with: "
+            f"{_command()}"
+        )
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
         dist.init_process_group("cpu:gloo,cuda:nccl")

@@ -227,18 +227,18 @@ def reshard(rank: int, world_size: int, source: str, target: str) -> None:
         (
             "1-bfloat16",
             "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt",
-            "2 ranks wrote it, and bf16_zero_pp_rank_1_mp_",
+            "missing: bf16_zero_pp_rank_1_mp_",
         ),
         ("2-float16", "mp_rank_00_model_states.pt", "mp_rank_00_model_states.pt is missing"),
         (
             "3-float16",
             "*zero_pp_rank_0_mp_rank_00_optim_states.pt",
-            "zero_pp_rank_0_mp_rank_00_optim_states.pt is missing",
+            "missing: .*zero_pp_rank_0_mp_rank_00_optim_states.pt",
         ),
         (
             "3-float16",
             "zero_pp_rank_1_mp_rank_00_model_states.pt",
-            "zero_pp_rank_1_mp_rank_00_model_states.pt is missing",
+            "missing: zero_pp_rank_1_mp_rank_00_model_states.pt",
         ),
     ],
 )
@@ -321,6 +321,6 @@ def test_a_lightrft_run_continues_under_lightstep(pool: Pool, named: bool, tmp_p
         assert torch.equal(at["state"].pop(name)["master"], found["model"][name].float())
     assert not differences({key: found[key] for key in ("model", "state", "groups")}, at)
     (source / "optim_states" / "_rank1").unlink()
-    with pytest.raises(CheckpointError, match="2 ranks wrote it, and _rank1 is missing"):
+    with pytest.raises(CheckpointError, match="missing: _rank1"):
         convert_checkpoint(source, tmp_path / "x", "lightstep")
     assert not (tmp_path / "x").exists()
