@@ -19,8 +19,15 @@ used: Counter[str] = Counter()
 """How often it ran, by how masters are kept."""
 
 
-def update(n: int, tensors: tuple[Tensor | None, ...], numbers: tuple[float, ...], **kind: bool) -> None:
-    """See :func:`lightstep.precision.adam_triton.update`."""
+def update(
+    n: int,
+    tensors: tuple[Tensor | None, ...],
+    numbers: tuple[float, ...],
+    decays: bool,
+    decoupled: bool,
+    maximize: bool,
+) -> None:
+    """See :data:`lightstep.precision.adam_triton.update`."""
     gradient, exp_avg, exp_avg_sq, largest, weight, low, master, step, overflow, _, rate, divisor, factor = tensors
     assert gradient is not None and exp_avg is not None and exp_avg_sq is not None
     assert step is not None and overflow is not None
@@ -38,7 +45,7 @@ def update(n: int, tensors: tuple[Tensor | None, ...], numbers: tuple[float, ...
     if factor is not None:
         row.mul_(factor)
     lr, beta1, beta2, decay, eps, _ = numbers
-    run = torch._fused_adamw_ if kind["DECOUPLED"] else torch._fused_adam_
+    run = torch._fused_adamw_ if decoupled else torch._fused_adam_
     run(
         [whole],
         [row],
@@ -49,10 +56,10 @@ def update(n: int, tensors: tuple[Tensor | None, ...], numbers: tuple[float, ...
         lr=lr if rate is None else rate,
         beta1=beta1,
         beta2=beta2,
-        weight_decay=decay if kind["DECAY"] else 0.0,
+        weight_decay=decay if decays else 0.0,
         eps=eps,
         amsgrad=largest is not None,
-        maximize=kind["MAXIMIZE"],
+        maximize=maximize,
         found_inf=overflow,
     )
     if low is not None:

@@ -2,7 +2,7 @@
 
 ``groups`` has the process groups, ``tensors`` what a DTensor is on this rank, ``norms`` the reduction of a norm over
 meshes, ``replicas`` what ranks with the same part of the model send each other, ``matrices`` what those send that share
-matrices.
+matrices, ``windows`` where the elements of a shard are in the whole tensor.
 """
 
 from torch.distributed.tensor import DTensor
@@ -28,6 +28,7 @@ from lightstep.distributed.tensors import (
     local_tensor,
     mesh_ranks,
 )
+from lightstep.distributed.windows import Window, window_of
 
 __all__ = [
     "DTensor",
@@ -36,6 +37,7 @@ __all__ = [
     "NormReduction",
     "Replicas",
     "Rows",
+    "Window",
     "differs_across_ranks",
     "end_process_group",
     "form_role_group",
@@ -50,5 +52,6 @@ __all__ = [
     "ranks_on_this_host",
     "role_group",
     "rows_of",
+    "window_of",
     "world_size",
 ]

@@ -22,6 +22,7 @@ from lightstep.optimizer.eager import eager_backward, own_work
 from lightstep.optimizer.group_values import GroupValues
 from lightstep.optimizer.in_backward import InBackward
 from lightstep.optimizer.managed_parameters import InitialMasters, ManagedParameters, Places
+from lightstep.optimizer.moments import Moments
 from lightstep.optimizer.overlap import Overlap
 from lightstep.optimizer.result import StepResult
 from lightstep.optimizer.scaling import Scaling
@@ -77,6 +78,7 @@ class Engine:
         overflow_everywhere: bool | None,
         update_time: type[Schedule],
         initial_masters: InitialMasters | None = None,
+        moments: Moments | None = None,
     ) -> None:
         self._process, self.closed = os.getpid(), True
         self.param_groups: list[dict[str, Any]] = []
@@ -84,6 +86,7 @@ class Engine:
         self.classes, self.master_weights = classes, master_weights
         self._overflow_everywhere, self.update_time = overflow_everywhere, update_time
         self._initial_masters, classes.in_backward = initial_masters, update_time.in_backward
+        self.moments = moments or Moments()
         self.listeners: list[Callable[[], object]] = []
         self.start(backend, reduce_float32, places)
         self.loss_scale, self.max_norm = loss_scale, max_norm
@@ -96,7 +99,9 @@ class Engine:
         self.backend = backend
         self.gradients = GradientAccumulator(reduce_float32)
         self.scaled_backward = ScaledBackward()
-        self.managed = ManagedParameters(self.classes, backend, self.master_weights, places, self._initial_masters)
+        self.managed = ManagedParameters(
+            self.classes, backend, self.master_weights, places, self._initial_masters, self.moments
+        )
         self.broken = BrokenStep(self.managed, backend)
         self.walk = UnitWalk(self.classes, backend, self.broken, self.managed.record)
         self.schedule = self.update_time(self.walk, backend)
@@ -114,7 +119,7 @@ class Engine:
     @property
     def settings(self) -> dict[str, Any]:
         """The constructor's arguments that a copy is made with."""
-        names = ("master_weights", "loss_scale", "max_norm", "norm_type", "clip_layers")
+        names = ("master_weights", "loss_scale", "max_norm", "norm_type", "clip_layers", "moments")
         return {
             **{name: getattr(self, name) for name in names},
             "overflow_everywhere": self._overflow_everywhere,

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lightstep.distributed import like, local_tensor
 from lightstep.optimizer.classes import GroupClasses
+from lightstep.optimizer.moments import Moments
 from lightstep.optimizer.param_groups import Place
 from lightstep.precision.master_weights import ModelWatch
 from lightstep.state.backend import Managed, StateBackend
@@ -36,6 +37,7 @@ class ManagedParameters:
         master_weights: whether 16-bit parameters get fp32 masters.
         places: called at set-up for the name and layer of each parameter.
         initial_masters: called at set-up for the fp32 values (of the local shard) that a parameter was rounded from.
+        moments: in what they are kept.
     """
 
     def __init__(
@@ -45,8 +47,10 @@ class ManagedParameters:
         master_weights: bool,
         places: Places | None,
         initial_masters: InitialMasters | None = None,
+        moments: Moments | None = None,
     ) -> None:
         self._classes = classes
+        self._moments = moments or Moments()
         self._backend = backend
         self._master_weights = master_weights
         self._places = places
@@ -106,6 +110,7 @@ class ManagedParameters:
         _refuse_shared_memory((item.name, item.local) for item in items)
         new = [item for item in items if item.param not in self._items]
         self._classes.prepare(items, groups)
+        self._moments.set_up(items, self._classes)
         place = {parameter: index for index, parameter in enumerate(places)}
         in_order_of_use = sorted(items, key=lambda item: place.get(item.param, len(place)))
         self._backend.register(in_order_of_use)  # refuses, or takes them all
@@ -293,6 +298,7 @@ class ManagedParameters:
             item.local.copy_(local.pop("master"))
         if local and not item.updated:  # plain torch's state has no masters
             local = {**self._backend.entries(item), **local}
+        self._moments.tell_of_conversion(item, local)
         # Of classes that have state, a master alone is that of a parameter which has never been updated.
         start = local.pop("master") if item.schema and [*local] == ["master"] else None
         self._backend.load(item, local)

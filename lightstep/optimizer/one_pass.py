@@ -5,7 +5,8 @@ Everything else, and every first update, which makes the state, is left to :mod:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from lightstep.optimizer.classes import GroupClasses
 from lightstep.optimizer.group_values import GroupValues
 from lightstep.precision.adam_kernel import AdamRun, AdamSettings, Scaling, runs_in_one_pass, twin_on, update
 from lightstep.precision.gradient_stage import GradientStage
+from lightstep.state.record import Layout
 from lightstep.state.segment import Segment
 
 __all__ = ["OnePass"]
@@ -94,21 +96,17 @@ def _is_number(value: Any) -> bool:
 
 def _run(segment: Segment, stage: GradientStage, gradients: Sequence[Tensor]) -> AdamRun | None:
     """What the kernel reads and writes of a segment, unless that is not all of it."""
-    state = segment.state
-    if not segment.has_state or segment.stop == segment.first or not _is_adams(state, segment.device):
+    if not segment.has_state or segment.stop == segment.first or not _is_adams(segment.layout, segment.parts[0].keys):
         return None
-    rows = segment.rows("exp_avg_sq")
-    if rows is None:
+    state, rows = segment.state, segment.rows("exp_avg_sq")
+    step = state["step"]
+    if rows is None or step.device != segment.device or step.dtype != torch.float32:
         return None
     gradient = stage.gathered(segment, gradients)
-    exp_avg, exp_avg_sq = state["exp_avg"].view(-1), state["exp_avg_sq"].view(-1)
-    largest = state[_LARGEST].view(-1) if _LARGEST in state else None
-    return AdamRun(gradient, exp_avg, exp_avg_sq, largest, *rows, state["step"])
+    return AdamRun(gradient, state["exp_avg"], state["exp_avg_sq"], state.get(_LARGEST), *rows, step)
 
 
-def _is_adams(state: Mapping[str, Any], device: torch.device) -> bool:
-    return (
-        state.keys() - {_LARGEST} == _ENTRIES
-        and all(isinstance(value, Tensor) and value.dtype == torch.float32 for value in state.values())
-        and state["step"].device == device
-    )
+@functools.lru_cache(maxsize=256)
+def _is_adams(layout: Layout, keys: tuple[str, ...]) -> bool:
+    flat = all(dtype == torch.float32 and shape is None for _, dtype, shape in layout.entries)
+    return flat and {*keys} - {_LARGEST} == _ENTRIES == {"step", *(key for key, _, _ in layout.entries)} - {_LARGEST}

@@ -15,6 +15,7 @@ from lightstep.optimizer.classes import GroupClasses
 from lightstep.optimizer.eager import eager, own_work
 from lightstep.optimizer.engine import Engine
 from lightstep.optimizer.managed_parameters import InitialMasters, Places
+from lightstep.optimizer.moments import Moments
 from lightstep.optimizer.param_groups import Place, plain_numbers
 from lightstep.optimizer.result import StepResult
 from lightstep.optimizer.schedule import AtStep, Schedule
@@ -53,6 +54,7 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         initial_masters: called at set-up with each 16-bit parameter: the fp32 values of its local shard that it was
             rounded from, or ``None``. Its master starts from them, unless the weight was changed since. With
             ``keep=True`` it is only asked: state is saved before the set-up.
+        moments: in what moments are kept between updates; ``None``: in fp32, as the class has them.
 
     Raises:
         TypeError: ``optimizer_class`` is not a usable optimizer class.
@@ -87,6 +89,7 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         overflow_everywhere: bool | None = None,
         update_time: type[Schedule] = AtStep,
         initial_masters: InitialMasters | None = None,
+        moments: Moments | None = None,
     ) -> None:
         classes = GroupClasses(optimizer_class, dict(hyperparameters or {}))
         self.engine = Engine(
@@ -102,6 +105,7 @@ class MixedPrecisionOptimizer(BaseOptimizer):
             overflow_everywhere=overflow_everywhere,
             update_time=update_time,
             initial_masters=initial_masters,
+            moments=moments,
         )
         super().__init__(params, dict(classes.own.defaults))
         self.engine.watch_gradients()

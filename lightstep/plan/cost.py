@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from lightstep.config import DDPSharding, DeepSpeedSharding, FSDP2Sharding, SingleSharding, StrategyConfig
 
 _BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
-_MOMENTS = 8
+_MOMENTS = {"float32": 8, "bfloat16": 4}
 _MASTER = 4
 _SPLIT_MASTER = 2
 """The low half of a master whose high half is the bf16 weight; `stream` moves and keeps only that."""
@@ -76,9 +76,10 @@ def _gradient_bytes(config: StrategyConfig) -> int:
 
 def _state_bytes(config: StrategyConfig) -> int:
     precision, backend = config.precision, config.optimizer_state.backend
+    moments = _MOMENTS[config.optimizer_state.moments]
     if isinstance(config.sharding, DeepSpeedSharding):
-        return _MOMENTS + _MASTER  # fp32 weights have masters beside them there too
+        return moments + _MASTER  # fp32 weights have masters beside them there too
     if precision.parameters == "float32" or not precision.master_weights:
-        return _MOMENTS
+        return moments
     split = backend == "stream" and precision.parameters == "bfloat16"
-    return _MOMENTS + (_SPLIT_MASTER if split else _MASTER)
+    return moments + (_SPLIT_MASTER if split else _MASTER)

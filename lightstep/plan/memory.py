@@ -172,11 +172,14 @@ class _Bytes:
         return staying, all_state - staying
 
     def _held_for_steps(self, all_state: float) -> float:
-        """Memory that the step keeps: the ring, or fp32 memory for the gradients of the largest unit."""
+        """Memory that the step keeps: the ring, or fp32 memory for the largest unit's gradients and bf16 moments."""
         state = self.config.optimizer_state
         if state.backend == "stream":
             return min(state.ring_mib * 2**20, all_state)
-        return 0 if self.gradient_width == 4 or self._sums() else 4 * largest_unit(self.sizes.tensors) / self.shards
+        width = 0 if self.gradient_width == 4 or self._sums() else 4
+        if state.moments == "bfloat16":
+            width += 8
+        return width * largest_unit(self.sizes.tensors) / self.shards
 
     def _buckets(self) -> float:
         """DDP keeps its own."""

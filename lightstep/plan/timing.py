@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from lightstep.config import StrategyConfig
 from lightstep.plan.activations import Activations
+from lightstep.plan.cost import cost
 from lightstep.plan.memory import Memory, Sizes
 from lightstep.plan.profiles import Profile
 
@@ -63,8 +64,8 @@ def iteration_time(
 
 
 def _update(held: Memory, config: StrategyConfig, profile: Profile) -> float:
-    width = 8 if config.precision.parameters == "float32" or not config.precision.master_weights else 12
-    elements = (held.state or held.host) / width
+    state = cost(config)
+    elements = (held.state or held.host) / (state.device_state.count or state.host_state.count)
     return elements / 1e9 * profile.update_ms
 
 

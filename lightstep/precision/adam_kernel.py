@@ -76,8 +76,8 @@ def update(twin: ModuleType, run: AdamRun, settings: AdamSettings, scaling: Scal
     assert table is not None
     tensors = (*run, scaling.overflow, table, lr if isinstance(lr, Tensor) else None, scaling.divisor, scaling.factor)
     numbers = (0.0 if isinstance(lr, Tensor) else lr, *settings[1:5], table.shape[1])
-    kind = {"DECAY": settings.weight_decay != 0, "DECOUPLED": settings.decoupled, "MAXIMIZE": settings.maximize}
-    twin.update(run.gradient.numel(), tensors, numbers, **kind)
+    kind = settings.weight_decay != 0, settings.decoupled, settings.maximize
+    twin.update(run.gradient.numel(), tensors, numbers, *kind)
     written = run.master if run.weight is None else run.weight
     assert written is not None
     torch.autograd.graph.increment_version(written)  # autograd refuses graphs that need the weight of before

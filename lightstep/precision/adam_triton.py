@@ -10,19 +10,12 @@ element at a time.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-_BLOCK, _WARPS = 1024, 4
+from lightstep.precision.triton_launch import Launcher
 
-
-def update(n: int, tensors: tuple[Tensor | None, ...], numbers: tuple[float, ...], **kind: bool) -> None:
-    """``tensors`` and ``numbers`` in the kernel's order; ``kind``: ``DECAY``, ``DECOUPLED``, ``MAXIMIZE``."""
-    grid = (triton.cdiv(n, _BLOCK),)
-    with torch.cuda.device_of(tensors[0]):  # Triton launches on the current device
-        _kernel[grid](*tensors, *numbers, n, **kind, BLOCK=_BLOCK, num_warps=_WARPS, enable_fp_fusion=False)
+_BLOCK, _WARPS = 512, 4
 
 
 @triton.jit
@@ -113,8 +106,8 @@ def _block(  # type: ignore[no-untyped-def]
             tl.store(weight + place, p.to(weight.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["n"])
-def _kernel(  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize=["length", "n"])
+def _adam_kernel(  # type: ignore[no-untyped-def]
     gradient,
     exp_avg,
     exp_avg_sq,
@@ -198,3 +191,7 @@ def _kernel(  # type: ignore[no-untyped-def]
                 BLOCK,
                 False,
             )
+
+
+update = Launcher(_adam_kernel, _BLOCK, _WARPS, enable_fp_fusion=False)
+"""Takes the number of elements, tensors and numbers in the kernel's order, and ``DECAY, DECOUPLED, MAXIMIZE``."""

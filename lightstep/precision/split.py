@@ -28,10 +28,8 @@ __all__ = ["Splitter"]
 logger = logging.getLogger(__name__)
 
 _CHUNK = 1 << 18  # elements per pass: the scratch stays small, and in cache; a multiple of 8 for the bitmap
-# Of the fingerprint: odd 63-bit numbers without structure.
-_PLACE = 0x1E3779B97F4A7C15
-_CODE = 0x3F58476D1CE4E5B9
-_MIX = 0x14D049BB133111EB
+# Of the fingerprint: odd 31-bit numbers without structure.
+_PLACE, _CODE, _FIRST_MIX, _SECOND_MIX = 0x1E3779B1, 0x05EBCA77, 0x7FEB352D, 0x046CA68B
 
 
 class Splitter:
@@ -80,7 +78,7 @@ class Splitter:
             _join(weight[a:b], low[a:b], _part_of(extra, a, b), master[a:b], self._room(b - a))
 
     def fingerprints(self, weight: Tensor, first: int, ranges: Sequence[tuple[int, int]], out: Tensor) -> None:
-        """Write a 64-bit sum over each range of ``weight`` (16-bit, ``[n]``) that depends on values and places to
+        """Write a sum over each range of ``weight`` (16-bit, ``[n]``) that depends on values and places to
         ``out`` (int64, one element per range).
 
         A master cannot show that somebody else wrote to the weight, since the weight is its upper half; this can.
@@ -113,10 +111,10 @@ class _Scratch:
         n = min(_CHUNK, -(-n // 8) * 8)
         self.a, self.b, self.c = (torch.empty(n, dtype=torch.int32, device=device) for _ in range(3))
         self.flag = torch.empty(n, dtype=torch.bool, device=device)
-        self.product, self.codes = (torch.empty(n + extra, dtype=torch.int64, device=device) for extra in (0, 1))
-        self.places = torch.arange(n, dtype=torch.int64, device=device).mul_(_PLACE)
+        self.wide, self.sums = (torch.empty(n + extra, dtype=torch.int64, device=device) for extra in (0, 1))
+        self.places = torch.arange(n, dtype=torch.int32, device=device).mul_(_PLACE)
         self.total = torch.empty((), dtype=torch.int64, device=device)
-        self.nbytes = n * (3 * 4 + 1 + 3 * 8) + 16
+        self.nbytes = n * (4 * 4 + 1 + 2 * 8) + 16
 
 
 def _chunks(n: int) -> list[tuple[int, int]]:
@@ -189,39 +187,40 @@ def _take_bits(extra: Tensor, n: int, room: _Scratch) -> Tensor:
 
 
 def _mixed(weight: Tensor, start: int, room: _Scratch) -> Tensor:
-    """mix(place · _PLACE + code · _CODE) mod 2^64 of each element.
+    """mix(place · _PLACE + code · _CODE) mod 2^32 of each element, as signed numbers.
 
-    ``mix`` is not linear in place or code: sums of edits that undo each other in a linear hash (two rows exchanged)
-    do not do so here.
+    ``mix`` is one-to-one, so that one code never looks like another in its place; and it is not linear in place or
+    code: sums of edits that undo each other in a linear hash (two rows exchanged) do not do so here.
     """
     n = weight.numel()
-    mixed, shifted = room.product[:n], room.codes[1 : n + 1]
+    mixed, shifted = room.a[:n], room.b[:n]
     mixed.copy_(weight.view(torch.int16)).mul_(_CODE)
     mixed.add_(room.places[:n]).add_(_wrap(start * _PLACE))
-    for shift in (31, 29):  # arithmetic shifts: torch has no others
+    for shift, factor in ((15, _FIRST_MIX), (13, _SECOND_MIX)):  # arithmetic shifts: torch has no others
         torch.bitwise_right_shift(mixed, shift, out=shifted)
-        mixed.bitwise_xor_(shifted).mul_(_MIX)
-    torch.bitwise_right_shift(mixed, 32, out=shifted)
+        mixed.bitwise_xor_(shifted).mul_(factor)
+    torch.bitwise_right_shift(mixed, 16, out=shifted)
     return mixed.bitwise_xor_(shifted)
 
 
 def _add_sums(numbers: Tensor, ranges: Sequence[tuple[int, int]], out: Tensor, room: _Scratch) -> None:
     """Add the sum over each range to its element of ``out``: differences of running sums, mod 2^64."""
+    wide = room.wide[: numbers.numel()].copy_(numbers)  # `sum` and `cumsum` of other dtypes would allocate
     if len(ranges) == 1:
         ((a, b),) = ranges
-        out.add_(torch.sum(numbers[a:b], dim=0, out=room.total))
+        out.add_(torch.sum(wide[a:b], dim=0, out=room.total))
     elif ranges:
-        running = room.codes[: numbers.numel() + 1]
+        running = room.sums[: numbers.numel() + 1]
         running[0] = 0
-        torch.cumsum(numbers, 0, out=running[1:])
+        torch.cumsum(wide, 0, out=running[1:])
         edges = torch.tensor(ranges, dtype=torch.int64, device="cpu").to(running.device)
         sums = running[edges.view(-1)].view(-1, 2)
         out.add_(sums[:, 1]).sub_(sums[:, 0])
 
 
 def _wrap(value: int) -> int:
-    """``value`` modulo 2^64, as a signed 64-bit number."""
-    return (value + (1 << 63)) % (1 << 64) - (1 << 63)
+    """``value`` modulo 2^32, as a signed 32-bit number."""
+    return (value + (1 << 31)) % (1 << 32) - (1 << 31)
 
 
 @functools.cache

@@ -11,10 +11,11 @@ from __future__ import annotations
 import bisect
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
+
+from lightstep.precision.triton_launch import Launcher
 
 try:
     import triton
@@ -24,43 +25,37 @@ except ImportError:
 
 available = triton is not None
 _BLOCK, _WARPS = 1024, 4
+_SUMMED, _SUMMING = 4096, 8  # larger blocks: each ends with an addition to the same few numbers
 
 
 def split(master: Tensor, weight: Tensor, low: Tensor, extra: Tensor) -> None:
     """See :meth:`Splitter.split`."""
     arguments = (master.view(torch.int32), weight.view(torch.int16), low, _bits_of(extra))
-    _launch(_split_kernel, master.numel(), arguments, BITMAP=extra.dtype == torch.uint8)
+    _split(master.numel(), arguments, (), extra.dtype == torch.uint8)
 
 
 def join(weight: Tensor, low: Tensor, extra: Tensor, master: Tensor) -> None:
     """See :meth:`Splitter.join`."""
     arguments = (weight.view(torch.int16), low, _bits_of(extra), master.view(torch.int32))
-    _launch(_join_kernel, master.numel(), arguments, BITMAP=extra.dtype == torch.uint8)
+    _join(master.numel(), arguments, (), extra.dtype == torch.uint8)
 
 
 def fingerprints(weight: Tensor, first: int, ranges: Sequence[tuple[int, int]], out: Tensor) -> None:
     """Add the sums of :meth:`Splitter.fingerprints` to ``out``."""
     edges, heads = _tables(tuple(ranges), weight.numel(), weight.device)
-    _launch(_fingerprint_kernel, weight.numel(), (weight.view(torch.int16), out, edges, heads), len(ranges), first)
+    _fingerprint(weight.numel(), (weight.view(torch.int16), out, edges, heads), (len(ranges), first))
 
 
 @functools.lru_cache(maxsize=4096)
 def _tables(ranges: tuple[tuple[int, int], ...], n: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """``[2k]`` begin and end of each range; for each block the first range that reaches into it or beyond."""
-    heads = [bisect.bisect_right(ranges, block, key=lambda one: one[1]) for block in range(0, n, _BLOCK)]
+    heads = [bisect.bisect_right(ranges, block, key=lambda one: one[1]) for block in range(0, n, _SUMMED)]
     edges = [edge for one in ranges for edge in one]
     return tuple(torch.tensor(x, dtype=torch.int64, device="cpu").to(device) for x in (edges, heads))  # type: ignore[return-value]
 
 
 def _bits_of(extra: Tensor) -> Tensor:
     return extra if extra.dtype == torch.uint8 else extra.view(torch.int32)
-
-
-def _launch(kernel: Any, n: int, tensors: tuple[Tensor, ...], *numbers: int, **constants: Any) -> None:
-    if n == 0:
-        return
-    with torch.cuda.device_of(tensors[0]):  # Triton launches on the current device; nothing to do on the CPU
-        kernel[(triton.cdiv(n, _BLOCK),)](*tensors, n, *numbers, BLOCK=_BLOCK, num_warps=_WARPS, **constants)
 
 
 if available:
@@ -138,25 +133,31 @@ if available:
     @triton.jit
     def _fingerprint_block(weight, out, edges, head, first, n, ranges, start, BLOCK: tl.constexpr, WHOLE: tl.constexpr):  # type: ignore[no-untyped-def]
         place = first + tl.arange(0, BLOCK)
-        code = tl.load(weight + place, mask=_inside(place, n, WHOLE), other=0)
-        # The constants of split.py (_PLACE, _CODE, _MIX): a kernel reads no globals.
-        mixed = (place + start) * 2177342782468422677 + code.to(tl.int64) * 4564476756301768121
-        mixed = (mixed ^ (mixed >> 31)) * 1499779743744070123
-        mixed = (mixed ^ (mixed >> 29)) * 1499779743744070123
-        mixed = mixed ^ (mixed >> 32)
+        code = tl.load(weight + place, mask=_inside(place, n, WHOLE), other=0).to(tl.int32)
+        # The constants of split.py (_PLACE, _CODE, _FIRST_MIX, _SECOND_MIX): a kernel reads no globals.
+        mixed = ((first + start).to(tl.int32) + tl.arange(0, BLOCK)) * 506952113 + code * 99338871
+        mixed = (mixed ^ (mixed >> 15)) * 2146121005
+        mixed = (mixed ^ (mixed >> 13)) * 74229387
+        mixed = (mixed ^ (mixed >> 16)).to(tl.int64)
         begin = tl.load(edges + 2 * head, mask=head < ranges, other=first + BLOCK)
         while begin < first + BLOCK:
             end = tl.load(edges + 2 * head + 1)
-            within = (place >= begin) & (place < end)
-            tl.atomic_add(out + head, tl.sum(tl.where(within, mixed, 0), axis=0))
+            if begin <= first and end >= first + BLOCK:
+                total = tl.sum(mixed, axis=0)
+            else:
+                total = tl.sum(tl.where((place >= begin) & (place < end), mixed, 0), axis=0)
+            tl.atomic_add(out + head, total)
             head += 1
             begin = tl.load(edges + 2 * head, mask=head < ranges, other=first + BLOCK)
 
     @triton.jit(do_not_specialize=["n", "ranges", "start"])
-    def _fingerprint_kernel(weight, out, edges, heads, n, ranges, start, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    def _fingerprint_kernel(weight, out, edges, heads, ranges, start, n, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
         first = tl.program_id(0).to(tl.int64) * BLOCK
         head = tl.load(heads + tl.program_id(0))
         if first + BLOCK <= n:
             _fingerprint_block(weight, out, edges, head, first, n, ranges, start, BLOCK, True)
         else:
             _fingerprint_block(weight, out, edges, head, first, n, ranges, start, BLOCK, False)
+
+    _split, _join = (Launcher(kernel, _BLOCK, _WARPS) for kernel in (_split_kernel, _join_kernel))
+    _fingerprint = Launcher(_fingerprint_kernel, _SUMMED, _SUMMING)

@@ -19,17 +19,24 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor
 
+from lightstep.distributed import Window
 from lightstep.state.lanes import Lanes
 
 if TYPE_CHECKING:
     from lightstep.distributed import Rows
     from lightstep.state.segment import Segment
     from lightstep.state.snapshot import Snapshot
+
+
+class Rounding(Protocol):
+    """fp32 numbers to a shorter dtype, otherwise than to nearest; see ``lightstep.precision.moments``."""
+
+    def round(self, value: Tensor, out: Tensor, entry: str, step: Any, numbers: Tensor | Window) -> None: ...
 
 
 @dataclass(eq=False)
@@ -41,15 +48,22 @@ class EntrySpec:
         dtype: of the tensor; ``None`` when the entry is no tensor.
         on_device: whether torch keeps it on the parameter's device (a fused optimizer's ``step`` is, others' are not).
         never_negative: second moments of classes known for it, or declared: their sign bit carries no information.
+        kept: what fp32 numbers are rounded to after each update, and kept in; ``None``: they stay what they are.
+        rounding: how; ``None`` is to nearest.
     """
 
     like_parameter: bool
     dtype: torch.dtype | None
     on_device: bool
     never_negative: bool = False
+    kept: torch.dtype | None = None
+    rounding: Rounding | None = None
 
 
 Schema = Mapping[str, EntrySpec]
+
+
+_WHOLE = Window()
 
 
 @dataclass(eq=False)
@@ -66,6 +80,7 @@ class Managed:
         schema: the entries of its base optimizer's state.
         whole_tensors: its base optimizer is not element-wise: it is never cut, and updated by itself.
         rows: how it is divided among ranks that update it together; ``None``: this one updates what it has alone.
+        window: where its local elements are in the whole parameter, for entries that are rounded by their number.
         joined_in_update: its class is updated by a kernel that joins and splits masters itself, so that nothing else
             needs them whole.
         updated: its state exists, from an update or from a checkpoint.
@@ -82,6 +97,7 @@ class Managed:
     schema: Schema = field(default_factory=dict, repr=False)
     whole_tensors: bool = False
     rows: Rows | None = None
+    window: Window = _WHOLE
     joined_in_update: bool = False
     updated: bool = False
     provisional: bool = False
@@ -294,9 +310,15 @@ class StateBackend(ABC):
 
 
 def entry_dtype(spec: EntrySpec, owner: Managed) -> torch.dtype | None:
-    """The dtype of an entry for this parameter: specs are read off fp32 probes, and some masters are not fp32."""
+    """In what an entry of this parameter is kept: specs are read off fp32 probes, and some masters are not fp32."""
     follows = spec.like_parameter and owner.own_master and spec.dtype == torch.float32
-    return owner.local.dtype if follows else spec.dtype
+    dtype = owner.local.dtype if follows else spec.dtype
+    return kept_dtype(spec, dtype)
+
+
+def kept_dtype(spec: EntrySpec | None, dtype: torch.dtype | None) -> torch.dtype | None:
+    """In what an entry that the base optimizer has in ``dtype`` is kept."""
+    return dtype if spec is None or spec.kept is None or dtype != torch.float32 else spec.kept
 
 
 def adopt_entry(spec: EntrySpec | None, value: Any, owner: Managed) -> Any:

@@ -45,14 +45,14 @@ class Entries:
         if part.coding == "whole":
             found["master"] = rows["master"].view(part.shape)
         elif part.coding == "split":
-            extra = (rows["bitmap"] if layout.carrier is None else rows[layout.carrier]).clone()
+            extra = (rows["bitmap"] if layout.carrier is None else rows[layout.carrier].float()).clone()
             low = rows["low half"]
             master = torch.empty(part.elements, dtype=torch.float32, device=low.device)
             weight = self._weight(part, low.device)
             self._splitter_on(low.device).join(weight, low, extra, master)  # clears the signs of the copy
             found["master"] = master.view(part.shape)
             if layout.carrier is not None:
-                found[layout.carrier] = extra.view(part.shape)
+                found[layout.carrier] = extra.view(part.shape).to(rows[layout.carrier].dtype)
         return found
 
     def read_all(self, parts: Sequence[Part], home: Mapping[Part, Record]) -> dict[str, Any]:
@@ -116,8 +116,11 @@ class Entries:
             rows["master"].copy_(loaded)
             rounded.copy_(loaded)
         else:
-            extra = rows["bitmap"] if part.block.layout.carrier is None else rows[part.block.layout.carrier]
+            carrier = rows[part.block.layout.carrier or "bitmap"]
+            extra = carrier if part.block.layout.carrier is None else carrier.float()  # itself, unless it is bf16
             self._splitter_on(device).split(loaded, rounded, rows["low half"], extra)
+            if extra is not carrier:
+                carrier.copy_(extra)
         if self._marks is not None:
             mark = torch.zeros(1, dtype=torch.int64, device=device)
             self._splitter_on(device).fingerprints(rounded, part.first, [(0, part.elements)], mark)

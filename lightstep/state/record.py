@@ -5,8 +5,8 @@ staying there for good. Gathered weights, joined masters and scaled gradients st
 
 Parts with equal layouts that follow each other make a :class:`Block`, in the record field after field: ``low half or
 whole master [n] | entry [n] | entry [n] … | bitmap``. With Adam-like state that is 10 bytes per bf16 parameter, 12
-where the master is whole and 8 per fp32 parameter. 0-dim entries (``step``) and plain values are not in the record:
-parts with one past share them in a :class:`History`.
+where the master is whole and 8 per fp32 parameter, and 4 less with moments in bf16. 0-dim entries (``step``) and plain
+values are not in the record: parts with one past share them in a :class:`History`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from lightstep.state.backend import Managed, Schema, Unit, entry_dtype
+from lightstep.state.backend import Managed, Schema, Unit, entry_dtype, kept_dtype
 from lightstep.state.host_memory import HostSlab
 
 if TYPE_CHECKING:
@@ -87,12 +87,18 @@ def _field_bytes(dtype: torch.dtype, size: int) -> int:
 
 def lay_out(coding: Coding, entries: Mapping[str, Tensor], shape: Sequence[int], schema: Schema) -> Layout:
     """The layout of parts whose entries look like these; ``shape`` is that of their master."""
-    kinds = tuple((k, v.dtype, None if v.shape == torch.Size(shape) else tuple(v.shape)) for k, v in entries.items())
+    kinds = tuple(_kind(k, v, shape, schema) for k, v in entries.items())
     return Layout(coding, kinds, _carrier(coding, kinds, schema))
 
 
+def _kind(key: str, value: Tensor, shape: Sequence[int], schema: Schema) -> tuple[str, torch.dtype, Any]:
+    if value.shape != torch.Size(shape):
+        return key, value.dtype, tuple(value.shape)
+    return key, kept_dtype(schema.get(key), value.dtype) or value.dtype, None
+
+
 def _carrier(coding: Coding, kinds: Iterable[tuple[str, torch.dtype, Any]], schema: Schema) -> str | None:
-    able = (key for key, dtype, shape in kinds if dtype == torch.float32 and shape is None)
+    able = (key for key, dtype, shape in kinds if dtype in (torch.float32, torch.bfloat16) and shape is None)
     if coding != "split":
         return None
     return next((key for key in able if key in schema and schema[key].never_negative), None)
@@ -115,6 +121,14 @@ class ExpectedLayouts:
     def record_bytes(self, owner: Managed, elements: int) -> int:
         """Bytes that a part of ``elements`` elements will take up in a record that travels."""
         return self.of(owner, coding_of(owner)).nbytes(aligned(elements))
+
+
+def kept_entries(owner: Managed) -> dict[str, int]:
+    """The entries that a record keeps in another dtype than the base optimizer has them, numbered."""
+    if owner.own_master and owner.local.dtype != torch.float32:
+        return {}
+    listed = (key for key, spec in owner.schema.items() if spec.like_parameter and spec.kept is not None)
+    return {key: number for number, key in enumerate(listed)}
 
 
 def is_row(key: str, value: Any, schema: Schema) -> bool:

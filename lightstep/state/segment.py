@@ -15,8 +15,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from lightstep.distributed import Window
 from lightstep.state.backend import Managed
-from lightstep.state.record import History, Layout, Part, Record, Slot, aligned, is_row, lay_out
+from lightstep.state.record import History, Layout, Part, Record, Slot, aligned, is_row, kept_entries, lay_out
 
 __all__ = ["LARGE", "MasterSplitter", "Segment", "Staging", "segments_of"]
 
@@ -68,6 +69,8 @@ class Segment:
         first, stop: where it stands in the unit's flat order.
         shape: of its master: flat, or the parameter's for a class that needs whole tensors.
         places: first element and shape of each part, counted from ``first``.
+        kept: entries that are rounded into the record after each update, and the numbers of their rows in the staging
+            memory, where the base optimizer has them in fp32.
         group: the live entry of ``optimizer.param_groups``.
         device: of all that is updated.
         state: the base optimizer's entries; empty before the first update, which fills it.
@@ -80,6 +83,7 @@ class Segment:
         self.first, self.stop = head.first, last.first + last.elements
         self.shape = head.shape if head.owner.whole_tensors else (self.stop - self.first,)
         self.places = [(part.first - self.first, part.shape) for part in parts]
+        self.kept = kept_entries(head.owner)
         self._known = [part.owner.local for part in parts]
         self.locals = [part.of(local) for part, local in zip(parts, self._known, strict=True)]
         self.in_place = len(parts) == 1 and self.locals[0].is_contiguous() and updated_alone(head)
@@ -87,6 +91,7 @@ class Segment:
             (at, at + part.elements) for (at, _), part in zip(self.places, parts, strict=True)
         ]
         self.device = self.locals[0].device
+        self._flat = self.locals[0].view(-1) if self.in_place else None
         self.state: dict[str, Any] = {}
         self._views: Views | None = None
         self._staging: Staging
@@ -111,8 +116,8 @@ class Segment:
 
     def weights(self, staging: Staging) -> Tensor:
         """The weights in one row, in the parameters' dtype: their own memory, or gathered."""
-        if self.in_place:
-            return self.locals[0].view(-1)
+        if self._flat is not None:
+            return self._flat
         row, parts, gaps = staging.place_of(self)
         torch._foreach_copy_(parts, self.locals)
         if gaps:
@@ -144,7 +149,27 @@ class Segment:
             if history.parts > len(self.parts):
                 history = self._own_history(history)
             entries, values = views.entries, history.copied() if apart else history.values
+            entries = {**entries, **self._widened(views, staging)}
             self.state = {k: entries[k] if k in entries else values[k] for k in self.parts[0].keys}
+
+    def _widened(self, views: Views, staging: Staging) -> dict[str, Tensor]:
+        """fp32 copies of the entries that are kept shorter, with the signs that carry bits of masters."""
+        keys = [key for key in self.kept if key in views.entries]
+        if not keys:
+            return {}
+        rows = [self._wide(key, staging).view(self.shape) for key in keys]
+        torch._foreach_copy_(rows, [views.entries[key] for key in keys])
+        return dict(zip(keys, rows, strict=True))
+
+    def _wide(self, key: str, staging: Staging) -> Tensor:
+        return staging.moments[self.kept[key]][self.first : self.stop]
+
+    def _extra(self, views: Views, staging: Staging) -> Tensor:
+        """Where the last bits of split masters are while the segment is open."""
+        carrier = self.layout.carrier
+        found = self._wide(carrier, staging) if carrier is not None and carrier in self.kept else views.extra
+        assert found is not None
+        return found
 
     @property
     def master(self) -> Tensor:
@@ -165,7 +190,7 @@ class Segment:
             assert views.master is not None
             return views.master.view(self.shape)
         flat = staging.masters_of(self)
-        splitter.join(self.weights(staging), views.low, views.extra, flat)  # type: ignore[arg-type]
+        splitter.join(self.weights(staging), views.low, self._extra(views, staging), flat)  # type: ignore[arg-type]
         return flat.view(self.shape)
 
     def rows(self, carrier: str) -> Rows | None:
@@ -210,6 +235,11 @@ class Segment:
 
     def note(self) -> dict[Part, Layout]:
         """Take over what is not in the record; new layouts for the parts whose entries no longer fit theirs."""
+        if self._written:  # nothing but values has changed
+            history = self.parts[0].history
+            assert history is not None
+            history.values, history.origin = {key: self.state[key] for key in history.values}, None
+            return {}
         schema = self.parts[0].owner.schema
         rows = {k: v for k, v in self.state.items() if is_row(k, v, schema)}
         layout = lay_out(self.coding, rows, self.shape, schema)
@@ -248,15 +278,24 @@ class Segment:
     def write(self, staging: Staging, splitter: MasterSplitter) -> tuple[list[Tensor], list[Tensor]]:
         """Masters and entries to the record, where the base optimizer has put them elsewhere. Returns weights, and what
         is left to be copied to them."""
-        views, master, written = self._views, self._master, self._written
+        views = self._views
         assert views is not None
         if self.has_state:
             for key, view in views.entries.items():
-                value = self.state[key]
-                if value is not view and value.data_ptr() != view.data_ptr():
-                    view.copy_(value)
+                value, place = self.state[key], self._wide(key, staging).view(self.shape) if key in self.kept else view
+                if value is not place and value.data_ptr() != place.data_ptr():
+                    place.copy_(value)
+        left = self._write_master(views, staging, splitter)
+        if self.has_state:
+            self._round(views, staging)
         self.state, self._views, self._master, self._join = {}, None, None, None
-        if written:
+        return left
+
+    def _write_master(
+        self, views: Views, staging: Staging, splitter: MasterSplitter
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        master = self._master
+        if self._written:
             return self._unwritten_weights()
         if master is None or not self.has_state:  # nobody asked for it
             return [], []
@@ -267,13 +306,25 @@ class Segment:
             return self.locals, views.masters
         row, parts = self._row(staging)
         if self.coding == "split":
-            splitter.split(master.view(-1), row, views.low, views.extra)  # type: ignore[arg-type]
+            splitter.split(master.view(-1), row, views.low, self._extra(views, staging))  # type: ignore[arg-type]
         return (self.locals, parts) if parts else ([], [])
 
     def _unwritten_weights(self) -> tuple[list[Tensor], list[Tensor]]:
         """After :meth:`written`, which leaves the weights of small parameters in a row."""
         parts = self._row(self._staging)[1]
         return (self.locals, parts) if parts else ([], [])
+
+    def _round(self, views: Views, staging: Staging) -> None:
+        """Entries into the record that it keeps shorter. Their signs stay what they are."""
+        schema = self.parts[0].owner.schema
+        for key in self.kept:
+            if key not in views.entries:
+                continue
+            rounding, value, out = schema[key].rounding, self._wide(key, staging), views.entries[key].view(-1)
+            if rounding is None:
+                out.copy_(value)
+            else:
+                rounding.round(value, out, key, self.state["step"], staging.numbers_of(self))
 
     def mark(self, staging: Staging, splitter: MasterSplitter, marks: Tensor) -> None:
         """Fingerprints of the 16-bit weights into the unit's ``marks``; after :meth:`write`, or :meth:`weights`."""
@@ -282,8 +333,8 @@ class Segment:
 
     def _row(self, staging: Staging) -> tuple[Tensor, list[Tensor]]:
         """Where :meth:`weights` are, and the parts of it that are copies."""
-        if self.in_place:
-            return self.locals[0].view(-1), []
+        if self._flat is not None:
+            return self._flat, []
         return staging.place_of(self)[:2]
 
 
@@ -333,36 +384,61 @@ def _joins(part: Part, kind: Any, last: Part, last_kind: Any) -> bool:
 
 
 class Staging:
-    """Device memory for one unit in its flat order: joined masters, and weights that were gathered."""
+    """Device memory for one unit in its flat order: joined masters, weights that were gathered, and fp32 copies of
+    entries that are kept shorter."""
 
     def __init__(self) -> None:
         self.masters = torch.empty(0, dtype=torch.float32, device="cpu")
+        self.moments: Sequence[Tensor] = ()
+        self._numbers: WeakKeyDictionary[Part, Tensor] = WeakKeyDictionary()
         self._rows: dict[torch.dtype, Tensor] = {}
         self._places: WeakKeyDictionary[Segment, tuple[Tensor, list[Tensor], list[Tensor]]] = WeakKeyDictionary()
 
-    def needs(self, records: Collection[Record], masters: bool = True) -> tuple[int, dict[torch.dtype, int]]:
-        """Elements of masters, if they are wanted, and of gathered weights."""
+    def needs(
+        self, records: Collection[Record], masters: bool = True
+    ) -> tuple[int, dict[torch.dtype, int], tuple[int, int]]:
+        """Elements of masters, if they are wanted, and of gathered weights; rows of moments, and elements of each."""
         joined, rows = 0, dict.fromkeys((torch.bfloat16, torch.float16, torch.float32), 0)
+        count = length = 0
         for record in records:
             for part in record.parts:
                 end = part.first + aligned(part.elements)
                 if part.coding == "split" and masters:
                     joined = max(joined, end)
+                if kept := kept_entries(part.owner):
+                    count, length = max(count, len(kept)), max(length, end)
                 if not (updated_alone(part) and part.owner.local.is_contiguous()):
                     rows[part.owner.local.dtype] = max(rows[part.owner.local.dtype], end)
-        return joined, rows
+        return joined, rows, (count, length)
 
-    def fits(self, needs: tuple[int, dict[torch.dtype, int]]) -> bool:
-        masters, rows = needs
-        return self.masters.numel() >= masters and all(
-            not n or (dtype in self._rows and self._rows[dtype].numel() >= n) for dtype, n in rows.items()
+    def fits(self, needs: tuple[int, dict[torch.dtype, int], tuple[int, int]]) -> bool:
+        masters, rows, (count, length) = needs
+        return (
+            self.masters.numel() >= masters
+            and len(self.moments) >= count
+            and all(row.numel() >= length for row in self.moments)
+            and all(not n or (dtype in self._rows and self._rows[dtype].numel() >= n) for dtype, n in rows.items())
         )
 
-    def take(self, needs: tuple[int, dict[torch.dtype, int]], device: torch.device) -> None:
-        masters, rows = needs
+    def take(self, needs: tuple[int, dict[torch.dtype, int], tuple[int, int]], device: torch.device) -> None:
+        masters, rows, (count, length) = needs
         self.free()
         self.masters = torch.empty(masters, dtype=torch.float32, device=device)
+        self.moments = [torch.zeros(length, dtype=torch.float32, device=device) for _ in range(count)]
         self._rows = {dtype: torch.zeros(n, dtype=dtype, device=device) for dtype, n in rows.items() if n}
+
+    def numbers_of(self, segment: Segment) -> Tensor | Window:
+        """Where its elements are in their whole parameters: of several small ones listed (int32, modulo 2^32)."""
+        head = segment.parts[0]
+        if len(segment.parts) == 1:
+            return head.owner.window._replace(first=head.start)
+        length, known = segment.stop - segment.first, self._numbers.get(head)
+        if known is None or known.numel() < length:
+            row = torch.zeros(length, dtype=torch.int32, device="cpu")
+            for part, (a, b) in zip(segment.parts, segment.ranges, strict=True):
+                row[a:b] = part.owner.window.numbers(part.start, part.stop)
+            known = self._numbers[head] = row.to(segment.device)
+        return known[:length]
 
     def masters_of(self, segment: Segment) -> Tensor:
         """Where a segment's masters are joined."""
@@ -382,9 +458,11 @@ class Staging:
         return place
 
     def nbytes(self) -> int:
-        return self.masters.nbytes + sum(row.nbytes for row in self._rows.values())
+        held = (self.masters, *self.moments, *self._rows.values(), *self._numbers.values())
+        return sum(row.nbytes for row in held)
 
     def free(self) -> None:
         """Give it back."""
-        self.masters, self._rows = self.masters.new_empty(0), {}
+        self.masters, self._rows, self.moments = self.masters.new_empty(0), {}, ()
         self._places.clear()
+        self._numbers.clear()

@@ -24,7 +24,7 @@ from lightstep.state.entries import Entries
 from lightstep.state.host_memory import require
 from lightstep.state.kept_records import RecordBackend
 from lightstep.state.lanes import LaneError, Lanes
-from lightstep.state.record import ExpectedLayouts, Part, Record, Slot, aligned, coding_of
+from lightstep.state.record import ExpectedLayouts, Part, Record, Slot, aligned, coding_of, kept_entries
 from lightstep.state.residency import Residency
 from lightstep.state.ring import Ring
 from lightstep.state.segment import LARGE, MasterSplitter, Segment, Staging
@@ -179,12 +179,13 @@ class StreamBackend(RecordBackend):
         return capacity
 
     def _scratch_ratio(self, item: Managed) -> float:
-        """Bytes of joined masters and gathered weights per byte of record."""
+        """Bytes of joined masters, gathered weights and widened entries per byte of record."""
         sample = 1 << 20
         gathered = 0 if item.local.numel() >= LARGE else item.local.itemsize
         joined = 4 if coding_of(item) == "split" else 0
+        widened = 4 * len(kept_entries(item))
         travelling = self._bytes_of(item, sample)
-        return (joined + gathered) * sample / travelling if travelling else 0.0
+        return (joined + gathered + widened) * sample / travelling if travelling else 0.0
 
     # -- one step
 

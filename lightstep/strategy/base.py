@@ -31,6 +31,7 @@ from lightstep.config import (
 from lightstep.distributed import end_process_group, initialized
 from lightstep.optimizer.base import BaseOptimizer
 from lightstep.optimizer.in_backward import InBackward
+from lightstep.optimizer.moments import Moments
 from lightstep.optimizer.optimizer import MixedPrecisionOptimizer
 from lightstep.optimizer.overlap import Overlap
 from lightstep.optimizer.param_groups import Place, check_param_groups, places
@@ -367,6 +368,7 @@ class Strategy(ABC):
             update_time=self._update_time,
             clip_layers=config.clipping.scope == "unit",
             initial_masters=PreparedModel.of(model).initial_master,
+            moments=Moments(config.optimizer_state.moments, config.optimizer_state.moments_rounding),
         )
         self._register(model, optimizer)
         self._connect(model, optimizer)

@@ -114,7 +114,7 @@ def test_whole_iterations_are_measured(device: torch.device, tmp_path: Path) -> 
     for tokens in (4096, 8192):
         rows = {row["label"]: row for row in values["rows"] if row["tokens"] == tokens}
         resident, stream, overlap = rows["resident"], rows["stream ring_mib=32"], rows["stream-overlap ring_mib=32"]
-        assert resident["peak_device_bytes"] - stream["peak_device_bytes"] > 6 * values["model"]["parameters"]
+        assert resident["peak_device_bytes"] - stream["peak_device_bytes"] > 4 * values["model"]["parameters"]
         assert overlap["peak_device_bytes"] < resident["peak_device_bytes"]
         assert all(row["peak_device_bytes_beyond_weights"] > 0 for row in rows.values())
     waits = {row["label"]: row["host_syncs"] for row in values["rows"] if row["tokens"] == 4096}

@@ -99,13 +99,14 @@ def strategy_values(
     norm_type: float = 2.0,
     scope: str = "global",
     reduce: str = "float32",
+    **state: Any,
 ) -> dict[str, Any]:
     """A strategy file for one device, as a mapping."""
     return {
         "sharding": {"kind": "single"},
         "precision": {"parameters": parameters, "reduce": reduce, "loss_scale": loss_scale},
         "clipping": {"max_norm": max_norm, "norm_type": norm_type, "scope": scope},
-        "optimizer_state": {**EVERY_TIME, **IN_BACKWARD}[backend],
+        "optimizer_state": {**EVERY_TIME, **IN_BACKWARD}[backend] | state,
     }
 
 
@@ -124,8 +125,10 @@ class Pair:
         late_from: step of the late layer's first gradient.
         intermittent: the layer ``sometimes`` is used in every second micro-batch only.
         common: hyper-parameters of the constructor (``fused``, ``foreach`` ...).
-        strategy: arguments of :func:`strategy_values`.
+        strategy: arguments of :func:`strategy_values`; what it does not know goes under ``optimizer_state``.
     """
+
+    reference_class: type[ReferenceLoop] = ReferenceLoop
 
     def __init__(
         self,
@@ -154,7 +157,7 @@ class Pair:
         torch.manual_seed(seed)
         self.strategy, self.model, self.optimizer = self.build()
         self.reference_model = copy.deepcopy(self.model)
-        self.reference = ReferenceLoop(
+        self.reference = self.reference_class(
             self.param_groups(self.reference_model),
             optimizer_class,
             loss_scale=self.values["precision"]["loss_scale"],

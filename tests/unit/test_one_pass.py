@@ -17,6 +17,7 @@ from tests import one_pass_on_cpu as twin
 from tests.covering import every_pair
 from tests.one_pass_on_cpu import one_pass_fixture
 from tests.reference.pair import EVERY_TIME, Pair, scale_for
+from tests.unit.test_moments import ShortPair
 from tests.unit.test_next_forward import Training, assert_same, small_cuts
 
 __all__ = ["one_pass_fixture", "small_cuts"]
@@ -105,8 +106,8 @@ def test_a_kernel_with_other_bits_steps_aside(
 ) -> None:
     class OffByOne:
         @staticmethod
-        def update(n: int, tensors: Any, numbers: Any, **kind: bool) -> None:
-            twin.update(n, tensors, numbers, **kind)
+        def update(n: int, tensors: Any, numbers: Any, *kind: bool) -> None:
+            twin.update(n, tensors, numbers, *kind)
             place = {"exp_avg": 1, "weight": 4, "low": 5}[wrong]
             if tensors[place] is not None:
                 tensors[place].view(-1)[n // 2].add_(1)
@@ -129,3 +130,30 @@ def test_betas_whose_corrections_never_end_are_left_alone() -> None:
     steps = torch.tensor([1.0, 7.0, 10_000.0])
     assert torch.equal(table[0, steps.long()], 1 - torch.pow(torch.tensor(0.9), steps))
     assert table[:, -1].tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("backend", "parameters", "rounding"),
+    [
+        ("resident", "bfloat16", "stochastic"),
+        ("bulk", "float16", "nearest"),
+        ("stream-in-backward-and-forward", "bfloat16", "nearest"),
+        ("stream-overlap-resident-in-part", "bfloat16", "stochastic"),
+    ],
+)
+def test_moments_in_bf16(backend: str, parameters: str, rounding: str, one_pass_on_cpu: Counter[str]) -> None:
+    pair = ShortPair(
+        *ADAMS["AdamW-amsgrad"],
+        {"lr": 1e-3, "amsgrad": True},
+        parameters=parameters,
+        backend=backend,
+        rounding=rounding,
+        max_norm=0.35,
+        overflow_at=OVERFLOWS,
+        intermittent=True,
+        **scale_for(parameters),
+    )
+    pair.train(5)
+    pair.resume()
+    pair.train(3)
+    assert one_pass_on_cpu["split" if parameters == "bfloat16" else "whole"] > 0

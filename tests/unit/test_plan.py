@@ -107,8 +107,9 @@ def test_units_of_resident_are_bounded() -> None:
     assert largest_unit([10, 400 * million, 10]) == 400 * million
 
 
-def test_the_state_is_what_the_optimizer_holds() -> None:
-    strategy = Strategy.load("stream", overrides={"optimizer_state.ring_mib": 1})
+@pytest.mark.parametrize("moments", ["float32", "bfloat16"])
+def test_the_state_is_what_the_optimizer_holds(moments: str) -> None:
+    strategy = Strategy.load("stream", overrides={"optimizer_state": {"ring_mib": 1, "moments": moments}})
     model = LlamaForCausalLM(LlamaConfig(**{key: value for key, value in TINY.items() if key != "model_type"}))
     planned_one = strategy.plan(model, 64, sequence=32, profile="H100")
     model = strategy.prepare_model(model)

@@ -16,8 +16,8 @@ from lightstep import Strategy, available_strategies
 from lightstep.config import ConfigError, OptimizerState, Sharding, StrategyConfig
 
 CHECKOUT = Path(__file__).resolve().parents[2]
-# Keys that mean something to the streaming backend alone, or have a default that depends on the rest.
-OPTIONAL = {"prefetch_layers", "ring_mib", "resident_gib", "spare_host_gib"}
+# Keys that mean something to the streaming backend alone, have a default that depends on the rest, or are opt-in.
+OPTIONAL = {"prefetch_layers", "ring_mib", "resident_gib", "spare_host_gib", "moments", "moments_rounding"}
 # A section that is laid over a preset by who needs it.
 LAID_OVER = {"roles"}
 

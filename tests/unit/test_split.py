@@ -166,17 +166,17 @@ def fingerprint_of(weight: Tensor) -> int:
 
 
 def signed(value: int) -> int:
-    return (value + 2**63) % 2**64 - 2**63
+    return (value + 2**31) % 2**32 - 2**31
 
 
 def expected_fingerprint(weight: Tensor) -> int:
     total = 0
     for place, code in enumerate(weight.view(torch.int16).tolist()):
-        mixed = signed(place * 0x1E3779B97F4A7C15 + code * 0x3F58476D1CE4E5B9)
-        for shift in (31, 29):
-            mixed = signed((mixed ^ (mixed >> shift)) * 0x14D049BB133111EB)
-        total += mixed ^ (mixed >> 32)
-    return signed(total)
+        mixed = signed(place * 0x1E3779B1 + code * 0x05EBCA77)
+        for shift, factor in ((15, 0x7FEB352D), (13, 0x046CA68B)):
+            mixed = signed((mixed ^ (mixed >> shift)) * factor)
+        total += mixed ^ (mixed >> 16)
+    return total
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

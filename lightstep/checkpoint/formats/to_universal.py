@@ -128,17 +128,22 @@ def _write_group(state: TrainingState, group: Group, step: int | None, folder: P
     """DeepSpeed wants the same entries of all parameters of a group; what was never updated has zeros."""
     kept: dict[str, torch.dtype] = {}
     for name in group.names:
-        kept |= {k: v.dtype for k, v in state.entries.get(name, {}).items() if k not in (MASTER, "step")}
+        kept |= {k: _widened(v.dtype) for k, v in state.entries.get(name, {}).items() if k not in (MASTER, "step")}
     if not kept and "betas" in group.settings:
         kept, step = dict.fromkeys(_MOMENTS, torch.float32), step or 0
     for name in group.names:
         own, weight = state.entries.get(name, {}), state.weights[name]
         _save_entry(compact(state.master(name).to(torch.float32).read), folder / name / f"{MASTERS}.pt")
         for key, dtype in kept.items():
-            read = compact(own[key].read) if key in own else partial(torch.zeros, weight.shape, dtype=dtype)
+            read = compact(own[key].to(dtype).read) if key in own else partial(torch.zeros, weight.shape, dtype=dtype)
             _save_entry(read, folder / name / f"{key}.pt")
         if step is not None:
             _save(torch.tensor(float(step)), folder / name / "step.pt")
+
+
+def _widened(dtype: torch.dtype) -> torch.dtype:
+    """DeepSpeed's moments are fp32."""
+    return torch.float32 if dtype == torch.bfloat16 else dtype
 
 
 def _save_entry(read: Callable[[], Tensor], path: Path) -> None:

@@ -1,0 +1,111 @@
+"""The fused twin of :class:`~lightstep.precision.moments.StochasticRounding`: one kernel.
+
+Used only where it gave the torch version's bits on the spot. ``available`` is False without Triton. The work stands
+there twice, for whole blocks and for the last one, for the reason that ``split_triton`` gives.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lightstep.distributed import Window
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:
+    triton = None
+
+available = triton is not None
+_BLOCK, _WARPS = 1024, 4
+
+
+def round_stochastically(value: Tensor, out: Tensor, step: Tensor, salt: int, numbers: Tensor | Window) -> None:
+    """See :meth:`StochasticRounding.round`; ``step`` is int32 on the device, ``salt`` that of the entry."""
+    n = value.numel()
+    if n == 0:
+        return
+    listed = isinstance(numbers, Tensor)
+    window = Window() if isinstance(numbers, Tensor) else numbers
+    tensors = (value.view(torch.int32), out.view(torch.int16), step, numbers if listed else step)
+    salt = (salt + (1 << 31)) % (1 << 32) - (1 << 31)
+    with torch.cuda.device_of(value):  # Triton launches on the current device
+        _round_kernel[(triton.cdiv(n, _BLOCK),)](
+            *tensors, n, salt, *window, LISTED=listed, JUMPS=window.jump != 0, BLOCK=_BLOCK, num_warps=_WARPS
+        )
+
+
+if available:
+
+    @triton.jit
+    def _mix(x):  # type: ignore[no-untyped-def]
+        # The constants of moments.py (FIRST, SECOND) as signed numbers: a kernel reads no globals.
+        x = x ^ ((x >> 16) & 0xFFFF)
+        x = x * 2146121005
+        x = x ^ ((x >> 15) & 0x1FFFF)
+        x = x * -2073254261
+        return x ^ ((x >> 16) & 0xFFFF)
+
+    @triton.jit
+    def _round_block(  # type: ignore[no-untyped-def]
+        value,
+        out,
+        numbers,
+        first,
+        n,
+        a,
+        b,
+        start,
+        inner,
+        jump,
+        skipped,
+        LISTED: tl.constexpr,
+        JUMPS: tl.constexpr,
+        BLOCK: tl.constexpr,
+        WHOLE: tl.constexpr,
+    ):
+        place = first + tl.arange(0, BLOCK)
+        inside = place < n if not WHOLE else tl.full(place.shape, True, tl.int1)
+        if LISTED:
+            number = tl.load(numbers + place, mask=inside, other=0)
+        else:
+            local = place + skipped
+            whole = local + start
+            if JUMPS:
+                whole += local // inner * jump
+            number = whole.to(tl.int32)
+        x = number * -1640531535 + a
+        x = x ^ ((x >> 16) & 0xFFFF)
+        x = x * 2146121005 + b
+        x = x ^ ((x >> 15) & 0x1FFFF)
+        x = x * -2073254261
+        bits = tl.load(value + place, mask=inside, other=0)
+        rounded = (bits + ((x >> 16) & 0xFFFF)) >> 16
+        is_nan = (bits & 0x7FFFFFFF) > 0x7F800000
+        code = tl.where(is_nan, (bits >> 16) | 0x40, rounded)
+        tl.store(out + place, code.to(tl.int16), mask=inside)
+
+    @triton.jit(do_not_specialize=["n", "salt", "start", "inner", "jump", "skipped"])
+    def _round_kernel(  # type: ignore[no-untyped-def]
+        value,
+        out,
+        step,
+        numbers,
+        n,
+        salt,
+        start,
+        inner,
+        jump,
+        skipped,
+        LISTED: tl.constexpr,
+        JUMPS: tl.constexpr,
+        BLOCK: tl.constexpr,
+    ):
+        first = tl.program_id(0).to(tl.int64) * BLOCK
+        a = _mix(tl.load(step) * -2048144777 + salt)
+        b = _mix(a + -1028477379)
+        if first + BLOCK <= n:
+            _round_block(value, out, numbers, first, n, a, b, start, inner, jump, skipped, LISTED, JUMPS, BLOCK, True)
+        else:
+            _round_block(value, out, numbers, first, n, a, b, start, inner, jump, skipped, LISTED, JUMPS, BLOCK, False)

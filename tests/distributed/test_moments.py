@@ -1,0 +1,143 @@
+"""Moments in bf16 on several ranks: stochastic rounding does not depend on how a parameter is divided."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Placement, Shard, distribute_tensor
+
+import lightstep
+from lightstep.optimizer.moments import Moments
+from tests.distributed.models import TinyTransformer
+from tests.distributed.ranks import Pool, device_of
+from tests.reference.short_moments import NearestMoments, StochasticMoments
+from tests.reference.tiny_model import representable
+
+STREAM = {"backend": "stream", "ring_mib": 0.02}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "fsdp2": {"kind": "fsdp2"},
+    "hsdp": {"kind": "fsdp2", "mesh": {"replicate": 2, "shard": "auto"}},
+    "ddp": {"kind": "ddp", "find_unused_parameters": True},
+}
+SETTINGS = {"lr": 1e-2, "betas": (0.9, 0.999)}
+
+
+def whole(value: Tensor) -> Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def train(optimizer: Any, tested: list[Tensor], expected: list[Tensor], reference: Any = None) -> None:
+    """Gradients that do not depend on the division; afterwards everything is equal to the loop on one device."""
+    reference = reference or StochasticMoments([{"params": expected}], torch.optim.AdamW, **SETTINGS)
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(3):
+        for mine, theirs in zip(tested, expected, strict=True):
+            theirs.grad = torch.randn(theirs.shape, generator=generator).to(theirs)
+            mine.grad = placed_like(mine, theirs.grad)
+        reference.collect()
+        optimizer.step()
+        reference.step()
+    optimizer.synchronize()
+    for mine, theirs in zip(tested, expected, strict=True):
+        assert torch.equal(whole(mine).detach(), theirs)
+        entries, wanted = dict(optimizer.state[mine]), reference.state(theirs)
+        for key in wanted.keys() - {"step"}:
+            assert entries[key].dtype == torch.bfloat16
+            assert torch.equal(whole(entries[key]), wanted[key]), f"{key} of shape {tuple(theirs.shape)}"
+
+
+def placed_like(parameter: Tensor, value: Tensor) -> Tensor:
+    if not isinstance(parameter, DTensor):
+        return value.clone()
+    return distribute_tensor(value, parameter.device_mesh, parameter.placements)
+
+
+def check_layout(rank: int, world_size: int, sharding: dict[str, Any], state: dict[str, Any]) -> None:
+    moments = {"moments": "bfloat16", "moments_rounding": "stochastic"}
+    strategy = lightstep.Strategy.load(
+        {"sharding": sharding, "clipping": {"max_norm": None}, "optimizer_state": {**moments, **state}}
+    )
+    torch.manual_seed(0)
+    model = representable(TinyTransformer())
+    twin = copy.deepcopy(model).to(device_of(rank, world_size), torch.bfloat16)
+    model = strategy.prepare_model(model)
+    optimizer = strategy.create_optimizer(model, torch.optim.AdamW, **SETTINGS)
+    inner = strategy.unwrap_model(model)
+    train(
+        optimizer,
+        [p for p in inner.parameters() if p.requires_grad],
+        [p for p in twin.parameters() if p.requires_grad],
+    )
+    optimizer.close()
+
+
+@pytest.mark.parametrize(
+    ("world_size", "layout", "state"),
+    [
+        (1, "fsdp2", STREAM),
+        (2, "fsdp2", {}),
+        (3, "fsdp2", STREAM),
+        (3, "fsdp2", {**STREAM, "update": "next_forward"}),
+        (2, "ddp", STREAM),
+        (4, "hsdp", STREAM),
+    ],
+)
+def test_the_noise_does_not_depend_on_the_division(
+    pool: Pool, world_size: int, layout: str, state: dict[str, Any]
+) -> None:
+    pool.run(check_layout, world_size, sharding=LAYOUTS[layout], state=state)
+
+
+def check_placements(
+    rank: int, world_size: int, mesh: tuple[int, ...], placements: list[Placement], refused: bool
+) -> None:
+    device = device_of(rank, world_size)
+    ranks = init_device_mesh(device.type, mesh)
+    generator = torch.Generator().manual_seed(0)
+    expected = [torch.randn(shape, generator=generator).bfloat16().to(device) for shape in [(5, 7, 6), (2, 9, 4)]]
+    tested = [nn.Parameter(distribute_tensor(value, ranks, placements)) for value in expected]
+    optimizer = lightstep.MixedPrecisionOptimizer(
+        tested, torch.optim.AdamW, SETTINGS, moments=Moments("bfloat16", "stochastic")
+    )
+    if not refused:
+        train(optimizer, tested, [nn.Parameter(value) for value in expected])
+        return
+    tested[0].grad = placed_like(tested[0], expected[0])
+    with pytest.raises(ValueError, match=r"is stochastic, and .* is divided along 2 dimensions behind"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("mesh", "placements", "refused"),
+    [
+        ((3,), [Shard(1)], False),
+        ((2,), [Shard(2)], False),
+        ((2, 2), [Shard(0), Shard(1)], False),
+        ((2, 2), [Shard(0), Shard(0)], False),
+        ((2, 2), [Shard(1), Shard(2)], True),
+    ],
+)
+def test_other_dimensions(pool: Pool, mesh: tuple[int, ...], placements: list[Placement], refused: bool) -> None:
+    world_size = mesh[0] * mesh[-1] if len(mesh) == 2 else mesh[0]
+    pool.run(check_placements, world_size, mesh=mesh, placements=placements, refused=refused)
+
+
+def check_muon(rank: int, world_size: int) -> None:
+    device = device_of(rank, world_size)
+    ranks = init_device_mesh(device.type, (world_size,))
+    generator = torch.Generator().manual_seed(0)
+    expected = [torch.randn(shape, generator=generator).bfloat16().to(device) for shape in [(5, 7), (1, 6), (9, 4)]]
+    tested = [nn.Parameter(distribute_tensor(value, ranks, [Shard(0)])) for value in expected]
+    expected = [nn.Parameter(value) for value in expected]
+    optimizer = lightstep.MixedPrecisionOptimizer(tested, torch.optim.Muon, {"lr": 1e-2}, moments=Moments("bfloat16"))
+    train(optimizer, tested, expected, NearestMoments([{"params": expected}], torch.optim.Muon, lr=1e-2))
+    optimizer.close()
+
+
+def test_muon_on_shards(pool: Pool) -> None:
+    pool.run(check_muon, 3)

@@ -1,0 +1,109 @@
+"""Moments in bf16 on a CUDA device: the plain loop's bits, the fused kernels' bits, no host sync, no memory taken."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import lightstep
+from lightstep.distributed import Window
+from lightstep.precision import moments, split
+from lightstep.precision.moments import StochasticRounding
+from lightstep.precision.split import probe_masters
+from tests.covering import every_pair
+from tests.gpu.test_step_on_gpu import host_syncs_refused, set_gradients
+from tests.reference.pair import BACKENDS, DTYPES, EVERY_TIME, scale_for
+from tests.unit.test_moments import CLASSES, ROUNDINGS, STREAM, WINDOWS, ShortPair, by_hand
+
+pytestmark = pytest.mark.gpu
+
+DEVICE = torch.device("cuda", 0)
+
+
+def test_the_fused_kernels_are_in_use() -> None:
+    assert split._checked_twin(DEVICE) is not None
+    assert moments._checked_twin(DEVICE) is not None
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+def test_the_noise_is_that_of_the_cpu(window: Window) -> None:
+    value = probe_masters(torch.device("cpu"))
+    found, expected = torch.empty_like(value, dtype=torch.bfloat16, device=DEVICE), value.bfloat16()
+    StochasticRounding().round(value, expected, "exp_avg", 77, window)
+    for step in (77, torch.tensor(77.0), torch.tensor(77.0, device=DEVICE)):
+        StochasticRounding().round(value.to(DEVICE), found.zero_(), "exp_avg", step, window)
+        assert torch.equal(found.view(torch.int16).cpu(), expected.view(torch.int16))
+
+
+@every_pair(name=CLASSES, parameters=DTYPES, backend=EVERY_TIME, rounding=ROUNDINGS)
+def test_the_bits_of_a_loop_that_keeps_its_moments_so(name: str, parameters: str, backend: str, rounding: str) -> None:
+    optimizer_class, first, second, common = CLASSES[name]
+    pair = ShortPair(
+        optimizer_class,
+        first,
+        second,
+        common=common,
+        parameters=parameters,
+        backend=backend,
+        rounding="nearest" if name == "SGD-momentum" else rounding,
+        max_norm=0.35,
+        overflow_at=(1, 5) if parameters == "float16" else (),
+        late_from=3,
+        intermittent=True,
+        **scale_for(parameters),
+    )
+    pair.train(8)
+    pair.resume()
+    pair.train(8)
+
+
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+@pytest.mark.parametrize("state", [{}, {"backend": "bulk"}, STREAM, {**STREAM, "update": "next_forward"}])
+def test_large_tensors_whole_and_cut(state: dict[str, Any], rounding: str) -> None:
+    by_hand({**state, "moments_rounding": rounding}, steps=6, lr=1e-2, betas=(0.9, 0.999))
+
+
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+@pytest.mark.parametrize("backend", ["resident", "stream"])
+def test_a_steady_step_never_waits_and_keeps_no_memory(backend: str, rounding: str) -> None:
+    state = {**BACKENDS[backend], "ring_mib": 64, "moments": "bfloat16", "moments_rounding": rounding}
+    strategy = lightstep.Strategy.load({"optimizer_state": state})
+    model = strategy.prepare_model(nn.Sequential(*[nn.Linear(512, 512) for _ in range(8)]))
+    optimizer = strategy.create_optimizer(model, torch.optim.AdamW, lr=1e-3)
+    for _ in range(4):
+        set_gradients(model)
+        optimizer.step()
+    set_gradients(model)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_stats()
+    with host_syncs_refused():
+        result = optimizer.step()
+    after = torch.cuda.memory_stats()
+    assert result
+    assert after["num_device_alloc"] == before["num_device_alloc"]
+
+
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="torch's kernel takes one dtype before 2.13")
+def test_torchs_own_fused_kernel_with_such_moments() -> None:
+    """It takes bf16 states beside fp32 parameters, computes in fp32, and rounds to nearest."""
+    torch.manual_seed(0)
+    weight = torch.randn(100_003, device=DEVICE)
+    ours, theirs = weight.clone(), weight.clone()
+    wide = [torch.zeros_like(weight) for _ in range(2)]
+    short = [torch.zeros_like(weight, dtype=torch.bfloat16) for _ in range(2)]
+    options = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.999, "weight_decay": 0.1, "eps": 1e-8}
+    for step in range(1, 6):
+        gradient = torch.randn_like(weight)
+        count = torch.tensor(float(step), device=DEVICE)
+        for parameter, moments_of in ((ours, wide), (theirs, short)):
+            first, second = ([one] for one in moments_of)
+            torch._fused_adamw_(
+                [parameter], [gradient], first, second, [], [count.clone()], amsgrad=False, maximize=False, **options
+            )
+        for one in wide:
+            one.copy_(one.bfloat16())
+    assert torch.equal(ours, theirs)
+    assert all(torch.equal(one.bfloat16(), other) for one, other in zip(wide, short, strict=True))

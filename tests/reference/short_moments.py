@@ -1,0 +1,84 @@
+"""The textbook loop whose moments are bf16 between steps: widened, torch's own step in fp32, rounded.
+
+The noise of stochastic rounding is written out in plain unsigned arithmetic. Nothing here imports lightstep.
+"""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tests.reference.plain_loop import ReferenceLoop
+
+KEPT = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "grad_avg", "sum", "acc_delta")
+
+
+class NearestMoments(ReferenceLoop):
+    """fp32 masters; moments are rounded to nearest after every step."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.kept: dict[Tensor, dict[str, Tensor]] = {}
+        self.optimizer.register_step_pre_hook(lambda *_: self._widen())
+        self.optimizer.register_step_post_hook(lambda *_: self._round())
+
+    @torch.no_grad()
+    def _widen(self) -> None:
+        for master, kept in self.kept.items():
+            for key, value in kept.items():
+                self.optimizer.state[master][key] = value.float()
+
+    @torch.no_grad()
+    def _round(self) -> None:
+        for master, state in self.optimizer.state.items():
+            if master.grad is None and master not in self.kept:  # Adagrad has made its state already
+                continue
+            found = {key: value for key, value in state.items() if key in KEPT and isinstance(value, Tensor)}
+            self.kept[master] = {key: self.rounded(key, value, state) for key, value in found.items()}
+
+    def rounded(self, key: str, value: Tensor, state: dict[str, Any]) -> Tensor:
+        return torch.empty_like(value, dtype=torch.bfloat16).copy_(value)
+
+    def state(self, param: Tensor) -> dict[str, Any]:
+        return {**super().state(param), **self.kept.get(self.masters[param], {})}
+
+
+class StochasticMoments(NearestMoments):
+    """Moments are rounded by noise of step, entry and element; to nearest where the class counts no steps."""
+
+    def rounded(self, key: str, value: Tensor, state: dict[str, Any]) -> Tensor:
+        if "step" not in state:
+            return super().rounded(key, value, state)
+        return stochastically_rounded(value, key, int(state["step"]))
+
+
+def stochastically_rounded(value: Tensor, key: str, step: int, numbers: np.ndarray | None = None) -> Tensor:
+    """``value`` (fp32) in bf16."""
+    bits = value.contiguous().cpu().numpy().view(np.uint32)
+    places = np.arange(bits.size) if numbers is None else numbers
+    codes = (bits.astype(np.uint64) + noise(key, step, places).reshape(bits.shape)) >> 16
+    codes = np.where(np.isnan(bits.view(np.float32)), (bits >> 16) | 0x40, codes)
+    return torch.from_numpy(codes.astype(np.uint16).view(np.int16)).view(torch.bfloat16).to(value.device)
+
+
+def noise(key: str, step: int, numbers: np.ndarray) -> np.ndarray:
+    """16 bits for each element."""
+    a = mixed((step * 0x85EBCA77 + zlib.crc32(key.encode())) % 2**32)
+    b = mixed((a + 0xC2B2AE3D) % 2**32)
+    x = (numbers.astype(np.uint64) * 0x9E3779B1 + a) % 2**32
+    x ^= x >> 16
+    x = (x * 0x7FEB352D + b) % 2**32
+    x ^= x >> 15
+    return (x * 0x846CA68B) % 2**32 >> 16
+
+
+def mixed(x: int) -> int:
+    x ^= x >> 16
+    x = x * 0x7FEB352D % 2**32
+    x ^= x >> 15
+    x = x * 0x846CA68B % 2**32
+    return x ^ x >> 16

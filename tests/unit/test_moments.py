@@ -1,0 +1,363 @@
+"""Moments in bf16: the bits of a plain loop that keeps them so, everywhere, and what becomes of them in checkpoints."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import logging
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import lightstep
+from lightstep.checkpoint.formats.convert import convert_checkpoint
+from lightstep.distributed import Window
+from lightstep.optimizer.moments import Moments
+from lightstep.precision.moments import StochasticRounding
+from lightstep.precision.split import probe_masters
+from tests.covering import every_pair
+from tests.reference.pair import (
+    DTYPES,
+    EVERY_TIME,
+    IN_BACKWARD,
+    TWO_GROUPS,
+    Pair,
+    check_state,
+    scale_for,
+    through_bytes,
+)
+from tests.reference.short_moments import NearestMoments, StochasticMoments, stochastically_rounded
+from tests.reference.tiny_model import TinyModel, loss_of, representable
+
+ROUNDINGS = {"nearest": NearestMoments, "stochastic": StochasticMoments}
+
+
+class ShortPair(Pair):
+    """Both with moments in bf16."""
+
+    def __init__(self, *args: Any, rounding: str, **options: Any) -> None:
+        self.reference_class = ROUNDINGS[rounding]
+        super().__init__(*args, moments="bfloat16", moments_rounding=rounding, **options)
+
+
+CLASSES = {
+    **{name: (*TWO_GROUPS[name], {}) for name in ("AdamW", "Adam-amsgrad", "SGD-momentum", "RMSprop")},
+    "Adadelta": (torch.optim.Adadelta, {"lr": 0.5}, {"lr": 0.1}, {}),
+}
+
+
+@every_pair(name=CLASSES, parameters=DTYPES, backend=sorted(EVERY_TIME.keys() - {"stream-overlap"}), rounding=ROUNDINGS)
+def test_the_bits_of_a_loop_that_keeps_its_moments_so(name: str, parameters: str, backend: str, rounding: str) -> None:
+    if name == "SGD-momentum" and rounding == "stochastic":
+        rounding = "nearest"  # it counts no steps
+    optimizer_class, first, second, common = CLASSES[name]
+    pair = ShortPair(
+        optimizer_class,
+        first,
+        second,
+        common=common,
+        parameters=parameters,
+        backend=backend,
+        rounding=rounding,
+        max_norm=0.35,
+        overflow_at=(1, 5),
+        late_from=3,
+        intermittent=True,
+        **scale_for(parameters),
+    )
+    pair.train(4)
+    pair.resume()
+    pair.check()
+    pair.train(3)
+    moments = [
+        value
+        for p in pair.model.parameters()
+        for key, value in pair.optimizer.state.get(p, {}).items()
+        if key not in ("master", "step", "mu_product")
+    ]
+    assert moments and {value.dtype for value in moments} == {torch.bfloat16}
+
+
+@every_pair(backend=IN_BACKWARD, parameters=["bfloat16", "float32"], rounding=ROUNDINGS)
+def test_updates_in_backward(backend: str, parameters: str, rounding: str) -> None:
+    pair = ShortPair(*TWO_GROUPS["AdamW"], parameters=parameters, backend=backend, rounding=rounding, scope="unit")
+    pair.train(5)
+    pair.resume()
+    pair.train(3)
+
+
+# -- large tensors, cut and whole ones ---------------------------------------------------------------------------------
+
+
+STREAM = {"backend": "stream", "ring_mib": 8}
+SHAPES = [(700, 613), (300, 17), (5,), (1,), (0, 4)]
+
+
+def by_hand(state: dict[str, Any], steps: int = 3, optimizer_class: Any = torch.optim.AdamW, **options: Any) -> Any:
+    """A run on gradients from nowhere beside its reference: optimizer, parameters."""
+    values = {"clipping": {"max_norm": None}, "optimizer_state": {"moments": "bfloat16", **state}}
+    generator = torch.Generator().manual_seed(0)
+    shapes = [shape for shape in SHAPES if len(shape) == 2] if optimizer_class is torch.optim.Muon else SHAPES
+    model = nn.ParameterList(torch.randn(shape, generator=generator) for shape in shapes)
+    strategy = lightstep.Strategy.load(values)
+    model = strategy.prepare_model(representable(model))
+    twin = copy.deepcopy(model)
+    optimizer = strategy.create_optimizer(model, optimizer_class, **options)
+    reference = ROUNDINGS[state.get("moments_rounding", "nearest")](
+        [{"params": list(twin.parameters())}], optimizer_class, **options
+    )
+    for _ in range(steps):
+        for tested, expected in zip(model.parameters(), twin.parameters(), strict=True):
+            expected.grad = torch.randn(expected.shape, generator=generator).to(expected)
+            tested.grad = expected.grad.clone()
+        reference.collect()
+        optimizer.step()
+        reference.step()
+    optimizer.synchronize()
+    for tested, expected in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(tested, expected)
+        check_state("", dict(optimizer.state[tested]), reference.state(expected), reference.masters[expected])
+    return optimizer
+
+
+@pytest.mark.parametrize("state", [{}, {"backend": "bulk"}, STREAM, {**STREAM, "update": "next_forward"}])
+def test_large_tensors_whole_and_cut(state: dict[str, Any]) -> None:
+    optimizer = by_hand({**state, "moments_rounding": "stochastic"}, lr=1e-2, betas=(0.9, 0.999))
+    if state.get("backend") == "stream":
+        assert any(start for unit in optimizer._backend.units() for _, start, _ in unit.parts), "nothing was cut"
+
+
+@pytest.mark.parametrize(("state", "width"), [({}, 8), ({"backend": "bulk"}, 8), (STREAM, 6)])
+def test_bytes_per_parameter(state: dict[str, Any], width: int) -> None:
+    report = by_hand(state, steps=1).memory_report()
+    found = report["host_bytes_per_parameter"] + report["device_bytes_per_parameter"]
+    assert width <= found < width + 0.05
+
+
+@pytest.mark.parametrize("state", [{}, {**STREAM, "ring_mib": 32}])
+def test_classes_that_need_whole_tensors(state: dict[str, Any]) -> None:
+    by_hand(state, optimizer_class=torch.optim.Muon, lr=1e-2)
+
+
+# -- stochastic rounding -----------------------------------------------------------------------------------------------
+
+
+def rounded(value: torch.Tensor, step: Any, numbers: Any, entry: str = "exp_avg_sq") -> torch.Tensor:
+    out = torch.empty_like(value, dtype=torch.bfloat16)
+    StochasticRounding().round(value, out, entry, step, numbers)
+    return out
+
+
+WINDOWS = [
+    Window(),
+    Window(12345, first=77),
+    Window((1 << 32) - 9, first=1 << 18),
+    Window(3, inner=613, jump=1_000_003, first=611),
+]
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+def test_the_noise_is_that_of_step_entry_and_number(window: Window) -> None:
+    value = probe_masters(torch.device("cpu"))
+    value = torch.where(value.isnan() & (value.view(torch.int32) & 0x3F == 0), torch.tensor(-1.5), value)
+    elements = np.arange(window.first, window.first + value.numel())
+    numbers = (window.start + elements + elements // window.inner * window.jump) % 2**32
+    expected = stochastically_rounded(value, "exp_avg_sq", 321, numbers)
+    listed = window.numbers(window.first, window.first + value.numel())
+    for step, given in [(torch.tensor(321.0), window), (321, listed), (torch.tensor(321), window)]:
+        found = rounded(value, step, given)
+        assert torch.equal(found.view(torch.int16), expected.view(torch.int16))
+    assert torch.equal(found.isnan(), value.isnan())
+    whole = value.view(torch.int32) & 0xFFFF == 0
+    assert torch.equal(found.float()[whole & ~value.isnan()], value[whole & ~value.isnan()])
+
+
+def test_it_is_right_on_average_and_depends_on_everything() -> None:
+    value = torch.full((200_000,), 1.0 + 2.0**-10)  # an eighth of the way to the next bf16 number
+    runs = [rounded(value, step, Window()) for step in (1, 2)] + [rounded(value, 1, Window(), "exp_avg")]
+    runs.append(rounded(value, 1, Window(start=1)))
+    for run in runs:
+        up = (run > 1).float().mean().item()
+        assert abs(up - 0.125) < 0.004  # five standard deviations
+    for first, second in itertools.combinations(runs, 2):
+        both = ((first > 1) & (second > 1)).float().mean().item()
+        assert abs(both - 0.125**2) < 0.002
+    assert torch.equal(runs[3][:-1], runs[0][1:])
+
+
+def test_the_second_moment_does_not_stand_still() -> None:
+    """Gradients are a tenth of what they were: with beta2 0.999 rounding to nearest keeps the old second moment."""
+    found = {}
+    for rounding in ("nearest", "stochastic"):
+        weight = nn.Parameter(torch.zeros(4096))
+        optimizer = lightstep.MixedPrecisionOptimizer(
+            [weight], torch.optim.AdamW, {"lr": 0.0}, moments=Moments("bfloat16", rounding)
+        )
+        optimizer.load_state_dict(
+            {**optimizer.state_dict(), "state": {0: {"step": 1.0, "exp_avg": weight * 0, "exp_avg_sq": weight + 1}}}
+        )
+        for _ in range(100):
+            weight.grad = torch.full_like(weight, 0.1)
+            optimizer.step()
+        found[rounding] = optimizer.state[weight]["exp_avg_sq"].float().mean().item()
+    exact = 0.999**100 + 0.01 * (1 - 0.999**100)
+    assert found["nearest"] == 1.0
+    assert abs(found["stochastic"] - exact) < 0.01 * exact
+
+
+# -- from one setting to another ---------------------------------------------------------------------------------------
+
+
+def trained(moments: str, folder: Any = None, **state: Any) -> tuple[Any, Any, Any]:
+    strategy = lightstep.Strategy.load({"optimizer_state": {"moments": moments, **state}})
+    torch.manual_seed(0)
+    model = strategy.prepare_model(TinyModel())
+    optimizer = strategy.create_optimizer(model, torch.optim.AdamW, lr=1e-2)
+    if folder is not None:
+        strategy.load_checkpoint(folder, model, optimizer)
+    return strategy, model, optimizer
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "backend"),
+    [("float32", "bfloat16", "resident"), ("bfloat16", "float32", "stream"), ("bfloat16", "bfloat16", "stream")],
+)
+def test_checkpoints_convert(tmp_path: Any, caplog: Any, first: str, then: str, backend: str) -> None:
+    caplog.set_level(logging.INFO)
+    strategy, model, optimizer = trained(first, backend=backend)
+    for step in range(3):
+        optimizer.backward(loss_of(model, step))
+        optimizer.step()
+    strategy.save_checkpoint(tmp_path / "a", model, optimizer)
+    _, loaded_model, loaded = trained(then, tmp_path / "a", backend="stream")
+    _, direct_model, direct = trained(then)
+    direct_model.load_state_dict(model.state_dict())
+    direct.load_state_dict(through_bytes(optimizer.state_dict()))
+    lines = [record.message for record in caplog.records if "moments" in record.message]
+    assert len(lines) == (0 if first == then else 2), "one for each load"
+    dtype = getattr(torch, then)
+    for p, q, r in zip(*(one.parameters() for one in (model, loaded_model, direct_model)), strict=True):
+        assert torch.equal(p, q)
+        for key, value in optimizer.state[p].items():
+            expected = value.to(dtype) if key.startswith("exp_avg") else value
+            for found in (loaded.state[q][key], direct.state[r][key]):
+                assert found.dtype == expected.dtype and torch.equal(found.cpu(), expected.cpu())
+
+
+def test_the_universal_format_of_deepspeed_has_them_in_fp32(tmp_path: Any) -> None:
+    strategy, model, optimizer = trained("bfloat16")
+    optimizer.backward(loss_of(model, 0))
+    optimizer.step()
+    strategy.save_checkpoint(tmp_path / "a", model, optimizer)
+    convert_checkpoint(tmp_path / "a", tmp_path / "u", "deepspeed-universal")
+    (file,) = tmp_path.glob("u/**/head.weight/exp_avg.pt")
+    moment = torch.load(file)["param"]
+    assert moment.dtype == torch.float32
+    assert torch.equal(moment, optimizer.state[model.head.weight]["exp_avg"].float())
+
+
+def test_a_copy_rounds_as_its_original() -> None:
+    _, model, optimizer = trained("bfloat16", moments_rounding="stochastic")
+    for step in range(2):
+        optimizer.backward(loss_of(model, step))
+        optimizer.step()
+    model2, optimizer2 = copy.deepcopy((model, optimizer))
+    for one, other in ((model, optimizer), (model2, optimizer2)):
+        other.backward(loss_of(one, 2))
+        other.step()
+    for p, q in zip(model.parameters(), model2.parameters(), strict=True):
+        for key, value in optimizer.state.get(p, {}).items():
+            assert torch.equal(value, optimizer2.state[q][key])
+
+
+# -- what cannot be ----------------------------------------------------------------------------------------------------
+
+
+class OwnNames(torch.optim.SGD):
+    """It says which of its entries are moments."""
+
+    moments = ("velocity",)
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    state = self.state[p]
+                    state.setdefault("velocity", torch.zeros_like(p)).mul_(0.9).add_(p.grad)
+                    state.setdefault("anchor", p.clone())
+                    p.add_(state["velocity"], alpha=-group["lr"])
+
+
+def test_a_class_says_what_its_moments_are() -> None:
+    weight = nn.Parameter(torch.ones(5))
+    optimizer = lightstep.MixedPrecisionOptimizer([weight], OwnNames, {"lr": 0.1}, moments=Moments("bfloat16"))
+    weight.grad = torch.ones(5)
+    optimizer.step()
+    assert {key: value.dtype for key, value in optimizer.state[weight].items()} == {
+        "velocity": torch.bfloat16,
+        "anchor": torch.float32,
+    }
+
+
+@pytest.mark.parametrize(
+    ("optimizer_class", "rounding", "message"),
+    [
+        (torch.optim.ASGD, "nearest", r"moments is bfloat16, and ASGD \(.*ax.*\) has no entry that is known"),
+        (torch.optim.Rprop, "nearest", "has no entry that is known for a moment"),
+        (torch.optim.SGD, "stochastic", r"SGD \(momentum_buffer\) counts no steps in its state"),
+    ],
+)
+def test_what_is_refused_at_set_up(optimizer_class: Any, rounding: Any, message: str) -> None:
+    weight = nn.Parameter(torch.ones(5))
+    settings = {"momentum": 0.9} if optimizer_class is torch.optim.SGD else {}
+    optimizer = lightstep.MixedPrecisionOptimizer(
+        [weight], optimizer_class, {"lr": 0.1, **settings}, moments=Moments("bfloat16", rounding)
+    )
+    weight.grad = torch.ones(5)
+    with pytest.raises(ValueError, match=message):
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"optimizer_state": {"moments_rounding": "stochastic"}}, "moments is float32; set moments: bfloat16"),
+        (
+            {"precision": {"master_weights": False}, "optimizer_state": {"moments": "bfloat16"}},
+            "the moments of bfloat16 parameters without masters are bfloat16 already",
+        ),
+        ({"optimizer_state": {"moments": "float16"}}, "moments"),
+        (
+            {"sharding": {"kind": "deepspeed"}, "optimizer_state": {"moments": "bfloat16"}},
+            "optimizer_state.moments bfloat16 cannot be followed",
+        ),
+    ],
+)
+def test_what_a_strategy_refuses(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(lightstep.ConfigError, match=message):
+        lightstep.Strategy.load(values)
+
+
+def test_torchs_own_fused_kernel_with_such_moments() -> None:
+    """Where it takes bf16 states beside fp32 parameters its bits are these; the CPU's does not (2.13)."""
+    weight, gradient = torch.randn(999), torch.randn(999)
+    first, second = torch.randn(999).bfloat16(), torch.rand(999).bfloat16()
+    with pytest.raises(RuntimeError, match="Float but found BFloat16"):
+        torch._fused_adamw_(
+            [weight],
+            [gradient],
+            [first],
+            [second],
+            [],
+            [torch.tensor(1.0)],
+            lr=1e-2,
+            beta1=0.9,
+            beta2=0.95,
+            weight_decay=0.1,
+            eps=1e-8,
+            amsgrad=False,
+            maximize=False,
+        )
