@@ -139,7 +139,11 @@ class SharedUpdates:
             journey = self._exchanges[group].start(keys, own_rows, torch.bfloat16, gradients[0].device)
             with torch.no_grad():
                 for number, block, setting in zip(numbers, journey.blocks, settings, strict=True):
-                    block.copy_(direction_of(momenta[number], gradients[number], setting))
+                    kept, gradient = momenta[number], gradients[number]
+                    momentum = kept.to(gradient.dtype)  # a copy where moments are kept in bf16
+                    block.copy_(direction_of(momentum, gradient, setting))
+                    if momentum is not kept:
+                        kept.copy_(momentum)
                 journey.send()
             started.append(_Started(own, settings, own_rows, journey))
 
