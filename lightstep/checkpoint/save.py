@@ -22,10 +22,11 @@ from lightstep.checkpoint.frozen_base import frozen_base, is_adapter, without_ba
 from lightstep.checkpoint.layout import CHECKPOINT, INDEX, STATE, TORCHS_INDEX, commit_checkpoint, manifest_header
 from lightstep.checkpoint.optimizer_content import OptimizerContent
 from lightstep.checkpoint.partly_loaded import refuse_partly_loaded
-from lightstep.checkpoint.pending import PendingSave, finish_pending, own_group, staged, start
+from lightstep.checkpoint.pending import PendingSave, finish_pending, own_group, start
 from lightstep.checkpoint.ranks import Ranks
 from lightstep.checkpoint.retention import Retention
 from lightstep.checkpoint.small_state import check_loadable, random_states, write_state
+from lightstep.checkpoint.staging import in_place, staged
 from lightstep.checkpoint.storage import location, new_folder_of_ranks, write_file
 from lightstep.checkpoint.tensors import Index, Source, file_sizes, format_index, format_torchs_index, join, shard_of
 from lightstep.checkpoint.write import share, write_tensors
@@ -101,10 +102,13 @@ def save_checkpoint(
         plan = _Plan(path, content, share(content.sources, ranks), ranks.gather(content.of_this_rank), retention)
         if asynchronous:
             with ExitStack() as until_written:
-                plan.detach(ranks, saved, until_written)
+                plan.detach(ranks, model, saved, until_written)
                 write = partial(_write, plan, own_group(ranks))
                 return start(write, until_written, None if ranks.several else optimizer)
-    _write(plan, ranks)
+    with ExitStack() as until_written:
+        with reported(f"{path} was not saved"):
+            plan.sources = ranks.together(lambda: in_place(plan.sources, saved, until_written))
+        _write(plan, ranks)
     return None
 
 
@@ -120,9 +124,11 @@ class _Plan:
     """What every rank has to say that is no tensor."""
     retention: Retention
 
-    def detach(self, ranks: Ranks, optimizer: torch.optim.Optimizer | None, until_written: ExitStack) -> None:
+    def detach(
+        self, ranks: Ranks, model: nn.Module, optimizer: torch.optim.Optimizer | None, until_written: ExitStack
+    ) -> None:
         """From the run: whatever training does from now on, this is saved."""
-        self.sources = ranks.together(lambda: staged(self.sources, optimizer, until_written))
+        self.sources = ranks.together(lambda: staged(self.sources, model, optimizer, until_written))
         self.content = copy.deepcopy(replace(self.content, sources=[]))
         self.parts = copy.deepcopy(self.parts)
 

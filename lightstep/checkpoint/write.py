@@ -136,6 +136,7 @@ class _Writer:
         file, shard = self._file, source.shard
         start, file.checksum = file.nbytes, 0
         torch.save(tensor, cast(IO[bytes], file))
+        source.written()
         chunk = Chunk(shard.offsets, shard.lengths, file.name, start, file.nbytes - start, file.checksum)
         if file.nbytes >= FILE_BYTES:
             self._close()

@@ -5,7 +5,7 @@ Where records live, host or device. Nothing may be under way while any of this i
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,10 +27,16 @@ class Entries:
         splitter: of bf16 masters, where records live.
         marks: fingerprints of each record's 16-bit weights, by part; ``None`` where masters are whole and tell
             themselves.
+        room: memory for what is put together, like a tensor but of this dtype; by default new memory.
     """
 
-    def __init__(self, splitter: MasterSplitter | None, marks: Mapping[Record, Tensor] | None) -> None:
-        self._splitter, self._marks = splitter, marks
+    def __init__(
+        self,
+        splitter: MasterSplitter | None,
+        marks: Mapping[Record, Tensor] | None,
+        room: Callable[[Tensor, torch.dtype], Tensor] = lambda like, dtype: torch.empty_like(like, dtype=dtype),
+    ) -> None:
+        self._splitter, self._marks, self._room = splitter, marks, room
 
     def read(self, record: Record, part: Part) -> dict[str, Any]:
         """The part's entries and ``"master"`` (unless it is its own): live, except counters, which parts share, and
@@ -43,13 +49,15 @@ class Entries:
         if part.coding == "whole":
             found["master"] = rows["master"].view(part.shape)
         elif part.coding == "split":
-            extra = (rows["bitmap"] if layout.carrier is None else rows[layout.carrier]).clone()
-            master = torch.empty(part.elements, dtype=torch.float32, device=rows["low half"].device)
-            assert self._splitter is not None
-            self._splitter.join(self._weight(part), rows["low half"], extra, master)  # clears the signs of the copy
+            master = self._room(rows["low half"], torch.float32)
             found["master"] = master.view(part.shape)
-            if layout.carrier is not None:
+            if layout.carrier is None:
+                extra = rows["bitmap"]
+            else:  # joining clears the signs
+                extra = self._room(rows[layout.carrier], torch.float32).copy_(rows[layout.carrier])
                 found[layout.carrier] = extra.view(part.shape)
+            assert self._splitter is not None
+            self._splitter.join(self._weight(part), rows["low half"], extra, master)
         return found
 
     def read_all(self, parts: Sequence[Part], home: Mapping[Part, Record]) -> dict[str, Any]:

@@ -59,6 +59,9 @@ class RecordBackend(StateBackend):
     def _before_edit(self, records: Iterable[Record]) -> None:
         """These are about to be read or edited where they live: they are up to date there."""
 
+    def _before_write(self, records: Iterable[Record]) -> None:
+        """These are about to be written to where they live: what a snapshot still has to read of them stays."""
+
     def _edited(self, records: Iterable[Record]) -> None:
         """These were edited where they live."""
 
@@ -280,6 +283,7 @@ class RecordBackend(StateBackend):
         self._initial.pop(managed, None)
         parts = self._parts[managed]
         self._before_edit(self._home[part] for part in parts)
+        self._before_write(self._home[part] for part in parts)
         for part in parts:
             edit(self._home[part], part)
         self._edited(self._home[part] for part in parts)

@@ -8,10 +8,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from lightstep.state.backend import Managed, Unit
+from lightstep.state.backend import Managed, PinnedState, Unit
+from lightstep.state.device_snapshot import DeviceSnapshot
 from lightstep.state.entries import Entries
 from lightstep.state.host_memory import HostSlab, require
 from lightstep.state.kept_records import RecordBackend, same_rounding
+from lightstep.state.lanes import Lanes
 from lightstep.state.record import Coding, Part, Record, Slot
 from lightstep.state.segment import MasterSplitter, Segment
 from lightstep.state.units import apart
@@ -35,6 +37,8 @@ class ResidentBackend(RecordBackend):
         self._handed_out: dict[Part, dict[str, Tensor]] = {}
         self._slabs: dict[torch.device, HostSlab] = {}
         self._away = False
+        self._lanes: dict[torch.device, Lanes] = {}  # of snapshots
+        self._snapshot: DeviceSnapshot | None = None
 
     def register(self, managed: Sequence[Managed]) -> None:
         self._return()
@@ -65,6 +69,7 @@ class ResidentBackend(RecordBackend):
         self._open = None
 
     def _take(self, record: Record) -> Slot:
+        self._before_write([record])
         slot = self._slots.get(record)
         if slot is None or slot.buffer is not record.bytes:
             memory = torch.empty(0, dtype=torch.uint8, device=record.device) if record.bytes is None else record.bytes
@@ -86,8 +91,9 @@ class ResidentBackend(RecordBackend):
 
     # -- state seen from outside
 
-    def entries(self, managed: Managed) -> dict[str, Any]:
-        found = super().entries(managed)
+    def gather(self, managed: Managed) -> dict[str, Any]:
+        self._before_write(self._home[part] for part in self._parts.get(managed, ()))  # whoever gets it may do so
+        found = self.entries(managed)
         if not found or not managed.updated:
             return found
         (part,) = self._parts[managed]
@@ -100,6 +106,40 @@ class ResidentBackend(RecordBackend):
     def is_live(self, managed: Managed, key: str) -> bool:
         """Counters are not: the parameters of a record share them."""
         return any(key in self._handed_out.get(part, ()) for part in self._parts.get(managed, ()))
+
+    def pin(
+        self,
+        wanted: Mapping[Managed, Collection[str]],
+        weight_of: Callable[[Tensor], Callable[[], Tensor]],
+        room: Callable[[Tensor], Tensor] | None,
+    ) -> PinnedState | None:
+        if room is None or (self._snapshot is not None and not self._snapshot.closed):
+            return None
+        snapshot = DeviceSnapshot(room)
+        for record, items in self._kept_to_itself(wanted).items():
+            found = {item: self.entries(item) for item in items}
+            entries = {item: {key: found[item][key] for key in wanted[item]} for item in items}
+            snapshot.add(record, entries, weight_of, self._lanes_of(record.device))
+        self._snapshot = snapshot
+        return snapshot
+
+    def _kept_to_itself(self, wanted: Iterable[Managed]) -> dict[Record, list[Managed]]:
+        """Those with state of which nobody holds a tensor, who could write to it at any time; by record."""
+        found: dict[Record, list[Managed]] = {}
+        for item in wanted:
+            if item.updated and self._with_state(item) and self._home[self._parts[item][0]].bytes is not None:
+                found.setdefault(self._home[self._parts[item][0]], []).append(item)
+        held = {self._home[part] for part in self._handed_out}
+        return {record: items for record, items in found.items() if record not in held}
+
+    def _lanes_of(self, device: torch.device) -> Lanes:
+        if device not in self._lanes or self._lanes[device].failed:
+            self._lanes[device] = Lanes(device)
+        return self._lanes[device]
+
+    def _before_write(self, records: Iterable[Record]) -> None:
+        if self._snapshot is not None:
+            self._snapshot.before_write(records)
 
     def _edit(self, managed: Managed, edit: Callable[[Record, Part], None]) -> None:
         self._return()
@@ -165,6 +205,8 @@ class ResidentBackend(RecordBackend):
         for device in {record.device for record in records}:
             self._idle(device)
         self._move(records, places)
+        if self._snapshot is not None:
+            self._snapshot.wait()
         self._away = True
 
     def _return(self) -> None:
@@ -210,6 +252,7 @@ class ResidentBackend(RecordBackend):
     def close(self) -> None:
         for slab in self._slabs.values():
             slab.close()
+        self._lanes, self._snapshot = {}, None
         self._slots, self._handed_out, self._slabs, self._away = {}, {}, {}, False
         self._forget_everything()
 

@@ -19,7 +19,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from lightstep.state.backend import Managed, Unit
+from lightstep.state.backend import Managed, PinnedState, Unit
 from lightstep.state.entries import Entries
 from lightstep.state.host_memory import require
 from lightstep.state.kept_records import RecordBackend
@@ -316,22 +316,24 @@ class StreamBackend(RecordBackend):
 
     def load(self, managed: Managed, entries: Mapping[str, Any]) -> None:
         self._settle()
-        self._leave_pinned(managed)
         super().load(managed, entries)
 
     def refresh(self, managed: Managed) -> None:
         if not managed.own_master:
             self.synchronize()
             self._drop_staged()
-            self._leave_pinned(managed)
         super().refresh(managed)
 
-    def _leave_pinned(self, managed: Managed) -> None:
-        """Its records are about to be edited."""
-        for part in self._parts[managed]:
-            self._versions.leave(self._home[part], keep=True)
+    def _before_write(self, records: Iterable[Record]) -> None:
+        for record in records:
+            self._versions.leave(record, keep=True)
 
-    def pin(self, wanted: Mapping[Managed, Collection[str]], weight_of: Callable[[Tensor], Tensor]) -> Snapshot | None:
+    def pin(
+        self,
+        wanted: Mapping[Managed, Collection[str]],
+        weight_of: Callable[[Tensor], Callable[[], Tensor]],
+        room: Callable[[Tensor], Tensor] | None,
+    ) -> PinnedState | None:
         if self._lanes is None or self._versions.pinned:
             return None
         self.synchronize()
