@@ -129,8 +129,8 @@ class _Plan:
     ) -> None:
         """From the run: whatever training does from now on, this is saved."""
         self.sources = ranks.together(lambda: staged(self.sources, model, optimizer, until_written))
-        self.content = copy.deepcopy(replace(self.content, sources=[]))
-        self.parts = copy.deepcopy(self.parts)
+        self.content = replace(self.content, sources=[], state=copy.deepcopy(self.content.state))
+        self.parts = [{**part, "values": copy.deepcopy(part["values"])} for part in self.parts]  # all else is its own
 
 
 def _write(plan: _Plan, ranks: Ranks) -> Path:
@@ -219,6 +219,7 @@ def _collect(
         content.manifest["base"] = frozen_base(model, tensors, saved)
     content.sources = [source for named in saved for source in _model_sources(named)]
     content.of_this_rank = {
+        "values": {},
         "random": random_states(),
         "aliases": {alias: named.name for named in tensors for alias in named.names[1:]},
     }

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from lightstep.state.backend import Managed
@@ -51,7 +50,8 @@ class DeviceSnapshot:
         """
         lane, event = lanes.device_to_host, lanes.event()
         lane.wait(lanes.caller().record(lanes.event()))
-        self._sources[record] = sources = []
+        sources: list[Tensor] = []
+        targets: list[Tensor] = []
         for item, found in entries.items():
             self._record_of[item.param] = record
             self._entries[item.param] = copies = {}
@@ -60,8 +60,9 @@ class DeviceSnapshot:
             for key, value in found.items():
                 copies[key] = self._room(value)
                 sources.append(value)
-                if value.numel():
-                    lane.copy(_bytes(copies[key]), _bytes(value), f"copying {key!r} of {item.name}")
+                targets.append(copies[key])
+        lane.copies(targets, sources, f"copying the state of {record.unit.label}")
+        self._sources[record] = sources
         self._copied[record] = lane.record(event)
         self._awaited[record] = lanes
 
@@ -104,7 +105,3 @@ class DeviceSnapshot:
         finally:
             self.closed = True
             self._entries, self._weights = {}, {}
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.reshape(-1).view(torch.uint8)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from lightstep.state.backend import Managed, PinnedState, Unit
+from lightstep.state.checksummed_weights import ChecksummedWeights
 from lightstep.state.entries import Entries
 from lightstep.state.host_memory import require
 from lightstep.state.kept_records import RecordBackend
@@ -82,7 +83,7 @@ class StreamBackend(RecordBackend):
         self._make_splitter = splitter
         self._slots = prefetch_layers + 2 if slots is None else slots
         self._ring_mib = ring_mib
-        self._host_splitter = splitter(_CPU)
+        self._host_splitter: MasterSplitter = splitter(_CPU)
         self._start()
 
     def _start(self) -> None:
@@ -135,7 +136,10 @@ class StreamBackend(RecordBackend):
             self._lanes = Lanes(device)
             memory = device_memory(device)
             self._resident = Residency(self._lanes, memory, self._budget(device), self._versions.leave)
-            self._splitter = self._host_splitter if device.type == "cpu" else self._make_splitter(device)
+            if device.type == "cpu":
+                self._splitter = self._host_splitter = ChecksummedWeights(self._make_splitter(_CPU))
+            else:
+                self._splitter = self._make_splitter(device)
             self._computed, self._marks = self._lanes.event(), {}
         self._settle()
         carried = {item: self._assembled(item) for item in new}
@@ -344,7 +348,7 @@ class StreamBackend(RecordBackend):
         if not kept:
             return None
         self._residency.bring_down({self._home[part]: None for item in kept for part in self._parts[item]})
-        snapshot = Snapshot(self._versions, self._make_splitter(_CPU))
+        snapshot = Snapshot(self._versions, ChecksummedWeights(self._make_splitter(_CPU)))  # compared on the CPU alone
         for item, keys in kept.items():
             snapshot.add(item, keys, self._parts[item], self._home, None if item.own_master else weight_of(item.param))
         snapshot.pin(None if looked else self._marks)

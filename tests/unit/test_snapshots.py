@@ -30,7 +30,6 @@ from lightstep.state.snapshot import Snapshot
 from lightstep.state.versions import Versions
 from tests.covering import every_pair
 from tests.unit.test_next_forward import Training, assert_same
-from tests.unit.test_stream import random_delays
 
 STREAM: dict[str, Any] = {"backend": "stream", "ring_mib": 0.02}
 OTHERS: dict[str, dict[str, Any]] = {"resident": {"backend": "resident"}, "bulk": {"backend": "bulk"}}
@@ -116,6 +115,11 @@ def check_saved(folder: Path) -> None:
     assert one.state["optimizer"] == other.state["optimizer"] and one.groups == other.groups
 
 
+def hold_copies(training: Any) -> None:
+    """Copies of state on the device begin when an update that did not wait for them would be over."""
+    training.optimizer._backend._lanes_of(torch.device("cpu")).delay = lambda _: time.sleep(0.1)
+
+
 def settings(update: str) -> dict[str, Any]:
     return {"clipping": {"max_norm": None if update == "in_backward" else 0.5}}
 
@@ -170,7 +174,7 @@ def test_state_on_the_device_and_in_bulk_is_that_of_the_moment_too(
     tested.train(2)
     kept = tested.optimizer._backend
     if backend == "resident":
-        random_delays(kept._lanes_of(torch.device("cpu")), 1, 1e-3)
+        hold_copies(tested)
     for number in range(2):
         reader.go.clear()
         pending = ask_twice(tested, tmp_path / str(number))
@@ -287,7 +291,7 @@ def test_whatever_is_done_to_the_run_meanwhile(tmp_path: Path, reader: Reader, b
     training = Training(state)
     training.train(2)
     if backend == "resident":
-        random_delays(training.optimizer._backend._lanes_of(torch.device("cpu")), event, 1e-3)
+        hold_copies(training)
     pending = ask_twice(training, tmp_path)
     EVENTS[event](training)
     reader.go.set()
