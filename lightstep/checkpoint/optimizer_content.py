@@ -43,7 +43,6 @@ class OptimizerContent:
             self.groups.append([names[id(p)] for p in group["params"]])
             self.parameters.update(zip(self.groups[-1], group["params"], strict=True))
         self._last: tuple[str, dict[str, Any]] = ("", {})
-        self._descriptions: dict[str, dict[str, Any]] = {}
 
     @property
     def class_name(self) -> str | None:
@@ -137,10 +136,8 @@ class OptimizerContent:
 
     def _described(self, name: str) -> dict[str, Any]:
         """The entries' shapes, dtypes and plain values; building the entries themselves may take time."""
-        if name not in self._descriptions:
-            describe = getattr(self.optimizer, "described_state", self.optimizer.state.get)
-            self._descriptions[name] = dict(describe(self.parameters[name]) or {})
-        return self._descriptions[name]
+        describe = getattr(self.optimizer, "described_state", self.optimizer.state.get)
+        return dict(describe(self.parameters[name]) or {})
 
     def _entries(self, name: str) -> dict[str, Any]:
         """State of one parameter. It may be built on access, so the last one asked for is kept, and only that."""

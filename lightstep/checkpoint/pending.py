@@ -38,6 +38,13 @@ class PendingSave(Future[Path]):
             self.result()
 
 
+def ended(path: Path) -> PendingSave:
+    """Of a save that was waited for."""
+    pending = PendingSave()
+    pending.set_result(path)
+    return pending
+
+
 _pending: PendingSave | None = None
 _hook: Any = None
 

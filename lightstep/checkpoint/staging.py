@@ -15,7 +15,8 @@ Host memory: the copies take as much as what is copied, page-locked. It is kept 
 exists: page-locking and first touch would take longer than the copies. Joined masters take what is on its way to the
 files (:data:`~lightstep.checkpoint.tensors.PART_BYTES`).
 
-A save that is waited for reads everything where it is.
+A save that is waited for reads everything where it is. So does one for whose copies the host has no memory: training
+waits for it, and a warning says so.
 """
 
 from __future__ import annotations
@@ -39,14 +40,18 @@ _kept: weakref.WeakKeyDictionary[nn.Module, KeptCopies] = weakref.WeakKeyDiction
 
 
 def staged(sources: Sequence[Source], model: nn.Module, optimizer: Any, until_written: ExitStack) -> list[Source]:
-    """The same, to be fetched once each by one thread, whatever training does meanwhile."""
+    """The same, to be fetched once each by one thread, whatever training does meanwhile.
+
+    Raises:
+        HostMemoryError: there is not enough for the copies.
+    """
     copies = _kept.setdefault(model, KeptCopies())
     copies.start_over()
 
     def later(copy: Tensor) -> Callable[[], Tensor]:
         return partial(copies.arrived, copy)
 
-    pinned = _pinned(sources, optimizer, lambda tensor: later(copies.of(tensor)), copies.room, until_written)
+    pinned = _pinned(sources, optimizer, lambda tensor: later(copies.of(tensor)), copies, until_written)
 
     def detached(source: Source) -> Source:
         if pinned is not None and source.entry is not None and source.of in pinned:
@@ -54,6 +59,7 @@ def staged(sources: Sequence[Source], model: nn.Module, optimizer: Any, until_wr
         copy = copies.copy(source.fetch()) if source.of is None or source.entry is not None else copies.of(source.of)
         return replace(source, fetch=later(copy))
 
+    copies.reserve(sum(source.nbytes for source in sources if pinned is None or source.of not in pinned))
     found = [detached(source) for source in _pinned_first(sources)]
     copies.seal()
     return found
@@ -74,7 +80,7 @@ def _pinned(
     sources: Sequence[Source],
     optimizer: Any,
     weight_of: Callable[[Tensor], Callable[[], Tensor]],
-    room: Callable[[Tensor], Tensor] | None,
+    copies: KeptCopies | None,
     until_written: ExitStack,
 ) -> PinnedState | None:
     wanted: dict[Tensor, set[str]] = {}
@@ -82,7 +88,7 @@ def _pinned(
         if source.of is not None and source.entry is not None:
             wanted.setdefault(source.of, set()).add(source.entry)
     pin = getattr(optimizer, "pinned_state", None)
-    pinned: PinnedState | None = None if pin is None else pin(wanted, weight_of, room)
+    pinned: PinnedState | None = None if pin is None else pin(wanted, weight_of, copies)
     if pinned is not None:
         until_written.callback(pinned.close)
     return pinned

@@ -15,6 +15,7 @@ from lightstep.optimizer.classes import GroupClasses
 from lightstep.optimizer.param_groups import Place
 from lightstep.precision.master_weights import ModelWatch
 from lightstep.state.backend import Managed, PinnedState, StateBackend
+from lightstep.state.kept_copies import KeptCopies
 from lightstep.state.kept_records import same_rounding, was_rounded_from
 
 Places = Callable[[], Mapping[Tensor, Place]]
@@ -260,12 +261,12 @@ class ManagedParameters:
         self,
         wanted: Mapping[Tensor, Collection[str]],
         weight_of: Callable[[Tensor], Callable[[], Tensor]],
-        room: Callable[[Tensor], Tensor] | None,
+        copies: KeptCopies | None,
     ) -> PinnedState | None:
         """See :meth:`StateBackend.pin`; not of parameters that were exchanged, moved or cast since the last step."""
         found = ((self._items.get(parameter), keys) for parameter, keys in wanted.items())
         kept = {item: keys for item, keys in found if item is not None and self._is_where_it_was(item)}
-        return self._backend.pin(kept, weight_of, room)
+        return self._backend.pin(kept, weight_of, copies)
 
     def _is_where_it_was(self, item: Managed) -> bool:
         local = local_tensor(item.param)

@@ -23,6 +23,7 @@ from lightstep.optimizer.settings import OfEngine
 from lightstep.optimizer.state_view import StateView
 from lightstep.precision.loss_scale import ConstantLossScale, LossScale
 from lightstep.state.backend import Managed, PinnedState, StateBackend
+from lightstep.state.kept_copies import KeptCopies
 from lightstep.state.resident import ResidentBackend
 
 
@@ -291,7 +292,7 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         self,
         wanted: Mapping[Tensor, Collection[str]],
         weight_of: Callable[[Tensor], Callable[[], Tensor]],
-        room: Callable[[Tensor], Tensor] | None = None,
+        copies: KeptCopies | None = None,
     ) -> PinnedState | None:
         """State entries as they are now, for another thread to read while steps go on.
 
@@ -300,10 +301,10 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         Args:
             wanted: names of entries by parameter.
             weight_of: what returns a parameter's local weight of this moment on the host, when it is called.
-            room: host memory for a copy of a tensor; ``None``: there are no steps until the snapshot is closed.
+            copies: host memory for copies; ``None``: there are no steps until the snapshot is closed.
         """
         with own_work():
-            return self.engine.managed.pin(wanted, weight_of, room)
+            return self.engine.managed.pin(wanted, weight_of, copies)
 
     def keeps_state(self, parameter: Tensor) -> bool:
         """Whether this process keeps the parameter's state, and not another replica (set up if need be)."""

@@ -28,6 +28,7 @@ from lightstep.state.lanes import Lanes
 
 if TYPE_CHECKING:
     from lightstep.distributed import Rows
+    from lightstep.state.kept_copies import KeptCopies
     from lightstep.state.segment import Segment
 
 
@@ -237,7 +238,7 @@ class StateBackend(ABC):
         self,
         wanted: Mapping[Managed, Collection[str]],
         weight_of: Callable[[Tensor], Callable[[], Tensor]],
-        room: Callable[[Tensor], Tensor] | None,
+        copies: KeptCopies | None,
     ) -> PinnedState | None:
         """These entries as they are now, for another thread to read while updates go on; of some parameters.
 
@@ -245,8 +246,8 @@ class StateBackend(ABC):
 
         Args:
             weight_of: what returns a parameter's local weight of this moment on the host, when it is called.
-            room: host memory for a copy of a tensor, until the snapshot is closed. ``None``: nothing is updated until
-                then, and nothing has to be copied.
+            copies: host memory for copies until the snapshot is closed. ``None``: nothing is updated until then, and
+                nothing has to be copied.
         """
         return None
 

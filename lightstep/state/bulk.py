@@ -20,6 +20,7 @@ from torch import Tensor
 from lightstep.distributed import like, local_tensor
 from lightstep.state.backend import Managed, PinnedState, Unit
 from lightstep.state.host_memory import HostSlab, require
+from lightstep.state.kept_copies import KeptCopies
 from lightstep.state.kept_records import RecordBackend
 from lightstep.state.record import Record, Slot
 from lightstep.state.resident import ResidentBackend
@@ -114,7 +115,7 @@ class BulkBackend(ResidentBackend):
         self,
         wanted: Mapping[Managed, Collection[str]],
         weight_of: Callable[[Tensor], Callable[[], Tensor]],
-        room: Callable[[Tensor], Tensor] | None,
+        copies: KeptCopies | None,
     ) -> PinnedState | None:
         kept = [item for items in self._kept_to_itself(wanted).values() for item in items]
         if self._versions.pinned or not kept:

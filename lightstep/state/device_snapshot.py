@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from lightstep.state.backend import Managed
+from lightstep.state.kept_copies import KeptCopies
 from lightstep.state.kept_records import same_rounding
 from lightstep.state.lanes import Lanes
 from lightstep.state.record import Record
@@ -20,14 +21,14 @@ __all__ = ["DeviceSnapshot"]
 
 
 class DeviceSnapshot:
-    """Entries of parameters in host memory of ``room``, each taken by one thread.
+    """Entries of parameters, copied to memory of ``copies``, each taken by one thread.
 
     Whoever is about to write to a record calls :meth:`before_write`. The memory that is copied from stays alive until
     the copies are there, also where its owner has let go of it.
     """
 
-    def __init__(self, room: Callable[[Tensor], Tensor]) -> None:
-        self._room = room
+    def __init__(self, copies: KeptCopies) -> None:
+        self._room = copies.room
         self._entries: dict[Tensor, dict[str, Tensor]] = {}
         self._weights: dict[Tensor, Callable[[], Tensor]] = {}
         self._record_of: dict[Tensor, Record] = {}

@@ -18,7 +18,8 @@ _SMALLEST, _LARGEST = 1 << 20, 256 << 20
 """Bytes of a slab; one tensor may need more. Slabs grow with what is there already."""
 
 _ALIGNMENT = 64
-_ADVICE = "Save with asynchronous=False (lightstep train: `checkpoint.asynchronous: false`), which copies nothing"
+_WHAT = "a copy of what is saved while training goes on"
+_ADVICE = "A save that is waited for (asynchronous=False) needs no copy"
 
 
 class KeptCopies:
@@ -40,6 +41,16 @@ class KeptCopies:
         self._used = dict.fromkeys(self._used, 0)
         self._made = {}
 
+    def reserve(self, nbytes: int) -> None:
+        """So much will be asked for.
+
+        Raises:
+            HostMemoryError: there is not enough; nothing has been taken.
+        """
+        free = self.nbytes - sum(self._used.values())
+        if nbytes > free:
+            require(nbytes - free, _WHAT, _ADVICE)
+
     def room(self, tensor: Tensor) -> Tensor:
         """Host memory for a copy of ``tensor``, contiguous.
 
@@ -58,10 +69,8 @@ class KeptCopies:
         return slab.tensor(tensor.dtype, tuple(tensor.shape), start)
 
     def _new_slab(self, tensor: Tensor) -> HostSlab:
-        what = "a copy of what is saved while training goes on"
         nbytes = max(tensor.nbytes, min(max(self.nbytes, _SMALLEST), _LARGEST))
-        require(nbytes, what, _ADVICE)
-        return HostSlab(nbytes, device=tensor.device, what=what)
+        return HostSlab(nbytes, device=tensor.device, what=_WHAT)
 
     def copy(self, tensor: Tensor) -> Tensor:
         """A copy of its local part as the current stream has it; see :meth:`arrived`."""

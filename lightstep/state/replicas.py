@@ -20,6 +20,7 @@ from torch import Tensor
 
 from lightstep.distributed import Replicas
 from lightstep.state.backend import Managed, PinnedState, StateBackend, Unit
+from lightstep.state.kept_copies import KeptCopies
 from lightstep.state.lanes import Lanes
 from lightstep.state.record import ExpectedLayouts
 from lightstep.state.segment import Segment
@@ -166,9 +167,9 @@ class SharedByReplicas(StateBackend):
         self,
         wanted: Mapping[Managed, Collection[str]],
         weight_of: Callable[[Tensor], Callable[[], Tensor]],
-        room: Callable[[Tensor], Tensor] | None,
+        copies: KeptCopies | None,
     ) -> PinnedState | None:
-        return self.inner.pin({item: keys for item, keys in wanted.items() if not item.elsewhere}, weight_of, room)
+        return self.inner.pin({item: keys for item, keys in wanted.items() if not item.elsewhere}, weight_of, copies)
 
     def load(self, managed: Managed, entries: Mapping[str, Any]) -> None:
         if not managed.elsewhere:

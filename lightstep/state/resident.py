@@ -12,6 +12,7 @@ from lightstep.state.backend import Managed, PinnedState, Unit
 from lightstep.state.device_snapshot import DeviceSnapshot
 from lightstep.state.entries import Entries
 from lightstep.state.host_memory import HostSlab, require
+from lightstep.state.kept_copies import KeptCopies
 from lightstep.state.kept_records import RecordBackend, same_rounding
 from lightstep.state.lanes import Lanes
 from lightstep.state.record import Coding, Part, Record, Slot
@@ -111,12 +112,14 @@ class ResidentBackend(RecordBackend):
         self,
         wanted: Mapping[Managed, Collection[str]],
         weight_of: Callable[[Tensor], Callable[[], Tensor]],
-        room: Callable[[Tensor], Tensor] | None,
+        copies: KeptCopies | None,
     ) -> PinnedState | None:
-        if room is None or (self._snapshot is not None and not self._snapshot.closed):
+        if copies is None or (self._snapshot is not None and not self._snapshot.closed):
             return None
-        snapshot = DeviceSnapshot(room)
-        for record, items in self._kept_to_itself(wanted).items():
+        snapshot, kept = DeviceSnapshot(copies), self._kept_to_itself(wanted)
+        described = ((wanted[item], self.describe(item)) for items in kept.values() for item in items)
+        copies.reserve(sum(found[key].nbytes for keys, found in described for key in keys))
+        for record, items in kept.items():
             found = {item: self.entries(item) for item in items}
             entries = {item: {key: found[item][key] for key in wanted[item]} for item in items}
             snapshot.add(record, entries, weight_of, self._lanes_of(record.device))

@@ -23,6 +23,7 @@ from lightstep.state.backend import Managed, PinnedState, Unit
 from lightstep.state.checksummed_weights import ChecksummedWeights
 from lightstep.state.entries import Entries
 from lightstep.state.host_memory import require
+from lightstep.state.kept_copies import KeptCopies
 from lightstep.state.kept_records import RecordBackend
 from lightstep.state.lanes import LaneError, Lanes
 from lightstep.state.record import ExpectedLayouts, Part, Record, Slot, aligned, coding_of
@@ -336,7 +337,7 @@ class StreamBackend(RecordBackend):
         self,
         wanted: Mapping[Managed, Collection[str]],
         weight_of: Callable[[Tensor], Callable[[], Tensor]],
-        room: Callable[[Tensor], Tensor] | None,
+        copies: KeptCopies | None,
     ) -> PinnedState | None:
         if self._lanes is None or self._versions.pinned:
             return None
