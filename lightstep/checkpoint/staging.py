@@ -47,6 +47,7 @@ def staged(sources: Sequence[Source], model: nn.Module, optimizer: Any, until_wr
     """
     copies = _kept.setdefault(model, KeptCopies())
     copies.start_over()
+    copies.reserve(sum(source.nbytes for source in sources if source.entry is None))
 
     def later(copy: Tensor) -> Callable[[], Tensor]:
         return partial(copies.arrived, copy)
@@ -59,7 +60,8 @@ def staged(sources: Sequence[Source], model: nn.Module, optimizer: Any, until_wr
         copy = copies.copy(source.fetch()) if source.of is None or source.entry is not None else copies.of(source.of)
         return replace(source, fetch=later(copy))
 
-    copies.reserve(sum(source.nbytes for source in sources if pinned is None or source.of not in pinned))
+    state = [source for source in sources if source.entry is not None]
+    copies.reserve(sum(source.nbytes for source in state if pinned is None or source.of not in pinned))
     found = [detached(source) for source in _pinned_first(sources)]
     copies.seal()
     return found

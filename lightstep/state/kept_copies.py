@@ -29,6 +29,7 @@ class KeptCopies:
         self._slabs: dict[torch.device, list[HostSlab]] = {}
         self._used: dict[HostSlab, int] = {}
         self._made: dict[Tensor, Tensor] = {}
+        self._expected = 0
         self._queued: dict[torch.device, torch.Event] = {}
 
     @property
@@ -39,17 +40,17 @@ class KeptCopies:
     def start_over(self) -> None:
         """Nobody reads the copies of before."""
         self._used = dict.fromkeys(self._used, 0)
-        self._made = {}
+        self._made, self._expected = {}, 0
 
     def reserve(self, nbytes: int) -> None:
-        """So much will be asked for.
+        """So much more will be asked for.
 
         Raises:
             HostMemoryError: there is not enough; nothing has been taken.
         """
-        free = self.nbytes - sum(self._used.values())
-        if nbytes > free:
-            require(nbytes - free, _WHAT, _ADVICE)
+        self._expected += nbytes
+        if self._expected > self.nbytes:
+            require(self._expected - self.nbytes, _WHAT, _ADVICE)
 
     def room(self, tensor: Tensor) -> Tensor:
         """Host memory for a copy of ``tensor``, contiguous.

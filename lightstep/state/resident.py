@@ -119,10 +119,14 @@ class ResidentBackend(RecordBackend):
         snapshot, kept = DeviceSnapshot(copies), self._kept_to_itself(wanted)
         described = ((wanted[item], self.describe(item)) for items in kept.values() for item in items)
         copies.reserve(sum(found[key].nbytes for keys, found in described for key in keys))
-        for record, items in kept.items():
-            found = {item: self.entries(item) for item in items}
-            entries = {item: {key: found[item][key] for key in wanted[item]} for item in items}
-            snapshot.add(record, entries, weight_of, self._lanes_of(record.device))
+        try:
+            for record, items in kept.items():
+                found = {item: self.entries(item) for item in items}
+                entries = {item: {key: found[item][key] for key in wanted[item]} for item in items}
+                snapshot.add(record, entries, weight_of, self._lanes_of(record.device))
+        except BaseException:
+            snapshot.close()
+            raise
         self._snapshot = snapshot
         return snapshot
 
