@@ -244,8 +244,9 @@ def _collect(
 
 
 def _collect_optimizer(content: _Content, optimizer: OptimizerContent) -> None:
-    content.sources += optimizer.sources()
-    hyperparameters, values = optimizer.hyperparameters(), optimizer.values()
+    sources, values = optimizer.contents()
+    content.sources += sources
+    hyperparameters = optimizer.hyperparameters()
     for group, settings in enumerate(hyperparameters):
         check_loadable(f"optimizer.param_groups[{group}]", settings)
     check_loadable("optimizer.state", values)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightstep.state.backend import Managed
 from lightstep.state.kept_copies import KeptCopies
-from lightstep.state.kept_records import same_rounding
+from lightstep.state.kept_records import same_rounding_on_host
 from lightstep.state.lanes import Lanes
 from lightstep.state.record import Record
 
@@ -86,7 +86,7 @@ class DeviceSnapshot:
         value = self._entries[parameter].pop(key)
         if key == "master":
             weight = self._weights.pop(parameter)()
-            if not same_rounding(weight, value):
+            if not same_rounding_on_host(weight, value):
                 return weight.float()
         return value
 

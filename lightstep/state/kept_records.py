@@ -19,7 +19,9 @@ from lightstep.state.record import Coding, ExpectedLayouts, Layout, Part, Record
 from lightstep.state.segment import LARGE, MasterSplitter, Segment, Staging, segments_of
 from lightstep.state.versions import Version
 
-__all__ = ["RecordBackend", "same_rounding", "was_rounded_from"]
+__all__ = ["RecordBackend", "same_rounding", "same_rounding_on_host", "was_rounded_from"]
+
+_PIECE = 1 << 18  # elements
 
 
 class RecordBackend(StateBackend):
@@ -319,6 +321,12 @@ def same_rounding(local: Tensor, master: Tensor) -> bool:
     rounded = master.to(device=local.device, dtype=local.dtype)
     bits = torch.int32 if local.dtype == torch.float32 else torch.int16  # fp32: the model was cast since
     return torch.equal(rounded.view(bits), local.contiguous().view(bits))
+
+
+def same_rounding_on_host(weight: Tensor, master: Tensor) -> bool:
+    """The same for large tensors, by pieces that stay in cache."""
+    pieces = zip(weight.reshape(-1).split(_PIECE), master.reshape(-1).split(_PIECE), strict=True)
+    return all(same_rounding(one, other) for one, other in pieces)
 
 
 def was_rounded_from(local: Tensor, master: Tensor) -> bool:

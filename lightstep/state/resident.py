@@ -116,13 +116,13 @@ class ResidentBackend(RecordBackend):
     ) -> PinnedState | None:
         if copies is None or (self._snapshot is not None and not self._snapshot.closed):
             return None
-        snapshot, kept = DeviceSnapshot(copies), self._kept_to_itself(wanted)
-        described = ((wanted[item], self.describe(item)) for items in kept.values() for item in items)
-        copies.reserve(sum(found[key].nbytes for keys, found in described for key in keys))
+        snapshot, found = DeviceSnapshot(copies), {}
+        for record, items in self._kept_to_itself(wanted).items():
+            read = ((item, self.entries(item)) for item in items)
+            found[record] = {item: {key: entries[key] for key in wanted[item]} for item, entries in read}
+        copies.reserve(sum(value.nbytes for each in found.values() for one in each.values() for value in one.values()))
         try:
-            for record, items in kept.items():
-                found = {item: self.entries(item) for item in items}
-                entries = {item: {key: found[item][key] for key in wanted[item]} for item in items}
+            for record, entries in found.items():
                 snapshot.add(record, entries, weight_of, self._lanes_of(record.device))
         except BaseException:
             snapshot.close()
