@@ -34,9 +34,9 @@ class Entries:
         self,
         splitter: MasterSplitter | None,
         marks: Mapping[Record, Tensor] | None,
-        room: Callable[[Tensor, torch.dtype], Tensor] = lambda like, dtype: torch.empty_like(like, dtype=dtype),
+        room: Callable[[Tensor, torch.dtype], Tensor] | None = None,
     ) -> None:
-        self._splitter, self._marks, self._room = splitter, marks, room
+        self._splitter, self._marks, self._room = splitter, marks, room or _new
 
     def read(self, record: Record, part: Part) -> dict[str, Any]:
         """The part's entries and ``"master"`` (unless it is its own): live, except counters, which parts share, and
@@ -168,6 +168,10 @@ class Entries:
         dtype = None if spec is None else entry_dtype(spec, part.owner)
         # Other shapes than the parameter's are whole-tensor optimizers' own; such a part is whole.
         return part.of(value.detach()).to(dtype=dtype or value.dtype)
+
+
+def _new(like: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.empty_like(like, dtype=dtype)
 
 
 def _is_negative(spec: EntrySpec | None, value: Tensor) -> bool:
