@@ -146,7 +146,9 @@ class ResidentBackend(RecordBackend):
         kept = self._kept_to_itself(wanted)
         written = set(self.changed(item for items in kept.values() for item in items) if splits else ())
         for record, items in kept.items():
-            found[record] = {item: self._as_it_is(item, wanted[item]) for item in items if item not in written}
+            entries = {item: self._as_it_is(item, wanted[item]) for item in items if item not in written}
+            if entries:
+                found[record] = entries
         copies.reserve(sum(value.nbytes for each in found.values() for one in each.values() for value in one.values()))
         try:
             for record, entries in found.items():
