@@ -37,7 +37,7 @@ def check_loadable(what: str, value: Any) -> None:
         check_loadable(f"{what}[{key!r}]", part)
     kind = type(value)
     raise TypeError(
-        f"{what} is of class {kind.__module__}.{kind.__qualname__}, which a weights-only load refuses; "
+        f"{what} is a {kind.__module__}.{kind.__qualname__}, which a weights-only load refuses; "
         "save plain numbers, strings, lists, dicts and tensors"
     )
 
@@ -61,7 +61,7 @@ def read_state(folder: Path, manifest: Manifest) -> dict[str, Any]:
     except Exception as error:
         raise DamagedError(f"{folder / STATE} cannot be read: {error_text(error)}") from error
     if not isinstance(state, dict):
-        raise DamagedError(f"{folder / STATE} cannot be read: it holds a value of type {type(state).__name__}")
+        raise DamagedError(f"{folder / STATE} cannot be read: it holds a {type(state).__name__}")
     return state
 
 

@@ -263,7 +263,7 @@ def test_files_of_a_run_of_other_ranks_are_refused(zero: Saved, pool: Pool, tmp_
     mixed = tmp_path / "1-bfloat16" / "global_step3" / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"
     shutil.copytree(zero[0] / "1-bfloat16", tmp_path / "two")
     shutil.copy(mixed, tmp_path / "two" / "global_step3")
-    with pytest.raises(CheckpointError, match=r"run of \[1, 1\] ranks, .* by one of 2: files of two runs are mixed"):
+    with pytest.raises(CheckpointError, match=r"ranks is \[1, 1\] in .* and 2 in .*: files of two runs are mixed"):
         convert_checkpoint(tmp_path / "two", tmp_path / "x", "torch")
     single = read_checkpoint(tmp_path / "1-bfloat16")
     double = read_checkpoint(zero[0] / "1-bfloat16")
