@@ -27,10 +27,7 @@ from lightstep.optimizer.sharded_muon import MOMENTUM, apply_direction, directio
 from lightstep.state.backend import Managed, StateBackend, Unit
 from lightstep.state.segment import Segment
 
-__all__ = ["AHEAD", "SharedUpdates"]
-
-AHEAD = 2
-"""Units that are started before the one that the walk has come to is updated, where the backend has room for them."""
+__all__ = ["SharedUpdates"]
 
 Scaled = Callable[[Sequence[Segment]], Sequence[Tensor]]
 
@@ -64,7 +61,7 @@ class SharedUpdates:
         self._places = {unit: place for place, unit in enumerate(self._units)}
         known = bool(self._units) and all(item.updated for item in managed)
         momenta = [item for item in wanted if self._classes.of(item.group).sends_directions]
-        self._ahead = min(AHEAD, self._backend.ahead(momenta, MOMENTUM)) if known and momenta else 0
+        self._ahead = self._backend.ahead(momenta, MOMENTUM) if known and momenta else 0
         self._begun, self._turned, self._under_way = 0, 0, {}
         for exchange in self._exchanges.values():
             exchange.reset()

@@ -109,6 +109,10 @@ class Managed:
         return self.local.numel() if self.rows is None else self.rows.most
 
 
+AHEAD = 2
+"""Units that ranks update together are begun before so many others are done, where there is room for them."""
+
+
 @dataclass(eq=False)
 class Unit:
     """What is staged and updated together."""
@@ -207,9 +211,9 @@ class StateBackend(ABC):
         """The unit is done: ``updated`` segments are written to their parameters and to where their state lives."""
 
     def ahead(self, managed: Collection[Managed], entry: str) -> int:
-        """How many units behind the next one :meth:`look_ahead` may be asked for; 0 unless all of these have ``entry``.
+        """How many units behind the next :meth:`look_ahead` will be asked for; 0 unless all of these have ``entry``.
 
-        The same on all ranks that update parameters together.
+        Units that ranks update together alone are counted, since those are the same on all ranks.
         """
         return 0
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightstep.state.backend import Managed, StateBackend, Unit
+from lightstep.state.backend import AHEAD, Managed, StateBackend, Unit
 from lightstep.state.entries import Entries
 from lightstep.state.record import Coding, ExpectedLayouts, Layout, Part, Record, Slot, make_record
 from lightstep.state.segment import LARGE, MasterSplitter, Segment, Staging, Views, segments_of
@@ -181,7 +181,7 @@ class RecordBackend(StateBackend):
     @property
     def _room_ahead(self) -> int:
         """Units behind the next one that are on the device as well."""
-        return len(self._records)
+        return AHEAD
 
     def look_ahead(self, unit: Unit, active: Collection[Managed]) -> list[tuple[Segment, Mapping[str, Tensor]]]:
         record = self._records[unit]

@@ -67,7 +67,7 @@ class Ring:
         return [record for record, _ in self._staged]
 
     def expect(self, records: Sequence[Record]) -> None:
-        """These will be taken next, in this order: fetch as many as there are free slots."""
+        """These will be taken or looked at next, in this order: fetch as many as there are free slots."""
         ahead = self.staged()
         if ahead != list(records[: len(ahead)]):
             self.drop()
@@ -78,29 +78,35 @@ class Ring:
     def take(self, record: Record) -> Slot:
         """The slot with ``record``, ready for what the caller does next (on its current stream or thread)."""
         self._lanes.check()
-        if not self._staged or self._staged[0][0] is not record:
+        staged = self._find(record)
+        if staged is None:
             self.drop()
             if record in self._upcoming:
                 self._upcoming.remove(record)
             self._stage(record, self._free.popleft())
-        slot = self._staged[0][1]
+            staged = self._staged[0]
+        slot = staged[1]
         caller = self._lanes.caller()
         caller.wait(slot.staged)
         caller.wait(slot.drained)
-        self._staged.popleft()  # not before: an interrupt while waiting would lose the slot
+        self._staged.remove(staged)  # not before: an interrupt while waiting would lose the slot
         slot.in_work = False
         return slot
 
     def look_at(self, record: Record) -> Slot:
         """The slot of one that will be taken soon, ready for what the caller does next with it."""
         self._lanes.check()
-        slot = next((slot for known, slot in self._staged if known is record), None)
-        assert slot is not None, f"{record.unit.label} is looked at, and stands in no slot of the ring"
+        staged = self._find(record)
+        assert staged is not None, f"{record.unit.label} is looked at, and stands in no slot of the ring"
+        slot = staged[1]
         caller = self._lanes.caller()
         caller.wait(slot.staged)
         caller.wait(slot.drained)
         slot.in_work = True
         return slot
+
+    def _find(self, record: Record) -> tuple[Record, Slot] | None:
+        return next((staged for staged in self._staged if staged[0] is record), None)
 
     def grow(self, count: int, slot_bytes: int) -> Slot:
         """Larger slots; what stood in the old ones is gone, in a taken one too. Returns a new one to go on with."""

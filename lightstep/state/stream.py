@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from lightstep.state.backend import Managed, PinnedState, Unit
+from lightstep.state.backend import AHEAD, Managed, PinnedState, Unit
 from lightstep.state.checksummed_weights import ChecksummedWeights
 from lightstep.state.entries import Entries
 from lightstep.state.host_memory import require
@@ -219,8 +219,22 @@ class StreamBackend(RecordBackend):
             for record in (self._records.values() if order is None else map(self._records.__getitem__, order))
             if record not in self._residency and any(part.owner in wanted for part in record.parts)
         ]
+        self._walk = list(self._as_looked_at(self._walk))
         self._ensure_ring().expect(self._walk)
         self.lanes.caller().wait(self._computed)  # the scratch, should the caller be on another stream than last time
+
+    def _as_looked_at(self, walk: Sequence[Record]) -> Iterator[Record]:
+        """In the order in which :meth:`look_ahead` and :meth:`acquire` ask for them first."""
+        together = [record for record in walk if record.parts[0].owner.rows is not None]
+        places = {record: place for place, record in enumerate(together)}
+        asked = 0
+        for record in walk:
+            if record not in places:
+                yield record
+                continue
+            stop = places[record] + self._room_ahead + 1
+            yield from together[asked:stop]
+            asked = max(asked, stop)
 
     def finish(self) -> None:
         self.lanes.caller().record(self._computed)
@@ -271,7 +285,7 @@ class StreamBackend(RecordBackend):
     @property
     def _room_ahead(self) -> int:
         """Beside the slot that is updated and the one that drains."""
-        return max(self._slots - 2, 0)
+        return min(max(self._slots - 2, 0), AHEAD)
 
     def _look_at(self, record: Record) -> Slot:
         return self._take(record) if record in self._residency else self._live_ring().look_at(record)

@@ -21,7 +21,7 @@ from lightstep.bench.peers import TorchFsdp2
 from lightstep.bench.step import StepTask, random_gradients
 from lightstep.bench.strategies import StrategyContender
 from lightstep.distributed.matrices import cost_of, owners_of
-from lightstep.optimizer.shared_updates import AHEAD
+from lightstep.state.backend import AHEAD
 from tests.distributed.models import TinyTransformer, loss_of
 from tests.distributed.ranks import Pool, device_of
 from tests.distributed.sharded_reference import GatheringLoop
@@ -109,13 +109,23 @@ def _round_moments(loop: Any) -> None:
                 value.copy_(value.bfloat16())
 
 
-def check_exact(rank: int, world_size: int, sharding: dict[str, Any], state: dict[str, Any]) -> None:
+def few_matrices(model: nn.Module) -> list[dict[str, Any]]:
+    """Between two units that ranks update together there are several others."""
+    muon, adamw = groups_of(model)
+    chosen = [p for p in muon["params"] if p.dim() == 3 or p.shape[0] < p.shape[1]]
+    others = [p for p in [*muon["params"], *adamw["params"]] if all(p is not one for one in chosen)]
+    return [{**muon, "params": chosen}, {**adamw, "params": others}]
+
+
+def check_exact(
+    rank: int, world_size: int, sharding: dict[str, Any], state: dict[str, Any], groups: Any = groups_of
+) -> None:
     replica: Any = representable(_seeded()).to(device_of(rank, world_size), torch.bfloat16)
-    strategy, model, optimizer = made(sharding, state)
+    strategy, model, optimizer = made(sharding, state, groups)
     blocks = [list(block.parameters()) for block in replica.blocks]
     inside = {id(parameter) for block in blocks for parameter in block}
     rest = [parameter for parameter in replica.parameters() if id(parameter) not in inside]
-    trained = [{**group, "params": [p for p in group["params"] if p.requires_grad]} for group in groups_of(replica)]
+    trained = [{**group, "params": [p for p in group["params"] if p.requires_grad]} for group in groups(replica)]
     optimizer._backend.unit_elements = 150  # several units, which are begun before others are updated
     loop = GatheringLoop(
         replica, trained, units=[*blocks, rest], max_norm=0.5, shard=sharding.get("mesh", {}).get("shard")
@@ -168,6 +178,11 @@ def _seeded() -> nn.Module:
 )
 def test_the_bits_of_whole_matrices(pool: Pool, state: str, world_size: int) -> None:
     pool.run(check_exact, world_size, sharding={}, state=STATES[state])
+
+
+def test_other_units_between_them(pool: Pool) -> None:
+    state = {**STATES["stream, next forward"], "ring_mib": 0.006}
+    pool.run(check_exact, 3, sharding={}, state=state, groups=few_matrices)
 
 
 @pytest.mark.parametrize("state", ["resident", "stream, overlap"])
