@@ -522,9 +522,8 @@ class Strategy(ABC):
         With ``keep_last``, older checkpoints ``step-<number>`` beside ``path`` are removed, but for the newest ones
         that are whole and those whose number is a multiple of ``keep_every``.
 
-        ``asynchronous`` copies what is saved to host memory and returns a handle with ``done()`` and
-        ``result(timeout=None)``, the folder. A thread writes; the next save, :meth:`close` and the end of the process
-        wait for it.
+        ``asynchronous`` returns at once a handle with ``done()`` and ``result(timeout=None)``, the folder. A thread
+        writes the run as it is now; the next save, :meth:`close` and the end of the process wait for it.
         """
         options: dict[str, Any] = {"trainable_only": trainable_only, "weights_only": weights_only}
         options |= {"keep_last": keep_last, "keep_every": keep_every, "asynchronous": asynchronous}
