@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         WeightTransferError,
         WeightTransport,
     )
+    from lightstep.sharding.weight_average import WeightAverage
     from lightstep.state.bulk import load_fsdp_optimizer, offload_fsdp_optimizer
     from lightstep.strategy import Strategy, available_strategies
 
@@ -38,6 +39,7 @@ __all__ = [
     "Strategy",
     "TrainingEnded",
     "TransformersEngine",
+    "WeightAverage",
     "WeightInfo",
     "WeightTransferError",
     "WeightTransport",
@@ -59,6 +61,7 @@ _MODULES = {
     "precision.loss_scale": ["ConstantLossScale", "DynamicLossScale", "LossScale"],
     "rollout.engine": ["RolloutEngine", "TransformersEngine"],
     "rollout.transport": ["TrainingEnded", "WeightInfo", "WeightTransferError", "WeightTransport"],
+    "sharding.weight_average": ["WeightAverage"],
     "state.bulk": ["load_fsdp_optimizer", "offload_fsdp_optimizer"],
     "strategy": ["Strategy", "available_strategies"],
 }

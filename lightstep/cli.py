@@ -195,7 +195,8 @@ def bench(context: typer.Context) -> None:
         from lightstep.bench.command import bench as body
 
     command = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    command.command()(body)
+    paragraphs = (body.__doc__ or "").split("\n\n")  # typer keeps the ends of lines
+    command.command(help="\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs))(body)
     command(args=context.args, prog_name="lightstep bench")
 
 

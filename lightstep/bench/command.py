@@ -49,15 +49,15 @@ def bench(
     strategies: Annotated[
         str,
         typer.Option(
-            help="Names or paths separated by commas, each with keys laid over it if need be. 'default' is resident, "
-            "bulk and stream; with --iteration and --tensors resident, stream and stream-overlap, in iterations on "
-            "several ranks those of fsdp2; 'none'."
+            help="Names or paths, separated by commas; NAME:section.key=VALUE overrides a key. 'default': resident, "
+            "bulk and stream; with --iteration or --tensors resident, stream and stream-overlap; in iterations on "
+            "several ranks those of fsdp2. 'none': no strategy."
         ),
     ] = "default",
     peers: Annotated[
         str | None,
         typer.Option(
-            help="Peers to hold them against, separated by commas; 'all' or 'none'. Default: all, in iterations none."
+            help="Libraries to compare with, separated by commas; 'all' or 'none'. Default: all, in iterations none."
         ),
     ] = None,
     params: Annotated[
@@ -82,7 +82,7 @@ def bench(
         int | None,
         typer.Option(
             min=1,
-            help="How often each is built and timed, in alternating order. Default: 2, iterations 1, tiny tensors 3.",
+            help="How often each is built and timed, in turn. Default: 2, in iterations 1, with --tensors 3.",
         ),
     ] = None,
     optimizer: Annotated[
@@ -140,16 +140,14 @@ def bench(
         bool, typer.Option("--roles", help="Memory of a worker that only generates, with the role for it and without.")
     ] = False,
 ) -> None:
-    """Measure strategies and peers side by side on this machine: one optimizer step on a Llama-shaped stack.
+    """Measure strategies and other libraries side by side on this machine: one optimizer step on a Llama-shaped stack.
 
-    Everybody does the same work: global norm, clipping, AdamW in fp32, new bf16 weights. With --optimizer muon the
-    matrices of the blocks go to Muon. Under torchrun all ranks measure at once, and each has its share of the cores.
-    With --iteration everybody trains a Llama instead, with activation checkpointing, and the time and memory of whole
-    iterations are shown beside those without an optimizer.
-    With --tensors the tensors are so small that only Python takes time. With --roles nobody trains: the memory of one
-    rollout worker is measured.
+    All do the same work: global norm, clipping, AdamW in fp32, new bf16 weights. With --optimizer muon the matrices of
+    the blocks go to Muon. Under torchrun all ranks measure at once, and each has its share of the cores.
 
-    Keys are laid over a strategy like this: --strategies stream-overlap:optimizer_state.ring_mib=256
+    With --iteration all train a Llama, with activation checkpointing, and the time and memory of whole iterations are
+    shown beside those without an optimizer. With --tensors the tensors are so small that only Python takes time. With
+    --roles the memory of one rollout worker is measured.
 
     Exit code 1: a contender failed; the others have their figures.
     """

@@ -208,6 +208,8 @@ class View:
 
 
 WIDE = 140
+_NAME = 24
+"""Columns of the terminal for a name; a longer one is folded where room is short."""
 
 
 def print_table(values: Values, view: View, console: Console | None = None) -> None:
@@ -220,7 +222,7 @@ def print_table(values: Values, view: View, console: Console | None = None) -> N
         columns = [column for column in view.columns if not column.optional or any(map(column.known, rows))]
         wanted = list(columns)
         table = _table(title, rows, columns, view.key)
-        while len(columns) > 1 and _needs(table, console) > console.width:
+        while len(columns) > 1 and _needs(table, rows, console) > console.width:
             columns.remove(min(columns, key=lambda column: column.worth))
             table = _table(title, rows, columns, view.key)
         left_out += [column.heading for column in wanted if column not in columns]
@@ -236,7 +238,7 @@ def print_table(values: Values, view: View, console: Console | None = None) -> N
 
 def _table(title: str, rows: list[Values], columns: list[Column], key: str) -> Table:
     table = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    table.add_column("", overflow="fold")
+    table.add_column("", overflow="fold", min_width=min(_NAME, _longest_name(rows)))
     for column in columns:
         table.add_column(column.heading, justify="right", no_wrap=True)
     for row in rows:
@@ -246,9 +248,14 @@ def _table(title: str, rows: list[Values], columns: list[Column], key: str) -> T
     return table
 
 
-def _needs(table: Table, console: Console) -> int:
-    """Columns of the terminal; names may be folded, numbers not."""
-    return console.measure(table, options=console.options.update_width(1000)).minimum
+def _needs(table: Table, rows: list[Values], console: Console) -> int:
+    """Columns of the terminal; long names may be folded, numbers and headings not."""
+    without_folding = console.measure(table, options=console.options.update_width(1000)).maximum
+    return without_folding - max(0, _longest_name(rows) - _NAME)
+
+
+def _longest_name(rows: list[Values]) -> int:
+    return max((len(label(row)) for row in rows), default=0)
 
 
 def label(row: Values) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,13 +28,13 @@ from lightstep.checkpoint.optimizer_content import OptimizerContent
 from lightstep.checkpoint.partly_loaded import changing
 from lightstep.checkpoint.ranks import Ranks
 from lightstep.checkpoint.read import Held, read_tensors
-from lightstep.checkpoint.save import live_tensors
+from lightstep.checkpoint.save import average_key, live_tensors
 from lightstep.checkpoint.saved import Saved
 from lightstep.checkpoint.small_state import set_random_states
 from lightstep.checkpoint.storage import location
 from lightstep.checkpoint.tensors import Stored, Target, whole
 from lightstep.checkpoint.verify import whole_before
-from lightstep.distributed import ranks_on_this_host
+from lightstep.distributed import local_tensor, ranks_on_this_host
 from lightstep.optimizer.serialization import refuse_nan
 from lightstep.sharding.model_names import NamedTensor, set_extra_states
 from lightstep.sharding.prepared_model import PreparedModel
@@ -91,6 +91,7 @@ def load_checkpoint(
                 matched = _read_once(location(path), into, ranks)  # another one has taken its place
             if optimizer is None or matched.saved.optimizer is None:
                 _masters_follow(optimizers, path)
+            _begin_averages(model, matched.saved.index)
     if matched.saved.base is not None:
         say_if_another(model, matched.saved.base)
     logger.info("loaded %s", path)
@@ -196,7 +197,19 @@ def _match(saved: Saved, into: _Into) -> Matched:
         optimizer = None if into.optimizer is None else into.optimizer.optimizer
         trained = {named.name for named in without_base(into.tensors, optimizer)}
         left_alone = {named.name for named in into.tensors} - trained
-    return match(saved, into.tensors, into.optimizer, into.everywhere, left_alone)
+    matched = match(saved, into.tensors, into.optimizer, into.everywhere, left_alone)
+    averages = {average_key(name): tensor for name, tensor in _averages(into.model).items()}
+    matched.tensors += [_average_target(key, tensor) for key, tensor in averages.items() if key in saved.index]
+    return matched
+
+
+def _averages(model: nn.Module) -> Mapping[str, Tensor]:
+    average = PreparedModel.of(model).average
+    return {} if average is None else average.tensors
+
+
+def _average_target(key: str, tensor: Tensor) -> Target:
+    return Target(key, local_shard(tensor), lambda: local_tensor(tensor))
 
 
 def _rehearse(matched: Matched) -> None:
@@ -267,6 +280,13 @@ def _apply_optimizer(matched: Matched, optimizer: OptimizerContent) -> None:
     loss_scale = getattr(optimizer.optimizer, "loss_scale", None)
     if loss_scale is not None and saved.get("loss_scale") is not None:
         loss_scale.load_state_dict(saved["loss_scale"])
+
+
+def _begin_averages(model: nn.Module, index: Collection[str]) -> None:
+    """Of weights that were saved without an average."""
+    average = PreparedModel.of(model).average
+    if average is not None:
+        average.restart(name for name in average.tensors if average_key(name) not in index)
 
 
 def _masters_follow(optimizers: Iterable[Any], path: Any) -> None:

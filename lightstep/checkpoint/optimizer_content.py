@@ -70,18 +70,18 @@ class OptimizerContent:
             for group in self.optimizer.param_groups
         ]
 
-    def sources(self) -> list[Source]:
-        """Every tensor of the state that this rank keeps, fetched when it is written."""
-        return [source for name in self.parameters for source in self._sources_of(name)]
-
-    def values(self) -> dict[str, dict[str, Any]]:
-        """State entries that are no tensors and that this rank keeps, by parameter and key."""
-        found: dict[str, dict[str, Any]] = {}
+    def contents(self) -> tuple[list[Source], dict[str, dict[str, Any]]]:
+        """The state that this rank keeps: every tensor, fetched when it is written, and what is no tensor, by parameter
+        and key."""
+        sources: list[Source] = []
+        values: dict[str, dict[str, Any]] = {}
         for name in self.parameters:
-            plain = {key: value for key, value in self._described(name).items() if not isinstance(value, Tensor)}
+            described = self._described(name)
+            sources += self._sources_of(name, described)
+            plain = {key: value for key, value in described.items() if not isinstance(value, Tensor)}
             if plain:
-                found[name] = plain
-        return found
+                values[name] = plain
+        return sources, values
 
     def load(self, name: str, entries: dict[str, Any]) -> None:
         """Replace one parameter's state by these (local shards on the host); ``{}`` removes it.
@@ -117,13 +117,13 @@ class OptimizerContent:
             else:
                 live[key] = value.clone() if isinstance(value, Tensor) else value
 
-    def _sources_of(self, name: str) -> list[Source]:
+    def _sources_of(self, name: str, described: Mapping[str, Any]) -> list[Source]:
         parameter = self.parameters[name]
         shard = shard_of(parameter)
         if shard is None:
             return []
         sources = []
-        for key, value in self._described(name).items():
+        for key, value in described.items():
             if isinstance(value, Tensor):
                 local = local_tensor(value)
                 kept_whole = local.shape != shard.lengths and self.has_whole_tensors

@@ -5,21 +5,16 @@ from __future__ import annotations
 import atexit
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import ExitStack
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from lightstep.checkpoint.ranks import Ranks
-from lightstep.checkpoint.tensors import Source
-from lightstep.distributed import local_tensor
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +36,13 @@ class PendingSave(Future[Path]):
         """What the thread ran into, unless somebody has been told."""
         if self.done() and not self._told:
             self.result()
+
+
+def ended(path: Path) -> PendingSave:
+    """Of a save that was waited for."""
+    pending = PendingSave()
+    pending.set_result(path)
+    return pending
 
 
 _pending: PendingSave | None = None
@@ -95,52 +97,6 @@ def finish_pending() -> None:
     if pending is not None:
         pending.exception()
         pending.raise_if_failed()
-
-
-def staged(
-    sources: Sequence[Source], optimizer: torch.optim.Optimizer | None, until_written: ExitStack
-) -> list[Source]:
-    """The same, to be fetched once each by one thread, whatever training does meanwhile.
-
-    Optimizer state that is in the host's records is pinned there until it has been fetched; all else is copied to the
-    host, and each copy is let go of when it has been fetched.
-    """
-    weights = _Copies()
-    wanted: dict[Tensor, set[str]] = {}
-    for source in sources:
-        if source.of is not None and source.entry is not None:
-            wanted.setdefault(source.of, set()).add(source.entry)
-    pin = getattr(optimizer, "pinned_state", lambda *_: None)
-    pinned = pin(wanted, weights.of)
-    if pinned is not None:
-        until_written.callback(pinned.close)
-
-    def detached(source: Source) -> Callable[[], Tensor]:
-        if source.of is not None and source.entry is None:
-            return [weights.of(source.of)].pop
-        if pinned is not None and source.of in pinned:
-            return partial(pinned.take, source.of, source.entry)
-        return [_to_host(source.fetch())].pop
-
-    in_turn = sorted(sources, key=lambda source: source.entry is None)  # what is pinned is let go of soon
-    return [replace(source, fetch=detached(source)) for source in in_turn]
-
-
-class _Copies:
-    """Of the model's tensors, each made once."""
-
-    def __init__(self) -> None:
-        self._made: dict[Tensor, Tensor] = {}
-
-    def of(self, tensor: Tensor) -> Tensor:
-        """Its local part."""
-        if tensor not in self._made:
-            self._made[tensor] = _to_host(local_tensor(tensor))
-        return self._made[tensor]
-
-
-def _to_host(tensor: Tensor) -> Tensor:
-    return tensor.detach().to("cpu", copy=True)
 
 
 _groups: dict[tuple[int, ...], tuple[Any, Any]] = {}

@@ -15,17 +15,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from lightstep.checkpoint.errors import CheckpointError, reported
 from lightstep.checkpoint.frozen_base import frozen_base, is_adapter, without_base
 from lightstep.checkpoint.layout import CHECKPOINT, INDEX, STATE, TORCHS_INDEX, commit_checkpoint, manifest_header
 from lightstep.checkpoint.optimizer_content import OptimizerContent
 from lightstep.checkpoint.partly_loaded import refuse_partly_loaded
-from lightstep.checkpoint.pending import PendingSave, finish_pending, own_group, staged, start
+from lightstep.checkpoint.pending import PendingSave, ended, finish_pending, own_group, start
 from lightstep.checkpoint.ranks import Ranks
 from lightstep.checkpoint.retention import Retention
 from lightstep.checkpoint.small_state import check_loadable, random_states, write_state
+from lightstep.checkpoint.staging import in_place, staged
 from lightstep.checkpoint.storage import location, new_folder_of_ranks, write_file
 from lightstep.checkpoint.tensors import Index, Source, file_sizes, format_index, format_torchs_index, join, shard_of
 from lightstep.checkpoint.write import share, write_tensors
@@ -38,6 +39,8 @@ from lightstep.sharding.model_names import (
     numbered,
     several_holders,
 )
+from lightstep.sharding.prepared_model import PreparedModel
+from lightstep.state.host_memory import HostMemoryError
 
 logger = logging.getLogger(__name__)
 
@@ -77,8 +80,9 @@ def save_checkpoint(
             that are whole: this many with the new one. ``None`` removes none. Where there are more before the save,
             the surplus goes first and makes room. Those with optimizer state and those without count separately.
         keep_every: checkpoints whose number is a multiple of it are kept besides.
-        asynchronous: return as soon as what this rank writes has been copied to host memory, which takes as much of it
-            as the files. A thread writes; training goes on. The next save waits for it. The process ends after it.
+        asynchronous: return as soon as nothing that training does changes what will be saved; ``staging.py`` says how,
+            and how much host memory it takes. A thread writes; training goes on. The next save waits for it. The
+            process ends after it.
 
     Returns:
         With ``asynchronous``, a handle with ``done()`` and ``result(timeout=None)``, the folder. An error is raised by
@@ -97,15 +101,20 @@ def save_checkpoint(
         content = ranks.together(lambda: _collect(tensors, model, saved, its_scheduler, extra, trainable_only))
         if weights_only:
             content.manifest["weights_only"] = True
+        else:
+            content.sources += _average_sources(model)
         retention = Retention(keep_last, keep_every, weights_only=saved is None)
         plan = _Plan(path, content, share(content.sources, ranks), ranks.gather(content.of_this_rank), retention)
         if asynchronous:
             with ExitStack() as until_written:
-                plan.detach(ranks, saved, until_written)
-                write = partial(_write, plan, own_group(ranks))
-                return start(write, until_written, None if ranks.several else optimizer)
-    _write(plan, ranks)
-    return None
+                if plan.detach(ranks, model, saved, until_written):
+                    write = partial(_write, plan, own_group(ranks))
+                    return start(write, until_written, None if ranks.several else optimizer)
+    with ExitStack() as until_written:
+        with reported(f"{path} was not saved"):
+            plan.sources = ranks.together(lambda: in_place(plan.sources, saved, until_written))
+        written = _write(plan, ranks)
+    return ended(written) if asynchronous else None
 
 
 @dataclass
@@ -120,11 +129,26 @@ class _Plan:
     """What every rank has to say that is no tensor."""
     retention: Retention
 
-    def detach(self, ranks: Ranks, optimizer: torch.optim.Optimizer | None, until_written: ExitStack) -> None:
-        """From the run: whatever training does from now on, this is saved."""
-        self.sources = ranks.together(lambda: staged(self.sources, optimizer, until_written))
-        self.content = copy.deepcopy(replace(self.content, sources=[]))
-        self.parts = copy.deepcopy(self.parts)
+    def detach(
+        self, ranks: Ranks, model: nn.Module, optimizer: torch.optim.Optimizer | None, until_written: ExitStack
+    ) -> bool:
+        """From the run: whatever training does from now on, this is saved. ``False``: a rank has no memory for that."""
+
+        def stage() -> list[Source] | str:
+            try:
+                return staged(self.sources, model, optimizer, until_written)
+            except HostMemoryError as error:
+                return str(error)
+
+        sources = ranks.together(stage)
+        refusals = [text for text in ranks.gather(sources if isinstance(sources, str) else None) if text is not None]
+        if refusals or isinstance(sources, str):
+            logger.warning("training waits for %s: %s", self.path, refusals[0])
+            return False
+        self.sources = sources
+        self.content = replace(self.content, sources=[], state=copy.deepcopy(self.content.state))
+        self.parts = [{**part, "values": copy.deepcopy(part["values"])} for part in self.parts]  # all else is its own
+        return True
 
 
 def _write(plan: _Plan, ranks: Ranks) -> Path:
@@ -213,6 +237,7 @@ def _collect(
         content.manifest["base"] = frozen_base(model, tensors, saved)
     content.sources = [source for named in saved for source in _model_sources(named)]
     content.of_this_rank = {
+        "values": {},
         "random": random_states(),
         "aliases": {alias: named.name for named in tensors for alias in named.names[1:]},
     }
@@ -222,8 +247,9 @@ def _collect(
 
 
 def _collect_optimizer(content: _Content, optimizer: OptimizerContent) -> None:
-    content.sources += optimizer.sources()
-    hyperparameters, values = optimizer.hyperparameters(), optimizer.values()
+    sources, values = optimizer.contents()
+    content.sources += sources
+    hyperparameters = optimizer.hyperparameters()
     for group, settings in enumerate(hyperparameters):
         check_loadable(f"optimizer.param_groups[{group}]", settings)
     check_loadable("optimizer.state", values)
@@ -237,10 +263,25 @@ def _collect_optimizer(content: _Content, optimizer: OptimizerContent) -> None:
 
 
 def _model_sources(named: NamedTensor) -> list[Source]:
-    shard, tensor = shard_of(named.tensor), named.tensor
+    return _sources(f"model.{named.name}", named.tensor)
+
+
+def _average_sources(model: nn.Module) -> list[Source]:
+    average = PreparedModel.of(model).average
+    tensors = {} if average is None else average.tensors
+    return [source for name, tensor in tensors.items() for source in _sources(average_key(name), tensor)]
+
+
+def average_key(name: str) -> str:
+    """The name of a parameter's average among the checkpoint's tensors."""
+    return f"average.{name}"
+
+
+def _sources(key: str, tensor: Tensor) -> list[Source]:
+    shard = shard_of(tensor)
     if shard is None:
         return []
-    return [Source(f"model.{named.name}", shard, tensor.dtype, lambda: local_tensor(tensor).detach(), tensor)]
+    return [Source(key, shard, tensor.dtype, lambda: local_tensor(tensor).detach(), tensor)]
 
 
 def _finish(temporary: Path, target: Path, content: _Content, parts: list[dict[str, Any]], index: Index) -> None:

@@ -71,6 +71,7 @@ class Source:
     Attributes:
         of: the live tensor of the model that it is, or to whose optimizer state it belongs.
         entry: which one there; ``None``: it is the tensor itself.
+        written: called by any thread when what was fetched has been written.
     """
 
     key: str
@@ -79,6 +80,7 @@ class Source:
     fetch: Callable[[], Tensor]
     of: Tensor | None = None
     entry: str | None = None
+    written: Callable[[], object] = lambda: None
 
     @property
     def nbytes(self) -> int:

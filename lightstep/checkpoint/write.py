@@ -63,13 +63,17 @@ def write_tensors(folder: Path, sources: Sequence[Source], rank: int = 0) -> Ind
     count = min(_WRITERS, max(1, math.ceil(sum(source.nbytes for source in sources) / PART_BYTES)))
     written: list[Index] = []
     underway: deque[tuple[int, Future[Index]]] = deque()
+    held = 0
     with without_torchs_checksums(), ExitStack() as stack:
         writers = [stack.enter_context(_Writer(folder, f"__{rank}_{number}_")) for number in range(count)]
         for source in sources:
-            while len(underway) > 1 and sum(nbytes for nbytes, _ in underway) >= PART_BYTES:
-                written.append(underway.popleft()[1].result())
+            while len(underway) > 1 and held >= PART_BYTES:
+                nbytes, future = underway.popleft()
+                written.append(future.result())
+                held -= nbytes
             writer = min(writers, key=lambda writer: writer.nbytes)
             underway.append((source.nbytes, writer.submit(source, _on_host(source.fetch()))))
+            held += source.nbytes
         written += [future.result() for _, future in underway]
         for closed in [writer.submit_close() for writer in writers]:
             closed.result()
@@ -136,6 +140,7 @@ class _Writer:
         file, shard = self._file, source.shard
         start, file.checksum = file.nbytes, 0
         torch.save(tensor, cast(IO[bytes], file))
+        source.written()
         chunk = Chunk(shard.offsets, shard.lengths, file.name, start, file.nbytes - start, file.checksum)
         if file.nbytes >= FILE_BYTES:
             self._close()

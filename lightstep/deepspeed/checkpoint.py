@@ -269,8 +269,8 @@ def _compare(
         return
     if manifest["world_size"] != world_size:
         raise CheckpointError(
-            f"it was saved by {manifest['world_size']} ranks, there are {world_size}, and DeepSpeed's files belong to "
-            f"one number of ranks; {_HOW}"
+            f"the number of ranks that saved it is {manifest['world_size']}, here it is {world_size}, and DeepSpeed's "
+            f"files belong to one number; {_HOW}"
         )
     if manifest["optimizer"] != optimizer.optimizer_class.__name__:
         raise CheckpointError(

@@ -18,6 +18,7 @@ from lightstep.config import (
     DynamicScale,
     OptimizerState,
     StrategyConfig,
+    what_it_holds,
 )
 
 _SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
@@ -241,7 +242,7 @@ def _read(given: str | Mapping[str, Any] | None, name: str) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ConfigError(f"{name}: sharding.config {given} cannot be read as JSON: {error}") from error
     if not isinstance(values, dict):
-        raise ConfigError(f"{name}: sharding.config {given} holds a {type(values).__name__}; a mapping is needed")
+        raise ConfigError(f"{name}: sharding.config {given} holds {what_it_holds(values)}; a mapping is needed")
     return values
 
 

@@ -87,7 +87,7 @@ def _refuse_uninitialised(module: nn.Module) -> None:
     if not known and isinstance(module, modeling.PreTrainedModel):
         what = type(module).__name__
         raise ConfigError(
-            f"prepare_model(function) made a {what} by its class, and at sharding.stage 3 its weights are divided "
+            f"prepare_model(function) made {what} by its class, and at sharding.stage 3 its weights are divided "
             "before transformers can initialise them; have the function call AutoModelForCausalLM.from_config(config) "
             "or from_pretrained(folder)"
         )

@@ -89,7 +89,7 @@ def connect(accelerator: Accelerator, strategy: Strategy) -> LightstepAccelerato
         ConfigError: what the accelerator was told contradicts the strategy.
     """
     if not isinstance(accelerator, Accelerator):
-        raise TypeError(f"accelerator is a {type(accelerator).__name__}; an accelerate.Accelerator is needed")
+        raise TypeError(f"accelerator is of type {type(accelerator).__name__}; an accelerate.Accelerator is needed")
     if not isinstance(strategy, Strategy):
         raise TypeError(
             f"strategy is {strategy!r:.80}; the Strategy that made the optimizer is needed: strategy = "

@@ -35,7 +35,7 @@ def inner_optimizer(optimizer: torch.optim.Optimizer) -> BaseOptimizer:
         return inner
     kind = type(inner)
     raise TypeError(
-        f"the optimizer is a {kind.__module__}.{kind.__qualname__}, and lightstep's own is needed, which "
+        f"the optimizer is of class {kind.__module__}.{kind.__qualname__}, and lightstep's own is needed, which "
         f"keeps masters, scales and clips: strategy.create_optimizer(model, {kind.__name__}, lr=...)"
     )
 

@@ -32,6 +32,7 @@ from lightstep.checkpoint.pretrained import load_pretrained
 from lightstep.config import ConfigError
 from lightstep.integrations import adapters
 from lightstep.integrations.accelerate import CHECKPOINT, LightstepOptimizer, connect
+from lightstep.integrations.expectation import Expectation
 from lightstep.integrations.refusals import inner_optimizer
 from lightstep.integrations.training_arguments import max_norm, norm_is_told, refuse_class, refuse_contradictions
 from lightstep.integrations.whole_state import fitted_to
@@ -73,6 +74,7 @@ class LightstepMixin(_AnyTrainer):
     """
 
     optimizer_cls_and_kwargs: Any
+    _expectation: Expectation
 
     def __init__(self, *args: Any, strategy: Strategy | str | Path | Mapping[str, Any], **kwargs: Any) -> None:
         self.strategy = strategy if isinstance(strategy, Strategy) else Strategy.load(strategy)
@@ -145,9 +147,14 @@ class LightstepMixin(_AnyTrainer):
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
         prepared = super()._prepare_for_training(*args, **kwargs)
+        self._expectation = Expectation(self.strategy, self.args)
         if isinstance(self.model, FSDPModule) and hasattr(self.model, "generate"):
             _generate_from_shards(self.model, self.strategy)
         return prepared
+
+    def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        self._expectation.batch(model, inputs)
+        return super().training_step(model, inputs, *args, **kwargs)
 
     # -- clipping and logs
 
@@ -159,7 +166,9 @@ class LightstepMixin(_AnyTrainer):
 
     def _maybe_log_save_evaluate(self, tr_loss: Any, grad_norm: Any, *args: Any, **kwargs: Any) -> None:
         result = self._result
+        self._expectation.step_ends(self.state.global_step)
         super()._maybe_log_save_evaluate(tr_loss, None if result is None else result.grad_norm, *args, **kwargs)
+        self._expectation.step_begins()
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         result = self._result
@@ -172,6 +181,7 @@ class LightstepMixin(_AnyTrainer):
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
         """Deferred updates land: callbacks at the end of training, and the caller behind it, may read parameters."""
         self._lightstep_optimizer.synchronize()
+        self._expectation.end()
         return super()._finalize_training(*args, **kwargs)
 
     @property

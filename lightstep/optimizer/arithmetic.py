@@ -314,7 +314,9 @@ def _adopt_state(inner: torch.optim.Optimizer, segments: Sequence[Updated]) -> N
 
 def _check_class(optimizer_class: Any, hyperparameters: Mapping[str, Any]) -> None:
     if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)):
-        given = repr(optimizer_class) if isinstance(optimizer_class, type) else f"a {type(optimizer_class).__name__}"
+        given = (
+            repr(optimizer_class) if isinstance(optimizer_class, type) else f"of type {type(optimizer_class).__name__}"
+        )
         raise TypeError(
             f"optimizer_class is {given}; a subclass of torch.optim.Optimizer is needed, "
             "for example torch.optim.AdamW (the class, not an instance)"

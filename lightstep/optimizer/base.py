@@ -88,10 +88,10 @@ class BaseOptimizer(torch.optim.Optimizer):
 
     @abstractmethod
     def set_residency(self, gib: float | Literal["auto"]) -> None:
-        """Keep this much optimizer state on the device, in GiB: what is over it leaves now, what fits comes next step.
+        """Keep this much optimizer state on the device, in GiB. A surplus leaves now, what fits comes next step.
 
-        The state, and every result, stay the same; each GiB less to stream makes a step shorter. ``"auto"`` measures
-        what is spare at the peak of the next steps. In a strategy file it is ``optimizer_state.resident_gib``.
+        No result changes; a step gets shorter with each GiB that is not streamed. ``"auto"`` measures what is spare at
+        the peak of the next steps. In a strategy file it is ``optimizer_state.resident_gib``.
 
         Raises:
             ValueError: not a number of at least 0 or ``"auto"``, or a state backend other than ``stream``.
@@ -102,9 +102,9 @@ class BaseOptimizer(torch.optim.Optimizer):
         """Give back what the optimizer holds on the device: state, masters, ring, scratch, and the allocator's cache.
 
         For a phase in which something else needs the memory (a rollout engine). It comes back by itself with the next
-        step; should the device have no room then, ``step()`` raises ``torch.OutOfMemoryError`` before it has touched
-        anything, and may be called again. Whoever reads the state meanwhile finds it on the host. Weights, gradients
-        and 0-dim counters stay. The host waits.
+        step. If the device has no room then, ``step()`` raises ``torch.OutOfMemoryError`` before it has changed
+        anything, and may be called again. Meanwhile the state can be read, on the host. Weights, gradients and 0-dim
+        counters stay on the device. The host waits.
 
         Raises:
             HostMemoryError: the host has no room for the state of ``resident``; nothing was changed.

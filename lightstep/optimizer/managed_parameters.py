@@ -15,9 +15,9 @@ from lightstep.optimizer.classes import GroupClasses
 from lightstep.optimizer.moments import Moments
 from lightstep.optimizer.param_groups import Place
 from lightstep.precision.master_weights import ModelWatch
-from lightstep.state.backend import Managed, StateBackend
+from lightstep.state.backend import Managed, PinnedState, StateBackend
+from lightstep.state.kept_copies import KeptCopies
 from lightstep.state.kept_records import same_rounding, was_rounded_from
-from lightstep.state.snapshot import Snapshot
 
 Places = Callable[[], Mapping[Tensor, Place]]
 
@@ -262,11 +262,16 @@ class ManagedParameters:
             return False  # the backend has looked itself, at the memory that it knows
         return not same_rounding(local, master)
 
-    def pin(self, wanted: Mapping[Tensor, Collection[str]], weight_of: Callable[[Tensor], Tensor]) -> Snapshot | None:
+    def pin(
+        self,
+        wanted: Mapping[Tensor, Collection[str]],
+        weight_of: Callable[[Tensor], Callable[[], Tensor]],
+        copies: KeptCopies | None,
+    ) -> PinnedState | None:
         """See :meth:`StateBackend.pin`; not of parameters that were exchanged, moved or cast since the last step."""
         found = ((self._items.get(parameter), keys) for parameter, keys in wanted.items())
         kept = {item: keys for item, keys in found if item is not None and self._is_where_it_was(item)}
-        return self._backend.pin(kept, weight_of)
+        return self._backend.pin(kept, weight_of, copies)
 
     def _is_where_it_was(self, item: Managed) -> bool:
         local = local_tensor(item.param)

@@ -96,7 +96,9 @@ def _is_number(value: Any) -> bool:
 
 def _run(segment: Segment, stage: GradientStage, gradients: Sequence[Tensor]) -> AdamRun | None:
     """What the kernel reads and writes of a segment, unless that is not all of it."""
-    if not segment.has_state or segment.stop == segment.first or not _is_adams(segment.layout, segment.parts[0].keys):
+    if not segment.has_state or segment.stop == segment.first:
+        return None
+    if not _is_adams(segment.layout, segment.parts[0].keys, tuple(segment.kept)):
         return None
     state, rows = segment.state, segment.rows("exp_avg_sq")
     step = state["step"]
@@ -107,6 +109,6 @@ def _run(segment: Segment, stage: GradientStage, gradients: Sequence[Tensor]) ->
 
 
 @functools.lru_cache(maxsize=256)
-def _is_adams(layout: Layout, keys: tuple[str, ...]) -> bool:
-    flat = all(dtype == torch.float32 and shape is None for _, dtype, shape in layout.entries)
+def _is_adams(layout: Layout, keys: tuple[str, ...], widened: tuple[str, ...]) -> bool:
+    flat = all((dtype == torch.float32 or key in widened) and shape is None for key, dtype, shape in layout.entries)
     return flat and {*keys} - {_LARGEST} == _ENTRIES == {"step", *(key for key, _, _ in layout.entries)} - {_LARGEST}

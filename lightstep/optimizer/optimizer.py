@@ -24,9 +24,9 @@ from lightstep.optimizer.settings import OfEngine
 from lightstep.optimizer.state_view import StateView
 from lightstep.precision.loss_scale import ConstantLossScale, LossScale
 from lightstep.precision.split import Splitter
-from lightstep.state.backend import Managed, StateBackend
+from lightstep.state.backend import Managed, PinnedState, StateBackend
+from lightstep.state.kept_copies import KeptCopies
 from lightstep.state.resident import ResidentBackend
-from lightstep.state.snapshot import Snapshot
 
 
 class MixedPrecisionOptimizer(BaseOptimizer):
@@ -301,18 +301,22 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         return self.engine.managed.given(parameter) if item is None else self._backend.describe(item)
 
     def pinned_state(
-        self, wanted: Mapping[Tensor, Collection[str]], weight_of: Callable[[Tensor], Tensor]
-    ) -> Snapshot | None:
-        """State entries as they are now, for another thread to read while steps go on, where that takes no copy.
+        self,
+        wanted: Mapping[Tensor, Collection[str]],
+        weight_of: Callable[[Tensor], Callable[[], Tensor]],
+        copies: KeptCopies | None = None,
+    ) -> PinnedState | None:
+        """State entries as they are now, for another thread to read while steps go on.
 
-        Call :meth:`synchronize` first. What is not in the snapshot has to be copied.
+        Call :meth:`synchronize` first. What is not in the snapshot has to be read by other means.
 
         Args:
             wanted: names of entries by parameter.
-            weight_of: a copy on the host of a parameter's local weight, which nobody writes to.
+            weight_of: what returns a parameter's local weight of this moment on the host, when it is called.
+            copies: host memory for copies; ``None``: there are no steps until the snapshot is closed.
         """
         with own_work():
-            return self.engine.managed.pin(wanted, weight_of)
+            return self.engine.managed.pin(wanted, weight_of, copies)
 
     def keeps_state(self, parameter: Tensor) -> bool:
         """Whether this process keeps the parameter's state, and not another replica (set up if need be)."""

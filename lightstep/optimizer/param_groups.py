@@ -93,7 +93,7 @@ def _tensors(params: Iterable[Any]) -> list[Tensor]:
     listed = [item[1] if isinstance(item, tuple) else item for item in params]
     for item in listed:
         if not isinstance(item, Tensor):
-            raise TypeError(f"'params' of a group holds a {type(item).__name__}; tensors are needed")
+            raise TypeError(f"'params' of a group holds an object of type {type(item).__name__}; tensors are needed")
     return listed
 
 

@@ -85,7 +85,7 @@ def run_on_meta(
         ValueError: the model cannot be run on the meta device.
     """
     blocks = len(transformer_blocks(model))
-    if getattr(model, "config", None) is None or not blocks:
+    if not hasattr(type(model), "_from_config") or not blocks:
         raise ValueError(f"{type(model).__name__} is no causal language model of transformers, and no other is planned")
     small = _with_blocks(model, min(blocks, _BLOCKS), dtype)
     if checkpointed:

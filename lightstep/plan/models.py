@@ -130,5 +130,7 @@ def _from_factory(module: str, attribute: str) -> nn.Module:
     with torch.device("meta"):
         model = factory()
     if not isinstance(model, nn.Module):
-        raise ConfigError(f"{module}:{attribute} returned a {type(model).__name__}; a torch.nn.Module is needed")
+        raise ConfigError(
+            f"{module}:{attribute} returned an object of type {type(model).__name__}; a torch.nn.Module is needed"
+        )
     return model

@@ -138,7 +138,7 @@ class Planner:
 
     def _reason(self, config: StrategyConfig, held: Memory, ranks: int) -> str | None:
         if isinstance(config.sharding, FSDP2Sharding) and ranks % shards_of(config, ranks):
-            return f"its mesh does not divide {ranks} devices"
+            return f"its mesh does not divide the number of devices, {ranks}"
         if self._host_limit is not None and held.host * ranks > self._host_limit:
             return f"the host needs {held.host * ranks / 1e9:.0f} GB and has {self._host_limit / 1e9:.0f}"
         if self._limit is None or held.peak <= self._limit:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +17,19 @@ _WIDTH = 80
 _NAME = 24
 _PARTS = ("weights", "gradients", "state", "activations", "gathered", "step")
 _COLOURS = ("#0072B2", "#56B4E9", "#E69F00", "#999999", "#CC79A7", "#009E73")
+
+
+def planned_sentence(make: Callable[[], Plan]) -> str:
+    """A run's first words: what a step will take, as far as it can be told. No run ends because it cannot."""
+    try:
+        return f"planned: {make()}"
+    except Exception as error:
+        return f"no plan: {str(error) or type(error).__name__}"
+
+
+def measured_sentence(peak_gb: float, step_ms: float) -> str:
+    """A run's last words: what a step took."""
+    return f"measured: {peak_gb:.1f} GB of memory at the peak, {step_ms:,.0f} ms per step"
 
 
 def report(model: str, made: Sequence[Plan], workload: Workload, profile: Profile | None) -> str:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lightstep.distributed import Window
+from lightstep.precision.triton_launch import Launcher
 
 try:
     import triton
@@ -23,17 +24,10 @@ _BLOCK, _WARPS = 1024, 4
 
 def round_stochastically(value: Tensor, out: Tensor, step: Tensor, salt: int, numbers: Tensor | Window) -> None:
     """See :meth:`StochasticRounding.round`; ``step`` is int32 on the device, ``salt`` that of the entry."""
-    n = value.numel()
-    if n == 0:
-        return
-    listed = isinstance(numbers, Tensor)
-    window = Window() if isinstance(numbers, Tensor) else numbers
-    tensors = (value.view(torch.int32), out.view(torch.int16), step, numbers if listed else step)
+    row, window = (numbers, Window()) if isinstance(numbers, Tensor) else (None, numbers)
+    tensors = (value.view(torch.int32), out.view(torch.int16), step, row)
     salt = (salt + (1 << 31)) % (1 << 32) - (1 << 31)
-    with torch.cuda.device_of(value):  # Triton launches on the current device
-        _round_kernel[(triton.cdiv(n, _BLOCK),)](
-            *tensors, n, salt, *window, LISTED=listed, JUMPS=window.jump != 0, BLOCK=_BLOCK, num_warps=_WARPS
-        )
+    _launch(value.numel(), tensors, (salt, *window), window.jump != 0)
 
 
 if available:
@@ -60,14 +54,13 @@ if available:
         inner,
         jump,
         skipped,
-        LISTED: tl.constexpr,
         JUMPS: tl.constexpr,
         BLOCK: tl.constexpr,
         WHOLE: tl.constexpr,
     ):
         place = first + tl.arange(0, BLOCK)
         inside = place < n if not WHOLE else tl.full(place.shape, True, tl.int1)
-        if LISTED:
+        if numbers is not None:
             number = tl.load(numbers + place, mask=inside, other=0)
         else:
             local = place + skipped
@@ -86,19 +79,18 @@ if available:
         code = tl.where(is_nan, (bits >> 16) | 0x40, rounded)
         tl.store(out + place, code.to(tl.int16), mask=inside)
 
-    @triton.jit(do_not_specialize=["n", "salt", "start", "inner", "jump", "skipped"])
+    @triton.jit(do_not_specialize=["salt", "start", "inner", "jump", "skipped", "n"])
     def _round_kernel(  # type: ignore[no-untyped-def]
         value,
         out,
         step,
         numbers,
-        n,
         salt,
         start,
         inner,
         jump,
         skipped,
-        LISTED: tl.constexpr,
+        n,
         JUMPS: tl.constexpr,
         BLOCK: tl.constexpr,
     ):
@@ -106,6 +98,8 @@ if available:
         a = _mix(tl.load(step) * -2048144777 + salt)
         b = _mix(a + -1028477379)
         if first + BLOCK <= n:
-            _round_block(value, out, numbers, first, n, a, b, start, inner, jump, skipped, LISTED, JUMPS, BLOCK, True)
+            _round_block(value, out, numbers, first, n, a, b, start, inner, jump, skipped, JUMPS, BLOCK, True)
         else:
-            _round_block(value, out, numbers, first, n, a, b, start, inner, jump, skipped, LISTED, JUMPS, BLOCK, False)
+            _round_block(value, out, numbers, first, n, a, b, start, inner, jump, skipped, JUMPS, BLOCK, False)
+
+    _launch = Launcher(_round_kernel, _BLOCK, _WARPS)

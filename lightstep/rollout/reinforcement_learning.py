@@ -93,7 +93,7 @@ class ReinforcementLearning:
         if isinstance(to, RolloutEngine):
             return LocalEngine(to)
         if to is not None and not isinstance(to, WeightTransport):
-            raise TypeError(f"to is a {type(to).__name__}; a RolloutEngine or a WeightTransport is needed")
+            raise TypeError(f"to is of type {type(to).__name__}; a RolloutEngine or a WeightTransport is needed")
         first = not self._roles.asynchronous or self._roles.rank == 0
         if to is not None:
             return to if first else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Iterable, Iterator
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,9 @@ from lightstep.precision.gradients import ReducedGradients
 from lightstep.sharding.direct_calls import DirectCalls
 from lightstep.sharding.forward_gates import Gates
 from lightstep.sharding.model_names import unwrap_model
+
+if TYPE_CHECKING:
+    from lightstep.sharding.weight_average import WeightAverage
 
 __all__ = ["PreparedModel"]
 
@@ -45,6 +48,7 @@ class PreparedModel:
         self.direct_calls: DirectCalls | None = None
         self.optimizers: weakref.WeakSet[BaseOptimizer] = weakref.WeakSet()
         self._wrapper: weakref.ref[nn.Module] | None = None
+        self._average: weakref.ref[WeightAverage] | None = None
         self._given = WeakTensorKeyDictionary()
 
     @classmethod
@@ -60,6 +64,17 @@ class PreparedModel:
     @wrapper.setter
     def wrapper(self, wrapper: nn.Module) -> None:
         self._wrapper = weakref.ref(wrapper)
+
+    @property
+    def average(self) -> WeightAverage | None:
+        """The average of its weights, while somebody holds one."""
+        return None if self._average is None else self._average()
+
+    @average.setter
+    def average(self, average: WeightAverage) -> None:
+        if self.average is not None:
+            raise ValueError("the model has a WeightAverage already; drop that one first")
+        self._average = weakref.ref(average)
 
     def wait_for_updates(self) -> None:
         """What is done next sees every deferred update of this model."""

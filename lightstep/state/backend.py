@@ -29,8 +29,8 @@ from lightstep.state.lanes import Lanes
 
 if TYPE_CHECKING:
     from lightstep.distributed import Rows
+    from lightstep.state.kept_copies import KeptCopies
     from lightstep.state.segment import Segment
-    from lightstep.state.snapshot import Snapshot
 
 
 class Rounding(Protocol):
@@ -125,6 +125,22 @@ class Unit:
         """First and last parameter, for messages."""
         first, last = self.parts[0][0].name, self.parts[-1][0].name
         return first if first == last else f"{first} … {last}"
+
+
+class PinnedState(Protocol):
+    """State entries as they were at one moment, read by another thread."""
+
+    def __contains__(self, parameter: object) -> bool:
+        """Whether its entries are here."""
+
+    def take(self, parameter: Tensor, key: str) -> Tensor:
+        """One entry of the parameter's local shape, on the host, once. Nobody writes to it until :meth:`written`."""
+
+    def written(self, parameter: Tensor, key: str) -> None:
+        """What was taken is not read any more; called by any thread."""
+
+    def close(self) -> None:
+        """Let go of what nobody has taken."""
 
 
 class StateBackend(ABC):
@@ -255,13 +271,20 @@ class StateBackend(ABC):
         """
         return self.entries(managed)
 
-    def pin(self, wanted: Mapping[Managed, Collection[str]], weight_of: Callable[[Tensor], Tensor]) -> Snapshot | None:
+    def pin(
+        self,
+        wanted: Mapping[Managed, Collection[str]],
+        weight_of: Callable[[Tensor], Callable[[], Tensor]],
+        copies: KeptCopies | None,
+    ) -> PinnedState | None:
         """These entries as they are now, for another thread to read while updates go on; of some parameters.
 
-        Nothing may be under way. The state of parameters that are not in the snapshot has to be copied.
+        Nothing may be under way. The state of parameters that are not in the snapshot has to be read by other means.
 
         Args:
-            weight_of: a copy on the host of a parameter's local weight, which nobody writes to.
+            weight_of: what returns a parameter's local weight of this moment on the host, when it is called.
+            copies: host memory for copies until the snapshot is closed. ``None``: nothing is updated until then, and
+                nothing has to be copied.
         """
         return None
 

@@ -11,18 +11,21 @@ state of any ``torch.optim.Optimizer``.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from lightstep.distributed import like, local_tensor
-from lightstep.state.backend import Managed, Unit
+from lightstep.state.backend import Managed, PinnedState, Unit
 from lightstep.state.host_memory import HostSlab, require
+from lightstep.state.kept_copies import KeptCopies
 from lightstep.state.kept_records import RecordBackend
 from lightstep.state.record import Record, Slot
 from lightstep.state.resident import ResidentBackend
+from lightstep.state.snapshot import Snapshot
+from lightstep.state.versions import Versions
 
 
 class HostCopies:
@@ -50,6 +53,7 @@ class BulkBackend(ResidentBackend):
     def __init__(self) -> None:
         super().__init__()
         self._landed: dict[torch.device, torch.Event] = {}
+        self._versions = Versions("auto")
 
     def fresh(self) -> BulkBackend:
         return BulkBackend()
@@ -79,6 +83,7 @@ class BulkBackend(ResidentBackend):
     def _retake(self, record: Record, slot: Slot, arrange: Callable[[], None]) -> Slot:
         """What is not updated now is the same on the host."""
         self.synchronize()
+        self._before_write([record])
         arrange()
         self._follow(record)
         self._slots[record] = self._fetched(record)
@@ -93,6 +98,8 @@ class BulkBackend(ResidentBackend):
         devices = set()
         for record in records:
             if record in self._slots and record.bytes is not None:
+                if self._versions.leave(record):
+                    self._follow(record)
                 record.bytes.copy_(self._slots[record].buffer, non_blocking=True)
                 devices.add(record.device)
         for device in devices:
@@ -107,6 +114,28 @@ class BulkBackend(ResidentBackend):
         self._write_back(records)
         self.synchronize()
 
+    def pin(
+        self,
+        wanted: Mapping[Managed, Collection[str]],
+        weight_of: Callable[[Tensor], Callable[[], Tensor]],
+        copies: KeptCopies | None,
+    ) -> PinnedState | None:
+        kept = [item for items in self._kept_to_itself(wanted).values() for item in items]
+        if self._versions.pinned or not kept:
+            return None
+        self.synchronize()
+        snapshot = Snapshot(self._versions, None)
+        for item in kept:
+            weight = None if item.own_master else weight_of(item.param)
+            snapshot.add(item, wanted[item], self._parts[item], self._home, weight)
+        snapshot.pin(None)
+        return snapshot
+
+    def _before_write(self, records: Iterable[Record]) -> None:
+        for record in records:
+            if self._versions.leave(record, keep=True):
+                self._follow(record)
+
     def _edited(self, records: Iterable[Record]) -> None:
         for record in records:
             if record in self._slots:
@@ -119,7 +148,11 @@ class BulkBackend(ResidentBackend):
 
     def memory(self) -> dict[str, int]:
         host = sum(record.slab.nbytes for record in self._records.values() if record.slab is not None)
-        return {"device_bytes": 0, "host_bytes": host, "ring_bytes": self._ring_bytes()}
+        return {
+            "device_bytes": 0,
+            "host_bytes": host + self._versions.host_bytes(),
+            "ring_bytes": self._ring_bytes(),
+        }
 
     def synchronize(self) -> None:
         for event in self._landed.values():
@@ -127,6 +160,7 @@ class BulkBackend(ResidentBackend):
 
     def close(self) -> None:
         self.synchronize()
+        self._versions.release()
         for record in self._records.values():
             record.close()
         super().close()

@@ -27,12 +27,16 @@ class Entries:
         splitter_on: of bf16 masters, for the device where a record lives.
         marks: fingerprints of each record's 16-bit weights, by part; ``None`` where masters are whole and tell
             themselves.
+        room: memory for what is put together, like a tensor but of this dtype; by default new memory.
     """
 
     def __init__(
-        self, splitter_on: Callable[[torch.device], MasterSplitter], marks: Mapping[Record, Tensor] | None
+        self,
+        splitter_on: Callable[[torch.device], MasterSplitter],
+        marks: Mapping[Record, Tensor] | None,
+        room: Callable[[Tensor, torch.dtype], Tensor] | None = None,
     ) -> None:
-        self._splitter_on, self._marks = splitter_on, marks
+        self._splitter_on, self._marks, self._room = splitter_on, marks, room or _new
 
     def read(self, record: Record, part: Part) -> dict[str, Any]:
         """The part's entries and ``"master"`` (unless it is its own): live, except counters, which parts share, and
@@ -45,15 +49,21 @@ class Entries:
         if part.coding == "whole":
             found["master"] = rows["master"].view(part.shape)
         elif part.coding == "split":
-            extra = (rows["bitmap"] if layout.carrier is None else rows[layout.carrier].float()).clone()
             low = rows["low half"]
-            master = torch.empty(part.elements, dtype=torch.float32, device=low.device)
-            weight = self._weight(part, low.device)
-            self._splitter_on(low.device).join(weight, low, extra, master)  # clears the signs of the copy
+            master, weight = self._room(low, torch.float32), self._weight(part, low.device)
             found["master"] = master.view(part.shape)
-            if layout.carrier is not None:
-                found[layout.carrier] = extra.view(part.shape).to(rows[layout.carrier].dtype)
+            if layout.carrier is None:
+                self._splitter_on(low.device).join(weight, low, rows["bitmap"], master)
+            else:
+                found[layout.carrier] = self._joined(weight, low, rows[layout.carrier], master).view(part.shape)
         return found
+
+    def _joined(self, weight: Tensor, low: Tensor, carrier: Tensor, master: Tensor) -> Tensor:
+        """Writes ``master``, and returns the carrier without the bits in its signs."""
+        wide = carrier.dtype == torch.float32
+        extra = self._room(carrier, torch.float32).copy_(carrier) if wide else carrier.float()
+        self._splitter_on(low.device).join(weight, low, extra, master)
+        return extra if wide else self._room(carrier, carrier.dtype).copy_(extra)
 
     def read_all(self, parts: Sequence[Part], home: Mapping[Part, Record]) -> dict[str, Any]:
         """:meth:`read` of a whole parameter, whose parts in order these are."""
@@ -163,6 +173,10 @@ class Entries:
         dtype = None if spec is None else entry_dtype(spec, part.owner)
         # Other shapes than the parameter's are whole-tensor optimizers' own; such a part is whole.
         return part.of(value.detach()).to(dtype=dtype or value.dtype)
+
+
+def _new(like: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.empty_like(like, dtype=dtype)
 
 
 def _is_negative(spec: EntrySpec | None, value: Tensor) -> bool:

@@ -19,7 +19,9 @@ from lightstep.state.record import Coding, ExpectedLayouts, Layout, Part, Record
 from lightstep.state.segment import LARGE, MasterSplitter, Segment, Staging, Views, segments_of
 from lightstep.state.versions import Version
 
-__all__ = ["RecordBackend", "same_rounding", "was_rounded_from"]
+__all__ = ["RecordBackend", "same_rounding", "same_rounding_on_host", "was_rounded_from"]
+
+_PIECE = 1 << 18  # elements
 
 
 class RecordBackend(StateBackend):
@@ -60,6 +62,9 @@ class RecordBackend(StateBackend):
 
     def _before_edit(self, records: Iterable[Record]) -> None:
         """These are about to be read or edited where they live: they are up to date there."""
+
+    def _before_write(self, records: Iterable[Record]) -> None:
+        """These are about to be written to where they live: what a snapshot still has to read of them stays."""
 
     def _edited(self, records: Iterable[Record]) -> None:
         """These were edited where they live."""
@@ -317,6 +322,7 @@ class RecordBackend(StateBackend):
         self._initial.pop(managed, None)
         parts = self._parts[managed]
         self._before_edit(self._home[part] for part in parts)
+        self._before_write(self._home[part] for part in parts)
         for part in parts:
             edit(self._home[part], part)
         self._edited(self._home[part] for part in parts)
@@ -363,6 +369,12 @@ def same_rounding(local: Tensor, master: Tensor) -> bool:
     rounded = master.to(device=local.device, dtype=local.dtype)
     bits = torch.int32 if local.dtype == torch.float32 else torch.int16  # fp32: the model was cast since
     return torch.equal(rounded.view(bits), local.contiguous().view(bits))
+
+
+def same_rounding_on_host(weight: Tensor, master: Tensor) -> bool:
+    """The same for large tensors, by pieces that stay in cache."""
+    pieces = zip(weight.reshape(-1).split(_PIECE), master.reshape(-1).split(_PIECE), strict=True)
+    return all(same_rounding(one, other) for one, other in pieces)
 
 
 def was_rounded_from(local: Tensor, master: Tensor) -> bool:

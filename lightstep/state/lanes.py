@@ -13,7 +13,7 @@ import queue
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -46,6 +46,10 @@ class Lane(ABC):
     def copy(self, target: Tensor, source: Tensor, label: str = "") -> None:
         """Submit a copy between two flat tensors of as many bytes (uint8)."""
         self.run(lambda: target.copy_(source, non_blocking=True), label)
+
+    def copies(self, targets: Sequence[Tensor], sources: Sequence[Tensor], label: str = "") -> None:
+        """Submit copies between contiguous tensors of the same shapes and dtypes."""
+        self.run(lambda: torch._foreach_copy_(list(targets), list(sources), non_blocking=True), label)
 
     @abstractmethod
     def record(self, event: Event) -> Event:
@@ -198,6 +202,15 @@ class CopyLane(StreamLane):
             self._other.wait_event(self._reached)
             self.stream, self._other = self._other, self.stream
             super().copy(piece, origin, label)
+
+    def copies(self, targets: Sequence[Tensor], sources: Sequence[Tensor], label: str = "") -> None:
+        for target, source in zip(targets, sources, strict=True):
+            if target.numel():
+                self.copy(_bytes(target), _bytes(source), label)
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.view(-1).view(torch.uint8)
 
 
 class CallerStream(StreamLane):

@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from lightstep.distributed import Replicas
-from lightstep.state.backend import Managed, StateBackend, Unit
+from lightstep.state.backend import Managed, PinnedState, StateBackend, Unit
+from lightstep.state.kept_copies import KeptCopies
 from lightstep.state.lanes import Lanes
 from lightstep.state.record import ExpectedLayouts
 from lightstep.state.segment import Segment
-from lightstep.state.snapshot import Snapshot
 from lightstep.state.units import apart, group_by_layer
 
 __all__ = ["SharedByReplicas", "share_out"]
@@ -163,8 +163,13 @@ class SharedByReplicas(StateBackend):
         self._replicas.wait([self._replicas.broadcast(tensor, owner) for tensor in tensors if tensor.numel()])
         return found
 
-    def pin(self, wanted: Mapping[Managed, Collection[str]], weight_of: Callable[[Tensor], Tensor]) -> Snapshot | None:
-        return self.inner.pin({item: keys for item, keys in wanted.items() if not item.elsewhere}, weight_of)
+    def pin(
+        self,
+        wanted: Mapping[Managed, Collection[str]],
+        weight_of: Callable[[Tensor], Callable[[], Tensor]],
+        copies: KeptCopies | None,
+    ) -> PinnedState | None:
+        return self.inner.pin({item: keys for item, keys in wanted.items() if not item.elsewhere}, weight_of, copies)
 
     def load(self, managed: Managed, entries: Mapping[str, Any]) -> None:
         if not managed.elsewhere:

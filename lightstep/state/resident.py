@@ -8,15 +8,20 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from lightstep.state.backend import Managed, Unit
+from lightstep.state.backend import Managed, PinnedState, Unit
+from lightstep.state.device_snapshot import DeviceSnapshot
 from lightstep.state.entries import Entries
 from lightstep.state.host_memory import HostSlab, require
+from lightstep.state.kept_copies import KeptCopies
 from lightstep.state.kept_records import RecordBackend, same_rounding
+from lightstep.state.lanes import Lanes
 from lightstep.state.record import Coding, Part, Record, Slot, coding_of
 from lightstep.state.segment import MasterSplitter, Segment
 from lightstep.state.units import apart
 
 __all__ = ["ResidentBackend"]
+
+_CPU = torch.device("cpu")
 
 
 class ResidentBackend(RecordBackend):
@@ -42,6 +47,8 @@ class ResidentBackend(RecordBackend):
         self._handed_out: dict[Part, dict[str, Tensor]] = {}
         self._slabs: dict[torch.device, HostSlab] = {}
         self._away = False
+        self._lanes: dict[torch.device, Lanes] = {}  # of snapshots
+        self._snapshot: DeviceSnapshot | None = None
 
     def fresh(self) -> ResidentBackend:
         return type(self)(self._make_splitter)
@@ -77,6 +84,7 @@ class ResidentBackend(RecordBackend):
         self._open = None
 
     def _take(self, record: Record) -> Slot:
+        self._before_write([record])
         slot = self._slots.get(record)
         if slot is None or slot.buffer is not record.bytes:
             memory = torch.empty(0, dtype=torch.uint8, device=record.device) if record.bytes is None else record.bytes
@@ -107,8 +115,9 @@ class ResidentBackend(RecordBackend):
 
     # -- state seen from outside
 
-    def entries(self, managed: Managed) -> dict[str, Any]:
-        found = super().entries(managed)
+    def gather(self, managed: Managed) -> dict[str, Any]:
+        self._before_write(self._home[part] for part in self._parts.get(managed, ()))  # whoever gets it may do so
+        found = self.entries(managed)
         if not found or not managed.updated:
             return found
         (part,) = self._parts[managed]
@@ -123,6 +132,68 @@ class ResidentBackend(RecordBackend):
     def is_live(self, managed: Managed, key: str) -> bool:
         """Counters are not: the parameters of a record share them."""
         return any(key in self._handed_out.get(part, ()) for part in self._parts.get(managed, ()))
+
+    def pin(
+        self,
+        wanted: Mapping[Managed, Collection[str]],
+        weight_of: Callable[[Tensor], Callable[[], Tensor]],
+        copies: KeptCopies | None,
+    ) -> PinnedState | None:
+        if copies is None or (self._snapshot is not None and not self._snapshot.closed):
+            return None
+        splits = self._make_splitter is not None and self._marks is not None
+        snapshot, found = DeviceSnapshot(copies, self._make_splitter(_CPU) if splits else None), {}  # type: ignore[misc]
+        kept = self._kept_to_itself(wanted)
+        written = set(self.changed(item for items in kept.values() for item in items) if splits else ())
+        for record, items in kept.items():
+            entries = {item: self._as_it_is(item, wanted[item]) for item in items if item not in written}
+            if entries:
+                found[record] = entries
+        copies.reserve(sum(value.nbytes for each in found.values() for one in each.values() for value in one.values()))
+        try:
+            for record, entries in found.items():
+                snapshot.add(record, entries, weight_of, self._lanes_of(record.device))
+        except BaseException:
+            snapshot.close()
+            raise
+        self._snapshot = snapshot
+        return snapshot
+
+    def _as_it_is(self, item: Managed, wanted: Collection[str]) -> dict[str, Tensor]:
+        """Some entries, and instead of a split master its rows: joining them here would take memory."""
+        (part,) = self._parts[item]
+        if part.coding != "split":
+            entries = self.entries(item)
+            return {key: entries[key] for key in wanted}
+        rows, layout = self._home[part].rows(part), part.block.layout
+        assert part.history is not None
+        others = {key: value for key, value in part.history.copied().items() if key in wanted}
+        own = {key: rows[key].view(part.shape) for key, _, _ in layout.entries if key in wanted}
+        coded = {*wanted} & {"master", layout.carrier}
+        extra = "bitmap" if layout.carrier is None else layout.carrier
+        return {
+            **others,
+            **own,
+            **({"low half": rows["low half"], extra: own.get(extra, rows[extra])} if coded else {}),
+        }
+
+    def _kept_to_itself(self, wanted: Iterable[Managed]) -> dict[Record, list[Managed]]:
+        """Those with state of which nobody holds a tensor, who could write to it at any time; by record."""
+        found: dict[Record, list[Managed]] = {}
+        for item in wanted:
+            if item.updated and self._with_state(item) and self._home[self._parts[item][0]].bytes is not None:
+                found.setdefault(self._home[self._parts[item][0]], []).append(item)
+        held = {self._home[part] for part in self._handed_out}
+        return {record: items for record, items in found.items() if record not in held}
+
+    def _lanes_of(self, device: torch.device) -> Lanes:
+        if device not in self._lanes or self._lanes[device].failed:
+            self._lanes[device] = Lanes(device)
+        return self._lanes[device]
+
+    def _before_write(self, records: Iterable[Record]) -> None:
+        if self._snapshot is not None:
+            self._snapshot.before_write(records)
 
     def _edit(self, managed: Managed, edit: Callable[[Record, Part], None]) -> None:
         self._return()
@@ -194,6 +265,8 @@ class ResidentBackend(RecordBackend):
         for device in {record.device for record in records}:
             self._idle(device)
         self._move(records, places)
+        if self._snapshot is not None:
+            self._snapshot.wait()
         self._away = True
 
     def _return(self) -> None:
@@ -239,6 +312,7 @@ class ResidentBackend(RecordBackend):
     def close(self) -> None:
         for slab in self._slabs.values():
             slab.close()
+        self._lanes, self._snapshot = {}, None
         self._slots, self._handed_out, self._slabs, self._away = {}, {}, {}, False
         self._forget_everything()
 

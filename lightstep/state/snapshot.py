@@ -1,15 +1,16 @@
 """The state of parameters as it was at one moment, read later by another thread, whatever is updated meanwhile.
 
 A snapshot is made of twins of records and parts. A twin has the record's bytes, which ``versions.py`` keeps everybody
-from writing to, and copies of what is not in the record: counters, and the 16-bit weights whose masters' lower halves
-the record has. It is read like any record, and let go of record by record.
+from writing to, and copies of what is not in the record: counters. The 16-bit weights whose masters' lower halves the
+record has are asked for when a master is put together. Twins are read like any record, and let go of record by record.
 """
 
 from __future__ import annotations
 
 import copy
+import threading
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from lightstep.state.backend import Managed
 from lightstep.state.entries import Entries
+from lightstep.state.kept_records import same_rounding_on_host
 from lightstep.state.record import History, Part, Record
 from lightstep.state.segment import MasterSplitter
 from lightstep.state.versions import Versions
@@ -25,37 +27,51 @@ __all__ = ["Snapshot"]
 
 
 class Snapshot:
-    """Entries of parameters, each of which is taken once. While it is made, nothing is under way.
+    """Entries of parameters, each of which is taken once, by one thread. While it is made, nothing is under way.
 
     Args:
         versions: keep the records from being written to.
-        splitter: of bf16 masters on the host, used by nobody else.
+        splitter: of bf16 masters on the host, used by nobody else; ``None``: masters are whole in the records, and show
+            themselves whether somebody else wrote to a weight.
     """
 
-    def __init__(self, versions: Versions, splitter: MasterSplitter) -> None:
-        self._versions = versions
+    def __init__(self, versions: Versions, splitter: MasterSplitter | None) -> None:
+        self._versions, self._masters_show = versions, splitter is None
         self._marks: dict[Record, Tensor] = {}
-        self._entries = Entries(lambda device: splitter, self._marks)
-        self._wanted: dict[Tensor, set[str]] = {}
+        self._buffers = _Buffers()
+        self._entries = Entries(lambda device: splitter, self._marks, self._buffers.like)  # type: ignore[return-value,arg-type]
+        self._wanted: dict[Tensor, set[str]] = {}  # and not taken
+        self._unwritten: Counter[Tensor] = Counter()
+        self._weights: dict[Tensor, Callable[[], Tensor]] = {}
         self._parts: dict[Tensor, list[Part]] = {}
         self._home: dict[Part, Record] = {}
         self._twins: dict[Record, Record] = {}
         self._histories: dict[History, History] = {}
         self._readers: Counter[Record] = Counter()  # parts of it that are still to be read
         self._read: tuple[Tensor, dict[str, Any]] | None = None
+        self._taken: dict[tuple[Tensor, str], Tensor] = {}
+        self._lock = threading.Lock()
 
     def add(
-        self, item: Managed, wanted: Collection[str], parts: Sequence[Part], home: Mapping[Part, Record], weight: Any
+        self,
+        item: Managed,
+        wanted: Collection[str],
+        parts: Sequence[Part],
+        home: Mapping[Part, Record],
+        weight: Callable[[], Tensor] | None,
     ) -> None:
         """A parameter, and which of its entries will be taken.
 
         Args:
             parts, home: where they are, in order.
-            weight: a copy on the host of its local weight, unless it is its own master.
+            weight: later, its local weight of this moment on the host; ``None``: it is its own master.
         """
         owner = copy.copy(item)
-        owner.local = item.local.to("meta") if weight is None else weight
+        owner.local = item.local.to("meta")
         self._wanted[item.param] = set(wanted)
+        self._unwritten[item.param] = len(wanted)
+        if weight is not None:
+            self._weights[item.param] = weight
         self._parts[item.param] = [self._twin(part, owner) for part in parts]
         for part, twin in zip(parts, self._parts[item.param], strict=True):
             record = home[part]
@@ -76,7 +92,8 @@ class Snapshot:
         """From now on nobody writes to what was added.
 
         Args:
-            marks: fingerprints of the records' weights; ``None``: nobody else has written to those.
+            marks: fingerprints of the records' weights; ``None``: nobody else has written to those, as far as whole
+                masters do not show it.
         """
         if marks is not None:
             self._marks.update((twin, marks[record].to("cpu", copy=True)) for record, twin in self._twins.items())
@@ -89,34 +106,74 @@ class Snapshot:
         return parameter in self._wanted
 
     def take(self, parameter: Tensor, key: str) -> Tensor:
-        """One entry of the parameter's local shape, on the host and the caller's own."""
-        parts = self._parts[parameter]
+        """One entry of the parameter's local shape, on the host: the record's own bytes, or put together."""
         if self._read is None or self._read[0] is not parameter:
-            self._read = parameter, self._entries_of(parts)
+            self._read = parameter, self._entries_of(parameter)
         value: Tensor = self._read[1].pop(key)
-        if value.untyped_storage().data_ptr() == _storage(self._home[parts[0]]):
-            value = value.clone()
+        self._taken[parameter, key] = value
         self._wanted[parameter].remove(key)
         if not self._wanted[parameter]:
+            self._drop(self._read[1].values())
             self._read = None
-            self._let_go(parameter)
         return value
 
-    def _entries_of(self, parts: Sequence[Part]) -> dict[str, Any]:
+    def written(self, parameter: Tensor, key: str) -> None:
+        """What was taken is not read any more; called by any thread."""
+        with self._lock:
+            self._drop([self._taken.pop((parameter, key))])
+            self._unwritten[parameter] -= 1
+            if not self._unwritten[parameter]:
+                self._let_go(parameter)
+
+    def _entries_of(self, parameter: Tensor) -> dict[str, Any]:
         """A weight that somebody else wrote is the master."""
-        found = self._entries.read_all(parts, self._home)
-        if "master" in found and any(self._entries.was_written(self._home[part], part) for part in parts):
+        parts = self._parts[parameter]
+        if parameter in self._weights:
+            parts[0].owner.local = self._weights.pop(parameter)()  # the twins' own owner
+        found = self._entries.read(self._home[parts[0]], parts[0]) if len(parts) == 1 else self._joined(parts)
+        if "master" in found and self._was_written(parts, found["master"]):
+            self._drop([found["master"]])
             found["master"] = parts[0].owner.local.to(torch.float32, memory_format=torch.contiguous_format)
         return found
 
+    def _joined(self, parts: Sequence[Part]) -> dict[str, Any]:
+        """Of a parameter that was cut."""
+        local, whole = parts[0].owner.local, {}
+        for part in parts:
+            assert part.history is not None
+            found = self._entries.read(self._home[part], part)
+            for key, value in found.items():
+                if key in part.history.values:
+                    whole[key] = value
+                    continue
+                if key not in whole:
+                    whole[key] = self._buffers.like(local, value.dtype)
+                whole[key].view(-1)[part.start : part.stop].copy_(value.view(-1))
+                self._drop([value])
+        return whole
+
+    def _was_written(self, parts: Sequence[Part], master: Tensor) -> bool:
+        """Whether somebody else wrote to the weight before the snapshot was made."""
+        if self._masters_show:
+            return not same_rounding_on_host(parts[0].owner.local, master)
+        return any(self._entries.was_written(self._home[part], part) for part in parts)
+
+    def _drop(self, values: Collection[Any]) -> None:
+        for value in values:
+            if isinstance(value, Tensor):
+                self._buffers.give_back(value)
+
     def close(self) -> None:
-        """Let go of what nobody has taken."""
-        self._read = None
-        for parameter in list(self._parts):
-            self._let_go(parameter)
+        """Let go of what nobody has taken; nobody reads what was."""
+        with self._lock:
+            self._read, self._taken, self._weights = None, {}, {}
+            for parameter in list(self._parts):
+                self._let_go(parameter)
+            self._buffers.free()
 
     def _let_go(self, parameter: Tensor) -> None:
         for part in self._parts.pop(parameter):
+            part.owner.local = part.owner.local.to("meta")
             record = self._home.pop(part)
             self._readers[record] -= 1
             if not self._readers[record]:
@@ -124,5 +181,35 @@ class Snapshot:
                 self._versions.unpin(record.slab)
 
 
-def _storage(record: Record) -> int:
-    return -1 if record.bytes is None else record.bytes.untyped_storage().data_ptr()
+class _Buffers:
+    """Memory for what is put together, used again: fresh pages cost more than what is written to them."""
+
+    def __init__(self) -> None:
+        self._free: list[Tensor] = []
+        self._lent: dict[int, Tensor] = {}
+        self._lock = threading.Lock()
+
+    def like(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        """Contiguous, on the host."""
+        nbytes = tensor.numel() * dtype.itemsize
+        with self._lock:
+            fitting = [buffer for buffer in self._free if buffer.nbytes >= nbytes]
+            if fitting:
+                buffer = min(fitting, key=lambda buffer: buffer.nbytes)
+                self._free = [other for other in self._free if other is not buffer]
+            else:
+                self._free = sorted(self._free, key=lambda buffer: buffer.nbytes)[:-1]  # a larger one takes its place
+                buffer = torch.empty(max(nbytes, 1), dtype=torch.uint8, device="cpu")
+            self._lent[buffer.data_ptr()] = buffer
+        return buffer[:nbytes].view(dtype).view(tensor.shape)
+
+    def give_back(self, tensor: Tensor) -> None:
+        """Nothing happens for memory of others."""
+        with self._lock:
+            buffer = self._lent.pop(tensor.data_ptr(), None)
+            if buffer is not None:
+                self._free.append(buffer)
+
+    def free(self) -> None:
+        with self._lock:
+            self._free, self._lent = [], {}

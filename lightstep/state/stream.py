@@ -19,9 +19,11 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from lightstep.state.backend import AHEAD, Managed, Unit
+from lightstep.state.backend import AHEAD, Managed, PinnedState, Unit
+from lightstep.state.checksummed_weights import ChecksummedWeights
 from lightstep.state.entries import Entries
 from lightstep.state.host_memory import require
+from lightstep.state.kept_copies import KeptCopies
 from lightstep.state.kept_records import RecordBackend
 from lightstep.state.lanes import LaneError, Lanes
 from lightstep.state.record import ExpectedLayouts, Part, Record, Slot, aligned, coding_of, kept_entries
@@ -82,7 +84,7 @@ class StreamBackend(RecordBackend):
         self._make_splitter = splitter
         self._slots = prefetch_layers + 2 if slots is None else slots
         self._ring_mib = ring_mib
-        self._host_splitter = splitter(_CPU)
+        self._host_splitter: MasterSplitter = splitter(_CPU)
         self._start()
 
     def _start(self) -> None:
@@ -135,7 +137,10 @@ class StreamBackend(RecordBackend):
             self._lanes = Lanes(device)
             memory = device_memory(device)
             self._resident = Residency(self._lanes, memory, self._budget(device), self._versions.leave)
-            self._splitter = self._host_splitter if device.type == "cpu" else self._make_splitter(device)
+            if device.type == "cpu":
+                self._splitter = self._host_splitter = ChecksummedWeights(self._make_splitter(_CPU))
+            else:
+                self._splitter = self._make_splitter(device)
             self._computed, self._marks = self._lanes.event(), {}
         self._settle()
         carried = {item: self._assembled(item) for item in new}
@@ -327,22 +332,24 @@ class StreamBackend(RecordBackend):
 
     def load(self, managed: Managed, entries: Mapping[str, Any]) -> None:
         self._settle()
-        self._leave_pinned(managed)
         super().load(managed, entries)
 
     def refresh(self, managed: Managed) -> None:
         if not managed.own_master:
             self.synchronize()
             self._drop_staged()
-            self._leave_pinned(managed)
         super().refresh(managed)
 
-    def _leave_pinned(self, managed: Managed) -> None:
-        """Its records are about to be edited."""
-        for part in self._parts[managed]:
-            self._versions.leave(self._home[part], keep=True)
+    def _before_write(self, records: Iterable[Record]) -> None:
+        for record in records:
+            self._versions.leave(record, keep=True)
 
-    def pin(self, wanted: Mapping[Managed, Collection[str]], weight_of: Callable[[Tensor], Tensor]) -> Snapshot | None:
+    def pin(
+        self,
+        wanted: Mapping[Managed, Collection[str]],
+        weight_of: Callable[[Tensor], Callable[[], Tensor]],
+        copies: KeptCopies | None,
+    ) -> PinnedState | None:
         if self._lanes is None or self._versions.pinned:
             return None
         self.synchronize()
@@ -353,7 +360,7 @@ class StreamBackend(RecordBackend):
         if not kept:
             return None
         self._residency.bring_down({self._home[part]: None for item in kept for part in self._parts[item]})
-        snapshot = Snapshot(self._versions, self._make_splitter(_CPU))
+        snapshot = Snapshot(self._versions, ChecksummedWeights(self._make_splitter(_CPU)))  # compared on the CPU alone
         for item, keys in kept.items():
             snapshot.add(item, keys, self._parts[item], self._home, None if item.own_master else weight_of(item.param))
         snapshot.pin(None if looked else self._marks)

@@ -237,20 +237,23 @@ class Versions:
                 self._spare[slab.nbytes].append(slab)
             self._let_go.notify_all()
 
-    def leave(self, record: Record, keep: bool = False) -> None:
+    def leave(self, record: Record, keep: bool = False) -> bool:
         """Before the record's host memory is written to: where that is pinned, the record gets other memory.
 
         Args:
             keep: what is in it, too, and not all of it will be written; nothing may be under way in the lanes.
+
+        Returns:
+            Whether it has.
         """
-        if record.slab not in self._pinned:
-            return
-        slab = self._exchanged(record)
-        if slab is not None:
-            room, before = slab.tensor(torch.uint8, record.nbytes), record.bytes
-            if keep and before is not None:
-                room.copy_(before)
-            record.slab, record.bytes, record.landed = slab, room, None
+        slab = None if record.slab not in self._pinned else self._exchanged(record)
+        if slab is None:
+            return False
+        room, before = slab.tensor(torch.uint8, record.nbytes), record.bytes
+        if keep and before is not None:
+            room.copy_(before)
+        record.slab, record.bytes, record.landed = slab, room, None
+        return True
 
     def _exchanged(self, record: Record) -> HostSlab | None:
         """A slab for the one that the record leaves; ``None`` when it is not pinned any more."""

@@ -189,10 +189,10 @@ class Strategy(ABC):
     def prepare_model(self, model: ModelSource, role: str = "trainer", weights: str | Path | None = None) -> nn.Module:
         """The model on this strategy's devices, in its dtype, sharded as it says.
 
-        Parameters are cast to ``precision.parameters``; buffers keep their dtype. The fp32 values of trainable ones are
-        kept until masters start from them. Optimizers that were made for the model before get its new parameters. The
-        work is done in place: under ``ddp``, where a wrapper is returned, training forwards of the module itself are
-        reduced too if ``create_optimizer`` is given that module, before or after this.
+        The work is done in place. Parameters are cast to ``precision.parameters``; buffers keep their dtype. The fp32
+        values of trainable parameters are kept until masters start from them. Optimizers that were made for the model
+        before get its new parameters. Under ``ddp`` a wrapper is returned; a loop that goes on with the module itself
+        is right too, if ``create_optimizer`` is given that module.
 
         Args:
             model: a module, a module on the meta device (its weights are then initialised here), or a function that
@@ -522,9 +522,8 @@ class Strategy(ABC):
         With ``keep_last``, older checkpoints ``step-<number>`` beside ``path`` are removed, but for the newest ones
         that are whole and those whose number is a multiple of ``keep_every``.
 
-        ``asynchronous`` copies what is saved to host memory and returns a handle with ``done()`` and
-        ``result(timeout=None)``, the folder. A thread writes; the next save, :meth:`close` and the end of the process
-        wait for it.
+        ``asynchronous`` returns at once a handle with ``done()`` and ``result(timeout=None)``, the folder. A thread
+        writes the run as it is now; the next save, :meth:`close` and the end of the process wait for it.
         """
         options: dict[str, Any] = {"trainable_only": trainable_only, "weights_only": weights_only}
         options |= {"keep_last": keep_last, "keep_every": keep_every, "asynchronous": asynchronous}
@@ -582,9 +581,8 @@ class Strategy(ABC):
     def release_device_memory(self) -> AbstractContextManager[None]:
         """Give back what this strategy's optimizers hold on the device, and gathered weights, for another to use.
 
-        At once; it comes back by itself with the next step. As a context manager around that phase it also empties the
-        allocator's cache at its end, of what the phase leaves there. Weights and gradients stay; on a rank that only
-        generates there is nothing to give.
+        It happens at once, and the memory comes back by itself with the next step. As a context manager it also empties
+        the allocator's cache at the end. Weights and gradients stay. On a rank that only generates nothing happens.
 
         Raises:
             HostMemoryError: the host has no room for state that lives on the device; nothing of it was moved then.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, cast
@@ -110,7 +111,9 @@ class FSDP2Strategy(ProcessGroupStrategy):
         assert isinstance(fixed, int)
         if ranks % fixed:
             side = "shard" if replicate == "auto" else "replicate"
-            raise ConfigError(f"{self.name}: sharding.mesh.{side} is {fixed}, which does not divide the {ranks} ranks")
+            raise ConfigError(
+                f"{self.name}: sharding.mesh.{side} is {fixed}, which does not divide the number of ranks, {ranks}"
+            )
         sizes = (
             (ranks // fixed, fixed) if replicate == "auto" else (fixed, ranks // fixed if shard == "auto" else shard)
         )
@@ -191,7 +194,9 @@ class FSDP2Strategy(ProcessGroupStrategy):
                 tensor_random.manual_seed(int(seed), mesh)
             else:
                 torch.manual_seed(int(seed) + mesh.get_local_rank(mesh.ndim - 1))
-            initialise_weights(model)
+            with warnings.catch_warnings():  # torch's remark on CPU meshes, which are seeded above
+                warnings.filterwarnings("ignore", message="DTensor random operators")
+                initialise_weights(model)
         broadcast_from_first(buffer for buffer in model.buffers() if not is_sharded(buffer))
         if mesh.ndim == 2:
             self._equal_copies(model, mesh)

@@ -8,6 +8,7 @@ import sys
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from lightstep.config import ConfigError
 
@@ -25,12 +26,31 @@ def start_process_group(why: str) -> None:
     """
     missing = [name for name in _TORCHRUN if name not in os.environ]
     if missing:
-        raise ConfigError(f"{why}, and this one has no {missing[0]} in its environment; start it with: {_command()}")
+        raise ConfigError(
+            f"{why}, and torchrun did not start this one (no {missing[0]} in its environment); start it with: "
+            f"{_command()}"
+        )
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
-        dist.init_process_group("cpu:gloo,cuda:nccl")
-    else:
-        dist.init_process_group("gloo")
+    _initialise("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+
+
+_times = 0
+"""How often this process has started a group by torchrun's store."""
+
+
+def _initialise(backend: str) -> None:
+    """The second one has its own prefix in torchrun's store, which keeps the addresses of groups that have ended."""
+    global _times
+    by_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    _times += by_torchrun
+    if not by_torchrun or _times == 1:
+        dist.init_process_group(backend)
+        return
+    store, rank, world_size = next(rendezvous("env://"))
+    dist.init_process_group(
+        backend, store=dist.PrefixStore(f"lightstep-{_times}", store), rank=rank, world_size=world_size
+    )
 
 
 def _command() -> str:

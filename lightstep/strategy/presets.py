@@ -29,7 +29,7 @@ def read_source(source: str | Path | Mapping[str, Any]) -> tuple[str, dict[str, 
     if isinstance(source, Mapping):
         return "strategy", dict(source)
     if not isinstance(source, (str, Path)):
-        raise TypeError(f"a strategy is a name, a path or a mapping; a {type(source).__name__} was given")
+        raise TypeError(f"a strategy is a name, a path or a mapping; {type(source).__name__} was given")
     if str(source) in available_strategies():
         return str(source), _parse(preset_text(str(source)), str(source))
     path = Path(source).expanduser()

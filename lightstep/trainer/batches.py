@@ -12,22 +12,26 @@ from lightstep.trainer.config import Batch
 from lightstep.trainer.tokens import Windows
 
 
+def check_batch(batch: Batch, world_size: int) -> None:
+    """
+    Raises:
+        ConfigError: a step's sequences do not divide into micro-batches and ranks.
+    """
+    parts = batch.accumulation * world_size
+    if batch.sequences % parts:
+        raise ConfigError(
+            f"batch.sequences is {batch.sequences}; it has to be a multiple of {parts} "
+            f"(batch.accumulation {batch.accumulation} × {world_size} {'rank' if world_size == 1 else 'ranks'})"
+        )
+
+
 class Batches:
     """Every window once per epoch, in an order of that epoch's own.
 
     The sequences of a step are the same for any number of ranks; each rank takes its rows of every micro-batch.
-
-    Raises:
-        ConfigError: a step's sequences do not divide into micro-batches and ranks.
     """
 
     def __init__(self, windows: Windows, batch: Batch, seed: int, rank: int, world_size: int) -> None:
-        parts = batch.accumulation * world_size
-        if batch.sequences % parts:
-            raise ConfigError(
-                f"batch.sequences is {batch.sequences}; it has to be a multiple of {parts} "
-                f"(batch.accumulation {batch.accumulation} × {world_size} {'rank' if world_size == 1 else 'ranks'})"
-            )
         self._windows = windows
         self._batch = batch
         self._rank, self._world_size = rank, world_size

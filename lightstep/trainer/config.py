@@ -134,6 +134,16 @@ class Scheduler(_Frozen):
     """``scheduler_specific_kwargs``, for example ``{min_lr_rate: 0.1}``."""
 
 
+class Ema(_Frozen):
+    """An exponential moving average of the weights. A plain number is ``decay``."""
+
+    decay: Annotated[float, Field(gt=0, lt=1)] = 0.999
+    every: Count = 1
+    """Steps between updates of the average."""
+    validation: bool = False
+    """Validate with the average instead of the weights."""
+
+
 class Validation(_Frozen):
     """How the held-out text is used."""
 
@@ -179,6 +189,10 @@ def _path_alone(value: Any) -> Any:
     return {"path": value} if isinstance(value, str) else value
 
 
+def _decay_alone(value: Any) -> Any:
+    return {"decay": value} if isinstance(value, int | float | str) and not isinstance(value, bool) else value
+
+
 class TrainConfig(_Frozen):
     """Everything a training file says."""
 
@@ -196,6 +210,7 @@ class TrainConfig(_Frozen):
     batch: Batch = Batch()
     optimizer: Optimizer = Optimizer()
     scheduler: Scheduler = Scheduler()
+    ema: Annotated[Ema, BeforeValidator(_decay_alone)] | None = None
     validation: Validation = Validation()
     checkpoint: Checkpoint = Checkpoint()
     log_every: Count = 10

@@ -9,7 +9,7 @@ import sysconfig
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from lightstep.config import ConfigError
+from lightstep.config import ConfigError, what_it_holds
 from lightstep.trainer.config import STDLIB, Data
 
 STDLIB_SUFFIXES = (".py", ".pyi", ".rst", ".md", ".txt")
@@ -102,7 +102,7 @@ def _json_lines(path: Path, key: str) -> Iterator[bytes]:
                 raise ConfigError(f"data.path {path}, line {number}: not JSON ({error.msg})") from None
             text = record.get(key) if isinstance(record, dict) else None
             if not isinstance(text, str):
-                keys = ", ".join(record) if isinstance(record, dict) else f"a {type(record).__name__}"
+                keys = ", ".join(record) if isinstance(record, dict) else what_it_holds(record)
                 raise ConfigError(
                     f"data.path {path}, line {number}: no text under {key!r} (data.text_key); it has {keys or 'none'}"
                 )

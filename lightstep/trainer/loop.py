@@ -7,7 +7,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from lightstep.checkpoint import CheckpointError, latest_checkpoint
 from lightstep.checkpoint.pending import PendingSave
 from lightstep.optimizer.base import BaseOptimizer
 from lightstep.optimizer.result import StepResult
+from lightstep.sharding.weight_average import WeightAverage
 from lightstep.strategy import Strategy
 from lightstep.trainer import ranks
 from lightstep.trainer.batches import Batches
@@ -44,6 +45,7 @@ class Pieces:
     """Of the training and of the validation text."""
     fingerprint: str
     """Of the text."""
+    average: WeightAverage | None = None
 
 
 @dataclass
@@ -71,6 +73,8 @@ class Loop:
     _saving: tuple[Path | None, PendingSave] | None = None
     """A save under way, and where its checkpoint is; ``None``: it is of weights alone."""
     _unsettled: StepResult | None = None
+    _unaveraged: bool = False
+    """The average has yet to take in the last step's weights."""
     _unread: list[_Unread] = field(default_factory=list)
     _skipped: int = 0
     _timed: list[tuple[int, float]] = field(default_factory=list)
@@ -111,6 +115,7 @@ class Loop:
         result = optimizer.step()
         self.step += 1
         self._unsettled = result
+        self._unaveraged = self.config.ema is not None and self._due(self.config.ema.every)
         self._unread.append(_Unread(self.step, loss, learning_rate, result))
 
     def _accumulate(self, micro_batches: Tensor) -> Tensor:
@@ -121,6 +126,7 @@ class Loop:
         for index, tokens in enumerate(micro_batches):
             with pieces.strategy.accumulate(pieces.model, last=index == len(micro_batches) - 1):
                 loss = _loss(pieces.model, tokens.to(pieces.strategy.device)) / len(micro_batches)
+                self._update_average()
                 pieces.optimizer.backward(loss)
             total += loss.detach()
         return total
@@ -137,6 +143,15 @@ class Loop:
             self.pieces.scheduler.step()
         else:
             self._skipped += 1
+
+    def _update_average(self) -> None:
+        """After a step's weights are there and before the next one begins, which may do so in backward.
+
+        The forward has waited for them: the average adds no wait, whatever the update time.
+        """
+        if self._unaveraged and self.pieces.average is not None:
+            self.pieces.average.update()
+        self._unaveraged = False
 
     # -- every so often
 
@@ -159,9 +174,15 @@ class Loop:
         loss = self.validate()
         self.display.say(f"step {self.step}/{self.config.steps}  validation loss {loss:.3f}")
 
-    @torch.no_grad()
     def validate(self) -> float:
-        """Mean loss over the held-out windows, nats per byte."""
+        """Mean loss over the held-out windows, nats per byte; of the averaged weights where the file says so."""
+        self._update_average()
+        averaged = self.config.ema is not None and self.config.ema.validation
+        with self.pieces.average.applied() if averaged and self.pieces.average else nullcontext():
+            return self._validate()
+
+    @torch.no_grad()
+    def _validate(self) -> float:
         pieces = self.pieces
         pieces.model.eval()
         rows = pieces.validation_rows
@@ -174,6 +195,7 @@ class Loop:
     def save(self) -> None:
         """Begin a checkpoint of this step; older ones go as the settings say."""
         self._settle()
+        self._update_average()
         path = checkpoint_path(self.config.folder, self.step)
         moved = ranks.together(lambda: clear_place(path), only_first=True)
         if moved is not None:

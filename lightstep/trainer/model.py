@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, ByT5Tokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, ByT5Tokenizer, GenerationConfig
 
+from lightstep.checkpoint.pretrained import find_tensors
 from lightstep.config import ConfigError
 from lightstep.config_errors import suggest
 from lightstep.trainer.config import Model
@@ -48,17 +49,36 @@ def model_config(model: Model, tokenizer: Any, length: int) -> Any:
     return config
 
 
+def folder_of_weights(model: Model, config: Any) -> Path | None:
+    """The folder, if each rank can read its own part of it: safetensors under the names that the model has.
+
+    From others (``pytorch_model.bin``, names that transformers converts) a model is read as a whole.
+    """
+    if model.path is None:
+        return None
+    folder = _folder(model.path)
+    try:
+        find_tensors(make_model(model, config, meta=True), folder)
+    except (FileNotFoundError, ValueError):
+        return None
+    return folder
+
+
 def make_model(model: Model, config: Any, meta: bool = False) -> nn.Module:
     """New weights from torch's current seed, or the folder's in their own dtype.
 
     Args:
-        meta: without weights, for a rank that gets them from another one.
+        meta: without weights, for a rank that gets them from another one or reads its part later.
     """
     if model.path is not None and not meta:
         with _as_config_error(f"model.path {model.path}: its weights cannot be loaded"):
             return AutoModelForCausalLM.from_pretrained(_folder(model.path), local_files_only=True, dtype="auto")
     with torch.device("meta") if meta else contextlib.nullcontext(), _as_config_error("model.config"):
-        return AutoModelForCausalLM.from_config(config)
+        made = AutoModelForCausalLM.from_config(config)
+    if model.path is not None:
+        with contextlib.suppress(OSError):  # no generation_config.json
+            made.generation_config = GenerationConfig.from_pretrained(_folder(model.path), local_files_only=True)
+    return made
 
 
 def _new_config(keys: dict[str, Any], tokenizer: Any, length: int) -> Any:

@@ -22,14 +22,16 @@ with needs("train"):
 from lightstep.checkpoint import CheckpointError
 from lightstep.checkpoint.errors import is_damage
 from lightstep.config import ConfigError
+from lightstep.plan.report import measured_sentence, planned_sentence
+from lightstep.sharding.weight_average import WeightAverage
 from lightstep.strategy import Strategy
-from lightstep.trainer.batches import Batches, validation_rows
+from lightstep.trainer.batches import Batches, check_batch, validation_rows
 from lightstep.trainer.config import TrainConfig
 from lightstep.trainer.display import Display
 from lightstep.trainer.interrupt import Interrupt
 from lightstep.trainer.logs import TENSORBOARD, Logs, check_trackers
 from lightstep.trainer.loop import Loop, Pieces
-from lightstep.trainer.model import load_tokenizer, make_model, model_config
+from lightstep.trainer.model import folder_of_weights, load_tokenizer, make_model, model_config
 from lightstep.trainer.optimization import apply_changes, check_optimization, make_optimizer, make_scheduler
 from lightstep.trainer.ranks import join, together
 from lightstep.trainer.run_folder import newest_checkpoint, newest_undamaged, start_run
@@ -87,6 +89,7 @@ def train(config: TrainConfig, resume: bool | Literal["auto"] = False, console: 
         join(strategy)
         together(lambda: check_trackers(config.trackers), only_first=True)
         together(lambda: check_optimization(config, strategy.device))
+        check_batch(config.batch, strategy.world_size)
         display = Display(console or Console(), strategy.is_main, config.lines.seconds, config.lines.steps)
         find = newest_undamaged if resume == "auto" else newest_checkpoint
         checkpoint = together(lambda: find(config.folder), only_first=True) if resume else None
@@ -105,15 +108,23 @@ def load_strategy(config: TrainConfig) -> Strategy:
     """The strategy for this machine's kind of device."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     source = config.strategy_for("cpu" if accelerator is None else accelerator.type)
-    return Strategy.load(source, config.strategy_overrides)
+    strategy = Strategy.load(source, config.strategy_overrides)
+    if config.ema is not None and strategy.config.sharding.kind == "deepspeed":
+        raise ConfigError(
+            f"ema: strategy {strategy.name} leaves the weights to DeepSpeed's engine, which keeps no average; choose "
+            "one with sharding.kind single, ddp or fsdp2, or leave ema out"
+        )
+    return strategy
 
 
 def _assemble(config: TrainConfig, strategy: Strategy, display: Display) -> tuple[Pieces, Any]:
     tokenizer, architecture, corpus = together(lambda: _read_inputs(config, display))
     set_seed(config.seed)
-    sharded = strategy.config.sharding.kind == "fsdp2"  # there the other ranks get rank 0's weights
-    made = together(lambda: make_model(config.model, architecture, meta=sharded and not strategy.is_main))
-    model = strategy.prepare_model(made)
+    sharded = strategy.config.sharding.kind == "fsdp2"
+    folder = together(lambda: folder_of_weights(config.model, architecture), only_first=True) if sharded else None
+    empty = sharded and (folder is not None or not strategy.is_main)  # the others get rank 0's weights
+    made = together(lambda: make_model(config.model, architecture, meta=empty))
+    model = strategy.prepare_model(made, weights=folder)
     set_seed(config.seed + strategy.rank)
     display.say(_introduction(config, strategy, model, corpus))
     if strategy.is_main and strategy.device.type != "cpu":
@@ -129,6 +140,7 @@ def _assemble(config: TrainConfig, strategy: Strategy, display: Display) -> tupl
         validation_rows(corpus.validation, config.validation.sequences, *place),
         (corpus.training.bytes_per_token, corpus.validation.bytes_per_token),
         corpus.fingerprint,
+        None if config.ema is None else WeightAverage(model, config.ema.decay),
     )
     return pieces, tokenizer
 
@@ -155,11 +167,8 @@ def expectation(config: TrainConfig, strategy: Strategy, architecture: Any, prof
     batch = config.batch
     sequences = max(batch.sequences // (batch.accumulation * strategy.world_size), 1)
     work = {"sequence": batch.length, "micro_batches": batch.accumulation, "gpus": strategy.world_size}
-    try:
-        shape = make_model(config.model, architecture, meta=True)
-        return f"planned: {strategy.plan(shape, sequences * batch.length, profile=profile, **work)}"
-    except (ConfigError, ValueError) as error:
-        return f"no plan: {error}"
+    shape = make_model(config.model, architecture, meta=True)
+    return planned_sentence(lambda: strategy.plan(shape, sequences * batch.length, profile=profile, **work))
 
 
 def _resume(config: TrainConfig, pieces: Pieces, checkpoint: Path, display: Display) -> int:
@@ -207,7 +216,7 @@ def _run(loop: Loop, tokenizer: Any) -> Outcome:
         display.say(f"{stopped.name}: stopped after step {loop.step}; continue from {loop.saved} with --resume")
         return Outcome(loop.step, loop.losses, before, None, loop.saved, stopped)
     if loop.step_ms:
-        display.say(f"measured: {loop.most_memory_gb():.1f} GB of memory at the peak, {loop.step_ms:,.0f} ms per step")
+        display.say(measured_sentence(loop.most_memory_gb(), loop.step_ms))
     after = loop.validate()
     display.say(f"validation loss after: {after:.3f} nats per byte (before: {before:.3f})")
     samples = _finish(loop, tokenizer)
@@ -215,16 +224,20 @@ def _run(loop: Loop, tokenizer: Any) -> Outcome:
 
 
 def _finish(loop: Loop, tokenizer: Any) -> list[str]:
-    """Export the model, and let it write."""
+    """Export the model, and its average, and let it write."""
     config, strategy, model = loop.config, loop.pieces.strategy, loop.pieces.model
     strategy.export_model(config.folder / "model", model, tokenizer)
+    if loop.pieces.average is not None:
+        with loop.pieces.average.applied():
+            strategy.export_model(config.folder / "model-ema", model, tokenizer)
     samples: list[str] = []
     if config.sample is not None:
         samples = write_samples(strategy.unwrap_model(model), tokenizer, config.sample, config.seed)
         for number, text in enumerate(samples, 1):
             loop.display.say(f"--- sample {number} of {len(samples)}\n{text}")
     logs = "tensorboard, loss.png" if TENSORBOARD in config.trackers else ", ".join(config.trackers)
-    loop.display.say(f"--- {config.folder}: {loop.saved and loop.saved.name}, model, {logs}")
+    models = "model" if loop.pieces.average is None else "model, model-ema"
+    loop.display.say(f"--- {config.folder}: {loop.saved and loop.saved.name}, {models}, {logs}")
     return samples
 
 

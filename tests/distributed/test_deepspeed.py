@@ -340,7 +340,7 @@ def test_a_checkpoint_is_whole_or_refused(pool: Pool, tmp_path: Path) -> None:
     assert "parameter groups" in groups
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a"]
     ((ranks, model, other, plain, code, unseen),) = pool.run(may_not_load, 1, folder=folder)
-    assert "saved by 2 ranks, there are 1" in ranks and "checkpoint convert" in ranks
+    assert "saved it is 2, here it is 1" in ranks and "checkpoint convert" in ranks
     assert "another model" in model and "not in the model: gain" in model
     assert "DeepSpeed's own files" in other and "--to lightstep" in other
     assert "--to deepspeed-universal" in plain

@@ -36,6 +36,25 @@ def test_process_group(pool: Pool) -> None:
     pool.run(check_process_group, 2, group=False)
 
 
+def check_two_groups(rank: int, world_size: int) -> None:
+    """One strategy after the other under torchrun, whose store is there all the time."""
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    port = int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False) if rank == 0 else None
+    try:
+        for _ in range(3):
+            with load(FSDP2) as strategy:
+                strategy.start()
+                dist.barrier()
+    finally:
+        os.environ.pop("TORCHELASTIC_USE_AGENT_STORE")
+        del store
+
+
+def test_a_second_process_group_under_torchrun(pool: Pool) -> None:
+    pool.run(check_two_groups, 2, group=False)
+
+
 def check_dying_rank(rank: int, world_size: int, folder: str, sharding: dict[str, Any]) -> None:
     """The last rank goes away without a word in the second step; the first one writes down what it is told."""
     strategy = load(sharding)

@@ -221,8 +221,8 @@ def check_meshes(rank: int, world_size: int) -> None:
         optimizer = strategy.create_optimizer(model)
         assert all(train(strategy, model, optimizer))
     for mesh, message in {
-        (3, "auto"): "mesh.replicate is 3, which does not divide the 4 ranks",
-        ("auto", 3): "mesh.shard is 3, which does not divide the 4 ranks",
+        (3, "auto"): "mesh.replicate is 3, which does not divide the number of ranks, 4",
+        ("auto", 3): "mesh.shard is 3, which does not divide the number of ranks, 4",
         (2, 4): r"mesh is 2 × 4 \(replicate × shard\) = 8 ranks, and 4 are running",
     }.items():
         with pytest.raises(ConfigError, match=message):

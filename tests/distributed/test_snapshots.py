@@ -10,35 +10,41 @@ from typing import Any
 import pytest
 from torch import Tensor
 
+from lightstep.state.device_snapshot import DeviceSnapshot
 from lightstep.state.snapshot import Snapshot
 from tests.distributed.ranks import Pool
 from tests.distributed.test_next_forward import LAYOUTS, PRECISIONS, Training
-from tests.unit.test_snapshots import ask_twice, check_saved
+from tests.unit.test_snapshots import ask_twice, check_saved, hold_copies
 
 
 def check_snapshots(rank: int, world_size: int, folder: str, values: dict[str, Any]) -> None:
     """Two saves, with slow lanes and a slow writer, held against synchronous ones, and the run against one without."""
-    state = {"backend": "stream", "ring_mib": 0.01}
-    expected = Training(rank, world_size, {**values, "optimizer_state": state})
-    tested = Training(rank, world_size, {**values, "optimizer_state": {**state, **values["optimizer_state"]}})
-    take, chance, taken = Snapshot.take, random.Random(rank), []
+    state = values["optimizer_state"]
+    streamed = {"backend": "stream", "ring_mib": 0.01}
+    expected = Training(rank, world_size, {**values, "optimizer_state": streamed})
+    tested = Training(rank, world_size, {**values, "optimizer_state": {**streamed, **state}})
+    kind: Any = DeviceSnapshot if state.get("backend") == "resident" else Snapshot
+    take, chance, taken = kind.take, random.Random(rank), []
 
-    def slowly(snapshot: Snapshot, parameter: Tensor, key: str) -> Tensor:
+    def slowly(snapshot: Any, parameter: Tensor, key: str) -> Tensor:
         time.sleep(chance.random() * 2e-3)
         taken.append(key)
         return take(snapshot, parameter, key)
 
-    Snapshot.take = slowly  # type: ignore[method-assign]
+    kind.take = slowly
     try:
         tested.step()
-        tested.delay(rank)
+        if "backend" not in state:
+            tested.delay(rank)
+        elif state["backend"] == "resident":
+            hold_copies(tested)
         for number in range(2):
             pending = ask_twice(tested, Path(folder, str(number)))
             losses = [tested.step() for _ in range(2)]
             pending.result(60)
             check_saved(Path(folder, str(number)))
     finally:
-        Snapshot.take = take  # type: ignore[method-assign]
+        kind.take = take
     assert taken
     assert [expected.step() for _ in range(5)][3:] == losses
     found, wanted = tested.snapshot(), expected.snapshot()
@@ -46,22 +52,25 @@ def check_snapshots(rank: int, world_size: int, folder: str, values: dict[str, A
 
 
 @pytest.mark.parametrize(
-    ("layout", "update", "spare"),
+    ("layout", "precision", "state"),
     [
-        ("ddp", "next_forward", 0.0),
-        ("fsdp2", "overlap", "auto"),
-        ("fsdp2", "at_step", 0.0),
-        ("hsdp", "at_step", "auto"),
+        ("ddp", "bf16", {"update": "next_forward", "spare_host_gib": 0.0}),
+        ("fsdp2", "bf16", {"update": "overlap"}),
+        ("fsdp2", "bf16", {"spare_host_gib": 0.0}),
+        ("hsdp", "bf16", {}),
+        ("ddp", "bf16", {"backend": "resident"}),
+        ("fsdp2", "fp32", {"backend": "resident"}),
+        ("fsdp2", "bf16", {"backend": "bulk"}),
     ],
 )
 def test_what_is_saved_is_the_moment_of_asking(
-    pool: Pool, tmp_path: Path, layout: str, update: str, spare: Any
+    pool: Pool, tmp_path: Path, layout: str, precision: str, state: dict[str, Any]
 ) -> None:
     world_size, sharding = LAYOUTS[layout]
     values = {
         "sharding": sharding,
-        "precision": PRECISIONS["bf16"],
+        "precision": PRECISIONS[precision],
         "clipping": {"max_norm": 0.5},
-        "optimizer_state": {"update": update, "spare_host_gib": spare},
+        "optimizer_state": state,
     }
     pool.run(check_snapshots, world_size, folder=str(tmp_path), values=values)

@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from rich.console import Console
 from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import lightstep
 from lightstep.checkpoint.ranks import ElsewhereError
@@ -24,6 +26,7 @@ from lightstep.trainer.loop import Loop
 from lightstep.trainer.session import train
 from tests.distributed.ranks import Pool
 from tests.unit.test_trainer import MODEL
+from tests.unit.test_trainer_data import word_tokenizer
 
 ROOT = Path(lightstep.__file__).resolve().parents[1]
 
@@ -102,7 +105,7 @@ def _contents(checkpoint: Path) -> dict[str, str]:
 def test_a_resumed_run_equals_an_uninterrupted_one(
     pool: Pool, values: dict[str, Any], tmp_path: Path, strategy: str
 ) -> None:
-    values["strategy"] = strategy
+    values |= {"strategy": strategy, "ema": {"decay": 0.9, "validation": True}}
     whole, other = pool.run(run, 2, group=False, values={**values, "name": "whole"})
     assert whole["losses"] == other["losses"] and whole["after"] == other["after"], "means over the ranks"
     assert "validation loss after" in whole["said"] and "sample 1 of 1" in whole["said"] and other["said"] == ""
@@ -155,6 +158,30 @@ def test_two_ranks_train_on_the_batch_of_one(pool: Pool, values: dict[str, Any])
     for outcome in several:
         assert outcome["losses"] == pytest.approx(one["losses"], rel=1e-4)
         assert [outcome["before"], outcome["after"]] == pytest.approx([one["before"], one["after"]], rel=1e-4)
+
+
+def run_in_parts(rank: int, world_size: int, **arguments: Any) -> dict[str, Any]:
+    """`run`, on which no rank may read the whole folder."""
+    read, AutoModelForCausalLM.from_pretrained = AutoModelForCausalLM.from_pretrained, None
+    try:
+        return run(rank, world_size, **arguments)
+    finally:
+        AutoModelForCausalLM.from_pretrained = read
+
+
+def test_each_rank_reads_its_part_of_a_folder(pool: Pool, values: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("red green blue " * 2000)
+    folder, tokenizer = tmp_path / "folder", word_tokenizer()
+    config = AutoConfig.for_model(**{**MODEL, "attention_dropout": 0.0}, vocab_size=8, max_position_embeddings=32)
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder, max_shard_size="8KB")
+    tokenizer.save_pretrained(folder)
+    values |= {"model": str(folder), "steps": 2, "sample": None}
+    (whole,) = pool.run(run, 1, group=False, values={**values, "name": "whole", "strategy": "resident"})
+    first, _ = pool.run(run_in_parts, 2, group=False, values={**values, "name": "parts", "strategy": "fsdp2"})
+    assert (folder / "model.safetensors.index.json").is_file()
+    assert first["before"] == pytest.approx(whole["before"], rel=1e-6), "the folder's weights"
+    assert first["losses"] == pytest.approx(whole["losses"], rel=1e-2)
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -228,6 +228,18 @@ class ReferenceLoop:
         return dict(self.optimizer.state.get(self.masters[param], {}))
 
 
+class ReferenceAverage:
+    """An exponential moving average in fp32, one ``lerp`` for each parameter and update."""
+
+    def __init__(self, parameters: Iterable[Tensor], decay: float) -> None:
+        self.parameters, self.decay = list(parameters), decay
+        self.values = [contiguous32(parameter) for parameter in self.parameters]
+
+    def update(self) -> None:
+        pairs = zip(self.values, self.parameters, strict=True)
+        self.values = [torch.lerp(value, parameter.detach().float(), 1 - self.decay) for value, parameter in pairs]
+
+
 def contiguous32(tensor: Tensor) -> Tensor:
     """An fp32 copy in row-major order: torch's fused CPU kernels ignore strides and mix up elements without a word."""
     return tensor.detach().clone(memory_format=torch.contiguous_format).float()

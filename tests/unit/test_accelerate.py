@@ -246,7 +246,7 @@ def test_another_strategy_and_another_model() -> None:
         prepare(accelerator, model, optimizer, strategy=Strategy.load(VALUES))
     with pytest.raises(ValueError, match="not made by this strategy for this TinyModel"):
         prepare(accelerator, TinyModel(), optimizer, strategy=strategy)
-    with pytest.raises(TypeError, match=r"accelerator is a TinyModel; an accelerate\.Accelerator is needed"):
+    with pytest.raises(TypeError, match=r"accelerator is of type TinyModel; an accelerate\.Accelerator is needed"):
         prepare(model, accelerator, optimizer, strategy=strategy)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="strategy is 'stream'; the Strategy that made the optimizer is needed"):
         prepare(accelerator, model, optimizer, strategy="stream")  # type: ignore[arg-type]

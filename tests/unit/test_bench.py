@@ -21,7 +21,7 @@ from lightstep.bench.link import Link, measure_link
 from lightstep.bench.llama import Llama, LlamaShape
 from lightstep.bench.probes import pinned_bytes
 from lightstep.bench.ranks import Ranks, local_device
-from lightstep.bench.report import as_json, print_table, size
+from lightstep.bench.report import as_json, label, print_table, size
 from lightstep.bench.run import Effort, Run, measure_all, not_listed
 from lightstep.bench.step import StepTask, random_gradients
 from lightstep.bench.tiny import SIZES, Adapter, Expert, Layers
@@ -358,6 +358,7 @@ def test_the_table_fits_and_cuts_no_number(width: int, result: tuple[dict[str, A
         print_table(result[0], StepTask.view, console)
     table = output.get()
     assert all(len(line) <= width for line in table.splitlines()) and "…" not in table
+    assert all(label(row).split()[0] in table for row in result[0]["rows"]), "whose figures these are"
     row = rows_of(result[0])["layer-stream"]
     assert f"{row['step_ms']:.1f}" in table and "{:.1f} – {:.1f}".format(*row["step_ms_range"]) in table
     assert ("for want of room" in table) == (width < 100)

@@ -69,6 +69,21 @@ def test_a_second_save_waits_for_the_first(tmp_path: Path, held: threading.Event
     assert [path.name for path in tmp_path.iterdir()] == ["step-2"]
 
 
+def test_without_memory_for_copies_training_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    strategy, model, optimizer = trained("resident")
+    expected = content(model, optimizer)
+    monkeypatch.setenv("LIGHTSTEP_HOST_MEMORY_CHECK", "0")
+    pending = strategy.save_checkpoint(tmp_path / "a", model, optimizer, asynchronous=True)
+    assert pending.done() and pending.result() == tmp_path / "a"
+    assert "training waits for" in caplog.text and "asynchronous=False" in caplog.text
+    monkeypatch.delenv("LIGHTSTEP_HOST_MEMORY_CHECK")
+    _, other, optimizer2 = trained("resident", steps=1)
+    strategy.load_checkpoint(tmp_path / "a", other, optimizer2)
+    same(content(other, optimizer2), expected)
+
+
 @pytest.mark.parametrize("told_by", ["step", "save", "result", "close"])
 def test_an_error_of_the_writer_reaches_the_loop_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told_by: str

@@ -128,7 +128,7 @@ def test_train_and_resume(file: Path, tmp_path: Path) -> None:
         ),
         (["--set", "scheduler.arguments.low=1", "--set", "data=nowhere"], "got an unexpected keyword argument 'low'"),
         (["--set", "strategy={cuda: resident}"], "a strategy for each of cpu, cuda is needed"),
-        (["--strategy", "fsdp2"], "in its environment; start it with: torchrun --nproc-per-node"),
+        (["--strategy", "fsdp2"], "in its environment); start it with: torchrun --nproc-per-node"),
     ],
 )
 def test_a_mistake_gets_one_sentence(file: Path, tmp_path: Path, arguments: list[str], message: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +12,7 @@ import yaml
 from pydantic import BaseModel
 
 from lightstep import Strategy, available_strategies
-from lightstep.config import ConfigError, OptimizerState, Sharding, StrategyConfig
+from lightstep.config import StrategyConfig
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 # Keys that mean something to the streaming backend alone, have a default that depends on the rest, or are opt-in.
@@ -77,39 +76,3 @@ def _models(annotation: Any) -> Iterator[type[BaseModel]]:
 def test_the_reference_page_describes_every_key() -> None:
     page = (CHECKOUT / "docs" / "strategy-files.md").read_text(encoding="utf-8")
     assert not [key for key in sorted(_schema_keys(StrategyConfig)) if f"`{key}`" not in page]
-
-
-def _accepted(values: dict[str, Any]) -> bool:
-    try:
-        Strategy.load(values, overrides={"clipping.max_norm": None})
-    except ConfigError:
-        return False
-    return True
-
-
-def _what_this_version_does() -> dict[str, set[str]]:
-    state = OptimizerState.model_fields
-    backends = {name for name in get_args(state["backend"].annotation) if _accepted(_state(name, "at_step"))}
-    updates = {
-        name
-        for name in get_args(state["update"].annotation)
-        for backend in backends
-        if _accepted(_state(backend, name))
-    }
-    kinds = {get_args(model.model_fields["kind"].annotation)[0] for model in _models(Sharding)}
-    return {
-        "sharding.kind": {kind for kind in kinds if _accepted({"sharding": {"kind": kind}})},
-        "optimizer_state.backend": backends,
-        "optimizer_state.update": updates,
-    }
-
-
-def _state(backend: str, update: str) -> dict[str, Any]:
-    return {"optimizer_state": {"backend": backend, "update": update}}
-
-
-def test_the_reference_page_promises_what_this_version_does() -> None:
-    page = (CHECKOUT / "docs" / "strategy-files.md").read_text(encoding="utf-8")
-    table = page.split("## What this version does")[1]
-    rows = re.findall(r"^\| `([\w.]+)` \| (.*) \|$", table, flags=re.MULTILINE)
-    assert {key: set(re.findall(r"`(\w+)`", values)) for key, values in rows} == _what_this_version_does()

@@ -99,7 +99,7 @@ def test_publishing_to_nobody_and_receiving_without_workers() -> None:
     model = strategy.prepare_model(TinyModel)
     with pytest.raises(ConfigError, match=r"publish_weights\(model, to=engine\)"):
         strategy.publish_weights(model)
-    with pytest.raises(TypeError, match="to is a TinyModel"):
+    with pytest.raises(TypeError, match="to is of type TinyModel"):
         strategy.publish_weights(model, to=model)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"TransformersEngine\(model\)"):
         strategy.receive_weights(model)  # type: ignore[arg-type]

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -23,12 +24,15 @@ from lightstep.checkpoint.read import read_tensors
 from lightstep.checkpoint.saved import Saved
 from lightstep.checkpoint.tensors import Target, whole
 from lightstep.state import units as units_module
+from lightstep.state.device_snapshot import DeviceSnapshot
+from lightstep.state.kept_copies import KeptCopies
 from lightstep.state.snapshot import Snapshot
 from lightstep.state.versions import Versions
 from tests.covering import every_pair
 from tests.unit.test_next_forward import Training, assert_same
 
 STREAM: dict[str, Any] = {"backend": "stream", "ring_mib": 0.02}
+OTHERS: dict[str, dict[str, Any]] = {"resident": {"backend": "resident"}, "bulk": {"backend": "bulk"}}
 GIB = 2.0**30
 
 
@@ -64,15 +68,18 @@ class Reader:
     def __init__(self, patch: pytest.MonkeyPatch, seed: int = 0) -> None:
         self.go = threading.Event()
         self.taken = 0
-        take, chance = Snapshot.take, random.Random(seed)
+        self._chance = random.Random(seed)
+        for kind in (Snapshot, DeviceSnapshot):
+            patch.setattr(kind, "take", self._slowly(kind.take))
 
-        def slowly(snapshot: Snapshot, parameter: Tensor, key: str) -> Tensor:
+    def _slowly(self, take: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def slowly(snapshot: Any, parameter: Tensor, key: str) -> Tensor:
             assert self.go.wait(60)
-            time.sleep(chance.random() * 1e-3)
+            time.sleep(self._chance.random() * 1e-3)
             self.taken += 1
             return take(snapshot, parameter, key)
 
-        patch.setattr(Snapshot, "take", slowly)
+        return slowly
 
 
 @pytest.fixture
@@ -93,9 +100,10 @@ def tensors_of(path: Path) -> dict[str, Tensor]:
 
 
 def ask_twice(training: Any, folder: Path) -> Any:
-    """Save at once, and ask for a save of the same moment."""
+    """Save at once, reading entry by entry what anybody can read, and ask for a save of the same moment."""
     strategy, model, optimizer = training.strategy, training.model, training.optimizer
-    strategy.save_checkpoint(folder / "expected", model, optimizer)
+    with mock.patch("lightstep.checkpoint.save.in_place", lambda sources, *_: sources):
+        strategy.save_checkpoint(folder / "expected", model, optimizer)
     return strategy.save_checkpoint(folder / "found", model, optimizer, asynchronous=True)
 
 
@@ -105,6 +113,11 @@ def check_saved(folder: Path) -> None:
     assert [k for k, v in expected.items() if found[k].dtype != v.dtype or not torch.equal(found[k], v)] == []
     one, other = (Saved.read(folder / name) for name in ("found", "expected"))
     assert one.state["optimizer"] == other.state["optimizer"] and one.groups == other.groups
+
+
+def hold_copies(training: Any) -> None:
+    """Copies of state on the device begin when an update that did not wait for them would be over."""
+    training.optimizer._backend._lanes_of(torch.device("cpu")).delay = lambda _: time.sleep(0.1)
 
 
 def settings(update: str) -> dict[str, Any]:
@@ -145,6 +158,33 @@ def test_training_meanwhile_changes_nothing_that_is_saved(
     assert reader.taken and moved
     assert spare_host_gib != "auto" or all(moved)
     assert spare_host_gib != 0.0 or update == "overlap" or not any(moved)
+    expected.train(8)
+    assert_same(tested.snapshot(), expected.snapshot())
+
+
+@every_pair(
+    backend=["resident", "bulk"], update=["at_step", "in_backward"], parameters=["bfloat16", "float32", "float16"]
+)
+def test_state_on_the_device_and_in_bulk_is_that_of_the_moment_too(
+    tmp_path: Path, reader: Reader, moved: list[bool], backend: str, update: str, parameters: str
+) -> None:
+    update = "at_step" if backend == "bulk" else update
+    options = {**settings(update), "parameters": parameters, "loss_scale": {"kind": "constant", "scale": 1.0}}
+    tested, expected = (Training({**OTHERS[backend], "update": update}, **options) for _ in range(2))
+    tested.train(2)
+    kept = tested.optimizer._backend
+    if backend == "resident":
+        hold_copies(tested)
+    for number in range(2):
+        reader.go.clear()
+        pending = ask_twice(tested, tmp_path / str(number))
+        tested.train(3)
+        assert not pending.done()
+        reader.go.set()
+        pending.result(60)
+        check_saved(tmp_path / str(number))
+        assert not kept._handed_out
+    assert reader.taken and all(moved) and bool(moved) == (backend == "bulk")
     expected.train(8)
     assert_same(tested.snapshot(), expected.snapshot())
 
@@ -207,6 +247,13 @@ def all_resident(training: Training) -> None:
     training.train(1)
 
 
+def write_into_state(training: Training) -> None:
+    for entries in training.optimizer.state.values():
+        if training.optimizer._backend.hands_out_state:
+            entries["exp_avg"].view(-1).add_(1)
+    training.train(1)
+
+
 def drop(training: Training) -> None:
     training.optimizer = training.model = None  # type: ignore[assignment]
 
@@ -221,6 +268,7 @@ EVENTS: list[Callable[[Training], Any]] = [
     copy_it,
     to_float,
     all_resident,
+    write_into_state,
     drop,
     lambda training: (training.train(1), training.optimizer.close()),
     lambda training: (training.train(1), training.optimizer.release_device_memory(), training.train(1)),
@@ -229,10 +277,21 @@ EVENTS: list[Callable[[Training], Any]] = [
 ]
 
 
-@pytest.mark.parametrize("event", range(len(EVENTS)))
-def test_whatever_is_done_to_the_run_meanwhile(tmp_path: Path, reader: Reader, event: int) -> None:
-    training = Training({**STREAM, "update": "next_forward", "resident_gib": 3000 / GIB})
+@pytest.mark.parametrize(
+    ("backend", "event"),
+    [
+        (backend, number)
+        for number, event in enumerate(EVENTS)
+        for backend in ("stream", *OTHERS)
+        if backend == "stream" or event is not all_resident
+    ],
+)
+def test_whatever_is_done_to_the_run_meanwhile(tmp_path: Path, reader: Reader, backend: str, event: int) -> None:
+    state = OTHERS.get(backend, {**STREAM, "update": "next_forward", "resident_gib": 3000 / GIB})
+    training = Training(state)
     training.train(2)
+    if backend == "resident":
+        hold_copies(training)
     pending = ask_twice(training, tmp_path)
     EVENTS[event](training)
     reader.go.set()
@@ -259,18 +318,48 @@ def edit_one_weight(training: Training) -> None:
         next(training.model.parameters()).mul_(3)
 
 
-@pytest.mark.parametrize("edit", [edit_state, exchange_storage, load_other_state, edit_one_weight])
+def hand_state_out(training: Training) -> None:
+    """Somebody holds views of it, and writes to them in :func:`test_what_was_edited_before_is_saved_as_ever`."""
+    entries = (training.optimizer.state[parameter] for parameter in training.optimizer.state)
+    training.held = [one["exp_avg_sq"].view(-1) for one in entries]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("backend", ["stream", *OTHERS])
+@pytest.mark.parametrize("edit", [edit_state, exchange_storage, load_other_state, edit_one_weight, hand_state_out])
 def test_what_was_edited_before_is_saved_as_ever(
-    tmp_path: Path, reader: Reader, edit: Callable[[Training], Any]
+    tmp_path: Path, reader: Reader, backend: str, edit: Callable[[Training], Any]
 ) -> None:
-    training = Training({**STREAM, "update": "next_forward"})
+    training = Training(OTHERS.get(backend, {**STREAM, "update": "next_forward"}))
     training.train(2)
     edit(training)
     pending = ask_twice(training, tmp_path)
+    for view in getattr(training, "held", ()) if backend != "stream" else ():
+        view.zero_()
     training.train(2)
     reader.go.set()
     pending.result(60)
     check_saved(tmp_path)
+
+
+def test_what_is_taken_stays_as_it_is_until_it_is_written() -> None:
+    training = Training({**STREAM, "update": "next_forward"})
+    training.train(2)
+    state = training.optimizer.state
+    expected = {(p, key): torch.as_tensor(v).clone() for p in state for key, v in state[p].items() if key != "step"}
+    wanted: dict[Tensor, set[str]] = {}
+    for parameter, key in expected:
+        wanted.setdefault(parameter, set()).add(key)
+    training.optimizer.synchronize()
+    pinned = training.optimizer.pinned_state(wanted, lambda parameter: parameter.detach().clone)
+    taken = {place: pinned.take(*place) for place in expected}
+    training.train(2)
+    assert [place for place, value in taken.items() if not torch.equal(value, expected[place])] == []
+    held = training.optimizer._backend._versions
+    for place in taken:
+        assert held.pinned
+        pinned.written(*place)
+    assert not held.pinned
+    pinned.close()
 
 
 def test_a_writer_that_fails_lets_go_of_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -306,9 +395,8 @@ def test_the_records_are_not_copied(tmp_path: Path, reader: Reader, monkeypatch:
     training = Training(STREAM)
     training.train(2)
     copied: list[Tensor] = []
-    monkeypatch.setattr(
-        "lightstep.checkpoint.pending._to_host", lambda tensor: copied.append(tensor) or tensor.detach().clone()
-    )
+    room = KeptCopies.room
+    monkeypatch.setattr(KeptCopies, "room", lambda self, tensor: copied.append(tensor) or room(self, tensor))
     pending = training.strategy.save_checkpoint(tmp_path / "a", training.model, training.optimizer, asynchronous=True)
     assert sum(tensor.dtype == torch.bfloat16 for tensor in copied) == len(list(training.model.parameters()))
     beside = {tuple(tensor.shape) for tensor in copied if tensor.dtype == torch.float32}

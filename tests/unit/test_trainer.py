@@ -16,6 +16,7 @@ import torch
 from accelerate import PartialState
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
 from rich.console import Console
+from safetensors.torch import load_file
 from tensorboard.summary.writer.record_writer import RecordWriter
 from torch import Tensor
 
@@ -97,6 +98,7 @@ def _everything(loop: Loop) -> dict[str, Any]:
         "optimizer": pieces.optimizer.state_dict(),
         "scheduler": pieces.scheduler.state_dict(),
         "random": torch.get_rng_state(),
+        "average": dict(pieces.average.tensors) if pieces.average else {},
     }
 
 
@@ -173,7 +175,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(
     strategy: str,
     overrides: dict[str, Any],
 ) -> None:
-    chosen = {"strategy": strategy, "strategy_overrides": overrides}
+    chosen = {"strategy": strategy, "strategy_overrides": overrides, "ema": {"decay": 0.9, "validation": True}}
     whole, _ = _train(configured(name="whole", **chosen))
     uninterrupted = _everything(loops[-1])
     with monkeypatch.context() as patch:
@@ -188,6 +190,32 @@ def test_a_resumed_run_equals_an_uninterrupted_one(
     _assert_same(_everything(loops[-1]), uninterrupted)
     if strategy == "fp16":
         assert loops[0]._skipped not in (0, 6)
+
+
+def test_the_average_is_exported_and_validated_with(
+    configured: Callable[..., TrainConfig], loops: list[Loop], tmp_path: Path
+) -> None:
+    plain, _ = _train(configured(name="plain", strategy="stream-overlap"))
+    averaged, _ = _train(configured(strategy="stream-overlap", ema={"decay": 0.99, "every": 3, "validation": True}))
+    assert averaged.losses == plain.losses and averaged.validation_before == plain.validation_before
+    assert plain.validation_after is not None and averaged.validation_after is not None
+    assert plain.validation_after < averaged.validation_after < plain.validation_before, "the average follows slowly"
+    average = loops[-1].pieces.average
+    assert average is not None
+    folder = tmp_path / "runs/run"
+    for name, expected in (("model", loops[-1].pieces.model.state_dict()), ("model-ema", average.tensors)):
+        written = load_file(folder / name / "model.safetensors")
+        assert all(
+            torch.equal(value, expected[key].to(value.dtype)) for key, value in written.items() if key in expected
+        )
+
+
+def test_an_average_that_is_left_out_of_a_resumed_run_is_said(configured: Callable[..., TrainConfig]) -> None:
+    _train(configured(steps=2, ema=0.9))
+    _, said = _train(configured(steps=3), resume=True)
+    assert "settings differ" in said and "ema (" in said
+    with pytest.raises(ConfigError, match="ema: strategy deepspeed-zero2 leaves the weights to DeepSpeed's engine"):
+        _train(configured(strategy="deepspeed-zero2", ema=0.9))
 
 
 def test_a_skipped_step_does_not_advance_the_learning_rate(

@@ -12,7 +12,7 @@ import torch
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from lightstep import ConfigError
-from lightstep.trainer.batches import Batches, validation_rows
+from lightstep.trainer.batches import Batches, check_batch, validation_rows
 from lightstep.trainer.config import Batch, Data
 from lightstep.trainer.documents import split_documents
 from lightstep.trainer.tokens import Windows, load_corpus
@@ -217,7 +217,7 @@ def test_ranks_share_one_global_batch(world_size: int, accumulation: int) -> Non
 
 def test_sequences_that_do_not_divide_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"batch.sequences is 8; .* multiple of 6 \(batch.accumulation 3 × 2 ranks\)"):
-        Batches(_windows(9), Batch(sequences=8, length=4, accumulation=3), 0, 0, 2)
+        check_batch(Batch(sequences=8, length=4, accumulation=3), 2)
 
 
 def test_ranks_validate_with_equally_many_windows_and_all_of_them_together() -> None:

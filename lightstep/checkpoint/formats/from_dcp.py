@@ -89,7 +89,7 @@ def _check_files(folder: Path, metadata: Any) -> None:
         ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
     missing = [name for name in ends if not (folder / name).is_file()]
     if missing:
-        raise CheckpointError(f"{folder} is incomplete: {listed(sorted(missing))} is missing, the part of a rank")
+        raise CheckpointError(f"{folder} is incomplete: a rank's part is missing, {listed(sorted(missing))}")
     for name, end in ends.items():
         if (size := (folder / name).stat().st_size) < end:
             raise CheckpointError(f"{folder / name} is truncated: it has {size} bytes of {end}")

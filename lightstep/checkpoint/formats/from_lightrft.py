@@ -99,8 +99,8 @@ def _check_ranks(path: Path, files: Mapping[int, Path], flat: Sequence[list[Tens
     missing = [f"_rank{rank}" for rank in range(size) if rank not in files]
     if missing:
         raise CheckpointError(
-            f"{path} is incomplete: {size} ranks wrote it, and {listed(missing)} is missing; copy the missing files "
-            "from the machines that wrote them, or take another checkpoint"
+            f"{path} is incomplete; missing: {listed(missing)} (number of ranks: {size}); copy these files from the "
+            "machines that wrote them, or take another checkpoint"
         )
     for rank, masters in zip(sorted(files), flat, strict=True):
         if len(masters) != len(flat[0]):

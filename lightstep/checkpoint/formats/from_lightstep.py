@@ -12,6 +12,7 @@ from lightstep.checkpoint.formats.state import Group, LazyTensor, TrainingState,
 from lightstep.checkpoint.layout import refuse_replaced
 from lightstep.checkpoint.optimizer_content import entry_key, stored_entries
 from lightstep.checkpoint.read import read_tensors
+from lightstep.checkpoint.save import average_key
 from lightstep.checkpoint.saved import Saved
 from lightstep.checkpoint.tensors import Index, Target, whole
 
@@ -30,6 +31,8 @@ def read_lightstep(folder: Path) -> TrainingState:
         state.notes.append(
             f"it holds only what was trained; the frozen base ({state.base['name'] or 'without a name'}) is not in it"
         )
+    if any(key.startswith(average_key("")) for key in saved.index):
+        state.notes.append("it also holds averages of the weights, which are not converted; export_model writes them")
     if saved.optimizer is not None:
         _read_optimizer(state, saved)
     state.scheduler = saved.state.get("scheduler")

@@ -179,7 +179,7 @@ def safetensors_weights(folder: Path) -> dict[str, LazyTensor]:
     if (folder / _INDEX).is_file():
         files = sorted(set(json.loads((folder / _INDEX).read_text(encoding="utf-8"))["weight_map"].values()))
         if missing := [name for name in files if not (folder / name).is_file()]:
-            raise CheckpointError(f"{folder} is incomplete: {listed(missing)} of {_INDEX} is missing")
+            raise CheckpointError(f"{folder} is incomplete; missing, and named in {_INDEX}: {listed(missing)}")
     return {name: tensor for file in files for name, tensor in _safetensors(folder / file)}
 
 

@@ -74,7 +74,7 @@ def _model_states(folder: Path) -> list[dict[str, Any]]:
         return [first]
     names = [f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" for rank in range(int(first["dp_world_size"]))]
     if missing := [name for name in names if not (folder / name).is_file()]:
-        raise CheckpointError(f"{folder} is incomplete: {listed(missing)} is missing, with a part of what is frozen")
+        raise CheckpointError(f"{folder} is incomplete: a part of what is frozen is missing, {listed(missing)}")
     return [load_file(folder / name) for name in names]
 
 

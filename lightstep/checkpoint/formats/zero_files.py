@@ -166,7 +166,7 @@ def _refuse_missing(
         ]
     if missing:
         raise CheckpointError(
-            f"{folder} is incomplete: {world_size} ranks wrote it, and {listed(missing)} is missing; {_REMEDY}"
+            f"{folder} is incomplete; missing: {listed(missing)} (number of ranks: {world_size}); {_REMEDY}"
         )
 
 
@@ -191,8 +191,8 @@ def _check_partition_counts(files: ZeroFiles) -> None:
         counts = state.get("partition_count", files.world_size)
         if {int(count) for count in (counts if isinstance(counts, list) else [counts])} - {files.world_size}:
             raise CheckpointError(
-                f"{file} was written by a run of {counts} ranks, {files.folder} by one of {files.world_size}: files of "
-                "two runs are mixed"
+                f"the number of ranks is {counts} in {file} and {files.world_size} in {files.folder}: files of two "
+                "runs are mixed"
             )
 
 

@@ -1,0 +1,109 @@
+"""An exponential moving average of a model's weights, whatever updates them and when.
+
+torch's ``AveragedModel`` copies the model, which FSDP2 does not allow, and averages in the weights' dtype: in bf16 most
+steps change nothing. The arithmetic here is torch's (:func:`torch.optim.swa_utils.get_ema_multi_avg_fn`), over fp32
+averages that are sharded as the weights are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.optim.swa_utils import get_ema_multi_avg_fn
+
+from lightstep.distributed import like, local_tensor
+from lightstep.sharding.engine_model import EngineModel
+from lightstep.sharding.model_names import named_tensors, unwrap_model
+from lightstep.sharding.prepared_model import PreparedModel
+
+
+class WeightAverage:
+    """Averages of the trainable weights: ``average = decay * average + (1 - decay) * weight`` at each :meth:`update`.
+
+    They begin as the weights are now. Checkpoints of the model hold them, unless they are of the weights alone, and a
+    load restores them; from a checkpoint without averages they begin as the weights in it.
+
+    Args:
+        model: what ``prepare_model`` returned. It has one average at a time.
+        decay: between 0 and 1.
+
+    Attributes:
+        tensors: the averages by the parameters' names, fp32, DTensors where the parameters are. 4 bytes for each
+            element of this rank's part, on its device.
+
+    Raises:
+        ValueError: another decay, no trainable weights, or weights that DeepSpeed's engine keeps.
+    """
+
+    def __init__(self, model: nn.Module, decay: float = 0.999) -> None:
+        if not 0 < decay < 1:
+            raise ValueError(f"decay is {decay}; a number between 0 and 1 is needed, such as 0.999")
+        if isinstance(model, EngineModel):
+            raise ValueError("DeepSpeed's engine keeps these weights; averages need another kind of sharding")
+        self.decay, self._model = decay, unwrap_model(model)
+        self._record = PreparedModel.of(self._model)
+        self._record.wait_for_updates()
+        self._weights = {
+            named.name: named.tensor
+            for named in named_tensors(model)
+            if named.tensor.requires_grad and named.tensor.is_floating_point()
+        }
+        if not self._weights:
+            raise ValueError(f"{type(self._model).__name__} has no trainable weights to average")
+        self.tensors = {name: _fp32_copy(weight) for name, weight in self._weights.items()}
+        self._take_in = get_ema_multi_avg_fn(decay)
+        self._record.average = self
+
+    def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """This rank's part of each average and of its weight."""
+        self._record.wait_for_updates()
+        for name, weight in self._weights.items():
+            yield local_tensor(self.tensors[name]), local_tensor(weight).detach()
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Take in the weights as they are after the last step, whose deferred updates are waited for.
+
+        Between a forward and its backward nothing is left to wait for.
+        """
+        for average, weight in self._pairs():
+            self._take_in([average], [weight.float()], None)
+
+    @torch.no_grad()
+    def restart(self, names: Iterable[str] | None = None) -> None:
+        """These averages (default: all) begin again as the weights are now."""
+        chosen = self.tensors.keys() if names is None else set(names)
+        for name, (average, weight) in zip(self.tensors, list(self._pairs()), strict=True):
+            if name in chosen:
+                average.copy_(weight)
+
+    @contextlib.contextmanager
+    def applied(self) -> Iterator[None]:
+        """In the body the model has the averages, rounded to its dtype; after it its own weights, to the last bit.
+
+        For evaluation and export, between steps. The weights are kept on their device meanwhile.
+        """
+        pairs = list(self._pairs())
+        kept = [weight.clone() for _, weight in pairs]
+        try:
+            self._write((weight, average) for average, weight in pairs)
+            yield
+        finally:
+            self._write((weight, own) for (_, weight), own in zip(pairs, kept, strict=True))
+
+    @torch.no_grad()
+    def _write(self, weights: Iterable[tuple[Tensor, Tensor]]) -> None:
+        for module in self._model.modules():
+            if isinstance(module, FSDPModule):  # a forward without backward leaves gathered weights in the root
+                module.reshard()
+        for weight, value in weights:
+            weight.copy_(value)
+
+
+def _fp32_copy(weight: Tensor) -> Tensor:
+    local = local_tensor(weight).detach()
+    return like(weight, torch.empty_like(local, dtype=torch.float32).copy_(local))

@@ -1,0 +1,98 @@
+"""Copies of tensors on the host, in memory that is page-locked once and kept for the next time.
+
+On an accelerator a copy is queued on the current stream: the caller goes on, and whatever is queued behind it may write
+to the tensor. On the CPU it is made at once.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lightstep.distributed import local_tensor
+from lightstep.state.host_memory import HostSlab, require
+
+__all__ = ["KeptCopies"]
+
+_SMALLEST, _LARGEST = 1 << 20, 256 << 20
+"""Bytes of a slab; one tensor may need more. Slabs grow with what is there already."""
+
+_ALIGNMENT = 64
+_WHAT = "a copy of what is saved while training goes on"
+_ADVICE = "A save that is waited for (asynchronous=False) needs no copy"
+
+
+class KeptCopies:
+    """Copies of one moment at a time: :meth:`start_over` gives the memory of the last ones to the next."""
+
+    def __init__(self) -> None:
+        self._slabs: dict[torch.device, list[HostSlab]] = {}
+        self._used: dict[HostSlab, int] = {}
+        self._made: dict[Tensor, Tensor] = {}
+        self._expected = 0
+        self._queued: dict[torch.device, torch.Event] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Host memory held."""
+        return sum(slab.nbytes for slab in self._used)
+
+    def start_over(self) -> None:
+        """Nobody reads the copies of before."""
+        self._used = dict.fromkeys(self._used, 0)
+        self._made, self._expected = {}, 0
+
+    def reserve(self, nbytes: int) -> None:
+        """So much more will be asked for.
+
+        Raises:
+            HostMemoryError: there is not enough; nothing has been taken.
+        """
+        self._expected += nbytes
+        if self._expected > self.nbytes:
+            require(self._expected - self.nbytes, _WHAT, _ADVICE)
+
+    def room(self, tensor: Tensor) -> Tensor:
+        """Host memory for a copy of ``tensor``, contiguous.
+
+        Raises:
+            HostMemoryError: there is not enough.
+        """
+        if not tensor.numel():
+            return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+        slabs = self._slabs.setdefault(tensor.device, [])
+        slab = next((slab for slab in slabs if slab.nbytes - self._used[slab] >= tensor.nbytes), None)
+        if slab is None:
+            slab = self._new_slab(tensor)
+            slabs.append(slab)
+        start = self._used.get(slab, 0)
+        self._used[slab] = start + -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+        return slab.tensor(tensor.dtype, tuple(tensor.shape), start)
+
+    def _new_slab(self, tensor: Tensor) -> HostSlab:
+        nbytes = max(tensor.nbytes, min(max(self.nbytes, _SMALLEST), _LARGEST))
+        return HostSlab(nbytes, device=tensor.device, what=_WHAT)
+
+    def copy(self, tensor: Tensor) -> Tensor:
+        """A copy of its local part as the current stream has it; see :meth:`arrived`."""
+        local = local_tensor(tensor).detach()
+        return self.room(local).copy_(local, non_blocking=True)
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """The same, made once until :meth:`start_over`."""
+        if tensor not in self._made:
+            self._made[tensor] = self.copy(tensor)
+        return self._made[tensor]
+
+    def seal(self) -> None:
+        """No more copies are made of this moment."""
+        self._made = {}
+        for device in self._slabs:
+            if device.type != "cpu":
+                self._queued.setdefault(device, torch.Event(device)).record(torch.accelerator.current_stream(device))
+
+    def arrived(self, copy: Tensor) -> Tensor:
+        """``copy``, once it is there: for a thread that reads; after :meth:`seal`."""
+        for event in self._queued.values():
+            event.synchronize()
+        return copy
