@@ -27,14 +27,18 @@ class Launcher:
     ) -> None:
         if not n:
             return
-        kinds = [None if one is None else (one.dtype, one.data_ptr() % 16 == 0) for one in tensors]
-        wide = [isinstance(one, int) and abs(one) >= _INT32 for one in (n, *numbers)]
-        key = (tensors[0].device, *kinds, *wide, *constants)  # type: ignore[union-attr]
+        dtypes, aligned = [], 0  # kernels are specialised for addresses that are multiples of 16
+        for one in tensors:
+            dtypes.append(None if one is None else one.dtype)
+            aligned += aligned + (one is None or one.data_ptr() % 16 == 0)
+        wide = n >= _INT32 or any(isinstance(one, int) and abs(one) >= _INT32 for one in numbers)
+        device = tensors[0].device  # type: ignore[union-attr]
+        key = (device, aligned, wide, *dtypes, *constants)
         arguments = (*tensors, *numbers, n, *constants, self._block)
         grid = (-(-n // self._block), 1, 1)
         compiled = self._compiled.get(key)
+        if compiled is not None and not wide and torch.cuda.current_device() == device.index:
+            compiled[grid](*arguments)
+            return
         with torch.cuda.device_of(tensors[0]):  # Triton launches on the current device; nothing to do on the CPU
-            if compiled is not None:
-                compiled[grid](*arguments)
-            else:
-                self._compiled[key] = self._kernel[grid](*arguments, **self._options)
+            self._compiled[key] = self._kernel[grid](*arguments, **self._options)

@@ -62,7 +62,8 @@ def stochastically_rounded(value: Tensor, key: str, step: int, numbers: np.ndarr
     places = np.arange(bits.size) if numbers is None else numbers
     codes = (bits.astype(np.uint64) + noise(key, step, places).reshape(bits.shape)) >> 16
     codes = np.where(np.isnan(bits.view(np.float32)), (bits >> 16) | 0x40, codes)
-    return torch.from_numpy(codes.astype(np.uint16).view(np.int16)).view(torch.bfloat16).to(value.device)
+    rounded = torch.from_numpy(codes.astype(np.uint16).view(np.int16)).view(torch.bfloat16)
+    return torch.empty_like(value, dtype=torch.bfloat16).copy_(rounded)  # with its strides, which torch insists on
 
 
 def noise(key: str, step: int, numbers: np.ndarray) -> np.ndarray:
