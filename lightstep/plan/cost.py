@@ -10,7 +10,7 @@ _BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 _MOMENTS = {"float32": 8, "bfloat16": 4}
 _MASTER = 4
 _SPLIT_MASTER = 2
-"""The low half of a master whose high half is the bf16 weight; `stream` moves and keeps only that."""
+"""The low half of a master whose high half is the bf16 weight; `bulk` alone keeps masters whole."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Cost:
 
 
 def cost(config: StrategyConfig) -> Cost:
-    """Per parameter with AdamW."""
+    """Per parameter with AdamW on a GPU; on a CPU ``resident`` keeps masters whole."""
     sharding = config.sharding
     if isinstance(sharding, DeepSpeedSharding):
         on_host = sharding.offload == "cpu"
@@ -81,5 +81,5 @@ def _state_bytes(config: StrategyConfig) -> int:
         return moments + _MASTER  # fp32 weights have masters beside them there too
     if precision.parameters == "float32" or not precision.master_weights:
         return moments
-    split = backend == "stream" and precision.parameters == "bfloat16"
+    split = backend != "bulk" and precision.parameters == "bfloat16"
     return moments + (_SPLIT_MASTER if split else _MASTER)

@@ -134,7 +134,8 @@ class _Bytes:
         all_state = self.own * self.state_width
         resident, streamed = self._divided(all_state)
         held = self._held_for_steps(all_state) + self._buckets()
-        speculative = self.own * self.width if self.speculates else 0
+        tried = streamed / all_state if all_state else 0
+        speculative = self.own * self.width * tried if self.speculates else 0
         base = weights + resident + held + speculative
         moved = all_state if state.backend == "bulk" else 0
         sums = 0 if self.config.sharding.kind == "fsdp2" else self._sums()

@@ -25,4 +25,5 @@ class ChecksummedWeights:
 
     def fingerprints(self, weight: Tensor, first: int, ranges: Any, out: Tensor) -> None:
         codes: Any = weight.view(torch.int16).numpy()
-        out.copy_(torch.tensor([zlib.crc32(codes[start:stop]) for start, stop in ranges], dtype=torch.int64))
+        sums = [zlib.crc32(codes[start:stop]) for start, stop in ranges]
+        out.copy_(torch.tensor(sums, dtype=torch.int64, device="cpu"))

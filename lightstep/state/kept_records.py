@@ -44,7 +44,7 @@ class RecordBackend(StateBackend):
         self._needs: dict[torch.device, Any] = {}
         self._open: tuple[Record, Slot, list[Segment]] | None = None
         self._marks: dict[Record, Tensor] | None = None
-        self._entries = Entries(self._splitter_of, None)
+        self._entries = Entries(_no_splitter, None)  # it must not refer to the backend, which has it
 
     # -- what a backend adds
 
@@ -229,6 +229,7 @@ class RecordBackend(StateBackend):
     def _write(self, record: Record, segments: Sequence[Segment]) -> None:
         staging, splitter = self._staging_on(record.device), self._splitter_of(record.device)
         copies: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}  # of one dtype, for one kernel
+        touched = [segment for segment in segments if segment.touched]
         for segment in segments:
             weights, sources = segment.write(staging, splitter)
             if weights:
@@ -238,7 +239,7 @@ class RecordBackend(StateBackend):
         for weights, sources in copies.values():
             torch._foreach_copy_(weights, sources)
         if self._marks is not None:
-            for segment in segments:
+            for segment in touched:
                 if segment.coding != "own" and segment.has_state:
                     segment.mark(staging, splitter, self._marks[record])
 
@@ -380,3 +381,7 @@ def same_rounding_on_host(weight: Tensor, master: Tensor) -> bool:
 def was_rounded_from(local: Tensor, master: Tensor) -> bool:
     """Whether ``master`` says more than ``local``, which it rounds to."""
     return same_rounding(local, master) and not torch.equal(master.to(local.device), local.float())
+
+
+def _no_splitter(device: torch.device) -> MasterSplitter:
+    raise AssertionError("there are no records")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -66,7 +67,7 @@ class ResidentBackend(RecordBackend):
             self._slots.pop(record, None)
             record.close()
         self._handed_out = {part: views for part, views in self._handed_out.items() if part in self._home}
-        self._entries = Entries(self._splitter_of, self._marks)
+        self._entries = Entries(functools.partial(_splitter_on, self._splitters, self._make_splitter), self._marks)
         for item, entries in carried.items():
             if entries:
                 self.load(item, entries)
@@ -107,11 +108,9 @@ class ResidentBackend(RecordBackend):
         return "split" if self._marks is not None and _splits(owner) else "whole"
 
     def _splitter_of(self, device: torch.device) -> MasterSplitter:
-        if self._make_splitter is None or self._marks is None:
+        if self._marks is None:
             return None  # type: ignore[return-value]  # masters are whole
-        if device not in self._splitters:
-            self._splitters[device] = self._make_splitter(device)
-        return self._splitters[device]
+        return _splitter_on(self._splitters, self._make_splitter, device)
 
     # -- state seen from outside
 
@@ -315,6 +314,17 @@ class ResidentBackend(RecordBackend):
         self._lanes, self._snapshot = {}, None
         self._slots, self._handed_out, self._slabs, self._away = {}, {}, {}, False
         self._forget_everything()
+
+
+def _splitter_on(
+    known: dict[torch.device, MasterSplitter],
+    make: Callable[[torch.device], MasterSplitter] | None,
+    device: torch.device,
+) -> MasterSplitter:
+    if device not in known:
+        assert make is not None, "masters are whole"
+        known[device] = make(device)
+    return known[device]
 
 
 def _splits(owner: Managed) -> bool:

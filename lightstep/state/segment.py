@@ -8,7 +8,7 @@ flat data would not give torch's own bits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
@@ -95,7 +95,7 @@ class Segment:
         self.state: dict[str, Any] = {}
         self._views: Views | None = None
         self._staging: Staging
-        self._join: Callable[[], Tensor] | None = None
+        self._to_join: tuple[Views, Staging, MasterSplitter, Mapping[Managed, Tensor]] | None = None
         self._master: Tensor | None = None
         self._written = False
 
@@ -143,7 +143,7 @@ class Segment:
             views = slot.views[self] = Views(self, slot)
         self._views, history = views, self.parts[0].history
         self._master, self._written = None, False
-        self._staging, self._join = staging, lambda: self._joined(views, staging, splitter, initial)
+        self._staging, self._to_join = staging, (views, staging, splitter, initial)
         self.state = {}
         if history is not None:
             if history.parts > len(self.parts):
@@ -175,8 +175,8 @@ class Segment:
     def master(self) -> Tensor:
         """fp32 on the device, while the segment is open; joined when it is first asked for."""
         if self._master is None:
-            assert self._join is not None, "the segment is not open"
-            self._master = self._join()
+            assert self._to_join is not None, "the segment is not open"
+            self._master = self._joined(*self._to_join)
         return self._master
 
     def _joined(
@@ -210,6 +210,11 @@ class Segment:
         if self.coding == "own":
             return Rows(None, None, weight) if weight.dtype == torch.float32 else None
         return Rows(weight, views.low, views.master)
+
+    @property
+    def touched(self) -> bool:
+        """Whether masters were asked for, or updated without that: if not, weights and record are as they were."""
+        return self._written or self._master is not None
 
     def written(self) -> None:
         """Weights, masters and entries of :meth:`rows` are updated."""
@@ -288,7 +293,7 @@ class Segment:
         left = self._write_master(views, staging, splitter)
         if self.has_state:
             self._round(views, staging)
-        self.state, self._views, self._master, self._join = {}, None, None, None
+        self.state, self._views, self._master, self._to_join = {}, None, None, None
         return left
 
     def _write_master(

@@ -148,7 +148,8 @@ class StreamBackend(RecordBackend):
             self._residency.forget([record])
             record.close()
         self._residency.unsettle()
-        self._entries, self._walk = Entries(self._splitter_of, self._marks), []
+        on_host = self._host_splitter
+        self._entries, self._walk = Entries(lambda _: on_host, self._marks), []
         for item, entries in carried.items():
             if entries:
                 self.load(item, entries)
