@@ -298,7 +298,7 @@ def test_roles_that_are_refused_in_a_file(values: dict[str, Any], message: str) 
     [
         (
             lambda strategy: strategy.prepare_model(TinyModel),
-            "mode async needs a process for each worker, and this one",
+            "mode async needs a process for each worker, and torchrun did not start this one",
         ),
         (lambda strategy: strategy.role, "roles.rollout.ranks is 1 and 1 is running"),
     ],
