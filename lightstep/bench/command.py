@@ -133,7 +133,7 @@ def bench(
     max_norm: Annotated[
         float | None,
         typer.Option(
-            help="Whole iterations, without peers: limit of the global norm. Default: 1, which clips every step."
+            help="Whole iterations, without peers: limit of the global norm. Default: 1, which clips the first steps."
         ),
     ] = None,
     roles: Annotated[
