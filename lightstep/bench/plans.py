@@ -89,10 +89,9 @@ def _strategies(asked: Asked) -> Mapping[str, StrategyConfig]:
     chosen = {name: parse_config(read_source(name)[1], name) for name in names}
     for name, config in chosen.items():
         if not plannable(config, asked.gpus):
-            what = "DeepSpeed's" if config.sharding.kind == "deepspeed" else f"for sharding.kind {config.sharding.kind}"
             raise ConfigError(
-                f"--strategy {name} is {what} and cannot be planned for --gpus {asked.gpus}; "
-                "single strategies are for --gpus 1, ddp and fsdp2 for more"
+                f"--strategy {name} has sharding.kind {config.sharding.kind} and cannot be planned for "
+                f"--gpus {asked.gpus}; single is for one GPU, the other kinds are for more"
             )
     if not chosen:
         raise ConfigError("--strategy is empty; give names separated by commas, or leave it out")

@@ -83,7 +83,7 @@ def _time_table(made: Iterable[Plan]) -> list[str]:
         figures = [f"{value:,.0f}" for value in known] or ["–"] * 4
         lines.append(_row(plan.strategy, [*figures, f"{plan.memory.link / 1e9:.1f}"], 10))
     if any(plan.time is None for plan in made):
-        lines.append("–: no rate is known for what it computes in.")
+        lines.append("–: not planned. No rate is known for what it computes in, or it is DeepSpeed's.")
     return lines
 
 
