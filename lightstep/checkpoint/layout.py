@@ -178,7 +178,10 @@ def _read(folder: Path) -> Manifest:
         manifest, unharmed = unseal((folder / MANIFEST).read_bytes())
         version, _ = int(manifest["format"]), dict(manifest["files"])
     except (FileNotFoundError, NotADirectoryError):
-        raise CheckpointError(f"{folder} is not a complete checkpoint: it has no {MANIFEST}") from None
+        raise CheckpointError(
+            f"{folder} is not a complete checkpoint: it has no {MANIFEST}. If another library wrote it, convert it: "
+            f"lightstep checkpoint convert {folder} DST --to lightstep"
+        ) from None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DamagedError(f"{folder / MANIFEST} cannot be read: {error_text(error)}") from error
     if not unharmed:
