@@ -286,7 +286,7 @@ def refuse_engine_files(folder: Path, manifest: Manifest) -> None:
 
 def _check_size(folder: Path, name: str, size: int) -> None:
     if Path(name).is_absolute() or ".." in Path(name).parts:
-        raise CheckpointError(f"{folder / MANIFEST} lists {name!r}, which is no file name")
+        raise CheckpointError(f"{folder / MANIFEST} lists {name!r}, which is not a file name")
     try:
         found = (folder / name).stat().st_size
     except OSError:

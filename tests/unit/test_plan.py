@@ -170,7 +170,7 @@ def test_every_strategy_has_a_plan() -> None:
         made = planner.plan(name, Strategy.load(name).config)
         assert made.memory.peak >= made.memory.weights + made.memory.state
         assert made.memory.peak > 0 and (made.time is None) == (name.startswith(("deepspeed", "fp32")))
-    with pytest.raises(ValueError, match="Linear is no causal language model of transformers"):
+    with pytest.raises(ValueError, match="Linear is not a causal language model of transformers"):
         Strategy.load("resident").plan(nn.Linear(2, 2), 64)
 
 
@@ -220,7 +220,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ((), "MODEL is missing"),
         (("Llama-3.2-3",), "did you mean 'Llama-3.2-3B'"),
         (("Llama-3.2-3B", "--profile", "H10"), "profile 'H10' is not known, did you mean 'H100'"),
-        (("Llama-3.2-3B", "--profile", "H100+pcie3"), "'pcie3' is no link, did you mean 'pcie"),
+        (("Llama-3.2-3B", "--profile", "H100+pcie3"), "'pcie3' is not a known link, did you mean 'pcie"),
         (("Llama-3.2-3B", "--strategy", "fsdp2"), "cannot be planned for --gpus 1"),
         (("json:nothing",), "json:nothing: module 'json' has no attribute 'nothing'"),
     ],

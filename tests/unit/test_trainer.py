@@ -162,8 +162,6 @@ def test_a_resumed_run_takes_the_files_learning_rate(configured: Callable[..., T
     ("strategy", "overrides"),
     [
         ("fp32", {}),
-        ("resident", {}),
-        ("bulk", {}),
         ("stream", {}),
         ("fp16", {"precision.loss_scale": EASY_OVERFLOW}),
     ],
@@ -364,7 +362,7 @@ def test_an_earlier_run_is_moved_aside(configured: Callable[..., TrainConfig], t
 def test_a_folder_that_is_no_run_is_left_alone(configured: Callable[..., TrainConfig], tmp_path: Path) -> None:
     (tmp_path / "runs/run").mkdir(parents=True)
     (tmp_path / "runs/run/thesis.txt").write_text("precious")
-    with pytest.raises(ConfigError, match="is no run of lightstep"):
+    with pytest.raises(ConfigError, match="is not a run of lightstep"):
         _train(configured())
     assert (tmp_path / "runs/run/thesis.txt").read_text() == "precious"
 
@@ -520,7 +518,7 @@ def test_a_hugging_face_folder_with_its_own_tokenizer(
     folder = tmp_path / "pretrained"
     keys = {key: value for key, value in MODEL.items() if key != "model_type"}
     LlamaForCausalLM(LlamaConfig(vocab_size=16, **keys)).save_pretrained(folder)
-    with pytest.raises(ConfigError, match="tokenizer cannot be loaded"):
+    with pytest.raises(ConfigError, match="has no tokenizer; save one there"):
         _train(configured(model=str(folder)))
     word_tokenizer().save_pretrained(folder)
     text.write_text("red green blue " * 400)
@@ -533,7 +531,7 @@ def test_a_hugging_face_folder_with_its_own_tokenizer(
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        ("nowhere", "model.path nowhere is no folder"),
+        ("nowhere", "model.path nowhere is not a folder"),
         ({"config": {"model_type": "lama"}}, "model.config.model_type is 'lama'"),
         (
             {"config": {"model_type": "llama", "hiden_size": 8}},
@@ -559,12 +557,8 @@ def test_a_model_that_cannot_be_made_is_refused(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"optimizer": {"name": "AdmW"}}, "optimizer.name is 'AdmW', did you mean 'AdamW'"),
         ({"optimizer": {"name": "collections.OrderedDict"}}, "import path of an Optimizer class is needed"),
         ({"optimizer": {"name": "no.such.Thing"}}, "No module named 'no'"),
-        ({"optimizer": {"arguments": {"beta": 0.9}}}, "optimizer: .*beta"),
-        ({"scheduler": {"name": "cosin"}}, "scheduler.name is 'cosin', did you mean 'cosine'"),
-        ({"scheduler": {"name": "cosine", "arguments": {"nonsense": 1}}}, "scheduler: .*nonsense"),
         ({"batch": {"sequences": 4, "length": 32, "accumulation": 3}}, "multiple of 3"),
     ],
 )
@@ -609,7 +603,7 @@ def test_rules_give_each_parameter_its_class_and_settings(
 @pytest.mark.parametrize(
     ("rules", "message"),
     [
-        ([{"kinds": "norm"}], r"optimizer.rules\[0\]: .*'norm' is no kind of parameter"),
+        ([{"kinds": "norm"}], r"optimizer.rules\[0\]: .*'norm' is not a kind of parameter"),
         ([{"kinds": "rest", "arguments": {"beta": 1}}], r"optimizer.rules\[0\]: .*AdamW has no 'beta'"),
         ([{"kinds": "norms"}], "optimizer: .* is trained, and no rule means it"),
     ],
