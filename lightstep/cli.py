@@ -154,7 +154,9 @@ def plan(
     host_memory: Annotated[float | None, typer.Option(help="Of the host, GB. Default: no limit.")] = None,
     profile: Annotated[
         str | None,
-        typer.Option(help="H100, H200, A100, B200, GH200; H100+pcie4: another link. Default: this machine, or H100."),
+        typer.Option(
+            help="H100, H200, A100, B200, GH200; H100+pcie4: another link. Default: this machine's GPU, or H100."
+        ),
     ] = None,
     measure: Annotated[
         bool, typer.Option("--measure", help="Measure this machine's rates first, and keep them. Under a minute.")

@@ -105,8 +105,6 @@ def _profile(asked: Asked) -> Profile:
         return measure_profile()
     if asked.profile is not None:
         return find_profile(asked.profile)
-    kept = kept_profile()
-    if kept is not None:
-        return kept
-    known = profile_of_device(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
-    return known or find_profile(_DEFAULT)
+    if not torch.cuda.is_available():  # what was measured of a CPU says nothing of the GPUs that are asked about
+        return find_profile(_DEFAULT)
+    return kept_profile() or profile_of_device(torch.cuda.get_device_name()) or find_profile(_DEFAULT)

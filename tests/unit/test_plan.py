@@ -204,7 +204,7 @@ def _run(*arguments: object) -> tuple[int, str]:
 
 
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rates, "kept_profile", lambda: None)
+    monkeypatch.setattr(rates, "kept_profile", lambda: None)  # of a machine with a GPU
     (tmp_path / "config.json").write_text(json.dumps(TINY))
     code, said = _run(tmp_path, "--tokens", 64, "--plot", tmp_path / "plan.png")
     assert code == 0 and "stream-overlap" in said and "fsdp2" not in said and (tmp_path / "plan.png").is_file()
