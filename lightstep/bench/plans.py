@@ -105,6 +105,6 @@ def _profile(asked: Asked) -> Profile:
         return measure_profile()
     if asked.profile is not None:
         return find_profile(asked.profile)
-    if not torch.cuda.is_available():  # what was measured of a CPU says nothing of the GPUs that are asked about
+    if not torch.cuda.is_available():
         return find_profile(_DEFAULT)
     return kept_profile() or profile_of_device(torch.cuda.get_device_name()) or find_profile(_DEFAULT)
