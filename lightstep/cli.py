@@ -283,9 +283,10 @@ def verify(
     with _one_sentence(debug):
         from lightstep.checkpoint import verify_checkpoints
 
-        for each in [verified for folder in folders for verified in verify_checkpoints(folder)]:
-            damaged = damaged or bool(each.damage)
-            sys.stdout.write(f"{each.path}: {_verdict(each)}\n")
+        for folder in folders:
+            for each in verify_checkpoints(folder):
+                damaged = damaged or bool(each.damage)
+                sys.stdout.write(f"{each.path}: {_verdict(each)}\n")
     if damaged:
         raise typer.Exit(FAILED)
 
