@@ -74,12 +74,16 @@ class Plan:
 
     def __str__(self) -> str:
         """One line."""
-        said = f"{self.memory.peak / 1e9:.1f} GB of device memory at the peak"
+        said = f"{_size(self.memory.peak)} of device memory at the peak"
         if self.memory.host:
-            said += f", {self.memory.host / 1e9:.1f} GB of host memory"
+            said += f", {_size(self.memory.host)} of host memory"
         if self.time is not None:
-            said += f", {self.time.iteration:,.0f} ms per step"
+            said += f", {self.time.iteration:,.{0 if self.time.iteration >= 10 else 2}f} ms per step"
         return said if self.reason is None else f"{said}; {self.reason}"
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 1e9:.1f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:.1f} MB"
 
 
 class Planner:

@@ -126,7 +126,7 @@ def test_the_state_is_what_the_optimizer_holds(moments: str) -> None:
     optimizer.step()
     held = optimizer.memory_report()["host_bytes"]
     assert held == pytest.approx(planned_one.memory.host, rel=0.15), "but for whole pages"
-    assert planned_one.time is not None and planned_one.fits and "GB of host memory" in str(planned_one)
+    assert planned_one.time is not None and planned_one.fits and " MB of host memory" in str(planned_one)
 
 
 def test_sums_of_earlier_micro_batches_are_counted() -> None:
