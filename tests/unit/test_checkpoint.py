@@ -629,7 +629,7 @@ def test_an_index_does_not_lead_out_of_the_folder(tmp_path: Path) -> None:
     index = (folder / "tensors.json").read_text().replace("__0_0_0.distcp", "../outside.distcp")
     (folder / "tensors.json").write_text(index)
     forge(folder, files=files)
-    with pytest.raises(CheckpointError, match=r"'\.\./outside\.distcp', which is no file name"):
+    with pytest.raises(CheckpointError, match=r"'\.\./outside\.distcp', which is not a file name"):
         load_checkpoint(folder, small_model())
 
 
