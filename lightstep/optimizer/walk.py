@@ -135,11 +135,15 @@ class UnitWalk:
         self.finish(update.elsewhere)
         update.values.give_back()
 
-    def begin(self, managed: Collection[Managed], order: Sequence[Unit] | None = None) -> None:
-        """``order``: in which the units will come, as far as is known; ``None`` is the backend's own."""
+    def begin(self, managed: Collection[Managed], order: Sequence[Unit] | None = None, ahead: bool = True) -> None:
+        """``order``: in which the units will come, as far as is known; ``None`` is the backend's own.
+
+        Args:
+            ahead: the gradients of later units are there when an earlier one is updated.
+        """
         with self.broken.guard("the beginning of the update"):
             self._backend.begin(managed, order)
-            self.shared.begin(managed, order)
+            self.shared.begin(managed, order, ahead)
 
     def unit(self, unit: Unit, update: Update) -> list[Managed]:
         """Update one unit; returns the parameters that are complete with it."""

@@ -117,9 +117,10 @@ def few_matrices(model: nn.Module) -> list[dict[str, Any]]:
     return [{**muon, "params": chosen}, {**adamw, "params": others}]
 
 
-def check_exact(
+def beside_a_loop(
     rank: int, world_size: int, sharding: dict[str, Any], state: dict[str, Any], groups: Any = groups_of
-) -> None:
+) -> tuple[Any, Any, Any, Any]:
+    """Strategy, model and optimizer, in several units; and the loop."""
     replica: Any = representable(_seeded()).to(device_of(rank, world_size), torch.bfloat16)
     strategy, model, optimizer = made(sharding, state, groups)
     blocks = [list(block.parameters()) for block in replica.blocks]
@@ -130,22 +131,131 @@ def check_exact(
     loop = GatheringLoop(
         replica, trained, units=[*blocks, rest], max_norm=0.5, shard=sharding.get("mesh", {}).get("shard")
     )
+    return strategy, model, optimizer, loop
+
+
+def slow_lanes(strategy: Any, optimizer: Any, rank: int) -> None:
+    (random_delays if strategy.device.type == "cpu" else random_sleeps)(_inner(optimizer).lanes, rank)
+
+
+def assert_same(model: Any, optimizer: Any, loop: Any) -> None:
+    found = content(model, optimizer)
+    for name, parameter in loop.model.named_parameters():
+        assert torch.equal(found[f"{name}.weight"], parameter.cpu()), f"{name} differs"
+        for key, value in loop.state(parameter).items() if parameter in loop.masters else ():
+            if isinstance(value, Tensor):
+                assert torch.equal(found[f"{name}.{key}"].to(value.dtype), value.cpu()), f"{key} of {name} differs"
+
+
+def check_exact(
+    rank: int, world_size: int, sharding: dict[str, Any], state: dict[str, Any], groups: Any = groups_of
+) -> None:
+    strategy, model, optimizer, loop = beside_a_loop(rank, world_size, sharding, state, groups)
     train(strategy, model, optimizer, rank, range(1), loop)
     if state["backend"] == "stream":
-        (random_delays if strategy.device.type == "cpu" else random_sleeps)(_inner(optimizer).lanes, rank)
+        slow_lanes(strategy, optimizer, rank)
     train(strategy, model, optimizer, rank, range(1, 2), loop)
     optimizer.synchronize()
     for exchange in optimizer.engine.classes.exchanges.values():
         exchange.keep(frozenset(optimizer.engine.managed))  # as for new parameters
     train(strategy, model, optimizer, rank, range(2, 4), loop)
-    found = content(model, optimizer)
+    optimizer.synchronize()
     if world_size > 1:
         _check_exchange(optimizer)
-    for name, parameter in replica.named_parameters():
-        assert torch.equal(found[f"{name}.weight"], parameter.cpu()), f"{name} differs"
-        for key, value in loop.state(parameter).items() if parameter in loop.masters else ():
-            if isinstance(value, Tensor):
-                assert torch.equal(found[f"{name}.{key}"].to(value.dtype), value.cpu()), f"{key} of {name} differs"
+    assert_same(model, optimizer, loop)
+    optimizer.close()
+
+
+# -- tried in backward
+
+
+class Watched:
+    """What becomes of the units that ranks try together; every step is tried."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.overlap: Overlap = optimizer.engine.schedule
+        self.became: list[str] = []
+        decide, withdraw = self.overlap._decide, self.overlap.withdraw
+
+        def decided(trial: Any, update: Any) -> None:
+            self._note(trial, self.overlap._verdict.read())
+            decide(trial, update)
+
+        def withdrawn() -> None:
+            self._note(self.overlap._trial, "withdrawn")
+            withdraw()
+
+        self.overlap._decide, self.overlap.withdraw = decided, withdrawn  # type: ignore[method-assign]
+        self.overlap._count_verdict = lambda: setattr(self.overlap, "_pause", 0)  # type: ignore[method-assign]
+
+    def _note(self, trial: Any, verdict: str) -> None:
+        if trial is not None and trial.together & set(trial.units):
+            self.became.append(verdict)
+
+
+def read_in_backward(rank: int, step: int, model: Any, overlap: Overlap) -> None:
+    """One rank reads what was tried already, in the middle of what all of them try."""
+    submit = overlap._try
+
+    def tried(trial: Any, units: Any) -> None:
+        submit(trial, units)
+        if trial.line and trial.units:
+            overlap.wait_for_update(list(trial.used))
+
+    overlap._try = tried if rank == 1 else submit  # type: ignore[method-assign]
+
+
+def other_order(rank: int, step: int, model: Any, overlap: Overlap) -> None:
+    """One rank sees its gradients last to first, when backward is over."""
+    collect, rest, held = overlap._collect, overlap._try_together, []
+
+    def tried(trial: Any, rest_: bool = False, **settings: Any) -> None:
+        while settings.get("rest") and held:
+            collect(*held.pop())
+        rest(trial, **settings)
+
+    if rank == 0:
+        overlap._collect = lambda *collected: held.append(collected)  # type: ignore[method-assign]
+        overlap._try_together = tried  # type: ignore[method-assign]
+
+
+def no_room(rank: int, step: int, model: Any, overlap: Overlap) -> None:
+    overlap._pause = int(rank == 0)
+    overlap._count_verdict = lambda: None  # type: ignore[method-assign]
+
+
+def nothing(rank: int, step: int, model: Any, overlap: Overlap) -> None:
+    pass
+
+
+TRIES: list[tuple[Any, float, list[str]]] = [
+    (nothing, 1e6, []),  # the state is made
+    (nothing, 1e6, ["commit"]),
+    (nothing, 0.05, ["redo"]),
+    (other_order, 1e6, ["commit"]),
+]
+
+
+def check_tried(rank: int, world_size: int) -> None:
+    strategy, model, optimizer, loop = beside_a_loop(rank, world_size, {}, STATES["stream, overlap"])
+    watched = None
+    for step, (act, max_norm, expected) in enumerate(TRIES):
+        optimizer.max_norm = loop.max_norm = max_norm
+        if watched is not None:
+            kept = dict(vars(watched.overlap))
+            act(rank, step, model, watched.overlap)
+        train(strategy, model, optimizer, rank, range(step, step + 1), loop)
+        if watched is None:
+            watched = Watched(optimizer)
+            slow_lanes(strategy, optimizer, rank)
+            continue
+        for name in ("_try", "_collect", "_try_together", "_count_verdict"):
+            vars(watched.overlap).pop(name, None)
+            if name in kept:
+                setattr(watched.overlap, name, kept[name])
+        assert watched.became == expected, (step, watched.became)
+        watched.became.clear()
+    assert_same(model, optimizer, loop)
     optimizer.close()
 
 
