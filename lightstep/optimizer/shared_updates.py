@@ -43,12 +43,16 @@ class _Started:
 
 
 class SharedUpdates:
-    """Those of one optimizer."""
+    """Those of one optimizer.
+
+    Attributes:
+        units: of the step under way, in the order in which the walk comes to them.
+    """
 
     def __init__(self, classes: GroupClasses, backend: StateBackend) -> None:
         self._classes, self._exchanges, self._backend = classes, classes.exchanges, backend
         self._gathered = GatheredUpdates(classes.exchanges)
-        self._units: list[Unit] = []
+        self.units: list[Unit] = []
         self._places: dict[Unit, int] = {}
         self._ahead = self._begun = self._turned = 0
         self._under_way: dict[int, list[_Started]] = {}
@@ -57,9 +61,9 @@ class SharedUpdates:
         """The units of a step, in the order in which the walk will come to them; ``ahead``: see the walk."""
         wanted = frozenset(item for item in managed if item.rows is not None and not item.elsewhere)
         units = (self._backend.units() if order is None else order) if wanted else ()
-        self._units = [unit for unit in units if any(owner in wanted for owner, _, _ in unit.parts)]
-        self._places = {unit: place for place, unit in enumerate(self._units)}
-        known = bool(self._units) and all(item.updated for item in managed)
+        self.units = [unit for unit in units if any(owner in wanted for owner, _, _ in unit.parts)]
+        self._places = {unit: place for place, unit in enumerate(self.units)}
+        known = bool(self.units) and all(item.updated for item in managed)
         momenta = [item for item in wanted if self._classes.of(item.group).sends_directions]
         self._ahead = self._backend.ahead(momenta, MOMENTUM) if ahead and known and momenta else 0
         self._begun, self._turned, self._under_way = 0, 0, {}
@@ -100,9 +104,9 @@ class SharedUpdates:
         """
         if not self._ahead:
             return
-        stop = min(self._places[unit] + self._ahead, len(self._units) - 1) + 1
+        stop = min(self._places[unit] + self._ahead, len(self.units) - 1) + 1
         for place in range(self._begun, stop):
-            found = self._backend.look_ahead(self._units[place], active)
+            found = self._backend.look_ahead(self.units[place], active)
             found = [(segment, entries) for segment, entries in found if self._is_muon(segment)]
             segments, momenta = [segment for segment, _ in found], [entries[MOMENTUM] for _, entries in found]
             self._start(place, segments, momenta, scaled(segments), values)
@@ -168,7 +172,7 @@ class SharedUpdates:
 
     def _turn(self, stop: int) -> None:
         """What was started before this place."""
-        for place in range(self._turned, min(stop, len(self._units))):
+        for place in range(self._turned, min(stop, len(self.units))):
             for started in self._under_way.get(place, ()):  # one that got no gradients was not started
                 settings = started.settings
                 with torch.no_grad():

@@ -1,19 +1,20 @@
-"""Muon on shards under ``update: overlap``: tried in backward by all ranks or by none, whatever happens to one of them."""
+"""Muon on shards under ``update: overlap``: tried in backward by all ranks or none, whatever happens to one of them."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 
 from lightstep.optimizer.overlap import Overlap
 from tests.distributed.models import loss_of
 from tests.distributed.ranks import Pool
 from tests.distributed.test_sharded_muon import STATES, assert_same, beside_a_loop, slow_lanes
+from tests.python import python
 
 Act = Callable[[int, Overlap], contextlib.AbstractContextManager[Any]]
 
@@ -131,3 +132,12 @@ def check_tried(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_the_same_on_all_ranks(pool: Pool, world_size: int) -> None:
     pool.run(check_tried, world_size)
+
+
+def test_a_rank_that_fails_ends(tmp_path: Path) -> None:
+    """With its own error, and the others with it: neither waits for the other until the process group gives up."""
+    ended = python("-m", "tests.distributed.failing_rank", str(tmp_path), cwd=Path.cwd())
+    failed, waiting = ((tmp_path / name).read_text() for name in ("rank1", "rank0"))
+    assert ended.returncode
+    assert "no more room); other ranks wait for this one until its process ends" in failed
+    assert "imed out" not in waiting
