@@ -1,6 +1,6 @@
 """Two ranks train with Muon on shards until one of them fails in the middle of an update: a program of its own.
 
-``python -m tests.distributed.failing_rank FOLDER ERROR BACKEND UPDATE``
+``python -m tests.distributed.failing_rank FOLDER``
 """
 
 from __future__ import annotations
@@ -18,18 +18,16 @@ from torch import Tensor, nn
 import lightstep
 from lightstep.optimizer import shared_updates
 
-ERRORS = {"memory": torch.OutOfMemoryError, "interrupt": KeyboardInterrupt}
+STATE = {"backend": "stream", "update": "overlap", "ring_mib": 0.02}
 
 
-def train(folder: str, error: str, backend: str, update: str) -> None:
+def train(folder: str) -> None:
     rank = int(os.fork() == 0)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
     patience = datetime.timedelta(seconds=100)
     dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=2, timeout=patience)
     try:
-        _steps(
-            rank, error, {"backend": backend, "update": update, **({"ring_mib": 0.02} if backend == "stream" else {})}
-        )
+        _steps(rank)
     except BaseException as failure:
         Path(folder, f"rank{rank}").write_text(f"{type(failure).__name__}: {failure}")
         raise
@@ -39,25 +37,26 @@ def train(folder: str, error: str, backend: str, update: str) -> None:
             os.wait()
 
 
-def _steps(rank: int, error: str, state: dict[str, Any]) -> None:
-    strategy = lightstep.Strategy.load({"sharding": {"kind": "fsdp2"}, "optimizer_state": state})
+def _steps(rank: int) -> None:
+    strategy = lightstep.Strategy.load({"sharding": {"kind": "fsdp2"}, "optimizer_state": STATE})
     model = strategy.prepare_model(nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(6))))
     optimizer = strategy.create_optimizer(model, torch.optim.Muon, lr=0.01)
     original: Any = shared_updates.orthogonal
+    done: list[int] = []
+
+    def orthogonal(direction: Tensor, group: Any) -> Tensor:
+        if rank == 1 and len(done) == 2:
+            raise torch.OutOfMemoryError("no more room")
+        return original(direction, group)
+
+    shared_updates.orthogonal = orthogonal
     for step in range(4):
-        calls: list[Tensor] = []
-
-        def orthogonal(direction: Tensor, group: Any, step: int = step, calls: list[Tensor] = calls) -> Tensor:
-            calls.append(direction)
-            if rank == 1 and step == 2 and len(calls) == 2:
-                raise ERRORS[error]("no more room")
-            return original(direction, group)
-
-        shared_updates.orthogonal = orthogonal
         optimizer.backward(model(torch.ones(2, 8, dtype=torch.bfloat16)).float().square().sum())
         optimizer.step()
+        optimizer.synchronize()
+        done.append(step)
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    train(*sys.argv[1:])
+    train(sys.argv[1])
