@@ -162,6 +162,40 @@ def test_every_class_may_be_taken_back(name: str, parameters: str, verdicts: Cou
     assert verdicts["commit"] and verdicts["redo"]
 
 
+class WithMuon(TinyTransformer):
+    def split(self) -> list[dict[str, Any]]:
+        trained = [p for p in self.parameters() if p.requires_grad]
+        matrices = [p for p in trained if p.dim() == 2]
+        return [
+            {"params": matrices, "optimizer_class": torch.optim.Muon, "lr": 0.02},
+            {"params": [p for p in trained if p.dim() != 2]},
+        ]
+
+
+@pytest.mark.parametrize(("clipping", "verdict"), [(NEVER, "commit"), (TIGHT, "redo")])
+@pytest.mark.usefixtures("no_pause")
+def test_whole_matrices_are_tried(
+    clipping: dict[str, Any], verdict: str, monkeypatch: pytest.MonkeyPatch, verdicts: Counter[str]
+) -> None:
+    tested, expected = pair(clipping, make=WithMuon)
+    tested.train(2)
+    attempt, tried = Overlap._try, set()
+
+    def noted(self: Overlap, trial: Any, units: Any) -> None:
+        tried.update(owner.name for unit in units for owner, _, _ in unit.parts)
+        attempt(self, trial, units)
+
+    monkeypatch.setattr(Overlap, "_try", noted)
+    backward(tested)
+    matrices = {name for name, p in tested.named.items() if p.dim() == 2 and p.grad is not None}
+    assert matrices and matrices <= tried, "all of them before step()"
+    tested.optimizer.zero_grad()
+    expected.train(2)
+    assert tested.train(3) == expected.train(3)
+    assert_same(tested.snapshot(), expected.snapshot())
+    assert verdicts[verdict]
+
+
 class Counting(torch.optim.SGD):
     """Counts steps in an attribute of its own, and gets another entry in its fifth step."""
 
