@@ -9,6 +9,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch.distributed as dist
 
 from lightstep.optimizer.overlap import Overlap
 from tests.distributed.models import loss_of
@@ -107,8 +108,14 @@ def check_tried(rank: int, world_size: int) -> None:
         note(overlap._trial, "withdrawn")
         withdraw()
 
-    patches = {"_decide": decided, "withdraw": withdrawn, "_count_verdict": lambda: setattr(overlap, "_pause", 0)}
-    with mock.patch.multiple(overlap, **patches):  # type: ignore[arg-type]
+    patches: dict[str, Any] = {
+        "at_once": 1,
+        "ahead": 0,
+        "_decide": decided,
+        "withdraw": withdrawn,
+        "_count_verdict": lambda: setattr(overlap, "_pause", 0),
+    }
+    with mock.patch.multiple(overlap, **patches):
         for step, (in_backward, before_step, max_norm, expected) in enumerate(STEPS):
             overflow = max_norm != max_norm
             optimizer.max_norm = loop.max_norm = 1.0 if overflow else max_norm
@@ -118,6 +125,9 @@ def check_tried(rank: int, world_size: int) -> None:
             if before_step is not None:
                 before_step(rank, optimizer)
             result = optimizer.step()
+            if rank == 0:
+                optimizer.synchronize()  # alone: what it waits for does not wait for what the others do next
+            dist.barrier()
             if not overflow:
                 loop.backward(loss_of(loop.model, step, 0, rank, strategy.device))
                 loop.step(result.grad_norm)
