@@ -190,7 +190,7 @@ def _seeded() -> nn.Module:
     ("state", "world_size"),
     [
         *(("stream, overlap", 1), ("stream", 2), ("bulk", 3), ("stream, next forward", 3)),
-        *(("stream, short moments", 3), ("resident", 4), ("stream, overlap", 4)),
+        *(("stream, short moments", 3), ("resident", 4)),
     ],
 )
 def test_the_bits_of_whole_matrices(pool: Pool, state: str, world_size: int) -> None:
