@@ -315,8 +315,9 @@ class Overlap(NextForward):
         together, self._together = self._together, False
         if not together:
             return
-        trial = self._trial
-        counts = trial is not None and self._verdict.read() == "commit" and all(map(self._backend.tried, trial.units))
+        trial, counts = self._trial, False
+        if trial is not None and self._verdict.read() == "commit":
+            counts = all(self._backend.tried(unit) for unit in trial.units if unit in trial.together)
         if self._walk.shared.least([counts]) == [0] and trial is not None:
             self._verdict.turn_down()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -115,7 +116,7 @@ def check_tried(rank: int, world_size: int) -> None:
         "withdraw": withdrawn,
         "_count_verdict": lambda: setattr(overlap, "_pause", 0),
     }
-    with mock.patch.multiple(overlap, **patches):
+    with mock.patch.multiple(overlap, **patches), mock.patch.object(overlap._share, "adapt"):
         for step, (in_backward, before_step, max_norm, expected) in enumerate(STEPS):
             overflow = max_norm != max_norm
             optimizer.max_norm = loop.max_norm = 1.0 if overflow else max_norm
@@ -146,7 +147,8 @@ def test_the_same_on_all_ranks(pool: Pool, world_size: int) -> None:
 
 def test_a_rank_that_fails_ends(tmp_path: Path) -> None:
     """With its own error, and the others with it: neither waits for the other until the process group gives up."""
-    ended = python("-m", "tests.distributed.failing_rank", str(tmp_path), cwd=Path.cwd())
+    without_gpu = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    ended = python("-m", "tests.distributed.failing_rank", str(tmp_path), cwd=Path.cwd(), env=without_gpu)
     failed, waiting = ((tmp_path / name).read_text() for name in ("rank1", "rank0"))
     assert ended.returncode
     assert "no more room); other ranks wait for this one until its process ends" in failed
