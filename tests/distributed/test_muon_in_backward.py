@@ -15,7 +15,7 @@ import torch.distributed as dist
 from lightstep.optimizer.overlap import Overlap
 from tests.distributed.models import loss_of
 from tests.distributed.ranks import Pool
-from tests.distributed.test_sharded_muon import STATES, assert_same, beside_a_loop, slow_lanes
+from tests.distributed.test_sharded_muon import STATES, assert_same, beside_a_loop, round_moments, slow_lanes
 from tests.python import python
 
 Act = Callable[[int, Overlap], contextlib.AbstractContextManager[Any]]
@@ -91,8 +91,9 @@ STEPS: list[tuple[Act, Any, float, str]] = [
 ranks try together, on rank 0."""
 
 
-def check_tried(rank: int, world_size: int) -> None:
-    strategy, model, optimizer, loop = beside_a_loop(rank, world_size, {}, STATES["stream, overlap"])
+def check_tried(rank: int, world_size: int, moments: str) -> None:
+    state = {**STATES["stream, overlap"], "moments": moments}
+    strategy, model, optimizer, loop = beside_a_loop(rank, world_size, {}, state)
     overlap: Overlap = optimizer.engine.schedule
     became: list[str] = []
     decide, withdraw = overlap._decide, overlap.withdraw
@@ -132,6 +133,8 @@ def check_tried(rank: int, world_size: int) -> None:
             if not overflow:
                 loop.backward(loss_of(loop.model, step, 0, rank, strategy.device))
                 loop.step(result.grad_norm)
+                if moments == "bfloat16":
+                    round_moments(loop)
             if step == 0:
                 slow_lanes(strategy, optimizer, rank)
             assert rank == 1 or became == [expected] * bool(expected), (step, became)
@@ -140,9 +143,9 @@ def check_tried(rank: int, world_size: int) -> None:
     optimizer.close()
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_the_same_on_all_ranks(pool: Pool, world_size: int) -> None:
-    pool.run(check_tried, world_size)
+@pytest.mark.parametrize(("world_size", "moments"), [(2, "float32"), (3, "bfloat16")])
+def test_the_same_on_all_ranks(pool: Pool, world_size: int, moments: str) -> None:
+    pool.run(check_tried, world_size, moments=moments)
 
 
 def test_a_rank_that_fails_ends(tmp_path: Path) -> None:

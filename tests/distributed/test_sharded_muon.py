@@ -99,10 +99,10 @@ def train(strategy: Any, model: Any, optimizer: Any, rank: int, steps: range, lo
         if loop is not None:
             assert loop.step(result.grad_norm)
             if short:
-                _round_moments(loop)
+                round_moments(loop)
 
 
-def _round_moments(loop: Any) -> None:
+def round_moments(loop: Any) -> None:
     for state in loop.optimizer.state.values():
         for key, value in state.items():
             if key != "step":
