@@ -174,6 +174,7 @@ def _below(values: Values) -> list[str]:
     return [
         f"Mean of iterations that follow each other. exposed: beyond forward and backward of {base} with the gradients",
         "dropped. Peak: largest during an iteration, on one rank. Host waits: in one iteration, the model's own too.",
+        *muon_bounds.sentences(values)[:1],
     ]
 
 
