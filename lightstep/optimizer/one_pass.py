@@ -61,7 +61,8 @@ class OnePass:
             if key not in known:
                 known[key] = self._settings(segment, values)
             settings = known[key]
-            run = None if settings is None else _run(segment, self._stage, own)
+            fits = settings is not None and (_LARGEST in segment.state) == bool(values.of(segment.group)["amsgrad"])
+            run = _run(segment, self._stage, own) if fits else None
             if run is None or not runs_in_one_pass(twin, run, settings, scaling):  # type: ignore[arg-type]
                 left.append(segment)
             else:
