@@ -88,7 +88,8 @@ class OnePass:
             return None
         decoupled = group.get("decoupled_weight_decay", arithmetic.optimizer_class is torch.optim.AdamW)
         rate = lr if on_device else float(lr)
-        return AdamSettings(rate, beta1, beta2, float(decay), float(eps), decoupled, group["maximize"])
+        beta1, beta2, decay, eps = map(float, (beta1, beta2, decay, eps))  # a kernel compiled for ints takes no others
+        return AdamSettings(rate, beta1, beta2, decay, eps, decoupled, group["maximize"])
 
 
 def _is_number(value: Any) -> bool:

@@ -28,7 +28,7 @@ ADAMS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "AdamW": (torch.optim.AdamW, {"lr": 1e-2, "weight_decay": 0.1}),
     "Adam": (torch.optim.Adam, {"lr": 1e-2, "weight_decay": 0.1}),
     "AdamW-amsgrad": (torch.optim.AdamW, {"lr": 1e-2, "amsgrad": True}),
-    "AdamW-maximize": (torch.optim.AdamW, {"lr": torch.tensor(1e-2), "maximize": True, "betas": (0.0, 0.99)}),
+    "AdamW-maximize": (torch.optim.AdamW, {"lr": torch.tensor(1e-2), "maximize": True, "betas": (0, 0.99)}),
 }
 
 
