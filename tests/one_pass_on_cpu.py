@@ -44,6 +44,7 @@ def update(
         row.div_(divisor)
     if factor is not None:
         row.mul_(factor)
+    assert all(type(number) is float for number in numbers[:5])  # a kernel compiled for an int takes no float
     lr, beta1, beta2, decay, eps, _ = numbers
     run = torch._fused_adamw_ if decoupled else torch._fused_adam_
     run(

@@ -145,12 +145,13 @@ class Engine:
             )
         self.schedule.wait_for_update()  # gradients that it still reads may stand where the next ones will be put
         self.watch_gradients()  # parameters may have been cast, frozen or thawed
-        self.gradients.begin_backward()
+        self.gradients.begin_backward(reduced=self.accumulating is not True)
         self._notice_what_was_given_up()
         if not self.loss_scale.is_identity:
             loss = loss.float() * self.loss_scale.tensor(loss.device)
         with self.scaled_backward.running(), self._updating(retain_graph), eager_backward():
             loss.backward(retain_graph=retain_graph)
+        self.gradients.end_backward()
 
     @contextlib.contextmanager
     def _updating(self, retain_graph: bool) -> Iterator[None]:

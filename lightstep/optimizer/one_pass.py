@@ -61,7 +61,8 @@ class OnePass:
             if key not in known:
                 known[key] = self._settings(segment, values)
             settings = known[key]
-            run = None if settings is None else _run(segment, self._stage, own)
+            fits = settings is not None and (_LARGEST in segment.state) == bool(values.of(segment.group)["amsgrad"])
+            run = _run(segment, self._stage, own) if fits else None
             if run is None or not runs_in_one_pass(twin, run, settings, scaling):  # type: ignore[arg-type]
                 left.append(segment)
             else:
@@ -87,7 +88,8 @@ class OnePass:
             return None
         decoupled = group.get("decoupled_weight_decay", arithmetic.optimizer_class is torch.optim.AdamW)
         rate = lr if on_device else float(lr)
-        return AdamSettings(rate, beta1, beta2, float(decay), float(eps), decoupled, group["maximize"])
+        beta1, beta2, decay, eps = map(float, (beta1, beta2, decay, eps))  # a kernel compiled for ints takes no others
+        return AdamSettings(rate, beta1, beta2, decay, eps, decoupled, group["maximize"])
 
 
 def _is_number(value: Any) -> bool:

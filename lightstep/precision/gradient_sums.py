@@ -42,6 +42,9 @@ class SumsInPlace:
             for parameter in parameters:
                 _widen(parameter)
 
+    def make_way(self, parameters: Iterable[Tensor]) -> None:
+        """There is nobody to reduce ``p.grad``."""
+
     def withdraw(self, parameter: Tensor) -> Tensor | None:
         """The sum of earlier micro-batches while a backward runs: it is in ``p.grad``."""
         return None
@@ -121,6 +124,15 @@ class SumsAside:
                 "the parameters' dtype; switch it off, or set precision.reduce to 'parameters'"
             )
 
+    def make_way(self, parameters: Iterable[Tensor]) -> None:
+        """In a backward that has nothing for some of these, their ``p.grad`` is reduced as it is, in their own dtype:
+        sums in fp32 stand aside for :meth:`withdraw`, and zeros in their places."""
+        for parameter in parameters:
+            if parameter.grad is not None and parameter.grad.dtype is torch.float32:
+                self._set_aside(parameter)
+                parameter.grad = torch.zeros_like(parameter, requires_grad=False)
+                self._rounded.add(parameter)
+
     def before(self, parameter: Tensor) -> None:
         """A new gradient is about to arrive in ``p.grad``."""
         if parameter in self._rounded:
@@ -128,15 +140,18 @@ class SumsAside:
             parameter.grad = None
         if parameter.grad is None:
             return
+        self._set_aside(parameter)
+        if not self._waiting_for_the_end:
+            self._waiting_for_the_end = True
+            Variable._execution_engine.queue_callback(_ending(weakref.ref(self)))
+
+    def _set_aside(self, parameter: Tensor) -> None:
         self._merge(parameter)  # several gradients in one backward: reentrant activation checkpointing
         of_this_rank = self.is_of_this_rank(parameter)
         local = local_gradient(parameter, torch.float32)
         assert local is not None
         self._aside[parameter] = local.to(torch.float32), of_this_rank
         parameter.grad = None
-        if not self._waiting_for_the_end:
-            self._waiting_for_the_end = True
-            Variable._execution_engine.queue_callback(_ending(weakref.ref(self)))
 
     def withdraw(self, parameter: Tensor) -> Tensor | None:
         """The sum of earlier micro-batches while a backward runs."""
@@ -159,6 +174,9 @@ class SumsAside:
             return
         earlier, was_of_this_rank = self._aside[parameter]
         of_this_rank = was_of_this_rank
+        if parameter in self._rounded:
+            self._rounded.discard(parameter)
+            parameter.grad = None
         if parameter.grad is not None:
             of_this_rank = self.is_of_this_rank(parameter)
             if was_of_this_rank and not of_this_rank:

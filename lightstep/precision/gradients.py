@@ -30,6 +30,9 @@ class ReducedGradients(Protocol):
     def takes_part(self, parameter: Tensor) -> bool:
         """Whether a gradient of this parameter is of no use before it came through here."""
 
+    def reads_unused(self, parameter: Tensor) -> bool:
+        """Whether ``p.grad`` is reduced as it is where a backward has no gradient for the parameter."""
+
 
 class GradientAccumulator:
     """The gradients of the micro-batches since the last step, one per parameter.
@@ -69,10 +72,21 @@ class GradientAccumulator:
         if self._reduction is not None:
             self._reduction.connect([parameter for parameter, _, _ in watched], self)
 
-    def begin_backward(self) -> None:
-        """A backward begins whose gradients are to be added to those that are there."""
+    def begin_backward(self, reduced: bool) -> None:
+        """A backward begins whose gradients are to be added to those that are there.
+
+        Args:
+            reduced: over the ranks, where there are several.
+        """
         if self._watched:
-            self._sums.begin([parameter for parameter, _, _ in self._watched])
+            watched = [parameter for parameter, _, _ in self._watched]
+            self._sums.begin(watched)
+            if reduced and self._reduction is not None:
+                self._sums.make_way(filter(self._reduction.reads_unused, watched))
+
+    def end_backward(self) -> None:
+        """It has ended: the sums are in ``p.grad``."""
+        self._sums.finish()
 
     # -- what a reduction over ranks does in backward
 

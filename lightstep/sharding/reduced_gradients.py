@@ -72,6 +72,9 @@ class ShardedGradients:
     def takes_part(self, parameter: Tensor) -> bool:
         return False  # before the reduction FSDP2 keeps gradients to itself
 
+    def reads_unused(self, parameter: Tensor) -> bool:
+        return False
+
     def _hook_modules(self) -> None:
         """Anew for every new parameter: the model may have been sharded since the last one."""
         for model in self._models:
@@ -141,6 +144,9 @@ class ReplicatedGradients:
 
     def takes_part(self, parameter: Tensor) -> bool:
         return parameter in self._parameters
+
+    def reads_unused(self, parameter: Tensor) -> bool:
+        return self._find_unused and parameter in self._parameters
 
     @torch.no_grad()
     def _reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:

@@ -216,10 +216,6 @@ class ResidentBackend(RecordBackend):
             self._handed_out.pop(part, None)
         super().load(managed, entries)
 
-    def changed(self, items: Iterable[Managed]) -> list[Managed]:
-        self._return()
-        return super().changed(items)
-
     def _compare(self, record: Record, segments: Sequence[Segment], parts: Sequence[Part]) -> list[Part]:
         self._before_edit([record])
         if self._marks is not None:

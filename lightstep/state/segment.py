@@ -268,7 +268,8 @@ class Segment:
         """Copy everything out of the slot, which is about to be arranged anew."""
         assert self._views is not None
         if self._written:
-            torch._foreach_copy_(*self._unwritten_weights())
+            for weight, updated in zip(*self._unwritten_weights(), strict=True):
+                weight.copy_(updated)
             self._written = False
         self._master = self.master.clone() if self.coding == "whole" else self.master
         for key, view in self._views.entries.items():

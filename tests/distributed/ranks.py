@@ -125,7 +125,6 @@ def _answer(pipe: Connection) -> tuple[bool, Any]:
 
 def _serve(pipe: Connection) -> None:
     """A rank process: check after check until the pipe closes."""
-    torch.set_num_threads(1)
     gc.freeze()  # what was imported before the fork is collected by nobody
     while True:
         try:
@@ -155,6 +154,7 @@ def _run(
     if device.type == "cuda":
         torch.cuda.set_device(device)
     torch.manual_seed(0)
+    torch.set_num_threads(1)  # accelerate sets others, and sums have other bits then
     if meeting_place is not None:
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(

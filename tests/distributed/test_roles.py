@@ -318,14 +318,9 @@ def check_training(rank: int, world_size: int, sharding: dict[str, Any], roles: 
 
 
 @pytest.mark.parametrize("sharding", [FSDP2, DDP], ids=["fsdp2", "ddp"])
-def test_two_of_three_ranks_train_as_two_of_two(tmp_path: Path, sharding: dict[str, Any]) -> None:
-    """In new processes: those that other tests have run in do not all compute the same bits."""
-    pool = Pool()
-    try:
-        _, *among = pool.run(check_training, 3, cpu=True, sharding=sharding, roles=True, folder=str(tmp_path))
-        alone = pool.run(check_training, 2, cpu=True, sharding=sharding, roles=False, folder=str(tmp_path))
-    finally:
-        pool.close()
+def test_two_of_three_ranks_train_as_two_of_two(pool: Pool, tmp_path: Path, sharding: dict[str, Any]) -> None:
+    _, *among = pool.run(check_training, 3, cpu=True, sharding=sharding, roles=True, folder=str(tmp_path))
+    alone = pool.run(check_training, 2, cpu=True, sharding=sharding, roles=False, folder=str(tmp_path))
     for (norm, weights, reference), (norm_alone, weights_alone, _) in zip(among, alone, strict=True):
         assert norm == norm_alone
         assert all(torch.equal(weights[name], weights_alone[name]) for name in weights)

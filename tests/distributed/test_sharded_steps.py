@@ -166,7 +166,7 @@ def test_a_deep_copy_goes_on_by_itself(pool: Pool, sharding: dict[str, Any], bac
 
 
 def check_ddp_unused(rank: int, world_size: int) -> None:
-    """A parameter used on one rank only, one used in an early micro-batch only, and one used nowhere."""
+    """A parameter used on one rank only, one used in early micro-batches only, and one used nowhere."""
 
     class Branches(nn.Module):
         def __init__(self) -> None:
@@ -182,16 +182,21 @@ def check_ddp_unused(rank: int, world_size: int) -> None:
     strategy = load(DDP, clipping={"max_norm": None})
     model = strategy.prepare_model(Branches())
     optimizer = strategy.create_optimizer(model, torch.optim.SGD, lr=1.0, momentum=0.5)
-    for _ in range(2):
-        for micro in range(2):
-            with strategy.accumulate(model, last=micro == 1):
-                optimizer.backward(model(early=micro == 0))
+    for micro_batches in (2, 3):
+        for micro in range(micro_batches):
+            with strategy.accumulate(model, last=micro == micro_batches - 1):
+                optimizer.backward(model(early=micro < micro_batches - 1))
         optimizer.step()
     inner = strategy.unwrap_model(model)
     master = {name: optimizer.state[p].get("master") for name, p in inner.named_parameters() if p in optimizer.state}
     assert master.keys() == {"always", "first_rank", "early"}
-    for name, gradient in {"always": 2.0, "first_rank": 6.0 / world_size, "early": (world_size + 1) / 2}.items():
-        expected = 1.0 - gradient - 1.5 * gradient
+    expected_gradients = {
+        "always": (2.0, 3.0),
+        "first_rank": (6.0 / world_size, 9.0 / world_size),
+        "early": ((world_size + 1) / 2, world_size + 1.0),
+    }
+    for name, (first, second) in expected_gradients.items():
+        expected = 1.0 - first - (0.5 * first + second)
         assert torch.allclose(master[name], torch.full((3,), expected, device=strategy.device)), (name, master[name])
 
 

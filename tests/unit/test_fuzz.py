@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import os
 import pickle
+import random
 import tempfile
 import time
 import warnings
@@ -27,11 +29,17 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import ExponentialLR
 
 import lightstep
+from lightstep.checkpoint.pending import finish_pending
 from lightstep.optimizer.schedule import NextForward
 from lightstep.state import units as units_module
+from lightstep.state.device_snapshot import DeviceSnapshot
+from lightstep.state.snapshot import Snapshot
+from tests import one_pass_on_cpu
 from tests.reference.fuzz_model import LAYERS, FuzzModel, layers_of, loss_of
 from tests.reference.pair import FP16_SCALE, TWO_GROUPS, check_state, same, through_bytes
-from tests.reference.plain_loop import ReferenceLoop
+from tests.reference.plain_loop import ReferenceAverage, ReferenceLoop
+from tests.reference.several_classes import SeveralClasses
+from tests.reference.short_moments import KEPT, NearestMoments, StochasticMoments
 from tests.reference.tiny_model import representable
 from tests.unit.test_stream import random_delays
 
@@ -53,25 +61,53 @@ BY_UNIT: dict[str, dict[str, Any]] = {
 }
 """And with ``clipping.scope: unit``, without a dynamic loss scale."""
 
-MOMENT = {"AdamW": "exp_avg", "SGD-momentum": "momentum_buffer", "Adagrad": "sum"}
+MOMENTS = {
+    "AdamW": ["exp_avg", "exp_avg_sq"],
+    "Adam-amsgrad": ["exp_avg_sq", "max_exp_avg_sq"],
+    "SGD-momentum": ["momentum_buffer"],
+    "Adagrad": ["sum"],
+    "AdamW and Adagrad": ["exp_avg", "sum"],
+}
+"""By optimizer class, what may be edited."""
+
+LOOPS = {"float32": ReferenceLoop, "nearest": NearestMoments, "stochastic": StochasticMoments}
+"""How moments are kept."""
+
 HOOKED = ["embed.weight", "gain", "mix.weight", "blocks.1.down.weight"]
 AT_ANY_TIME = {"step", "fail_in_step"}  # also between a backward that has updated weights and its step
 
 
 def delay_lanes(optimizer: Any, seed: int) -> None:
     """Random sleeps in the lanes of whatever has some by now."""
+    backend = optimizer._backend
     with contextlib.suppress(AssertionError, NotImplementedError):
-        random_delays(optimizer._backend.lanes, seed, 2e-4)
+        random_delays(backend.lanes, seed, 2e-4)
+    for lanes in getattr(backend, "_lanes", None) or [] if backend.name == "resident" else []:
+        random_delays(backend._lanes[lanes], seed, 2e-3)
 
 
 @contextlib.contextmanager
-def small(at_once: int) -> Iterator[None]:
-    """Tiny tensors are cut as large ones are, and few units are submitted at once."""
+def small(at_once: int, one_pass: bool) -> Iterator[None]:
+    """Tiny tensors are cut as large ones are, few units are submitted at once, and saves take their time."""
     with pytest.MonkeyPatch.context() as patch:
+        if one_pass:
+            one_pass_on_cpu.install(patch)
+        for kind in (Snapshot, DeviceSnapshot):
+            patch.setattr(kind, "take", _slowly(kind.take))
         patch.setattr(units_module, "CUT_ELEMENTS", 16)
         patch.setattr(NextForward, "at_once", at_once)
         patch.setattr(NextForward, "ahead", min(at_once, 1))
         yield
+
+
+def _slowly(take: Any) -> Any:
+    chance = random.Random(0)
+
+    def slowly(snapshot: Any, parameter: Tensor, key: str) -> Tensor:
+        time.sleep(chance.random() ** 4 * 2e-3)
+        return take(snapshot, parameter, key)
+
+    return slowly
 
 
 class Programs:
@@ -79,12 +115,22 @@ class Programs:
 
     Args:
         kind: a key of :data:`BY_UNIT`. by_unit: clip by layer. one_group: ``param_groups`` is left out.
-        rounded: start from weights that bf16 holds exactly.
+        rounded: start from weights that bf16 holds exactly. moments: a key of :data:`LOOPS`.
     """
 
     def __init__(
-        self, kind: str, by_unit: bool, dtype: str, base: str, max_norm: Any, one_group: bool, rounded: bool
+        self,
+        kind: str,
+        by_unit: bool,
+        dtype: str,
+        base: str,
+        max_norm: Any,
+        one_group: bool,
+        rounded: bool,
+        moments: str,
     ) -> None:
+        one_group = one_group and "and" not in base
+        self.average: lightstep.WeightAverage | None = None
         self.by_unit, self.dtype, self.base, self.max_norm = by_unit, dtype, base, max_norm
         self.one_group, self.late, self.rounded = one_group, one_group, rounded
         self.number, self.saved, self.folder = 0, None, tempfile.TemporaryDirectory()
@@ -94,34 +140,40 @@ class Programs:
         for parameter in [] if rounded else [model.embed.weight, model.mix.weight, *model.blocks.parameters()]:
             nn.init.uniform_(parameter, -0.5, 0.5)
         given = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-        self.make(kind, model)
+        self.make(kind, model, moments)
         self.twin = copy.deepcopy(self.model)
         self.make_loop(given)
 
     # -- both sides
 
-    def make(self, kind: str, model: nn.Module) -> None:
+    def make(self, kind: str, model: nn.Module, moments: str) -> None:
+        self.moments = "nearest" if self.base == "SGD-momentum" and moments == "stochastic" else moments
+        kept = {} if moments == "float32" else {"moments": "bfloat16", "moments_rounding": self.moments}
         self.kind, self.in_backward, self.begun, self.micro_batches = kind, "in_backward" in kind, False, 0
         self.strategy = lightstep.Strategy.load(
             {
                 "precision": {"parameters": self.dtype, "loss_scale": self.scale},
                 "clipping": {"max_norm": self.max_norm, "scope": "unit" if self.by_unit else "global"},
-                "optimizer_state": BY_UNIT[kind],
+                "optimizer_state": {**BY_UNIT[kind], **kept},
             }
         )
         self.model = self.strategy.prepare_model(model)
         self.named = dict(self.model.named_parameters())  # to reach them without waiting for updates
-        base, values, _ = TWO_GROUPS[self.base]
+        base, values = self.base_class()
         groups = None if self.one_group else self.groups(self.named)
         self.optimizer: Any = self.strategy.create_optimizer(self.model, base, param_groups=groups, **values)
         self.scheduler = ExponentialLR(self.optimizer, 0.9)
 
+    def base_class(self) -> tuple[Any, dict[str, Any]]:
+        several = "and" in self.base  # each group names its own
+        return (torch.optim.AdamW, {}) if several else TWO_GROUPS[self.base][:2]
+
     def make_loop(self, masters: dict[str, Tensor] | None = None) -> None:
         self.twins = dict(self.twin.named_parameters())
-        base, values, _ = TWO_GROUPS[self.base]
-        self.loop = ReferenceLoop(
+        base, values = self.base_class()
+        self.loop = LOOPS[self.moments](
             [{"params": list(self.twins.values())}] if self.one_group else self.groups(self.twins),
-            base,
+            SeveralClasses if "and" in self.base else base,
             loss_scale=self.scale,
             max_norm=self.max_norm,
             scope="unit" if self.by_unit else "global",
@@ -130,16 +182,21 @@ class Programs:
             masters={self.twins[name]: master for name, master in (masters or {}).items()},
             **values,
         )
-        self.loop_scheduler = ExponentialLR(self.loop.optimizer, 0.9)
 
     def groups(self, named: dict[str, nn.Parameter]) -> list[dict[str, Any]]:
         early = [parameter for name, parameter in named.items() if not name.startswith("late")]
         matrices, rest = [p for p in early if p.dim() >= 2], [p for p in early if p.dim() < 2]
-        groups = [{"params": matrices}, {"params": rest, **TWO_GROUPS[self.base][2]}]
+        first, second = self.two_groups()
+        groups = [{"params": matrices, **first}, {"params": rest, **second}]
         return groups + ([self.late_group(named)] if self.late else [])
 
+    def two_groups(self) -> list[dict[str, Any]]:
+        if "and" not in self.base:
+            return [{}, TWO_GROUPS[self.base][2]]
+        return [{"optimizer_class": TWO_GROUPS[one][0], **TWO_GROUPS[one][1]} for one in self.base.split(" and ")]
+
     def late_group(self, named: dict[str, nn.Parameter]) -> dict[str, Any]:
-        return {"params": [named["late.weight"], named["late.bias"]], "lr": 5e-3}
+        return {"params": [named["late.weight"], named["late.bias"]], **self.two_groups()[0], "lr": 5e-3}
 
     def master(self, twin: Tensor) -> Tensor:
         """The textbook's master, or the weight where somebody has written another one."""
@@ -175,7 +232,7 @@ class Programs:
                     if not losses[0].requires_grad:
                         return
                     ours, theirs = (loss * 0 for loss in losses) if special == "zero" else losses
-                    ours.backward() if own else self.optimizer.backward(ours)
+                    ours.backward() if own else self.optimizer.backward(ours, retain_graph=special == "retain")
                     self.loop.backward(theirs)
                 self.number += 1
                 self.micro_batches += 1
@@ -202,6 +259,24 @@ class Programs:
         assert [name for name, parameter in self.named.items() if parameter.grad is not None] == []
         self.begun, self.micro_batches = False, 0
         delay_lanes(self.optimizer, self.number)
+
+    def closure(self, own: bool) -> None:
+        if self.dtype == "float16" or self.in_backward:
+            return
+
+        def ours() -> Tensor:
+            loss = loss_of(self.model, self.number)
+            loss.backward() if own else self.optimizer.backward(loss)
+            return loss
+
+        if loss_of(self.twin, self.number).requires_grad:
+            for twin, master in self.loop.masters.items():
+                master.data.copy_(self.master(twin))
+            self.loop.skip = "step"
+            self.loop.backward(loss_of(self.twin, self.number))
+            result = self.optimizer.step(ours)
+            assert bool(result) == self.loop.step(result.grad_norm)
+            self.number, self.micro_batches = self.number + 1, 0
 
     def zero_grad(self, of_model: bool) -> None:
         if of_model:
@@ -247,7 +322,8 @@ class Programs:
 
     def schedule(self) -> None:
         self.scheduler.step()
-        self.loop_scheduler.step()
+        for group in self.loop.optimizer.param_groups:
+            group["lr"] *= 0.9
 
     def clip(self, max_norm: float | None) -> None:
         self.max_norm = self.optimizer.max_norm = self.loop.max_norm = max_norm
@@ -291,8 +367,8 @@ class Programs:
                 if how == "there and back":
                     parameter.copy_(before)
 
-    def edit_state(self, which: int, in_place: bool) -> None:
-        name, key = list(self.twins)[which], MOMENT[self.base]
+    def edit_state(self, which: int, in_place: bool, entry: int) -> None:
+        name, key = list(self.twins)[which], MOMENTS[self.base][entry % len(MOMENTS[self.base])]
         entries = self.optimizer.state[self.named[name]]
         if not isinstance(entries.get(key), Tensor):
             return
@@ -334,24 +410,57 @@ class Programs:
         self.optimizer.synchronize()
         self.check_weights("the end", self.named)
         self.check_state(self.optimizer.state)
+        self.check_averages()
         assert [g["lr"] for g in self.optimizer.param_groups] == [g["lr"] for g in self.loop.optimizer.param_groups]
+        if self.saved is not None and self.saved[1] is None:
+            self.load(self.kind, True, True, "float32")
+            self.check_weights("what was saved", self.named)
+            self.check_state(self.optimizer.state)
+
+    def averages(self, applied: bool) -> None:
+        if self.average is None:
+            if not any(parameter.requires_grad for parameter in self.named.values()):
+                return
+            self.average = lightstep.WeightAverage(self.model, 0.9)
+            self.expected = ReferenceAverage([self.twins[name] for name in self.average.tensors], 0.9)
+        elif not applied:
+            self.average.update()
+            self.expected.update()
+        else:
+            with self.average.applied():
+                for name, value in zip(self.average.tensors, self.expected.values, strict=True):
+                    same(f"averaged {name}", self.named[name].detach(), value.to(self.named[name].dtype))
+        self.check_averages()
+
+    def check_averages(self) -> None:
+        if self.average is not None:
+            for (name, found), value in zip(self.average.tensors.items(), self.expected.values, strict=True):
+                same(f"average of {name}", found, value)
+
+    def forget_averages(self) -> None:
+        self.average = None
+        gc.collect()
 
     # -- optimizers that come and go
 
-    def save(self, as_checkpoint: bool) -> None:
+    def save(self, how: str) -> None:
+        """``state``, ``checkpoint``, or ``meanwhile``: written while the program goes on."""
         path = Path(self.folder.name) / str(time.monotonic_ns())
-        if as_checkpoint:
-            self.strategy.save_checkpoint(path, self.model, self.optimizer)
-        states = None if as_checkpoint else through_bytes((self.model.state_dict(), self.optimizer.state_dict()))
+        if how != "state":
+            self.strategy.save_checkpoint(path, self.model, self.optimizer, asynchronous=how == "meanwhile")
+        states = through_bytes((self.model.state_dict(), self.optimizer.state_dict())) if how == "state" else None
         masters = {n: self.master(twin).clone() for n, twin in self.twins.items() if twin in self.loop.masters}
-        loop = copy.deepcopy((self.twin.state_dict(), self.loop.optimizer.state_dict(), vars(self.loop.loss_scale)))
+        state = {n: self.loop.state(twin) for n, twin in self.twins.items() if twin in self.loop.masters}
+        groups = [{k: v for k, v in g.items() if k != "params"} for g in self.loop.optimizer.param_groups]
+        averages = None if self.average is None else self.expected.values
+        loop = copy.deepcopy((self.twin.state_dict(), state, groups, vars(self.loop.loss_scale), averages))
         self.saved = path, states, self.late, masters, loop
 
-    def load(self, kind: str | None, new_model: bool, model_first: bool) -> None:
+    def load(self, kind: str | None, new_model: bool, model_first: bool, moments: str) -> None:
         """What was saved last, into the optimizer (None) or a new one of some kind, of this model or a new one."""
         if self.saved is None:
             return
-        path, states, late, masters, (weights, state, scale) = self.saved
+        path, states, late, masters, (weights, state, groups, scale, averages) = self.saved
         if kind not in (BY_UNIT if self.by_unit else GLOBAL):
             kind = None if late == self.late else self.kind
         if kind is not None:
@@ -362,8 +471,11 @@ class Programs:
             model = FuzzModel() if new_model else self.model
             for name, parameter in model.named_parameters():
                 parameter.requires_grad_(self.named[name].requires_grad)
-            self.make(kind, model)
+            if new_model:
+                self.forget_averages()
+            self.make(kind, model, moments)
         if states is None:
+            finish_pending()
             self.strategy.load_checkpoint(path, self.model, self.optimizer)
         else:
             loads = [(self.model, states[0]), (self.optimizer, states[1])]
@@ -373,13 +485,35 @@ class Programs:
         self.twin.load_state_dict(weights)
         self.make_loop(masters)
         self.loop.sums = sums
-        self.loop.optimizer.load_state_dict(copy.deepcopy(state))
+        self.load_loop(copy.deepcopy(state))
+        for group, values in zip(self.loop.optimizer.param_groups, groups, strict=True):
+            group.update(values)
         vars(self.loop.loss_scale).update(scale)
+        if self.average is not None and states is None:
+            self.load_averages(averages)
 
-    def move(self, kind: str, as_checkpoint: bool, new_model: bool) -> None:
+    def load_averages(self, averages: list[Tensor] | None) -> None:
+        names = self.average.tensors
+        if averages is None or len(averages) != len(names):
+            averages = [self.twins[name].detach().float() for name in names]
+        self.expected.values = [value.clone() for value in averages]
+        self.expected.parameters = [self.twins[name] for name in names]
+
+    def load_loop(self, state: dict[str, dict[str, Any]]) -> None:
+        for name, entries in state.items():
+            master = self.loop.masters[self.twins[name]]
+            wide = {k: v.float() if isinstance(v, Tensor) else v for k, v in entries.items()}
+            for optimizer in getattr(self.loop.optimizer, "optimizers", [self.loop.optimizer]) if wide else []:
+                if any(master is p for group in optimizer.param_groups for p in group["params"]):
+                    optimizer.state[master].update(wide)
+            if isinstance(self.loop, NearestMoments) and entries:
+                kept = {k: v.bfloat16() for k, v in wide.items() if k in KEPT and isinstance(v, Tensor)}
+                self.loop.kept[master] = kept
+
+    def move(self, kind: str, how: str, new_model: bool, moments: str) -> None:
         """Go on under another backend and update time."""
-        self.save(as_checkpoint)
-        self.load(kind, new_model, True)
+        self.save(how)
+        self.load(kind, new_model, True, moments)
 
     def discard(self) -> None:
         if not any(parameter.requires_grad for parameter in self.named.values()):
@@ -392,12 +526,13 @@ class Programs:
         if self.all_have_state():
             self.discard()
             self.check_weights("without an optimizer", self.named)
-            self.make(self.kind, self.model)
+            self.make(self.kind, self.model, self.moments)
             self.make_loop()
 
     def become_a_copy(self) -> None:
         """Go on with a copy of model and optimizer, which updates in ``step()``."""
         self.drop_gradients()
+        self.forget_averages()
         self.model, self.optimizer = copy.deepcopy((self.model, self.optimizer))
         self.in_backward = False
         self.named = dict(self.model.named_parameters())
@@ -425,10 +560,12 @@ def _fail(_: Tensor) -> None:
 # -- programs
 
 flags, counts, one_of_kinds = st.booleans(), st.integers(1, 3), st.sampled_from(list(BY_UNIT))
+ways_to_save, ways_to_keep = st.sampled_from(["state", "checkpoint", "meanwhile"]), st.sampled_from(list(LOOPS))
 OPERATIONS: dict[str, list[st.SearchStrategy[Any]]] = {
     "train": [counts],
-    "backward": [counts, flags, st.sampled_from([None, "inf", "zero", "own"])],
+    "backward": [counts, flags, st.sampled_from([None, "inf", "zero", "own", "retain"])],
     "step": [flags],
+    "closure": [flags],
     "zero_grad": [flags],
     "fail": [st.sampled_from(HOOKED[:3]), flags, flags],
     "fail_in_step": [],
@@ -442,11 +579,12 @@ OPERATIONS: dict[str, list[st.SearchStrategy[Any]]] = {
         st.sampled_from(["data", "copy_", "exchange", "load_state_dict", "there and back"]),
         st.integers(-1, len(NAMES) - 1),
     ],
-    "edit_state": [st.integers(0, len(NAMES) - 1), flags],
+    "edit_state": [st.integers(0, len(NAMES) - 1), flags, st.integers(0, 1)],
     "read": [st.sampled_from([*READS, "evaluate", "optimizer.state", "optimizer.state_dict"])],
-    "save": [flags],
-    "load": [st.none() | one_of_kinds, flags, flags],
-    "move": [one_of_kinds, flags, flags],
+    "averages": [flags],
+    "save": [ways_to_save],
+    "load": [st.none() | one_of_kinds, flags, flags, ways_to_keep],
+    "move": [one_of_kinds, ways_to_save, flags, ways_to_keep],
     "delete": [],
     "become_a_copy": [],
 }
@@ -460,7 +598,9 @@ def programs(kind: str, by_unit: bool) -> st.SearchStrategy[dict[str, Any]]:
             "kind": st.just(kind),
             "by_unit": st.just(by_unit),
             "dtype": st.sampled_from(["bfloat16", "float16", "float32"]),
-            "base": st.sampled_from(list(MOMENT)),
+            "base": st.sampled_from(list(MOMENTS)),
+            "moments": ways_to_keep,
+            "one_pass": flags,
             "max_norm": st.sampled_from([None, 0.02, 0.5]),
             "one_group": flags,
             "rounded": flags,
@@ -470,9 +610,9 @@ def programs(kind: str, by_unit: bool) -> st.SearchStrategy[dict[str, Any]]:
     )
 
 
-def run(calls: list[tuple[Any, ...]], at_once: int, **settings: Any) -> None:
+def run(calls: list[tuple[Any, ...]], at_once: int, one_pass: bool, **settings: Any) -> None:
     torch.manual_seed(0)
-    with small(at_once), warnings.catch_warnings():
+    with small(at_once, one_pass), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         program = Programs(**settings)
         for number, (name, *arguments) in enumerate([*calls, ("check",)]):
@@ -482,7 +622,10 @@ def run(calls: list[tuple[Any, ...]], at_once: int, **settings: Any) -> None:
                 getattr(program, name)(*arguments)
             except BaseException as error:
                 error.add_note(f"in call {number}: {name}{tuple(arguments)}")
+                with contextlib.suppress(Exception):
+                    finish_pending()
                 raise
+        finish_pending()
 
 
 def run_and_shorten(program: dict[str, Any]) -> None:
@@ -503,7 +646,7 @@ def run_and_shorten(program: dict[str, Any]) -> None:
 
 
 CASES = [(kind, by_unit) for by_unit, kinds in ((False, GLOBAL), (True, BY_UNIT)) for kind in kinds]
-EXAMPLES = 12
+EXAMPLES = 8
 SECONDS = float(os.environ.get("LIGHTSTEP_FUZZ_SECONDS", 0)) / len(CASES)
 
 

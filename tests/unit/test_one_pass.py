@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,7 +28,7 @@ ADAMS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "AdamW": (torch.optim.AdamW, {"lr": 1e-2, "weight_decay": 0.1}),
     "Adam": (torch.optim.Adam, {"lr": 1e-2, "weight_decay": 0.1}),
     "AdamW-amsgrad": (torch.optim.AdamW, {"lr": 1e-2, "amsgrad": True}),
-    "AdamW-maximize": (torch.optim.AdamW, {"lr": torch.tensor(1e-2), "maximize": True, "betas": (0.0, 0.99)}),
+    "AdamW-maximize": (torch.optim.AdamW, {"lr": torch.tensor(1e-2), "maximize": True, "betas": (0, 0.99)}),
 }
 
 
@@ -157,3 +158,79 @@ def test_moments_in_bf16(backend: str, parameters: str, rounding: str, one_pass_
     pair.resume()
     pair.train(3)
     assert one_pass_on_cpu["split" if parameters == "bfloat16" else "whole"] > 0
+
+
+@pytest.mark.parametrize("parameters", ["bfloat16", "float32"])
+def test_a_running_maximum_that_the_group_does_not_ask_for_has_no_say(
+    parameters: str, one_pass_on_cpu: Counter[str]
+) -> None:
+    """torch leaves it in the state, and alone."""
+    pair = Pair(*ADAMS["AdamW-amsgrad"], {"amsgrad": True}, parameters=parameters, backend="resident")
+    pair.train(3)
+    for group in (*pair.optimizer.param_groups, *pair.reference.optimizer.param_groups):
+        group["amsgrad"] = False
+    pair.train(3)
+    pair.check()
+
+
+class LateEntry(torch.optim.SGD):
+    """Has state that its first update does not make."""
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    state = self.state[parameter]
+                    if state.get("count", 0) == 1:
+                        state["late"] = torch.ones_like(parameter)
+                    parameter.sub_(parameter.grad, alpha=group["lr"])
+                    state["count"] = state.get("count", 0) + 1
+
+
+@pytest.mark.parametrize("large", [1 << 18, 48])
+def test_a_neighbour_that_needs_more_room_changes_nothing(
+    large: int, one_pass_on_cpu: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its record is arranged anew when the kernel has written to weights already."""
+    monkeypatch.setattr(segment, "LARGE", large)
+    states = []
+    for in_one_pass in (True, False):
+        if not in_one_pass:
+            for module in (arithmetic, one_pass):
+                monkeypatch.setattr(module, "twin_on", lambda device: None)
+        training = Training({"backend": "resident"})
+        names = dict(training.model.named_parameters())
+        late = [p for name, p in names.items() if name.endswith("bias")]
+        rest = [p for name, p in names.items() if not name.endswith("bias")]
+        training.optimizer = training.strategy.create_optimizer(
+            training.model,
+            param_groups=[
+                {"params": rest, "lr": 1e-2},
+                {"params": late, "optimizer_class": LateEntry, "lr": 1e-2},
+            ],
+        )
+        training.train(4)
+        states.append(training.snapshot())
+    assert any(key.endswith("/late") for key in states[0])
+    assert_same(*states)
+    assert one_pass_on_cpu["split"] > 0
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_save_leaves_state_that_is_released_on_the_host(
+    asynchronous: bool, tmp_path: Path, one_pass_on_cpu: Counter[str]
+) -> None:
+    tested, loaded, expected = (Training({"backend": "resident"}) for _ in range(3))
+    for training in (tested, expected):
+        training.train(2)
+    tested.optimizer.release_device_memory()
+    pending = tested.strategy.save_checkpoint(tmp_path / "a", tested.model, tested.optimizer, asynchronous=asynchronous)
+    assert tested.optimizer.memory_report()["device_bytes"] == 0
+    if pending is not None:
+        pending.result(60)
+    loaded.strategy.load_checkpoint(tmp_path / "a", loaded.model, loaded.optimizer)
+    loaded.steps = 2
+    for training in (tested, loaded, expected):
+        training.train(2)
+    assert_same(tested.snapshot(), expected.snapshot())
+    assert_same(loaded.snapshot(), expected.snapshot())
