@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from lightstep.distributed import like, local_tensor
+from lightstep.distributed import DTensor, like, local_tensor
 from lightstep.sharding.engine_model import EngineModel
 from lightstep.sharding.model_names import named_tensors, unwrap_model
 from lightstep.sharding.prepared_model import PreparedModel
@@ -37,6 +37,7 @@ class WeightAverage:
 
     Raises:
         ValueError: another decay, no trainable weights, or weights that DeepSpeed's engine keeps.
+        RuntimeError: of its methods: a parameter has been sharded, moved or given another shape since.
     """
 
     def __init__(self, model: nn.Module, decay: float = 0.999) -> None:
@@ -54,6 +55,9 @@ class WeightAverage:
         }
         if not self._weights:
             raise ValueError(f"{type(self._model).__name__} has no trainable weights to average")
+        modules = self._model.modules()
+        holders = {id(weight): (module, key) for module in modules for key, weight in module._parameters.items()}
+        self._holders = {name: holders[id(weight)] for name, weight in self._weights.items()}
         self.tensors = {name: _fp32_copy(weight) for name, weight in self._weights.items()}
         self._take_in = get_ema_multi_avg_fn(decay)
         self._record.average = self
@@ -61,8 +65,24 @@ class WeightAverage:
     def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
         """This rank's part of each average and of its weight."""
         self._record.wait_for_updates()
+        self._follow_exchanges()
         for name, weight in self._weights.items():
             yield local_tensor(self.tensors[name]), local_tensor(weight).detach()
+
+    def _follow_exchanges(self) -> None:
+        """``load_state_dict(assign=True)`` puts other parameters into the model. Those of FSDP2 stay: while they are
+        gathered the model holds others, too."""
+        for name, weight in self._weights.items():
+            module, key = self._holders[name]
+            now = module._parameters.get(key)
+            if now is weight or isinstance(weight, DTensor):
+                continue
+            if now is None or isinstance(now, DTensor) or now.shape != weight.shape or now.device != weight.device:
+                raise RuntimeError(
+                    f"{name} was exchanged for another parameter after its average began; make the WeightAverage after "
+                    "prepare_model(), and a new one when the model's parameters change"
+                )
+            self._weights[name] = now
 
     @torch.no_grad()
     def update(self) -> None:

@@ -103,3 +103,15 @@ def test_what_cannot_be_averaged_is_refused() -> None:
     del average
     gc.collect()
     WeightAverage(model)
+
+
+def test_parameters_that_are_exchanged_are_followed_or_refused() -> None:
+    model = nn.Linear(2, 2)
+    average = WeightAverage(model, 0.5)
+    before = average.tensors["weight"].clone()
+    model.load_state_dict({key: value + 1 for key, value in model.state_dict().items()}, assign=True)
+    average.update()
+    assert torch.equal(average.tensors["weight"], torch.lerp(before, model.weight.detach(), 0.5))
+    model.weight = nn.Parameter(torch.ones(2, 3))
+    with pytest.raises(RuntimeError, match="weight was exchanged for another parameter after its average began"):
+        average.update()
