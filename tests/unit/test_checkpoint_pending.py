@@ -53,7 +53,10 @@ def test_what_is_saved_is_the_run_when_it_was_asked_for(tmp_path: Path, backend:
     assert latest_checkpoint(tmp_path) is None
     held.set()
     assert pending.result(timeout=60) == tmp_path / "a" and pending.done()
+    copied = optimizer.memory_report()["saving_bytes"]  # kept: weights, and of `resident` masters and moments too
+    assert copied >= sum(p.nbytes for p in model.parameters()) * (7 if backend == "resident" else 1)
     _, other, optimizer2 = trained(backend, steps=1)
+    assert optimizer2.memory_report()["saving_bytes"] == 0
     loaded = strategy.load_checkpoint(tmp_path / "a", other, optimizer2)
     assert loaded["losses"] == [1.0] and not loaded["seen"].any()
     assert optimizer2.param_groups[0]["lr"] == rate and torch.equal(torch.get_rng_state(), drawn)
