@@ -28,7 +28,7 @@ __all__ = ["Splitter"]
 logger = logging.getLogger(__name__)
 
 _CHUNK = 1 << 18  # elements per pass: the scratch stays small; a multiple of 8 for the bitmap
-_CHUNK_ON_CPU = 1 << 16  # what all passes touch stays in the cache of one core
+_CHUNK_ON_CPU = 1 << 15  # for each thread: what its passes touch stays in the cache of its core
 # Of the fingerprint: odd 31-bit numbers without structure.
 _PLACE, _CODE, _FIRST_MIX, _SECOND_MIX = 0x1E3779B1, 0x05EBCA77, 0x7FEB352D, 0x046CA68B
 
@@ -45,7 +45,7 @@ class Splitter:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._chunk = _CHUNK_ON_CPU if device.type == "cpu" else _CHUNK
+        self._chunk = _CHUNK_ON_CPU * torch.get_num_threads() if device.type == "cpu" else _CHUNK
         self._scratch: _Scratch | None = None
         self._fused = _checked_twin(device) if device.type == "cuda" else None
 
