@@ -47,6 +47,9 @@ def staged(sources: Sequence[Source], model: nn.Module, optimizer: Any, until_wr
     copies = _kept.setdefault(model, KeptCopies())
     copies.start_over()
     copies.reserve(sum(source.nbytes for source in sources if source.entry is None))
+    for source in sources:  # the caller waits for these, and the lanes' copies of state would take turns with them
+        if source.entry is None and source.of is not None:
+            copies.of(source.of)
 
     def later(copy: Tensor) -> Callable[[], Tensor]:
         return partial(copies.arrived, copy)
