@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +12,7 @@ import torch
 
 from lightstep.checkpoint import CheckpointError, latest_checkpoint, save
 from lightstep.checkpoint.pending import finish_pending
+from tests.python import python
 from tests.reference.pair import BACKENDS
 from tests.unit.test_checkpoint_promises import content, same, trained
 
@@ -120,7 +119,7 @@ from torch import nn
 from lightstep.checkpoint import save, save_checkpoint
 write = save.write_tensors
 def slowly(*arguments):
-    time.sleep(0.5)
+    time.sleep(0.3)
     return write(*arguments)
 save.write_tensors = slowly
 model = nn.Linear(3, 4)
@@ -129,6 +128,7 @@ save_checkpoint(sys.argv[1], model, torch.optim.SGD(model.parameters()), asynchr
 
 
 def test_the_end_of_the_process_waits_for_the_writer(tmp_path: Path) -> None:
-    subprocess.run([sys.executable, "-W", "error", "-c", ENDS, str(tmp_path / "a")], check=True)
+    ended = python("-c", ENDS, str(tmp_path / "a"), cwd=tmp_path)
+    assert (ended.returncode, ended.stderr) == (0, "")
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
     assert latest_checkpoint(tmp_path) == tmp_path / "a"
