@@ -154,7 +154,9 @@ def plan(
     host_memory: Annotated[float | None, typer.Option(help="Of the host, GB. Default: no limit.")] = None,
     profile: Annotated[
         str | None,
-        typer.Option(help="H100, H200, A100, B200, GH200; H100+pcie4: another link. Default: this machine, or H100."),
+        typer.Option(
+            help="H100, H200, A100, B200, GH200; H100+pcie4: another link. Default: this machine's GPU, or H100."
+        ),
     ] = None,
     measure: Annotated[
         bool, typer.Option("--measure", help="Measure this machine's rates first, and keep them. Under a minute.")
@@ -162,11 +164,14 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     plot: Annotated[Path | None, typer.Option(metavar="PNG", help="Also draw a picture.")] = None,
     against: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Instead: compare with the results of bench --iteration there.")
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="Instead of a plan: compare plans with the results of bench --iteration in DIR."
+        ),
     ] = None,
     debug: _Debug = False,
 ) -> None:
-    """Tell the memory and the time that strategies take for a model, before anything runs. No weights are made."""
+    """Say how much memory and time each strategy takes for a model, before anything runs. No weights are made."""
     options = {name: value for name, value in locals().items() if name != "debug"}
     with _one_sentence(debug):
         from lightstep.bench.plans import Asked, plan_text
@@ -200,7 +205,7 @@ def bench(context: typer.Context) -> None:
     command(args=context.args, prog_name="lightstep bench")
 
 
-_checkpoints = typer.Typer(help="Look into checkpoints, and convert them between libraries.", no_args_is_help=True)
+_checkpoints = typer.Typer(help="Inspect, verify and convert checkpoints.", no_args_is_help=True)
 app.add_typer(_checkpoints, name="checkpoint")
 
 _Source = Annotated[
@@ -278,9 +283,10 @@ def verify(
     with _one_sentence(debug):
         from lightstep.checkpoint import verify_checkpoints
 
-        for each in [verified for folder in folders for verified in verify_checkpoints(folder)]:
-            damaged = damaged or bool(each.damage)
-            sys.stdout.write(f"{each.path}: {_verdict(each)}\n")
+        for folder in folders:
+            for each in verify_checkpoints(folder):
+                damaged = damaged or bool(each.damage)
+                sys.stdout.write(f"{each.path}: {_verdict(each)}\n")
     if damaged:
         raise typer.Exit(FAILED)
 

@@ -1,16 +1,21 @@
-"""Cases out of several axes: every two values of different axes meet, and most combinations of three are left out.
+"""Cases out of several axes, without all their combinations.
 
 A defect shows with one value, or where two meet (a dtype on a backend, a class at an update time). All combinations of
-6 optimizers, 3 dtypes, 2 counts and 5 backends are 180 runs; every pair of them meets in 30.
+6 optimizers, 3 dtypes, 2 counts and 5 backends are 180 runs. Every pair of them meets in 30 (:func:`every_pair`), every
+value has its turn in 6 (:func:`every_value`): that is for tests of one more thing that may happen, where other tests
+have shown that the values get along.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
-from typing import Any
+import zlib
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
 
 import pytest
+
+Test = TypeVar("Test", bound=Callable[..., Any])
 
 
 def every_pair(**axes: Iterable[Any]) -> pytest.MarkDecorator:
@@ -18,6 +23,20 @@ def every_pair(**axes: Iterable[Any]) -> pytest.MarkDecorator:
     values = [list(axis) for axis in axes.values()]
     cases = [tuple(axis[i] for axis, i in zip(values, case, strict=True)) for case in _cases([*map(len, values)])]
     return pytest.mark.parametrize(tuple(axes), cases)
+
+
+def every_value(**axes: Iterable[Any]) -> Callable[[Test], Test]:
+    """``pytest.mark.parametrize`` with every value once or more; which of them meet differs from test to test."""
+    values = [list(axis) for axis in axes.values()]
+
+    def mark(test: Test) -> Test:
+        shift = zlib.crc32(test.__name__.encode())
+        rows = range(max(map(len, values)))
+        cases = [tuple(axis[(row + (shift >> 3 * n)) % len(axis)] for n, axis in enumerate(values)) for row in rows]
+        marked: Test = pytest.mark.parametrize(tuple(axes), cases)(test)
+        return marked
+
+    return mark
 
 
 def _cases(sizes: list[int]) -> list[tuple[int, ...]]:

@@ -71,11 +71,22 @@ class IterationTask(Task):
         Raises:
             FloatingPointError: the loss is not finite: such steps are skipped, and their times would mean nothing.
         """
-        contender = measurement.contender
+        contender, effort = measurement.contender, measurement.run.effort
         measurement.inputs = [self.batch(measurement.run.ranks.rank)]
-        measurement.time(contender.iterate, 1 + measurement.run.effort.warmup, synchronize=False)
-        loss, norm = float(contender.loss), contender.grad_norm
-        measurement.row.seen = {"loss": loss, "grad_norm": None if norm is None else float(norm)}
+        seen: list[Tensor | None] = []  # read when all is timed, so that nothing waits for them
+
+        def iterate(batch: Sequence[Tensor]) -> None:
+            contender.iterate(batch)
+            seen.append(contender.grad_norm)
+
+        measurement.time(iterate, 1 + effort.warmup, synchronize=False)
+        norms = [float(norm) for norm in seen[-effort.steps :] if norm is not None]
+        loss = float(contender.loss)
+        measurement.row.seen = {
+            "loss": loss,
+            "grad_norm": norms[-1] if norms else None,
+            "clipped_steps": sum(norm > self.max_norm for norm in norms) if norms else None,
+        }
         if not math.isfinite(loss):
             raise FloatingPointError(f"the loss is {loss}: its steps are skipped, and their times mean nothing")
 
@@ -163,6 +174,7 @@ def _below(values: Values) -> list[str]:
     return [
         f"Mean of iterations that follow each other. exposed: beyond forward and backward of {base} with the gradients",
         "dropped. Peak: largest during an iteration, on one rank. Host waits: in one iteration, the model's own too.",
+        *muon_bounds.sentences(values)[:1],
     ]
 
 

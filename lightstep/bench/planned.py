@@ -47,6 +47,8 @@ class Compared:
         return abs(self.memory_error) <= MEMORY_GOAL and abs(self.time_error) <= TIME_GOAL
 
 
+_OVERLAP_SINCE = "2026-11-22T09:00"
+"""The presets whose name ends in `-overlap` had `update: next_forward` before."""
 _WHOLE_MASTERS_UNTIL = "2026-11-22T15:30"
 """`resident` kept masters whole in versions before: 2 bytes per bf16 parameter more than is planned now."""
 
@@ -67,23 +69,35 @@ def _of_file(file: str, values: Mapping[str, Any]) -> Iterator[Compared]:
     if profile is None or model["name"] not in SHAPES:
         return
     shape = from_values(SHAPES[model["name"]], torch.bfloat16)
-    planners: dict[int, Planner] = {}
-    clips = float(values["optimizer"]["max_norm"]) <= 1  # and those runs clip every step
+    planners: dict[tuple[int, bool | None], Planner] = {}
     for row in values["rows"]:
         if row["kind"] != "lightstep" or not row.get("iteration_ms"):
             continue
-        tokens = row["tokens"]
+        tokens, clips = row["tokens"], _clips(row, values)
         work = Workload(tokens, values["sequence"], 1, True, model["loss_chunk_tokens"], clips)
-        if tokens not in planners:
-            planners[tokens] = Planner(shape, work, profile, values["ranks"])
-        config = _of_label(row["label"])
+        if (tokens, clips) not in planners:
+            planners[tokens, clips] = Planner(shape, work, profile, values["ranks"])
+        label = row["label"]
+        if values["date"] < _OVERLAP_SINCE and "-overlap" in label:
+            label += " update=next_forward"
+        config = _of_label(label)
+        if config.sharding.kind == "deepspeed":
+            continue
         if config.optimizer_state.backend == "resident" and values["date"] < _WHOLE_MASTERS_UNTIL:
             continue
-        plan = planners[tokens].plan(row["label"], config)
+        plan = planners[tokens, clips].plan(label, config)
         assert plan.time is not None
         ranks = f"{values['ranks']} × " if values["ranks"] > 1 else ""
         measured = row["peak_device_bytes"], plan.time.iteration, row["iteration_ms"]
-        yield Compared(file, ranks + profile.name, model["name"], tokens, row["label"], plan.memory.peak, *measured)
+        yield Compared(file, ranks + profile.name, model["name"], tokens, label, plan.memory.peak, *measured)
+
+
+def _clips(row: Mapping[str, Any], values: Mapping[str, Any]) -> bool | None:
+    """Whether the measured steps were clipped; ``None``: some of them. Older results have the last norm alone."""
+    clipped = row.get("clipped_steps")
+    if clipped is None:
+        return bool(row["grad_norm"] > values["optimizer"]["max_norm"])
+    return None if 0 < clipped < values["iterations"] else clipped > 0
 
 
 def _of_label(label: str) -> StrategyConfig:

@@ -89,10 +89,9 @@ def _strategies(asked: Asked) -> Mapping[str, StrategyConfig]:
     chosen = {name: parse_config(read_source(name)[1], name) for name in names}
     for name, config in chosen.items():
         if not plannable(config, asked.gpus):
-            what = "DeepSpeed's" if config.sharding.kind == "deepspeed" else f"for sharding.kind {config.sharding.kind}"
             raise ConfigError(
-                f"--strategy {name} is {what} and cannot be planned for --gpus {asked.gpus}; "
-                "single strategies are for --gpus 1, ddp and fsdp2 for more"
+                f"--strategy {name} has sharding.kind {config.sharding.kind} and cannot be planned for "
+                f"--gpus {asked.gpus}; single is for one GPU, the other kinds are for more"
             )
     if not chosen:
         raise ConfigError("--strategy is empty; give names separated by commas, or leave it out")
@@ -106,8 +105,6 @@ def _profile(asked: Asked) -> Profile:
         return measure_profile()
     if asked.profile is not None:
         return find_profile(asked.profile)
-    kept = kept_profile()
-    if kept is not None:
-        return kept
-    known = profile_of_device(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
-    return known or find_profile(_DEFAULT)
+    if not torch.cuda.is_available():
+        return find_profile(_DEFAULT)
+    return kept_profile() or profile_of_device(torch.cuda.get_device_name()) or find_profile(_DEFAULT)

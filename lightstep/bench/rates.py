@@ -37,7 +37,7 @@ def kept_profile(device: torch.device | None = None) -> Profile | None:
 
 
 def measure_profile(device: torch.device | None = None) -> Profile:
-    """A training pass of two transformer blocks, AdamW, and the link; kept for the next plan."""
+    """A training pass of two transformer blocks, AdamW, and the link; a GPU's are kept for the next plan."""
     device = device or local_device(None)
     shape, tokens, sequence, elements = _GPU if device.type == "cuda" else _CPU
     when = f"{datetime.datetime.now():%Y-%m-%d %H:%M}"
@@ -53,9 +53,10 @@ def measure_profile(device: torch.device | None = None) -> Profile:
         f"measured here, {when}",
         _dtype(device),
     )
-    file = _file(device)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(asdict(profile), indent=2) + "\n", encoding="utf-8")
+    if device.type == "cuda":  # a CPU's say nothing of the GPUs that later plans are about
+        file = _file(device)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(asdict(profile), indent=2) + "\n", encoding="utf-8")
     return profile
 
 

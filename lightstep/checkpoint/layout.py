@@ -178,7 +178,10 @@ def _read(folder: Path) -> Manifest:
         manifest, unharmed = unseal((folder / MANIFEST).read_bytes())
         version, _ = int(manifest["format"]), dict(manifest["files"])
     except (FileNotFoundError, NotADirectoryError):
-        raise CheckpointError(f"{folder} is not a complete checkpoint: it has no {MANIFEST}") from None
+        raise CheckpointError(
+            f"{folder} is not a complete checkpoint: it has no {MANIFEST}. If another library wrote it, convert it: "
+            f"lightstep checkpoint convert {folder} DST --to lightstep"
+        ) from None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DamagedError(f"{folder / MANIFEST} cannot be read: {error_text(error)}") from error
     if not unharmed:
@@ -283,7 +286,7 @@ def refuse_engine_files(folder: Path, manifest: Manifest) -> None:
 
 def _check_size(folder: Path, name: str, size: int) -> None:
     if Path(name).is_absolute() or ".." in Path(name).parts:
-        raise CheckpointError(f"{folder / MANIFEST} lists {name!r}, which is no file name")
+        raise CheckpointError(f"{folder / MANIFEST} lists {name!r}, which is not a file name")
     try:
         found = (folder / name).stat().st_size
     except OSError:

@@ -83,7 +83,7 @@ def _files(folder: Path) -> dict[str, str]:
     if (folder / _SINGLE).is_file():
         with safe_open(folder / _SINGLE, framework="pt") as opened:
             return dict.fromkeys(opened.keys(), _SINGLE)
-    raise FileNotFoundError(f"{folder} has neither {_SINGLE} nor {_INDEX}: it is no folder of safetensors weights")
+    raise FileNotFoundError(f"{folder} has neither {_SINGLE} nor {_INDEX}: it is not a folder of safetensors weights")
 
 
 def _keys(named: NamedTensor, model: nn.Module) -> Iterable[str]:

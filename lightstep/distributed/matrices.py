@@ -243,6 +243,10 @@ class MatrixExchange:
         """Everybody's ``value``, which can be pickled, by rank. The host waits."""
         return self._ranks.gather_objects(value)
 
+    def least(self, numbers: Sequence[int]) -> list[int]:
+        """The smallest that any rank has given, of each. The host waits."""
+        return self._ranks.least(numbers)
+
     def reset(self) -> None:
         """Nothing is under way, or what was has broken off."""
         self._free = list(self._all)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 import torch
@@ -82,6 +82,12 @@ class Replicas:
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value, group=self.carrier(torch.device("cpu")))
         return values
+
+    def least(self, numbers: Sequence[int]) -> list[int]:
+        """The smallest that any of them has given, of each. The host waits."""
+        found = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+        dist.all_reduce(found, op=dist.ReduceOp.MIN, group=self.carrier(found.device))
+        return found.tolist()
 
     def carrier(self, device: torch.device) -> dist.ProcessGroup:
         """The group, or one over the same ranks that can send tensors of this device."""

@@ -45,7 +45,7 @@ def load_adapters(model: nn.Module, folder: Path) -> None:
         live = in_file(model, state, adapter, save_embedding_layers=True)  # the model's own tensors, by names in files
         for name, value in load_file(_file(folder, adapter)).items():
             if name not in live or live[name].shape != value.shape:
-                raise ValueError(f"{_file(folder, adapter)}: {name} {list(value.shape)} is no weight of this model")
+                raise ValueError(f"{_file(folder, adapter)}: {name} {list(value.shape)} is not a weight of this model")
             found[live[name]] = value
     missing = [name for name, p in model.named_parameters() if p.requires_grad and p not in found]
     if missing:

@@ -309,7 +309,10 @@ def _classes_and_groups(config: Any) -> tuple[type[torch.optim.Optimizer], list[
     if unknown or not names:
         raise ConfigError(f"optimizer.param_groups name {unknown or 'nothing'}; Adam, AdamW and Muon are known")
     if config.implementation == "fused_opt_states_bf16":
-        raise ConfigError("optimizer.implementation is 'fused_opt_states_bf16', and lightstep keeps state in fp32")
+        raise ConfigError(
+            "optimizer.implementation is 'fused_opt_states_bf16'; leave it out, and for moments in bf16 set "
+            "optimizer_state.moments: bfloat16 in the strategy"
+        )
     if config.optimizer_factory_kwargs_by_name:
         raise ConfigError("optimizer.optimizer_factory_kwargs_by_name is for torchtitan's DistMuon; leave it out")
     how = {"fused": config.implementation == "fused", "foreach": config.implementation == "foreach"}

@@ -28,8 +28,11 @@ class BrokenStep:
         return self._what is not None
 
     @contextlib.contextmanager
-    def guard(self, what: str) -> Iterator[None]:
+    def guard(self, what: str, then: str = "") -> Iterator[None]:
         """After an error in here some units are updated and others are not.
+
+        Args:
+            then: what else follows from it.
 
         Raises:
             RuntimeError: what failed, from the error itself. Interrupts go on as they are.
@@ -37,7 +40,7 @@ class BrokenStep:
         try:
             yield
         except Exception as error:
-            message = self.note(what, error)
+            message = self.because(self.note(what, error) + then)
             self._backend.abandon()
             raise RuntimeError(message) from error
         except BaseException as interruption:

@@ -207,8 +207,9 @@ class Engine:
     def _decide(self, layer: int, gradients: Gradients, values: GroupValues) -> Update | None:
         """The update of one layer in backward. One that is not finite stays as it is."""
         assert self._scaling is not None
-        divisor, factor, overflow = self._scaling.of_layer(layer, gradients, self.loss_scale, self.max_norm)
-        return None if self._skips(gradients, overflow) else Update(gradients, divisor, factor, overflow, values)
+        scaling = self._scaling.of_layer(layer, gradients, self.loss_scale, self.max_norm)
+        update = Update(gradients, *scaling, values)
+        return None if self._skips(update) else update
 
     def watch_gradients(self) -> None:
         """Frozen parameters too: they may be thawed before the next backward."""
@@ -247,13 +248,17 @@ class Engine:
             if makes_state and not any(item.updated for item in self.managed):
                 self._make_state(gradients, overflow)
                 return result
-            if self._skips(gradients, overflow):
-                self.schedule.wait_for_update()
-            else:
+            if self.is_set_up:
                 divisor, factor = self._factors(gradients, result.grad_norm, scale)
-                self.schedule.start(Update(gradients, divisor, factor, overflow, GroupValues(self.param_groups)))
+                self._start(Update(gradients, divisor, factor, overflow, GroupValues(self.param_groups)))
             self.loss_scale.update(overflow)
             return result
+
+    def _start(self, update: Update) -> None:
+        if self._skips(update):
+            self.schedule.wait_for_update()
+        else:
+            self.schedule.start(update)
 
     def _evaluate(self, closure: Callable[[], Any] | None) -> Any:
         self.refuse_unusable("Load a checkpoint before the next step")
@@ -347,15 +352,13 @@ class Engine:
         assert self._scaling is not None
         return self._scaling.of_all(gradients, norm, self.loss_scale, scale, self.max_norm)
 
-    def _skips(self, gradients: Gradients, overflow: Tensor) -> bool:
+    def _skips(self, update: Update) -> bool:
         """Where the base optimizer cannot skip on the device, or has no state yet, the host reads the flag."""
-        if not self.is_set_up:
-            return True
-        devices = {item.local.device for item in gradients}
-        on_device = all(item.updated for item in gradients) and all(
+        devices = {item.local.device for item in update.gradients}
+        on_device = all(item.updated for item in update.gradients) and all(
             self.classes.skips_on_device(device, self.param_groups) for device in devices
         )
-        return not on_device and bool(overflow)
+        return not on_device and self.schedule.overflows(update)
 
     def _make_state(self, gradients: Gradients, overflow: Tensor) -> None:
         """State for a checkpoint to fill; without one, the first update starts afresh."""

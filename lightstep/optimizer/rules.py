@@ -69,7 +69,7 @@ class Rule:
         self._patterns = None if self.names is None else [_compiled(pattern) for pattern in self.names]
         unknown = [kind for kind in self.kinds or () if kind not in KINDS]
         if unknown:
-            raise ValueError(f"{self}: {unknown[0]!r} is no kind of parameter; allowed: {', '.join(KINDS)}")
+            raise ValueError(f"{self}: {unknown[0]!r} is not a kind of parameter; allowed: {', '.join(KINDS)}")
         self._check_hyperparameters()
 
     def __repr__(self) -> str:
@@ -245,7 +245,7 @@ def _compiled(pattern: str) -> re.Pattern[str]:
     try:
         return re.compile(pattern)
     except re.error as error:
-        raise ValueError(f"{pattern!r} in a rule's names is no regular expression: {error}") from error
+        raise ValueError(f"{pattern!r} in a rule's names is not a valid regular expression: {error}") from error
 
 
 def _shown(values: Sequence[Any]) -> str:

@@ -77,7 +77,11 @@ class Schedule:
             if deferred:
                 self._number(units, update.elsewhere)
             self._line_up([Job(unit, update) for unit in (*units, None)])
-            self._submit(_EVERY if self._backend.awaited_by_others else self.at_once)
+            self._submit_first()
+
+    def overflows(self, update: Update) -> bool:
+        """Whether the step is to be left out; the host waits for the device."""
+        return bool(update.overflow)
 
     def _number(self, units: Sequence[Unit], elsewhere: Iterable[Managed]) -> None:
         """Which unit each parameter is complete with; found anew when the units are others."""
@@ -92,11 +96,16 @@ class Schedule:
     # -- the queue
 
     def _begin(
-        self, managed: Collection[Managed], values: GroupValues, in_lane: bool, order: Sequence[Unit] | None = None
+        self,
+        managed: Collection[Managed],
+        values: GroupValues,
+        in_lane: bool,
+        order: Sequence[Unit] | None = None,
+        ahead: bool = True,
     ) -> None:
         """A step that updates these begins: in the compute lane behind the caller's work so far, or here and now."""
         self._values, self._in_lane, self._lined_up = values, in_lane, 0
-        begin = partial(self._walk.begin, managed, order)
+        begin = partial(self._walk.begin, managed, order, ahead)
         if in_lane:
             self._follow_caller()
             self._backend.lanes.compute.run(begin)
@@ -129,6 +138,10 @@ class Schedule:
             else:
                 job.run(self._walk)
                 self._arrived(self._waiting.popleft())
+
+    def _submit_first(self) -> None:
+        """What ``step()`` submits: everything, where other processes wait for it."""
+        self._submit(_EVERY if self._backend.awaited_by_others else self.at_once)
 
     def _wait(self, number: int) -> None:
         """The caller waits for the units up to this one, and their gradients are given up."""

@@ -43,31 +43,57 @@ class _Started:
 
 
 class SharedUpdates:
-    """Those of one optimizer."""
+    """Those of one optimizer.
+
+    Attributes:
+        units: of the step under way, in the order in which the walk comes to them.
+    """
 
     def __init__(self, classes: GroupClasses, backend: StateBackend) -> None:
         self._classes, self._exchanges, self._backend = classes, classes.exchanges, backend
         self._gathered = GatheredUpdates(classes.exchanges)
-        self._units: list[Unit] = []
+        self.units: list[Unit] = []
         self._places: dict[Unit, int] = {}
         self._ahead = self._begun = self._turned = 0
         self._under_way: dict[int, list[_Started]] = {}
 
-    def begin(self, managed: Collection[Managed], order: Sequence[Unit] | None) -> None:
-        """The units of a step, in the order in which the walk will come to them."""
+    def begin(self, managed: Collection[Managed], order: Sequence[Unit] | None, ahead: bool) -> None:
+        """The units of a step, in the order in which the walk will come to them; ``ahead``: see the walk."""
         wanted = frozenset(item for item in managed if item.rows is not None and not item.elsewhere)
         units = (self._backend.units() if order is None else order) if wanted else ()
-        self._units = [unit for unit in units if any(owner in wanted for owner, _, _ in unit.parts)]
-        self._places = {unit: place for place, unit in enumerate(self._units)}
-        known = bool(self._units) and all(item.updated for item in managed)
+        self.units = [unit for unit in units if any(owner in wanted for owner, _, _ in unit.parts)]
+        self._places = {unit: place for place, unit in enumerate(self.units)}
+        known = bool(self.units) and all(item.updated for item in managed)
         momenta = [item for item in wanted if self._classes.of(item.group).sends_directions]
-        self._ahead = self._backend.ahead(momenta, MOMENTUM) if known and momenta else 0
+        self._ahead = self._backend.ahead(momenta, MOMENTUM) if ahead and known and momenta else 0
         self._begun, self._turned, self._under_way = 0, 0, {}
         for exchange in self._exchanges.values():
             exchange.reset()
 
     def __contains__(self, unit: Unit) -> bool:
         return unit in self._places
+
+    def divide(self, units: Sequence[Unit]) -> tuple[list[Unit], list[Unit]]:
+        """Those that this rank updates alone, and those that ranks may try together: the same on all of them.
+
+        Left out are those of classes that ask the other ranks' hosts how it went.
+        """
+        if not self._exchanges:
+            return list(units), []
+        alone, together = [], []
+        for unit in units:
+            owners = [owner for owner, _, _ in unit.parts]
+            if all(owner.rows is None for owner in owners):
+                alone.append(unit)
+            elif all(owner.rows is not None and self._classes.of(owner.group).sends_directions for owner in owners):
+                together.append(unit)
+        return alone, together
+
+    def least(self, numbers: Sequence[int]) -> list[int]:
+        """The smallest that any rank has given, of each; the host waits for those of all ranks."""
+        for exchange in self._exchanges.values():  # by one dimension of a mesh after the other: of all of it
+            numbers = exchange.least(numbers)
+        return list(numbers)
 
     def reach(self, unit: Unit, active: Collection[Managed], scaled: Scaled, values: GroupValues) -> None:
         """The walk is about to acquire this one: start what is ahead.
@@ -78,9 +104,9 @@ class SharedUpdates:
         """
         if not self._ahead:
             return
-        stop = min(self._places[unit] + self._ahead, len(self._units) - 1) + 1
+        stop = min(self._places[unit] + self._ahead, len(self.units) - 1) + 1
         for place in range(self._begun, stop):
-            found = self._backend.look_ahead(self._units[place], active)
+            found = self._backend.look_ahead(self.units[place], active)
             found = [(segment, entries) for segment, entries in found if self._is_muon(segment)]
             segments, momenta = [segment for segment, _ in found], [entries[MOMENTUM] for _, entries in found]
             self._start(place, segments, momenta, scaled(segments), values)
@@ -146,8 +172,8 @@ class SharedUpdates:
 
     def _turn(self, stop: int) -> None:
         """What was started before this place."""
-        for place in range(self._turned, min(stop, len(self._units))):
-            for started in self._under_way[place]:
+        for place in range(self._turned, min(stop, len(self.units))):
+            for started in self._under_way.get(place, ()):  # one that got no gradients was not started
                 settings = started.settings
                 with torch.no_grad():
                     started.journey.compute(lambda n, matrix, settings=settings: orthogonal(matrix, settings[n]))  # type: ignore[misc]

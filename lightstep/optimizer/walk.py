@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 import torch
@@ -135,17 +136,21 @@ class UnitWalk:
         self.finish(update.elsewhere)
         update.values.give_back()
 
-    def begin(self, managed: Collection[Managed], order: Sequence[Unit] | None = None) -> None:
-        """``order``: in which the units will come, as far as is known; ``None`` is the backend's own."""
-        with self.broken.guard("the beginning of the update"):
+    def begin(self, managed: Collection[Managed], order: Sequence[Unit] | None = None, ahead: bool = True) -> None:
+        """``order``: in which the units will come, as far as is known; ``None`` is the backend's own.
+
+        Args:
+            ahead: the gradients of later units are there when an earlier one is updated.
+        """
+        with self._guard("the beginning of the update"):
             self._backend.begin(managed, order)
-            self.shared.begin(managed, order)
+            self.shared.begin(managed, order, ahead)
 
     def unit(self, unit: Unit, update: Update) -> list[Managed]:
         """Update one unit; returns the parameters that are complete with it."""
         if unit in self.shared:
             return self._shared_unit(unit, update)
-        with self.broken.guard(f"the update of {unit.label}"):
+        with self._guard(f"the update of {unit.label}"):
             segments = self._backend.acquire(unit, update.gradients, update.apart)
             for alike, factor, overflow in update.alike(segments):
                 self._apply(alike, update, _on(alike[0].device, update.divisor, factor, overflow))
@@ -162,7 +167,7 @@ class UnitWalk:
             gradients = [[part.of(update.gradients[part.owner]) for part in one.parts] for one in segments]
             return self._scaled(segments, gradients, update, scaling)
 
-        with self.broken.guard(f"the update of {unit.label}"):
+        with self._guard(f"the update of {unit.label}"):
             self.shared.reach(unit, update.gradients, scaled, update.values)
             segments = self._backend.acquire(unit, update.gradients, update.apart)
             self.shared.apply(unit, segments, scaled, scaling.overflow, update.values)
@@ -178,7 +183,7 @@ class UnitWalk:
     def take_back(self, unit: Unit) -> None:
         """Undo :meth:`attempt`."""
         if self._backend.tried(unit):
-            with self.broken.guard(f"taking back the update of {unit.label}"):
+            with self._guard(f"taking back the update of {unit.label}"):
                 self._backend.take_back(unit)
             for owner, _, _ in unit.parts:
                 self._record(owner)
@@ -191,11 +196,15 @@ class UnitWalk:
 
     def finish(self, elsewhere: Iterable[Managed]) -> None:
         """``elsewhere``: parameters whose weights other replicas have sent."""
-        with self.broken.guard("the end of the update"):
+        with self._guard("the end of the update"):
             self._backend.finish()
         for item in elsewhere:
             item.updated = True
             self._record(item)
+
+    def _guard(self, what: str) -> AbstractContextManager[None]:
+        waited_for = "; other ranks wait for this one until its process ends" if self.shared.units else ""
+        return self.broken.guard(what, waited_for)
 
     def _apply(self, segments: list[Segment], update: Update, scaling: Scaling) -> None:
         gradients = {one: [part.of(update.gradients[part.owner]) for part in one.parts] for one in segments}

@@ -86,7 +86,9 @@ def run_on_meta(
     """
     blocks = len(transformer_blocks(model))
     if not hasattr(type(model), "_from_config") or not blocks:
-        raise ValueError(f"{type(model).__name__} is no causal language model of transformers, and no other is planned")
+        raise ValueError(
+            f"{type(model).__name__} is not a causal language model of transformers; only those can be planned"
+        )
     small = _with_blocks(model, min(blocks, _BLOCKS), dtype)
     if checkpointed:
         checkpoint_activations(small)

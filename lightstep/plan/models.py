@@ -92,8 +92,8 @@ def load_shape(source: str, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
     if colon and module and attribute:
         return _from_factory(module, attribute)
     raise ConfigError(
-        f"{source!r} is no model{suggest(source, list(SHAPES))}; a Hugging Face folder, a config.json, module:factory "
-        f"or one of these is needed: {', '.join(SHAPES)}"
+        f"{source!r} is not a known model{suggest(source, list(SHAPES))}; a Hugging Face folder, a config.json, "
+        f"module:factory or one of these is needed: {', '.join(SHAPES)}"
     )
 
 
@@ -118,7 +118,7 @@ def _read(file: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ConfigError(f"{file} cannot be read: {error}") from error
     if not isinstance(values, dict):
-        raise ConfigError(f"{file} is no model's configuration")
+        raise ConfigError(f"{file} is not a model's configuration")
     return values
 
 

@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightstep.config import ConfigError, DeepSpeedSharding, FSDP2Sharding, StrategyConfig
+from lightstep.config import FSDP2Sharding, StrategyConfig
 from lightstep.plan.activations import Activations, run_on_meta
 from lightstep.plan.memory import Memory, memory, shards_of, sizes_of
 from lightstep.plan.profiles import Profile, find_profile, profile_of_device
 from lightstep.plan.strategy_list import in_order_of_choosing
 from lightstep.plan.timing import Time, iteration_time
+from lightstep.plan.zero_memory import zero_memory
 
 MARGIN = 0.05
 """Of the device's memory, for CUDA itself and for what the allocator cannot use."""
@@ -47,7 +48,7 @@ class Plan:
     """One strategy's.
 
     Attributes:
-        time: ``None`` when nothing is known of the machine.
+        time: ``None`` when nothing is known of the machine, and for DeepSpeed's engine.
         clips_by_layer: it trains with another clipping than the others.
         limit: bytes of device memory that may be used.
         reason: why it does not fit; ``None`` when it does.
@@ -73,12 +74,16 @@ class Plan:
 
     def __str__(self) -> str:
         """One line."""
-        said = f"{self.memory.peak / 1e9:.1f} GB of device memory at the peak"
+        said = f"{_size(self.memory.peak)} of device memory at the peak"
         if self.memory.host:
-            said += f", {self.memory.host / 1e9:.1f} GB of host memory"
+            said += f", {_size(self.memory.host)} of host memory"
         if self.time is not None:
-            said += f", {self.time.iteration:,.0f} ms per step"
+            said += f", {self.time.iteration:,.{0 if self.time.iteration >= 10 else 2}f} ms per step"
         return said if self.reason is None else f"{said}; {self.reason}"
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 1e9:.1f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:.1f} MB"
 
 
 class Planner:
@@ -114,10 +119,13 @@ class Planner:
             checkpointed = config.sharding.activation_checkpointing
         compute = compute_dtype(config)
         seen = self._activations(checkpointed, compute)
-        several = workload.micro_batches > 1
-        held = memory(config, self._sizes, seen, ranks, several, workload.clips)
+        several, zero = workload.micro_batches > 1, config.sharding.kind == "deepspeed"
+        if zero:
+            held = zero_memory(config, self._sizes, seen, ranks, several)
+        else:
+            held = memory(config, self._sizes, seen, ranks, several, workload.clips)
         time = None
-        if self._profile is not None and self._profile.knows(compute):
+        if self._profile is not None and self._profile.knows(compute) and not zero:
             count = workload.micro_batches
             time = iteration_time(config, self._sizes, seen, held, self._profile, ranks, count, workload.clips)
         reason = self._reason(config, held, ranks)
@@ -175,11 +183,9 @@ def plan_one(
     """One strategy's, on this machine's GPU where that is known and no profile is named.
 
     Raises:
-        ConfigError: the strategy is DeepSpeed's, or the profile is not known.
+        ConfigError: the profile is not known.
         ValueError: the model cannot be run on the meta device.
     """
-    if config.sharding.kind == "deepspeed":
-        raise ConfigError(f"{name}: what DeepSpeed's engine holds is not planned here; choose another strategy")
     named = find_profile(profile) if profile is not None else None
     if named is None and torch.cuda.is_available():
         named = profile_of_device(torch.cuda.get_device_name())
@@ -187,8 +193,8 @@ def plan_one(
 
 
 def plannable(config: StrategyConfig, ranks: int) -> bool:
-    """Whether a strategy is for so many devices, and its memory and time are lightstep's to tell."""
-    return not isinstance(config.sharding, DeepSpeedSharding) and (config.sharding.kind == "single") == (ranks == 1)
+    """Whether a strategy is for so many devices."""
+    return (config.sharding.kind == "single") == (ranks == 1)
 
 
 def plans(planner: Planner, configs: Mapping[str, StrategyConfig]) -> list[Plan]:

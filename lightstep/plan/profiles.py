@@ -112,7 +112,7 @@ def find_profile(name: str) -> Profile:
         return found
     if link.lower() not in LINKS:
         raise ConfigError(
-            f"profile {name!r}: {link!r} is no link{suggest(link, list(LINKS))}; allowed: {', '.join(LINKS)}"
+            f"profile {name!r}: {link!r} is not a known link{suggest(link, list(LINKS))}; allowed: {', '.join(LINKS)}"
         )
     return Profile(name, found.tflops, found.update_ms, found.memory_gb, LINKS[link.lower()], found.source)
 

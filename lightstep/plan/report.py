@@ -80,10 +80,10 @@ def _time_table(made: Iterable[Plan]) -> list[str]:
     for plan in made:
         time = plan.time
         known = [] if time is None else [time.iteration, time.compute, time.link, time.exposed]
-        figures = [f"{value:,.0f}" for value in known] or ["–"] * 4
+        figures = [f"{value:,.0f}" if value >= 10 else f"{value:.1f}" for value in known] or ["–"] * 4
         lines.append(_row(plan.strategy, [*figures, f"{plan.memory.link / 1e9:.1f}"], 10))
     if any(plan.time is None for plan in made):
-        lines.append("–: no rate is known for what it computes in.")
+        lines.append("–: not planned. No rate is known for what it computes in, or it is DeepSpeed's.")
     return lines
 
 

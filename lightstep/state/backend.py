@@ -227,8 +227,8 @@ class StateBackend(ABC):
     def finish(self) -> None:  # noqa: B027  (an optional hook)
         """The step is over: order what is still under way before the caller's next work."""
 
-    def can_try(self) -> Sequence[Unit]:
-        """The units that :meth:`attempt` has memory for, taken here if need be; no step may be under way."""
+    def can_try(self, units: Collection[Unit]) -> Sequence[Unit]:
+        """Those that :meth:`attempt` has memory for, taken here if need be; no step may be under way."""
         return ()
 
     def attempt(self, unit: Unit) -> None:

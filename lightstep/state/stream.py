@@ -244,11 +244,9 @@ class StreamBackend(RecordBackend):
 
     # -- updates that are tried
 
-    def can_try(self) -> Sequence[Unit]:
-        waiting = {  # for weights; and what ranks update together is tried by all of them or none
-            record for part, record in self._home.items() if part.codes is not None or part.owner.rows is not None
-        }
-        records = [record for record in self._streamed() if record not in waiting]
+    def can_try(self, units: Collection[Unit]) -> Sequence[Unit]:
+        waiting = {record for part, record in self._home.items() if part.codes is not None}  # for weights
+        records = [record for record in self._streamed() if record.unit in units and record not in waiting]
         return [record.unit for record in self._versions.reserve(records, self._marks is not None)]
 
     def attempt(self, unit: Unit) -> None:

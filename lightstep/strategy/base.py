@@ -486,11 +486,11 @@ class Strategy(ABC):
             tokens: of one micro-batch on one device, in sequences of ``sequence``.
             gpu_memory: bytes of one device; default: the profile's.
             profile: of the machine, ``"H100"`` or ``"A100+pcie5"``; default: this machine's GPU if it is known, else
-                no times.
+                no times. DeepSpeed's strategies get no times.
             loss_chunk: tokens whose logits are held at a time, where the loss is fused; default: all.
 
         Raises:
-            ConfigError: the strategy is DeepSpeed's, or the profile is not known.
+            ConfigError: the profile is not known.
             ValueError: the model cannot be run on the meta device.
         """
         from lightstep.plan.planning import plan_one

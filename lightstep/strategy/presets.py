@@ -36,8 +36,8 @@ def read_source(source: str | Path | Mapping[str, Any]) -> tuple[str, dict[str, 
     if not path.is_file():
         names = available_strategies()
         raise ConfigError(
-            f"{str(source)!r} is no strategy and no file{suggest(str(source), names)}; allowed: {', '.join(names)}, "
-            "or the path of a YAML file"
+            f"{str(source)!r} is neither a strategy nor a file{suggest(str(source), names)}; allowed: "
+            f"{', '.join(names)}, or the path of a YAML file"
         )
     try:
         return str(path), _parse(path.read_text(encoding="utf-8"), str(path))
@@ -53,7 +53,7 @@ def preset_text(name: str) -> str:
     """
     names = available_strategies()
     if name not in names:
-        raise ConfigError(f"{name!r} is no ready strategy{suggest(name, names)}; allowed: {', '.join(names)}")
+        raise ConfigError(f"{name!r} is not a ready strategy{suggest(name, names)}; allowed: {', '.join(names)}")
     return (_folder() / f"{name}.yaml").read_text(encoding="utf-8")
 
 

@@ -314,8 +314,8 @@ def _check_device(strategy: Any, rest: str, assignment: str) -> None:
     device, _, inner = rest.partition(".")
     if inner and not (isinstance(strategy, Mapping) and isinstance(strategy.get(device), Mapping)):
         raise ConfigError(
-            f"--set {assignment}: strategy.{device} is no mapping; write --set strategy.{inner}=VALUE to set this key "
-            f"of the strategy, or --set strategy.{device}=NAME to choose another"
+            f"--set {assignment}: strategy.{device} is not a mapping; write --set strategy.{inner}=VALUE to set this "
+            f"key of the strategy, or --set strategy.{device}=NAME to choose another"
         )
     if not (isinstance(strategy, Mapping) and per_device(strategy)):
         raise ConfigError(

@@ -25,6 +25,10 @@ def load_tokenizer(model: Model) -> Any:
     if model.path is None:
         return ByT5Tokenizer(extra_ids=0)
     folder = _folder(model.path)
+    if not any(file.suffix == ".model" or file.name.startswith(("tokenizer", "vocab")) for file in folder.iterdir()):
+        raise ConfigError(
+            f"model.path {folder} has no tokenizer; save one there: tokenizer.save_pretrained({str(folder)!r})"
+        )
     with _as_config_error(f"model.path {folder}: its tokenizer cannot be loaded"):
         return AutoTokenizer.from_pretrained(folder, local_files_only=True)
 
@@ -103,7 +107,7 @@ def _new_config(keys: dict[str, Any], tokenizer: Any, length: int) -> Any:
 def _folder(path: str) -> Path:
     folder = Path(path).expanduser()
     if not (folder / "config.json").is_file():
-        what = "has no config.json" if folder.is_dir() else "is no folder"
+        what = "has no config.json" if folder.is_dir() else "is not a folder"
         raise ConfigError(f"model.path {path} {what}; a local Hugging Face folder with weights and tokenizer is needed")
     return folder
 

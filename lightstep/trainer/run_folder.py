@@ -82,7 +82,7 @@ def start_run(config: TrainConfig, resume: bool) -> Path | None:
     folder, moved = config.folder, None
     if not resume and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         if not (folder / CONFIG).is_file():
-            raise ConfigError(f"{folder} exists and is no run of lightstep; choose another name or output")
+            raise ConfigError(f"{folder} exists and is not a run of lightstep; choose another name or output")
         moved = _free_place(folder)
         folder.rename(moved)
     folder.mkdir(parents=True, exist_ok=True)

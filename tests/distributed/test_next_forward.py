@@ -200,14 +200,14 @@ def check_deferred(
 def test_slow_lanes(pool: Pool, layout: str, precision: str) -> None:
     world_size, sharding = LAYOUTS[layout]
     settings = {"sharding": sharding, "precision": PRECISIONS[precision], "compute": "parameters"}
-    pool.run(check_same_bits, world_size, **settings, seeds=[1, 2] if layout == "fsdp2" else [2])
+    pool.run(check_same_bits, world_size, **settings, seeds=[2])
 
 
 @pytest.mark.parametrize("layout", ["fsdp2", "fsdp2-kept-gathered", "copies"])
 def test_shards_that_are_cast_when_gathered(pool: Pool, layout: str) -> None:
     world_size, sharding = LAYOUTS[layout]
     settings = {"sharding": sharding, "precision": PRECISIONS["fp32"], "compute": "bfloat16"}
-    pool.run(check_same_bits, world_size, **settings, seeds=[1, 2])
+    pool.run(check_same_bits, world_size, **settings, seeds=[1])
 
 
 @pytest.mark.parametrize("compute", ["parameters", "bfloat16"])
@@ -216,14 +216,12 @@ def test_a_forward_that_leaves_out_a_block(pool: Pool, layout: str, compute: str
     sharding = LAYOUTS[layout][1]
     precision = PRECISIONS["bf16" if compute == "parameters" else "fp32"]
     compute = compute if layout == "fsdp2" else "parameters"
-    pool.run(
-        check_same_bits, 2, sharding=sharding, precision=precision, compute=compute, seeds=[1, 2, 3], make=Skipping
-    )
+    pool.run(check_same_bits, 2, sharding=sharding, precision=precision, compute=compute, seeds=[1], make=Skipping)
 
 
 def test_gathering_ahead_waits_for_its_own_shards(pool: Pool) -> None:
     settings = {"sharding": {"kind": "fsdp2"}, "precision": PRECISIONS["bf16"], "compute": "parameters"}
-    pool.run(check_same_bits, 2, **settings, seeds=[1, 2, 3, 4], prefetch=True)
+    pool.run(check_same_bits, 2, **settings, seeds=[1, 2], prefetch=True)
 
 
 @pytest.mark.parametrize(("kind", "wait", "prefetch"), [("fsdp2", "wait_on_stream", True), ("ddp", "receive", False)])
@@ -396,8 +394,9 @@ def check_one_alone(rank: int, world_size: int, sharding: dict[str, Any], does: 
         assert torch.equal(local_tensor(one), local_tensor(other)), name
 
 
-@pytest.mark.parametrize("does", ["reads", "collects"])
-@pytest.mark.parametrize("layout", ["ddp", "fsdp2", "copies"])
+@pytest.mark.parametrize(
+    ("layout", "does"), [("ddp", "reads"), ("ddp", "collects"), ("fsdp2", "reads"), ("copies", "collects")]
+)
 def test_one_rank_alone(pool: Pool, layout: str, does: str) -> None:
     world_size, sharding = LAYOUTS[layout]
     pool.run(check_one_alone, world_size, sharding=sharding, does=does)

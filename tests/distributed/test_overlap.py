@@ -32,7 +32,7 @@ def check_verdicts(rank: int, world_size: int, expected: list[str], **settings: 
 
     Overlap._decide, Overlap.withdraw, Overlap._count_verdict = decided, withdrawn, never_pauses  # type: ignore[method-assign]
     try:
-        check_same_bits(rank, world_size, **settings, state=STATE, compute="parameters", seeds=[1, 2])
+        check_same_bits(rank, world_size, **settings, state=STATE, compute="parameters", seeds=[1])
     finally:
         Overlap._decide, Overlap.withdraw, Overlap._count_verdict = decide, withdraw, count  # type: ignore[method-assign]
     assert [verdict for verdict, number in sorted(found.items()) if number] == expected, found

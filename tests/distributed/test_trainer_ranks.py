@@ -196,7 +196,7 @@ def test_a_folder_that_is_no_run_ends_all(pool: Pool, values: dict[str, Any], tm
     (tmp_path / "runs/train").mkdir(parents=True)
     (tmp_path / "runs/train/thesis.txt").write_text("precious")
     told = pool.run(refused, 2, group=False, values={**values, "strategy": "fsdp2"}, missing_on=None)
-    assert all("is no run of lightstep" in text for text in told)
+    assert all("is not a run of lightstep" in text for text in told)
     assert [path.name for path in (tmp_path / "runs/train").iterdir()] == ["thesis.txt"]
 
 

@@ -80,9 +80,11 @@ def test_all_strategies_train_the_same(result: tuple[dict[str, Any], Path, str])
     for name in ("stream", "stream-overlap", "stream:optimizer_state.ring_mib=4"):
         assert rows[name]["loss"] == rows["resident"]["loss"], name
         assert rows[name]["grad_norm"] == rows["resident"]["grad_norm"], name
+        assert rows[name]["clipped_steps"] == rows["resident"]["clipped_steps"], name
     for name in ("torch", "cpu-adamw", "fsdp2-offload"):
         assert rows[name]["loss"] == pytest.approx(rows["resident"]["loss"], rel=0.02), name
-    assert rows["no optimizer"]["grad_norm"] is None
+    assert rows["no optimizer"]["grad_norm"] is rows["no optimizer"]["clipped_steps"] is None
+    assert rows["resident"]["clipped_steps"] >= (rows["resident"]["grad_norm"] > 1)
     assert rows["no optimizer"]["loss"] > rows["resident"]["loss"], "the others learn their tokens by heart"
 
 

@@ -35,6 +35,7 @@ from lightstep.checkpoint import (
 )
 from lightstep.checkpoint import write as checkpoint_write
 from lightstep.checkpoint.optimizer_content import OptimizerContent
+from tests.covering import every_pair
 from tests.distributed.ranks import Pool
 from tests.faults import forge
 from tests.reference.pair import BACKENDS, TWO_GROUPS, Pair, same_tree, scale_for, strategy_values
@@ -100,9 +101,9 @@ class CheckpointedPair(Pair):
         self.strategy.load_checkpoint(self.folder, self.model, self.optimizer)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("parameters", ["bfloat16", "float16", "float32"])
-@pytest.mark.parametrize("name", ["AdamW", "SGD-momentum", "NAdam", "Adagrad"])
+@every_pair(
+    name=["AdamW", "SGD-momentum", "NAdam", "Adagrad"], parameters=["bfloat16", "float16", "float32"], backend=BACKENDS
+)
 def test_training_goes_on_bit_for_bit(tmp_path: Path, name: str, parameters: str, backend: str) -> None:
     pair = CheckpointedPair(
         *TWO_GROUPS[name],
@@ -628,7 +629,7 @@ def test_an_index_does_not_lead_out_of_the_folder(tmp_path: Path) -> None:
     index = (folder / "tensors.json").read_text().replace("__0_0_0.distcp", "../outside.distcp")
     (folder / "tensors.json").write_text(index)
     forge(folder, files=files)
-    with pytest.raises(CheckpointError, match=r"'\.\./outside\.distcp', which is no file name"):
+    with pytest.raises(CheckpointError, match=r"'\.\./outside\.distcp', which is not a file name"):
         load_checkpoint(folder, small_model())
 
 

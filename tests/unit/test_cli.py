@@ -100,7 +100,7 @@ def test_train_and_resume(file: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--strategy", "residnt"], "'residnt' is no strategy and no file, did you mean 'resident'"),
+        (["--strategy", "residnt"], "'residnt' is neither a strategy nor a file, did you mean 'resident'"),
         (["--set", "stepz=3"], "unknown key 'stepz' (value 3), did you mean 'steps'"),
         (["--set", "batch.size=3"], "unknown key 'batch.size' (value 3)"),
         (["--set", "steps=many"], "'steps' is 'many'"),
@@ -118,7 +118,7 @@ def test_train_and_resume(file: Path, tmp_path: Path) -> None:
         (["--set", "trackers=[wnadb]"], "'trackers' is 'wnadb', did you mean 'wandb'"),
         (["--set", "strategy=3"], "'strategy' is 3: text is needed, or a mapping is needed"),
         (["--set", "strategy.cpu=resident"], "strategy is 'fp32', one for every device; write --set strategy=NAME"),
-        (["--set", "strategy.cpu.clipping.max_norm=1"], "strategy.cpu is no mapping; write --set strategy.clip"),
+        (["--set", "strategy.cpu.clipping.max_norm=1"], "strategy.cpu is not a mapping; write --set strategy.clip"),
         (["--resume"], "holds no complete checkpoint; start without --resume"),
         (["--set", "optimizer.name=Adamm"], "optimizer.name is 'Adamm', did you mean"),
         (["--set", "optimizer.name=Adamm", "--set", "data=nowhere"], "optimizer.name is 'Adamm'"),
@@ -158,9 +158,9 @@ def test_an_unusable_file_gets_one_sentence(tmp_path: Path, content: str | None,
     assert message in _sentence(_run("train", path), 2)
 
 
-def test_a_full_disk_gets_one_sentence(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_gets_one_sentence(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(save, "write_tensors", _fails_after(save.write_tensors, 1))
-    sentence = _sentence(_run("train", file), 1)
+    sentence = _sentence(_run("train", file, "--set", "validation.sequences=1"), 1)
     assert "checkpoint-4 was not saved: No space left on device" in sentence and "checkpoint-2 is kept" in sentence
 
 
@@ -302,7 +302,7 @@ def test_the_list_has_every_strategy_with_its_costs_in_80_columns_and_in_the_ord
 
 def test_one_strategy_is_shown_with_its_comments() -> None:
     assert _run("strategies", "stream").stdout == (ROOT / "strategies/stream.yaml").read_text()
-    assert "'steam' is no ready strategy, did you mean 'stream'" in _sentence(_run("strategies", "steam"), 2)
+    assert "'steam' is not a ready strategy, did you mean 'stream'" in _sentence(_run("strategies", "steam"), 2)
 
 
 def test_the_version_and_the_environment() -> None:

@@ -255,7 +255,7 @@ def test_a_strategy_is_checked_and_named_when_it_is_not_needed(tmp_path: Path) -
     source = Run("bfloat16").train(BEFORE).save(tmp_path / "a")
     command = ["checkpoint", "convert", str(source), str(tmp_path / "run.pt"), "--to", "torch", "--strategy"]
     refused = CliRunner().invoke(app, [*command, "fp61"])
-    assert refused.exit_code != 0 and "'fp61' is no strategy" in refused.output
+    assert refused.exit_code != 0 and "'fp61' is neither a strategy" in refused.output
     assert not (tmp_path / "run.pt").exists()
     done = CliRunner().invoke(app, [*command, "fp16"])
     assert done.exit_code == 0 and "of the strategy nothing is taken" in done.output

@@ -1,12 +1,13 @@
-"""Trimmed parametrisations leave out combinations of three values, and none of two."""
+"""Trimmed parametrisations leave out combinations of values, and no value."""
 
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 
-from tests.covering import every_pair
+from tests.covering import every_pair, every_value
 
 
 @pytest.mark.parametrize(
@@ -19,3 +20,18 @@ def test_every_two_values_meet(sizes: tuple[int, ...], most: int) -> None:
     met = {pair for case in cases for pair in itertools.combinations(case, 2)}
     assert met == {pair for two in itertools.combinations(axes.values(), 2) for pair in itertools.product(*two)}
     assert {value for case in cases for value in case} == set(itertools.chain(*axes.values()))
+
+
+def test_every_value_has_its_turn() -> None:
+    axes = {"name": ["a", "b", "c"], "dtype": [1, 2], "backend": ["r", "s", "t", "u", "v"]}
+
+    def one(name: str, dtype: int, backend: str) -> None: ...
+    def other(name: str, dtype: int, backend: str) -> None: ...
+
+    def cases(test: Any) -> list[Any]:
+        return list(every_value(**axes)(test).pytestmark[-1].args[1])
+
+    for test in (one, other):
+        assert len(cases(test)) == 5
+        assert [set(column) for column in zip(*cases(test), strict=True)] == [set(axis) for axis in axes.values()]
+    assert {*cases(one)} != {*cases(other)}

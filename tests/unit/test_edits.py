@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import lightstep
+from tests.covering import every_pair, every_value
 from tests.reference.pair import BACKENDS, EVERY_TIME, IN_BACKWARD
 from tests.reference.tiny_model import representable
 
@@ -225,8 +226,7 @@ def test_weights_of_before_a_cast_take_no_memory(kind: str) -> None:
     assert not any(item() for item in before)
 
 
-@pytest.mark.parametrize("edit", [halve, exchange, cast])
-@pytest.mark.parametrize("kind", list(EVERY_TIME))
+@every_value(kind=EVERY_TIME, edit=[halve, exchange, cast])
 def test_edits_between_the_norm_and_the_step_count(kind: str, edit: Callable[[nn.Module], None]) -> None:
     setups = [Setup(state=EVERY_TIME[kind], clipping={"max_norm": 0.1}).train(0, 1) for _ in range(2)]
     for setup, asks in zip(setups, (True, False), strict=True):
@@ -808,11 +808,11 @@ WHILE_EVALUATING = [
 ]
 
 
-@pytest.mark.parametrize("parameters", ["bfloat16", "float32"])
-@pytest.mark.parametrize(("do", "kind"), WHILE_EVALUATING)
+@every_value(what=WHILE_EVALUATING, parameters=["bfloat16", "float32"])
 def test_what_is_done_while_evaluating_does_not_stop_training(
-    do: Callable[[Setup], None], kind: str, parameters: str
+    what: tuple[Callable[[Setup], None], str], parameters: str
 ) -> None:
+    do, kind = what
     """What is made under ``torch.inference_mode()`` could not be written to by the next step."""
     setup, expected = (Setup(parameters=parameters, state=EVERY_TIME[kind]).train(0, 1) for _ in range(2))
     for number in (2, 4):
@@ -851,9 +851,7 @@ def test_a_norm_to_clip_to_may_be_assigned_and_goes_along_in_copies() -> None:
 # -- all or nothing
 
 
-@pytest.mark.parametrize("kind", list(EVERY_TIME))
-@pytest.mark.parametrize("parts", [1, 3])
-@pytest.mark.parametrize("where", ["sparse", "norm", "room"])
+@every_pair(kind=EVERY_TIME, where=["sparse", "norm", "room"], parts=[1, 3])
 def test_a_step_that_fails_before_the_update_may_be_repeated(
     kind: str, parts: int, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -940,8 +938,7 @@ class Thawing:
             parameter.data.copy_(master)
 
 
-@pytest.mark.parametrize("kind", list(EVERY_TIME))
-@pytest.mark.parametrize("raw", [False, True])
+@every_value(kind=EVERY_TIME, raw=[False, True])
 def test_layers_that_are_thawed_train_from_then_on(kind: str, raw: bool) -> None:
     torch.manual_seed(0)
     strategy = lightstep.Strategy.load({"clipping": {"max_norm": None}, "optimizer_state": EVERY_TIME[kind]})
@@ -1013,8 +1010,7 @@ def test_an_optimizer_without_state_has_none_in_its_state_dict(backend: str) -> 
 # -- the first step
 
 
-@pytest.mark.parametrize("kind", list(EVERY_TIME))
-@pytest.mark.parametrize("parameters", ["bfloat16", "float32"])
+@every_value(kind=EVERY_TIME, parameters=["bfloat16", "float32"])
 def test_a_first_step_with_nothing_to_do_is_a_step(kind: str, parameters: str) -> None:
     """Warm-up from 0 and advantages that are all zero."""
     setup = Setup(state=EVERY_TIME[kind], parameters=parameters, lr=0.0)

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from lightstep.precision.loss_scale import ConstantLossScale, DynamicLossScale
 from lightstep.state.resident import ResidentBackend
-from tests.covering import every_pair
+from tests.covering import every_pair, every_value
 from tests.reference.lion import Lion
 from tests.reference.pair import DTYPES, EVERY_TIME, FP16_SCALE, TWO_GROUPS, Pair, scale_for
 from tests.reference.plain_loop import ReferenceScale
@@ -22,7 +22,6 @@ OVERFLOWS = (3, 10, 11, 20)
 MAX_NORM = 0.35
 
 backends = pytest.mark.parametrize("backend", list(EVERY_TIME))
-dtypes = pytest.mark.parametrize("parameters", list(DTYPES))
 SOME_OPTIMIZERS = ["AdamW", "SGD-momentum", "NAdam"]
 SOME_BACKENDS = ["resident", "stream", "stream-overlap"]
 
@@ -58,7 +57,7 @@ def test_thirty_steps_equal_the_textbook_loop(name: str, parameters: str, micro_
     assert unchanged == {"frozen.weight", "dead.weight", "dead.bias"}
 
 
-@every_pair(name=SOME_OPTIMIZERS, parameters=DTYPES, backend=EVERY_TIME)
+@every_value(name=SOME_OPTIMIZERS, parameters=DTYPES, backend=EVERY_TIME)
 def test_save_and_resume_in_the_middle(name: str, parameters: str, backend: str) -> None:
     pair = Pair(
         *TWO_GROUPS[name],
@@ -77,8 +76,7 @@ def test_save_and_resume_in_the_middle(name: str, parameters: str, backend: str)
     pair.train(7)
 
 
-@backends
-@dtypes
+@every_value(parameters=DTYPES, backend=EVERY_TIME)
 def test_resume_may_load_the_optimizer_before_the_model(parameters: str, backend: str) -> None:
     pair = adamw(parameters, backend)
     pair.train(5)
@@ -86,7 +84,7 @@ def test_resume_may_load_the_optimizer_before_the_model(parameters: str, backend
     pair.train(5)
 
 
-@every_pair(name=SOME_OPTIMIZERS, parameters=DTYPES, backend=EVERY_TIME)
+@every_value(name=SOME_OPTIMIZERS, parameters=DTYPES, backend=EVERY_TIME)
 def test_first_gradient_at_step_ten(name: str, parameters: str, backend: str) -> None:
     pair = Pair(*TWO_GROUPS[name], parameters=parameters, backend=backend, late_from=10, **scale_for(parameters))
     pair.train(10)
@@ -96,7 +94,7 @@ def test_first_gradient_at_step_ten(name: str, parameters: str, backend: str) ->
     assert not torch.equal(late, untouched)
 
 
-@every_pair(name=SOME_OPTIMIZERS, parameters=DTYPES, backend=EVERY_TIME)
+@every_value(name=SOME_OPTIMIZERS, parameters=DTYPES, backend=EVERY_TIME)
 def test_gradients_added_in_the_parameters_dtype(name: str, parameters: str, backend: str) -> None:
     pair = Pair(
         *TWO_GROUPS[name],
@@ -141,7 +139,7 @@ OTHERS: dict[str, tuple[type[Optimizer], dict[str, Any], dict[str, Any], dict[st
 }
 
 
-@every_pair(name=OTHERS, parameters=["bfloat16", "float32"], backend=SOME_BACKENDS)
+@every_value(name=OTHERS, parameters=["bfloat16", "float32"], backend=SOME_BACKENDS)
 def test_any_element_wise_optimizer(name: str, parameters: str, backend: str) -> None:
     optimizer_class, first, second, common = OTHERS[name]
     pair = Pair(
@@ -160,7 +158,7 @@ def test_any_element_wise_optimizer(name: str, parameters: str, backend: str) ->
     pair.train(6)
 
 
-@every_pair(norm_type=[1.0, 3.0, float("inf")], parameters=DTYPES, backend=EVERY_TIME)
+@every_value(norm_type=[1.0, 3.0, float("inf")], parameters=DTYPES, backend=EVERY_TIME)
 def test_other_norms(norm_type: float, parameters: str, backend: str) -> None:
     max_norm = {1.0: 2.0, 3.0: 0.2, float("inf"): 0.1}[norm_type]
     pair = Pair(
@@ -199,9 +197,9 @@ def test_every_loss_scale(name: str, loss_scale: str, parameters: str, backend: 
     assert pair.reference.clipped_steps > 0
 
 
-@backends
-@pytest.mark.parametrize(("first", "then"), [("none", "dynamic"), ("dynamic", "none"), ("dynamic", "constant")])
-def test_a_loss_scale_may_be_exchanged(first: str, then: str, backend: str) -> None:
+@every_value(change=["none dynamic", "dynamic none", "dynamic constant"], backend=EVERY_TIME)
+def test_a_loss_scale_may_be_exchanged(change: str, backend: str) -> None:
+    first, then = change.split()
     settings = {"none": "none", "dynamic": FP16_SCALE, "constant": {"kind": "constant", "scale": 1000.0}}
     pair = Pair(*TWO_GROUPS["AdamW"], backend=backend, max_norm=MAX_NORM, loss_scale=settings[first])
     pair.train(3)
@@ -224,8 +222,7 @@ def test_a_scale_that_overflows_by_itself_comes_down(backend: str) -> None:
     assert pair.optimizer.loss_scale.scale == 2.0**24 / 2**pair.reference.skipped_steps
 
 
-@backends
-@dtypes
+@every_value(parameters=DTYPES, backend=EVERY_TIME)
 def test_nan_skips_as_inf_does(parameters: str, backend: str) -> None:
     pair = adamw(parameters, backend)
     pair.train(3)
@@ -238,7 +235,7 @@ def test_nan_skips_as_inf_does(parameters: str, backend: str) -> None:
     pair.train(3)
 
 
-@every_pair(name=["AdamW", "SGD-momentum"], parameters=DTYPES, backend=EVERY_TIME)
+@every_value(name=["AdamW", "SGD-momentum"], parameters=DTYPES, backend=EVERY_TIME)
 def test_gradients_written_by_hand(name: str, parameters: str, backend: str) -> None:
     """A step does not care who wrote ``.grad``; with a loss scale they are scaled gradients, as for GradScaler."""
     pair = Pair(*TWO_GROUPS[name], parameters=parameters, backend=backend, max_norm=MAX_NORM, **scale_for(parameters))
@@ -257,7 +254,7 @@ def test_gradients_written_by_hand(name: str, parameters: str, backend: str) -> 
     assert pair.reference.skipped_steps == 1
 
 
-@every_pair(name=["AdamW", "RMSprop"], parameters=DTYPES, backend=EVERY_TIME)
+@every_value(name=["AdamW", "RMSprop"], parameters=DTYPES, backend=EVERY_TIME)
 def test_learning_rates_may_change_every_step(name: str, parameters: str, backend: str) -> None:
     """Warm-up starts at 0: that step moves no weight but is a step, and its moments count."""
     pair = Pair(*TWO_GROUPS[name], parameters=parameters, backend=backend, **scale_for(parameters))
@@ -269,8 +266,7 @@ def test_learning_rates_may_change_every_step(name: str, parameters: str, backen
         pair.train(1)
 
 
-@backends
-@dtypes
+@every_value(parameters=DTYPES, backend=EVERY_TIME)
 def test_a_layer_may_be_frozen_and_thawed(parameters: str, backend: str) -> None:
     pair = adamw(parameters, backend)
     for thawed, frozen in [("frozen", "head"), ("head", "hidden"), ("hidden", "frozen")]:
@@ -359,7 +355,7 @@ class SomeLayersInFp32(Pair):
         return model
 
 
-@every_pair(name=TWO_GROUPS, backend=EVERY_TIME)
+@every_value(name=TWO_GROUPS, backend=EVERY_TIME)
 def test_dtypes_may_be_mixed_in_one_model(name: str, backend: str) -> None:
     pair = SomeLayersInFp32(
         *TWO_GROUPS[name], backend=backend, micro_batches=3, max_norm=MAX_NORM, overflow_at=(4,), intermittent=True
@@ -370,7 +366,7 @@ def test_dtypes_may_be_mixed_in_one_model(name: str, backend: str) -> None:
     pair.train(5)
 
 
-@every_pair(name=SOME_OPTIMIZERS, parameters=DTYPES, backend=EVERY_TIME)
+@every_value(name=SOME_OPTIMIZERS, parameters=DTYPES, backend=EVERY_TIME)
 def test_the_division_into_units_changes_nothing(
     name: str, parameters: str, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -397,8 +393,7 @@ def test_a_long_run(backend: str) -> None:
     pair.train(150)
 
 
-@backends
-@dtypes
+@every_value(parameters=DTYPES, backend=EVERY_TIME)
 def test_the_same_optimizer_on_the_default_group(parameters: str, backend: str) -> None:
     """No ``param_groups``: one group of everything that is trainable."""
 
@@ -417,8 +412,7 @@ def test_the_same_optimizer_on_the_default_group(parameters: str, backend: str) 
     pair.train(4)
 
 
-@backends
-@dtypes
+@every_value(parameters=DTYPES, backend=EVERY_TIME)
 def test_gradients_that_share_memory(parameters: str, backend: str) -> None:
     """Gradients written by hand may be one tensor for two parameters, or a broadcast view of one number."""
     pair = Pair(*TWO_GROUPS["AdamW"], parameters=parameters, backend=backend, max_norm=0.01, **scale_for(parameters))

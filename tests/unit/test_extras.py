@@ -26,24 +26,6 @@ for name in {OPTIONAL!r}:
 """
 """Importing any of them fails as if it were not installed."""
 
-PLAIN_MODEL = """
-import torch
-from types import SimpleNamespace
-
-class Model(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embedding, self.head = torch.nn.Embedding(32, 16), torch.nn.Linear(16, 32)
-
-    def forward(self, input_ids, labels):
-        logits = self.head(self.embedding(input_ids))
-        return SimpleNamespace(loss=torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten()))
-
-model = Model()
-tokens = torch.randint(32, (4, 2, 8))
-loader = [[{"input_ids": part, "labels": part} for part in parts] for parts in tokens.split(2)]
-"""
-
 
 def _python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     return python("-c", code, *arguments, cwd=CHECKOUT)
@@ -76,16 +58,6 @@ def test_public_names_are_where_they_are_said_to_be() -> None:
         lightstep.Strateggy  # noqa: B018
     with pytest.raises(ImportError, match="cannot import name 'Strateggy'"):
         exec("from lightstep import Strateggy")
-
-
-@pytest.mark.parametrize("name", ["resident", "stream"])
-def test_the_loop_of_the_readme_needs_no_extra(name: str) -> None:
-    readme = (CHECKOUT / "README.md").read_text(encoding="utf-8")
-    found = re.search(r"^```python\n(.*?)^```$", readme, re.MULTILINE | re.DOTALL)
-    assert found is not None and '"stream"' in found[1]
-    loop = found[1].replace('"stream"', repr(name), 1).replace("optimizer.step()", "result = optimizer.step()")
-    done = _python(HIDDEN + PLAIN_MODEL + loop + "\nassert result.applied\n")
-    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 import lightstep
 from lightstep.state.resident import ResidentBackend
-from tests.covering import every_pair
+from tests.covering import every_pair, every_value
 from tests.reference.pair import (
     BACKENDS,
     DTYPES,
@@ -108,8 +108,7 @@ def test_the_result_of_a_step(parameters: str, backend: str) -> None:
     assert "StepResult" in repr(skipped)
 
 
-@backends
-@dtypes
+@every_value(parameters=DTYPES, backend=BACKENDS)
 def test_a_step_without_gradients_moves_nothing(parameters: str, backend: str) -> None:
     pair = build(parameters, backend)
     before = [p.detach().clone() for p in pair.model.parameters()]
@@ -166,8 +165,7 @@ def test_backward_may_keep_the_graph() -> None:
         pair.optimizer.backward(loss)
 
 
-@backends
-@dtypes
+@every_value(parameters=DTYPES, backend=BACKENDS)
 def test_an_optimizer_that_was_replaced_takes_no_gradients(parameters: str, backend: str) -> None:
     """A notebook cell run twice: the first optimizer is forgotten by its user, not yet by the garbage collector."""
     pair = build(parameters, backend, micro_batches=3)
@@ -177,8 +175,7 @@ def test_an_optimizer_that_was_replaced_takes_no_gradients(parameters: str, back
     assert not forgotten.state
 
 
-@backends
-@dtypes
+@every_value(parameters=DTYPES, backend=BACKENDS)
 def test_a_sparse_gradient_is_refused_by_name(parameters: str, backend: str) -> None:
     pair = build(parameters, backend, micro_batches=1)
     pair.model.embed.sparse = True
@@ -251,7 +248,7 @@ def scheduled(optimizer: Any, model: nn.Module, make: Callable[[Optimizer], Any]
     return history, [str(warning.message) for warning in caught]
 
 
-@every_pair(scheduler=SCHEDULERS, name=["AdamW", "SGD-momentum"], backend=BACKENDS)
+@every_value(scheduler=SCHEDULERS, name=["AdamW", "SGD-momentum"], backend=BACKENDS)
 def test_schedulers_do_what_they_do_on_plain_torch(scheduler: str, name: str, backend: str) -> None:
     pair = build(backend=backend, name=name)
     plain_model = copy.deepcopy(pair.model)
@@ -263,8 +260,7 @@ def test_schedulers_do_what_they_do_on_plain_torch(scheduler: str, name: str, ba
     assert set(said) <= set(usual)
 
 
-@backends
-@dtypes
+@every_value(parameters=DTYPES, backend=BACKENDS)
 def test_a_scheduler_and_its_state_survive_a_resume(parameters: str, backend: str) -> None:
     pair = build(parameters, backend)
     scheduler = lr_scheduler.OneCycleLR(pair.optimizer, 1e-2, total_steps=20)
@@ -372,7 +368,7 @@ def test_state_dict_hooks(backend: str) -> None:
 # -- groups, copies, closures, rates ----------------------------------------------------------------------------------
 
 
-@every_pair(before=[0, 4], name=TWO_GROUPS, parameters=DTYPES, backend=BACKENDS)
+@every_value(before=[0, 4], name=TWO_GROUPS, parameters=DTYPES, backend=BACKENDS)
 def test_add_param_group(before: int, name: str, parameters: str, backend: str) -> None:
     if name == "Adagrad" and torch.__version__.startswith("2.11."):
         pytest.skip("torch 2.11's own Adagrad raises a KeyError for a group that was added")
@@ -492,8 +488,7 @@ def test_tensor_learning_rates(optimizer_class: type[Optimizer], backend: str) -
 # -- state dicts ------------------------------------------------------------------------------------------------------
 
 
-@backends
-@dtypes
+@every_value(parameters=DTYPES, backend=BACKENDS)
 def test_the_layout_is_torchs(parameters: str, backend: str) -> None:
     pair = build(parameters, backend, make_model=without_dead_layer)
     pair.train(3)
@@ -530,8 +525,7 @@ def test_a_state_dict_is_a_snapshot(name: str, parameters: str, backend: str) ->
     pair.train(3)
 
 
-@backends
-@dtypes
+@every_value(parameters=DTYPES, backend=BACKENDS)
 def test_loading_copies(parameters: str, backend: str) -> None:
     """One state dict, two optimizers: neither reaches the other through it."""
     pair = build(parameters, backend)
@@ -560,7 +554,7 @@ def test_scale_and_counters_are_in_the_state_dict(backend: str) -> None:
     assert pair.reference.skipped_steps == 3
 
 
-@every_pair(name=TWO_GROUPS, parameters=DTYPES, backend=BACKENDS)
+@every_value(name=TWO_GROUPS, parameters=DTYPES, backend=BACKENDS)
 def test_state_of_the_plain_torch_optimizer_loads(name: str, parameters: str, backend: str) -> None:
     """A run of plain torch on fp32 weights goes on under lightstep: masters come from the model."""
     pair = build(parameters, backend, name)
@@ -712,7 +706,7 @@ def test_dcp_restores_a_fresh_optimizer(parameters: str, name: str, mode: str, b
     again.train(4)
 
 
-@every_pair(parameters=["bfloat16", "float16"], name=TWO_GROUPS, mode=MODES, backend=BACKENDS)
+@every_value(parameters=["bfloat16", "float16"], name=TWO_GROUPS, mode=MODES, backend=BACKENDS)
 def test_dcp_reading_a_fresh_optimizer_is_no_step(parameters: str, name: str, mode: str, backend: str) -> None:
     pair = build(parameters, backend, name, make_model=without_dead_layer)
     before, fresh = copy.deepcopy(pair.model.state_dict()), pair.optimizer.loss_scale.state_dict()

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.test_extras import HIDDEN, PLAIN_MODEL
+from tests.unit.test_extras import HIDDEN
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 PRESETS = sorted(path.stem for path in (CHECKOUT / "strategies").glob("*.yaml"))
@@ -31,6 +31,24 @@ assert Path(lightstep.__file__).resolve().is_relative_to(Path(where).parent.reso
 for name in lightstep.available_strategies():
     lightstep.Strategy.load(name)
     print(name)
+"""
+
+PLAIN_MODEL = """
+import torch
+from types import SimpleNamespace
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = torch.nn.Embedding(32, 16), torch.nn.Linear(16, 32)
+
+    def forward(self, input_ids, labels):
+        logits = self.head(self.embedding(input_ids))
+        return SimpleNamespace(loss=torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten()))
+
+model = Model()
+tokens = torch.randint(32, (4, 2, 8))
+loader = [[{"input_ids": part, "labels": part} for part in parts] for parts in tokens.split(2)]
 """
 
 README = (CHECKOUT / "README.md").read_text(encoding="utf-8")

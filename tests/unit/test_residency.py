@@ -24,7 +24,7 @@ from lightstep.state.resident import ResidentBackend
 from lightstep.state.spare_memory import GIB, AutoBudget
 from lightstep.state.stream import StreamBackend
 from lightstep.strategy.base import Strategy
-from tests.covering import every_pair
+from tests.covering import every_pair, every_value
 from tests.reference.pair import same_tree
 from tests.unit import test_in_backward as in_backward
 from tests.unit.test_next_forward import Skipping, Training, assert_same, look, run, skip_layers
@@ -161,8 +161,7 @@ def copies(training: Training) -> Any:
     return {f"{k}/{key}": torch.as_tensor(v).tolist() for k, entries in state.items() for key, v in entries.items()}
 
 
-@pytest.mark.parametrize("time", TIMES)
-@pytest.mark.parametrize("between", [resize, release, look, save_and_load, edit, read, copies])
+@every_value(between=[resize, release, look, save_and_load, edit, read, copies], time=TIMES)
 def test_whatever_happens_between_steps(between: Callable[[Training], Any], time: str) -> None:
     def on_resident(training: Training) -> Any:
         return None if between is resize else between(training)

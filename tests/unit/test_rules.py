@@ -270,10 +270,10 @@ def test_rules_that_do_not_divide_the_model_are_refused(rules: list[Rule], messa
     [
         (lambda: Rule(torch.optim.AdamW, momentum=0.9), "Rule\\(AdamW\\): AdamW has no 'momentum'; it has lr, betas"),
         (lambda: Rule(torch.optim.AdamW, lr=-1.0), "Rule\\(AdamW\\): Invalid learning rate"),
-        (lambda: Rule(torch.optim.Muon, kinds="matrices"), "'matrices' is no kind of parameter; allowed: hidden_mat"),
+        (lambda: Rule(torch.optim.Muon, kinds="matrices"), "'matrices' is not a kind of parameter; allowed: hidd"),
         (lambda: Rule(torch.optim.Muon, names=3), "a rule's names is 3; a string or a list of them is needed"),  # type: ignore[arg-type]
         (lambda: Rule(torch.optim.Muon, dims=["2"]), "a rule's dims is \\['2'\\]; a number or a list"),  # type: ignore[list-item]
-        (lambda: Rule(torch.optim.Muon, names="("), "'\\(' in a rule's names is no regular expression"),
+        (lambda: Rule(torch.optim.Muon, names="("), "'\\(' in a rule's names is not a valid regular expression"),
         (lambda: Rule(torch.optim.AdamW([torch.zeros(1)])), "optimizer class is AdamW"),  # type: ignore[arg-type]
     ],
 )

@@ -28,6 +28,7 @@ from lightstep.state.lanes import COMPUTE, DEVICE_TO_HOST, HOST_TO_DEVICE, Calle
 from lightstep.state.resident import ResidentBackend
 from lightstep.state.stream import StreamBackend
 from lightstep.state.units import RingError
+from tests.covering import every_value
 
 CPU = torch.device("cpu")
 SHAPES: list[tuple[int, ...]] = [(9, 30), (30,), (513,), (17, 33), (), (0, 4), (260,), (5, 5)]
@@ -178,8 +179,7 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("name", list(OPTIMIZERS))
+@every_value(name=OPTIMIZERS, dtype=[torch.bfloat16, torch.float16, torch.float32])
 def test_fifty_steps_equal_resident(name: str, dtype: torch.dtype) -> None:
     """Cut tensors, dead, late and intermittent parameters, skipped steps."""
     optimizer_class, hyperparameters = OPTIMIZERS[name]

@@ -134,7 +134,7 @@ def test_what_a_run_will_take_is_said_where_it_can_be_told(configured: Callable[
     strategy = session.load_strategy(config)
     architecture = session.model_config(config.model, session.load_tokenizer(config.model), config.batch.length)
     said = session.expectation(config, strategy, architecture, profile="H100")
-    assert said.startswith("planned: ") and "GB of device memory at the peak" in said
+    assert said.startswith("planned: ") and "of device memory at the peak" in said
 
 
 # -- resuming
@@ -162,8 +162,6 @@ def test_a_resumed_run_takes_the_files_learning_rate(configured: Callable[..., T
     ("strategy", "overrides"),
     [
         ("fp32", {}),
-        ("resident", {}),
-        ("bulk", {}),
         ("stream", {}),
         ("fp16", {"precision.loss_scale": EASY_OVERFLOW}),
     ],
@@ -218,20 +216,16 @@ def test_an_average_that_is_left_out_of_a_resumed_run_is_said(configured: Callab
         _train(configured(strategy="deepspeed-zero2", ema=0.9))
 
 
-def test_a_skipped_step_does_not_advance_the_learning_rate(
+def test_how_often_figures_are_read_changes_nothing_and_a_skipped_step_advances_no_schedule(
     configured: Callable[..., TrainConfig], loops: list[Loop]
 ) -> None:
-    _, said = _train(configured(strategy="fp16", strategy_overrides={"precision.loss_scale": EASY_OVERFLOW}))
-    (loop,) = loops
-    assert 0 < loop._skipped < 6 and f"{loop._skipped} skipped" in said
-    assert loop.pieces.scheduler.last_epoch == 6 - loop._skipped
-
-
-def test_how_often_figures_are_read_changes_nothing(configured: Callable[..., TrainConfig], loops: list[Loop]) -> None:
     fp16 = {"strategy": "fp16", "strategy_overrides": {"precision.loss_scale": EASY_OVERFLOW}}
-    often, seldom = (_train(configured(log_every=every, name=f"every-{every}", **fp16))[0] for every in (1, 100))
+    often, said = _train(configured(log_every=1, name="often", **fp16))
+    seldom, _ = _train(configured(log_every=100, name="seldom", **fp16))
     assert often.losses == seldom.losses
     _assert_same(_everything(loops[0]), _everything(loops[1]))
+    assert 0 < loops[0]._skipped < 6 and f"{loops[0]._skipped} skipped" in said
+    assert loops[0].pieces.scheduler.last_epoch == 6 - loops[0]._skipped
 
 
 def test_resuming_goes_past_an_incomplete_checkpoint(configured: Callable[..., TrainConfig], tmp_path: Path) -> None:
@@ -364,7 +358,7 @@ def test_an_earlier_run_is_moved_aside(configured: Callable[..., TrainConfig], t
 def test_a_folder_that_is_no_run_is_left_alone(configured: Callable[..., TrainConfig], tmp_path: Path) -> None:
     (tmp_path / "runs/run").mkdir(parents=True)
     (tmp_path / "runs/run/thesis.txt").write_text("precious")
-    with pytest.raises(ConfigError, match="is no run of lightstep"):
+    with pytest.raises(ConfigError, match="is not a run of lightstep"):
         _train(configured())
     assert (tmp_path / "runs/run/thesis.txt").read_text() == "precious"
 
@@ -520,7 +514,7 @@ def test_a_hugging_face_folder_with_its_own_tokenizer(
     folder = tmp_path / "pretrained"
     keys = {key: value for key, value in MODEL.items() if key != "model_type"}
     LlamaForCausalLM(LlamaConfig(vocab_size=16, **keys)).save_pretrained(folder)
-    with pytest.raises(ConfigError, match="tokenizer cannot be loaded"):
+    with pytest.raises(ConfigError, match="has no tokenizer; save one there"):
         _train(configured(model=str(folder)))
     word_tokenizer().save_pretrained(folder)
     text.write_text("red green blue " * 400)
@@ -533,7 +527,7 @@ def test_a_hugging_face_folder_with_its_own_tokenizer(
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        ("nowhere", "model.path nowhere is no folder"),
+        ("nowhere", "model.path nowhere is not a folder"),
         ({"config": {"model_type": "lama"}}, "model.config.model_type is 'lama'"),
         (
             {"config": {"model_type": "llama", "hiden_size": 8}},
@@ -559,12 +553,8 @@ def test_a_model_that_cannot_be_made_is_refused(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"optimizer": {"name": "AdmW"}}, "optimizer.name is 'AdmW', did you mean 'AdamW'"),
         ({"optimizer": {"name": "collections.OrderedDict"}}, "import path of an Optimizer class is needed"),
         ({"optimizer": {"name": "no.such.Thing"}}, "No module named 'no'"),
-        ({"optimizer": {"arguments": {"beta": 0.9}}}, "optimizer: .*beta"),
-        ({"scheduler": {"name": "cosin"}}, "scheduler.name is 'cosin', did you mean 'cosine'"),
-        ({"scheduler": {"name": "cosine", "arguments": {"nonsense": 1}}}, "scheduler: .*nonsense"),
         ({"batch": {"sequences": 4, "length": 32, "accumulation": 3}}, "multiple of 3"),
     ],
 )
@@ -609,7 +599,7 @@ def test_rules_give_each_parameter_its_class_and_settings(
 @pytest.mark.parametrize(
     ("rules", "message"),
     [
-        ([{"kinds": "norm"}], r"optimizer.rules\[0\]: .*'norm' is no kind of parameter"),
+        ([{"kinds": "norm"}], r"optimizer.rules\[0\]: .*'norm' is not a kind of parameter"),
         ([{"kinds": "rest", "arguments": {"beta": 1}}], r"optimizer.rules\[0\]: .*AdamW has no 'beta'"),
         ([{"kinds": "norms"}], "optimizer: .* is trained, and no rule means it"),
     ],

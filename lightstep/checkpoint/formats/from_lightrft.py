@@ -82,7 +82,7 @@ def is_lightrft(content: Any) -> bool:
 def _part(path: Path) -> dict[str, Any]:
     content = load_file(path)
     if not is_lightrft(content):
-        raise CheckpointError(f"{path} is no file of FSDPadaptOptimizer: it lacks {listed(sorted(KEYS))}")
+        raise CheckpointError(f"{path} is not a file of FSDPadaptOptimizer: it lacks {listed(sorted(KEYS))}")
     return dict(content)
 
 

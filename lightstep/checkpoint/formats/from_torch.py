@@ -84,7 +84,7 @@ def module_tensors(module: Mapping[str, Any]) -> tuple[dict[str, LazyTensor], di
     for key, tensor in module.items():
         name = clean_name(key.removeprefix(prefix))
         if not isinstance(tensor, Tensor):
-            notes.append(f"{name} of the model is no tensor and was left out")
+            notes.append(f"{name} of the model is not a tensor and was left out")
             continue
         place = (tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tensor.shape, tensor.stride())
         first = seen.setdefault(place, name) if tensor.numel() else name
@@ -100,7 +100,7 @@ def add_optimizer(
 ) -> None:
     """Add the state dict of a torch optimizer: entries by number or by name."""
     if "state" not in packed or "param_groups" not in packed:
-        raise CheckpointError("its optimizer is no state dict of torch.optim: it has no state and param_groups")
+        raise CheckpointError("its optimizer is not a state dict of torch.optim: it has no state and param_groups")
     groups, states = packed["param_groups"], packed["state"]
     shapes = {name: weight.shape for name, weight in state.weights.items()}
     if naming.model is None:

@@ -158,7 +158,7 @@ def _entries(flat: _Flat, name: str, pieces: list[Piece], shape: torch.Size) -> 
                 for v, m in zip(everywhere, flat.masters, strict=True)
             ):
                 raise CheckpointError(
-                    f"state {key!r} of {name} is no element-wise state; only such state can be converted"
+                    f"state {key!r} of {name} is not an element-wise state; only such state can be converted"
                 )
             entries[key] = _joined(everywhere, pieces, shape)
         elif any(other != value for other in everywhere):

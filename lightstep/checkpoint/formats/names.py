@@ -74,7 +74,7 @@ def read_model(path: Path) -> ParameterOrder:
         model.tie_weights()
         decayed = frozenset(transformers.Trainer.get_decay_parameter_names(None, model))
     except Exception as error:
-        raise CheckpointError(f"{path} is no model that transformers can make: {error}") from error
+        raise CheckpointError(f"{path} is not a model that transformers can make: {error}") from error
     return parameter_order(model, decayed)
 
 

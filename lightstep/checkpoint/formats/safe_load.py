@@ -56,11 +56,12 @@ def load_file(path: Path) -> Any:
         raise CheckpointError(f"{path} is missing") from None
     except pickle.UnpicklingError as error:
         raise CheckpointError(
-            f"{path} cannot be read: it is no file of torch.save, or holds what must not be run ({refused_name(error)})"
+            f"{path} cannot be read: it is not a file of torch.save, or holds what must not be run "
+            f"({refused_name(error)})"
         ) from error
     except Exception as error:
         raise CheckpointError(
-            f"{path} cannot be read: it is truncated, damaged, or no file of torch.save ({error_text(error)})"
+            f"{path} cannot be read: it is truncated, damaged, or not a file of torch.save ({error_text(error)})"
         ) from error
 
 

@@ -103,7 +103,8 @@ def _check(state: TrainingState) -> list[int | None]:
         for key, value in entries.items():
             if key != "step" and (not isinstance(value, LazyTensor) or value.shape != state.weights[name].shape):
                 raise CheckpointError(
-                    f"state {key!r} of {name} is no element-wise tensor; the universal format holds only such, and step"
+                    f"state {key!r} of {name} is not an element-wise tensor; the universal format holds only such, "
+                    "and step"
                 )
     return [_step(state, group) for group in state.groups]
 

@@ -1,0 +1,71 @@
+"""What DeepSpeed's ZeRO holds, from what its configuration documents. No measurement stands behind this arithmetic."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lightstep.config import DeepSpeedSharding, StrategyConfig
+from lightstep.plan.activations import Activations
+from lightstep.plan.cost import cost
+from lightstep.plan.memory import Memory, Sizes
+
+_BUCKET, _LIVE = 500_000_000, 1_000_000_000
+"""Elements: DeepSpeed's own `reduce_bucket_size` and `stage3_max_live_parameters`."""
+
+
+def zero_memory(
+    config: StrategyConfig, sizes: Sizes, activations: Activations | None, ranks: int = 1, accumulates: bool = False
+) -> Memory:
+    """As :func:`lightstep.plan.memory.memory`, for ``sharding.kind: deepspeed``."""
+    sharding = config.sharding
+    assert isinstance(sharding, DeepSpeedSharding)
+    held, given = cost(config), _zero_section(sharding.config)
+    own, offload = sizes.total / ranks, sharding.offload == "cpu"
+    width, gradient_width = held.weights.count, held.gradients.count
+    state = own * (held.device_state.count + held.host_state.count)
+    weights = width * sizes.total / (ranks if held.weights.divided_by else 1)
+    gradients = gradient_width * sizes.total / (ranks if held.gradients.divided_by else 1)
+    host = 0.0
+    if offload:
+        copies = 2 if sharding.stage == 3 or accumulates else 1  # the sum, and what the update reads
+        host, state, gradients = state + own * gradient_width * copies, 0.0, 0.0
+    if offload and sharding.stage == 3 and not sharding.superoffload:
+        host, weights = host + weights, 0.0
+    buckets = _buckets(sharding, given, sizes, width, gradient_width)
+    limit = int(given.get("stage3_max_live_parameters", _LIVE))
+    live = width * min(sizes.total, limit) if sharding.stage == 3 else 0.0
+    moments = activations.moments if activations else ()
+    under_way = max((moment.live + moment.arrived_block * width for moment in moments), default=0)
+    flat = 0.0 if offload else 4 * own  # the gradients once more, as one tensor for the update
+    return Memory(
+        weights=int(weights),
+        gradients=int(gradients),
+        state=int(state),
+        step=int(max(flat, buckets)),
+        activations=int(max((moment.live for moment in moments), default=0)),
+        gathered=int(live),
+        peak=int(weights + state + gradients + max(flat, buckets + live + under_way)),
+        host=int(host),
+        link=int(own * max(gradient_width, 2 * width)) if offload else 0,
+    )
+
+
+def _buckets(
+    sharding: DeepSpeedSharding, given: Mapping[str, Any], sizes: Sizes, width: float, gradient_width: float
+) -> float:
+    """Gradients on their way: as they came (twice if one is filled while another is reduced), and as reduced."""
+    if sharding.stage == 1:
+        return 0
+    elements = max(int(given.get("reduce_bucket_size", _BUCKET)), *sizes.tensors)
+    filled = 2 if given.get("overlap_comm", sharding.stage == 3) else 1
+    return elements * (filled * width + (gradient_width if gradient_width != width else 0))
+
+
+def _zero_section(given: str | Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """Of DeepSpeed's own configuration, without what is left to it."""
+    values = json.loads(Path(given).expanduser().read_text(encoding="utf-8")) if isinstance(given, str) else given or {}
+    section: Mapping[str, Any] = values.get("zero_optimization") or {}
+    return {key: value for key, value in section.items() if value != "auto"}

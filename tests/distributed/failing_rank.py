@@ -1,0 +1,62 @@
+"""Two ranks train with Muon on shards until one of them fails in the middle of an update: a program of its own.
+
+``python -m tests.distributed.failing_rank FOLDER``
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import lightstep
+from lightstep.optimizer import shared_updates
+
+STATE = {"backend": "stream", "update": "overlap", "ring_mib": 0.02}
+
+
+def train(folder: str) -> None:
+    rank = int(os.fork() == 0)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
+    patience = datetime.timedelta(seconds=100)
+    dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=2, timeout=patience)
+    try:
+        _steps(rank)
+    except BaseException as failure:
+        Path(folder, f"rank{rank}").write_text(f"{type(failure).__name__}: {failure}")
+        raise
+    finally:
+        dist.destroy_process_group()
+        if rank == 0:
+            os.wait()
+
+
+def _steps(rank: int) -> None:
+    strategy = lightstep.Strategy.load({"sharding": {"kind": "fsdp2"}, "optimizer_state": STATE})
+    model = strategy.prepare_model(nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(6))))
+    optimizer = strategy.create_optimizer(model, torch.optim.Muon, lr=0.01)
+    original: Any = shared_updates.orthogonal
+    done: list[int] = []
+
+    def orthogonal(direction: Tensor, group: Any) -> Tensor:
+        if rank == 1 and len(done) == 2:
+            raise torch.OutOfMemoryError("no more room")
+        return original(direction, group)
+
+    shared_updates.orthogonal = orthogonal
+    for step in range(4):
+        optimizer.backward(model(torch.ones(2, 8, dtype=torch.bfloat16)).float().square().sum())
+        optimizer.step()
+        optimizer.synchronize()
+        done.append(step)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    train(sys.argv[1])
