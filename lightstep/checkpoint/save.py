@@ -6,7 +6,7 @@ import copy
 import itertools
 import logging
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -104,10 +104,10 @@ def save_checkpoint(
         else:
             content.sources += _average_sources(model)
         retention = Retention(keep_last, keep_every, weights_only=saved is None)
-        plan = _Plan(path, content, share(content.sources, ranks), ranks.gather(content.of_this_rank), retention)
+        plan = _Plan(path, content, share(content.sources, ranks), retention)
         if asynchronous:
             with ExitStack() as until_written:
-                if plan.detach(ranks, model, saved, until_written):
+                if plan.detach(ranks, model, optimizer, until_written):
                     write = partial(_write, plan, own_group(ranks))
                     return start(write, until_written, None if ranks.several else optimizer)
     with ExitStack() as until_written:
@@ -125,8 +125,6 @@ class _Plan:
     content: _Content
     sources: list[Source]
     """What this rank writes."""
-    parts: list[dict[str, Any]]
-    """What every rank has to say that is no tensor."""
     retention: Retention
 
     def detach(
@@ -146,8 +144,9 @@ class _Plan:
             logger.warning("training waits for %s: %s", self.path, refusals[0])
             return False
         self.sources = sources
-        self.content = replace(self.content, sources=[], state=copy.deepcopy(self.content.state))
-        self.parts = [{**part, "values": copy.deepcopy(part["values"])} for part in self.parts]  # all else is its own
+        content = self.content
+        own = {**content.of_this_rank, "values": copy.deepcopy(content.of_this_rank["values"])}  # all else is its own
+        self.content = replace(content, sources=[], state=copy.deepcopy(content.state), of_this_rank=own)
         return True
 
 
@@ -158,8 +157,9 @@ def _write(plan: _Plan, ranks: Ranks) -> Path:
         plan.retention.around(target, ranks),
         new_folder_of_ranks(target, CHECKPOINT, ranks) as temporary,
     ):
-        indices = ranks.gather(ranks.together(lambda: write_tensors(temporary, plan.sources, ranks.rank)))
-        ranks.together(lambda: _finish(temporary, target, plan.content, plan.parts, join(indices)), only_first=True)
+        index = ranks.together(lambda: write_tensors(temporary, plan.sources, ranks.rank))
+        indices, parts = zip(*ranks.gather((index, plan.content.of_this_rank)), strict=True)
+        ranks.together(lambda: _finish(temporary, target, plan.content, parts, join(indices)), only_first=True)
     logger.info("saved %s", plan.path)
     return target
 
@@ -284,7 +284,7 @@ def _sources(key: str, tensor: Tensor) -> list[Source]:
     return [Source(key, shard, tensor.dtype, lambda: local_tensor(tensor).detach(), tensor)]
 
 
-def _finish(temporary: Path, target: Path, content: _Content, parts: list[dict[str, Any]], index: Index) -> None:
+def _finish(temporary: Path, target: Path, content: _Content, parts: Sequence[dict[str, Any]], index: Index) -> None:
     """The first rank's part: small state, manifest, rename."""
     state = {**content.state, "random": [part["random"] for part in parts]}
     groups = None

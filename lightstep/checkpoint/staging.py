@@ -24,7 +24,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -48,6 +47,9 @@ def staged(sources: Sequence[Source], model: nn.Module, optimizer: Any, until_wr
     copies = _kept.setdefault(model, KeptCopies())
     copies.start_over()
     copies.reserve(sum(source.nbytes for source in sources if source.entry is None))
+    for source in sources:  # the caller waits for these, and the lanes' copies of state would take turns with them
+        if source.entry is None and source.of is not None:
+            copies.of(source.of)
 
     def later(copy: Tensor) -> Callable[[], Tensor]:
         return partial(copies.arrived, copy)
@@ -58,7 +60,7 @@ def staged(sources: Sequence[Source], model: nn.Module, optimizer: Any, until_wr
         if pinned is not None and source.entry is not None and source.of in pinned:
             return _taken(source, pinned)
         copy = copies.copy(source.fetch()) if source.of is None or source.entry is not None else copies.of(source.of)
-        return replace(source, fetch=later(copy))
+        return source.read_by(later(copy))
 
     state = [source for source in sources if source.entry is not None]
     copies.reserve(sum(source.nbytes for source in state if pinned is None or source.of not in pinned))
@@ -98,8 +100,9 @@ def _pinned(
 
 def _taken(source: Source, pinned: PinnedState) -> Source:
     assert source.of is not None and source.entry is not None
-    taken, written = partial(pinned.take, source.of, source.entry), partial(pinned.written, source.of, source.entry)
-    return replace(source, fetch=taken, written=written)
+    return source.read_by(
+        partial(pinned.take, source.of, source.entry), partial(pinned.written, source.of, source.entry)
+    )
 
 
 def _pinned_first(sources: Sequence[Source]) -> list[Source]:

@@ -15,7 +15,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
@@ -57,6 +57,8 @@ def whole(shape: Iterable[int]) -> Shard:
 
 def shard_of(tensor: Tensor) -> Shard | None:
     """This rank's part of a plain tensor or DTensor; ``None`` when the rank is not in the DTensor's mesh."""
+    if type(tensor) in (Tensor, nn.Parameter):
+        return whole(tensor.shape)
     items = create_default_local_save_plan({"": tensor}, is_coordinator=False).items
     if not items or items[0].tensor_data is None:
         return None
@@ -64,7 +66,7 @@ def shard_of(tensor: Tensor) -> Shard | None:
     return Shard(data.size, data.chunk.offsets, data.chunk.sizes, items[0].type is WriteItemType.SHARD)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Source:
     """A tensor to write: ``fetch`` returns this rank's local part and is called when its turn comes.
 
@@ -85,6 +87,10 @@ class Source:
     @property
     def nbytes(self) -> int:
         return self.shard.numel * self.dtype.itemsize
+
+    def read_by(self, fetch: Callable[[], Tensor], written: Callable[[], object] = lambda: None) -> Source:
+        """The same tensor, fetched from elsewhere."""
+        return Source(self.key, self.shard, self.dtype, fetch, self.of, self.entry, written)
 
 
 @dataclass(eq=False)

@@ -103,7 +103,8 @@ class UrlStorage:
     @contextmanager
     def new_folder(self, path: Path, kind: FolderKind) -> Iterator[Path]:
         system, place = cast(UrlPath, path).fsspec()
-        if system.isfile(place) or (not kind.is_ours(path) and any(not _DATA.fullmatch(e.name) for e in _inside(path))):
+        others = any(not _DATA.fullmatch(entry.name) for entry in _inside(path))  # first: another saver may end now
+        if system.isfile(place) or (others and not kind.is_ours(path)):
             raise CheckpointError(f"{path} exists and is not {kind.name}; choose another path or remove it")
         folder = path / f"data-{secrets.token_hex(8)}"
         system, place = cast(UrlPath, folder).fsspec()

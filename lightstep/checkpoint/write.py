@@ -6,6 +6,7 @@ Which rank writes what is planned first; the rest needs no other rank, and takes
 
 from __future__ import annotations
 
+import contextvars
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -37,6 +38,8 @@ def share(sources: Sequence[Source], ranks: Ranks) -> list[Source]:
     Called by all ranks.
     """
     mine = {(source.key, source.shard.offsets): source for source in sources if _has_data(source)}
+    if not ranks.several:
+        return list(mine.values())
     load = [0] * ranks.size
     everyone = ranks.gather({place: source.nbytes for place, source in mine.items()})
     holders: dict[tuple[str, torch.Size], list[int]] = {}
@@ -95,7 +98,8 @@ class _Writer:
         self._file: _Counting | None = None
         self._failed = False
         self._tasks: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
-        self._thread = Thread(target=self._run, name="checkpoint-writer", daemon=True)
+        run = contextvars.copy_context().run  # torch's options hold for a context, and are asked for in this thread
+        self._thread = Thread(target=run, args=(self._run,), name="checkpoint-writer", daemon=True)
         self._thread.start()
 
     def __enter__(self) -> _Writer:

@@ -141,7 +141,7 @@ class EngineState:
 
     def memory(self) -> dict[str, float]:
         """As ``BaseOptimizer.memory_report``."""
-        kinds = ("device_bytes", "host_bytes", "ring_bytes", "gradient_stage_bytes", "exchange_bytes")
+        kinds = ("device_bytes", "host_bytes", "ring_bytes", "gradient_stage_bytes", "exchange_bytes", "saving_bytes")
         numbers = dict.fromkeys(kinds, 0.0)
         for tensor in self._held():
             off_device = tensor.device.type == "cpu" and torch.device(self._engine.device).type != "cpu"

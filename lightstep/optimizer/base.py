@@ -82,9 +82,10 @@ class BaseOptimizer(torch.optim.Optimizer):
     @abstractmethod
     def memory_report(self) -> dict[str, float]:
         """Bytes held by this process between steps: ``device_bytes``, ``host_bytes``, ``ring_bytes``,
-        ``gradient_stage_bytes``, ``exchange_bytes`` (matrices on their way between ranks), ``parameters`` (elements of
-        its local shards), ``device_bytes_per_parameter`` and ``host_bytes_per_parameter``: per local element, so that
-        replicas that share the state hold less of it each."""
+        ``gradient_stage_bytes``, ``exchange_bytes`` (matrices on their way between ranks), ``saving_bytes`` (copies on
+        the host for asynchronous saves, kept for the next one; spare records are in ``host_bytes``), ``parameters``
+        (elements of its local shards), ``device_bytes_per_parameter`` and ``host_bytes_per_parameter``: per local
+        element, so that replicas that share the state hold less of it each."""
 
     @abstractmethod
     def set_residency(self, gib: float | Literal["auto"]) -> None:

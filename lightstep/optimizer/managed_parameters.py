@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
@@ -59,6 +60,7 @@ class ManagedParameters:
         self._watch = ModelWatch()
         self._items: dict[Tensor, Managed] = {}
         self._checked: tuple[list[dict[str, Any]], list[Tensor]] = ([], [])
+        self._copies: weakref.ref[KeptCopies] | None = None  # of the last save; they are the model's
 
     def __iter__(self) -> Iterator[Managed]:
         return iter(self._items.values())
@@ -271,7 +273,13 @@ class ManagedParameters:
         """See :meth:`StateBackend.pin`; not of parameters that were exchanged, moved or cast since the last step."""
         found = ((self._items.get(parameter), keys) for parameter, keys in wanted.items())
         kept = {item: keys for item, keys in found if item is not None and self._is_where_it_was(item)}
+        self._copies = self._copies if copies is None else weakref.ref(copies)
         return self._backend.pin(kept, weight_of, copies)
+
+    def saving_bytes(self) -> int:
+        """Host memory for copies that :meth:`pin` was given, as long as it is kept."""
+        copies = None if self._copies is None else self._copies()
+        return 0 if copies is None else copies.nbytes
 
     def _is_where_it_was(self, item: Managed) -> bool:
         local = local_tensor(item.param)

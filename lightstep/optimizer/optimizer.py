@@ -247,6 +247,7 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         stage = self.engine.walk.stage.nbytes()
         report: dict[str, float] = {**self._backend.memory(), "gradient_stage_bytes": stage}
         report["exchange_bytes"] = self.engine.walk.shared.nbytes()
+        report["saving_bytes"] = self.engine.managed.saving_bytes()
         report["parameters"] = parameters
         for place in ("device", "host"):
             report[f"{place}_bytes_per_parameter"] = report[f"{place}_bytes"] / max(parameters, 1)

@@ -27,7 +27,8 @@ __all__ = ["Splitter"]
 
 logger = logging.getLogger(__name__)
 
-_CHUNK = 1 << 18  # elements per pass: the scratch stays small, and in cache; a multiple of 8 for the bitmap
+_CHUNK = 1 << 18  # elements per pass: the scratch stays small; a multiple of 8 for the bitmap
+_CHUNK_ON_CPU = 1 << 15  # for each thread: what its passes touch stays in the cache of its core
 # Of the fingerprint: odd 31-bit numbers without structure.
 _PLACE, _CODE, _FIRST_MIX, _SECOND_MIX = 0x1E3779B1, 0x05EBCA77, 0x7FEB352D, 0x046CA68B
 
@@ -44,6 +45,7 @@ class Splitter:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self._chunk = _CHUNK_ON_CPU * torch.get_num_threads() if device.type == "cpu" else _CHUNK
         self._scratch: _Scratch | None = None
         self._fused = _checked_twin(device) if device.type == "cuda" else None
 
@@ -65,17 +67,25 @@ class Splitter:
             self._fused.split(master, weight, low, extra)
             torch.autograd.graph.increment_version(weight)  # autograd refuses graphs that need the weight of before
             return
-        for a, b in _chunks(master.numel()):
+        for a, b in self._chunks(master.numel()):
             _split(master[a:b], weight[a:b], low[a:b], _part_of(extra, a, b), self._room(b - a))
 
-    def join(self, weight: Tensor, low: Tensor, extra: Tensor, master: Tensor) -> None:
-        """Write the fp32 ``master`` that :meth:`split` was given; clears the signs of a sign-carrying ``extra``."""
+    def join(
+        self, weight: Tensor, low: Tensor, extra: Tensor, master: Tensor, magnitudes: Tensor | None = None
+    ) -> None:
+        """Write the fp32 ``master`` that :meth:`split` was given; clears the signs of a sign-carrying ``extra``.
+
+        Args:
+            magnitudes: where a sign-carrying ``extra`` goes without its signs, if it is to stay as it is.
+        """
         assert weight.is_contiguous()
         if self._fused is not None:
+            extra = extra if magnitudes is None else magnitudes.copy_(extra)
             self._fused.join(weight, low, extra, master)
             return
-        for a, b in _chunks(master.numel()):
-            _join(weight[a:b], low[a:b], _part_of(extra, a, b), master[a:b], self._room(b - a))
+        for a, b in self._chunks(master.numel()):
+            cleared = None if magnitudes is None else magnitudes[a:b]
+            _join(weight[a:b], low[a:b], _part_of(extra, a, b), master[a:b], cleared, self._room(b - a))
 
     def fingerprints(self, weight: Tensor, first: int, ranges: Sequence[tuple[int, int]], out: Tensor) -> None:
         """Write a sum over each range of ``weight`` (16-bit, ``[n]``) that depends on values and places to
@@ -92,7 +102,7 @@ class Splitter:
         if self._fused is not None:
             self._fused.fingerprints(weight, first, ranges, out)
             return
-        for a, b in _chunks(weight.numel()):
+        for a, b in self._chunks(weight.numel()):
             mixed, room = _mixed(weight[a:b], first + a, self._room(b - a)), self._room(b - a)
             begin = bisect.bisect_right(ranges, a, key=lambda one: one[1])
             end = bisect.bisect_left(ranges, b, key=lambda one: one[0])
@@ -100,25 +110,23 @@ class Splitter:
 
     def _room(self, n: int) -> _Scratch:
         if self._scratch is None or self._scratch.a.numel() < n:
-            self._scratch = _Scratch(n, self.device)
+            self._scratch = _Scratch(min(self._chunk, -(-n // 8) * 8), self.device)
         return self._scratch
+
+    def _chunks(self, n: int) -> list[tuple[int, int]]:
+        return [(start, min(start + self._chunk, n)) for start in range(0, n, self._chunk)]
 
 
 class _Scratch:
     """Working memory of the torch version. Operands are brought to one dtype here: mixed ones would allocate."""
 
     def __init__(self, n: int, device: torch.device) -> None:
-        n = min(_CHUNK, -(-n // 8) * 8)
         self.a, self.b, self.c = (torch.empty(n, dtype=torch.int32, device=device) for _ in range(3))
         self.flag = torch.empty(n, dtype=torch.bool, device=device)
         self.wide, self.sums = (torch.empty(n + extra, dtype=torch.int64, device=device) for extra in (0, 1))
         self.places = torch.arange(n, dtype=torch.int32, device=device).mul_(_PLACE)
         self.total = torch.empty((), dtype=torch.int64, device=device)
         self.nbytes = n * (4 * 4 + 1 + 2 * 8) + 16
-
-
-def _chunks(n: int) -> list[tuple[int, int]]:
-    return [(start, min(start + _CHUNK, n)) for start in range(0, n, _CHUNK)]
 
 
 def _part_of(extra: Tensor, a: int, b: int) -> Tensor:
@@ -149,11 +157,13 @@ def _truncate_nan(master: Tensor, upper: Tensor, code: Tensor, room: _Scratch) -
     torch.where(flag, kept, code, out=code)
 
 
-def _join(weight: Tensor, low: Tensor, extra: Tensor, master: Tensor, room: _Scratch) -> None:
+def _join(
+    weight: Tensor, low: Tensor, extra: Tensor, master: Tensor, magnitudes: Tensor | None, room: _Scratch
+) -> None:
     n = master.numel()
     bits, upper = master.view(torch.int32), room.a[:n]
     upper.copy_(weight.view(torch.int16))
-    upper.sub_(_take_bits(extra, n, room)).bitwise_left_shift_(16)
+    upper.add_(_take_bits(extra, magnitudes, n, room)).bitwise_left_shift_(16)
     bits.copy_(low)
     bits.bitwise_and_(0xFFFF).bitwise_or_(upper)
 
@@ -172,18 +182,19 @@ def _store_bits(ones: Tensor, extra: Tensor, room: _Scratch) -> None:
     extra.copy_(byte)
 
 
-def _take_bits(extra: Tensor, n: int, room: _Scratch) -> Tensor:
-    """The bits of ``extra`` as int32 0/1 in ``room.b``; signs are cleared on the way."""
+def _take_bits(extra: Tensor, magnitudes: Tensor | None, n: int, room: _Scratch) -> Tensor:
+    """The bits of ``extra`` as int32 0/-1 in ``room.b``; signs are cleared on the way, or only in ``magnitudes``."""
     ones = room.b[:n]
     if extra.dtype != torch.uint8:
-        torch.bitwise_right_shift(extra.view(torch.int32), 31, out=ones)
-        extra.view(torch.int32).bitwise_and_(0x7FFFFFFF)
-        return ones.bitwise_and_(1)
+        signed = extra.view(torch.int32)
+        torch.bitwise_right_shift(signed, 31, out=ones)
+        torch.bitwise_and(signed, 0x7FFFFFFF, out=signed if magnitudes is None else magnitudes.view(torch.int32))
+        return ones
     columns, byte = room.b[: extra.numel() * 8].view(-1, 8), room.c[: extra.numel()]
     byte.copy_(extra)
     for bit in range(8):
         torch.bitwise_right_shift(byte, bit, out=columns[:, bit])
-    return ones.bitwise_and_(1)
+    return ones.bitwise_and_(1).neg_()
 
 
 def _mixed(weight: Tensor, start: int, room: _Scratch) -> Tensor:
@@ -253,7 +264,7 @@ def _agrees(twin: ModuleType, device: torch.device) -> bool:
 
 def _plain(device: torch.device) -> Splitter:
     splitter = Splitter.__new__(Splitter)
-    splitter.device, splitter._scratch, splitter._fused = device, None, None
+    splitter.device, splitter._chunk, splitter._scratch, splitter._fused = device, _CHUNK, None, None
     return splitter
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightstep.state.backend import Managed
 from lightstep.state.kept_copies import KeptCopies
-from lightstep.state.kept_records import same_rounding_on_host
+from lightstep.state.kept_records import same_rounding
 from lightstep.state.lanes import Lanes
 from lightstep.state.record import Record
 from lightstep.state.segment import MasterSplitter
@@ -98,7 +98,7 @@ class DeviceSnapshot:
         value = self._entries[parameter].pop(key)
         if key == "master" and parameter in self._weights:
             weight = self._weights.pop(parameter)()
-            if not same_rounding_on_host(weight, value):
+            if not same_rounding(weight, value):
                 return weight.float()
         return value
 

@@ -60,10 +60,13 @@ class Entries:
 
     def _joined(self, weight: Tensor, low: Tensor, carrier: Tensor, master: Tensor) -> Tensor:
         """Writes ``master``, and returns the carrier without the bits in its signs."""
-        wide = carrier.dtype == torch.float32
-        extra = self._room(carrier, torch.float32).copy_(carrier) if wide else carrier.float()
-        self._splitter_on(low.device).join(weight, low, extra, master)
-        return extra if wide else self._room(carrier, carrier.dtype).copy_(extra)
+        splitter, found = self._splitter_on(low.device), self._room(carrier, carrier.dtype)
+        if carrier.dtype == torch.float32:
+            splitter.join(weight, low, carrier, master, found)
+            return found
+        extra = carrier.float()
+        splitter.join(weight, low, extra, master)
+        return found.copy_(extra)
 
     def read_all(self, parts: Sequence[Part], home: Mapping[Part, Record]) -> dict[str, Any]:
         """:meth:`read` of a whole parameter, whose parts in order these are."""

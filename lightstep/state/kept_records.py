@@ -19,9 +19,9 @@ from lightstep.state.record import Coding, ExpectedLayouts, Layout, Part, Record
 from lightstep.state.segment import LARGE, MasterSplitter, Segment, Staging, Views, segments_of
 from lightstep.state.versions import Version
 
-__all__ = ["RecordBackend", "same_rounding", "same_rounding_on_host", "was_rounded_from"]
+__all__ = ["RecordBackend", "same_rounding", "was_rounded_from"]
 
-_PIECE = 1 << 18  # elements
+_PIECE = 1 << 15  # elements: torch gives no part of so few to another thread
 
 
 class RecordBackend(StateBackend):
@@ -367,15 +367,13 @@ class RecordBackend(StateBackend):
 
 def same_rounding(local: Tensor, master: Tensor) -> bool:
     """Whether ``local`` holds exactly ``master`` rounded to its dtype (bits; NaN equals itself)."""
+    on_host = local.device.type == master.device.type == "cpu"
+    if on_host and local.shape == master.shape and local.numel() > _PIECE:  # by pieces that stay in cache
+        pieces = zip(local.reshape(-1).split(_PIECE), master.reshape(-1).split(_PIECE), strict=True)
+        return all(same_rounding(one, other) for one, other in pieces)
     rounded = master.to(device=local.device, dtype=local.dtype)
     bits = torch.int32 if local.dtype == torch.float32 else torch.int16  # fp32: the model was cast since
     return torch.equal(rounded.view(bits), local.contiguous().view(bits))
-
-
-def same_rounding_on_host(weight: Tensor, master: Tensor) -> bool:
-    """The same for large tensors, by pieces that stay in cache."""
-    pieces = zip(weight.reshape(-1).split(_PIECE), master.reshape(-1).split(_PIECE), strict=True)
-    return all(same_rounding(one, other) for one, other in pieces)
 
 
 def was_rounded_from(local: Tensor, master: Tensor) -> bool:

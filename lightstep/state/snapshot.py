@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lightstep.state.backend import Managed
 from lightstep.state.entries import Entries
-from lightstep.state.kept_records import same_rounding_on_host
+from lightstep.state.kept_records import same_rounding
 from lightstep.state.record import History, Part, Record
 from lightstep.state.segment import MasterSplitter
 from lightstep.state.versions import Versions
@@ -155,7 +155,7 @@ class Snapshot:
     def _was_written(self, parts: Sequence[Part], master: Tensor) -> bool:
         """Whether somebody else wrote to the weight before the snapshot was made."""
         if self._masters_show:
-            return not same_rounding_on_host(parts[0].owner.local, master)
+            return not same_rounding(parts[0].owner.local, master)
         return any(self._entries.was_written(self._home[part], part) for part in parts)
 
     def _drop(self, values: Collection[Any]) -> None:

@@ -187,6 +187,20 @@ def test_the_checksum_is_the_same_with_and_without_the_faster_library(
     assert checksums.crc32(memoryview(data)[7:], 5) == zlib.crc32(data[7:], 5)
 
 
+def test_torch_makes_no_checksums_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the threads that write: torch keeps the option for each thread, and its sums take longer than the disk."""
+    asked, save = [], torch.save
+
+    def noted(value: Any, file: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            asked.append(torch.serialization.get_crc32_options())
+        save(value, file)
+
+    monkeypatch.setattr(torch, "save", noted)
+    saved(tmp_path / "a")
+    assert asked and not any(asked) and torch.serialization.get_crc32_options()
+
+
 @pytest.mark.parametrize(("room", "times"), [(1 << 30, 1), (0, 2)])
 def test_a_load_reads_once_where_there_is_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: int, times: int

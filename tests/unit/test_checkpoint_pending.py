@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +12,7 @@ import torch
 
 from lightstep.checkpoint import CheckpointError, latest_checkpoint, save
 from lightstep.checkpoint.pending import finish_pending
+from tests.python import python
 from tests.reference.pair import BACKENDS
 from tests.unit.test_checkpoint_promises import content, same, trained
 
@@ -53,7 +52,10 @@ def test_what_is_saved_is_the_run_when_it_was_asked_for(tmp_path: Path, backend:
     assert latest_checkpoint(tmp_path) is None
     held.set()
     assert pending.result(timeout=60) == tmp_path / "a" and pending.done()
+    copied = optimizer.memory_report()["saving_bytes"]  # kept: weights, and of `resident` masters and moments too
+    assert copied >= sum(p.nbytes for p in model.parameters()) * (7 if backend == "resident" else 1)
     _, other, optimizer2 = trained(backend, steps=1)
+    assert optimizer2.memory_report()["saving_bytes"] == 0
     loaded = strategy.load_checkpoint(tmp_path / "a", other, optimizer2)
     assert loaded["losses"] == [1.0] and not loaded["seen"].any()
     assert optimizer2.param_groups[0]["lr"] == rate and torch.equal(torch.get_rng_state(), drawn)
@@ -117,7 +119,7 @@ from torch import nn
 from lightstep.checkpoint import save, save_checkpoint
 write = save.write_tensors
 def slowly(*arguments):
-    time.sleep(0.5)
+    time.sleep(0.3)
     return write(*arguments)
 save.write_tensors = slowly
 model = nn.Linear(3, 4)
@@ -126,6 +128,7 @@ save_checkpoint(sys.argv[1], model, torch.optim.SGD(model.parameters()), asynchr
 
 
 def test_the_end_of_the_process_waits_for_the_writer(tmp_path: Path) -> None:
-    subprocess.run([sys.executable, "-W", "error", "-c", ENDS, str(tmp_path / "a")], check=True)
+    ended = python("-c", ENDS, str(tmp_path / "a"), cwd=tmp_path)
+    assert (ended.returncode, ended.stderr) == (0, "")
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
     assert latest_checkpoint(tmp_path) == tmp_path / "a"

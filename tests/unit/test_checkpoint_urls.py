@@ -18,6 +18,7 @@ from lightstep.checkpoint import (
     load_checkpoint,
     save,
     save_checkpoint,
+    urls,
     verify_checkpoints,
 )
 from lightstep.checkpoint.layout import remove_checkpoint
@@ -105,6 +106,20 @@ def test_of_two_savers_one_is_told(url: str, monkeypatch: pytest.MonkeyPatch) ->
         save_checkpoint(f"{url}/step", model_of(1.0))
     load_checkpoint(f"{url}/step", model := model_of(0.0))
     assert values_of(model) == {2.0}
+
+
+def test_a_save_that_ends_while_another_begins_is_a_checkpoint(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    inside = urls._inside
+
+    def after_another(path: Path) -> list[Path]:
+        monkeypatch.undo()
+        save_checkpoint(f"{url}/step", model_of(2.0))
+        return inside(path)
+
+    monkeypatch.setattr(urls, "_inside", after_another)
+    save_checkpoint(f"{url}/step", model_of(1.0))
+    load_checkpoint(f"{url}/step", model := model_of(0.0))
+    assert values_of(model) == {1.0}
 
 
 def test_damage_is_found_and_old_ones_are_removed(url: str) -> None:

@@ -45,10 +45,14 @@ def assert_exact(master: Tensor, place: str, splitter: Splitter | None = None) -
     rounded, nan = before.to(torch.bfloat16), before.isnan()
     assert torch.equal(weight.view(torch.int16)[~nan], rounded.view(torch.int16)[~nan])
     assert torch.equal(weight.isnan(), nan)
-    back = torch.empty_like(master)
+    back, signed = torch.empty_like(master), extra.clone()
     splitter.join(weight, low, extra, back)
     assert torch.equal(back.view(torch.int32), before.view(torch.int32))
     if place == "sign":
+        back, magnitudes, kept = torch.empty_like(master), torch.empty_like(extra), signed.clone()
+        splitter.join(weight, low, signed, back, magnitudes)
+        assert torch.equal(back.view(torch.int32), before.view(torch.int32)) and torch.equal(magnitudes, extra)
+        assert torch.equal(signed.view(torch.int32), kept.view(torch.int32)), "the second moment was to stay"
         assert torch.equal(extra, extra_for(place, master.numel())), "the second moment did not come back"
 
 
@@ -99,7 +103,7 @@ def test_any_length(place: str, n: int) -> None:
 
 @pytest.mark.parametrize("place", PLACES)
 def test_several_chunks(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(split, "_CHUNK", 64)
+    monkeypatch.setattr(split, "_CHUNK_ON_CPU", 64)
     splitter = Splitter(CPU)
     for n in (64, 65, 127, 64 * 5 + 3):
         assert_exact(probe_masters(CPU)[:n].clone(), place, splitter)
@@ -183,7 +187,7 @@ def expected_fingerprint(weight: Tensor) -> int:
 def test_the_fingerprint_is_the_sum_it_says_it_is(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     weight = torch.randn(1000, generator=torch.Generator().manual_seed(0)).to(dtype)
     assert fingerprint_of(weight) == expected_fingerprint(weight)
-    monkeypatch.setattr(split, "_CHUNK", 64)
+    monkeypatch.setattr(split, "_CHUNK_ON_CPU", 64)
     assert fingerprint_of(weight) == expected_fingerprint(weight)
     assert fingerprint_of(weight[:0]) == 0
 
@@ -191,7 +195,7 @@ def test_the_fingerprint_is_the_sum_it_says_it_is(dtype: torch.dtype, monkeypatc
 @pytest.mark.parametrize("chunk", [64, 1 << 18])
 def test_fingerprints_of_many_ranges_are_those_of_each(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What lies between ranges counts for nothing; places count from where the row begins."""
-    monkeypatch.setattr(split, "_CHUNK", chunk)
+    monkeypatch.setattr(split, "_CHUNK_ON_CPU", chunk)
     weight = torch.randn(1000, generator=torch.Generator().manual_seed(0)).bfloat16()
     ranges = [(0, 3), (16, 16), (16, 63), (64, 65), (80, 700), (704, 1000)]
     found = torch.full((len(ranges),), 7, dtype=torch.int64)

@@ -16,7 +16,6 @@ from torch import Tensor
 from lightstep.checkpoint.errors import CheckpointError
 
 MASTER = "master"
-LOW_PRECISION = (torch.bfloat16, torch.float16)
 _SHOWN = 5
 
 
