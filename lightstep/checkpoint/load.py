@@ -26,6 +26,7 @@ from lightstep.checkpoint.frozen_base import say_if_another, without_base
 from lightstep.checkpoint.layout import Manifest, find_checkpoint, is_unchanged, read_manifest, say_if_unchecked
 from lightstep.checkpoint.optimizer_content import OptimizerContent
 from lightstep.checkpoint.partly_loaded import changing
+from lightstep.checkpoint.pending import wait_for_pending
 from lightstep.checkpoint.ranks import Ranks
 from lightstep.checkpoint.read import Held, read_tensors
 from lightstep.checkpoint.save import average_key, live_tensors
@@ -59,8 +60,8 @@ def load_checkpoint(
 
     Called by every rank of ``group``. A checkpoint that is incomplete or damaged, or of another model or optimizer, is
     refused before anything is changed. Should loading fail after that all the same (a disk that is gone), the model
-    cannot be saved, and its optimizer makes no step, until a load has gone through. Another process may save to
-    ``path`` meanwhile: what is loaded is one checkpoint or the other.
+    cannot be saved, and its optimizer makes no step, until a load has gone through. A save that this process has under
+    way is waited for. Another process may save to ``path`` meanwhile: what is loaded is one checkpoint or the other.
 
     With an ``optimizer``, its state, hyper-parameters and loss scale are loaded bit for bit, and each rank's random
     states are restored (ranks that were not there when it was saved keep theirs). Weights change dtype through their
@@ -77,6 +78,7 @@ def load_checkpoint(
         CheckpointError: the checkpoint cannot be used; the message names the path and what differs. All ranks raise.
     """
     ranks = Ranks(group)
+    wait_for_pending()
     with reported(f"{path} was not loaded"), _older_one_named(location(path), ranks, optimizer is not None):
         tensors = live_tensors(model, optimizer, ranks)
         content = ranks.together(lambda: None if optimizer is None else OptimizerContent(optimizer, tensors))

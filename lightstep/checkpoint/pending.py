@@ -88,14 +88,20 @@ def _say_what_nobody_asked_for() -> None:
             logger.error("%s", error)
 
 
+def wait_for_pending() -> None:
+    """Wait for the save that is under way, if there is one; what it ran into is left to be told."""
+    if _pending is not None:
+        _pending.exception()
+
+
 def finish_pending() -> None:
     """Wait for the save that is under way, if there is one, and raise what it ran into."""
     global _pending, _hook
+    wait_for_pending()
     pending, hook, _pending, _hook = _pending, _hook, None, None
     if hook is not None:
         hook.remove()
     if pending is not None:
-        pending.exception()
         pending.raise_if_failed()
 
 

@@ -71,6 +71,15 @@ def test_a_second_save_waits_for_the_first(tmp_path: Path, held: threading.Event
     assert [path.name for path in tmp_path.iterdir()] == ["step-2"]
 
 
+def test_a_load_waits_for_what_is_being_saved(tmp_path: Path, held: threading.Event) -> None:
+    strategy, model, optimizer = trained("stream")
+    expected = content(model, optimizer)
+    strategy.save_checkpoint(tmp_path / "a", model, optimizer, asynchronous=True)
+    threading.Timer(0.3, held.set).start()
+    strategy.load_checkpoint(tmp_path / "a", model, optimizer)
+    same(content(model, optimizer), expected)
+
+
 def test_without_memory_for_copies_training_waits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
