@@ -57,7 +57,7 @@ class WeightAverage:
             raise ValueError(f"{type(self._model).__name__} has no trainable weights to average")
         modules = self._model.modules()
         holders = {id(weight): (module, key) for module in modules for key, weight in module._parameters.items()}
-        self._holders = {name: holders[id(weight)] for name, weight in self._weights.items()}
+        self._holders = {name: holders[id(weight)] for name, weight in self._weights.items() if id(weight) in holders}
         self.tensors = {name: _fp32_copy(weight) for name, weight in self._weights.items()}
         self._take_in = get_ema_multi_avg_fn(decay)
         self._record.average = self
@@ -72,9 +72,8 @@ class WeightAverage:
     def _follow_exchanges(self) -> None:
         """``load_state_dict(assign=True)`` puts other parameters into the model. Those of FSDP2 stay: while they are
         gathered the model holds others, too."""
-        for name, weight in self._weights.items():
-            module, key = self._holders[name]
-            now = module._parameters.get(key)
+        for name, (module, key) in self._holders.items():
+            weight, now = self._weights[name], module._parameters.get(key)
             if now is weight or isinstance(weight, DTensor):
                 continue
             if now is None or isinstance(now, DTensor) or now.shape != weight.shape or now.device != weight.device:
