@@ -105,9 +105,8 @@ class Engine:
         self.broken = BrokenStep(self.managed, backend)
         self.walk = UnitWalk(self.classes, backend, self.broken, self.managed.record)
         self.schedule = self.update_time(self.walk, backend)
-        if isinstance(self.schedule, Overlap):
-            listeners = self.listeners  # and not the engine, which has the schedule
-            self.schedule.announce = lambda: [listener() for listener in listeners]
+        listeners = self.listeners  # and not the engine, which has the schedule
+        self.schedule.announce = lambda: [listener() for listener in listeners]
         self._scaling: Scaling | None = None
         self._measured: Measured | None = None
 
@@ -153,20 +152,18 @@ class Engine:
             loss.backward(retain_graph=retain_graph)
         self.gradients.end_backward()
 
-    @contextlib.contextmanager
-    def _updating(self, retain_graph: bool) -> Iterator[None]:
-        """With ``update: in_backward``: layers are updated as the last micro-batch's backward completes them.
+    def _updating(self, retain_graph: bool) -> contextlib.AbstractContextManager[None]:
+        """What the last micro-batch's backward does besides. Units are not tried where the graph stays: its weights may
+        be needed again."""
+        if self.accumulating is False and isinstance(self.schedule, InBackward):
+            return self._running(self.schedule)
+        if self.accumulating is False and isinstance(self.schedule, Overlap) and not retain_graph:
+            return self._trying(self.schedule)
+        return contextlib.nullcontext()
 
-        With ``update: overlap`` they are tried, unless the graph stays: its weights may be needed again.
-        """
-        schedule = self.schedule
-        if not isinstance(schedule, InBackward | Overlap) or self.accumulating is not False:
-            yield
-            return
-        if isinstance(schedule, Overlap):
-            with contextlib.nullcontext() if retain_graph else self._trying(schedule):
-                yield
-            return
+    @contextlib.contextmanager
+    def _running(self, schedule: InBackward) -> Iterator[None]:
+        """Layers are updated as backward completes them."""
         if schedule.started:
             raise RuntimeError(
                 "a second backward() before step(): the first one has updated the weights already "
@@ -186,6 +183,7 @@ class Engine:
 
     @contextlib.contextmanager
     def _trying(self, schedule: Overlap) -> Iterator[None]:
+        """Units are tried as backward completes them."""
         if not self.is_set_up or self.clip_layers or self.broken:
             yield
             return
@@ -229,8 +227,7 @@ class Engine:
         self.gradients.clear()
         self._measured = None
         self.scaled_backward.clear()
-        if isinstance(self.schedule, InBackward):
-            self.schedule.drop()
+        self.schedule.drop()
 
     # -- step
 
@@ -286,7 +283,7 @@ class Engine:
     def grad_norm(self) -> Tensor:
         self.refuse_unusable("Load a checkpoint before the next step")
         self.refuse_unscaled()
-        if isinstance(self.schedule, InBackward):
+        if self.update_time.in_backward:
             raise RuntimeError(
                 "grad_norm() before step(): optimizer_state.update is in_backward, and the layers' gradients went with "
                 "their updates; read it from the result of step()"
@@ -318,16 +315,11 @@ class Engine:
 
     def _may_hold(self) -> bool:
         """Whether units were tried, and nothing but the gradients can speak against them."""
-        return isinstance(self.schedule, Overlap) and self.schedule.undecided and self.managed.covers(self.param_groups)
+        return self.schedule.undecided and self.managed.covers(self.param_groups)
 
     def _holds(self, gradients: Gradients) -> bool:
         """Whether :meth:`step` may decide about what was tried; if not, :meth:`_make_ready` waits for what is left."""
-        schedule = self.schedule
-        return (
-            isinstance(schedule, Overlap)
-            and bool(gradients)
-            and schedule.holds(gradients, self.param_groups, self.managed.written)
-        )
+        return bool(gradients) and self.schedule.holds(gradients, self.param_groups, self.managed.written)
 
     def _measured_before(self, measured: Measured) -> Measured:
         """What :meth:`grad_norm` has measured: weights may have been edited, cast or moved since."""
@@ -453,7 +445,7 @@ class Engine:
             raise RuntimeError("this MixedPrecisionOptimizer is closed: its state is gone; make a new optimizer")
 
     def refuse_unfinished(self) -> None:
-        if isinstance(self.schedule, InBackward) and self.schedule.started:
+        if self.schedule.started:
             raise RuntimeError(
                 "backward() has begun to update the weights (optimizer_state.update: in_backward), and what would be "
                 "saved now belongs to no step. Call step() first"

@@ -38,7 +38,6 @@ class InBackward(Schedule):
         super().__init__(walk, backend)
         self._arrivals = Arrivals()
         self._decide: Decide | None = None
-        self.started = False
         self._forget_gradients()
 
     def _forget_gradients(self) -> None:
@@ -167,7 +166,6 @@ class InBackward(Schedule):
             self._end()
 
     def drop(self) -> None:
-        """Gradients that wait for others of their layer are given up (``zero_grad``)."""
         self._incomplete.clear()
 
     def forget(self) -> None:

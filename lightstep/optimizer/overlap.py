@@ -33,7 +33,7 @@ from torch import Tensor
 from lightstep.optimizer.arrivals import Arrivals
 from lightstep.optimizer.group_values import GroupValues
 from lightstep.optimizer.link_share import LinkShare, spread
-from lightstep.optimizer.schedule import Job, NextForward
+from lightstep.optimizer.schedule import Job, NextForward, Written
 from lightstep.optimizer.trial import Commit, Trial, is_same
 from lightstep.optimizer.verdict import Verdict
 from lightstep.optimizer.walk import Gradients, UnitWalk, Update
@@ -44,7 +44,6 @@ __all__ = ["Overlap"]
 logger = logging.getLogger(__name__)
 
 Peek = Callable[[Managed], Tensor | None]
-Written = Callable[[Iterable[Managed]], Sequence[Managed]]
 Divided = tuple[Tensor | None, Tensor | None]
 
 _LONGEST_PAUSE = 16
@@ -56,9 +55,6 @@ class Overlap(NextForward):
 
     After a step whose units were tried in vain the next ones wait for as many steps that would have counted: one, two,
     four and so on, up to 16. The norm is that of all ranks, and so all of them do the same.
-
-    Attributes:
-        announce: called when weights have become other than a reader would expect, before ``step()``.
     """
 
     def __init__(self, walk: UnitWalk, backend: StateBackend) -> None:
@@ -70,7 +66,6 @@ class Overlap(NextForward):
         self._pause, self._next_pause = 0, 1
         self._asked = False  # the verdict of the last step was not read yet
         self._divided: Divided | None = None  # what the step that has begun assumes
-        self.announce: Callable[[], object] = lambda: None
 
     @property
     def pending(self) -> bool:
@@ -248,20 +243,9 @@ class Overlap(NextForward):
 
     @property
     def undecided(self) -> bool:
-        """Whether units were tried for a step that was not called yet."""
         return self._trial is not None and self._trial.decided is None
 
     def holds(self, gradients: Gradients, groups: Sequence[dict[str, Any]], written: Written) -> bool:
-        """Whether a step with these gradients and hyper-parameters may decide about what was tried.
-
-        If not, it has been taken back.
-
-        Args:
-            written: those of some parameters that somebody else has written to.
-
-        Raises:
-            RuntimeError: somebody has written to a weight that was tried, and what he read there is gone.
-        """
         trial = self._trial
         if trial is None:
             return False

@@ -6,15 +6,17 @@ import contextlib
 import sys
 import threading
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
 from lightstep.optimizer.group_values import GroupValues
-from lightstep.optimizer.walk import UnitWalk, Update
+from lightstep.optimizer.walk import Gradients, UnitWalk, Update
 from lightstep.state.backend import Managed, StateBackend, Unit
 
-__all__ = ["AtStep", "Job", "NextForward", "Schedule"]
+__all__ = ["AtStep", "Job", "NextForward", "Schedule", "Written"]
+
+Written = Callable[[Iterable[Managed]], Sequence[Managed]]
 
 _EVERY = sys.maxsize
 
@@ -29,6 +31,11 @@ class Schedule:
     Args:
         walk: updates one unit.
         backend: whose units these are.
+
+    Attributes:
+        started: updates of the step have begun in backward.
+        redone: steps so far whose units were tried in vain.
+        announce: called when weights have become other than a reader would expect, before ``step()``.
     """
 
     in_backward: ClassVar[bool] = False
@@ -53,15 +60,37 @@ class Schedule:
         self._complete_with: dict[Managed, int] = {}  # number of the unit with which a parameter is complete
         self._arriving_with: dict[Managed, int] = {}  # the same for weights that other replicas send
         self._lock = threading.RLock()
+        self.started = False
         self.redone = 0
-        """Steps so far whose units were tried in vain."""
+        self.announce: Callable[[], object] = lambda: None
 
     @property
     def pending(self) -> bool:
         """Whether updates are under way that nobody has waited for."""
         return bool(self._queued or self._waiting)
 
+    @property
+    def undecided(self) -> bool:
+        """Whether units were tried for a step that was not called yet."""
+        return False
+
     # -- whole steps
+
+    def holds(self, gradients: Gradients, groups: Sequence[dict[str, Any]], written: Written) -> bool:
+        """Whether a step with these gradients and hyper-parameters may decide about what was tried.
+
+        If not, it has been taken back.
+
+        Args:
+            written: those of some parameters that somebody else has written to.
+
+        Raises:
+            RuntimeError: somebody has written to a weight that was tried, and what he read there is gone.
+        """
+        return False
+
+    def drop(self) -> None:
+        """Gradients that wait for others of their layer are given up (``zero_grad``)."""
 
     def start(self, update: Update) -> None:
         """Update all units, now or later."""
