@@ -6,9 +6,11 @@ can be read, checked and printed on a machine without it.
 
 from __future__ import annotations
 
+import json
 import math
 import warnings
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
@@ -100,6 +102,24 @@ class DeepSpeedSharding(_Frozen):
             if getattr(self, name) and self.offload == "none":
                 raise ValueError(f"{name} updates on the host, and offload is none; set offload: cpu, or {name}: false")
         return self
+
+    def own_config(self, source: str) -> dict[str, Any]:
+        """The mapping that ``config`` is or names.
+
+        Raises:
+            ConfigError: the file cannot be read, or holds something else; ``source`` is the strategy's name.
+        """
+        if not isinstance(self.config, str):
+            return dict(self.config or {})
+        try:
+            values = json.loads(Path(self.config).expanduser().read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{source}: sharding.config {self.config} cannot be read as JSON: {error}") from error
+        if not isinstance(values, dict):
+            raise ConfigError(
+                f"{source}: sharding.config {self.config} holds {what_it_holds(values)}; a mapping is needed"
+            )
+        return values
 
 
 Sharding = Annotated[SingleSharding | DDPSharding | FSDP2Sharding | DeepSpeedSharding, Field(discriminator="kind")]

@@ -5,10 +5,8 @@ Only plain values here: a strategy is checked when it is loaded, whether DeepSpe
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any, cast
 
 from lightstep.config import (
@@ -18,7 +16,6 @@ from lightstep.config import (
     DynamicScale,
     OptimizerState,
     StrategyConfig,
-    what_it_holds,
 )
 
 _SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
@@ -45,7 +42,7 @@ def deepspeed_config(config: StrategyConfig, name: str) -> dict[str, Any]:
     """
     _refuse_impossible(config, name)
     ours = _generated(config)
-    theirs = _read(cast(DeepSpeedSharding, config.sharding).config, name)
+    theirs = cast(DeepSpeedSharding, config.sharding).own_config(name)
     refuse_contradictions(ours, theirs, f"{name}: sharding.config contradicts the strategy")
     if theirs.get("train_batch_size", _AUTO) != _AUTO:  # DeepSpeed divides it by the ranks
         del ours["train_micro_batch_size_per_gpu"]
@@ -232,18 +229,6 @@ def _where(key: str) -> str:
     if key.startswith("fp16.") and key != "fp16.enabled":
         return f" ({_MEANT_BY['fp16.']})"
     return next((f" ({ours})" for theirs, ours in _MEANT_BY.items() if key.startswith(theirs)), "")
-
-
-def _read(given: str | Mapping[str, Any] | None, name: str) -> dict[str, Any]:
-    if not isinstance(given, str):
-        return dict(given or {})
-    try:
-        values = json.loads(Path(given).expanduser().read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{name}: sharding.config {given} cannot be read as JSON: {error}") from error
-    if not isinstance(values, dict):
-        raise ConfigError(f"{name}: sharding.config {given} holds {what_it_holds(values)}; a mapping is needed")
-    return values
 
 
 def _different(ours: Mapping[str, Any], theirs: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any, Any]]:

@@ -111,6 +111,7 @@ class Planner:
         """One strategy's.
 
         Raises:
+            ConfigError: DeepSpeed's own configuration, which the strategy names, cannot be used.
             ValueError: the model cannot be run on the meta device.
         """
         workload, ranks = self._workload, self.ranks_of(config)
@@ -121,7 +122,7 @@ class Planner:
         seen = self._activations(checkpointed, compute)
         several, zero = workload.micro_batches > 1, config.sharding.kind == "deepspeed"
         if zero:
-            held = zero_memory(config, self._sizes, seen, ranks, several)
+            held = zero_memory(config, self._sizes, seen, ranks, several, name)
         else:
             held = memory(config, self._sizes, seen, ranks, several, workload.clips)
         time = None

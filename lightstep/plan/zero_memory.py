@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-from lightstep.config import DeepSpeedSharding, StrategyConfig
+from lightstep.config import ConfigError, DeepSpeedSharding, StrategyConfig, what_it_holds
 from lightstep.plan.activations import Activations
 from lightstep.plan.cost import cost
 from lightstep.plan.memory import Memory, Sizes
@@ -17,12 +15,21 @@ _BUCKET, _LIVE = 500_000_000, 1_000_000_000
 
 
 def zero_memory(
-    config: StrategyConfig, sizes: Sizes, activations: Activations | None, ranks: int = 1, accumulates: bool = False
+    config: StrategyConfig,
+    sizes: Sizes,
+    activations: Activations | None,
+    ranks: int = 1,
+    accumulates: bool = False,
+    name: str = "strategy",
 ) -> Memory:
-    """As :func:`lightstep.plan.memory.memory`, for ``sharding.kind: deepspeed``."""
+    """As :func:`lightstep.plan.memory.memory`, for ``sharding.kind: deepspeed``.
+
+    Raises:
+        ConfigError: ``sharding.config`` of the strategy ``name`` cannot be read, or sizes in it are not numbers.
+    """
     sharding = config.sharding
     assert isinstance(sharding, DeepSpeedSharding)
-    held, given = cost(config), _zero_section(sharding.config)
+    held, given = cost(config), _zero_section(sharding, name)
     own, offload = sizes.total / ranks, sharding.offload == "cpu"
     width, gradient_width = held.weights.count, held.gradients.count
     state = own * (held.device_state.count + held.host_state.count)
@@ -35,7 +42,7 @@ def zero_memory(
     if offload and sharding.stage == 3 and not sharding.superoffload:
         host, weights = host + weights, 0.0
     buckets = _buckets(sharding, given, sizes, width, gradient_width)
-    limit = int(given.get("stage3_max_live_parameters", _LIVE))
+    limit = given.get("stage3_max_live_parameters", _LIVE)
     live = width * min(sizes.total, limit) if sharding.stage == 3 else 0.0
     moments = activations.moments if activations else ()
     under_way = max((moment.live + moment.arrived_block * width for moment in moments), default=0)
@@ -59,13 +66,22 @@ def _buckets(
     """Gradients on their way: as they came (twice if one is filled while another is reduced), and as reduced."""
     if sharding.stage == 1:
         return 0
-    elements = max(int(given.get("reduce_bucket_size", _BUCKET)), *sizes.tensors)
+    elements = max(given.get("reduce_bucket_size", _BUCKET), *sizes.tensors)
     filled = 2 if given.get("overlap_comm", sharding.stage == 3) else 1
     return elements * (filled * width + (gradient_width if gradient_width != width else 0))
 
 
-def _zero_section(given: str | Mapping[str, Any] | None) -> Mapping[str, Any]:
+def _zero_section(sharding: DeepSpeedSharding, name: str) -> Mapping[str, Any]:
     """Of DeepSpeed's own configuration, without what is left to it."""
-    values = json.loads(Path(given).expanduser().read_text(encoding="utf-8")) if isinstance(given, str) else given or {}
-    section: Mapping[str, Any] = values.get("zero_optimization") or {}
-    return {key: value for key, value in section.items() if value != "auto"}
+    section = sharding.own_config(name).get("zero_optimization") or {}
+    if not isinstance(section, Mapping):
+        raise ConfigError(
+            f"{name}: sharding.config: zero_optimization holds {what_it_holds(section)}; a mapping is needed"
+        )
+    found = {key: value for key, value in section.items() if value != "auto"}
+    for key in ("reduce_bucket_size", "stage3_max_live_parameters"):
+        if not isinstance(found.get(key, 0), int | float):
+            raise ConfigError(
+                f"{name}: sharding.config: zero_optimization.{key} is {found[key]!r}; a number of elements is needed"
+            )
+    return found

@@ -30,8 +30,8 @@ class ReducedGradients(Protocol):
     def takes_part(self, parameter: Tensor) -> bool:
         """Whether a gradient of this parameter is of no use before it came through here."""
 
-    def reads_unused(self, parameter: Tensor) -> bool:
-        """Whether ``p.grad`` is reduced as it is where a backward has no gradient for the parameter."""
+    def reads_unused(self, parameters: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Those of the parameters whose ``p.grad`` is reduced as it is where a backward has no gradient for them."""
 
 
 class GradientAccumulator:
@@ -82,7 +82,7 @@ class GradientAccumulator:
             watched = [parameter for parameter, _, _ in self._watched]
             self._sums.begin(watched)
             if reduced and self._reduction is not None:
-                self._sums.make_way(filter(self._reduction.reads_unused, watched))
+                self._sums.make_way(self._reduction.reads_unused(watched))
 
     def end_backward(self) -> None:
         """It has ended: the sums are in ``p.grad``."""

@@ -7,7 +7,7 @@ result one moment earlier and hand it to the optimizer's :class:`~lightstep.prec
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import ClassVar
 
 import torch
@@ -72,8 +72,8 @@ class ShardedGradients:
     def takes_part(self, parameter: Tensor) -> bool:
         return False  # before the reduction FSDP2 keeps gradients to itself
 
-    def reads_unused(self, parameter: Tensor) -> bool:
-        return False
+    def reads_unused(self, parameters: Sequence[Tensor]) -> Sequence[Tensor]:
+        return ()
 
     def _hook_modules(self) -> None:
         """Anew for every new parameter: the model may have been sharded since the last one."""
@@ -145,8 +145,8 @@ class ReplicatedGradients:
     def takes_part(self, parameter: Tensor) -> bool:
         return parameter in self._parameters
 
-    def reads_unused(self, parameter: Tensor) -> bool:
-        return self._find_unused and parameter in self._parameters
+    def reads_unused(self, parameters: Sequence[Tensor]) -> Sequence[Tensor]:
+        return [parameter for parameter in parameters if parameter in self._parameters] if self._find_unused else ()
 
     @torch.no_grad()
     def _reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:

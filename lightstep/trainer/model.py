@@ -25,7 +25,7 @@ def load_tokenizer(model: Model) -> Any:
     if model.path is None:
         return ByT5Tokenizer(extra_ids=0)
     folder = _folder(model.path)
-    if not any(file.suffix == ".model" or file.name.startswith(("tokenizer", "vocab")) for file in folder.iterdir()):
+    if not any(_is_of_tokenizer(file.name) for file in folder.iterdir()):
         raise ConfigError(
             f"model.path {folder} has no tokenizer; save one there: tokenizer.save_pretrained({str(folder)!r})"
         )
@@ -102,6 +102,11 @@ def _new_config(keys: dict[str, Any], tokenizer: Any, length: int) -> Any:
     }
     with _as_config_error("model.config"):
         return AutoConfig.for_model(kind, **{key: value for key, value in defaults.items() if key in known} | keys)
+
+
+def _is_of_tokenizer(name: str) -> bool:
+    """Without such a file transformers may make a tokenizer that knows no words."""
+    return name.startswith(("tokenizer", "vocab", "tekken")) or name.endswith((".model", ".spm", ".tiktoken"))
 
 
 def _folder(path: str) -> Path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from typer.testing import CliRunner
 from lightstep import Strategy, available_strategies
 from lightstep.bench import planned, rates
 from lightstep.cli import app
+from lightstep.config import ConfigError, parse_config
 from lightstep.plan.activations import run_on_meta
 from lightstep.plan.memory import largest_unit, sizes_of
 from lightstep.plan.models import SHAPES, load_shape
@@ -196,6 +198,20 @@ def test_zero_divides_by_stage(stage: int, offload: str, device: float, host: fl
         assert held.host / sizes.total == pytest.approx(host)
         peaks.append(held.peak)
     assert peaks[0] - peaks[1] > (2e9 if stage > 1 else -1)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("nowhere.json", "sharding.config nowhere.json cannot be read as JSON"),
+        ({"zero_optimization": 3}, "zero_optimization holds the value 3; a mapping is needed"),
+        ({"zero_optimization": {"reduce_bucket_size": "many"}}, "reduce_bucket_size is 'many'; a number of elements"),
+    ],
+)
+def test_what_deepspeed_could_not_read_either_gets_one_sentence(given: Any, message: str) -> None:
+    config = parse_config({"sharding": {"kind": "deepspeed", "stage": 2, "config": given}}, "mine.yaml")
+    with pytest.raises(ConfigError, match=f"mine.yaml: .*{message}"):
+        zero_memory(config, sizes_of(_tiny()), None, ranks=2, name="mine.yaml")
 
 
 def _run(*arguments: object) -> tuple[int, str]:
