@@ -37,6 +37,8 @@ class Arrivals:
         self._listeners: list[Callable[[Tensor], None]] = []  # called by the hooks, while a backward of ours runs
         self._left: list[int] = []  # parameters of each layer
         self._layers_left: Counter[int] = Counter()  # layers of each batch
+        self._completed: list[int] = []  # batches, in the order of this backward
+        self._completed_before: list[int] = []  # of the one before it
 
     def lay_out(self, layers: Sequence[Sequence[Managed]], units: Sequence[Unit], together: bool) -> None:
         """Which layers there are; ``together``: those that share a unit are a batch."""
@@ -49,6 +51,7 @@ class Arrivals:
             in_unit = [sorted({self._layer_of[owner] for owner, _, _ in unit.parts}) for unit in units]
             self._batch_of = _batches(len(listed), in_unit if together else ())
             self._units_of = [[] for _ in listed]
+            self._completed, self._completed_before = [], []
             for unit, layers_in_it in zip(units, in_unit, strict=True):
                 for batch in dict.fromkeys(self._batch_of[number] for number in layers_in_it):
                     self._units_of[batch].append(unit)
@@ -56,6 +59,8 @@ class Arrivals:
 
     def await_gradients(self, absent: Collection[Managed]) -> None:
         """A backward begins; of those that are ``absent`` no gradient is expected."""
+        if self._completed:
+            self._completed_before, self._completed = self._completed, []
         self._left = [sum(item not in absent for item in layer) for layer in self.layers]
         self._layers_left = Counter(batch for batch, left in zip(self._batch_of, self._left, strict=True) if left)
 
@@ -80,6 +85,15 @@ class Arrivals:
         """In the order of the model."""
         return self._units_of[batch]
 
+    def in_order(self) -> list[Unit]:
+        """All units in the order in which this backward will complete them: that of the one before it.
+
+        The reversed order of the model, which the first one goes by, is not always that: the parameters outside of
+        FSDP2's blocks come at the end of backward, in the order of the model.
+        """
+        batches = dict.fromkeys([*self._completed_before, *reversed(range(len(self.layers)))])
+        return list(dict.fromkeys(unit for batch in batches for unit in reversed(self._units_of[batch])))
+
     def is_last(self, number: int) -> bool:
         """Counts one gradient of a layer; whether it was the last that was missing."""
         self._left[number] -= 1
@@ -93,7 +107,10 @@ class Arrivals:
         """Counts a complete layer; whether it was the last that its batch was waiting for."""
         batch = self._batch_of[number]
         self._layers_left[batch] -= 1
-        return self._layers_left[batch] == 0
+        if self._layers_left[batch] != 0:
+            return False
+        self._completed.append(batch)
+        return True
 
     def forget(self) -> None:
         """Nothing is waited for."""

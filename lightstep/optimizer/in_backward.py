@@ -45,6 +45,7 @@ class InBackward(Schedule):
         self._newest: Tensor | None = None  # FSDP2's other gradients are found through it: they share its memory
         self._done: set[Managed] = set()
         self._touched = False
+        self._newest_batch = 0  # number of its first unit
         self._decided: dict[int, list[Update]] = {}  # of batches that wait for other layers
         self._arrivals.forget()
 
@@ -70,11 +71,10 @@ class InBackward(Schedule):
                 leaves the layer alone.
         """
         with self._failing_once("the backward in which layers are updated"):
-            units = self._backend.units()
-            self._arrivals.lay_out(layers, units, together=self._backend.in_lanes)
+            self._arrivals.lay_out(layers, self._backend.units(), together=self._backend.in_lanes)
             self.started, self._decide = True, decide
             everything = [item for layer in self._arrivals.layers for item in layer]
-            self._begin(everything, GroupValues(groups), self._backend.in_lanes, units[::-1])
+            self._begin(everything, GroupValues(groups), self._backend.in_lanes, self._arrivals.in_order())
             try:
                 with self._arrivals.listening(lambda item: self._collect(item, take)):
                     yield
@@ -125,16 +125,23 @@ class InBackward(Schedule):
         if batch not in self._decided:
             return
         self._touched = True
-        before = self._lined_up
+        self._newest_batch = self._lined_up
         if self._in_lane:
             self._follow_caller()
         update = Update.of_layers(self._decided.pop(batch))
         self._line_up(Job(unit, update) for unit in reversed(self._arrivals.units_of(batch)))
         self._submit(self._lined_up)
-        self._wait(before - 1)
+        self._wait(self._newest_batch - 1)
 
     def wait_for_update(self, items: Iterable[Managed] | None = None) -> None:
-        self._wait(self._lined_up)
+        """A block that is recomputed in backward waits for the layers before the last one that is complete, which
+        bounds the gradients in memory, and for its own parameters if they have been updated already."""
+        if items is None:
+            self._wait(self._lined_up)
+            return
+        wanted = frozenset(items)
+        own = (job.number for job in self._queued if not wanted.isdisjoint(job.owners()))
+        self._wait(max(own, default=self._newest_batch - 1))
 
     def wait_on_stream(self, items: Iterable[Managed]) -> None:
         """A forward finds all done: ``step()``, and whoever comes before it, has waited."""

@@ -138,7 +138,8 @@ class Overlap(NextForward):
         trial.values.detach()
         everything = [item for layer in self._arrivals.layers for item in layer]
         self._arrivals.await_gradients({item for item in everything if not item.updated})
-        order = [unit for unit in self._backend.units()[::-1] if unit in trial]
+        line = iter(trial.line)
+        order = [next(line) if unit in trial.together else unit for unit in self._arrivals.in_order() if unit in trial]
         self._begin(everything, trial.values, True, order, ahead=False)
         self._share.begin()
         return trial
