@@ -94,6 +94,19 @@ class Arrivals:
         batches = dict.fromkeys([*self._completed_before, *reversed(range(len(self.layers)))])
         return list(dict.fromkeys(unit for batch in batches for unit in reversed(self._units_of[batch])))
 
+    def complete_last(self) -> list[Unit]:
+        """The units of the layers that this backward will complete at its very end and a forward needs first, in the
+        order of their use: an embedding, what FSDP2 reduces with the outermost module.
+
+        What is complete at one time comes in the order of the model, unlike all before it.
+        """
+        completed = self._completed_before or list(reversed(range(len(self.layers))))
+        used = dict.fromkeys(self.batch_of(self.number_of(unit.parts[0][0])) for unit in self._units)
+        first = [batch for batch in used if batch in completed]
+        last = [batch for batch in completed if batch in used]
+        count = next((n for n in range(len(first), 0, -1) if first[:n] == last[-n:]), 0)
+        return list(dict.fromkeys(unit for batch in first[:count] for unit in self._units_of[batch]))
+
     def is_last(self, number: int) -> bool:
         """Counts one gradient of a layer; whether it was the last that was missing."""
         self._left[number] -= 1

@@ -10,6 +10,10 @@ whether the factor was the one that was assumed:
 - it was not (clipped): they are taken back, and all units are updated by the true factor (*redo*);
 - there was an overflow: they are taken back, and nothing is updated (*drop*).
 
+What backward completes last and the next forward needs first (an embedding, what FSDP2 reduces with the outermost
+module) is not tried. The link has it only after backward, when the device knows the norm: ``step()`` submits it, to be
+updated by the true factor, which is right in each of the three cases. It needs neither a second slab nor old weights.
+
 The bits are those of a step that knew the norm first. Between backward and ``step()`` weights are not to be seen in
 between: whoever reads one that was tried takes everything back, and ``step()`` updates as ``next_forward`` does. So do
 a second backward, hyper-parameters that were changed, gradients that were written to, and an error in backward.
@@ -92,13 +96,14 @@ class Overlap(NextForward):
         self._count_verdict()
         self._share.adapt()
         self._divided = divided
-        alone, together = self._plan(groups)
+        self._arrivals.lay_out(layers, self._backend.units(), together=True)
+        alone, together, last = self._plan(groups)
         self._together = bool(together)
         if not (alone or together):
             yield
             return
         with self._failing_once("the backward in which units are tried"):
-            trial = self._begin_trial(layers, Trial(alone, together, GroupValues(groups), *divided))
+            trial = self._begin_trial(Trial(alone, together, last, GroupValues(groups), *divided))
         try:
             with self._arrivals.listening(lambda item: self._collect(item, peek)):
                 yield
@@ -114,33 +119,36 @@ class Overlap(NextForward):
         elif self._trial is trial:
             self.announce()
 
-    def _plan(self, groups: Sequence[dict[str, Any]]) -> tuple[list[Unit], list[Unit]]:
+    def _plan(self, groups: Sequence[dict[str, Any]]) -> tuple[list[Unit], list[Unit], list[Unit]]:
         """The units to try, in the order in which backward completes them: those of this rank alone, and those that
-        ranks update together, which are the same on all of them.
+        ranks update together, which are the same on all of them. And those of this rank alone that ``step()`` submits.
 
         None with a learning rate on the device: nobody knows before the device does whether it is still the same.
         """
         numbers = (value for group in groups for value in group.values() if isinstance(value, Tensor))
         known = all(number.device.type == "cpu" for number in numbers)
         alone, together = self._walk.shared.divide(self._backend.units()[::-1])
+        own = frozenset(alone)
+        last = [unit for unit in self._arrivals.complete_last() if unit in own]
+        own = own.difference(last)
+        alone = [unit for unit in alone if unit in own]
         ready = frozenset(self._backend.can_try({*alone, *together}) if known and not self._pause else ())
         part = self._share.part
         alone = spread([unit for unit in alone if unit in ready], part)
         if together:
             *able, permille = self._walk.shared.least([*(unit in ready for unit in together), int(1000 * part)])
             together = spread([unit for unit, yes in zip(together, able, strict=True) if yes], permille / 1000)
-        return alone, together
+        return alone, together, last
 
-    def _begin_trial(self, layers: Sequence[Sequence[Managed]], trial: Trial) -> Trial:
+    def _begin_trial(self, trial: Trial) -> Trial:
         self._walk.make_room_for_copies()
-        self._arrivals.lay_out(layers, self._backend.units(), together=True)
         self._trial, trial.done = trial, self._backend.lanes.event()
         trial.values.detach()
         everything = [item for layer in self._arrivals.layers for item in layer]
         self._arrivals.await_gradients({item for item in everything if not item.updated})
         line = iter(trial.line)
         order = [next(line) if unit in trial.together else unit for unit in self._arrivals.in_order() if unit in trial]
-        self._begin(everything, trial.values, True, order, ahead=False)
+        self._begin(everything, trial.values, True, [*order, *trial.last], ahead=False)
         self._share.begin()
         return trial
 
@@ -260,14 +268,16 @@ class Overlap(NextForward):
         if trial.edited:
             self.withdraw()
             return False
-        found = written(trial.used)
+        found = written(gradients)
+        tried = [item.name for item in found if item in trial.used]
         if found:
             self.withdraw()
+        if tried:
             raise RuntimeError(
-                f"{found[0].name} was written to between backward() and step(), where optimizer_state.update overlap "
+                f"{tried[0]} was written to between backward() and step(), where optimizer_state.update overlap "
                 "has begun to update it: call optimizer.synchronize() before such an edit, or set update: next_forward"
             )
-        return True
+        return not found
 
     def start(self, update: Update) -> None:
         trial = self._trial
@@ -276,8 +286,12 @@ class Overlap(NextForward):
         if trial is None:
             super().start(update)
             return
-        update.values.detach()
-        trial.decided = update
+        update.values, trial.decided = trial.values, update
+        with self._lock, self._failing_once("the update under way"):
+            self._follow_caller()
+            for unit in trial.last:
+                self._backend.lanes.compute.run(partial(Job(unit, update).run, self._walk))
+            self._backend.lanes.compute.record(trial.done)
         if self._backend.awaited_by_others:
             self._settle(None)
 
@@ -352,22 +366,20 @@ class Overlap(NextForward):
             self._backend.lanes.caller().wait(trial.done)
         self._asked, self._trial = False, None
         if verdict == "commit":
-            self._commit(trial, update)
-            return
-        self.redone += verdict == "redo"
-        logger.info("updates in backward: %s (%d steps redone so far)", verdict, self.redone)
-        self._take_back(trial)
-        if verdict == "redo":
-            super().start(update)
+            self._next_pause = max(self._next_pause // 2, 1)
+        else:
+            self.redone += verdict == "redo"
+            logger.info("updates in backward: %s (%d steps redone so far)", verdict, self.redone)
+            self._take_back(trial)
+        if verdict != "drop":
+            self._count(trial, update)
 
-    def _commit(self, trial: Trial, update: Update) -> None:
-        """What was tried counts, and what is left is lined up."""
-        self._next_pause = max(self._next_pause // 2, 1)
-        tried = [unit for unit in trial.units if self._backend.tried(unit)]
-        left = [unit for unit in self._backend.units() if unit not in tried]
-        update.values = trial.values
+    def _count(self, trial: Trial, update: Update) -> None:
+        """What was tried and not taken back counts, and what is left is lined up."""
+        done = dict.fromkeys([*(unit for unit in trial.units if self._backend.tried(unit)), *trial.last])
+        left = [unit for unit in self._backend.units() if unit not in done]
         with self._failing_once("the update under way"):
-            jobs = [Commit(tried, left, update), *(Job(unit, update) for unit in left)]
+            jobs = [Commit(list(done), left, update), *(Job(unit, update) for unit in left)]
             self._begin(update.gradients.keys(), update.values, True, left)
             self._units = ()
             self._complete_with = {item: n for n, job in enumerate(jobs) for item in job.owners()}

@@ -23,6 +23,7 @@ class Trial:
     Args:
         alone, together: units that are planned, of this rank and of ranks together, in the order in which backward
             completes them.
+        last: those that ``step()`` submits, as any that is not tried.
         values: hyper-parameters at its beginning.
         divisor, factor: by which gradients are scaled.
 
@@ -41,11 +42,13 @@ class Trial:
         self,
         alone: Collection[Unit],
         together: Collection[Unit],
+        last: Sequence[Unit],
         values: GroupValues,
         divisor: Tensor | None,
         factor: Tensor | None,
     ) -> None:
         self.alone, self.together, self.line = frozenset(alone), frozenset(together), deque(together)
+        self.last = last
         self.values, self.divisor, self.factor = values, divisor, factor
         self.arrived: Gradients = {}
         self.used: dict[Managed, tuple[Tensor, int]] = {}
@@ -75,20 +78,25 @@ class Trial:
 
 
 class Commit(Job):
-    """The units that were tried count; their parameters are complete, unless one of their other units is left."""
+    """The units that were tried count; their parameters are complete, unless one of their other units is left.
 
-    def __init__(self, tried: Sequence[Unit], left: Sequence[Unit], update: Update) -> None:
+    Args:
+        done: units that were tried, and others that are updated already.
+        left: those that are not.
+    """
+
+    def __init__(self, done: Sequence[Unit], left: Sequence[Unit], update: Update) -> None:
         super().__init__(None, update)
         waiting = {owner for unit in left for owner, _, _ in unit.parts}
-        self._tried = tried
-        self._owners = dict.fromkeys(o for unit in tried for o, _, _ in unit.parts if o not in waiting)
+        self._done = done
+        self._owners = dict.fromkeys(o for unit in done for o, _, _ in unit.parts if o not in waiting)
         self.ends = False
 
     def owners(self) -> Iterable[Managed]:
         return self._owners
 
     def run(self, walk: UnitWalk) -> None:
-        walk.commit(self._tried)
+        walk.commit(self._done)
         self.complete.extend(self._owners)
 
 

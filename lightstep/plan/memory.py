@@ -134,8 +134,8 @@ class _Bytes:
         all_state = self.own * self.state_width
         resident, streamed = self._divided(all_state)
         held = self._held_for_steps(all_state) + self._buckets()
-        tried = streamed / all_state if all_state else 0
-        speculative = self.own * self.width * tried if self.speculates else 0
+        tried = self._tried(resident, streamed)
+        speculative = self.width * tried / self.state_width if tried else 0
         base = weights + resident + held + speculative
         moved = all_state if state.backend == "bulk" else 0
         sums = 0 if self.config.sharding.kind == "fsdp2" else self._sums()
@@ -145,7 +145,6 @@ class _Bytes:
         reduced = base + gradients + self._root_reduction()
         peak = max([during_step, reduced, *during_backward])
         most = max((moment.live for moment in activations.moments), default=0) if activations else 0
-        spare = streamed if self.speculates else 0
         return Memory(
             weights=int(weights),
             gradients=int(gradients + self._sums()),
@@ -154,9 +153,16 @@ class _Bytes:
             activations=int(most),
             gathered=int(max(self._gathered(2) + self._reductions(2), self._root_reduction())),
             peak=int(peak),
-            host=int((all_state if state.backend != "resident" else 0) + self._limited(spare)),
+            host=int((all_state if state.backend != "resident" else 0) + self._limited(tried)),
             link=int(all_state if state.backend == "bulk" else streamed),
         )
+
+    def _tried(self, resident: float, streamed: float) -> float:
+        """Bytes of records that are updated in backward: not of those that are complete last and used first."""
+        if not self.speculates:
+            return 0
+        last = self.sizes.root if self.config.sharding.kind == "fsdp2" else self.sizes.before
+        return streamed - max(last / self.sizes.total * (resident + streamed) - resident, 0)
 
     def _limited(self, spare: float) -> float:
         limit = self.config.optimizer_state.spare_host_gib
