@@ -22,7 +22,7 @@ from lightstep.bench.disk import DiskTime
 from lightstep.bench.entries import Entry
 from lightstep.bench.link import Link, measure_link
 from lightstep.bench.muon_bounds import measure_exchange
-from lightstep.bench.probes import Clock, free_memory, pinned_bytes
+from lightstep.bench.probes import Clock, free_memory, old_objects_left_alone, pinned_bytes
 from lightstep.bench.ranks import Ranks
 from lightstep.bench.trace import Watched
 
@@ -171,6 +171,10 @@ class Measurement:
             work: one step, given its inputs.
             synchronize: begin on a quiet machine; else the first step waits for what the warm-up left to be done.
         """
+        with old_objects_left_alone():
+            self._time(work, warmup, synchronize)
+
+    def _time(self, work: Callable[[Any], None], warmup: int, synchronize: bool) -> None:
         row, inputs = self.row, self.inputs
         for step in range(warmup):
             work(inputs[step % len(inputs)])

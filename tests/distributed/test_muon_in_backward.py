@@ -152,7 +152,7 @@ def test_a_rank_that_fails_ends(tmp_path: Path) -> None:
     """With its own error, and the others with it: neither waits for the other until the process group gives up."""
     without_gpu = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     ended = python("-m", "tests.distributed.failing_rank", str(tmp_path), cwd=Path.cwd(), env=without_gpu)
+    assert ended.returncode and (tmp_path / "rank1").exists(), ended.stderr
     failed, waiting = ((tmp_path / name).read_text() for name in ("rank1", "rank0"))
-    assert ended.returncode
     assert "no more room); other ranks wait for this one until its process ends" in failed
     assert "imed out" not in waiting
