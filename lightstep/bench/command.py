@@ -37,7 +37,18 @@ _DEFAULTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 _MEASURED = {"strategies", "peers", "steps", "warmup"}
 _USED = {
     "step": {*_MEASURED, "rounds", "params", "layers", "optimizer", "checkpoints"},
-    "iteration": {*_MEASURED, "optimizer", "rounds", "params", "layers", "tokens", "sequence", "max_norm", "iteration"},
+    "iteration": {
+        *_MEASURED,
+        "optimizer",
+        "rounds",
+        "params",
+        "layers",
+        "tokens",
+        "sequence",
+        "max_norm",
+        "clip_every",
+        "iteration",
+    },
     "timeline": {*_MEASURED, "optimizer", "params", "layers", "tokens", "sequence", "max_norm", "timeline"},
     "tensors": {*_MEASURED, "rounds", "tensors"},
     "roles": {"params", "layers", "roles"},
@@ -134,6 +145,13 @@ def bench(
         float | None,
         typer.Option(
             help="Whole iterations, without peers: limit of the global norm. Default: 1, which clips the first steps."
+        ),
+    ] = None,
+    clip_every: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Whole iterations, without peers: every N-th step is clipped, whatever the limit of the others is.",
         ),
     ] = None,
     roles: Annotated[
@@ -249,8 +267,14 @@ def _tasks(mode: str, options: Mapping[str, Any], device: torch.device, folder: 
     max_norm = float(options.get("max_norm", MAX_NORM))
     if max_norm != MAX_NORM and options.get("peers", "none") != "none":
         raise ValueError(f"--max-norm {max_norm:g} with --peers {options['peers']}: peers clip to {MAX_NORM:g}")
+    clip_every = int(options.get("clip_every", 0))
+    if clip_every and options.get("peers", "none") != "none":
+        raise ValueError(
+            f"--clip-every {clip_every} with --peers {options['peers']}: peers have one limit for all steps"
+        )
     settings: dict[str, Any] = {"max_norm": max_norm, "optimizer": optimizer}
     if mode == "iteration":
+        settings["clip_every"] = clip_every
         return [IterationTask(device, seed, shape, sequence, case=count, **settings) for count in counts]
     if device.type != "cuda":
         raise ValueError("--timeline needs a GPU: on a CPU there are no streams, and nothing crosses a link")

@@ -68,6 +68,10 @@ class Contender(ABC):
                 self.update()
         self.loss = loss.detach()
 
+    def limit_norm(self, max_norm: float) -> None:
+        """The limit of the global norm from the next step on."""
+        return
+
     def accumulate(self) -> AbstractContextManager[object]:
         """Around each iteration."""
         return contextlib.nullcontext()

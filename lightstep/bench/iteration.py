@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar
 
@@ -34,6 +34,8 @@ class IterationTask(Task):
 
     shape: LlamaShape
     sequence: int
+    clip_every: int = field(default=0, kw_only=True)
+    """Steps of which one is clipped, whatever the limit of the others is; 0: of none."""
 
     stem = "iteration"
     case_name = "tokens"
@@ -74,21 +76,31 @@ class IterationTask(Task):
         contender, effort = measurement.contender, measurement.run.effort
         measurement.inputs = [self.batch(measurement.run.ranks.rank)]
         seen: list[Tensor | None] = []  # read when all is timed, so that nothing waits for them
+        limits: list[float] = []
 
         def iterate(batch: Sequence[Tensor]) -> None:
+            limits.append(self._limit(len(limits)))
+            if self.clip_every:
+                contender.limit_norm(limits[-1])
             contender.iterate(batch)
             seen.append(contender.grad_norm)
 
         measurement.time(iterate, 1 + effort.warmup, synchronize=False)
-        norms = [float(norm) for norm in seen[-effort.steps :] if norm is not None]
+        timed = list(zip(seen, limits, strict=True))[-effort.steps :]
+        norms = [(float(norm), limit) for norm, limit in timed if norm is not None]
         loss = float(contender.loss)
         measurement.row.seen = {
             "loss": loss,
-            "grad_norm": norms[-1] if norms else None,
-            "clipped_steps": sum(norm > self.max_norm for norm in norms) if norms else None,
+            "grad_norm": norms[-1][0] if norms else None,
+            "clipped_steps": sum(norm > limit for norm, limit in norms) if norms else None,
         }
         if not math.isfinite(loss):
             raise FloatingPointError(f"the loss is {loss}: its steps are skipped, and their times mean nothing")
+
+    def _limit(self, step: int) -> float:
+        """Of the norm; every gradient is beyond the smallest one."""
+        clipped = self.clip_every and step % self.clip_every == self.clip_every - 1
+        return 1e-9 if clipped else self.max_norm
 
     def probe(self, measurement: Measurement) -> None:
         contender = measurement.contender
@@ -100,7 +112,7 @@ class IterationTask(Task):
         how = {"attention": "sdpa", "activation_checkpointing": True, "loss_chunk_tokens": LOSS_CHUNK}
         return {
             "model": {**self.shape.values(), **how},
-            "optimizer": {**OPTIMIZERS[self.optimizer], "max_norm": self.max_norm},
+            "optimizer": {**OPTIMIZERS[self.optimizer], "max_norm": self.max_norm, "clip_every": self.clip_every},
             **({} if self.optimizer == "adamw" else muon_bounds.head(run, self.shape)),
             "sequence": self.sequence,
             "tokens_per_rank": run.cases,

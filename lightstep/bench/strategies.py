@@ -12,6 +12,7 @@ from torch import Tensor
 from lightstep.bench.contender import Contender, Skipped, Task
 from lightstep.bench.optimizers import OPTIMIZERS, arguments
 from lightstep.distributed import like, world_size
+from lightstep.optimizer import MixedPrecisionOptimizer
 from lightstep.strategy import Strategy
 
 
@@ -49,6 +50,11 @@ class StrategyContender(_Prepared):
         for parameter, gradient in zip(self._parameters, gradients, strict=True):
             parameter.grad = like(parameter, gradient)
         self._optimizer.step()
+
+    def limit_norm(self, max_norm: float) -> None:
+        if not isinstance(self._optimizer, MixedPrecisionOptimizer):
+            raise Skipped("DeepSpeed has one limit of the norm for all steps")
+        self._optimizer.max_norm = max_norm
 
     def accumulate(self) -> AbstractContextManager[object]:
         return self._strategy.accumulate(self.model)

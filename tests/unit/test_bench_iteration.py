@@ -88,6 +88,18 @@ def test_all_strategies_train_the_same(result: tuple[dict[str, Any], Path, str])
     assert rows["no optimizer"]["loss"] > rows["resident"]["loss"], "the others learn their tokens by heart"
 
 
+def test_steps_that_are_clipped_now_and_then(tmp_path: Path) -> None:
+    how = ("--max-norm", "1e9", "--clip-every", "3", "--warmup", "1", "--steps", "4", "--tokens", "32")
+    chosen = ("--strategies", "resident,stream-overlap", "--output", str(tmp_path))
+    done = run_bench("--iteration", *TINY, *how, *chosen)
+    assert done.exit_code == 0, done.output
+    values = json.loads((tmp_path / "iteration.json").read_text())
+    rows = rows_of(values, 32)
+    assert values["optimizer"]["clip_every"] == 3
+    assert [rows[name]["clipped_steps"] for name in ("no optimizer", "resident", "stream-overlap")] == [None, 2, 2]
+    assert rows["stream-overlap"]["loss"] == rows["resident"]["loss"]
+
+
 def test_memory_is_told(result: tuple[dict[str, Any], Path, str]) -> None:
     rows, parameters = rows_of(result[0]), result[0]["model"]["parameters"]
     assert rows["resident"]["weight_bytes"] == rows["no optimizer"]["weight_bytes"] == 2 * parameters
@@ -243,6 +255,7 @@ def test_overrides_lie_over_the_settings_of_the_bench() -> None:
         (["--iteration", "--params", "100"], "smallest stack"),
         (["--iteration", "--timeline"], "give one of them"),
         (["--iteration", "--checkpoints", "ckpt"], "--checkpoints ckpt does nothing for --iteration"),
+        (["--iteration", "--clip-every", "4", "--peers", "torch"], "--clip-every 4 with --peers torch"),
         (["--timeline", "--rounds", "3"], "--rounds 3 does nothing for --timeline"),
         (["--tokens", "64"], "does nothing for one optimizer step; it belongs to --iteration"),
         (["--timeline"], "--timeline needs a GPU"),
