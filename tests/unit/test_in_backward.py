@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,6 +20,7 @@ from lightstep.optimizer.in_backward import InBackward
 from lightstep.optimizer.optimizer import MixedPrecisionOptimizer
 from lightstep.precision.loss_scale import DynamicLossScale
 from lightstep.state import units as units_module
+from lightstep.state.lanes import CallerLane
 from lightstep.strategy.base import Strategy
 from tests.distributed.models import TinyTransformer
 from tests.unit import test_next_forward as others
@@ -199,6 +201,46 @@ class Chain(nn.Module):
         return hidden
 
 
+class Recomputed(Chain):
+    """Each layer's forward runs again in backward."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        for block in self.blocks:
+            hidden = checkpoint(block, hidden, use_reentrant=False)
+        return hidden
+
+
+class Chained:
+    """A chain under a strategy; its layers are units of their own."""
+
+    def __init__(self, backend: str, make: type[Chain] = Chain) -> None:
+        torch.manual_seed(0)
+        state = {**in_backward(backend), "ring_mib": 0.2}
+        self.strategy = Strategy.load({"clipping": {"max_norm": None}, "optimizer_state": state})
+        self.model: Any = self.strategy.prepare_model(make())
+        self.optimizer: Any = self.strategy.create_optimizer(self.model, lr=1e-2)
+
+    def step(self, micro_batches: int = 1) -> None:
+        for micro in range(micro_batches):
+            with self.strategy.accumulate(self.model, last=micro == micro_batches - 1):
+                loss = self.model(torch.randn(4, 48, dtype=torch.bfloat16)).float().square().mean()
+                self.optimizer.backward(loss)
+        assert all(parameter.grad is None for parameter in self.model.parameters())
+        self.optimizer.step()
+
+    def hold_updates(self, until: Callable[[int], threading.Event]) -> None:
+        """That of each layer stands still until the event for its number is set."""
+        walk = self.optimizer.engine.walk
+        update, numbers = walk.unit, {f"blocks.{n}.weight": n for n in range(len(self.model.blocks))}
+
+        def unit(unit: Any, of: Any) -> Any:
+            number = numbers[unit.parts[0][0].name]
+            assert until(number).wait(20), f"backward waits for layer {number}"
+            return update(unit, of)
+
+        walk.unit = unit
+
+
 @pytest.fixture
 def alive(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """How many gradients there are whenever one arrives."""
@@ -220,19 +262,47 @@ def alive(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("micro_batches", [1, 3])
 def test_gradients_of_two_layers_at_a_time(backend: str, micro_batches: int, alive: list[int]) -> None:
-    torch.manual_seed(0)
-    strategy = Strategy.load(
-        {"clipping": {"max_norm": None}, "optimizer_state": {**in_backward(backend), "ring_mib": 0.2}}
-    )
-    model = strategy.prepare_model(Chain())
-    optimizer = strategy.create_optimizer(model, lr=1e-2)
+    chained = Chained(backend)
     for _ in range(3):
-        for micro in range(micro_batches):
-            with strategy.accumulate(model, last=micro == micro_batches - 1):
-                optimizer.backward(model(torch.randn(4, 48, dtype=torch.bfloat16)).float().square().mean())
-        assert all(parameter.grad is None for parameter in model.parameters())
-        optimizer.step()
+        chained.step(micro_batches)
     assert len(alive) == 3 * 8 and max(alive) <= 2
+
+
+def test_a_recomputed_layer_does_not_wait_for_the_one_behind_it(alive: list[int]) -> None:
+    """Each is updated after the gradient of the one in front of it was computed, and before that one's arrives."""
+    chained = Chained("stream", Recomputed)
+    chained.step()
+    computed = [threading.Event() for _ in chained.model.blocks]
+    for block, event in zip(chained.model.blocks, computed, strict=True):
+        block.weight.register_hook(lambda _, event=event: event.set())
+    chained.hold_updates(until=lambda number: computed[max(number - 1, 0)])
+    chained.step()
+    assert len(alive) == 2 * 8 and max(alive) <= 2
+
+
+def test_a_layer_that_is_read_in_backward_is_updated_if_it_is_complete(monkeypatch: pytest.MonkeyPatch) -> None:
+    chained = Chained("stream", Recomputed)
+    chained.step()
+    free, seen = threading.Event(), []
+    wait = CallerLane.wait
+
+    def waiting(self: CallerLane, event: Any) -> None:
+        free.set()
+        wait(self, event)
+
+    def reading(_: Tensor) -> None:
+        monkeypatch.setattr(CallerLane, "wait", waiting)
+        seen.append(chained.model.blocks[4].weight.clone())
+        free.set()
+
+    chained.model.blocks[3].weight.register_hook(reading)
+    done = threading.Event()
+    done.set()
+    chained.hold_updates(until=lambda number: free if number == 4 else done)
+    before = chained.model.blocks[4].weight.clone()
+    chained.step()
+    assert torch.equal(seen[0], chained.model.blocks[4].weight)
+    assert not torch.equal(seen[0], before)
 
 
 # -- what goes wrong

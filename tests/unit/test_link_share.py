@@ -1,0 +1,114 @@
+"""How many units are tried in backward, by what the device's events tell about the last one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from lightstep.optimizer.link_share import LinkShare
+
+LAYERS = 10
+LATE, ON_TIME, EARLY = 4.0, 0.75, 0.25
+"""How many layers the lane is behind the backward."""
+
+
+class Event:
+    at: float
+    reached = True
+
+    def elapsed_time(self, later: Event) -> float:
+        return later.at - self.at
+
+    def query(self) -> bool:
+        return self.reached
+
+
+class Lane:
+    """Its work so far is over at ``now``."""
+
+    now = 0.0
+
+    def record(self, event: Event) -> None:
+        event.at = self.now
+
+
+class Share(LinkShare):
+    """On a device whose clock the test sets; one layer takes one unit of time."""
+
+    def __init__(self, part: float = 1.0, device: str = "cuda") -> None:
+        self.main, self.compute = Lane(), Lane()
+        lanes = SimpleNamespace(device=torch.device(device), caller=lambda: self.main, compute=self.compute)
+        super().__init__(SimpleNamespace(lanes=lanes))  # type: ignore[arg-type]
+        self.part = part
+        self.backward(LATE)  # the first one
+
+    def _event(self) -> Any:
+        return Event()
+
+    def backward(
+        self, behind: float, layers: int = LAYERS, with_the_last: Sequence[float] = (), over: bool = True
+    ) -> float:
+        """What is tried after one with so many batches.
+
+        Args:
+            behind: in layers; each batch is tried so much later than the one behind it is complete.
+            with_the_last: batches that are complete so much later than the last layer, and tried long after that.
+            over: all of it was waited for.
+        """
+        self.main.now = 0.0
+        self.begin()
+        for ready in range(1, layers + 1):
+            self._batch(ready, ready + 1 + behind)
+        for after in with_the_last:
+            self._batch(layers + after, layers + 50)
+        Event.reached = over
+        self.adapt()
+        return self.part
+
+    def _batch(self, ready: float, done: float) -> None:
+        self.main.now, self.compute.now = ready, done
+        self.ready()
+        self.done()
+
+
+def test_the_first_backward_says_nothing() -> None:
+    assert Share().part == 1.0
+
+
+def test_less_is_tried_when_the_lane_is_more_than_a_layer_behind() -> None:
+    share = Share()
+    assert share.backward(LATE) == pytest.approx(LAYERS / (LAYERS + LATE))
+    assert share.backward(100.0) == pytest.approx(LAYERS / (LAYERS + LATE) / 2), "not less than half at a time"
+    assert [share.backward(100.0) for _ in range(5)][-1] == 0.05
+
+
+@pytest.mark.parametrize(("behind", "part"), [(LATE, 0.38), (ON_TIME, 0.5), (EARLY, 0.55)])
+def test_what_is_complete_with_the_last_layer_does_not_count(behind: float, part: float) -> None:
+    """It is complete within half a layer, and the lane is through with it long after backward."""
+    assert Share(0.5).backward(behind, with_the_last=(0.1, 0.2, 0.3)) == pytest.approx(part, abs=0.03)
+
+
+def test_more_and_more_is_tried_while_the_lane_is_early() -> None:
+    share = Share(0.1)
+    assert [share.backward(EARLY) for _ in range(5)] == pytest.approx([0.15, 0.25, 0.45, 0.85, 1.0])
+    share.part = 0.1
+    assert share.backward(EARLY) == pytest.approx(0.5), "in steps of 0.4 at the most"
+    assert share.backward(ON_TIME) == pytest.approx(0.5)
+    late = share.backward(LATE)
+    assert [share.backward(EARLY) - late for _ in range(2)] == pytest.approx([0.05, 0.15])
+
+
+@pytest.mark.parametrize("settings", [{"layers": 2}, {"layers": 0}, {"over": False}])
+def test_a_backward_that_says_nothing(settings: dict[str, Any]) -> None:
+    share = Share(0.5)
+    assert share.backward(LATE, **settings) == share.backward(EARLY, **settings) == 0.5
+    assert share.backward(EARLY) == pytest.approx(0.55)
+
+
+def test_on_the_cpu_all_units_are_tried() -> None:
+    share = Share(device="cpu")
+    assert share.backward(LATE) == 1.0
