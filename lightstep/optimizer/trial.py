@@ -56,6 +56,7 @@ class Trial:
         self.done: Any = None
         self.edited = self.spoiled = False
         self.decided: Update | None = None
+        self._left_at: dict[Tensor, int] = {}  # versions of weights of which a unit was tried
         self._fits: Tensor | None = None
 
     def __contains__(self, unit: Unit) -> bool:
@@ -64,11 +65,13 @@ class Trial:
     def attempt(self, walk: UnitWalk, unit: Unit, update: Update, seen: Sequence[tuple[Tensor, int]]) -> None:
         """Try one unit, in the compute lane; ``seen``: its weights, and their versions when it was submitted.
 
-        Other ranks wait for one that they try together, and so it is tried although it will not count.
+        Where a unit before it has a part of the same weight, that one has raised the version. Other ranks wait for a
+        unit that they try together, and so it is tried although it will not count.
         """
-        self.edited |= any(weight._version != version for weight, version in seen)
+        self.edited |= any(weight._version != self._left_at.get(weight, version) for weight, version in seen)
         if not self.edited or unit in self.together:
             walk.attempt(unit, update)
+        self._left_at.update({weight: weight._version for weight, _ in seen})
 
     def update(self, gradients: Gradients) -> Update:
         """By which units are tried."""

@@ -557,6 +557,25 @@ def test_backward_does_not_wait_for_what_is_tried() -> None:
     assert held.stood > 3
 
 
+def test_several_units_of_one_weight_count(verdicts: Counter[str]) -> None:
+    """Each raises the weight's version, which is no edit for those behind it that were submitted before."""
+    tested, expected = pair(make=lambda: TinyTransformer(width=32))
+    for training in (tested, expected):
+        training.train(3)
+    tested.optimizer.synchronize()
+    verdicts.clear()
+    parts = Counter(owner.name for unit in tested.optimizer._backend.units() for owner, _, _ in unit.parts)
+    assert parts[TRIED] > 2
+    held = HeldAttempts(tested)
+    backward(tested)
+    held.free.set()
+    tested.optimizer.step()
+    backward(expected)
+    expected.optimizer.step()
+    assert_same(tested.snapshot(), expected.snapshot())
+    assert verdicts["commit"] == 1 and not verdicts["withdrawn"]
+
+
 def test_a_weight_that_is_written_to_before_it_is_tried_is_updated_from_there() -> None:
     tested, expected = pair()
     for training in (tested, expected):
