@@ -20,8 +20,8 @@ _STEP = 0.05
 class LinkShare:
     """Which part of the units is tried: as many as the link carries while backward runs. The forward has the rest.
 
-    Towards the end of backward the lane should be at most a layer behind. What is complete with the very last layer (an
-    embedding, what FSDP2 reduces with the outermost module) crosses the link after backward in any case, and says
+    Towards the end of backward the lane should be just through with what is complete: what it is behind then, the next
+    forward waits for. What is complete with the very last layer crosses the link after backward in any case, and says
     nothing about that. Nor does the first backward, in which kernels are compiled and memory is taken. On the CPU time
     says nothing about a link, and all units are tried.
     """
@@ -78,10 +78,10 @@ class LinkShare:
         last = next((n for n in range(batches - 2, 0, -1) if ready[n].elapsed_time(ready[-1]) > layer / 2), 1)
         late = ready[last].elapsed_time(done[last - 1])
         logger.debug("tried in backward: %.2f of the units; the lane was %.1f ms behind %.1f", self.part, late, span)
-        if late > layer:
+        if late > layer / 2:
             self.part = max(self.part * max(span / (span + late), 0.5), 0.05)
             self._step = _STEP
-        elif late < layer / 2:
+        elif late < 0:
             self.part = min(self.part + self._step, 1.0)
             self._step = min(2 * self._step, 0.4)
 

@@ -12,7 +12,7 @@ import torch
 from lightstep.optimizer.link_share import LinkShare
 
 LAYERS = 10
-LATE, ON_TIME, EARLY = 4.0, 0.75, 0.25
+LATE, ON_TIME, EARLY = 4.0, 0.25, -0.25
 """How many layers the lane is behind the backward."""
 
 
@@ -79,7 +79,7 @@ def test_the_first_backward_says_nothing() -> None:
     assert Share().part == 1.0
 
 
-def test_less_is_tried_when_the_lane_is_more_than_a_layer_behind() -> None:
+def test_less_is_tried_when_the_lane_is_behind() -> None:
     share = Share()
     assert share.backward(LATE) == pytest.approx(LAYERS / (LAYERS + LATE))
     assert share.backward(100.0) == pytest.approx(LAYERS / (LAYERS + LATE) / 2), "not less than half at a time"
