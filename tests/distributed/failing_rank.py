@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import datetime
+import multiprocessing
 import os
 import sys
 from pathlib import Path
@@ -22,7 +23,18 @@ STATE = {"backend": "stream", "update": "overlap", "ring_mib": 0.02}
 
 
 def train(folder: str) -> None:
-    rank = int(os.fork() == 0)
+    """Rank 0 here, and rank 1 in a process beside it: a fork, except where torch's libraries may not survive one."""
+    context = multiprocessing.get_context("fork" if torch.version.cuda is None else "spawn")
+    beside = context.Process(target=train_as, args=(1, folder))
+    beside.start()
+    try:
+        train_as(0, folder)
+    finally:
+        beside.join()
+
+
+def train_as(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
     patience = datetime.timedelta(seconds=100)
     dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=2, timeout=patience)
@@ -33,8 +45,6 @@ def train(folder: str) -> None:
         raise
     finally:
         dist.destroy_process_group()
-        if rank == 0:
-            os.wait()
 
 
 def _steps(rank: int) -> None:
@@ -58,5 +68,4 @@ def _steps(rank: int) -> None:
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
     train(sys.argv[1])
