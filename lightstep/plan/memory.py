@@ -85,22 +85,20 @@ def memory(
     activations: Activations | None,
     ranks: int = 1,
     accumulates: bool = False,
-    clips: bool | None = None,
 ) -> Memory:
     """What a strategy takes.
 
     Args:
         activations: ``None`` when they are not known; they are then not in the peak.
         accumulates: several micro-batches for a step.
-        clips: whether steps are clipped, where that makes a difference (``overlap``); ``None``: take the larger.
     """
-    return _Bytes(config, sizes, ranks, accumulates, clips).memory(activations)
+    return _Bytes(config, sizes, ranks, accumulates).memory(activations)
 
 
 class _Bytes:
     """The parts, before and after division by the ranks."""
 
-    def __init__(self, config: StrategyConfig, sizes: Sizes, ranks: int, accumulates: bool, clips: bool | None) -> None:
+    def __init__(self, config: StrategyConfig, sizes: Sizes, ranks: int, accumulates: bool) -> None:
         self.config, self.sizes, self.ranks = config, sizes, ranks
         self.width = _WIDTHS[config.precision.parameters]
         self.shards = shards_of(config, ranks)
@@ -108,7 +106,7 @@ class _Bytes:
         self.state_width = max(held.device_state.count, held.host_state.count)
         divided = (held.device_state if held.device_state.count else held.host_state).divided_by
         self.own = sizes.total / (ranks if divided == "ranks" else self.shards)  # elements whose state this rank keeps
-        self.speculates = config.optimizer_state.update == "overlap" and clips is not True
+        self.speculates = config.optimizer_state.update == "overlap"
         self.accumulates = accumulates
         self.gradient_width = self._gradient_width()
 

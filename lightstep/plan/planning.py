@@ -32,7 +32,7 @@ class Workload:
         micro_batches: for one step.
         checkpointed: activation checkpointing; ``None``: as the strategy says.
         loss_chunk: tokens whose logits are held at a time; ``None``: all, as transformers' own loss does.
-        clips: whether steps are clipped; ``None``: the larger memory and the longer time.
+        clips: whether steps are clipped, which costs time under ``overlap``; ``None``: the longer time.
     """
 
     tokens: int
@@ -124,7 +124,7 @@ class Planner:
         if zero:
             held = zero_memory(config, self._sizes, seen, ranks, several, name)
         else:
-            held = memory(config, self._sizes, seen, ranks, several, workload.clips)
+            held = memory(config, self._sizes, seen, ranks, several)
         time = None
         if self._profile is not None and self._profile.knows(compute) and not zero:
             count = workload.micro_batches
