@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import logging
 import os
 import sys
@@ -220,19 +219,13 @@ _Names = Annotated[
 ]
 
 
-class Format(enum.StrEnum):
-    """What a checkpoint can be converted to."""
-
-    LIGHTSTEP = "lightstep"
-    TORCH = "torch"
-    DEEPSPEED_UNIVERSAL = "deepspeed-universal"
-
-
 @_checkpoints.command()
 def convert(
     source: _Source,
     destination: Annotated[Path, typer.Argument(metavar="DST", help="A new folder; for torch a file, such as run.pt.")],
-    to: Annotated[Format, typer.Option(help="The format of DST.")],
+    to: Annotated[
+        str, typer.Option(metavar="FORMAT", help="The format of DST: lightstep, torch or deepspeed-universal.")
+    ],
     model: _Model = None,
     names: _Names = None,
     strategy: Annotated[
@@ -246,10 +239,10 @@ def convert(
         from lightstep.strategy import Strategy
 
         scale = None if strategy is None else Strategy.load(strategy).config.precision.loss_scale
-        state = convert_checkpoint(source, destination, to.value, model=model, names=names, loss_scale=scale)
+        state = convert_checkpoint(source, destination, to, model=model, names=names, loss_scale=scale)
     for note in state.notes:
         sys.stderr.write(f"note: {note}\n")
-    sys.stdout.write(f"{source} ({state.format}) → {destination} ({to.value})\n")
+    sys.stdout.write(f"{source} ({state.format}) → {destination} ({to})\n")
 
 
 @_checkpoints.command()

@@ -31,11 +31,11 @@ def _facts() -> Iterator[tuple[str, str]]:
     for name in _LIBRARIES:
         if (version := _version(name)) is not None:
             yield name, version
-    yield "cuda", f"{torch.version.cuda or 'none'} (of torch), available: {torch.cuda.is_available()}"
+    yield "cuda", f"{torch.version.cuda or 'not in this build of torch'}, available: {torch.cuda.is_available()}"
     for index in range(torch.cuda.device_count()):
         device = torch.cuda.get_device_properties(index)
         yield f"gpu {index}", f"{device.name}, {device.total_memory / _GIB:.1f} GiB"
-    yield "cpu", f"{_cpu()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads of torch"
+    yield "cpu", f"{_cpu()}, cores: {os.cpu_count()}, threads of torch: {torch.get_num_threads()}"
     yield "host memory", f"{_host_memory() / _GIB:.1f} GiB"
     for name in (*_SETTINGS, *sorted(key for key in os.environ if key.startswith("LIGHTSTEP_"))):
         if name in os.environ:

@@ -338,8 +338,22 @@ class _ParameterLoader:
 
 
 def apply_scheduler(state: Any, scheduler: Any) -> None:
-    """Load a scheduler's state, or say that there is none."""
+    """Load a scheduler's state, or say that there is none for it.
+
+    torch's schedulers take any mapping: given the state of one of DeepSpeed's, they would begin anew, or fail.
+    """
     if state is None:
         logger.warning("the checkpoint holds no scheduler state; the scheduler starts where it is")
+    elif _share_no_key(state, scheduler.state_dict()):
+        logger.warning(
+            "the checkpoint's scheduler state is not of a %s (it has %s); the scheduler starts where it is",
+            type(scheduler).__name__,
+            ", ".join(sorted(map(str, state))),
+        )
     else:
         scheduler.load_state_dict(state)
+
+
+def _share_no_key(one: Any, other: Any) -> bool:
+    mappings = isinstance(one, Mapping) and isinstance(other, Mapping)
+    return mappings and bool(one) and bool(other) and set(one).isdisjoint(other)

@@ -85,7 +85,7 @@ class Moments:
                 f"optimizer_state.moments_rounding is stochastic, and {' and '.join(uncounted)} counts no steps in its "
                 "state, from which the noise is made. Set it to nearest: a momentum does not stand still"
             )
-        self._tell(f"moments of {' and '.join(uncounted)} are rounded to nearest: no steps are counted in its state")
+        self._tell(f"moments of {' and '.join(uncounted)} are rounded to nearest: their state counts no steps")
 
     def tell_of_conversion(self, item: Managed, entries: Mapping[str, Any]) -> None:
         """One line in the log when loaded moments are brought from one of the dtypes to the other."""

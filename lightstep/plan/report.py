@@ -59,7 +59,8 @@ def _heading(model: str, plan: Plan, workload: Workload, profile: Profile | None
     devices = f"{plan.ranks} × {where}" if plan.ranks > 1 else where
     count = plan.parameters
     size = f"{count / 1e9:.2f}·10⁹ parameters" if count >= 1e8 else f"{count / 1e6:.2f}·10⁶ parameters"
-    room = "" if plan.limit is None else f", of which {plan.limit / 1e9:.1f} GB of memory each may be used"
+    each = " on each" if plan.ranks > 1 else ""
+    room = "" if plan.limit is None else f" ({plan.limit / 1e9:.1f} GB of memory may be used{each})"
     return _wrapped(f"{model}, {size}; a step of {batch} per device; {devices}{room}", "")
 
 

@@ -563,6 +563,23 @@ def test_a_scheduler_that_could_not_be_loaded_again_is_refused(tmp_path: Path) -
         save_checkpoint(tmp_path / "a", small_model(), scheduler=Schedule())
 
 
+@pytest.mark.parametrize("name", ["LambdaLR", "MultiStepLR"])
+def test_a_state_of_another_librarys_scheduler_is_left_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    class WarmupLR:
+        def state_dict(self) -> dict[str, Any]:
+            return {"last_batch_iteration": 3}
+
+    strategy, model, optimizer = trained(steps=1)
+    strategy.save_checkpoint(tmp_path / "a", model, optimizer, WarmupLR())
+    scheduler = SCHEDULERS[name](optimizer)
+    before = scheduler.state_dict()
+    strategy.load_checkpoint(tmp_path / "a", model, optimizer, scheduler)
+    assert scheduler.state_dict() == before
+    assert f"not of a {name} (it has last_batch_iteration); the scheduler starts where it is" in caplog.text
+
+
 # -- malice ------------------------------------------------------------------------------------------------------------
 
 _fired: list[str] = []

@@ -500,4 +500,8 @@ def test_the_commands(tmp_path: Path) -> None:
     failed = call(app, ["checkpoint", "inspect", str(tmp_path / "nothing")])
     assert failed.exit_code == 1
     assert "nothing was not read: " in failed.output
-    assert call(app, ["checkpoint", "convert", str(source), str(tmp_path / "y"), "--to", "jax"]).exit_code == 2
+    refused = call(app, ["checkpoint", "convert", str(source), str(tmp_path / "y"), "--to", "jax"])
+    assert refused.exit_code == 2
+    assert refused.output == (
+        "lightstep: 'jax' is not a format to convert to; allowed: lightstep, torch, deepspeed-universal\n"
+    )

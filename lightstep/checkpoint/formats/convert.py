@@ -56,7 +56,7 @@ def convert_checkpoint(
         ValueError: an unknown ``to``.
     """
     if to not in WRITERS:
-        raise ValueError(f"to is {to!r}; allowed: {', '.join(WRITERS)}")
+        raise ValueError(f"{to!r} is not a format to convert to; allowed: {', '.join(WRITERS)}")
     start, end = Path(source).resolve(), Path(destination).resolve()
     with reported(f"{source} was not converted"):
         _refuse_overlap(start, end)

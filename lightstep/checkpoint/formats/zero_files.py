@@ -207,7 +207,7 @@ def scheduler_state(model: Mapping[str, Any], notes: list[str]) -> Any:
     state = model.get("lr_scheduler")
     if isinstance(state, dict) and "last_epoch" not in state:
         notes.append(
-            f"the scheduler is DeepSpeed's own ({listed(state)}): its state was kept, but no scheduler of torch "
-            "continues from it"
+            f"the scheduler is DeepSpeed's own ({listed(state)}); its state was kept, but a scheduler of torch does "
+            "not take it: load_checkpoint leaves that one where it is"
         )
     return state
