@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -105,6 +105,9 @@ def _profile(asked: Asked) -> Profile:
         return measure_profile()
     if asked.profile is not None:
         return find_profile(asked.profile)
-    if not torch.cuda.is_available():
-        return find_profile(_DEFAULT)
-    return kept_profile() or profile_of_device(torch.cuda.get_device_name()) or find_profile(_DEFAULT)
+    if torch.cuda.is_available():
+        known = kept_profile() or profile_of_device(torch.cuda.get_device_name())
+        if known is not None:
+            return known
+    taken = find_profile(_DEFAULT)
+    return replace(taken, source=f"assumed, as no known GPU was found here (see --profile); {taken.source}")

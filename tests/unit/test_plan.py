@@ -224,6 +224,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "config.json").write_text(json.dumps(TINY))
     code, said = _run(tmp_path, "--tokens", 64, "--plot", tmp_path / "plan.png")
     assert code == 0 and "stream-overlap" in said and "fsdp2" not in said and (tmp_path / "plan.png").is_file()
+    assert ("H100: assumed" in said) == (not torch.cuda.is_available())
     code, said = _run(tmp_path / "config.json", "--tokens", 64, "--gpus", 2, "--strategy", "fsdp2,ddp", "--json")
     values = json.loads(said)
     assert code == 0 and [plan["strategy"] for plan in values["plans"]] == ["ddp", "fsdp2"]
