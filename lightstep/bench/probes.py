@@ -47,8 +47,7 @@ def pinned_bytes(device: torch.device) -> int:
 
 @contextlib.contextmanager
 def old_objects_left_alone() -> Iterator[None]:
-    """Python's cyclic collector looks at new objects only: looking through all of them takes a quarter of a second,
-    in one step of very many."""
+    """Python's cyclic collector looks at new objects only. Looking through all takes long, in one step of very many."""
     gc.collect()
     gc.freeze()
     try:

@@ -34,6 +34,7 @@ class Arrivals:
         self._batch_of: list[int] = []  # of each layer: the first one in its batch
         self._units_of: list[list[Unit]] = []  # of each batch, under its first layer
         self._hooks = LeafHooks()
+        self._hooked = False  # for these layers
         self._listeners: list[Callable[[Tensor], None]] = []  # called by the hooks, while a backward of ours runs
         self._left: list[int] = []  # parameters of each layer
         self._layers_left: Counter[int] = Counter()  # layers of each batch
@@ -47,7 +48,7 @@ class Arrivals:
             self.layers, self._units = listed, list(units)
             self._layer_of = {item: number for number, layer in enumerate(listed) for item in layer}
             self._items = {item.param: item for item in self._layer_of}
-            self._hooks.carry(self._items, after=lambda _: _telling(self._listeners))
+            self._hooked = False
             in_unit = [sorted({self._layer_of[owner] for owner, _, _ in unit.parts}) for unit in units]
             self._batch_of = _batches(len(listed), in_unit if together else ())
             self._units_of = [[] for _ in listed]
@@ -67,6 +68,9 @@ class Arrivals:
     @contextlib.contextmanager
     def listening(self, arrive: Callable[[Managed], None]) -> Iterator[None]:
         """``arrive`` is called with each parameter when autograd is done with its gradient."""
+        if not self._hooked:
+            self._hooks.carry(self._items, after=lambda _: _telling(self._listeners))
+            self._hooked = True
         self._listeners.append(torch.no_grad()(lambda parameter: arrive(self._items[parameter])))
         try:
             yield

@@ -372,9 +372,9 @@ class Overlap(NextForward):
             logger.info("updates in backward: %s (%d steps redone so far)", verdict, self.redone)
             self._take_back(trial)
         if verdict != "drop":
-            self._count(trial, update)
+            self._line_up_rest(trial, update)
 
-    def _count(self, trial: Trial, update: Update) -> None:
+    def _line_up_rest(self, trial: Trial, update: Update) -> None:
         """What was tried and not taken back counts, and what is left is lined up."""
         done = dict.fromkeys([*(unit for unit in trial.units if self._backend.tried(unit)), *trial.last])
         left = [unit for unit in self._backend.units() if unit not in done]

@@ -38,9 +38,14 @@ class Counted:
         return self.expected()
 
     def expected(self) -> list[str]:
-        return [
-            f"{unit.index} {' '.join(owner.name for owner, _, _ in unit.parts)}" for unit in self.arrivals.in_order()
-        ]
+        return [_told(unit) for unit in self.arrivals.in_order()]
+
+    def complete_last(self) -> list[str]:
+        return [_told(unit) for unit in self.arrivals.complete_last()]
+
+
+def _told(unit: Unit) -> str:
+    return f"{unit.index} {' '.join(owner.name for owner, _, _ in unit.parts)}"
 
 
 def test_units_are_expected_as_the_last_backward_completed_them() -> None:
@@ -54,6 +59,21 @@ def test_units_are_expected_as_the_last_backward_completed_them() -> None:
     assert counted.backward(["norm", "a", "embed"]) == ["4 norm", "2 a", "1 a", "0 embed", "5 head", "3 b"]
     counted.lay_out("embed", "a", "b", "norm", "head")
     assert counted.expected() == ["4 head", "3 norm", "2 b", "1 a", "0 embed"], "other units"
+
+
+def test_what_is_complete_last_and_used_first() -> None:
+    counted = Counted()
+    counted.lay_out("embed", "a", "a", "b", "norm", "head")
+    assert counted.complete_last() == ["0 embed"], "of the first backward, the reversed order is expected"
+    counted.backward(AS_FSDP2)
+    assert counted.complete_last() == [], "norm and head come last, but are not used first"
+    counted.lay_out("embed", "norm", "head", "a", "a", "b")  # as FSDP2's root is gathered
+    counted.backward(AS_FSDP2)
+    assert counted.complete_last() == ["0 embed", "1 norm", "2 head"]
+    counted.backward(["b", "norm", "a", "head"])
+    assert counted.complete_last() == [], "neither is used first nor comes with what is"
+    counted.backward(["embed", "norm", "head", "a", "b"])
+    assert len(counted.complete_last()) == 6, "all of it, where one module is reduced as a whole"
 
 
 def test_layers_that_are_staged_together_come_when_the_last_of_them_is_complete() -> None:
