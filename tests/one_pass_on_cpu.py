@@ -7,30 +7,45 @@ the passes apart.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 import pytest
 import torch
 from torch import Tensor
 
 from lightstep.optimizer import arithmetic, one_pass
+from lightstep.precision.adam_kernel import AdamRun
 from lightstep.precision.split import Splitter
+from lightstep.state import stream
 
 used: Counter[str] = Counter()
 """How often it ran, by how masters are kept."""
 
 
 def update(
-    n: int,
-    tensors: tuple[Tensor | None, ...],
+    runs: Sequence[AdamRun], shared: tuple[Tensor | None, ...], numbers: tuple[float, ...], *constants: bool
+) -> None:
+    """See :data:`lightstep.precision.adam_triton.update`."""
+    for run in runs:
+        _update(run, shared, numbers, *constants)
+        if run.fingerprints is not None:
+            assert run.weight is not None
+            found, place = torch.zeros(1, dtype=torch.int32), run.fingerprints[run.number : run.number + 1]
+            Splitter(run.weight.device).fingerprints(run.weight, run.first, [(0, run.weight.numel())], found)
+            place.add_(found)
+
+
+def _update(
+    run: AdamRun,
+    shared: tuple[Tensor | None, ...],
     numbers: tuple[float, ...],
     decays: bool,
     decoupled: bool,
     maximize: bool,
 ) -> None:
-    """See :data:`lightstep.precision.adam_triton.update`."""
-    gradient, exp_avg, exp_avg_sq, largest, weight, low, master, step, overflow, _, rate, divisor, factor = tensors
-    assert gradient is not None and exp_avg is not None and exp_avg_sq is not None
-    assert step is not None and overflow is not None
+    gradient, exp_avg, exp_avg_sq, largest, weight, low, master, step, *_ = run
+    overflow, _, rate, divisor, factor = shared
+    assert overflow is not None
     used["own" if weight is None else "split" if low is not None else "whole"] += 1
     splitter, whole = Splitter(gradient.device), master
     if whole is None:
@@ -46,8 +61,8 @@ def update(
         row.mul_(factor)
     assert all(type(number) is float for number in numbers[:5])  # a kernel compiled for an int takes no float
     lr, beta1, beta2, decay, eps, _ = numbers
-    run = torch._fused_adamw_ if decoupled else torch._fused_adam_
-    run(
+    fused = torch._fused_adamw_ if decoupled else torch._fused_adam_
+    fused(
         [whole],
         [row],
         [exp_avg],
@@ -76,6 +91,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for module in (arithmetic, one_pass):
         monkeypatch.setattr(module, "twin_on", lambda device: twin)
+    monkeypatch.setattr(stream, "ChecksummedWeights", lambda splitter: splitter)  # sums as the kernel makes them
 
 
 @pytest.fixture(name="one_pass_on_cpu")

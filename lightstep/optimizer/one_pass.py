@@ -1,4 +1,4 @@
-"""Updates of AdamW and Adam by one kernel for each segment, where that gives the bits of the class's own step.
+"""Updates of AdamW and Adam by one kernel for several segments, where that gives the bits of the class's own step.
 
 Everything else, and every first update, which makes the state, is left to :mod:`lightstep.optimizer.arithmetic`.
 """
@@ -15,7 +15,16 @@ from torch import Tensor
 from lightstep.optimizer.arithmetic import ADAMS
 from lightstep.optimizer.classes import GroupClasses
 from lightstep.optimizer.group_values import GroupValues
-from lightstep.precision.adam_kernel import AdamRun, AdamSettings, Scaling, runs_in_one_pass, twin_on, update
+from lightstep.precision.adam_kernel import (
+    AdamRun,
+    AdamSettings,
+    Kind,
+    Scaling,
+    kind_of,
+    runs_in_one_pass,
+    twin_on,
+    update,
+)
 from lightstep.precision.gradient_stage import GradientStage
 from lightstep.state.record import Layout
 from lightstep.state.segment import Segment
@@ -54,7 +63,7 @@ class OnePass:
         if twin is None:
             return list(segments)
         known: dict[int, AdamSettings | None] = {}
-        runs: list[tuple[Segment, AdamRun, AdamSettings]] = []
+        alike: dict[tuple[int, Kind], tuple[AdamSettings, list[tuple[Segment, AdamRun]]]] = {}
         left = []
         for segment, own in zip(segments, gradients, strict=True):
             key = id(segment.group)
@@ -63,16 +72,18 @@ class OnePass:
             settings = known[key]
             fits = settings is not None and (_LARGEST in segment.state) == bool(values.of(segment.group)["amsgrad"])
             run = _run(segment, self._stage, own) if fits else None
-            if run is None or not runs_in_one_pass(twin, run, settings, scaling):  # type: ignore[arg-type]
+            kind = None if run is None or settings is None else kind_of(run, settings, scaling)
+            if kind is None or not runs_in_one_pass(twin, kind, settings):  # type: ignore[arg-type]
                 left.append(segment)
             else:
-                runs.append((segment, run, settings))  # type: ignore[arg-type]
-        if runs:
-            steps = [run.step for _, run, _ in runs]
+                alike.setdefault((key, kind), (settings, []))[1].append((segment, run))  # type: ignore[arg-type]
+        if alike:
+            steps = [run.step for _, pairs in alike.values() for _, run in pairs]
             torch._foreach_add_(steps, 1)
-            for segment, run, settings in runs:
-                update(twin, run, settings, scaling)
-                segment.written()
+            for settings, pairs in alike.values():
+                update(twin, [run for _, run in pairs], settings, scaling)
+                for segment, _ in pairs:
+                    segment.written()
             torch._foreach_sub_(steps, [scaling.overflow] * len(steps))
         return left
 
@@ -107,7 +118,8 @@ def _run(segment: Segment, stage: GradientStage, gradients: Sequence[Tensor]) ->
     if rows is None or step.device != segment.device or step.dtype != torch.float32:
         return None
     gradient = stage.gathered(segment, gradients)
-    return AdamRun(gradient, state["exp_avg"], state["exp_avg_sq"], state.get(_LARGEST), *rows, step)
+    moments = state["exp_avg"], state["exp_avg_sq"], state.get(_LARGEST)
+    return AdamRun(gradient, *moments, *rows, step, segment.fingerprints, segment.index, segment.first)
 
 
 @functools.lru_cache(maxsize=256)

@@ -8,8 +8,10 @@ each kind of update that is asked for, and steps aside where one bit differs or 
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import math
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -18,7 +20,17 @@ from torch import Tensor
 
 from lightstep.precision.split import Splitter, probe_masters
 
-__all__ = ["AdamRun", "AdamSettings", "Scaling", "corrections", "runs_in_one_pass", "twin_on", "update"]
+__all__ = [
+    "AdamRun",
+    "AdamSettings",
+    "Kind",
+    "Scaling",
+    "corrections",
+    "kind_of",
+    "runs_in_one_pass",
+    "twin_on",
+    "update",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +49,9 @@ class AdamRun(NamedTuple):
             in the signs of ``exp_avg_sq``; ``None`` where ``master`` is given.
         master: fp32.
         step: 0-dim fp32: the number of this update.
+        fingerprints: int32 ``[m]``, of which element ``number`` becomes that of the 16-bit weights, as
+            :meth:`~lightstep.precision.split.Splitter.fingerprints` makes it; ``None``: nobody wants it.
+        first: the place of the first element, for the fingerprint.
     """
 
     gradient: Tensor
@@ -47,6 +62,9 @@ class AdamRun(NamedTuple):
     low: Tensor | None
     master: Tensor | None
     step: Tensor
+    fingerprints: Tensor | None = None
+    number: int = 0
+    first: int = 0
 
 
 class AdamSettings(NamedTuple):
@@ -69,18 +87,34 @@ class Scaling(NamedTuple):
     overflow: Tensor
 
 
-def update(twin: ModuleType, run: AdamRun, settings: AdamSettings, scaling: Scaling) -> None:
-    """One update by ``twin``, which :func:`runs_in_one_pass` has found right for this kind."""
-    lr = settings.lr
-    table = corrections(settings.beta1, settings.beta2, run.step.device)
+def update(twin: ModuleType, runs: Sequence[AdamRun], settings: AdamSettings, scaling: Scaling) -> None:
+    """One update of each run by ``twin``, which :func:`runs_in_one_pass` has found right for their kind.
+
+    Args:
+        runs: of one kind, in the order of ``number``, and with the same ``fingerprints``.
+    """
+    _clear_fingerprints(runs)
+    lr, device = settings.lr, runs[0].step.device
+    table = corrections(settings.beta1, settings.beta2, device)
     assert table is not None
-    tensors = (*run, scaling.overflow, table, lr if isinstance(lr, Tensor) else None, scaling.divisor, scaling.factor)
+    rate = lr if isinstance(lr, Tensor) else None
+    tensors = (scaling.overflow, table, rate, scaling.divisor, scaling.factor)
     numbers = (0.0 if isinstance(lr, Tensor) else lr, *settings[1:5], table.shape[1])
-    kind = settings.weight_decay != 0, settings.decoupled, settings.maximize
-    twin.update(run.gradient.numel(), tensors, numbers, *kind)
-    written = run.master if run.weight is None else run.weight
-    assert written is not None
-    torch.autograd.graph.increment_version(written)  # autograd refuses graphs that need the weight of before
+    twin.update(runs, tensors, numbers, settings.weight_decay != 0, settings.decoupled, settings.maximize)
+    for run in runs:
+        written = run.master if run.weight is None else run.weight
+        assert written is not None
+        torch.autograd.graph.increment_version(written)  # autograd refuses graphs that need the weight of before
+
+
+def _clear_fingerprints(runs: Sequence[AdamRun]) -> None:
+    """The kernel adds to them."""
+    fingerprints = runs[0].fingerprints
+    if fingerprints is None:
+        return
+    for _, neighbours in itertools.groupby(enumerate(runs), lambda one: one[1].number - one[0]):
+        first, *others = (run.number for _, run in neighbours)
+        fingerprints[first : first + 1 + len(others)].zero_()
 
 
 @functools.lru_cache(maxsize=64)
@@ -116,16 +150,20 @@ def twin_on(device: torch.device) -> ModuleType | None:
     return adam_triton
 
 
-def runs_in_one_pass(twin: ModuleType, run: AdamRun, settings: AdamSettings, scaling: Scaling) -> bool:
+def runs_in_one_pass(twin: ModuleType, kind: Kind, settings: AdamSettings) -> bool:
     """Whether ``twin`` gives torch's bits for updates of this kind: tried out the first time that somebody asks."""
-    if corrections(settings.beta1, settings.beta2, run.step.device) is None:
-        return False
-    kind = _Kind(
+    return corrections(settings.beta1, settings.beta2, kind.device) is not None and _agrees(twin, kind)
+
+
+def kind_of(run: AdamRun, settings: AdamSettings, scaling: Scaling) -> Kind:
+    """Of the run's update."""
+    return Kind(
         run.step.device,
         run.gradient.dtype,
         None if run.weight is None else run.weight.dtype,
         run.low is not None,
         run.max_exp_avg_sq is not None,
+        run.fingerprints is not None,
         settings.weight_decay != 0,
         settings.decoupled,
         settings.maximize,
@@ -133,10 +171,9 @@ def runs_in_one_pass(twin: ModuleType, run: AdamRun, settings: AdamSettings, sca
         scaling.divisor is not None,
         scaling.factor is not None,
     )
-    return _agrees(twin, kind)
 
 
-class _Kind(NamedTuple):
+class Kind(NamedTuple):
     """Updates for which the kernel is compiled and checked apart."""
 
     device: torch.device
@@ -144,6 +181,7 @@ class _Kind(NamedTuple):
     weight: torch.dtype | None
     split: bool
     amsgrad: bool
+    fingerprinted: bool
     decays: bool
     decoupled: bool
     maximize: bool
@@ -163,7 +201,7 @@ class _Kind(NamedTuple):
 
 
 @functools.cache
-def _agrees(twin: ModuleType, kind: _Kind) -> bool:
+def _agrees(twin: ModuleType, kind: Kind) -> bool:
     try:
         settings = (kind.settings(3e-4, 0.9, 0.999, 1e-8), kind.settings(2.0, 0.0, 0.95, 1e-3))
         cases = [(one, edges, step) for one in settings for edges in (False, True) for step in (1.0, 7.0, 4321.0)]
@@ -182,20 +220,25 @@ def _stand_aside(device: torch.device, reason: str) -> None:
     logger.warning("AdamW and Adam run in several passes on %s, not in one (%s)", device, reason)
 
 
-def _differing(twin: ModuleType, kind: _Kind, settings: AdamSettings, edges: bool, step: float) -> set[str]:
+def _differing(twin: ModuleType, kind: Kind, settings: AdamSettings, edges: bool, step: float) -> set[str]:
     """What an update by ``twin`` leaves otherwise than the passes apart."""
     run, values = _example(kind, edges, step)
     by_passes = {name: value.clone() for name, value in values.items()}
     _update_in_passes(kind, by_passes, settings, step)
-    update(twin, run, settings, kind.scaling())
+    update(twin, [run], settings, kind.scaling())
     if run.low is not None:
         assert run.weight is not None
         Splitter(kind.device).join(run.weight.clone(), run.low, run.exp_avg_sq, values["master"])
     found = {**values, **({} if run.weight is None else {"weight": run.weight})}
+    if run.fingerprints is not None:
+        assert run.weight is not None
+        found["fingerprint"], expected = run.fingerprints[run.number :][:1], torch.empty_like(run.fingerprints[:1])
+        Splitter(kind.device).fingerprints(by_passes["weight"], run.first, [(0, run.weight.numel())], expected)
+        by_passes["fingerprint"] = expected
     return {name for name, value in found.items() if not torch.equal(_bits(value), _bits(by_passes[name]))}
 
 
-def _example(kind: _Kind, edges: bool, step: float) -> tuple[AdamRun, dict[str, Tensor]]:
+def _example(kind: Kind, edges: bool, step: float) -> tuple[AdamRun, dict[str, Tensor]]:
     """Memory for one update; its gradient, moments and master by name, those that are coded as copies."""
     special, generator = probe_masters(kind.device), torch.Generator().manual_seed(2)
 
@@ -211,16 +254,17 @@ def _example(kind: _Kind, edges: bool, step: float) -> tuple[AdamRun, dict[str, 
         values["max_exp_avg_sq"] = squares[1]
     weight = None if kind.weight is None else torch.empty_like(master, dtype=kind.weight).copy_(master)
     number = torch.tensor(step, dtype=torch.float32, device=kind.device)
+    marks = torch.zeros(3, dtype=torch.int32, device=kind.device) if kind.fingerprinted else None
+    moments = exp_avg, squares[0], values.get("max_exp_avg_sq")
     if not kind.split:
-        run = AdamRun(gradient, exp_avg, squares[0], values.get("max_exp_avg_sq"), weight, None, master, number)
-        return run, values
+        return AdamRun(gradient, *moments, weight, None, master, number, marks, 1, 1 << 20), values
     low = torch.empty_like(master, dtype=torch.int16)
     assert weight is not None
     Splitter(kind.device).split(master, weight, low, squares[0])
-    return AdamRun(gradient, exp_avg, squares[0], values.get("max_exp_avg_sq"), weight, low, None, number), values
+    return AdamRun(gradient, *moments, weight, low, None, number, marks, 1, 1 << 20), values
 
 
-def _update_in_passes(kind: _Kind, values: dict[str, Tensor], settings: AdamSettings, step: float) -> None:
+def _update_in_passes(kind: Kind, values: dict[str, Tensor], settings: AdamSettings, step: float) -> None:
     """Scale, torch's own update, and the weight rounded from its result."""
     values["exp_avg_sq"].abs_()  # it may carry the bits of the master
     scaling, gradient = kind.scaling(), values["gradient"].float()

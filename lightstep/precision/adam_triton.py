@@ -1,21 +1,38 @@
-"""AdamW and Adam on one run of parameters in one pass over memory; imported only where Triton is installed.
+"""AdamW and Adam on runs of parameters in one pass over memory; imported only where Triton is installed.
 
 Operation by operation what torch's fused kernel does on CUDA, in its order, so that the bits are its bits: a moment is
 ``fma(beta, moment, fma(-beta, x, x))``, decay is one ``fma``, divisions and roots are correctly rounded, and nothing
 else is contracted. Around it, in registers, what :mod:`lightstep.precision.split` does before and after.
 
-The work stands there twice, for whole blocks and for the last one: accesses behind a mask of any length are made one
-element at a time.
+Several runs share a launch, a row of its programs each, so that the GPU does not run dry between them. The work stands
+there twice, for whole blocks and for the last one: accesses behind a mask of any length are made one element at a time.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from lightstep.precision.triton_launch import Launcher
+from lightstep.precision.adam_kernel import AdamRun
+from lightstep.precision.split_triton import mixed
+from lightstep.precision.triton_launch import Launcher, is_aligned
 
-_BLOCK, _WARPS = 512, 4
+_BLOCK, _WARPS = 1024, 8
+_TOGETHER = 8
+_TENSORS = AdamRun._fields.index("number")  # they come first
+
+
+@triton.jit
+def _add_to_mark(mark, codes, place, inside):  # type: ignore[no-untyped-def]
+    """The fingerprint of these weights (int32 from their 16 bits) to that of all, where somebody wants it."""
+    if mark is not None:
+        tl.atomic_add(mark, tl.sum(tl.where(inside, mixed(codes, place), 0), axis=0), sem="relaxed")
 
 
 @triton.jit
@@ -28,6 +45,7 @@ def _block(  # type: ignore[no-untyped-def]
     low,
     master,
     step,
+    mark,
     corrections,
     learning_rate,
     divisor,
@@ -38,16 +56,16 @@ def _block(  # type: ignore[no-untyped-def]
     weight_decay,
     eps,
     length,
-    first,
-    n,
+    start,
+    left,
     DECAY: tl.constexpr,
     DECOUPLED: tl.constexpr,
     MAXIMIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
-    place = first + tl.arange(0, BLOCK)
-    inside = place < n if not WHOLE else tl.full([BLOCK], True, tl.int1)
+    place = tl.arange(0, BLOCK)
+    inside = place < left if not WHOLE else tl.full([BLOCK], True, tl.int1)
     g = tl.load(gradient + place, mask=inside, other=0).to(tl.float32)
     m = tl.load(exp_avg + place, mask=inside, other=0)
     if low is not None:
@@ -99,23 +117,37 @@ def _block(  # type: ignore[no-untyped-def]
         tl.store(low + place, bits.to(tl.int16), mask=inside)
         signed = (v.to(tl.int32, bitcast=True) & 0x7FFFFFFF) | (((code - upper) & 1) << 31)
         tl.store(exp_avg_sq + place, signed.to(tl.float32, bitcast=True), mask=inside)
+        _add_to_mark(mark, code.to(tl.int16).to(tl.int32), start + place, inside)
     else:
         tl.store(exp_avg_sq + place, v, mask=inside)
         tl.store(master + place, p, mask=inside)
         if weight is not None:
-            tl.store(weight + place, p.to(weight.dtype.element_ty), mask=inside)
+            rounded = p.to(weight.dtype.element_ty)
+            tl.store(weight + place, rounded, mask=inside)
+            _add_to_mark(mark, rounded.to(tl.int16, bitcast=True).to(tl.int32), start + place, inside)
 
 
-@triton.jit(do_not_specialize=["length", "n"])
+@triton.jit
+def _of(pointers, number, COUNT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """One of ``COUNT``."""
+    found = pointers[0]
+    for i in tl.static_range(1, COUNT):
+        found = tl.where(number >= i, pointers[i], found)
+    return found
+
+
+@triton.jit(do_not_specialize=["length"])
 def _adam_kernel(  # type: ignore[no-untyped-def]
-    gradient,
-    exp_avg,
-    exp_avg_sq,
-    max_exp_avg_sq,
-    weight,
-    low,
-    master,
-    step,
+    gradients,
+    exp_avgs,
+    exp_avg_sqs,
+    max_exp_avg_sqs,
+    weights,
+    lows,
+    masters,
+    steps,
+    fingerprints,
+    places,
     overflow,
     corrections,
     learning_rate,
@@ -127,71 +159,144 @@ def _adam_kernel(  # type: ignore[no-untyped-def]
     weight_decay,
     eps,
     length,
-    n,
     DECAY: tl.constexpr,
     DECOUPLED: tl.constexpr,
     MAXIMIZE: tl.constexpr,
+    COUNT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    number = tl.program_id(1)
     first = tl.program_id(0).to(tl.int64) * BLOCK
-    if tl.load(overflow) == 0:
-        if first + BLOCK <= n:
-            _block(
-                gradient,
-                exp_avg,
-                exp_avg_sq,
-                max_exp_avg_sq,
-                weight,
-                low,
-                master,
-                step,
-                corrections,
-                learning_rate,
-                divisor,
-                factor,
-                lr,
-                beta1,
-                beta2,
-                weight_decay,
-                eps,
-                length,
-                first,
-                n,
-                DECAY,
-                DECOUPLED,
-                MAXIMIZE,
-                BLOCK,
-                True,
-            )
-        else:
-            _block(
-                gradient,
-                exp_avg,
-                exp_avg_sq,
-                max_exp_avg_sq,
-                weight,
-                low,
-                master,
-                step,
-                corrections,
-                learning_rate,
-                divisor,
-                factor,
-                lr,
-                beta1,
-                beta2,
-                weight_decay,
-                eps,
-                length,
-                first,
-                n,
-                DECAY,
-                DECOUPLED,
-                MAXIMIZE,
-                BLOCK,
-                False,
-            )
+    n = tl.load(places + 3 * number)
+    if first < n:
+        gradient = _of(gradients, number, COUNT) + first
+        exp_avg = _of(exp_avgs, number, COUNT) + first
+        exp_avg_sq = _of(exp_avg_sqs, number, COUNT) + first
+        max_exp_avg_sq = None if max_exp_avg_sqs is None else _of(max_exp_avg_sqs, number, COUNT) + first
+        weight = None if weights is None else _of(weights, number, COUNT) + first
+        low = None if lows is None else _of(lows, number, COUNT) + first
+        master = None if masters is None else _of(masters, number, COUNT) + first
+        step = _of(steps, number, COUNT)
+        mark = None if fingerprints is None else fingerprints + tl.load(places + 3 * number + 1)
+        start = (tl.load(places + 3 * number + 2) + first).to(tl.int32)
+        left = tl.minimum(n - first, BLOCK).to(tl.int32)
+        if tl.load(overflow) == 0:
+            if left == BLOCK:
+                _block(
+                    gradient,
+                    exp_avg,
+                    exp_avg_sq,
+                    max_exp_avg_sq,
+                    weight,
+                    low,
+                    master,
+                    step,
+                    mark,
+                    corrections,
+                    learning_rate,
+                    divisor,
+                    factor,
+                    lr,
+                    beta1,
+                    beta2,
+                    weight_decay,
+                    eps,
+                    length,
+                    start,
+                    left,
+                    DECAY,
+                    DECOUPLED,
+                    MAXIMIZE,
+                    BLOCK,
+                    True,
+                )
+            else:
+                _block(
+                    gradient,
+                    exp_avg,
+                    exp_avg_sq,
+                    max_exp_avg_sq,
+                    weight,
+                    low,
+                    master,
+                    step,
+                    mark,
+                    corrections,
+                    learning_rate,
+                    divisor,
+                    factor,
+                    lr,
+                    beta1,
+                    beta2,
+                    weight_decay,
+                    eps,
+                    length,
+                    start,
+                    left,
+                    DECAY,
+                    DECOUPLED,
+                    MAXIMIZE,
+                    BLOCK,
+                    False,
+                )
+        elif mark is not None:
+            place = tl.arange(0, BLOCK)
+            code = tl.load(weight + place, mask=place < left, other=0).to(tl.int16, bitcast=True).to(tl.int32)
+            _add_to_mark(mark, code, start + place, place < left)
 
 
-update = Launcher(_adam_kernel, _BLOCK, _WARPS, enable_fp_fusion=False)
-"""Takes the number of elements, tensors and numbers in the kernel's order, and ``DECAY, DECOUPLED, MAXIMIZE``."""
+_launcher = Launcher(_adam_kernel, _BLOCK, _WARPS, enable_fp_fusion=False)
+
+
+def update(
+    runs: Sequence[AdamRun], shared: tuple[Tensor | None, ...], numbers: tuple[float, ...], *constants: bool
+) -> None:
+    """See :func:`lightstep.precision.adam_kernel.update`.
+
+    Args:
+        shared, numbers, constants: in the kernel's order: ``overflow``, ``corrections``, ``learning_rate``,
+            ``divisor``, ``factor``; ``lr`` to ``length``; ``DECAY``, ``DECOUPLED``, ``MAXIMIZE``.
+    """
+    for batch in _batches([run for run in runs if run.gradient.numel()]):
+        _launch(batch, shared, numbers, constants)
+
+
+def _batches(runs: Iterable[AdamRun]) -> Iterator[list[AdamRun]]:
+    """Runs that share a launch: about as long, since each gets as many programs as the longest.
+
+    One that is not aligned is alone: a batch would be compiled for each combination of such.
+    """
+    batch: list[AdamRun] = []
+    for run in sorted(runs, key=lambda run: -run.gradient.numel()):
+        tensors: Any = run[:_TENSORS]
+        if not all(map(is_aligned, tensors)):
+            yield [run]
+            continue
+        if len(batch) == _TOGETHER or (batch and run.gradient.numel() < 0.8 * batch[0].gradient.numel()):
+            yield batch
+            batch = []
+        batch.append(run)
+    if batch:
+        yield batch
+
+
+def _launch(batch: Sequence[AdamRun], shared: tuple[Tensor | None, ...], numbers: Any, constants: Any) -> None:
+    places = _places(tuple((run.gradient.numel(), run.number, run.first) for run in batch), batch[0].step.device)
+    full = [*batch, *(batch[-1] for _ in range(len(batch), _TOGETHER))]
+    each = [own if own[0] is not None else None for own in zip(*(run[: _TENSORS - 1] for run in full), strict=True)]
+    fingerprints = batch[0].fingerprints
+    tensors = [one for own in each for one in (own or (None,))]
+    _launcher.launch(
+        batch[0].gradient.numel(),
+        len(batch),
+        [*tensors, fingerprints, *shared],
+        (*each, fingerprints, places, *shared, *numbers),
+        *constants,
+        _TOGETHER,
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def _places(places: tuple[tuple[int, int, int], ...], device: torch.device) -> Tensor:
+    """``[3k]``: elements, number and first place of each run."""
+    return torch.tensor(places, dtype=torch.int64, device="cpu").view(-1).to(device)

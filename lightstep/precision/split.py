@@ -89,7 +89,7 @@ class Splitter:
 
     def fingerprints(self, weight: Tensor, first: int, ranges: Sequence[tuple[int, int]], out: Tensor) -> None:
         """Write a sum over each range of ``weight`` (16-bit, ``[n]``) that depends on values and places to
-        ``out`` (int64, one element per range).
+        ``out`` (int32, one element per range).
 
         A master cannot show that somebody else wrote to the weight, since the weight is its upper half; this can.
 
@@ -215,7 +215,7 @@ def _mixed(weight: Tensor, start: int, room: _Scratch) -> Tensor:
 
 
 def _add_sums(numbers: Tensor, ranges: Sequence[tuple[int, int]], out: Tensor, room: _Scratch) -> None:
-    """Add the sum over each range to its element of ``out``: differences of running sums, mod 2^64."""
+    """Add the sum over each range to its element of ``out``: differences of running sums, mod 2^32."""
     wide = room.wide[: numbers.numel()].copy_(numbers)  # `sum` and `cumsum` of other dtypes would allocate
     if len(ranges) == 1:
         ((a, b),) = ranges
@@ -272,7 +272,7 @@ def _round_trip(splitter: Splitter | ModuleType, master: Tensor, extra: Tensor) 
     n, device = master.numel(), master.device
     weight, low = torch.empty(n, dtype=torch.bfloat16, device=device), torch.empty(n, dtype=torch.int16, device=device)
     ranges = [(0, n // 9), (n // 8, n // 7), (n // 7, n // 2), (n // 2, n)]
-    back, marks = torch.empty_like(master), torch.zeros(5, dtype=torch.int64, device=device)
+    back, marks = torch.empty_like(master), torch.zeros(5, dtype=torch.int32, device=device)
     splitter.split(master, weight, low, extra)
     stored = extra.clone()
     splitter.fingerprints(weight, 0, [(0, n)], marks[:1])

@@ -131,21 +131,25 @@ if available:
             _join_block(weight, low, extra, master, first, n, BITMAP, BLOCK, False)
 
     @triton.jit
+    def mixed(code, place):  # type: ignore[no-untyped-def]
+        """What a fingerprint adds up: ``_mixed`` of split.py, with its constants; a kernel reads no globals."""
+        bits = place.to(tl.int32) * 506952113 + code * 99338871
+        bits = (bits ^ (bits >> 15)) * 2146121005
+        bits = (bits ^ (bits >> 13)) * 74229387
+        return bits ^ (bits >> 16)
+
+    @triton.jit
     def _fingerprint_block(weight, out, edges, head, first, n, ranges, start, BLOCK: tl.constexpr, WHOLE: tl.constexpr):  # type: ignore[no-untyped-def]
         place = first + tl.arange(0, BLOCK)
         code = tl.load(weight + place, mask=_inside(place, n, WHOLE), other=0).to(tl.int32)
-        # The constants of split.py (_PLACE, _CODE, _FIRST_MIX, _SECOND_MIX): a kernel reads no globals.
-        mixed = ((first + start).to(tl.int32) + tl.arange(0, BLOCK)) * 506952113 + code * 99338871
-        mixed = (mixed ^ (mixed >> 15)) * 2146121005
-        mixed = (mixed ^ (mixed >> 13)) * 74229387
-        mixed = (mixed ^ (mixed >> 16)).to(tl.int64)
+        numbers = mixed(code, place + start)
         begin = tl.load(edges + 2 * head, mask=head < ranges, other=first + BLOCK)
         while begin < first + BLOCK:
             end = tl.load(edges + 2 * head + 1)
             if begin <= first and end >= first + BLOCK:
-                total = tl.sum(mixed, axis=0)
+                total = tl.sum(numbers, axis=0)
             else:
-                total = tl.sum(tl.where((place >= begin) & (place < end), mixed, 0), axis=0)
+                total = tl.sum(tl.where((place >= begin) & (place < end), numbers, 0), axis=0)
             tl.atomic_add(out + head, total)
             head += 1
             begin = tl.load(edges + 2 * head, mask=head < ranges, other=first + BLOCK)

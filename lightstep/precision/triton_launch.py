@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 _INT32 = 1 << 31
+_ALIGNMENT = 16  # kernels are specialised for addresses that are multiples of it
+
+
+def is_aligned(tensor: Tensor | None) -> bool:
+    """Whether a kernel that was compiled for an aligned address takes it."""
+    return tensor is None or tensor.data_ptr() % _ALIGNMENT == 0
 
 
 class Launcher:
@@ -25,20 +32,35 @@ class Launcher:
     def __call__(
         self, n: int, tensors: tuple[Tensor | None, ...], numbers: tuple[int | float, ...] = (), *constants: Any
     ) -> None:
-        if not n:
-            return
-        dtypes, aligned = [], 0  # kernels are specialised for addresses that are multiples of 16
+        if n:
+            wide = n >= _INT32 or any(isinstance(one, int) and abs(one) >= _INT32 for one in numbers)
+            self.launch(n, 1, tensors, (*tensors, *numbers, n), *constants, wide=wide)
+
+    def launch(
+        self,
+        n: int,
+        rows: int,
+        tensors: Iterable[Tensor | None],
+        arguments: tuple[Any, ...],
+        *constants: Any,
+        wide: bool = False,
+    ) -> None:
+        """Programs for ``n`` elements in each of ``rows``.
+
+        Args:
+            tensors: all that are among the arguments, some of them in tuples; the first is not ``None``.
+            wide: a number among the arguments needs 64 bits.
+        """
+        dtypes, aligned, device = [], 0, None
         for one in tensors:
+            device = one.device if device is None else device  # type: ignore[union-attr]
             dtypes.append(None if one is None else one.dtype)
-            aligned += aligned + (one is None or one.data_ptr() % 16 == 0)
-        wide = n >= _INT32 or any(isinstance(one, int) and abs(one) >= _INT32 for one in numbers)
-        device = tensors[0].device  # type: ignore[union-attr]
+            aligned += aligned + is_aligned(one)
         key = (device, aligned, wide, *dtypes, *constants)
-        arguments = (*tensors, *numbers, n, *constants, self._block)
-        grid = (-(-n // self._block), 1, 1)
+        grid, given = (-(-n // self._block), rows, 1), (*arguments, *constants, self._block)
         compiled = self._compiled.get(key)
-        if compiled is not None and not wide and torch.cuda.current_device() == device.index:
-            compiled[grid](*arguments)
+        if compiled is not None and not wide and torch.cuda.current_device() == device.index:  # type: ignore[union-attr]
+            compiled[grid](*given)
             return
-        with torch.cuda.device_of(tensors[0]):  # Triton launches on the current device; nothing to do on the CPU
-            self._compiled[key] = self._kernel[grid](*arguments, **self._options)
+        with torch.cuda.device(device):  # Triton launches on the current device; nothing to do on the CPU
+            self._compiled[key] = self._kernel[grid](*given, **self._options)

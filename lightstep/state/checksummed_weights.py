@@ -26,4 +26,4 @@ class ChecksummedWeights:
     def fingerprints(self, weight: Tensor, first: int, ranges: Any, out: Tensor) -> None:
         codes: Any = weight.view(torch.int16).numpy()
         sums = [zlib.crc32(codes[start:stop]) for start, stop in ranges]
-        out.copy_(torch.tensor(sums, dtype=torch.int64, device="cpu"))
+        out.copy_(torch.tensor(sums, dtype=torch.int64, device="cpu"))  # int64 → int32 keeps the low half

@@ -135,7 +135,7 @@ class Entries:
             if extra is not carrier:
                 carrier.copy_(extra)
         if self._marks is not None:
-            mark = torch.zeros(1, dtype=torch.int64, device=device)
+            mark = torch.zeros(1, dtype=torch.int32, device=device)
             self._splitter_on(device).fingerprints(rounded, part.first, [(0, part.elements)], mark)
             self._marks[record][part.index].copy_(mark[0])
             if not self._has(part, rounded):
@@ -146,7 +146,7 @@ class Entries:
         known = None if self._marks is None else self._marks.get(record)
         if part.codes is not None or part.coding == "own" or known is None:
             return False
-        found = torch.zeros(1, dtype=torch.int64, device=_CPU)
+        found = torch.zeros(1, dtype=torch.int32, device=_CPU)
         self._splitter_on(_CPU).fingerprints(part.flat_weight(), part.first, [(0, part.elements)], found)
         return bool(found[0] != known[part.index])
 

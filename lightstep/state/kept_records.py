@@ -101,7 +101,7 @@ class RecordBackend(StateBackend):
         if self._marks is not None:
             for record in listed:
                 if record not in self._marks:
-                    self._marks[record] = torch.zeros(len(record.parts), dtype=torch.int64, device=record.device)
+                    self._marks[record] = torch.zeros(len(record.parts), dtype=torch.int32, device=record.device)
             for record in leaving:
                 self._marks.pop(record, None)
         self._initial = {item: master for item, master in self._initial.items() if item in place}
@@ -162,12 +162,13 @@ class RecordBackend(StateBackend):
         slot, staging = self._take(record), self._staging_on(record.device)
         self._open = record, slot, segments
         splitter, tried = self._splitter_of(record.device), self._version_of(record)
+        marks = None if self._marks is None else self._marks[record]
 
         def open_all() -> None:
             if tried is not None:
-                tried.keep_weights(segments, staging, None if self._marks is None else self._marks[record])
+                tried.keep_weights(segments, staging, marks)
             for segment in segments:
-                segment.open(slot, staging, splitter, self._initial, apart=tried is not None)
+                segment.open(slot, staging, splitter, self._initial, marks, apart=tried is not None)
             if tried is not None:
                 tried.keep_histories()
 
@@ -240,7 +241,7 @@ class RecordBackend(StateBackend):
             torch._foreach_copy_(weights, sources)
         if self._marks is not None:
             for segment in touched:
-                if segment.coding != "own" and segment.has_state:
+                if segment.coding != "own" and segment.has_state and not segment.fingerprinted:
                     segment.mark(staging, splitter, self._marks[record])
 
     def _only_copy(self, record: Record) -> bool:

@@ -76,6 +76,9 @@ class Segment:
         group: the live entry of ``optimizer.param_groups``.
         device: of all that is updated.
         state: the base optimizer's entries; empty before the first update, which fills it.
+        fingerprints: the unit's (int32), while the segment is open, if the update is to write that of its 16-bit
+            weights at :attr:`index`; ``None`` where there are several of them, or nobody keeps them.
+        fingerprinted: the update has written it.
     """
 
     def __init__(self, parts: Sequence[Part]) -> None:
@@ -100,11 +103,18 @@ class Segment:
         self._to_join: tuple[Views, Staging, MasterSplitter, Mapping[Managed, Tensor]] | None = None
         self._master: Tensor | None = None
         self._written = False
+        self.fingerprints: Tensor | None = None
+        self.fingerprinted = False
 
     @property
     def outdated(self) -> bool:
         """Whether a weight has other memory now: the old one is held on to here."""
         return any(part.owner.local is not known for part, known in zip(self.parts, self._known, strict=True))
+
+    @property
+    def index(self) -> int:
+        """Of its first part in the unit."""
+        return self.parts[0].index
 
     @property
     def has_state(self) -> bool:
@@ -132,19 +142,22 @@ class Segment:
         staging: Staging,
         splitter: MasterSplitter,
         initial: Mapping[Managed, Tensor],
+        marks: Tensor | None,
         *,
         apart: bool = False,
     ) -> None:
         """Masters and entries as the base optimizer wants them.
 
         Args:
+            marks: fingerprints of the unit's parts; ``None`` where none are kept.
             apart: entries that are not in the record are copies; those of before stay as they are.
         """
         views = slot.views.get(self)
         if views is None:
             views = slot.views[self] = Views(self, slot)
         self._views, history = views, self.parts[0].history
-        self._master, self._written = None, False
+        self._master, self._written, self.fingerprinted = None, False, False
+        self.fingerprints = marks if len(self.parts) == 1 and self.coding != "own" else None
         self._staging, self._to_join = staging, (views, staging, splitter, initial)
         self.state = {}
         if history is not None:
@@ -219,8 +232,8 @@ class Segment:
         return self._written or self._master is not None
 
     def written(self) -> None:
-        """Weights, masters and entries of :meth:`rows` are updated."""
-        self._written = True
+        """Weights, masters and entries of :meth:`rows` are updated, and one of :attr:`fingerprints`."""
+        self._written, self.fingerprinted = True, self.fingerprints is not None
 
     def _first_master(self, staging: Staging, initial: Mapping[Managed, Tensor]) -> Tensor:
         """fp32 of the weights, or what the masters are to start from."""

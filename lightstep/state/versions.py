@@ -186,7 +186,7 @@ class Versions:
             self._device_full = True  # asking again in every step would empty torch's cache in every step
             logger.warning("no room on %s for the weights of before: fewer updates run in backward", record.device)
             return False
-        marks = torch.zeros(len(record.parts), dtype=torch.int64, device=record.device) if marked else None
+        marks = torch.zeros(len(record.parts), dtype=torch.int32, device=record.device) if marked else None
         self._kept[record] = rows, marks
         return True
 

@@ -12,6 +12,8 @@ import torch
 
 from lightstep.optimizer import arithmetic, one_pass
 from lightstep.precision import adam_kernel
+from lightstep.precision.split import Splitter
+from lightstep.state import segment
 from tests.gpu.test_next_forward_gpu import Training
 from tests.unit.test_next_forward import assert_same
 
@@ -33,23 +35,49 @@ def test_the_check_on_the_spot_passes(coding: str, caplog: pytest.LogCaptureFixt
     weight, split = _CODINGS[coding]
     flags = itertools.product((False, True), repeat=4)
     kinds = [
-        adam_kernel._Kind(device, gradient, weight, split, amsgrad, True, decoupled, maximize, on_device, False, True)
+        adam_kernel.Kind(
+            device, gradient, weight, split, amsgrad, False, True, decoupled, maximize, on_device, False, True
+        )
         for amsgrad, decoupled, maximize, on_device in flags
         for gradient in (torch.bfloat16, torch.float32)
     ]
     base = kinds[0]._replace(decoupled=True)
     kinds += [base._replace(divided=True), base._replace(multiplied=False), base._replace(decays=False)]
     kinds += [base._replace(gradient=torch.float16), base._replace(divided=True, multiplied=False)]
+    if weight is not None:
+        kinds += [kind._replace(fingerprinted=True) for kind in kinds]
     with caplog.at_level(logging.INFO):
         aside = [kind for kind in kinds if not adam_kernel._agrees(twin, kind)]
     assert [kind for kind in aside if kind.decoupled or kind.amsgrad] == [], caplog.text
 
 
+@pytest.mark.parametrize("coding", ["split", "whole bf16", "fp16"])
+def test_an_overflow_changes_nothing_and_weights_keep_their_fingerprint(coding: str) -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    twin = adam_kernel.twin_on(device)
+    assert twin is not None
+    weight, split = _CODINGS[coding]
+    kind = adam_kernel.Kind(device, torch.bfloat16, weight, split, False, True, True, True, False, False, False, True)
+    run, _ = adam_kernel._example(kind, edges=False, step=7.0)
+    before = [one.clone() for one in run[:-2] if one is not None]
+    scaling = kind.scaling()._replace(overflow=torch.ones((), device=device))
+    adam_kernel.update(twin, [run], kind.settings(1e-3, 0.9, 0.99, 1e-8), scaling)
+    assert run.fingerprints is not None and run.weight is not None
+    expected = torch.zeros(3, dtype=torch.int32, device=device)
+    Splitter(device).fingerprints(run.weight, run.first, [(0, run.weight.numel())], expected[1:2])
+    assert torch.equal(run.fingerprints, expected) and expected[1] != 0
+    run.fingerprints.zero_()
+    for one, known in zip((one for one in run[:-2] if one is not None), before, strict=True):
+        assert torch.equal(*(value.reshape(-1).view(torch.uint8) for value in (one, known)))
+
+
 @pytest.mark.parametrize("state", [{"backend": "resident"}, {"backend": "stream"}], ids=["resident", "stream"])
 @pytest.mark.parametrize("parameters", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("large", [segment.LARGE, 48])
 def test_it_runs_and_gives_the_bits_of_the_passes_apart(
-    state: dict[str, Any], parameters: str, monkeypatch: pytest.MonkeyPatch
+    state: dict[str, Any], parameters: str, large: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(segment, "LARGE", large)  # parameters put together, or in their own memory
     ran: Counter[str] = Counter()
     update = one_pass.update
     monkeypatch.setattr(one_pass, "update", lambda *given: (ran.update(["once"]), update(*given)))

@@ -13,7 +13,7 @@ import torch
 from lightstep.optimizer import arithmetic, one_pass
 from lightstep.optimizer.schedule import NextForward
 from lightstep.precision import adam_kernel
-from lightstep.state import segment
+from lightstep.state import segment, stream
 from tests import one_pass_on_cpu as twin
 from tests.covering import every_pair
 from tests.one_pass_on_cpu import one_pass_fixture
@@ -101,18 +101,20 @@ def test_foreach_keeps_its_own_bits(one_pass_on_cpu: Counter[str]) -> None:
 
 
 @pytest.mark.parametrize("backend", ["resident", "stream"])
-@pytest.mark.parametrize("wrong", ["exp_avg", "weight", "low"])
+@pytest.mark.parametrize("wrong", ["exp_avg", "weight", "low", "fingerprints"])
 def test_a_kernel_with_other_bits_steps_aside(
     wrong: str, backend: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     class OffByOne:
         @staticmethod
-        def update(n: int, tensors: Any, numbers: Any, *kind: bool) -> None:
-            twin.update(n, tensors, numbers, *kind)
-            place = {"exp_avg": 1, "weight": 4, "low": 5}[wrong]
-            if tensors[place] is not None:
-                tensors[place].view(-1)[n // 2].add_(1)
+        def update(runs: Any, *others: Any) -> None:
+            twin.update(runs, *others)
+            for run in runs:
+                if (row := getattr(run, wrong)) is not None:
+                    row[row.numel() // 2].add_(1)
 
+    monkeypatch.setattr(segment, "LARGE", 48)  # some parameters are updated by themselves
+    monkeypatch.setattr(stream, "ChecksummedWeights", lambda splitter: splitter)
     for module in (arithmetic, one_pass):
         monkeypatch.setattr(module, "twin_on", lambda device: OffByOne)
     monkeypatch.setattr(adam_kernel, "_agrees", functools.cache(adam_kernel._agrees.__wrapped__))
