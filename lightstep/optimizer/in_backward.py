@@ -72,6 +72,7 @@ class InBackward(Schedule):
         """
         with self._failing_once("the backward in which layers are updated"):
             self._arrivals.lay_out(layers, self._backend.units(), together=self._backend.in_lanes)
+            self._backend.keep_first(self._arrivals.complete_last())
             self.started, self._decide = True, decide
             everything = [item for layer in self._arrivals.layers for item in layer]
             self._begin(everything, GroupValues(groups), self._backend.in_lanes, self._arrivals.in_order())

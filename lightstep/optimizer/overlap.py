@@ -130,6 +130,7 @@ class Overlap(NextForward):
         alone, together = self._walk.shared.divide(self._backend.units()[::-1])
         own = frozenset(alone)
         last = [unit for unit in self._arrivals.complete_last() if unit in own]
+        self._backend.keep_first(last)
         own = own.difference(last)
         alone = [unit for unit in alone if unit in own]
         ready = frozenset(self._backend.can_try({*alone, *together}) if known and not self._pause else ())

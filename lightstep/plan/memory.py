@@ -133,7 +133,9 @@ class _Bytes:
         resident, streamed = self._divided(all_state)
         held = self._held_for_steps(all_state) + self._buckets()
         tried = self._tried(resident, streamed)
-        speculative = self.width * tried / self.state_width if tried else 0
+        previous = self.width * tried / self.state_width if tried else 0
+        travelling = previous if state.previous_weights == "host" else 0
+        speculative = previous - travelling
         base = weights + resident + held + speculative
         moved = all_state if state.backend == "bulk" else 0
         sums = 0 if self.config.sharding.kind == "fsdp2" else self._sums()
@@ -151,8 +153,8 @@ class _Bytes:
             activations=int(most),
             gathered=int(max(self._gathered(2) + self._reductions(2), self._root_reduction())),
             peak=int(peak),
-            host=int((all_state if state.backend != "resident" else 0) + self._limited(tried)),
-            link=int(all_state if state.backend == "bulk" else streamed),
+            host=int((all_state if state.backend != "resident" else 0) + self._limited(tried + travelling)),
+            link=int(all_state if state.backend == "bulk" else streamed + travelling),
         )
 
     def _tried(self, resident: float, streamed: float) -> float:

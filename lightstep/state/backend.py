@@ -231,6 +231,9 @@ class StateBackend(ABC):
         """Those that :meth:`attempt` has memory for, taken here if need be; no step may be under way."""
         return ()
 
+    def keep_first(self, units: Sequence[Unit]) -> None:  # noqa: B027  (for backends that have a choice)
+        """From the next step on, if some state stays on the device it is that of these units before others."""
+
     def attempt(self, unit: Unit) -> None:
         """The next :meth:`acquire` and :meth:`release` of this unit can be taken back."""
         raise NotImplementedError(f"the {self.name} backend has one version of its state")

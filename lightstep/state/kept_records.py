@@ -166,7 +166,7 @@ class RecordBackend(StateBackend):
 
         def open_all() -> None:
             if tried is not None:
-                tried.keep_weights(segments, staging, marks)
+                tried.keep_weights(segments, staging, marks, slot)
             for segment in segments:
                 segment.open(slot, staging, splitter, self._initial, marks, apart=tried is not None)
             if tried is not None:

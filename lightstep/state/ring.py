@@ -123,13 +123,19 @@ class Ring:
         return self._free.popleft()
 
     def write_back(self, slot: Slot, record: Record, to: Record | Version) -> None:
-        """The caller has updated what is in ``slot``: copy it to the host after that, then refill the slot."""
+        """The caller has updated what is in ``slot``: copy it to the host after that, then refill the slot.
+
+        So are the previous weights that stand behind it, where they travel.
+        """
         caller, lane = self._lanes.caller(), self._lanes.device_to_host
         caller.record(slot.updated)
         source, target = slot.buffer[: record.nbytes], to.bytes
         lane.wait(slot.updated)
         if target is not None:
             lane.copy(target, source, f"writing back {record.unit.label}")
+        if isinstance(to, Version) and to.previous.host is not None:
+            behind = slot.buffer[record.nbytes : record.nbytes + to.previous.nbytes]
+            lane.copy(to.previous.host, behind, f"keeping the weights of {record.unit.label}")
         to.landed = lane.record(slot.drained)
         self._give_back(slot)
 

@@ -53,6 +53,8 @@ class StreamBackend(RecordBackend):
         for joined masters included. A unit takes at most one slot. slots: number of slots instead of
         ``prefetch_layers + 2``. resident_gib: see :meth:`set_residency`. spare_host_gib: host memory for
         second versions of records: of :meth:`attempt`, taken by :meth:`can_try`, and while a :meth:`pin` lasts.
+        previous_weights: where :meth:`attempt` keeps the weights as they were; ``auto``: on the device while it has
+        room, then on the host.
 
     Raises:
         RingError: at ``register``, when the ring is too small for the smallest possible piece.
@@ -72,6 +74,7 @@ class StreamBackend(RecordBackend):
         slots: int | None = None,
         resident_gib: float | Literal["auto"] = 0.0,
         spare_host_gib: float | Literal["auto"] = "auto",
+        previous_weights: Literal["auto", "device", "host"] = "auto",
     ) -> None:
         self._settings: dict[str, Any] = {
             "splitter": splitter,
@@ -80,6 +83,7 @@ class StreamBackend(RecordBackend):
             "slots": slots,
             "resident_gib": resident_gib,
             "spare_host_gib": spare_host_gib,
+            "previous_weights": previous_weights,
         }
         self._make_splitter = splitter
         self._slots = prefetch_layers + 2 if slots is None else slots
@@ -95,7 +99,8 @@ class StreamBackend(RecordBackend):
         self._computed: Any = None
         self._walk: list[Record] = []
         self._resident: Residency | None = None
-        self._versions = Versions(self._settings["spare_host_gib"])
+        self._versions = Versions(self._settings["spare_host_gib"], self._settings["previous_weights"])
+        self._keep_first: Sequence[Record] = ()
         self._prepared = False
 
     def fresh(self) -> StreamBackend:
@@ -198,7 +203,7 @@ class StreamBackend(RecordBackend):
     def prepare(self) -> None:
         if self._lanes is None or self.failed:
             return  # `begin` says so
-        self._residency.choose(list(self._records.values()))
+        self._residency.choose(self._in_order_of_staying())
         new = any(record.bytes is None and record.nbytes for record in self._records.values())
         super().prepare()
         self._ensure_ring()
@@ -247,7 +252,20 @@ class StreamBackend(RecordBackend):
     def can_try(self, units: Collection[Unit]) -> Sequence[Unit]:
         waiting = {record for part, record in self._home.items() if part.codes is not None}  # for weights
         records = [record for record in self._streamed() if record.unit in units and record not in waiting]
-        return [record.unit for record in self._versions.reserve(records, self._marks is not None)]
+        ready = self._versions.reserve(records, self._marks is not None)
+        try:
+            self._ensure_ring()
+        except torch.OutOfMemoryError:
+            self._versions.stay_on_device()
+            self._ensure_ring()
+            ready = self._versions.reserve(records, self._marks is not None)
+        return [record.unit for record in ready]
+
+    def keep_first(self, units: Sequence[Unit]) -> None:
+        wanted = [self._records[unit] for unit in units]
+        if wanted != self._keep_first:
+            self._keep_first = wanted
+            self._residency.unsettle()
 
     def attempt(self, unit: Unit) -> None:
         self._versions.open(self._records[unit])
@@ -261,6 +279,8 @@ class StreamBackend(RecordBackend):
     def take_back(self, unit: Unit) -> None:
         record = self._records[unit]
         version, marks = self._versions.close(record), None if self._marks is None else self._marks[record]
+        if version.landed is not None:
+            self.lanes.caller().wait(version.landed)
         self._run(lambda: version.take_back(marks))
 
     def _version_of(self, record: Record) -> Version | None:
@@ -312,7 +332,7 @@ class StreamBackend(RecordBackend):
             self._residency.forget([record])  # until the next step, which finds room for it or does not
             slot = self._live_ring().lend(self._slots_of(record.nbytes), record.nbytes)
         elif record.nbytes > self._live_ring().slot_bytes:
-            slot = self._live_ring().grow(self._slots_of(record.nbytes), record.nbytes)
+            slot = self._live_ring().grow(self._slots_of(self._slot_bytes()), self._slot_bytes())
         self._residency.unsettle()
         if record.bytes is not None:
             slot.buffer[: record.nbytes].copy_(record.bytes)
@@ -406,7 +426,7 @@ class StreamBackend(RecordBackend):
         self._settings["resident_gib"] = gib
         if self._lanes is not None:
             self._residency.set_budget(self._budget(self._lanes.device))
-            self._residency.shrink(list(self._records.values()))
+            self._residency.shrink(self._in_order_of_staying())
             if self._ring is not None:
                 self._ensure_ring()
             self._prepared = False
@@ -446,8 +466,7 @@ class StreamBackend(RecordBackend):
 
     def _ensure_ring(self) -> Ring:
         """The ring, made (again) when units need another size, or more or fewer go through it."""
-        size = max((record.nbytes for record in self._streamed()), default=0)
-        ring = self._ring
+        size, ring = self._slot_bytes(), self._ring
         if ring is None or ring.slot_bytes < size or len(ring.slots) != self._slots_of(ring.slot_bytes):
             self._idle(self.lanes.device)
             ring = self._ring = None
@@ -463,6 +482,10 @@ class StreamBackend(RecordBackend):
         streamed, needed = len(self._streamed()), self._room_ahead + 1 if self.awaited_by_others else 1
         return min(streamed, max(min(self._slots, int(self._ring_mib * _MIB) // max(size, 1)), needed))
 
+    def _slot_bytes(self) -> int:
+        """Of the largest record that goes through the ring, with what travels behind it."""
+        return max(map(self._versions.slot_bytes, self._streamed()), default=0)
+
     def _streamed(self) -> list[Record]:
         """The records that go through the ring."""
         return [record for record in self._records.values() if record not in self._residency]
@@ -470,6 +493,11 @@ class StreamBackend(RecordBackend):
     def _idle(self, device: torch.device) -> None:
         self.lanes.synchronize()
         super()._idle(device)
+
+    def _in_order_of_staying(self) -> list[Record]:
+        """The records, first those that stay on the device before others do."""
+        listed = dict.fromkeys(self._records.values())
+        return list(dict.fromkeys([*(one for one in self._keep_first if one in listed), *listed]))
 
     def _drop_staged(self) -> None:
         if self._ring is not None:

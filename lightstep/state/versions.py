@@ -1,8 +1,9 @@
 """Two versions of a unit: for updates that are tried, and for snapshots of the state as it was.
 
 An update that may have to be taken back writes the unit's new record into a *spare* slab; the old record stays what
-it is. The weights are updated in place, so a copy of the old ones is kept on the device (2 bytes per bf16 parameter).
-Committing exchanges the two slabs; taking back copies the old weights to where they were.
+it is. The weights are updated in place, so a copy of the previous ones is kept (2 bytes per bf16 parameter): on the
+device, or on the host, to which they travel behind the new record. Committing exchanges the two slabs; taking back
+copies the previous weights to where they were.
 
 A snapshot (``snapshot.py``) *pins* the slabs of the records that it is made of, and a thread of its own reads them.
 The rule is: **nobody writes to a pinned slab** until the snapshot lets go of it. Whoever is about to write makes the
@@ -25,7 +26,7 @@ import torch
 from torch import Tensor
 
 from lightstep.state.host_memory import HostMemoryError, HostSlab, available_bytes
-from lightstep.state.record import History, Record
+from lightstep.state.record import History, Record, Slot
 from lightstep.state.segment import Segment, Staging
 from lightstep.state.spare_memory import GIB
 
@@ -37,25 +38,68 @@ _LEFT_FREE = 0.1
 """Of the host's free memory, ``auto`` leaves this much to others."""
 
 
+class PreviousWeights:
+    """Memory for a record's weights, a row of its length for each dtype, and for their fingerprints.
+
+    Args:
+        slab: on the host, where they travel; ``None``: they stay on the device.
+        marked: they have fingerprints.
+
+    Attributes:
+        nbytes: of the rows.
+        host: where they are when they have travelled; ``None`` where they stay.
+        device: where they are otherwise; ``None``: behind the record in its slot, until that is written back.
+        marks: the fingerprints, on the device.
+    """
+
+    def __init__(self, record: Record, slab: HostSlab | None, marked: bool) -> None:
+        self._ranges, self.nbytes = _rows_of(record)
+        self.slab = slab
+        self.host = None if slab is None else slab.tensor(torch.uint8, self.nbytes)
+        on_device = self.nbytes if slab is None else 0
+        self.device = torch.empty(on_device, dtype=torch.uint8, device=record.device) if on_device else None
+        count = len(record.parts)
+        self.marks = torch.zeros(count, dtype=torch.int32, device=record.device) if marked else None
+
+    def rows(self, buffer: Tensor) -> dict[torch.dtype, Tensor]:
+        """As they stand in ``buffer`` (uint8)."""
+        return {dtype: buffer[start:stop].view(dtype) for dtype, (start, stop) in self._ranges.items()}
+
+
+def _rows_of(record: Record) -> tuple[dict[torch.dtype, tuple[int, int]], int]:
+    """Where each row is, in bytes, and how many these are in all."""
+    ranges, end = {}, 0
+    for dtype in dict.fromkeys(part.owner.local.dtype for part in record.parts):
+        ranges[dtype] = end, end + dtype.itemsize * record.elements
+        end = ranges[dtype][1]
+    return ranges, end
+
+
 class Version:
     """A unit as it was before the update that is being tried, and the slab that the update writes to."""
 
-    def __init__(self, record: Record, slab: HostSlab, kept: dict[torch.dtype, Tensor], marks: Tensor | None) -> None:
-        self.record, self.slab = record, slab
+    def __init__(self, record: Record, slab: HostSlab, previous: PreviousWeights) -> None:
+        self.record, self.slab, self.previous = record, slab, previous
         self.bytes = slab.tensor(torch.uint8, record.nbytes)
         self.landed: Any = None
-        self._kept, self._marks = kept, marks
+        self._rows: dict[torch.dtype, Tensor] = {}
         self._segments: Sequence[Segment] = ()
         self._histories: list[tuple[History, dict[str, Any], object, tuple[str, ...]]] = []
 
-    def keep_weights(self, segments: Sequence[Segment], staging: Staging, marks: Tensor | None) -> None:
-        """Before masters are joined: some weights are their own masters."""
-        self._segments = segments
+    def keep_weights(self, segments: Sequence[Segment], staging: Staging, marks: Tensor | None, slot: Slot) -> None:
+        """Before masters are joined: some weights are their own masters.
+
+        Args:
+            slot: that of the record.
+        """
+        previous, self._segments = self.previous, segments
+        place = slot.buffer[self.record.nbytes :] if previous.device is None else previous.device
+        self._rows = previous.rows(place[: previous.nbytes])
         for segment in segments:
             weights = segment.weights(staging)
-            self._kept[weights.dtype][segment.first : segment.stop].copy_(weights)
-        if self._marks is not None and marks is not None:
-            self._marks.copy_(marks)
+            self._rows[weights.dtype][segment.first : segment.stop].copy_(weights)
+        if previous.marks is not None and marks is not None:
+            previous.marks.copy_(marks)
 
     def keep_histories(self) -> None:
         """Of the segments, once they are open."""
@@ -71,27 +115,32 @@ class Version:
             history.values, history.origin = values, origin
             for part in segment.parts:
                 part.keys = keys
+        travelled = self.previous.host is not None and self.landed is not None
+        rows = self.previous.rows(self.previous.host) if travelled else self._rows  # type: ignore[arg-type]
         copies: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = defaultdict(lambda: ([], []))
         for segment in self._segments:
-            row = self._kept[segment.locals[0].dtype][segment.first : segment.stop]
+            row = rows[segment.locals[0].dtype][segment.first : segment.stop]
             weights, old = copies[row.dtype]
             weights += segment.locals
             old += segment.parts_of(row)
         for weights, old in copies.values():
-            torch._foreach_copy_(weights, old)
-        if self._marks is not None and marks is not None:
-            marks.copy_(self._marks)
+            torch._foreach_copy_(weights, old, non_blocking=True)
+        if self.previous.marks is not None and marks is not None:
+            marks.copy_(self.previous.marks)
 
 
 class Versions:
-    """The pool of spare slabs, and the old weights on the device.
+    """The pool of spare slabs, and the previous weights.
 
     Args:
-        budget: GiB of host memory for spare slabs; ``auto``: what is free, but for a tenth.
+        budget: GiB of host memory; ``auto``: what is free, but for a tenth.
+        previous_weights: where they are kept; ``auto``: on the device as long as it has room.
     """
 
-    def __init__(self, budget: float | Literal["auto"]) -> None:
-        self._budget = budget
+    def __init__(
+        self, budget: float | Literal["auto"], previous_weights: Literal["auto", "device", "host"] = "auto"
+    ) -> None:
+        self._budget, self._where = budget, previous_weights
         self._spare: dict[int, list[HostSlab]] = defaultdict(list)
         self._bytes = 0
         self._full = False
@@ -99,12 +148,12 @@ class Versions:
         self._pinned: dict[HostSlab, bool] = {}  # whether the record has left it
         self._let_go = threading.Condition()
         self._tried: dict[Record, Version] = {}
-        self._kept: dict[Record, tuple[dict[torch.dtype, Tensor], Tensor | None]] = {}
+        self._previous: dict[Record, PreviousWeights] = {}
         self._device_full = False
 
     def __reduce__(self) -> Any:
         """A copy, with a copied backend that has nothing yet, is another pool."""
-        return Versions, (self._budget,)
+        return Versions, (self._budget, self._where)
 
     def __contains__(self, record: Record) -> bool:
         return record in self._tried
@@ -114,12 +163,24 @@ class Versions:
         return self._tried.get(record)
 
     def host_bytes(self) -> int:
-        """Of spare slabs, in use or not."""
+        """Of spare slabs, in use or not, and of previous weights."""
         return self._bytes
 
     def device_bytes(self) -> int:
-        """Of old weights."""
-        return sum(row.nbytes for rows, _ in self._kept.values() for row in rows.values())
+        """Of previous weights."""
+        return sum(one.device.nbytes for one in self._previous.values() if one.device is not None)
+
+    def slot_bytes(self, record: Record) -> int:
+        """Of the record in the ring, and of the weights that travel behind it."""
+        previous = self._previous.get(record)
+        if previous is not None:
+            return record.nbytes + (0 if previous.host is None else previous.nbytes)
+        return record.nbytes + (_rows_of(record)[1] if self._travel else 0)
+
+    @property
+    def _travel(self) -> bool:
+        """Whether previous weights go to the host that have no memory yet."""
+        return self._where == "host" or (self._where == "auto" and self._device_full)
 
     def reserve(self, records: Collection[Record], marked: bool) -> list[Record]:
         """Take what trying these needs, outside of a step; those of them for which there was room.
@@ -128,14 +189,14 @@ class Versions:
             marked: fingerprints of their weights are kept.
         """
         records = [record for record in records if record.slab is not None]
-        for gone in self._kept.keys() - set(records):
-            del self._kept[gone]
+        for gone in self._previous.keys() - set(records):
+            self._forget(gone)
         wanted: dict[int, int] = defaultdict(int)
         ready = []
         for record in records:
             assert record.slab is not None
             wanted[record.slab.nbytes] += 1
-            if self._has_slabs(record, wanted[record.slab.nbytes]) and self._has_rows(record, marked):
+            if self._has_slabs(record, wanted[record.slab.nbytes]) and self._has_previous(record, marked):
                 ready.append(record)
         return ready
 
@@ -148,24 +209,22 @@ class Versions:
         with self._let_go:
             if any(self._pinned.values()):  # those come back
                 return False
-        slab = self._new_slab(record)
+        slab = self._new_slab(record.slab.nbytes, record.device)
         if slab is not None:
             spare.append(slab)
         return slab is not None
 
-    def _new_slab(self, record: Record) -> HostSlab | None:
-        """As large as the record's, if there is room for it."""
-        assert record.slab is not None
-        nbytes = record.slab.nbytes
+    def _new_slab(self, nbytes: int, device: torch.device) -> HostSlab | None:
+        """If there is room for it."""
         if self._full or not self._fits(nbytes):
             self._full = True
             return None
         try:
-            slab = HostSlab(nbytes, device=record.device, what="spare optimizer state")
+            slab = HostSlab(nbytes, device=device, what="spare optimizer state")
         except HostMemoryError:
             self._full = True
             return None
-        self._bytes += nbytes
+        self._bytes += slab.nbytes
         return slab
 
     def _fits(self, nbytes: int) -> bool:
@@ -174,28 +233,41 @@ class Versions:
         free = available_bytes()
         return free is None or self._bytes + nbytes <= (free + self._bytes) * (1 - _LEFT_FREE)
 
-    def _has_rows(self, record: Record, marked: bool) -> bool:
-        if record in self._kept or self._device_full:
-            return record in self._kept
-        sizes: dict[torch.dtype, int] = {}
-        for part in record.parts:
-            sizes[part.owner.local.dtype] = record.elements
+    def _has_previous(self, record: Record, marked: bool) -> bool:
+        """Memory for the record's previous weights."""
+        if record in self._previous:
+            return True
         try:
-            rows = {dtype: torch.empty(n, dtype=dtype, device=record.device) for dtype, n in sizes.items()}
+            if not (self._travel or self._device_full):
+                self._previous[record] = PreviousWeights(record, None, marked)
+                return True
         except torch.OutOfMemoryError:
             self._device_full = True  # asking again in every step would empty torch's cache in every step
-            logger.warning("no room on %s for the weights of before: fewer updates run in backward", record.device)
-            return False
-        marks = torch.zeros(len(record.parts), dtype=torch.int32, device=record.device) if marked else None
-        self._kept[record] = rows, marks
-        return True
+            then = "they go to the host" if self._travel else "fewer updates run in backward"
+            logger.warning("no room on %s for the weights of before: %s", record.device, then)
+        slab = self._new_slab(_rows_of(record)[1], record.device) if self._travel else None
+        if slab is not None:
+            self._previous[record] = PreviousWeights(record, slab, marked)
+        return slab is not None
+
+    def _forget(self, record: Record) -> None:
+        slab = self._previous.pop(record).slab
+        if slab is not None:
+            self._bytes -= slab.nbytes
+            slab.close()
+
+    def stay_on_device(self) -> None:
+        """Previous weights do not travel: the ring has no room for them. Nothing is being tried."""
+        self._where, self._device_full = "device", True
+        for record in [one for one, previous in self._previous.items() if previous.host is not None]:
+            self._forget(record)
 
     # -- one unit
 
     def open(self, record: Record) -> Version:
         """The next update of this record is tried; :meth:`reserve` has found room for it."""
         assert record.slab is not None
-        self._tried[record] = Version(record, self._spare[record.slab.nbytes].pop(), *self._kept[record])
+        self._tried[record] = Version(record, self._spare[record.slab.nbytes].pop(), self._previous[record])
         return self._tried[record]
 
     def commit(self, record: Record) -> None:
@@ -261,7 +333,7 @@ class Versions:
         spare = self._spare[record.slab.nbytes]
         with self._let_go:
             while record.slab in self._pinned:
-                slab = spare.pop() if spare else self._new_slab(record)
+                slab = spare.pop() if spare else self._new_slab(record.slab.nbytes, record.device)
                 if slab is not None:
                     self._pinned[record.slab] = True
                     return slab
@@ -272,13 +344,14 @@ class Versions:
 
     def forget_weights(self) -> None:
         """Give back the device memory; nothing is being tried."""
-        self._kept.clear()
+        self._previous = {record: one for record, one in self._previous.items() if one.device is None}
         self._device_full = False
 
     def release(self) -> None:
         """Give back all memory, for good; nothing may be under way but a snapshot's reader, who can go on."""
         self._tried.clear()
-        self._kept.clear()
+        for record in list(self._previous):
+            self._forget(record)
         with self._let_go:
             self._released = True
             for slabs in self._spare.values():

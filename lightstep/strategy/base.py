@@ -631,6 +631,7 @@ def make_backend(config: OptimizerState) -> StateBackend:
             ring_mib=config.ring_mib,
             resident_gib=config.resident_gib,
             spare_host_gib=config.spare_host_gib,
+            previous_weights=config.previous_weights,
         )
     return ResidentBackend(Splitter) if config.backend == "resident" else BulkBackend()
 

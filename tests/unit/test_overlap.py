@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable
 from itertools import cycle
@@ -20,11 +21,14 @@ from lightstep.optimizer.overlap import Overlap
 from lightstep.optimizer.schedule import NextForward
 from lightstep.state import units as units_module
 from lightstep.state import versions
+from lightstep.state.lanes import DEVICE_TO_HOST
+from lightstep.state.ring import Ring
 from lightstep.state.versions import Version
 from tests.distributed.models import TinyTransformer
 from tests.unit.test_next_forward import Training, assert_same
 
 OVERLAP: dict[str, Any] = {"backend": "stream", "update": "overlap", "ring_mib": 0.02}
+ON_HOST: dict[str, Any] = {**OVERLAP, "previous_weights": "host"}
 RESIDENT = {"backend": "resident"}
 LOOSE, NEVER, TIGHT = {"max_norm": 0.5}, {"max_norm": 1e6}, {"max_norm": 0.1}
 """Clip some steps, none, and all of them."""
@@ -100,7 +104,7 @@ def test_random_delays_in_every_lane(
     for seed in range(2):
         monkeypatch.setattr(NextForward, "at_once", (0, 48)[seed])
         monkeypatch.setattr(NextForward, "ahead", 1 - seed)
-        tested = Training(OVERLAP, parameters, clipping=clipping, loss_scale=scale)
+        tested = Training((OVERLAP, ON_HOST)[seed], parameters, clipping=clipping, loss_scale=scale)
         found = tested.train(1)
         tested.delays(seed)
         assert found + tested.train(7) == losses, seed
@@ -112,16 +116,20 @@ def test_random_delays_in_every_lane(
     assert (verdicts["drop"] > 0) == half
 
 
-@pytest.mark.parametrize("what", ["keep_weights", "keep_histories"])
+@pytest.mark.parametrize(
+    ("what", "state"), [("keep_weights", OVERLAP), ("keep_weights", ON_HOST), ("keep_histories", OVERLAP)]
+)
 @pytest.mark.usefixtures("no_pause")
-def test_the_delays_find_a_version_that_is_not_kept(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    tested, expected = pair(TIGHT)
+def test_the_delays_find_a_version_that_is_not_kept(
+    what: str, state: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tested, expected = pair(TIGHT, state=state)
     original = getattr(Version, what)
 
     def forgets(self: Version, *args: Any) -> None:
         original(self, *args)
         if what == "keep_weights":
-            for row in self._kept.values():
+            for row in self._rows.values():
                 row.zero_()
         else:
             kept = self._histories
@@ -155,7 +163,9 @@ def test_every_class_may_be_taken_back(name: str, parameters: str, verdicts: Cou
             super().__init__(params, lr=lr, **settings)
 
     Chosen.whole_tensors = False  # type: ignore[attr-defined]
-    tested, expected = pair(NEVER, parameters=parameters, optimizer_class=Chosen)
+    where = "host" if parameters == "float32" else "device"
+    state = {**OVERLAP, "previous_weights": where}
+    tested, expected = pair(NEVER, state, parameters=parameters, optimizer_class=Chosen)
     for max_norm in (1e6, 0.1, 1e6):
         tested.optimizer.max_norm = expected.optimizer.max_norm = max_norm
         assert tested.train(2) == expected.train(2)
@@ -359,7 +369,7 @@ def test_what_is_complete_last_is_updated_before_anybody_asks(verdict: str, verd
         training.optimizer.synchronize()
     verdicts.clear()
     before = weights(tested)
-    copied = {part.owner.name for record in tested.optimizer._backend._versions._kept for part in record.parts}
+    copied = {part.owner.name for record in tested.optimizer._backend._versions._previous for part in record.parts}
     assert TRIED in copied and LAST not in copied
     for training in (tested, expected):
         training.optimizer.max_norm = 1e-3 if verdict == "redo" else 1e6
@@ -471,29 +481,91 @@ def test_without_spare_memory_the_rest_waits_for_the_forward(gib: float, verdict
     assert bool(verdicts) == (spare > 0)
 
 
-def test_without_device_memory_the_rest_waits_for_the_forward(
-    monkeypatch: pytest.MonkeyPatch, verdicts: Counter[str]
+@pytest.mark.usefixtures("no_pause")
+def test_weights_that_travel_are_taken_back_when_they_have_arrived() -> None:
+    tested, expected = pair(TIGHT, ON_HOST)
+    losses = expected.train(3)
+    found = tested.train(2)
+    lanes = tested.optimizer._backend.lanes
+    lanes.delay = lambda lane: time.sleep(0.01 if lane == DEVICE_TO_HOST else 0)
+    assert found + tested.train(1) == losses
+    assert_same(tested.snapshot(), expected.snapshot())
+
+
+class FullDevice:
+    """torch, on a device without room."""
+
+    asked = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    def empty(self, *size: int, **settings: Any) -> Tensor:
+        self.asked += 1
+        raise torch.OutOfMemoryError("no room")
+
+
+@pytest.mark.parametrize("where", ["device", "auto"])
+def test_without_device_memory_weights_go_to_the_host_or_the_rest_waits_for_the_forward(
+    where: str, monkeypatch: pytest.MonkeyPatch, verdicts: Counter[str]
 ) -> None:
     """It is asked for once: a request in vain takes torch's cache with it."""
-    asked = []
-
-    class NoRoom:
-        def __getattr__(self, name: str) -> Any:
-            return getattr(torch, name)
-
-        def empty(self, *size: int, **settings: Any) -> Tensor:
-            asked.append(size)
-            raise torch.OutOfMemoryError("no room")
-
-    tested, expected = pair(LOOSE)
+    tested, expected = pair(LOOSE, {**OVERLAP, "previous_weights": where})
     with monkeypatch.context() as full:
-        full.setattr(versions, "torch", NoRoom())
+        full.setattr(versions, "torch", full_device := FullDevice())
         assert tested.train(4) == expected.train(4)
-    assert len(asked) == 1 and not verdicts
+    assert full_device.asked == 1 and bool(verdicts) == (where == "auto")
     tested.optimizer.release_device_memory()
     assert tested.train(2) == expected.train(2)
     assert verdicts
     assert_same(tested.snapshot(), expected.snapshot())
+
+
+@pytest.mark.usefixtures("no_pause")
+def test_weights_that_travel_take_no_device_memory_beside_the_ring(verdicts: Counter[str]) -> None:
+    (on_device, expected), (on_host, _) = pair(LOOSE), pair(LOOSE, ON_HOST)
+    losses = expected.train(8)
+    reports = []
+    for tested in (on_device, on_host):
+        assert tested.train(8) == losses
+        assert_same(tested.snapshot(), expected.snapshot())
+        reports.append(tested.optimizer.memory_report())
+    assert verdicts["commit"] > 1 and verdicts["redo"] > 1
+    assert reports[0]["device_bytes"] > reports[1]["device_bytes"] == 0
+    assert reports[1]["ring_bytes"] <= 1.25 * reports[0]["ring_bytes"]
+    assert reports[1]["host_bytes"] > reports[0]["host_bytes"]
+
+
+def test_where_the_ring_has_no_room_for_weights_they_do_not_travel(
+    monkeypatch: pytest.MonkeyPatch, verdicts: Counter[str]
+) -> None:
+    tested, expected = pair(LOOSE)
+    assert tested.train(1) == expected.train(1)
+    most, made = tested.optimizer._backend._ring.slot_bytes, Ring._make_slots
+
+    def make_slots(self: Ring, count: int, slot_bytes: int) -> None:
+        if slot_bytes > most:
+            raise torch.OutOfMemoryError("no room")
+        made(self, count, slot_bytes)
+
+    monkeypatch.setattr(Ring, "_make_slots", make_slots)
+    monkeypatch.setattr(versions, "torch", FullDevice())
+    assert tested.train(4) == expected.train(4)
+    assert not verdicts and tested.optimizer._backend._ring.slot_bytes == most
+    monkeypatch.undo()
+    assert_same(tested.snapshot(), expected.snapshot())
+
+
+def test_what_is_complete_last_stays_on_the_device_first() -> None:
+    tested = Training({**OVERLAP, "resident_gib": 1}, clipping=NEVER)
+    tested.train(3)
+    backend = tested.optimizer._backend
+    last = tested.optimizer.engine.schedule._arrivals.complete_last()
+    assert last and [record.unit for record in backend._in_order_of_staying()][: len(last)] == last
+    backend.keep_first(backend.units()[-1:])
+    backend.set_residency(backend._records[backend.units()[-1]].nbytes / 2**30)
+    backend.prepare()
+    assert [record.unit for record in backend._residency._chosen] == list(backend.units()[-1:])
 
 
 def test_a_checkpoint_in_the_middle(tmp_path: Path) -> None:

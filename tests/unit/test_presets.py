@@ -16,7 +16,15 @@ from lightstep.config import StrategyConfig
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 # Keys that mean something to the streaming backend alone, have a default that depends on the rest, or are opt-in.
-OPTIONAL = {"prefetch_layers", "ring_mib", "resident_gib", "spare_host_gib", "moments", "moments_rounding"}
+OPTIONAL = {
+    "prefetch_layers",
+    "ring_mib",
+    "resident_gib",
+    "spare_host_gib",
+    "previous_weights",
+    "moments",
+    "moments_rounding",
+}
 # A section that is laid over a preset by who needs it.
 LAID_OVER = {"roles"}
 
