@@ -52,6 +52,9 @@ _OVERLAP_SINCE = "2026-11-22T09:00"
 _WHOLE_MASTERS_UNTIL = "2026-11-22T15:30"
 """`resident` kept masters whole in versions before: 2 bytes per bf16 parameter more than is planned now."""
 
+_RESIDENT_SINCE = "2026-11-23T06:00"
+"""Presets whose name ends in `-overlap` kept no state on the device before, and there the previous weights."""
+
 
 def compare(folder: Path) -> list[Compared]:
     """Every row of lightstep's own strategies in the JSON files of a folder that hold whole iterations on a GPU."""
@@ -80,7 +83,11 @@ def _of_file(file: str, values: Mapping[str, Any]) -> Iterator[Compared]:
         label = row["label"]
         if values["date"] < _OVERLAP_SINCE and "-overlap" in label:
             label += " update=next_forward"
-        config = _of_label(label)
+        before = "resident_gib=0"
+        if "update=" not in label:
+            before += " previous_weights=device"
+        then = values["date"] < _RESIDENT_SINCE and "-overlap" in label
+        config = _of_label(label.replace("-overlap", f"-overlap {before}", 1) if then else label)
         if config.sharding.kind == "deepspeed":
             continue
         if config.optimizer_state.backend == "resident" and values["date"] < _WHOLE_MASTERS_UNTIL:

@@ -74,7 +74,7 @@ class StreamBackend(RecordBackend):
         slots: int | None = None,
         resident_gib: float | Literal["auto"] = 0.0,
         spare_host_gib: float | Literal["auto"] = "auto",
-        previous_weights: Literal["auto", "device", "host"] = "auto",
+        previous_weights: Literal["host", "device", "auto"] = "host",
     ) -> None:
         self._settings: dict[str, Any] = {
             "splitter": splitter,

@@ -138,7 +138,7 @@ class Versions:
     """
 
     def __init__(
-        self, budget: float | Literal["auto"], previous_weights: Literal["auto", "device", "host"] = "auto"
+        self, budget: float | Literal["auto"], previous_weights: Literal["host", "device", "auto"] = "host"
     ) -> None:
         self._budget, self._where = budget, previous_weights
         self._spare: dict[int, list[HostSlab]] = defaultdict(list)

@@ -51,7 +51,7 @@ GLOBAL: dict[str, dict[str, Any]] = {
     "stream, next_forward": {**_STREAM, "update": "next_forward"},
     "stream in part, next_forward": {**_STREAM, "update": "next_forward", "resident_gib": 2e-6},
     "stream, overlap": {**_STREAM, "update": "overlap"},
-    "stream, overlap, weights on the host": {**_STREAM, "update": "overlap", "previous_weights": "host"},
+    "stream, overlap, weights on the device": {**_STREAM, "update": "overlap", "previous_weights": "device"},
     "stream in part, overlap": {**_STREAM, "update": "overlap", "resident_gib": 2e-6, "spare_host_gib": 4e-5},
 }
 """``optimizer_state`` of strategies that clip by the global norm, or not at all."""

@@ -27,7 +27,12 @@ from lightstep.state.versions import Version
 from tests.distributed.models import TinyTransformer
 from tests.unit.test_next_forward import Training, assert_same
 
-OVERLAP: dict[str, Any] = {"backend": "stream", "update": "overlap", "ring_mib": 0.02}
+OVERLAP: dict[str, Any] = {
+    "backend": "stream",
+    "update": "overlap",
+    "ring_mib": 0.02,
+    "previous_weights": "device",
+}
 ON_HOST: dict[str, Any] = {**OVERLAP, "previous_weights": "host"}
 RESIDENT = {"backend": "resident"}
 LOOSE, NEVER, TIGHT = {"max_norm": 0.5}, {"max_norm": 1e6}, {"max_norm": 0.1}
