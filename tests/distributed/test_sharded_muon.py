@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from transformers import Adafactor
 
@@ -422,6 +422,25 @@ def check_refusal(rank: int, world_size: int, optimizer_class: Any, state: dict[
 def test_what_does_not_go_on_shards(pool: Pool, optimizer_class: Any, update: str, message: str) -> None:
     state = {"backend": "resident", "update": update}
     pool.run(check_refusal, 2, optimizer_class=optimizer_class, state=state, message=message)
+
+
+def check_cut_experts(rank: int, world_size: int, optimizer_class: Any) -> None:
+    device = device_of(rank, world_size)
+    model = nn.Module()
+    model.experts = nn.Parameter(torch.randn(3, 6, 6, device=device, dtype=torch.bfloat16))
+    fully_shard(model, mesh=init_device_mesh(device.type, (world_size,)), shard_placement_fn=lambda _: Shard(1))
+    strategy = lightstep.Strategy.load({"clipping": {"max_norm": None}})
+    optimizer = strategy.create_optimizer(model, rules=Rule(optimizer_class))
+    model.experts.grad = torch.ones_like(model.experts)
+    with pytest.raises(
+        ValueError, match=r"experts of shape \(3, 6, 6\) is sharded along another dimension than the firs"
+    ):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("optimizer_class", [torch.optim.Muon, Lamb])
+def test_experts_that_are_cut_are_refused(pool: Pool, optimizer_class: Any) -> None:
+    pool.run(check_cut_experts, 2, optimizer_class=optimizer_class)
 
 
 def test_the_work_is_shared_evenly() -> None:
