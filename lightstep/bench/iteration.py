@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightstep.bench import muon_bounds
 from lightstep.bench.contender import Contender, Task
-from lightstep.bench.libraries import DeepSpeedCpuAdam, Fsdp2Offload
+from lightstep.bench.libraries import DeepSpeedCpuAdam, Dion, DionTriton, Fsdp2Offload
 from lightstep.bench.llama import LOSS_CHUNK, Llama, LlamaShape
 from lightstep.bench.optimizers import OPTIMIZERS
 from lightstep.bench.peers import CpuAdamW, TorchFsdp2, TorchResident
@@ -40,7 +40,7 @@ class IterationTask(Task):
     stem = "iteration"
     case_name = "tokens"
     default_peers = "none"
-    peers = (TorchResident, TorchFsdp2, CpuAdamW, Fsdp2Offload, DeepSpeedCpuAdam)
+    peers = (TorchResident, TorchFsdp2, CpuAdamW, Fsdp2Offload, DeepSpeedCpuAdam, Dion, DionTriton)
     baseline: ClassVar[type[Contender] | None] = WithoutOptimizer
 
     @property

@@ -1,11 +1,11 @@
-"""Peers that libraries bring: FSDP2's `CPUOffloadPolicy`, torchao's `CPUOffloadOptimizer`, DeepSpeed's `CPUAdam`."""
+"""Peers from libraries: FSDP2's `CPUOffloadPolicy`, torchao's `CPUOffloadOptimizer`, DeepSpeed's `CPUAdam`, dion."""
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
 from lightstep.bench.contender import ADAMW, MAX_NORM, Contender, Skipped, Task, clip_coefficient, total_norm
-from lightstep.bench.peers import CpuAdamW, HostSlot
+from lightstep.bench.optimizers import MUON, matrices_and_rest
+from lightstep.bench.peers import CpuAdamW, HostSlot, TorchResident
 from lightstep.distributed import local_tensor, world_size
 
 
@@ -177,6 +178,53 @@ class DeepSpeedCpuAdam(CpuAdamW):
         assert slot.master.grad is not None
         slot.master.grad.mul_(self._coefficient)
         slot.optimizer.step()
+
+
+class Dion(TorchResident):
+    """dion's `Muon` on fp32 masters of bf16 weights; on several ranks on FSDP2's shards, each matrix turned once.
+
+    dion orthogonalises as it does by itself: five steps of Polar Express, compiled. torch's Muon has other
+    coefficients, so the weights come out slightly different.
+    """
+
+    name = "dion"
+    about = "dion's Muon and AdamW on fp32 masters (in FSDP2's shards on several ranks), clip_grad_norm_, copy"
+    optimizers = ("muon",)
+    implementation: ClassVar[dict[str, Any]] = {}
+
+    def make_model(self, task: Task) -> nn.Module:
+        self._library = _installed("dion")
+        if self.implementation.get("use_triton") and task.device.type != "cuda":
+            raise Skipped("needs a GPU")
+        self._mesh = None
+        model: Any = super().make_model(task)
+        if world_size() > 1:
+            self._mesh = init_device_mesh(task.device.type, (world_size(),))
+            policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+            for module in (*model.layers, model):
+                fully_shard(module, mesh=self._mesh, mp_policy=policy)
+        whole: nn.Module = model
+        return whole
+
+    def make_optimizers(self, name: str) -> list[torch.optim.Optimizer]:
+        matrices, rest = matrices_and_rest(self.model, self._masters)
+        beta1, beta2 = ADAMW["betas"]
+        adamw = {"lr": ADAMW["lr"], "beta1": beta1, "beta2": beta2, "epsilon": ADAMW["eps"]}
+        groups = [
+            {"params": matrices},
+            {"params": rest, "algorithm": "adamw", "weight_decay": ADAMW["weight_decay"], **adamw},
+        ]
+        muon = {"lr": MUON["lr"], "mu": 0.95, "weight_decay": MUON["weight_decay"]}
+        muon |= {"nesterov": True, "adjust_lr": "rms_norm"}  # torch's default, and its match_rms_adamw
+        return [self._library.Muon(groups, distributed_mesh=self._mesh, **muon, **self.implementation)]
+
+
+class DionTriton(Dion):
+    """The same with dion's kernels for symmetric products, which compute half of each."""
+
+    name = "dion-triton"
+    about = "the same with use_triton=True: half of each symmetric product"
+    implementation: ClassVar[dict[str, Any]] = {"use_triton": True}
 
 
 def _installed(name: str) -> ModuleType:

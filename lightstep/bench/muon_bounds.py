@@ -1,6 +1,6 @@
 """What a step of Muon must take: Newton-Schulz's products, the bytes on the link, and those between the ranks.
 
-Each row of lightstep's own is held against the sum or the larger of these, all of them measured in the same run.
+Each row that turns a matrix once is held against the sum or the larger of these, all of them measured in the same run.
 """
 
 from __future__ import annotations
@@ -92,7 +92,8 @@ def add_bounds(run: Run, shape: LlamaShape, values: Sequence[Values], key: str) 
         shown["times_by_hand"] = None if by_hand is None else shown[key] / by_hand
         if key != "step_ms":
             continue
-        shares = shown["kind"] == "lightstep" and (ranks == 1 or shown["parameters_per_rank"] < shape.parameters)
+        sharded = ranks == 1 or shown["parameters_per_rank"] < shape.parameters
+        shares = sharded and shown["name"] != "torch-fsdp2"  # which turns every matrix on every rank
         shown["newton_schulz_tflops"] = newton_schulz_tflop(shape) / (ranks if shares else 1) / shown[key] * 1e3
         bound = _bound(run, shape, shown, times) if shares else None
         if bound is not None:

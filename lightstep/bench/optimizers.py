@@ -36,9 +36,14 @@ def by_hand(name: str, model: nn.Module, updated: Sequence[Tensor], **adamw: Any
     """
     if name == "adamw":
         return [torch.optim.AdamW(updated, **adamw, **ADAMW)]
-    pairs = list(zip(updated, hidden_matrices(model), strict=True))
-    matrices, rest = ([tensor for tensor, hidden in pairs if hidden is kind] for kind in (True, False))
+    matrices, rest = matrices_and_rest(model, updated)
     return [torch.optim.Muon(matrices, **MUON), torch.optim.AdamW(rest, **adamw, **ADAMW)]
+
+
+def matrices_and_rest(model: nn.Module, updated: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """What stands for hidden matrices, and for the other parameters."""
+    pairs = list(zip(updated, hidden_matrices(model), strict=True))
+    return [tensor for tensor, hidden in pairs if hidden], [tensor for tensor, hidden in pairs if not hidden]
 
 
 def hidden_matrices(model: nn.Module) -> list[bool]:

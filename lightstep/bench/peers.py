@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from lightstep.bench.contender import ADAMW, MAX_NORM, Contender, Skipped, Task, clip_coefficient, total_norm
 from lightstep.bench.optimizers import OPTIMIZERS, by_hand, hidden_matrices
-from lightstep.distributed import like, world_size
+from lightstep.distributed import like, local_tensor, world_size
 
 
 class TorchResident(Contender):
@@ -26,20 +26,28 @@ class TorchResident(Contender):
     implementation: ClassVar[dict[str, Any]] = {"fused": True}
 
     def __init__(self, task: Task) -> None:
-        self.model = task.model_by_hand()
-        self._weights = [parameter.detach() for parameter in self.model.parameters()]
-        self._masters = [nn.Parameter(weight.float()) for weight in self._weights]
-        self._optimizers = by_hand(task.optimizer, self.model, self._masters, **self.implementation)
+        self.model = self.make_model(task)
+        parameters = [parameter.detach() for parameter in self.model.parameters()]
+        self._weights = [local_tensor(parameter) for parameter in parameters]
+        self._masters = [nn.Parameter(parameter.float()) for parameter in parameters]
+        self._optimizers = self.make_optimizers(task.optimizer)
+
+    def make_model(self, task: Task) -> nn.Module:
+        model: nn.Module = task.model_by_hand()
+        return model
+
+    def make_optimizers(self, name: str) -> list[torch.optim.Optimizer]:
+        return by_hand(name, self.model, self._masters, **self.implementation)
 
     def step(self, gradients: Sequence[Tensor]) -> None:
         for master, gradient in zip(self._masters, gradients, strict=True):
-            master.grad = gradient.float()
+            master.grad = like(master, local_tensor(gradient).float())
         self.grad_norm = nn.utils.clip_grad_norm_(self._masters, MAX_NORM)
         for optimizer in self._optimizers:
             optimizer.step()
             optimizer.zero_grad()
         with torch.no_grad():
-            torch._foreach_copy_(self._weights, [master.detach() for master in self._masters])
+            torch._foreach_copy_(self._weights, [local_tensor(master.detach()) for master in self._masters])
 
 
 class TorchForeach(TorchResident):

@@ -15,7 +15,7 @@ from lightstep.bench import muon_bounds
 from lightstep.bench.contender import Task
 from lightstep.bench.disk import DiskTime, time_saving
 from lightstep.bench.layer_stream import LayerStream
-from lightstep.bench.libraries import DeepSpeedCpuAdam, Fsdp2OffloadStep, TorchaoOffload
+from lightstep.bench.libraries import DeepSpeedCpuAdam, Dion, DionTriton, Fsdp2OffloadStep, TorchaoOffload
 from lightstep.bench.llama import Llama, LlamaShape
 from lightstep.bench.optimizers import OPTIMIZERS
 from lightstep.bench.peers import CpuAdamW, TorchFsdp2, TorchResident, TorchResidentFloatGradients
@@ -50,6 +50,8 @@ class StepTask(Task):
         Fsdp2OffloadStep,
         TorchaoOffload,
         DeepSpeedCpuAdam,
+        Dion,
+        DionTriton,
     )
 
     def default_strategies(self, ranks: int) -> tuple[str, ...]:

@@ -193,8 +193,9 @@ class BaseArithmetic:
         shape, rows = parameter.shape, rows_of(parameter, local)
         if rows is None and shape != local.shape:
             raise ValueError(
-                f"{name} of shape {tuple(shape)} is sharded along other dimensions than the first two, and {self.name} "
-                "needs it whole. Use an element-wise optimizer (torch.optim.AdamW), or sharding.kind single or ddp"
+                f"{name} of shape {tuple(shape)} is sharded along another dimension than the first (of a matrix: than "
+                f"the first two), and {self.name} needs it whole. Use an element-wise optimizer (AdamW), or "
+                "sharding.kind single or ddp"
             )
         stack = len(shape) == 3 and self._takes_matrices_only  # each rank has whole matrices of it
         if rows is not None and not stack and not self.sends_directions and self._counts:

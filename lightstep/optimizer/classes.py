@@ -100,6 +100,11 @@ class GroupClasses:
         name = group.get(CLASS)
         return self.own if name is None else self._named[name]
 
+    def keeps_other_shapes(self, group: Group) -> bool:
+        """Whether the state of the group's parameters may have row sums and the like; Muon's has not."""
+        arithmetic = self.of(group)
+        return arithmetic.whole_tensors and not arithmetic.sends_directions
+
     def by_class(self, groups: Iterable[Group]) -> dict[BaseArithmetic, list[Group]]:
         """The groups of each class that has any."""
         found: dict[BaseArithmetic, list[Group]] = {}

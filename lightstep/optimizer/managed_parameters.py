@@ -289,7 +289,7 @@ class ManagedParameters:
         """Raises ``ValueError`` for an entry of another shape than the parameter's local shard."""
         for key, entry in entries.items():
             value = local_tensor(entry) if isinstance(entry, Tensor) else entry
-            if isinstance(value, Tensor) and not self.takes(value, item.local.shape):
+            if isinstance(value, Tensor) and not self.takes(item.group, key, value, item.local.shape):
                 raise ValueError(
                     f"state {key!r} of {item.name} has shape {tuple(value.shape)}; the parameter's local shape is "
                     f"{tuple(item.local.shape)}"
@@ -321,9 +321,9 @@ class ManagedParameters:
         # The next step looks whether master and weight agree: the model may be loaded before or after its optimizer.
         self._watch.forget(item)
 
-    def takes(self, entry: Tensor, shape: torch.Size) -> bool:
-        """Whether a state entry (local) can belong to a parameter of this local shape."""
-        return entry.dim() == 0 or entry.shape == shape or self._classes.whole_tensors  # row sums and the like
+    def takes(self, group: Mapping[str, Any], key: str, entry: Tensor, shape: torch.Size) -> bool:
+        """Whether a state entry (local) can belong to a parameter of this group and local shape."""
+        return entry.dim() == 0 or entry.shape == shape or (key != "master" and self._classes.keeps_other_shapes(group))
 
     def mark_provisional(self, items: Sequence[Managed]) -> None:
         """The state of these was made only for a checkpoint to fill; without one, the first update starts afresh."""

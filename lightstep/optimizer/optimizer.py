@@ -326,9 +326,9 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         item = self.engine.managed.get(parameter)
         return item is None or not item.elsewhere
 
-    def takes_entry(self, entry: Tensor, shape: torch.Size) -> bool:
-        """Whether a state entry (local part) can belong to a parameter of this local shape."""
-        return self.engine.managed.takes(entry, shape)
+    def takes_entry(self, group: Mapping[str, Any], key: str, entry: Tensor, shape: torch.Size) -> bool:
+        """Whether a state entry (local part) can belong to a parameter of this group and local shape."""
+        return self.engine.managed.takes(group, key, entry, shape)
 
     def load_parameter_state(self, parameter: Tensor, entries: Mapping[str, Any]) -> None:
         """Replace one parameter's state; ``{}`` removes it. Shards must be this parameter's.

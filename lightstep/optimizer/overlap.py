@@ -288,6 +288,7 @@ class Overlap(NextForward):
             super().start(update)
             return
         update.values, trial.decided = trial.values, update
+        update.drop_gradients(update.elsewhere)
         with self._lock, self._failing_once("the update under way"):
             self._follow_caller()
             for unit in trial.last:
@@ -372,7 +373,7 @@ class Overlap(NextForward):
             self.redone += verdict == "redo"
             logger.info("updates in backward: %s (%d steps redone so far)", verdict, self.redone)
             self._take_back(trial)
-        if verdict != "drop":
+        if verdict != "drop" or self._backend.awaited_by_others:  # they get weights in every step
             self._line_up_rest(trial, update)
 
     def _line_up_rest(self, trial: Trial, update: Update) -> None:
@@ -384,7 +385,7 @@ class Overlap(NextForward):
             self._begin(update.gradients.keys(), update.values, True, left)
             self._units = ()
             self._complete_with = {item: n for n, job in enumerate(jobs) for item in job.owners()}
-            self._arriving_with = {}
+            self._arriving_with = self._backend.arriving_with(self._complete_with, len(jobs))
             self._line_up([*jobs, Job(None, update)])
             self._submit_first()
 

@@ -104,7 +104,7 @@ class Schedule:
             self._begin(update.gradients.keys(), update.values, deferred)
             units = self._backend.units()
             if deferred:
-                self._number(units, update.elsewhere)
+                self._number(units)
             self._line_up([Job(unit, update) for unit in (*units, None)])
             self._submit_first()
 
@@ -112,15 +112,12 @@ class Schedule:
         """Whether the step is to be left out; the host waits for the device."""
         return bool(update.overflow)
 
-    def _number(self, units: Sequence[Unit], elsewhere: Iterable[Managed]) -> None:
+    def _number(self, units: Sequence[Unit]) -> None:
         """Which unit each parameter is complete with; found anew when the units are others."""
         if list(units) != list(self._units):
             self._units = units
             self._complete_with = {item: number for number, unit in enumerate(units) for item, _, _ in unit.parts}
-        behind = {item: self._backend.sent_after(item) for item in elsewhere}
-        self._arriving_with = {
-            item: len(units) if own is None else self._complete_with[own] for item, own in behind.items()
-        }
+        self._arriving_with = self._backend.arriving_with(self._complete_with, len(units))
 
     # -- the queue
 

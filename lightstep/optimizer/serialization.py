@@ -124,13 +124,15 @@ def _refuse_other_class(optimizer: Optimizer, index: int, mine: Mapping[str, Any
 def _check_shapes(
     optimizer: MixedPrecisionOptimizer, parameters: Mapping[Any, Tensor], states: Mapping[Any, Any]
 ) -> None:
+    groups = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
     for index, entries in states.items():
         parameter = parameters.get(index)
         for key, value in entries.items():
             if parameter is None or not isinstance(value, Tensor):
                 continue
             own = local_tensor(parameter).shape
-            if optimizer.takes_entry(local_tensor(value), own) and (not is_sharded(value) or is_sharded(parameter)):
+            fits = optimizer.takes_entry(groups[parameter], key, local_tensor(value), own)
+            if fits and (not is_sharded(value) or is_sharded(parameter)):
                 continue
             hint = ""
             if value.shape == parameter.shape and is_sharded(parameter):

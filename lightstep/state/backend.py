@@ -168,9 +168,14 @@ class StateBackend(ABC):
         """Where updates beside the caller's own work are queued."""
         raise NotImplementedError(f"the {self.name} backend has no lanes")
 
-    def sent_after(self, managed: Managed) -> Managed | None:
-        """For a weight that another replica sends: the own parameter after whose update it is asked for, if any."""
-        return None
+    def arriving_with(self, complete_with: Mapping[Managed, int], end: int) -> dict[Managed, int]:
+        """For weights that other replicas send: the number of the job with which each is asked for.
+
+        Args:
+            complete_with: the number of the job with which each own parameter is updated.
+            end: that of the end of the step.
+        """
+        return {}
 
     def receive(self, managed: Iterable[Managed]) -> None:  # noqa: B027  (nothing is sent where there are no replicas)
         """What the caller does next finds these weights arrived; they have been asked for."""

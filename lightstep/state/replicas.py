@@ -41,21 +41,22 @@ class SharedByReplicas(StateBackend):
     Args:
         inner: keeps and updates the share.
         replicas: the ranks that hold the same part of the model.
+        tries: units may be tried in backward. What was tried is sent when it counts.
     """
 
     name: ClassVar[str] = "stream"
     hands_out_state = False
     awaited_by_others = True
 
-    def __init__(self, inner: StateBackend, replicas: Replicas) -> None:
+    def __init__(self, inner: StateBackend, replicas: Replicas, tries: bool = False) -> None:
         self.inner, self.in_lanes = inner, inner.in_lanes
-        self._replicas = replicas
+        self._replicas, self._tries = replicas, tries
         self._owners: dict[Managed, int] = {}
         self._own: list[Managed] = []
         self._exchange = _Exchange(replicas)
 
     def fresh(self) -> SharedByReplicas:
-        return type(self)(self.inner.fresh(), self._replicas.again())
+        return type(self)(self.inner.fresh(), self._replicas.again(), self._tries)
 
     # -- set-up
 
@@ -117,8 +118,10 @@ class SharedByReplicas(StateBackend):
         return self.inner.acquire(unit, active, apart)
 
     def release(self, unit: Unit, updated: Sequence[Segment]) -> None:
+        tried = self.inner.tried(unit)
         self.inner.release(unit, updated)
-        self._exchange.updated(item for item, _, stop in unit.parts if stop == item.local.numel())
+        if not tried:
+            self._exchange.updated(unit)
 
     def ahead(self, managed: Collection[Managed], entry: str) -> int:
         return self.inner.ahead(managed, entry)
@@ -126,8 +129,8 @@ class SharedByReplicas(StateBackend):
     def look_ahead(self, unit: Unit, active: Collection[Managed]) -> list[tuple[Segment, Mapping[str, Tensor]]]:
         return self.inner.look_ahead(unit, active)
 
-    def sent_after(self, managed: Managed) -> Managed | None:
-        return self._exchange.sent_after(managed)
+    def arriving_with(self, complete_with: Mapping[Managed, int], end: int) -> dict[Managed, int]:
+        return self._exchange.arriving_with(complete_with, end)
 
     def receive(self, managed: Iterable[Managed]) -> None:
         self._exchange.receive(managed)
@@ -137,6 +140,22 @@ class SharedByReplicas(StateBackend):
         if self._own:
             self.inner.finish()
         self._exchange.arrive()
+
+    def can_try(self, units: Collection[Unit]) -> Sequence[Unit]:
+        return self.inner.can_try(units) if self._tries and units else ()
+
+    def attempt(self, unit: Unit) -> None:
+        self.inner.attempt(unit)
+
+    def tried(self, unit: Unit) -> bool:
+        return self.inner.tried(unit)
+
+    def commit(self, unit: Unit) -> None:
+        self.inner.commit(unit)
+        self._exchange.updated(unit)
+
+    def take_back(self, unit: Unit) -> None:
+        self.inner.take_back(unit)
 
     def abandon(self) -> None:
         """Send what the others wait for: their step ends, and the next collective means the same on all replicas."""
@@ -239,12 +258,10 @@ class _Exchange:
     def __init__(self, replicas: Replicas) -> None:
         self._replicas = replicas
         self._order: list[tuple[Managed, int]] = []
-        self._after: dict[
-            Managed, Managed
-        ] = {}  # other replicas' -> the next own one; row-major copies come at the end
-        self._started = 0  # of them
+        self._begun = False  # a step has, and has not ended
+        self._started = 0  # of those in the order
         self._own_left: deque[tuple[int, Managed]] = deque()
-        self._updated: set[Managed] = set()
+        self._elements_left: dict[Managed, int] = {}  # of own ones, that are not updated yet
         self._works: dict[Managed, Any] = {}
         self._row_major: dict[Managed, Tensor] = {}
 
@@ -259,35 +276,47 @@ class _Exchange:
                     reached.append((progress, replica, item))
         reached.sort(key=lambda entry: entry[:2])
         self._order = [(item, replica) for _, replica, item in reached if item.local.numel()]
-        self._after = self._followed()
+        self._begun = False
         self._row_major = {item: buffer for item, buffer in self._row_major.items() if item in owners}
 
-    def _followed(self) -> dict[Managed, Managed]:
-        """Row-major copies are put in their places at the end of the step, and are not among them."""
-        following: dict[Managed, Managed] = {}
-        own: Managed | None = None
-        for item, _ in reversed(self._order):
-            if not item.elsewhere:
-                own = item
-            elif own is not None and item.local.is_contiguous():
-                following[item] = own
-        return following
+    def arriving_with(self, complete_with: Mapping[Managed, int], end: int) -> dict[Managed, int]:
+        """Others' weights are sent with the next own one in the order, and that when all own ones before it are done.
+
+        Row-major copies are put in their places at the end of the step.
+        """
+        found = {item: end for item, _ in self._order if item.elsewhere}
+        waiting: list[Managed] = []
+        number = -1
+        for item, _ in self._order:
+            if item.elsewhere:
+                waiting.append(item)
+            else:
+                number = max(number, complete_with[item])
+                found.update((other, number) for other in waiting if other.local.is_contiguous())
+                waiting.clear()
+        return found
 
     def begin(self) -> None:
-        self._started = 0
+        """A step begins; again in one that has begun in backward, where nothing changes."""
+        if self._begun:
+            return
+        self._begun, self._started = True, 0
         self._works.clear()
-        self._updated.clear()
-        self._own_left = deque((place, item) for place, (item, _) in enumerate(self._order) if not item.elsewhere)
+        own = [(place, item) for place, (item, _) in enumerate(self._order) if not item.elsewhere]
+        self._own_left, self._elements_left = deque(own), {item: item.local.numel() for _, item in own}
 
-    def updated(self, items: Iterable[Managed]) -> None:
-        """What is done with these is queued; send them when it is their turn."""
-        self._updated.update(items)
-        while self._own_left and self._own_left[0][1] in self._updated:
+    def updated(self, unit: Unit) -> None:
+        """What is done with this unit is queued; send what is complete with it when it is its turn."""
+        for item, start, stop in unit.parts:
+            if item in self._elements_left:
+                self._elements_left[item] -= stop - start
+        while self._own_left and self._elements_left[self._own_left[0][1]] <= 0:
             self._send(self._own_left.popleft()[0] + 1)
 
     def send_all(self) -> None:
         """Whatever has not been sent yet, updated or not."""
         self._send(len(self._order))
+        self._begun = False
 
     def arrive(self) -> None:
         """What is queued next finds all weights in their places."""
@@ -295,10 +324,6 @@ class _Exchange:
         for item, buffer in self._row_major.items():
             if item.elsewhere:
                 item.local.copy_(buffer)
-
-    def sent_after(self, item: Managed) -> Managed | None:
-        """The own parameter whose update starts the sending of ``item``; ``None``: the end of the step does."""
-        return self._after.get(item)
 
     def receive(self, items: Iterable[Managed]) -> None:
         """The same as :meth:`arrive` for some whose sending has started."""

@@ -318,8 +318,8 @@ class Strategy(ABC):
 
         Args:
             model: what :meth:`prepare_model` returned.
-            optimizer_class: a ``torch.optim.Optimizer`` subclass. One that is not element-wise needs a model that is
-                not sharded; ``torch.optim.Muon`` also takes matrices that are sharded by rows, as FSDP2 does.
+            optimizer_class: a ``torch.optim.Optimizer`` subclass. One that is not element-wise gets whole tensors,
+                which ranks bring together where they are sharded (docs/optimizers.md says which).
             param_groups: groups of the model's parameters with their own hyper-parameters; default: one of all of them
                 (frozen ones are trained once they are thawed). A group with ``"optimizer_class"`` is updated by that
                 class, with its defaults.

@@ -30,6 +30,7 @@ class DDPStrategy(ProcessGroupStrategy):
     """
 
     _overflow_everywhere = True
+    _reduces_in_backward = False
 
     @property
     def _sharding(self) -> DDPSharding:

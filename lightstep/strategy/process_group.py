@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -24,11 +25,16 @@ class ProcessGroupStrategy(Strategy):
     :meth:`close`.
     """
 
+    _reduces_in_backward: ClassVar[bool] = True
+    """Whether gradients are reduced layer by layer, and are there while backward goes on."""
+
     def _make_backend(self, model: nn.Module) -> StateBackend:
         backend = super()._make_backend(model)
         alike = not any(differs_across_ranks(parameter) for parameter in model.parameters())
         replicas = self._replicas(model) if isinstance(backend, StreamBackend) and alike else None
-        return backend if replicas is None or replicas.size == 1 else SharedByReplicas(backend, replicas)
+        if replicas is None or replicas.size == 1:
+            return backend
+        return SharedByReplicas(backend, replicas, self._reduces_in_backward)
 
     @abstractmethod
     def _replicas(self, model: nn.Module) -> Replicas | None:

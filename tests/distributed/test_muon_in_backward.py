@@ -71,6 +71,14 @@ def no_room(rank: int, overlap: Overlap) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def some_room(rank: int, overlap: Overlap) -> Iterator[None]:
+    """Others on every rank: weights are cut, and what is tried of one may be its end."""
+    able: Any = overlap._backend.can_try
+    with mock.patch.object(overlap._backend, "can_try", lambda units: able(units)[rank % 3 :: 2]):
+        yield
+
+
 def read_before_step(rank: int, optimizer: Any) -> None:
     if rank == 1:
         optimizer.synchronize()
@@ -84,6 +92,7 @@ STEPS: list[tuple[Act, Any, float, str]] = [
     (read_in_backward, None, 1e6, "redo"),
     (nothing, read_before_step, 1e6, "redo"),
     (no_room, None, 1e6, ""),
+    (some_room, None, 1e6, "any"),
     (nothing, None, float("nan"), "withdrawn"),
     (nothing, None, 1e6, "commit"),
 ]
@@ -91,9 +100,10 @@ STEPS: list[tuple[Act, Any, float, str]] = [
 ranks try together, on rank 0."""
 
 
-def check_tried(rank: int, world_size: int, moments: str) -> None:
+def check_tried(rank: int, world_size: int, moments: str, copies: int) -> None:
     state = {**STATES["stream, overlap"], "moments": moments}
-    strategy, model, optimizer, loop = beside_a_loop(rank, world_size, {}, state)
+    sharding = {"mesh": {"replicate": copies, "shard": world_size // copies}}
+    strategy, model, optimizer, loop = beside_a_loop(rank, world_size, sharding, state)
     overlap: Overlap = optimizer.engine.schedule
     became: list[str] = []
     decide, withdraw = overlap._decide, overlap.withdraw
@@ -137,15 +147,18 @@ def check_tried(rank: int, world_size: int, moments: str) -> None:
                     round_moments(loop)
             if step == 0:
                 slow_lanes(strategy, optimizer, rank)
-            assert rank == 1 or became == [expected] * bool(expected), (step, became)
+            assert rank > 0 or expected == "any" or became == [expected] * bool(expected), (step, became)
             became.clear()
     assert_same(model, optimizer, loop)
     optimizer.close()
 
 
-@pytest.mark.parametrize(("world_size", "moments"), [(2, "float32"), (3, "bfloat16")])
-def test_the_same_on_all_ranks(pool: Pool, world_size: int, moments: str) -> None:
-    pool.run(check_tried, world_size, moments=moments)
+@pytest.mark.parametrize(
+    ("world_size", "moments", "copies"), [(2, "float32", 1), (3, "bfloat16", 1), (4, "float32", 2)]
+)
+def test_the_same_on_all_ranks(pool: Pool, world_size: int, moments: str, copies: int) -> None:
+    """With copies of the shards, what is said of rank 1 is so of one copy, or of one rank of it."""
+    pool.run(check_tried, world_size, moments=moments, copies=copies)
 
 
 def test_a_rank_that_fails_ends(tmp_path: Path) -> None:

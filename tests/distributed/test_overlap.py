@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from lightstep.optimizer.overlap import Overlap
+from tests.distributed.models import TinyTransformer
 from tests.distributed.ranks import Pool
+from tests.distributed.sharding_runs import HSDP
 from tests.distributed.test_next_forward import LAYOUTS, PRECISIONS, check_same_bits
+from tests.distributed.test_replicas import Run, same_runs
+from tests.unit.test_stream import random_delays, random_sleeps
 
 STATE: dict[str, Any] = {"backend": "stream", "update": "overlap", "ring_mib": 0.01}
 
@@ -49,18 +54,52 @@ def check_verdicts(rank: int, world_size: int, expected: list[str], **settings: 
         ("fsdp2-checkpointed", "bf16", 1e6, ["commit"]),
         ("fsdp2-named-units", "fp32", 0.05, ["redo"]),
         ("ddp", "bf16", 1e6, []),
-        ("hsdp", "bf16", 1e6, []),
+        ("hsdp", "bf16", 1e6, ["commit"]),
+        ("hsdp", "fp32", 0.05, ["redo"]),
+        ("copies", "bf16", 1e6, ["commit"]),
     ],
 )
 def test_slow_lanes(pool: Pool, layout: str, precision: str, max_norm: float, expected: list[str]) -> None:
-    """Replicas that share the work try nothing."""
+    """DDP reduces at the end of backward: nothing is tried."""
     world_size, sharding = LAYOUTS[layout]
     settings = {"sharding": sharding, "precision": PRECISIONS[precision], "clipping": {"max_norm": max_norm}}
     pool.run(check_verdicts, world_size, expected=expected, **settings)
 
 
-def test_overflows(pool: Pool) -> None:
-    settings = {"sharding": LAYOUTS["fsdp2"][1], "clipping": {"max_norm": 1e6}}
+@pytest.mark.parametrize("layout", ["fsdp2", "hsdp"])
+def test_overflows(pool: Pool, layout: str) -> None:
+    world_size, sharding = LAYOUTS[layout]
+    settings = {"sharding": sharding, "clipping": {"max_norm": 1e6}}
     scale = {"kind": "dynamic", "init_scale": 2.0**16, "growth_interval": 1}
     precision = {"parameters": "float16", "loss_scale": scale}
-    pool.run(check_verdicts, 2, expected=["commit", "drop"], **settings, precision=precision)
+    pool.run(check_verdicts, world_size, expected=["commit", "drop"], **settings, precision=precision)
+
+
+class Wide(TinyTransformer):
+    """Its matrices go through the ring in parts."""
+
+    def __init__(self) -> None:
+        super().__init__(width=40)
+
+
+def check_parts(rank: int, world_size: int) -> None:
+    """Each replica has room for other units; of a tensor whose last part was tried, the first may be left."""
+    tested, expected = Run(HSDP, STATE, make_model=Wide), Run(HSDP, {"backend": "resident"}, make_model=Wide)
+    tested.optimizer.max_norm = expected.optimizer.max_norm = 1e6
+    tested.train(1)
+    lanes = tested.backend.inner.lanes
+    (random_delays if lanes.device.type == "cpu" else random_sleeps)(lanes, rank)
+    units, able, partly = list(tested.backend.units()), tested.backend.can_try, 0
+    for step in range(4):
+        chosen = {unit for number, unit in enumerate(units) if (number + step + rank // 2) % 2}
+        with mock.patch.object(tested.backend, "can_try", lambda units, chosen=chosen: able(chosen & {*units})):
+            tested.train(1)
+        left = {owner for unit in units if unit not in chosen for owner, _, _ in unit.parts}
+        partly += any(owner in left for unit in chosen for owner, _, _ in unit.parts)
+    assert partly and tested.optimizer.engine.schedule.redone == 0
+    expected.train(5)
+    same_runs(f"rank {rank}", tested, expected)
+
+
+def test_parts_of_what_replicas_send(pool: Pool) -> None:
+    pool.run(check_parts, 4)

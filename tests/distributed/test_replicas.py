@@ -10,6 +10,7 @@ import random
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 import lightstep
 from lightstep.distributed import Replicas, local_tensor
 from lightstep.state.backend import Managed
-from lightstep.state.replicas import SharedByReplicas, share_out
+from lightstep.state.replicas import SharedByReplicas, _Exchange, share_out
 from lightstep.state.ring import Ring
 from lightstep.state.units import RingError
 from tests.distributed.collectives import collectives
@@ -375,6 +376,17 @@ def test_share_out() -> None:
 
 def _loads(shared: dict[Managed, int], cost: Callable[[Managed], int], replicas: int) -> list[int]:
     return [sum(cost(item) for item, owner in shared.items() if owner == replica) for replica in range(replicas)]
+
+
+def test_others_weights_wait_for_all_that_is_sent_before() -> None:
+    """Also when own ones are done in another order than they are sent in, as after a trial in backward."""
+    items = items_of([4] * 6)
+    for number, item in enumerate(items):
+        item.elsewhere = number % 2 == 1
+    sending = _Exchange(SimpleNamespace(size=2, rank=0))  # type: ignore[arg-type]
+    sending.plan(items, {item: int(item.elsewhere) for item in items}, lambda item: item.local.numel())
+    numbers = sending.arriving_with({items[0]: 2, items[2]: 0, items[4]: 3}, 9)
+    assert numbers == {items[1]: 2, items[3]: 3, items[5]: 9}
 
 
 # -- state seen from outside

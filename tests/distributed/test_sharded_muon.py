@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from transformers import Adafactor
 
@@ -308,6 +308,43 @@ def test_other_classes_see_whole_tensors(pool: Pool, name: str, world_size: int,
     pool.run(check_gathered, world_size, optimizer_class=optimizer_class, settings=settings, state=STATES[state])
 
 
+def check_gathered_blocks(rank: int, world_size: int, state: dict[str, Any]) -> None:
+    """FSDP2 over tensor parallelism: uneven rows of rows, blocks by both dimensions, a bias that is divided twice."""
+    device = device_of(rank, world_size)
+    mesh = init_device_mesh(device.type, (2, world_size // 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 10), nn.Linear(10, 7, bias=False), nn.Linear(7, 5)).to(device)
+    expected = [nn.Parameter(p.detach().bfloat16().float()) for p in model.parameters()]
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    fully_shard(model.bfloat16(), mesh=mesh["dp"])
+    strategy = lightstep.Strategy.load({"clipping": {"max_norm": None}, "optimizer_state": state})
+    optimizer_class, settings = CLASSES["adafactor"]
+    optimizer, plain = (
+        strategy.create_optimizer(model, optimizer_class, **settings),
+        optimizer_class(expected, **settings),
+    )
+    for step in range(3):
+        inputs = torch.randn(4, 6, generator=torch.Generator().manual_seed(step)).to(device, torch.bfloat16)
+        optimizer.backward(model(inputs).float().square().mean())
+        for whole_one, parameter in zip(expected, model.parameters(), strict=True):
+            whole_one.grad = parameter.grad.full_tensor().float()
+        assert optimizer.step()
+        plain.step()
+    optimizer.synchronize()
+    for whole_one, parameter in zip(expected, model.parameters(), strict=True):
+        assert torch.equal(parameter.full_tensor(), whole_one.bfloat16())
+        entries = dict(optimizer.state[parameter])
+        assert torch.equal(whole(entries.pop("master")), whole_one.detach().cpu())
+        for key, value in entries.items():
+            assert torch.equal(whole(torch.as_tensor(value)), torch.as_tensor(plain.state[whole_one][key]).cpu()), key
+    optimizer.close()
+
+
+@pytest.mark.parametrize("state", ["resident", "stream, overlap"])
+def test_other_classes_under_tensor_parallelism(pool: Pool, state: str) -> None:
+    pool.run(check_gathered_blocks, 4, state=STATES[state])
+
+
 def adafactors(model: nn.Module) -> list[dict[str, Any]]:
     return [{"params": list(model.parameters()), "optimizer_class": Adafactor, **CLASSES["adafactor"][1]}]
 
@@ -422,6 +459,25 @@ def check_refusal(rank: int, world_size: int, optimizer_class: Any, state: dict[
 def test_what_does_not_go_on_shards(pool: Pool, optimizer_class: Any, update: str, message: str) -> None:
     state = {"backend": "resident", "update": update}
     pool.run(check_refusal, 2, optimizer_class=optimizer_class, state=state, message=message)
+
+
+def check_cut_experts(rank: int, world_size: int, optimizer_class: Any) -> None:
+    device = device_of(rank, world_size)
+    model = nn.Module()
+    model.experts = nn.Parameter(torch.randn(3, 6, 6, device=device, dtype=torch.bfloat16))
+    fully_shard(model, mesh=init_device_mesh(device.type, (world_size,)), shard_placement_fn=lambda _: Shard(1))
+    strategy = lightstep.Strategy.load({"clipping": {"max_norm": None}})
+    optimizer = strategy.create_optimizer(model, rules=Rule(optimizer_class))
+    model.experts.grad = torch.ones_like(model.experts)
+    with pytest.raises(
+        ValueError, match=r"experts of shape \(3, 6, 6\) is sharded along another dimension than the firs"
+    ):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("optimizer_class", [torch.optim.Muon, Lamb])
+def test_experts_that_are_cut_are_refused(pool: Pool, optimizer_class: Any) -> None:
+    pool.run(check_cut_experts, 2, optimizer_class=optimizer_class)
 
 
 def test_the_work_is_shared_evenly() -> None:

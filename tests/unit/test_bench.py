@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -145,6 +146,36 @@ def test_muon_beside_the_loop_by_hand(tmp_path: Path) -> None:
         plan("step", {"optimizer": "sgd", "params": 6e4, "device": "cpu"}, tmp_path)
 
 
+class MuonOfDion(torch.optim.Optimizer):
+    """Takes what dion's class takes, and does torch's arithmetic."""
+
+    def __init__(self, groups: list[dict[str, Any]], **given: Any) -> None:
+        assert given.pop("distributed_mesh") is None and given.pop("nesterov") and given.pop("adjust_lr") == "rms_norm"
+        matrices, rest = (dict(group) for group in groups)
+        assert rest.pop("algorithm") == "adamw"
+        rest |= {"betas": (rest.pop("beta1"), rest.pop("beta2")), "eps": rest.pop("epsilon")}
+        muon = {"momentum": given.pop("mu"), "adjust_lr_fn": "match_rms_adamw", **given}
+        self._both = [torch.optim.Muon(matrices["params"], **muon), torch.optim.AdamW([rest], fused=True)]
+        super().__init__([*matrices["params"], *rest["params"]], {})
+
+    def step(self, closure: Any = None) -> None:
+        for optimizer in self._both:
+            optimizer.step()
+
+
+def test_dion_is_given_the_same_work(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    names = [*TINY, "--optimizer", "muon", "--strategies", "none", "--peers", "torch,dion,dion-triton", "--rounds", "1"]
+    monkeypatch.setitem(sys.modules, "dion", SimpleNamespace(Muon=MuonOfDion))
+    assert run_bench(*names, "--output", str(tmp_path / "a")).exit_code == 0
+    rows = rows_of(json.loads((tmp_path / "a" / "bench.json").read_text()))
+    assert rows["dion"]["note"] is None and rows["dion"]["largest_weight_difference"] == 0.0
+    assert rows["dion-triton"]["skipped"] and rows["dion-triton"]["note"] == "needs a GPU"
+    monkeypatch.setitem(sys.modules, "dion", None)
+    assert run_bench(*names, "--output", str(tmp_path / "b")).exit_code == 0
+    rows = rows_of(json.loads((tmp_path / "b" / "bench.json").read_text()))
+    assert {row["note"] for name, row in rows.items() if name != "torch"} == {"not installed"}
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_what_a_step_of_muon_cannot_do_without(ranks: int) -> None:
     shape = LlamaShape("two blocks", 8, 16, 4, 2, 64, 4)
@@ -161,6 +192,8 @@ def test_what_a_step_of_muon_cannot_do_without(ranks: int) -> None:
         },
         {**shown, "name": "stream", "gb_to_device": 0.5, "gb_to_host": 0.6},
         {**shown, "name": "torch", "kind": "peer", "parameters_per_rank": shape.parameters, "step_ms": 10.0},
+        {**shown, "name": "dion", "kind": "peer"},
+        {**shown, "name": "torch-fsdp2", "kind": "peer"},
     ]
     muon_bounds.add_bounds(run, shape, rows, "step_ms")
     sent = sum(2 * 2 * rows * columns // 4 for rows, columns in shape.matrices)  # half of a half, there and back
@@ -169,6 +202,7 @@ def test_what_a_step_of_muon_cannot_do_without(ranks: int) -> None:
         bound if bound is None else pytest.approx(bound) for bound in bounds
     ]
     assert rows[1]["times_bound"] == pytest.approx(30 / 24) and "bound_ms" not in rows[2]
+    assert [row.get("bound_ms") for row in rows[3:]] == [None if ranks == 1 else bounds[0], None]
     one = 2 * sum(4 * min(m) ** 2 * max(m) + 2 * min(m) ** 3 for m in [(8, 8)] * 2 + [(4, 8)] * 2 + [(16, 8)] * 3)
     assert muon_bounds.newton_schulz_tflop(shape) == pytest.approx(5 * one / 1e12)
 

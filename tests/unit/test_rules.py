@@ -16,7 +16,7 @@ import lightstep
 from lightstep import Rule
 from lightstep.optimizer.rules import KINDS, described_parameters
 from tests.covering import every_pair
-from tests.reference.pair import BACKENDS, EVERY_TIME, TWO_GROUPS, Pair, scale_for, through_bytes
+from tests.reference.pair import BACKENDS, EVERY_TIME, TWO_GROUPS, Pair, same_tree, scale_for, through_bytes
 from tests.reference.several_classes import SeveralClasses
 from tests.reference.tiny_model import representable
 
@@ -198,6 +198,21 @@ def test_a_state_dict_of_other_classes_is_refused() -> None:
     with pytest.raises(ValueError, match=r"group 0 is updated by torch.optim.AdamW, .* the state of torch.optim.Muon"):
         other.load_state_dict(packed)
     assert other.param_groups[0]["lr"] == before
+
+
+@pytest.mark.parametrize("backend", list(BACKENDS))
+def test_state_of_other_shapes_is_refused_before_anything_changes(backend: str) -> None:
+    """By classes, parameter by parameter: Muon beside AdamW takes no other shapes than AdamW alone does."""
+    _, model, optimizer = made(backend)
+    optimizer.backward(loss_of(model, 0))
+    optimizer.step()
+    packed = through_bytes(optimizer.state_dict())
+    for number, key in ((0, "momentum_buffer"), (0, "master"), (len(packed["state"]) - 1, "exp_avg")):
+        wrong = copy.deepcopy(packed)
+        wrong["state"][number][key] = torch.zeros(5, 2)
+        with pytest.raises(ValueError, match=rf"state '{key}' of parameter {number} has shape \(5, 2\)"):
+            optimizer.load_state_dict(wrong)
+        same_tree(key, through_bytes(optimizer.state_dict()), packed)
 
 
 # -- rules

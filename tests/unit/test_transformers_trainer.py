@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback, TrainingArguments, get_scheduler
 
 import lightstep
-from lightstep import CheckpointError, ConfigError, Strategy
+from lightstep import CheckpointError, ConfigError, Rule, Strategy
 from lightstep.integrations.accelerate import LightstepOptimizer
 from lightstep.integrations.expectation import Expectation
 from lightstep.integrations.transformers import LightstepMixin, LightstepTrainer
@@ -506,6 +506,26 @@ def test_an_optimizer_and_a_scheduler_that_the_strategy_made(tmp_path: Path) -> 
     assert trainer.optimizer.optimizer is optimizer
     assert optimizer.param_groups[0]["lr"] == 0.025
     assert next(model.parameters()).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("backend", ["resident", "stream"])
+def test_an_optimizer_of_several_classes(tmp_path: Path, backend: str) -> None:
+    def made() -> LightstepTrainer:
+        strategy, model = Strategy.load({"optimizer_state": {"backend": backend}}), make_llama()
+        rules = [Rule(torch.optim.Muon, kinds="hidden_matrices", lr=1e-2), Rule(torch.optim.AdamW, kinds="rest")]
+        args = training_arguments(tmp_path, max_steps=4, save_strategy="steps", save_steps=2)
+        optimizers = (strategy.create_optimizer(model, rules=rules), None)
+        return LightstepTrainer(model, args, strategy=strategy, train_dataset=Rows(), optimizers=optimizers)
+
+    through, resumed = made(), made()
+    through.train()
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    pairs = zip(through.model.parameters(), resumed.model.parameters(), strict=True)
+    assert all(torch.equal(*pair) for pair in pairs)
+    assert [group["optimizer_class"] for group in resumed.optimizer.param_groups] == [
+        "torch.optim.Muon",
+        "torch.optim.AdamW",
+    ]
 
 
 def test_callbacks_get_the_wrapped_optimizer(tmp_path: Path) -> None:
