@@ -20,10 +20,10 @@ from typing import IO, Any, BinaryIO, cast
 import torch
 from torch import Tensor
 
-from lightstep.checkpoint.checksums import crc32
 from lightstep.checkpoint.ranks import Ranks
 from lightstep.checkpoint.storage import storage_of
 from lightstep.checkpoint.tensors import PART_BYTES, Chunk, Index, Source, Stored, join
+from lightstep.crc32 import crc32
 
 FILE_BYTES = 512 * 2**20
 """Files end after the tensor that reaches this size."""
