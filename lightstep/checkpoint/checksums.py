@@ -1,6 +1,4 @@
-"""CRC-32 of everything that a save writes: by isal where that is installed, at memory speed, or else by zlib.
-
-Both give the same number, and let other threads run meanwhile.
+"""CRC-32 of everything that a save writes.
 
 A checkpoint's manifest has the checksums of all small files, among them that of the index, which has those of all
 tensors. The manifest ends with its own.
@@ -8,29 +6,15 @@ tensors. The manifest ends with its own.
 
 from __future__ import annotations
 
-import functools
 import json
-import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
-__all__ = ["crc32", "crc32_of", "seal", "unseal"]
+from lightstep.crc32 import crc32
+
+__all__ = ["crc32_of", "seal", "unseal"]
 
 _SEAL = b'"crc32": "%08x"\n}'
-
-
-def crc32(data: Any, checksum: int = 0) -> int:
-    """Of bytes that follow those with ``checksum``."""
-    return _fastest()(data, checksum)
-
-
-@functools.cache
-def _fastest() -> Callable[[Any, int], int]:
-    try:
-        from isal import isal_zlib
-    except ImportError:
-        return zlib.crc32
-    return isal_zlib.crc32
 
 
 def crc32_of(blocks: Iterable[bytes]) -> int:

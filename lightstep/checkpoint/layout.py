@@ -31,9 +31,10 @@ from typing import Any
 
 import torch
 
-from lightstep.checkpoint.checksums import crc32, seal, unseal
+from lightstep.checkpoint.checksums import seal, unseal
 from lightstep.checkpoint.errors import CheckpointError, DamagedError, error_text
 from lightstep.checkpoint.storage import FolderKind, final_name, leftovers, location, storage_of, write_file
+from lightstep.crc32 import crc32
 
 logger = logging.getLogger(__name__)
 

@@ -14,10 +14,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lightstep.checkpoint.checksums import crc32
 from lightstep.checkpoint.errors import CheckpointError, DamagedError, error_text
 from lightstep.checkpoint.storage import storage_of
 from lightstep.checkpoint.tensors import PART_BYTES, Chunk, Index, Target
+from lightstep.crc32 import crc32
 
 _READERS = 4
 """Threads that read ahead."""

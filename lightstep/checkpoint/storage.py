@@ -21,10 +21,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol, cast
 
-from lightstep.checkpoint.checksums import crc32
 from lightstep.checkpoint.errors import CheckpointError
 from lightstep.checkpoint.ranks import Ranks
 from lightstep.checkpoint.urls import UrlPath, UrlStorage
+from lightstep.crc32 import crc32
 
 logger = logging.getLogger(__name__)
 

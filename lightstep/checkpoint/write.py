@@ -20,10 +20,10 @@ from typing import IO, Any, BinaryIO, cast
 import torch
 from torch import Tensor
 
-from lightstep.checkpoint.checksums import crc32
 from lightstep.checkpoint.ranks import Ranks
 from lightstep.checkpoint.storage import storage_of
 from lightstep.checkpoint.tensors import PART_BYTES, Chunk, Index, Source, Stored, join
+from lightstep.crc32 import crc32
 
 FILE_BYTES = 512 * 2**20
 """Files end after the tensor that reaches this size."""
@@ -35,7 +35,7 @@ _WRITERS = 4
 def share(sources: Sequence[Source], ranks: Ranks) -> list[Source]:
     """What this rank writes of what it has: of equal keys and offsets only one rank's, so that all write about as much.
 
-    Called by all ranks.
+    Their order stays: entries of one parameter that follow each other are put together once. Called by all ranks.
     """
     mine = {(source.key, source.shard.offsets): source for source in sources if _has_data(source)}
     if not ranks.several:
@@ -46,13 +46,11 @@ def share(sources: Sequence[Source], ranks: Ranks) -> list[Source]:
     for rank, places in enumerate(everyone):
         for place in places:
             holders.setdefault(place, []).append(rank)
-    kept = []
+    writer = {}
     for place, having in holders.items():
-        rank = min(having, key=lambda rank: load[rank])
+        writer[place] = rank = min(having, key=lambda rank: load[rank])
         load[rank] += everyone[rank][place]
-        if rank == ranks.rank:
-            kept.append(mine[place])
-    return kept
+    return [source for place, source in mine.items() if writer[place] == ranks.rank]
 
 
 def write_tensors(folder: Path, sources: Sequence[Source], rank: int = 0) -> Index:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import zlib
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lightstep.crc32 import crc32
 from lightstep.state.segment import MasterSplitter
 
 __all__ = ["ChecksummedWeights"]
@@ -25,5 +25,5 @@ class ChecksummedWeights:
 
     def fingerprints(self, weight: Tensor, first: int, ranges: Any, out: Tensor) -> None:
         codes: Any = weight.view(torch.int16).numpy()
-        sums = [zlib.crc32(codes[start:stop]) for start, stop in ranges]
+        sums = [crc32(codes[start:stop]) for start, stop in ranges]
         out.copy_(torch.tensor(sums, dtype=torch.int64, device="cpu"))  # int64 → int32 keeps the low half

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,12 @@ def check_snapshots(rank: int, world_size: int, folder: str, values: dict[str, A
     expected = Training(rank, world_size, {**values, "optimizer_state": streamed})
     tested = Training(rank, world_size, {**values, "optimizer_state": {**streamed, **state}})
     kind: Any = DeviceSnapshot if state.get("backend") == "resident" else Snapshot
-    take, chance, taken = kind.take, random.Random(rank), []
+    take, chance = kind.take, random.Random(rank)
+    taken: list[int] = []
 
     def slowly(snapshot: Any, parameter: Tensor, key: str) -> Tensor:
         time.sleep(chance.random() * 2e-3)
-        taken.append(key)
+        taken.append(id(parameter))
         return take(snapshot, parameter, key)
 
     kind.take = slowly
@@ -43,9 +45,10 @@ def check_snapshots(rank: int, world_size: int, folder: str, values: dict[str, A
             losses = [tested.step() for _ in range(2)]
             pending.result(60)
             check_saved(Path(folder, str(number)))
+            assert taken and len([*groupby(taken)]) == len({*taken})  # each is read, and its master joined, once
+            taken.clear()
     finally:
         kind.take = take
-    assert taken
     assert [expected.step() for _ in range(5)][3:] == losses
     found, wanted = tested.snapshot(), expected.snapshot()
     assert [key for key, value in wanted.items() if not value.equal(found[key])] == []

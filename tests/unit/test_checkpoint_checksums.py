@@ -18,7 +18,8 @@ import torch
 from torch import nn
 from typer.testing import CliRunner
 
-from lightstep.checkpoint import CheckpointError, checksums, load_checkpoint, save_checkpoint, verify_checkpoints
+from lightstep import crc32 as crc32_module
+from lightstep.checkpoint import CheckpointError, load_checkpoint, save_checkpoint, verify_checkpoints
 from lightstep.checkpoint import load as load_module
 from lightstep.checkpoint import read as read_module
 from lightstep.cli import app
@@ -181,10 +182,10 @@ def test_the_checksum_is_the_same_with_and_without_the_faster_library(
 ) -> None:
     if library == "zlib":
         monkeypatch.setitem(sys.modules, "isal", None)
-    monkeypatch.setattr(checksums, "_fastest", checksums._fastest.__wrapped__)
+    monkeypatch.setattr(crc32_module, "_fastest", crc32_module._fastest.__wrapped__)
     data = random.Random(0).randbytes(100_001)
-    assert checksums.crc32(data) == zlib.crc32(data)
-    assert checksums.crc32(memoryview(data)[7:], 5) == zlib.crc32(data[7:], 5)
+    assert crc32_module.crc32(data) == zlib.crc32(data)
+    assert crc32_module.crc32(memoryview(data)[7:], 5) == zlib.crc32(data[7:], 5)
 
 
 def test_torch_makes_no_checksums_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
