@@ -237,9 +237,9 @@ class OptimizerState(_Frozen):
     spare_host_gib: Annotated[float, Field(ge=0)] | Literal["auto"] = "auto"
     """Stream: host memory for second versions of records (update overlap, asynchronous saves), in GiB; ``auto`` takes
     what is free, but for a tenth."""
-    previous_weights: Literal["host", "device", "auto"] = "host"
-    """Update overlap: where weights are kept as they were until their update counts; ``auto``: on the device while it
-    has room, then on the host."""
+    previous_weights: Literal["auto", "device", "host"] = "auto"
+    """Update overlap: where weights are kept as they were until their update counts; ``auto``: on the host if state
+    stays on the device (``resident_gib``), else on the device while it has room."""
 
     @model_validator(mode="after")
     def _deferred(self) -> OptimizerState:
@@ -254,7 +254,7 @@ class OptimizerState(_Frozen):
                 f"spare_host_gib {self.spare_host_gib:g} is host memory for second versions of backend stream's "
                 f"records, and backend is {self.backend}; leave it out, or set backend: stream"
             )
-        if self.previous_weights != "host" and self.update != "overlap":
+        if self.previous_weights != "auto" and self.update != "overlap":
             raise ValueError(
                 f"previous_weights {self.previous_weights} is where update overlap keeps weights until their update "
                 f"counts, and update is {self.update}; leave it out, or set update: overlap"

@@ -53,7 +53,7 @@ _WHOLE_MASTERS_UNTIL = "2026-11-22T15:30"
 """`resident` kept masters whole in versions before: 2 bytes per bf16 parameter more than is planned now."""
 
 _RESIDENT_SINCE = "2026-11-23T06:00"
-"""Presets whose name ends in `-overlap` kept no state on the device before, and there the previous weights."""
+"""`stream-overlap` kept no state on the device before, and the previous weights were there in any case."""
 
 
 def compare(folder: Path) -> list[Compared]:

@@ -134,7 +134,8 @@ class _Bytes:
         held = self._held_for_steps(all_state) + self._buckets()
         tried = self._tried(resident, streamed)
         previous = self.width * tried / self.state_width if tried else 0
-        travelling = previous if state.previous_weights == "host" else 0
+        travel = state.previous_weights == "host" or (state.previous_weights == "auto" and state.resident_gib != 0)
+        travelling = previous if travel else 0
         speculative = previous - travelling
         base = weights + resident + held + speculative
         moved = all_state if state.backend == "bulk" else 0

@@ -299,4 +299,4 @@ def _launch(batch: Sequence[AdamRun], shared: tuple[Tensor | None, ...], numbers
 @functools.lru_cache(maxsize=4096)
 def _places(places: tuple[tuple[int, int, int], ...], device: torch.device) -> Tensor:
     """``[3k]``: elements, number and first place of each run."""
-    return torch.tensor(places, dtype=torch.int64, device="cpu").view(-1).to(device)
+    return torch.tensor(places, dtype=torch.int64, device="cpu").view(-1).to(device, non_blocking=True)

@@ -51,7 +51,8 @@ def _tables(ranges: tuple[tuple[int, int], ...], n: int, device: torch.device) -
     """``[2k]`` begin and end of each range; for each block the first range that reaches into it or beyond."""
     heads = [bisect.bisect_right(ranges, block, key=lambda one: one[1]) for block in range(0, n, _SUMMED)]
     edges = [edge for one in ranges for edge in one]
-    return tuple(torch.tensor(x, dtype=torch.int64, device="cpu").to(device) for x in (edges, heads))  # type: ignore[return-value]
+    tables = (torch.tensor(x, dtype=torch.int64, device="cpu") for x in (edges, heads))
+    return tuple(table.to(device, non_blocking=True) for table in tables)  # type: ignore[return-value]
 
 
 def _bits_of(extra: Tensor) -> Tensor:

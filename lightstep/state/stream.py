@@ -53,8 +53,8 @@ class StreamBackend(RecordBackend):
         for joined masters included. A unit takes at most one slot. slots: number of slots instead of
         ``prefetch_layers + 2``. resident_gib: see :meth:`set_residency`. spare_host_gib: host memory for
         second versions of records: of :meth:`attempt`, taken by :meth:`can_try`, and while a :meth:`pin` lasts.
-        previous_weights: where :meth:`attempt` keeps the weights as they were; ``auto``: on the device while it has
-        room, then on the host.
+        previous_weights: where :meth:`attempt` keeps the weights as they were; ``auto``: on the host if state stays on
+        the device, else on the device while it has room.
 
     Raises:
         RingError: at ``register``, when the ring is too small for the smallest possible piece.
@@ -74,7 +74,7 @@ class StreamBackend(RecordBackend):
         slots: int | None = None,
         resident_gib: float | Literal["auto"] = 0.0,
         spare_host_gib: float | Literal["auto"] = "auto",
-        previous_weights: Literal["host", "device", "auto"] = "host",
+        previous_weights: Literal["auto", "device", "host"] = "auto",
     ) -> None:
         self._settings: dict[str, Any] = {
             "splitter": splitter,
@@ -100,7 +100,9 @@ class StreamBackend(RecordBackend):
         self._walk: list[Record] = []
         self._resident: Residency | None = None
         self._versions = Versions(self._settings["spare_host_gib"], self._settings["previous_weights"])
+        self._versions.state_stays = self._settings["resident_gib"] != 0
         self._keep_first: Sequence[Record] = ()
+        self._scratch_bytes = 0.0
         self._prepared = False
 
     def fresh(self) -> StreamBackend:
@@ -167,8 +169,10 @@ class StreamBackend(RecordBackend):
         """Bytes of a slot, such that all slots and the scratch for one unit's masters fit the ring."""
         if not managed:
             return 1
-        shares = self._slots + max(self._scratch_ratio(item) for item in managed)
+        scratch = max(self._scratch_ratio(item) for item in managed)
+        shares = self._slots + scratch
         capacity = int(self._ring_mib * _MIB / shares)
+        self._scratch_bytes = scratch * capacity
         needs = [(smallest_piece(item, self._bytes_of), item.name) for item in managed]
         needed, name = max(needs)
         if needed > capacity:
@@ -424,6 +428,7 @@ class StreamBackend(RecordBackend):
         if self._lanes is not None:
             self.synchronize()
         self._settings["resident_gib"] = gib
+        self._versions.state_stays = gib != 0
         if self._lanes is not None:
             self._residency.set_budget(self._budget(self._lanes.device))
             self._residency.shrink(self._in_order_of_staying())
@@ -480,7 +485,8 @@ class StreamBackend(RecordBackend):
         """How many slots of ``size`` bytes: no more than records for them, and than fit the ring; at least one, and as
         many as ranks look into that update parameters together."""
         streamed, needed = len(self._streamed()), self._room_ahead + 1 if self.awaited_by_others else 1
-        return min(streamed, max(min(self._slots, int(self._ring_mib * _MIB) // max(size, 1)), needed))
+        room = int(self._ring_mib * _MIB - self._scratch_bytes + self._slots)  # and what a capacity is rounded by
+        return min(streamed, max(min(self._slots, room // max(size, 1)), needed))
 
     def _slot_bytes(self) -> int:
         """Of the largest record that goes through the ring, with what travels behind it."""

@@ -134,13 +134,18 @@ class Versions:
 
     Args:
         budget: GiB of host memory; ``auto``: what is free, but for a tenth.
-        previous_weights: where they are kept; ``auto``: on the device as long as it has room.
+        previous_weights: where they are kept; ``auto``: on the host if state stays on the device, else on the device as
+            long as it has room.
+
+    Attributes:
+        state_stays: on the device between steps, some of it.
     """
 
     def __init__(
-        self, budget: float | Literal["auto"], previous_weights: Literal["host", "device", "auto"] = "host"
+        self, budget: float | Literal["auto"], previous_weights: Literal["auto", "device", "host"] = "auto"
     ) -> None:
         self._budget, self._where = budget, previous_weights
+        self.state_stays = False
         self._spare: dict[int, list[HostSlab]] = defaultdict(list)
         self._bytes = 0
         self._full = False
@@ -149,6 +154,7 @@ class Versions:
         self._let_go = threading.Condition()
         self._tried: dict[Record, Version] = {}
         self._previous: dict[Record, PreviousWeights] = {}
+        self._reserved = False  # something is to be tried
         self._device_full = False
 
     def __reduce__(self) -> Any:
@@ -175,12 +181,12 @@ class Versions:
         previous = self._previous.get(record)
         if previous is not None:
             return record.nbytes + (0 if previous.host is None else previous.nbytes)
-        return record.nbytes + (_rows_of(record)[1] if self._travel else 0)
+        return record.nbytes + (_rows_of(record)[1] if self._travel and self._reserved else 0)
 
     @property
     def _travel(self) -> bool:
         """Whether previous weights go to the host that have no memory yet."""
-        return self._where == "host" or (self._where == "auto" and self._device_full)
+        return self._where == "host" or (self._where == "auto" and (self._device_full or self.state_stays))
 
     def reserve(self, records: Collection[Record], marked: bool) -> list[Record]:
         """Take what trying these needs, outside of a step; those of them for which there was room.
@@ -189,6 +195,7 @@ class Versions:
             marked: fingerprints of their weights are kept.
         """
         records = [record for record in records if record.slab is not None]
+        self._reserved = self._reserved or bool(records)
         for gone in self._previous.keys() - set(records):
             self._forget(gone)
         wanted: dict[int, int] = defaultdict(int)

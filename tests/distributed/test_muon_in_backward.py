@@ -28,7 +28,11 @@ def nothing(rank: int, overlap: Overlap) -> Iterator[None]:
 
 @contextlib.contextmanager
 def other_order(rank: int, overlap: Overlap) -> Iterator[None]:
-    """One rank sees its gradients last to first, when backward is over."""
+    """One rank sees its gradients last to first, when backward is over.
+
+    On the CPU: NCCL wants the operations of all communicators in one order on all ranks. FSDP2's own reductions, which
+    follow the order of gradients, would hang there as well.
+    """
     collect, try_together, held = overlap._collect, overlap._try_together, []
 
     def tried(trial: Any, rest: bool = False) -> None:
@@ -36,7 +40,7 @@ def other_order(rank: int, overlap: Overlap) -> Iterator[None]:
             collect(*held.pop())
         try_together(trial, rest)
 
-    if rank == 1:
+    if rank == 1 and overlap._backend.lanes.device.type == "cpu":
         collecting = mock.patch.object(overlap, "_collect", lambda *one: held.append(one))
         with collecting, mock.patch.object(overlap, "_try_together", tried):
             yield
