@@ -106,7 +106,7 @@ class _Bytes:
         self.state_width = max(held.device_state.count, held.host_state.count)
         divided = (held.device_state if held.device_state.count else held.host_state).divided_by
         self.own = sizes.total / (ranks if divided == "ranks" else self.shards)  # elements whose state this rank keeps
-        self.speculates = config.optimizer_state.update == "overlap"
+        self.speculates = updates_in_backward(config)
         self.accumulates = accumulates
         self.gradient_width = self._gradient_width()
 
@@ -232,6 +232,11 @@ class _Bytes:
         if self.config.sharding.kind != "fsdp2":
             return 0
         return self.sizes.root * (self._compute_width + self.gradient_width)
+
+
+def updates_in_backward(config: StrategyConfig) -> bool:
+    """Whether ``update: overlap`` updates units in backward: not under DDP, which reduces gradients at its end."""
+    return config.optimizer_state.update == "overlap" and not isinstance(config.sharding, DDPSharding)
 
 
 def shards_of(config: StrategyConfig, ranks: int) -> int:

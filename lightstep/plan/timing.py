@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from lightstep.config import StrategyConfig
 from lightstep.plan.activations import Activations
 from lightstep.plan.cost import cost
-from lightstep.plan.memory import Memory, Sizes
+from lightstep.plan.memory import Memory, Sizes, updates_in_backward
 from lightstep.plan.profiles import Profile
 
 
@@ -59,7 +59,7 @@ def iteration_time(
     pace = _Units(sizes, one, link)
     if state.update == "in_backward":
         return Time(compute, link, max(0.0, pace.end_of_updates() - one.backward))
-    early = state.update == "overlap" and clips is False
+    early = updates_in_backward(config) and clips is False
     return Time(compute, link, pace.end_of_forward(early) - one.forward)
 
 

@@ -561,6 +561,25 @@ def test_where_the_ring_has_no_room_for_weights_they_do_not_travel(
     assert_same(tested.snapshot(), expected.snapshot())
 
 
+@pytest.mark.parametrize("state", [OVERLAP, ON_HOST], ids=["device", "host"])
+@pytest.mark.parametrize("clipping", [NEVER, TIGHT], ids=["commit", "redo"])
+@pytest.mark.usefixtures("no_pause")
+def test_what_comes_to_stay_on_the_device_is_not_tried(
+    state: dict[str, Any], clipping: dict[str, Any], verdicts: Counter[str]
+) -> None:
+    """Its state has one version there. A budget may grow before any step: `auto` finds out what is free."""
+    tested, expected = pair(clipping, state)
+    losses = expected.train(8)
+    found = tested.train(3)
+    for stays in (0.25, 0.5, 0.1):
+        backend = tested.optimizer._backend
+        backend._residency.set_budget(int(stays * sum(record.nbytes for record in backend._records.values())))
+        found += tested.train(1)
+    assert found + tested.train(2) == losses
+    assert_same(tested.snapshot(), expected.snapshot())
+    assert verdicts["commit" if clipping is NEVER else "redo"] > 2
+
+
 def test_what_is_complete_last_stays_on_the_device_first() -> None:
     tested = Training({**OVERLAP, "resident_gib": 1}, clipping=NEVER)
     tested.train(3)

@@ -15,14 +15,15 @@ from typer.testing import CliRunner
 from lightstep import Strategy, available_strategies
 from lightstep.bench import planned
 from lightstep.cli import app
-from lightstep.config import ConfigError, parse_config
+from lightstep.config import ConfigError, merge_overrides, parse_config
 from lightstep.plan.activations import run_on_meta
-from lightstep.plan.memory import largest_unit, sizes_of
+from lightstep.plan.memory import largest_unit, memory, sizes_of
 from lightstep.plan.models import SHAPES, load_shape
 from lightstep.plan.planning import Planner, Workload, first_that_fits, plans
 from lightstep.plan.profiles import LINKS, PROFILES, find_profile, profile_of_device
 from lightstep.plan.report import report
 from lightstep.plan.zero_memory import zero_memory
+from lightstep.strategy.presets import read_source
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 TINY = {
@@ -252,3 +253,12 @@ def test_a_gpu_is_known_by_its_name() -> None:
     assert [profile and profile.name for profile in found] == ["H100", "A100", None]
     assert find_profile("h200+nvlink-c2c").link == LINKS["nvlink-c2c"]
     assert LINKS["pcie5"].each_way(2) == pytest.approx(39.636)
+
+
+def test_overlap_under_ddp_is_planned_as_the_next_forward() -> None:
+    """Gradients are reduced at the end of backward, and nothing is tried in it."""
+    planned_memory = []
+    for update in ("overlap", "next_forward"):
+        values = merge_overrides(read_source("ddp-stream")[1], {"optimizer_state.update": update})
+        planned_memory.append(memory(parse_config(values, "ddp-stream"), sizes_of(_tiny()), None, ranks=2))
+    assert planned_memory[0] == planned_memory[1]
