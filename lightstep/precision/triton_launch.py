@@ -51,16 +51,18 @@ class Launcher:
             tensors: all that are among the arguments, some of them in tuples; the first is not ``None``.
             wide: a number among the arguments needs 64 bits.
         """
-        dtypes, aligned, device = [], 0, None
+        dtypes, aligned, first = [], 0, None
         for one in tensors:
-            device = one.device if device is None else device  # type: ignore[union-attr]
+            first = one if first is None else first
             dtypes.append(None if one is None else one.dtype)
             aligned += aligned + is_aligned(one)
+        assert first is not None
+        device = first.device
         key = (device, aligned, wide, *dtypes, *constants)
         grid, given = (-(-n // self._block), rows, 1), (*arguments, *constants, self._block)
         compiled = self._compiled.get(key)
-        if compiled is not None and not wide and torch.cuda.current_device() == device.index:  # type: ignore[union-attr]
+        if compiled is not None and not wide and torch.cuda.current_device() == device.index:
             compiled[grid](*given)
             return
-        with torch.cuda.device(device):  # Triton launches on the current device; nothing to do on the CPU
+        with torch.cuda.device_of(first):  # Triton launches on the current device; nothing to do on the CPU
             self._compiled[key] = self._kernel[grid](*given, **self._options)

@@ -144,6 +144,9 @@ class SharedByReplicas(StateBackend):
     def can_try(self, units: Collection[Unit]) -> Sequence[Unit]:
         return self.inner.can_try(units) if self._tries and units else ()
 
+    def keep_first(self, units: Sequence[Unit]) -> None:
+        self.inner.keep_first(units)
+
     def attempt(self, unit: Unit) -> None:
         self.inner.attempt(unit)
 

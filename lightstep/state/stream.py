@@ -99,8 +99,10 @@ class StreamBackend(RecordBackend):
         self._computed: Any = None
         self._walk: list[Record] = []
         self._resident: Residency | None = None
-        self._versions = Versions(self._settings["spare_host_gib"], self._settings["previous_weights"])
-        self._versions.state_stays = self._settings["resident_gib"] != 0
+        settings = self._settings
+        self._versions = Versions(
+            settings["spare_host_gib"], settings["previous_weights"], state_stays=settings["resident_gib"] != 0
+        )
         self._keep_first: Sequence[Record] = ()
         self._scratch_bytes = 0.0
         self._prepared = False
@@ -416,7 +418,7 @@ class StreamBackend(RecordBackend):
     def memory(self) -> dict[str, int]:
         ring = 0 if self._ring is None else self._ring.nbytes()
         scratch = sum(staging.nbytes() for staging in self._staging.values())
-        working = self._splitter.nbytes() + sum(8 * len(record.parts) for record in self._records.values())
+        working = self._splitter.nbytes() + sum(4 * len(record.parts) for record in self._records.values())
         host = sum(record.slab.nbytes for record in self._records.values() if record.slab is not None)
         return {
             "device_bytes": self._versions.device_bytes() + (0 if self._resident is None else self._resident.nbytes()),

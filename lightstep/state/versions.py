@@ -136,16 +136,17 @@ class Versions:
         budget: GiB of host memory; ``auto``: what is free, but for a tenth.
         previous_weights: where they are kept; ``auto``: on the host if state stays on the device, else on the device as
             long as it has room.
-
-    Attributes:
-        state_stays: on the device between steps, some of it.
+        state_stays: on the device between steps, some of it; may be set.
     """
 
     def __init__(
-        self, budget: float | Literal["auto"], previous_weights: Literal["auto", "device", "host"] = "auto"
+        self,
+        budget: float | Literal["auto"],
+        previous_weights: Literal["auto", "device", "host"] = "auto",
+        state_stays: bool = False,
     ) -> None:
         self._budget, self._where = budget, previous_weights
-        self.state_stays = False
+        self.state_stays = state_stays
         self._spare: dict[int, list[HostSlab]] = defaultdict(list)
         self._bytes = 0
         self._full = False
@@ -159,7 +160,7 @@ class Versions:
 
     def __reduce__(self) -> Any:
         """A copy, with a copied backend that has nothing yet, is another pool."""
-        return Versions, (self._budget, self._where)
+        return Versions, (self._budget, self._where, self.state_stays)
 
     def __contains__(self, record: Record) -> bool:
         return record in self._tried

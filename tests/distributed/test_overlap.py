@@ -97,6 +97,8 @@ def check_parts(rank: int, world_size: int) -> None:
         left = {owner for unit in units if unit not in chosen for owner, _, _ in unit.parts}
         partly += any(owner in left for unit in chosen for owner, _, _ in unit.parts)
     assert partly and tested.optimizer.engine.schedule.redone == 0
+    last = tested.optimizer.engine.schedule._arrivals.complete_last()
+    assert [record.unit for record in tested.backend.inner._keep_first] == last != []
     expected.train(5)
     same_runs(f"rank {rank}", tested, expected)
 

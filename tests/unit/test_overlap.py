@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightstep.optimizer import overlap
+from lightstep.optimizer.arrivals import Arrivals
 from lightstep.optimizer.overlap import Overlap
 from lightstep.optimizer.schedule import NextForward
 from lightstep.state import units as units_module
@@ -590,6 +591,24 @@ def test_what_is_complete_last_stays_on_the_device_first() -> None:
     backend.set_residency(backend._records[backend.units()[-1]].nbytes / 2**30)
     backend.prepare()
     assert [record.unit for record in backend._residency._chosen] == list(backend.units()[-1:])
+
+
+def test_updates_in_backward_say_what_stays_first_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    state = {"backend": "stream", "update": "in_backward", "ring_mib": 0.02, "resident_gib": 1}
+    tested = Training(state, clipping={**NEVER, "scope": "unit"})
+    tested.train(2)
+    backend = tested.optimizer._backend
+    monkeypatch.setattr(Arrivals, "complete_last", lambda self: backend.units()[-1:])
+    tested.train(1)
+    assert [record.unit for record in backend._keep_first] == list(backend.units()[-1:])
+
+
+def test_a_copied_pool_keeps_weights_where_its_own_does() -> None:
+    tested = Training({**OVERLAP, "previous_weights": "auto", "resident_gib": 1})
+    versions = tested.optimizer._backend._versions
+    assert versions._travel and copy.deepcopy(versions)._travel
+    tested.optimizer._backend.set_residency(0)
+    assert not versions._travel and not copy.deepcopy(versions)._travel
 
 
 def test_a_checkpoint_in_the_middle(tmp_path: Path) -> None:
