@@ -129,7 +129,7 @@ def release(training: Training) -> Any:
     report = training.optimizer.memory_report()
     if training.optimizer._backend.name == "stream":
         assert report["device_bytes"] == 0
-        assert report["ring_bytes"] == 8 * sum(len(r.parts) for r in training.optimizer._backend._records.values())
+        assert report["ring_bytes"] == 4 * sum(len(r.parts) for r in training.optimizer._backend._records.values())
         assert report["gradient_stage_bytes"] == 0
     return None
 
