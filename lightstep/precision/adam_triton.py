@@ -37,25 +37,16 @@ def _add_to_mark(mark, codes, place, inside):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _block(  # type: ignore[no-untyped-def]
-    gradient,
-    exp_avg,
-    exp_avg_sq,
+    own,
     max_exp_avg_sq,
     weight,
     low,
     master,
-    step,
     mark,
-    corrections,
+    shared,
     learning_rate,
     divisor,
     factor,
-    lr,
-    beta1,
-    beta2,
-    weight_decay,
-    eps,
-    length,
     start,
     left,
     DECAY: tl.constexpr,
@@ -64,6 +55,9 @@ def _block(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
+    # What may be None is outside of the tuples: Triton takes none into one.
+    gradient, exp_avg, exp_avg_sq, step = own
+    corrections, lr, beta1, beta2, weight_decay, eps, length = shared
     place = tl.arange(0, BLOCK)
     inside = place < left if not WHOLE else tl.full([BLOCK], True, tl.int1)
     g = tl.load(gradient + place, mask=inside, other=0).to(tl.float32)
@@ -181,27 +175,20 @@ def _adam_kernel(  # type: ignore[no-untyped-def]
         start = (tl.load(places + 3 * number + 2) + first).to(tl.int32)
         left = tl.minimum(n - first, BLOCK).to(tl.int32)
         if tl.load(overflow) == 0:
+            own = (gradient, exp_avg, exp_avg_sq, step)
+            shared = (corrections, lr, beta1, beta2, weight_decay, eps, length)
             if left == BLOCK:
                 _block(
-                    gradient,
-                    exp_avg,
-                    exp_avg_sq,
+                    own,
                     max_exp_avg_sq,
                     weight,
                     low,
                     master,
-                    step,
                     mark,
-                    corrections,
+                    shared,
                     learning_rate,
                     divisor,
                     factor,
-                    lr,
-                    beta1,
-                    beta2,
-                    weight_decay,
-                    eps,
-                    length,
                     start,
                     left,
                     DECAY,
@@ -212,25 +199,16 @@ def _adam_kernel(  # type: ignore[no-untyped-def]
                 )
             else:
                 _block(
-                    gradient,
-                    exp_avg,
-                    exp_avg_sq,
+                    own,
                     max_exp_avg_sq,
                     weight,
                     low,
                     master,
-                    step,
                     mark,
-                    corrections,
+                    shared,
                     learning_rate,
                     divisor,
                     factor,
-                    lr,
-                    beta1,
-                    beta2,
-                    weight_decay,
-                    eps,
-                    length,
                     start,
                     left,
                     DECAY,
