@@ -109,6 +109,7 @@ class Engine:
         self.schedule.announce = lambda: [listener() for listener in listeners]
         self._scaling: Scaling | None = None
         self._measured: Measured | None = None
+        self._unreduced = False  # the last backward left its gradients on their ranks
 
     @property
     def is_set_up(self) -> bool:
@@ -144,7 +145,8 @@ class Engine:
             )
         self.schedule.wait_for_update()  # gradients that it still reads may stand where the next ones will be put
         self.watch_gradients()  # parameters may have been cast, frozen or thawed
-        self.gradients.begin_backward(reduced=self.accumulating is not True)
+        self.gradients.begin_backward()
+        self._unreduced = self.accumulating is True and self._overflow_everywhere is True
         self._notice_what_was_given_up()
         if not self.loss_scale.is_identity:
             loss = loss.float() * self.loss_scale.tensor(loss.device)
@@ -225,7 +227,7 @@ class Engine:
     def drop_gradients(self) -> None:
         """Those that reached the optimizer, those added up in fp32 too (``zero_grad``)."""
         self.gradients.clear()
-        self._measured = None
+        self._measured, self._unreduced = None, False
         self.scaled_backward.clear()
         self.schedule.drop()
 
@@ -234,6 +236,7 @@ class Engine:
     def step(self, closure: Callable[[], Any] | None, makes_state: bool = False) -> StepResult:
         loss = self._evaluate(closure)
         self.refuse_unscaled()
+        self._refuse_unreduced()
         with own_work():
             if isinstance(self.schedule, InBackward) and self.schedule.started:
                 self.schedule.wait_for_update()
@@ -283,6 +286,7 @@ class Engine:
     def grad_norm(self) -> Tensor:
         self.refuse_unusable("Load a checkpoint before the next step")
         self.refuse_unscaled()
+        self._refuse_unreduced()
         if self.update_time.in_backward:
             raise RuntimeError(
                 "grad_norm() before step(): optimizer_state.update is in_backward, and the layers' gradients went with "
@@ -435,6 +439,14 @@ class Engine:
     def refuse_unscaled(self) -> None:
         self._notice_what_was_given_up()
         self.scaled_backward.refuse_unscaled()
+
+    def _refuse_unreduced(self) -> None:
+        if self._unreduced:
+            raise RuntimeError(
+                "the last backward ran under strategy.accumulate(model, last=False): its gradients were not reduced "
+                "over the ranks, and a step would leave them out. Run each step's last micro-batch under "
+                "strategy.accumulate(model, last=True)"
+            )
 
     def refuse_unusable(self, remedy: str) -> None:
         self.refuse_if_closed()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,8 @@ __all__ = ["SumsAside", "SumsInPlace"]
 
 Identity = tuple[int, int]
 
+ReadsUnused = Callable[[Sequence[Tensor]], Sequence[Tensor]]
+
 
 class SumsInPlace:
     """One process: before a second gradient arrives ``p.grad`` becomes fp32, and autograd adds to that.
@@ -29,25 +31,28 @@ class SumsInPlace:
     ``torch.autograd.grad`` announces gradients too, and then adds none: nothing is lost by having made room.
     """
 
-    def __init__(self, _: set[Tensor] | None = None) -> None:
+    def __init__(self) -> None:
         self._hooks = LeafHooks()
+        self._parameters: Sequence[Tensor] = ()
 
-    def carry(self, parameters: Iterable[Tensor]) -> None:
+    def carry(self, parameters: Sequence[Tensor]) -> None:
         """Exactly these parameters' gradients are added up."""
+        self._parameters = parameters
         self._hooks.carry(parameters, before=_widening)
 
-    def begin(self, parameters: Iterable[Tensor]) -> None:
+    def begin(self) -> None:
         """A backward begins. Compiled autograd takes hold of ``p.grad`` before it calls hooks."""
         if _compiled_autograd():
-            for parameter in parameters:
+            for parameter in self._parameters:
                 _widen(parameter)
 
-    def make_way(self, parameters: Iterable[Tensor]) -> None:
-        """There is nobody to reduce ``p.grad``."""
+    def has_gradient(self, parameter: Tensor) -> bool:
+        """Whether ``p.grad`` holds something that counts."""
+        return parameter.grad is not None
 
-    def withdraw(self, parameter: Tensor) -> Tensor | None:
-        """The sum of earlier micro-batches while a backward runs: it is in ``p.grad``."""
-        return None
+    def totals(self) -> Mapping[Tensor, Tensor]:
+        """What was reduced, beside ``p.grad``."""
+        return {}
 
     def is_of_this_rank(self, parameter: Tensor) -> bool:
         """Whether ``p.grad`` is what this rank's autograd made, and nobody reduced or changed it."""
@@ -96,54 +101,73 @@ def _put(parameter: Tensor, gradient: Tensor) -> None:
 class SumsAside:
     """Several processes: somebody may reduce ``p.grad`` over the ranks, in the parameter's dtype, before it is added.
 
-    The sum of earlier micro-batches stands aside while a backward runs, and is added when that has ended and been
-    reduced. A reduction that reaches the newest micro-batch alone is refused: ranks would drift apart
-    (``DistributedDataParallel`` of the user's own with ``no_sync``).
+    While a backward runs, the sum of earlier micro-batches stands aside. When the backward has ended and been reduced,
+    the sum is added to what is in ``p.grad``. A reduction that reaches the newest micro-batch alone is refused, because
+    ranks would drift apart (``DistributedDataParallel`` of the user's own with ``no_sync``).
+
+    A reduction that is known (:meth:`reduced`) gives its fp32 result here, and leaves a rounded copy in ``p.grad``. The
+    copy does not count. So an edit of it is refused, and whoever removes it gives the gradient up.
 
     Args:
-        rounded: parameters whose ``p.grad`` is a copy that does not count.
+        reads_unused: given parameters, those whose ``p.grad`` this backward reduces as it is if it has no gradient for
+            them.
     """
 
-    def __init__(self, rounded: set[Tensor]) -> None:
-        self._rounded = rounded
+    def __init__(self, reads_unused: ReadsUnused) -> None:
+        self.reads_unused = reads_unused
         self._hooks = LeafHooks()
+        self._parameters: Sequence[Tensor] = ()
+        self._running = False  # a backward, as far as is known
+        self._reducing = False  # more of its gradients are to be reduced
         self._written: dict[Tensor, Identity] = {}  # p.grad as this rank's autograd left it
-        self._aside: dict[Tensor, tuple[Tensor, bool]] = {}  # the sum, and whether it was of this rank alone
-        self._waiting_for_the_end = False
+        self._aside: dict[Tensor, tuple[Tensor, bool]] = {}  # the sum, and whether it is of this rank alone
+        self._placeholders: set[Tensor] = set()  # p.grad is zeros in the place of a sum that stands aside
+        self._newest: dict[Tensor, tuple[Tensor, Tensor | None]] = {}  # given to `reduced` in this backward
+        self._totals: dict[Tensor, Tensor] = {}  # of all that was given to `reduced`
+        self._copies: dict[Tensor, tuple[Identity, Tensor]] = {}  # p.grad as the reduction left it, and what it rounds
 
-    def carry(self, parameters: Iterable[Tensor]) -> None:
+    def carry(self, parameters: Sequence[Tensor]) -> None:
         """Exactly these parameters' gradients are added up."""
+        self._parameters = parameters
         own = weakref.ref(self)
         self._hooks.carry(parameters, lambda p: _told(own, SumsAside.before, p), lambda p: _told(own, _arrived, p))
 
-    def begin(self, parameters: Iterable[Tensor]) -> None:
-        """A backward begins."""
-        if _compiled_autograd() and any(p.grad is not None for p in parameters):
+    def begin(self) -> None:
+        """A backward begins.
+
+        Where it has no gradient for a parameter, ``p.grad`` may be reduced as it is, in the parameter's dtype: sums in
+        fp32 stand aside and leave zeros in their places.
+        """
+        if _compiled_autograd() and any(p.grad is not None for p in self._parameters):
             raise RuntimeError(
                 "compiled autograd over several processes with precision.reduce 'float32': it would add gradients in "
                 "the parameters' dtype; switch it off, or set precision.reduce to 'parameters'"
             )
-
-    def make_way(self, parameters: Iterable[Tensor]) -> None:
-        """In a backward that has nothing for some of these, their ``p.grad`` is reduced as it is, in their own dtype:
-        sums in fp32 stand aside for :meth:`withdraw`, and zeros in their places."""
-        for parameter in parameters:
+        self.finish()
+        self._check_copies()
+        for parameter in self._copies:
+            parameter.grad = None
+        self._copies.clear()
+        self._running = True
+        for parameter in self.reads_unused(self._parameters):
             if parameter.grad is not None and parameter.grad.dtype is torch.float32:
                 self._set_aside(parameter)
                 parameter.grad = torch.zeros_like(parameter, requires_grad=False)
-                self._rounded.add(parameter)
+                self._placeholders.add(parameter)
 
     def before(self, parameter: Tensor) -> None:
         """A new gradient is about to arrive in ``p.grad``."""
-        if parameter in self._rounded:
-            self._rounded.discard(parameter)
-            parameter.grad = None
-        if parameter.grad is None:
-            return
-        self._set_aside(parameter)
-        if not self._waiting_for_the_end:
-            self._waiting_for_the_end = True
+        if not self._running:  # nobody has called `begin`
+            self.begin()
             Variable._execution_engine.queue_callback(_ending(weakref.ref(self)))
+        if parameter in self._placeholders:
+            self._drop_placeholder(parameter)
+        elif parameter.grad is not None:
+            self._set_aside(parameter)
+
+    def _drop_placeholder(self, parameter: Tensor) -> None:
+        self._placeholders.discard(parameter)
+        parameter.grad = None
 
     def _set_aside(self, parameter: Tensor) -> None:
         self._merge(parameter)  # several gradients in one backward: reentrant activation checkpointing
@@ -153,30 +177,92 @@ class SumsAside:
         self._aside[parameter] = local.to(torch.float32), of_this_rank
         parameter.grad = None
 
+    # -- what a reduction over the ranks does while a backward runs
+
     def withdraw(self, parameter: Tensor) -> Tensor | None:
-        """The sum of earlier micro-batches while a backward runs."""
+        """The sum of earlier micro-batches, to be reduced together with the newest one."""
         return self._aside.pop(parameter, (None, False))[0]
+
+    def reduced(self, parameter: Tensor, gradient: Tensor, used: Tensor | None) -> None:
+        """This backward's gradient over all ranks, of which a rounded copy will be in ``p.grad`` at its end.
+
+        Args:
+            gradient: fp32. Kept, not copied.
+            used: zero (0-dim) if no rank had a gradient, and there shall be none; ``None`` if that cannot be.
+        """
+        self._newest[parameter] = gradient, used
+        self._reducing = True
+
+    def all_reduced(self) -> None:
+        """:meth:`reduced` is not called again in this backward."""
+        self._reducing = False
+        Variable._execution_engine.queue_callback(_ending(weakref.ref(self)))
+
+    # -- the end
+
+    def has_gradient(self, parameter: Tensor) -> bool:
+        """Whether ``p.grad`` holds something that counts."""
+        return parameter.grad is not None and parameter not in self._copies and parameter not in self._placeholders
 
     def is_of_this_rank(self, parameter: Tensor) -> bool:
         """Whether ``p.grad`` is what this rank's autograd made, and nobody reduced or changed it."""
         gradient = parameter.grad
         return gradient is not None and self._written.get(parameter) == _identity(gradient)
 
+    def totals(self) -> Mapping[Tensor, Tensor]:
+        """What was reduced since the gradients were taken last, by parameter; what counts in ``p.grad`` adds to it."""
+        self._check_copies()
+        return self._totals
+
+    def end(self) -> None:
+        """A graph task has ended. Backward goes on if that was part of another (reentrant activation checkpointing)."""
+        if not self._reducing:
+            self.finish()
+
     def finish(self, parameters: Iterable[Tensor] | None = None) -> None:
-        """Backward is done with these (``None``: all): the sum of each is in ``p.grad``."""
+        """Backward is done with these (``None``: all)."""
         if parameters is None:
-            self._waiting_for_the_end = False
+            self._running = self._reducing = False
+            self._add_reduced()
         for parameter in list(self._aside) if parameters is None else parameters:
             self._merge(parameter)
+
+    def _add_reduced(self) -> None:
+        """DDP leaves no copy where it has seen no gradient on any rank, but one of an earlier micro-batch may have been
+        there: the host reads whether it was."""
+        newest, self._newest = self._newest, {}
+        unseen = {p: used for p, (_, used) in newest.items() if p.grad is None and used is not None}
+        flags = torch.stack(list(unseen.values())).tolist() if unseen else []
+        for parameter in (p for p, flag in zip(unseen, flags, strict=True) if not flag):
+            del newest[parameter]
+        for parameter, (gradient, _) in newest.items():
+            self._placeholders.discard(parameter)
+            total = self._totals.get(parameter)
+            self._totals[parameter] = gradient if total is None else total.add_(gradient)
+            if parameter.grad is not None:
+                self._copies[parameter] = _identity(parameter.grad), gradient
+                self._written.pop(parameter, None)
+
+    def _check_copies(self) -> None:
+        for parameter, (identity, gradient) in list(self._copies.items()):
+            copy = parameter.grad
+            if copy is None:
+                del self._copies[parameter], self._totals[parameter]
+            elif _identity(copy) != identity and not _is_rounded(copy, gradient):  # DDP may move its buckets
+                raise RuntimeError(
+                    f"p.grad of a parameter of shape {tuple(parameter.shape)} was changed after backward, and it is a "
+                    "rounded copy of the gradient, which was reduced in fp32: the edit would be lost. Clip by "
+                    "clipping.max_norm, scale the loss, or set precision.reduce to 'parameters', under which p.grad "
+                    "is the gradient. optimizer.zero_grad() gives the gradients up"
+                )
 
     def _merge(self, parameter: Tensor) -> None:
         if parameter not in self._aside:
             return
         earlier, was_of_this_rank = self._aside[parameter]
         of_this_rank = was_of_this_rank
-        if parameter in self._rounded:
-            self._rounded.discard(parameter)
-            parameter.grad = None
+        if parameter in self._placeholders:
+            self._drop_placeholder(parameter)
         if parameter.grad is not None:
             of_this_rank = self.is_of_this_rank(parameter)
             if was_of_this_rank and not of_this_rank:
@@ -198,9 +284,11 @@ class SumsAside:
 
     def forget(self) -> None:
         """The gradients have been taken or given up."""
-        self._waiting_for_the_end = False
-        self._written.clear()
-        self._aside.clear()
+        self._running = self._reducing = False
+        for parameter in (*self._copies, *self._placeholders):
+            parameter.grad = None
+        for kept in (self._written, self._aside, self._placeholders, self._newest, self._totals, self._copies):
+            kept.clear()
 
 
 def _arrived(sums: SumsAside, parameter: Tensor) -> None:
@@ -233,9 +321,13 @@ def _ending(reference: weakref.ref[SumsAside], again: bool = True) -> Callable[[
             Variable._execution_engine.queue_callback(_ending(reference, again=False))
         else:
             with torch.no_grad():
-                sums.finish()
+                sums.end()
 
     return end
+
+
+def _is_rounded(copy: Tensor, gradient: Tensor) -> bool:
+    return torch.equal(copy.view(torch.int16), gradient.to(copy.dtype).view(torch.int16))
 
 
 def _identity(gradient: Tensor) -> Identity:

@@ -31,13 +31,13 @@ class ReducedGradients(Protocol):
         """Whether a gradient of this parameter is of no use before it came through here."""
 
     def reads_unused(self, parameters: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Those of the parameters whose ``p.grad`` is reduced as it is where a backward has no gradient for them."""
+        """Those of the parameters whose ``p.grad`` this backward reduces as it is if it has no gradient for them."""
 
 
 class GradientAccumulator:
     """The gradients of the micro-batches since the last step, one per parameter.
 
-    A gradient is in ``p.grad``; if a reduction delivered it in fp32, it is here instead.
+    A gradient is in ``p.grad``; if FSDP2's reduction delivered it in fp32, it is here instead.
 
     Args:
         float32: add them in fp32 (``precision.reduce: float32``) instead of in the parameter's dtype.
@@ -48,41 +48,34 @@ class GradientAccumulator:
         self._sums: SumsInPlace | SumsAside = SumsInPlace()
         self._watched: list[tuple[Tensor, torch.dtype, bool]] = []
         self._delivered: dict[Tensor, list[Tensor]] = {}
-        self._rounded: set[Tensor] = set()
-        self._uncertain: list[tuple[Tensor, Sequence[Tensor | None]]] = []
         self._reduction: ReducedGradients | None = None
         self._collected: list[Tensor] = []
 
     def comes_from(self, reduction: ReducedGradients) -> None:
         """Gradients of parameters watched now or later are delivered by this."""
         self._reduction = reduction
+        if isinstance(self._sums, SumsAside):
+            self._sums.reads_unused = reduction.reads_unused
         reduction.connect([parameter for parameter, _, _ in self._watched], self)
 
     def watch(self, parameters: Iterable[Tensor]) -> None:
         """From now on add up the gradients of these parameters in fp32, also of frozen ones once they are thawed."""
         watched = [(p, p.dtype, p.requires_grad) for p in parameters if p.dtype in _LOW] if self.float32 else []
-        kind = SumsAside if initialized() else SumsInPlace
-        if _same(watched, self._watched) and type(self._sums) is kind:
+        aside = initialized()
+        if _same(watched, self._watched) and isinstance(self._sums, SumsAside) is aside:
             return
-        if type(self._sums) is not kind:
+        if isinstance(self._sums, SumsAside) is not aside:
             self._sums.carry(())
-            self._sums = kind(self._rounded)
+            reads_unused = _nothing if self._reduction is None else self._reduction.reads_unused
+            self._sums = SumsAside(reads_unused) if aside else SumsInPlace()
         self._watched = watched
         self._sums.carry([parameter for parameter, _, _ in watched])
         if self._reduction is not None:
             self._reduction.connect([parameter for parameter, _, _ in watched], self)
 
-    def begin_backward(self, reduced: bool) -> None:
-        """A backward begins whose gradients are to be added to those that are there.
-
-        Args:
-            reduced: over the ranks, where there are several.
-        """
-        if self._watched:
-            watched = [parameter for parameter, _, _ in self._watched]
-            self._sums.begin(watched)
-            if reduced and self._reduction is not None:
-                self._sums.make_way(self._reduction.reads_unused(watched))
+    def begin_backward(self) -> None:
+        """A backward begins whose gradients are to be added to those that are there."""
+        self._sums.begin()
 
     def end_backward(self) -> None:
         """It has ended: the sums are in ``p.grad``."""
@@ -104,7 +97,7 @@ class GradientAccumulator:
 
     def has_gradient(self, parameter: Tensor) -> bool:
         """Whether ``p.grad`` holds something that is not counted yet."""
-        return parameter.grad is not None and parameter not in self._rounded
+        return self._sums.has_gradient(parameter)
 
     @property
     def delivered(self) -> bool:
@@ -112,21 +105,27 @@ class GradientAccumulator:
         return bool(self._delivered)
 
     def withdraw(self, parameter: Tensor) -> Tensor | None:
-        """The fp32 sum of earlier micro-batches, handed over to a strategy that reduces it together with the last."""
-        return self._sums.withdraw(parameter)
+        """The fp32 sum of this rank's earlier micro-batches, for a reduction that takes it together with the last."""
+        return self._aside.withdraw(parameter)
 
-    def disregard(self, parameter: Tensor) -> None:
-        """What this backward leaves in ``p.grad`` is a rounded copy of what was delivered: to be dropped, not added."""
-        self._rounded.add(parameter)
-
-    def only_if_used(self, used: Tensor, parameters: Sequence[Tensor | None]) -> None:
-        """Forget what was delivered for those that had a gradient on no rank; the host reads which at the next step.
+    def reduced(self, parameter: Tensor, gradient: Tensor, used: Tensor | None) -> None:
+        """Add a gradient that is reduced over all ranks, of which a rounded copy will be in ``p.grad``.
 
         Args:
-            used: one element per parameter, zero where no rank had a gradient; ready at the end of this backward.
-            parameters: ``None`` where the element is nobody's.
+            gradient: fp32, the parameter's shape. Kept, not copied; the reduction may still be under way until the end
+                of this backward.
+            used: zero (0-dim) if no rank had a gradient, and there shall be none; ``None`` if that cannot be.
         """
-        self._uncertain.append((used, parameters))
+        self._aside.reduced(parameter, gradient, used)
+
+    def all_reduced(self) -> None:
+        """:meth:`reduced` is not called again in this backward."""
+        self._aside.all_reduced()
+
+    @property
+    def _aside(self) -> SumsAside:
+        assert isinstance(self._sums, SumsAside), "a reduction without a process group"
+        return self._sums
 
     # -- what the step does
 
@@ -139,12 +138,10 @@ class GradientAccumulator:
             RuntimeError, TypeError: some gradient is not what it should be, and ranks would drift apart or an edit be
                 lost.
         """
-        if self._uncertain:
-            self._forget_unused()
         self._sums.finish()
         self._collected = list(parameters)
-        special = self._delivered or self._rounded
-        return [self._delivered_to(p) if special and self._is_special(p) else self._own(p) for p in parameters]
+        totals = self._sums.totals()
+        return [self._total(p, totals[p]) if p in totals else self._collected_from(p) for p in parameters]
 
     def consume(self) -> None:
         """All that was collected is the caller's now."""
@@ -155,7 +152,7 @@ class GradientAccumulator:
     def peek(self, parameter: Tensor) -> Tensor | None:
         """:meth:`collect` of one parameter whose gradient is complete, while backward goes on with others."""
         self._sums.finish([parameter])
-        return self._delivered_to(parameter) if self._is_special(parameter) else self._own(parameter)
+        return self._collected_from(parameter)
 
     def take(self, parameter: Tensor) -> Tensor | None:
         """:meth:`peek`, and the gradient is the caller's now."""
@@ -166,34 +163,27 @@ class GradientAccumulator:
     def _drop(self, parameters: Iterable[Tensor]) -> None:
         for parameter in parameters:
             parameter.grad = None
-            if self._delivered or self._rounded:
-                self._delivered.pop(parameter, None)
-                self._rounded.discard(parameter)
+            self._delivered.pop(parameter, None)
 
-    def _forget_unused(self) -> None:
-        pairs, self._uncertain = self._uncertain, []
-        used = torch.cat([flags for flags, _ in pairs]).tolist()
-        for parameter, flag in zip([p for _, parameters in pairs for p in parameters], used, strict=True):
-            if parameter is not None and not flag:
-                self._delivered.pop(parameter, None)
-                if parameter in self._rounded:
-                    self._rounded.discard(parameter)
-                    parameter.grad = None
-
-    def _is_special(self, parameter: Tensor) -> bool:
-        return parameter in self._delivered or parameter in self._rounded
-
-    def _delivered_to(self, parameter: Tensor) -> Tensor | None:
-        """What was delivered becomes one fp32 tensor, with what is in ``p.grad`` unless that is a rounded copy."""
-        parts = self._delivered.get(parameter, [])
-        own = None if parameter in self._rounded else self._local(parameter)
+    def _delivered_to(self, parameter: Tensor) -> Tensor:
+        """What was delivered becomes one fp32 tensor, with what is in ``p.grad``."""
+        parts = self._delivered[parameter]
+        own = self._local(parameter)
         parameter.grad = None
         if own is not None:
             parts.append(own.to(torch.float32))
         for part in parts[1:]:
             parts[0].add_(part)
         del parts[1:]
-        return parts[0] if parts else None
+        return parts[0]
+
+    def _total(self, parameter: Tensor, reduced: Tensor) -> Tensor:
+        """What was reduced, and what every rank added to it afterwards (a regularisation of the weights)."""
+        extra = self._local(parameter) if self._sums.has_gradient(parameter) else None
+        return reduced if extra is None else reduced + extra
+
+    def _collected_from(self, parameter: Tensor) -> Tensor | None:
+        return self._delivered_to(parameter) if parameter in self._delivered else self._own(parameter)
 
     def _own(self, parameter: Tensor) -> Tensor | None:
         """The whole gradient where none was delivered."""
@@ -225,11 +215,7 @@ class GradientAccumulator:
 
     def clear(self) -> None:
         """Forget all sums (``zero_grad``)."""
-        for parameter in self._rounded:
-            parameter.grad = None
         self._delivered.clear()
-        self._rounded.clear()
-        self._uncertain.clear()
         self._collected = []
         self._sums.forget()
 
@@ -238,6 +224,10 @@ class GradientAccumulator:
         self.clear()
         self._watched = []
         self._sums.carry(())
+
+
+def _nothing(_: Sequence[Tensor]) -> Sequence[Tensor]:
+    return ()
 
 
 def _same(now: Sequence[tuple[Tensor, torch.dtype, bool]], before: Sequence[tuple[Tensor, torch.dtype, bool]]) -> bool:

@@ -119,22 +119,23 @@ sharded_gradients = ShardedGradients()
 class ReplicatedGradients:
     """DDP: a communication hook that averages in fp32 what each rank has added up in fp32.
 
-    ``p.grad`` is left with the rounded average, which the accumulator knows to disregard. Who listens is known to all
-    models' objects: an optimizer's parameters may be exchanged for another model's.
+    ``p.grad`` is left with the rounded average, which does not count. Who listens is known to all models' objects: an
+    optimizer's parameters may be exchanged for another model's.
 
     Args:
         model: the hook is registered here, once and for all.
-        find_unused: parameters may have a gradient on no rank; the host then reads, once per step, which.
+        some_unused: a parameter may have a gradient on some ranks only, or on none.
     """
 
     _listeners: ClassVar[Listeners] = Listeners()
 
-    def __init__(self, model: nn.parallel.DistributedDataParallel, find_unused: bool) -> None:
-        self._find_unused = find_unused
-        self._group = model.process_group
+    def __init__(self, model: nn.parallel.DistributedDataParallel, some_unused: bool) -> None:
+        self._some_unused = some_unused
+        self._model, self._group = weakref.ref(model), model.process_group
         ignored = model.parameters_to_ignore
         reduced = [parameter for name, parameter in model.module.named_parameters() if name not in ignored]
         self._parameters = WeakTensorKeyDictionary(dict.fromkeys(reduced))
+        self._reducing: weakref.WeakSet[GradientAccumulator] = weakref.WeakSet()  # in this backward
         # DDP compares annotations with types, and in this file they are strings: give it a function without any.
         model.register_comm_hook(None, lambda state, bucket: self._reduce(bucket))
 
@@ -146,28 +147,32 @@ class ReplicatedGradients:
         return parameter in self._parameters
 
     def reads_unused(self, parameters: Sequence[Tensor]) -> Sequence[Tensor]:
-        return [parameter for parameter in parameters if parameter in self._parameters] if self._find_unused else ()
+        model = self._model()
+        if not self._some_unused or model is None or not model.require_backward_grad_sync:
+            return ()
+        return [parameter for parameter in parameters if parameter in self._parameters]
 
     @torch.no_grad()
     def _reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         rounded, parameters = bucket.buffer(), bucket.parameters()
         size = rounded.numel()
-        flags = len(parameters) if self._find_unused else 0
+        flags = len(parameters) if self._some_unused else 0
         flat = torch.zeros(size + flags, dtype=torch.float32, device=rounded.device)
         flat[:size].copy_(rounded)
-        listening = [self._listeners.of(parameter) for parameter in parameters]
-        for index, (parameter, view) in enumerate(zip(parameters, bucket.gradients(), strict=True)):
-            accumulator = listening[index]
+        used = flat[size:].unbind() if flags else [None] * len(parameters)
+        for parameter, view, flag in zip(parameters, bucket.gradients(), used, strict=True):
+            accumulator = self._listeners.of(parameter)
             if accumulator is not None:
                 part = flat.as_strided(view.size(), view.stride(), view.storage_offset() - rounded.storage_offset())
-                used = _add_earlier(part, parameter, accumulator)
-                if flags and used:
-                    flat[size + index] = 1.0
-                accumulator.deliver(parameter, part)
-                accumulator.disregard(parameter)
-        for accumulator in {id(a): a for a in listening if a is not None}.values() if flags else ():
-            mine = [p if a is accumulator else None for p, a in zip(parameters, listening, strict=True)]
-            accumulator.only_if_used(flat[size:], mine)
+                has_gradient = _add_earlier(part, parameter, accumulator)
+                if flag is not None and has_gradient:
+                    flag.fill_(1.0)
+                accumulator.reduced(parameter, part, flag)
+                self._reducing.add(accumulator)
+        if bucket.is_last():
+            for accumulator in self._reducing:
+                accumulator.all_reduced()
+            self._reducing.clear()
         flat.div_(self._group.size())
         work = dist.all_reduce(flat, group=self._group, async_op=True)
         assert work is not None

@@ -56,7 +56,8 @@ class DDPStrategy(ProcessGroupStrategy):
             gradient_as_bucket_view=True,
         )
         if self.config.precision.reduce == "float32" and self.parameter_dtype != torch.float32:
-            record.gradients = ReplicatedGradients(replica, sharding.find_unused_parameters)
+            some_unused = sharding.find_unused_parameters or sharding.static_graph
+            record.gradients = ReplicatedGradients(replica, some_unused)
         record.wrapper = replica
         return replica
 

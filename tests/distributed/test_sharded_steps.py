@@ -165,6 +165,118 @@ def test_a_deep_copy_goes_on_by_itself(pool: Pool, sharding: dict[str, Any], bac
     pool.run(check_deepcopy, 4 if sharding is HSDP else 2, sharding=sharding, backend=backend)
 
 
+class Routed(nn.Module):
+    """Two of three weights take part in a forward, as with experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.left, self.right = (nn.Parameter(torch.zeros(5, 3)) for _ in range(3))
+
+    def forward(self, values: Tensor, branch: str) -> Tensor:
+        return ((self.first + getattr(self, branch)) * values).sum()
+
+
+# By micro-batch: the branch that each rank takes, and whether gradients are reduced.
+ROUTES = {
+    "reduced-twice": [("left", "left", True), ("left", "left", True)],
+    "another-branch": [("left", "left", True), ("right", "right", True)],
+    "one-rank-changes": [("left", "left", True), ("left", "right", True)],
+    "back-again": [("left", "right", True), ("right", "left", True), ("left", "left", True)],
+    "summed-first": [("left", "right", False), ("left", "left", True)],
+    "summed-between": [("right", "right", True), ("left", "right", False), ("left", "left", True)],
+}
+
+
+def check_routes(rank: int, world_size: int, by_hand: bool) -> None:
+    """Each weight moves by the fp32 sum of all micro-batches' averages; one without any gradient gets no state."""
+    for route, micro_batches in ROUTES.items():
+        strategy = load(DDP, clipping={"max_norm": None})
+        model = strategy.prepare_model(Routed())
+        optimizer = strategy.create_optimizer(model, torch.optim.SGD, lr=1.0)
+        sums = {name: torch.zeros(5, 3) for name in ("first", "left", "right")}
+        used = set()
+        for micro, (*branches, reduced) in enumerate(micro_batches):
+            values = [torch.full((5, 3), 2.0 ** (-5 * micro - 9 * r)) for r in range(world_size)]
+            with strategy.accumulate(model, last=reduced):
+                loss = model(values[rank].to(strategy.device, torch.bfloat16), branches[rank])
+                loss.backward() if by_hand else optimizer.backward(loss)
+            for value, branch in zip(values, branches, strict=True):
+                for name in ("first", branch):
+                    sums[name] += value / world_size
+                    used.add(name)
+        optimizer.step()
+        for name, parameter in strategy.unwrap_model(model).named_parameters():
+            assert (parameter in optimizer.state) == (name in used), (route, name)
+            if name in used:
+                assert torch.equal(optimizer.state[parameter]["master"].cpu(), -sums[name]), (route, name)
+
+
+@pytest.mark.parametrize("by_hand", [False, True], ids=["optimizer.backward", "loss.backward"])
+def test_weights_that_some_micro_batches_leave_out(pool: Pool, by_hand: bool) -> None:
+    pool.run(check_routes, 2, by_hand=by_hand)
+
+
+def check_edits_of_copies(rank: int, world_size: int, by_hand: bool) -> None:
+    """Under DDP with 16-bit weights ``p.grad`` is a copy: an edit is refused, and removing it gives the gradient up."""
+    strategy = load(DDP, clipping={"max_norm": None})
+    model = strategy.prepare_model(Routed())
+    optimizer = strategy.create_optimizer(model, torch.optim.SGD, lr=1.0)
+    weight = strategy.unwrap_model(model).first
+
+    def backward(value: float) -> None:
+        loss = model(torch.full((5, 3), value, device=strategy.device, dtype=torch.bfloat16), "left")
+        loss.backward() if by_hand else optimizer.backward(loss)
+
+    for _ in range(2):  # DDP moves its buckets after the first backward
+        backward(1.0)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        with pytest.raises(RuntimeError, match=r"changed after backward.*clipping\.max_norm"):
+            optimizer.step()
+        with pytest.raises(RuntimeError, match=r"changed after backward"):
+            backward(1.0)
+        optimizer.zero_grad()
+    backward(1.0)
+    model.zero_grad()
+    backward(2.0)
+    optimizer.step()
+    assert torch.equal(optimizer.state[weight]["master"].cpu(), torch.full((5, 3), -2.0))
+    backward(1.0)
+    model.zero_grad()
+    with pytest.warns(UserWarning, match="no gradient on any"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("by_hand", [False, True], ids=["optimizer.backward", "loss.backward"])
+def test_edits_of_a_copy_of_the_gradient(pool: Pool, by_hand: bool) -> None:
+    pool.run(check_edits_of_copies, 2, by_hand=by_hand)
+
+
+def check_last_was_not_reduced(rank: int, world_size: int, sharding: dict[str, Any], dtype: str) -> None:
+    """A step after micro-batches of which the last was not reduced would leave it out, or let ranks drift apart."""
+    strategy = load(sharding, precision={"parameters": dtype})
+    model = strategy.prepare_model(TinyTransformer())
+    optimizer = strategy.create_optimizer(model, lr=1e-2)
+    before = weights_of(strategy, model)
+    for lasts in ([False], [True, False]):
+        for micro, last in enumerate(lasts):
+            with strategy.accumulate(model, last=last):
+                optimizer.backward(loss_of(model, 0, micro, rank, strategy.device))
+        for refused in (optimizer.step, optimizer.grad_norm):
+            with pytest.raises(RuntimeError, match=r"not reduced.*last=True"):
+                refused()
+        same_weights(weights_of(strategy, model), before)
+    with strategy.accumulate(model, last=True):
+        optimizer.backward(loss_of(model, 0, 2, rank, strategy.device))
+    assert optimizer.step()
+    assert sharding["kind"] == "fsdp2" or same_on_all_ranks(model)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("sharding", [FSDP2, DDP], ids=["fsdp2", "ddp"])
+def test_a_last_micro_batch_that_was_not_reduced(pool: Pool, sharding: dict[str, Any], dtype: str) -> None:
+    pool.run(check_last_was_not_reduced, 2, sharding=sharding, dtype=dtype)
+
+
 def check_ddp_unused(rank: int, world_size: int) -> None:
     """A parameter used on one rank only, one used in early micro-batches only, and one used nowhere."""
 
@@ -410,7 +522,7 @@ def check_never_reduced(rank: int, world_size: int) -> None:
         for micro in range(micro_batches):
             with strategy.accumulate(model, last=by_inner):
                 optimizer.backward(loss_of(called, 0, micro, rank, strategy.device))
-        with pytest.raises(RuntimeError, match=r"no backward since the last step was reduced.*last=True"):
+        with pytest.raises(RuntimeError, match=r"reduced.*last=True"):
             optimizer.step()
     model = strategy.prepare_model(Slope())
     optimizer = strategy.create_optimizer(model, torch.optim.SGD, lr=1.0)
