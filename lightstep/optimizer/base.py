@@ -39,6 +39,10 @@ class BaseOptimizer(torch.optim.Optimizer):
     """Whether the micro-batch that is running is not its step's last one. ``strategy.accumulate`` says so to those that
     ``strategy.create_optimizer`` made; ``None``: nobody does, and updates wait for ``step()``."""
 
+    unreduced: bool = False
+    """Whether the last backward left gradients on their ranks that a step would miss; ``strategy.accumulate`` takes it
+    back where the next one reduces them."""
+
     @abstractmethod
     def wait_for_update(self, parameters: Iterable[Tensor] | None = None) -> None:
         """What is done next sees these parameters updated (``None``: all of them) when a step's updates are deferred.

@@ -52,6 +52,7 @@ class Engine:
     Attributes:
         param_groups: torch's, with the model's own parameters.
         accumulating: see :attr:`BaseOptimizer.accumulating <lightstep.optimizer.base.BaseOptimizer.accumulating>`.
+        unreduced: see :attr:`BaseOptimizer.unreduced <lightstep.optimizer.base.BaseOptimizer.unreduced>`.
         managed: the parameters it has taken charge of.
         gradients: where gradients are added up.
         schedule: when updates run.
@@ -81,6 +82,7 @@ class Engine:
         moments: Moments | None = None,
     ) -> None:
         self._process, self.closed = os.getpid(), True
+        self.unreduced = False
         self.param_groups: list[dict[str, Any]] = []
         self.accumulating: bool | None = None
         self.classes, self.master_weights = classes, master_weights
@@ -109,7 +111,6 @@ class Engine:
         self.schedule.announce = lambda: [listener() for listener in listeners]
         self._scaling: Scaling | None = None
         self._measured: Measured | None = None
-        self._unreduced = False  # the last backward left its gradients on their ranks
 
     @property
     def is_set_up(self) -> bool:
@@ -146,7 +147,7 @@ class Engine:
         self.schedule.wait_for_update()  # gradients that it still reads may stand where the next ones will be put
         self.watch_gradients()  # parameters may have been cast, frozen or thawed
         self.gradients.begin_backward()
-        self._unreduced = self.accumulating is True and self._overflow_everywhere is True
+        self.unreduced = self.accumulating is True and self._overflow_everywhere is True
         self._notice_what_was_given_up()
         if not self.loss_scale.is_identity:
             loss = loss.float() * self.loss_scale.tensor(loss.device)
@@ -227,7 +228,7 @@ class Engine:
     def drop_gradients(self) -> None:
         """Those that reached the optimizer, those added up in fp32 too (``zero_grad``)."""
         self.gradients.clear()
-        self._measured, self._unreduced = None, False
+        self._measured, self.unreduced = None, False
         self.scaled_backward.clear()
         self.schedule.drop()
 
@@ -441,7 +442,7 @@ class Engine:
         self.scaled_backward.refuse_unscaled()
 
     def _refuse_unreduced(self) -> None:
-        if self._unreduced:
+        if self.unreduced:
             raise RuntimeError(
                 "the last backward ran under strategy.accumulate(model, last=False): its gradients were not reduced "
                 "over the ranks, and a step would leave them out. Run each step's last micro-batch under "

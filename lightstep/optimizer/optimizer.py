@@ -68,6 +68,7 @@ class MixedPrecisionOptimizer(BaseOptimizer):
     clip_layers = OfEngine()
     master_weights = OfEngine()
     accumulating = OfEngine()
+    unreduced = OfEngine()
     gradients = OfEngine()
     is_set_up = OfEngine()
     param_groups = OfEngine()

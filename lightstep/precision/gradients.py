@@ -166,16 +166,19 @@ class GradientAccumulator:
             self._delivered.pop(parameter, None)
 
     def _delivered_to(self, parameter: Tensor) -> Tensor:
-        """What was delivered becomes one fp32 tensor, with what is in ``p.grad``."""
-        parts = self._delivered[parameter]
+        """What was delivered becomes one fp32 tensor, with what is in ``p.grad``.
+
+        It is where the newest part was: the reduction may find the rest of its result by that part.
+        """
+        *earlier, newest = self._delivered[parameter]
         own = self._local(parameter)
         parameter.grad = None
+        for part in earlier:
+            newest.add_(part)
         if own is not None:
-            parts.append(own.to(torch.float32))
-        for part in parts[1:]:
-            parts[0].add_(part)
-        del parts[1:]
-        return parts[0]
+            newest.add_(own.to(torch.float32))
+        self._delivered[parameter] = [newest]
+        return newest
 
     def _total(self, parameter: Tensor, reduced: Tensor) -> Tensor:
         """What was reduced, and what every rank added to it afterwards (a regularisation of the weights)."""

@@ -450,6 +450,8 @@ class Strategy(ABC):
         with context:
             for optimizer in optimizers:
                 optimizer.accumulating = not last
+                if last:
+                    optimizer.unreduced = False
             try:
                 yield
             finally:

@@ -45,10 +45,12 @@ class DistributedLoop(ABC):
         reduce: str = "float32",
         **hyperparameters: Any,
     ) -> None:
-        self.model, self.units, self.reduce = model, units, reduce
+        self.model, self.units = model, units
+        self.reduce_dtype = torch.float32 if reduce == "float32" else None
         self.max_norm, self.norm_type = max_norm, norm_type
         self.loss_scale = ReferenceScale(loss_scale)
         self.sums: dict[Tensor, Tensor] = {}
+        self.reduced: dict[Tensor, Tensor] = {}
         groups = [dict(group) for group in param_groups]
         self.masters = {p: self.part(p.detach()).float().clone() for group in groups for p in group["params"]}
         device = next(iter(self.masters.values())).device
@@ -76,20 +78,34 @@ class DistributedLoop(ABC):
 
     def backward(self, loss: Tensor) -> None:
         (loss * self.loss_scale.scale).backward()
-        dtype = torch.float32 if self.reduce == "float32" else None
         for parameter in self.masters:
             if parameter.grad is not None:
-                gradient = parameter.grad.to(dtype or parameter.dtype)
+                gradient = parameter.grad.to(self.reduce_dtype or parameter.dtype)
                 self.sums[parameter] = self.sums[parameter] + gradient if parameter in self.sums else gradient.clone()
                 parameter.grad = None
+
+    @torch.no_grad()
+    def reduce(self) -> None:
+        """The last backward was one that reduces: what the ranks have added up is averaged, and added to the rest."""
+        used: list[Any] = [None] * dist.get_world_size()
+        listed = list(self.masters)
+        dist.all_gather_object(used, [number for number, p in enumerate(listed) if p in self.sums])
+        for parameter in (listed[number] for number in sorted(set().union(*used))):
+            if parameter not in self.sums:  # another rank has a gradient
+                self.sums[parameter] = torch.zeros_like(parameter, dtype=self.reduce_dtype)
+        averaged = self.average(self.sums)
+        self.sums = {}
+        for parameter, part in averaged.items():
+            self.reduced[parameter] = self.reduced[parameter] + part if parameter in self.reduced else part
 
     @torch.no_grad()
     def step(self, reported: Tensor) -> bool:
         """Finish the step; False when it is skipped. ``reported`` is the tested norm, which must have torch's bits."""
         scale = self.loss_scale.scale
-        averaged = self.average(self.sums)
+        if self.sums:
+            self.reduce()
+        averaged, self.reduced = self.reduced, {}
         gradients = {p: averaged[p].float().div_(scale) for p in in_order(averaged, self.model.parameters())}
-        self.sums = {}
         norm = self.norm(gradients)
         check_same_norm(reported, norm)
         applied = math.isfinite(float(norm))

@@ -216,6 +216,41 @@ def test_weights_that_some_micro_batches_leave_out(pool: Pool, by_hand: bool) ->
     pool.run(check_routes, 2, by_hand=by_hand)
 
 
+class RoutedTwice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Routed() for _ in range(2))
+
+    def forward(self, values: Tensor, branch: str) -> Tensor:
+        return sum(block(values, branch) for block in self.blocks)
+
+
+def check_sums_while_units_are_tried(rank: int, world_size: int) -> None:
+    """A unit that is tried takes the sum over several reduced backwards while other gradients of its group arrive."""
+    state = {"backend": "stream", "update": "overlap", "ring_mib": 0.01}
+    strategy = load({**FSDP2, "wrap": ["Routed"]}, clipping={"max_norm": None}, optimizer_state=state)
+    model = strategy.prepare_model(RoutedTwice())
+    optimizer = strategy.create_optimizer(model, torch.optim.SGD, lr=1.0, momentum=0.5)
+    expected, velocity = torch.zeros(5, 3), torch.zeros(5, 3)
+    for _ in range(3):
+        gradient = torch.zeros(5, 3)
+        for micro in range(3):
+            values = [torch.full((5, 3), 2.0 ** (-5 * micro - 9 * r)) for r in range(world_size)]
+            loss = model(values[rank].to(strategy.device, torch.bfloat16), "left")
+            optimizer.backward(loss) if micro == 2 else loss.backward()  # units are tried in the optimizer's own
+            gradient += torch.stack(values).sum(0) / world_size
+        optimizer.step()
+        velocity = 0.5 * velocity + gradient
+        expected -= velocity
+    for block in strategy.unwrap_model(model).blocks:
+        for parameter in (block.first, block.left):
+            assert torch.equal(full(optimizer.state[parameter]["master"]).cpu(), expected)
+
+
+def test_sums_while_units_are_tried(pool: Pool) -> None:
+    pool.run(check_sums_while_units_are_tried, 2)
+
+
 def check_edits_of_copies(rank: int, world_size: int, by_hand: bool) -> None:
     """Under DDP with 16-bit weights ``p.grad`` is a copy: an edit is refused, and removing it gives the gradient up."""
     strategy = load(DDP, clipping={"max_norm": None})

@@ -1,0 +1,213 @@
+"""Random programs over two ranks against the textbook loops: micro-batches, reductions and edits in any order.
+
+Every rank runs the same program on data of its own. Under DDP the ranks may leave out different layers.
+
+``LIGHTSTEP_FUZZ_SECONDS=600 pytest tests/distributed/test_programs.py`` goes on with other seeds for that long in all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+import random
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightstep.distributed import local_tensor
+from tests.distributed import test_exactness
+from tests.distributed.models import TinyTransformer, loss_of
+from tests.distributed.ranks import Pool
+from tests.distributed.test_exactness import OWN_BUCKETS, DistributedPair
+from tests.reference.pair import FP16_SCALE
+from tests.unit.test_fuzz import delay_lanes
+
+DDP = {"kind": "ddp", "bucket_mib": OWN_BUCKETS, "find_unused_parameters": True}
+FSDP2 = {"kind": "fsdp2"}
+HSDP = {"kind": "fsdp2", "mesh": {"replicate": 2, "shard": 2}}
+_STREAM: dict[str, Any] = {"backend": "stream", "ring_mib": 0.01}
+SHARDINGS = {"ddp": DDP, "fsdp2": FSDP2, "hsdp": HSDP}
+STATES: dict[str, dict[str, Any]] = {
+    "resident": {"backend": "resident"},
+    "stream": _STREAM,
+    "next_forward": {**_STREAM, "update": "next_forward"},
+    "overlap": {**_STREAM, "update": "overlap"},
+}
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "bf16": {"parameters": "bfloat16"},
+    "fp16": {"parameters": "float16", "loss_scale": FP16_SCALE},
+    "fp32": {"parameters": "float32"},
+}
+SECONDS = float(os.environ.get("LIGHTSTEP_FUZZ_SECONDS", "0"))
+
+
+class Skipping(TinyTransformer):
+    """Leaves some of its blocks out."""
+
+    skipped: frozenset[int] = frozenset()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.frozen(self.embed(tokens)) * self.gain
+        for index, block in enumerate(self.blocks):
+            hidden = hidden if index in self.skipped else block(hidden)
+        return self.head(hidden)
+
+
+class Program(DistributedPair):
+    """One random program; :attr:`calls` is what it has done so far."""
+
+    def __init__(self, rank: int, world_size: int, seed: int, sharding: dict[str, Any], case: dict[str, Any]) -> None:
+        super().__init__(rank, world_size, case, sharding)
+        self.chance, self.own_chance = random.Random(seed), random.Random(f"{seed} {rank}")
+        self.alike = sharding["kind"] != "ddp"  # the ranks run the same layers
+        # DDP itself adds fp32 gradients to what is in p.grad, and reduces the sum once more.
+        self.in_place = not self.alike and case["precision"]["parameters"] == "float32"
+        self.calls: list[Any] = []
+        self.batches = 0
+        self.frozen: set[str] = set()
+        self.reduced = True  # nothing is left on its rank
+
+    def run(self, length: int) -> None:
+        steps = [self.micro_batch] * 6 + [self.step] * 4
+        others = [self.zero_grad, self.freeze, self.lr, self.clip, self.read, self.edit, self.reload, self.memory]
+        for _ in range(length):
+            call = self.chance.choice(steps if self.chance.random() < 0.7 else others)
+            self.calls.append(call.__name__)
+            call()
+        self.calls.append("end")
+        self.step()
+
+    def micro_batch(self, last: bool | None = None) -> None:
+        last = self.chance.random() < 0.6 if last is None else last
+        chance = self.chance if self.alike else self.own_chance
+        skipped = frozenset(index for index in range(3) if chance.random() < 0.25)
+        if self.alike and not (last and self.reduced):
+            skipped = frozenset()  # torch's FSDP2 adds up nothing for layers that it has not gathered
+        self.inner.skipped = self.replica.skipped = skipped
+        by_hand = self.reference.loss_scale.scale == 1 and self.chance.random() < 0.3
+        self.overflow = self.chance.random() < 0.05 and self.rank == 1
+        self.batches += 1
+        plain = last and (self.reduced or not by_hand) and self.chance.random() < 0.3
+        self.calls[-1] = ("micro_batch", sorted(skipped), last, by_hand, plain, self.overflow)
+        batch = (self.batches, 0, self.rank, self.device)
+        with contextlib.nullcontext() if plain else self.strategy.accumulate(self.model, last=last):
+            loss = loss_of(self.model, *batch)
+            loss.backward() if by_hand else self.optimizer.backward(loss)
+        self.reference.backward(loss_of(self.replica, *batch))
+        if last:
+            self.reference.reduce()
+            if self.in_place:
+                self.reference.sums, self.reference.reduced = self.reference.reduced, {}
+        self.reduced, self.overflow = last, False
+
+    def step(self) -> None:
+        if not self.reduced or not self.pending:
+            self.calls.append("for the step")
+            self.micro_batch(last=True)
+        if self.chance.random() < 0.2:
+            self.optimizer.grad_norm()
+        with self._delays():
+            result = self.optimizer.step()
+        assert self.reference.step(result.grad_norm) is bool(result)
+        if self.chance.random() < 0.3:
+            self.check(self.batches)
+
+    @contextlib.contextmanager
+    def _delays(self) -> Any:
+        yield
+        delay_lanes(self.optimizer, self.own_chance.randrange(1 << 30))
+
+    def zero_grad(self) -> None:
+        if self.reduced:  # what FSDP2 has not reduced it keeps
+            self.optimizer.zero_grad()
+            self.reference.sums, self.reference.reduced = {}, {}
+
+    def freeze(self) -> None:
+        if self.pending:
+            return
+        name = self.chance.choice(["blocks.0.up", "blocks.1.norm", "embed"])
+        thaw = name in self.frozen
+        self.frozen ^= {name}
+        for model in (self.inner, self.replica):
+            model.get_submodule(name).requires_grad_(thaw)
+
+    def lr(self) -> None:
+        group, value = self.chance.randrange(2), self.chance.choice([1e-3, 3e-3])
+        for optimizer in (self.optimizer, self.reference.optimizer):
+            optimizer.param_groups[group]["lr"] = value
+
+    def clip(self) -> None:
+        self.optimizer.max_norm = self.reference.max_norm = self.chance.choice([None, 0.3, 1e4])
+
+    def read(self) -> None:
+        """By one rank alone, or by all."""
+        if self.chance.random() < 0.5 or self.own_chance.random() < 0.5:
+            for _, parameter, expected in self.named():
+                assert torch.equal(local_tensor(parameter.detach()), self.reference.part(expected))
+
+    def edit(self) -> None:
+        if self.pending:
+            return
+        self.optimizer.synchronize()
+        name, change = self.chance.choice(["head.weight", "blocks.2.up.weight"]), self.chance.choice([0.5, -0.25])
+        with torch.no_grad():
+            self.inner.get_parameter(name).add_(change)
+            expected = self.replica.get_parameter(name)
+            expected.add_(change)
+            self.reference.masters[expected].copy_(self.reference.part(expected))
+
+    def reload(self) -> None:
+        """Nothing changes."""
+        if not self.pending:
+            state = copy.deepcopy(self.optimizer.state_dict())
+            self.optimizer.load_state_dict(state)
+
+    def memory(self) -> None:
+        if not self.pending:
+            self.optimizer.release_device_memory()
+
+    @property
+    def pending(self) -> bool:
+        """Whether there are gradients."""
+        return bool(self.reference.sums or self.reference.reduced)
+
+    @property
+    def inner(self) -> Any:
+        return self.strategy.unwrap_model(self.model)
+
+
+def check_programs(
+    rank: int, world_size: int, seed: int, programs: int, sharding: dict[str, Any], state: str, precision: str
+) -> None:
+    case = {"optimizer_state": STATES[state], "precision": PRECISIONS[precision]}
+    test_exactness.TinyTransformer, saved = Skipping, test_exactness.TinyTransformer  # type: ignore[misc]
+    try:
+        for number in range(seed, seed + programs):
+            program = Program(rank, world_size, number, sharding, case)
+            try:
+                program.run(length=25)
+                program.check(-1)
+            except BaseException as error:
+                raise AssertionError(f"seed {number}: {program.calls}") from error
+            program.strategy.close()
+    finally:
+        test_exactness.TinyTransformer = saved  # type: ignore[misc]
+
+
+CASES = [
+    *((sharding, state, precision) for sharding in ("ddp", "fsdp2") for state in STATES for precision in PRECISIONS),
+    *(("hsdp", state, "bf16") for state in STATES),
+]
+
+
+@pytest.mark.parametrize(("sharding", "state", "precision"), CASES)
+def test_random_programs(pool: Pool, sharding: str, state: str, precision: str) -> None:
+    deadline, seed = time.monotonic() + SECONDS / len(CASES), 0
+    while not seed or time.monotonic() < deadline:
+        settings = {"sharding": SHARDINGS[sharding], "state": state, "precision": precision}
+        pool.run(check_programs, 4 if sharding == "hsdp" else 2, seed=seed, programs=3, **settings)
+        seed += 3
