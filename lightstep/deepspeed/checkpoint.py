@@ -24,7 +24,7 @@ from typing import Any
 
 from torch import nn
 
-from lightstep.checkpoint.errors import CheckpointError, reported
+from lightstep.checkpoint.errors import CheckpointError, checkpoint_errors
 from lightstep.checkpoint.layout import (
     CHECKPOINT,
     STATE,
@@ -36,12 +36,12 @@ from lightstep.checkpoint.layout import (
 )
 from lightstep.checkpoint.load import apply_scheduler
 from lightstep.checkpoint.optimizer_content import OptimizerContent
-from lightstep.checkpoint.partly_loaded import changing, refuse_partly_loaded
+from lightstep.checkpoint.partly_loaded import loading, refuse_partly_loaded
 from lightstep.checkpoint.ranks import Ranks
 from lightstep.checkpoint.retention import Retention
 from lightstep.checkpoint.small_state import check_loadable, random_states, read_state, set_random_states, write_state
-from lightstep.checkpoint.storage import new_folder_of_ranks, sync, write_file
-from lightstep.checkpoint.verify import check_files, measured
+from lightstep.checkpoint.storage import new_shared_folder, sync, write_file
+from lightstep.checkpoint.verify import check_files, size_and_checksum
 from lightstep.deepspeed.optimizer import DeepSpeedOptimizer
 from lightstep.deepspeed.universal import DEEPSPEEDS_OWN, UNIVERSAL, load_universal, refuse_untrusted, trusted_loads
 from lightstep.deepspeed.weights import shapes
@@ -70,11 +70,11 @@ def save_checkpoint(
         TypeError, CheckpointError: as there. All ranks raise, and what was at ``path`` is still there.
     """
     target, ranks = Path(path).resolve(), Ranks()
-    with reported(f"{path} was not saved"), Retention(keep_last, keep_every).around(target, ranks):
+    with checkpoint_errors(f"{path} was not saved"), Retention(keep_last, keep_every).applied(target, ranks):
         if "://" in str(path):
             raise CheckpointError("DeepSpeed writes its files to local paths only, not to a URL")
         state, manifest = ranks.together(lambda: _content(model, optimizer, scheduler, extra))
-        with new_folder_of_ranks(target, CHECKPOINT, ranks) as temporary:
+        with new_shared_folder(target, CHECKPOINT, ranks) as temporary:
             files = _write_engine(temporary, manifest[_SECTION]["tag"], optimizer, ranks, state)
             parts = ranks.gather((random_states(), files))
             state["random"] = [random for random, _ in parts]
@@ -97,11 +97,11 @@ def load_checkpoint(
     ranks = Ranks()
     if (Path(path) / UNIVERSAL).is_file():
         return load_universal(Path(path), optimizer, scheduler, weights_only)
-    with reported(f"{path} was not loaded"):
+    with checkpoint_errors(f"{path} was not loaded"):
         folder = ranks.together(lambda: find_checkpoint(Path(path)), only_first=True)
         manifest, state = ranks.together(lambda: _read(folder, model, optimizer, ranks, weights_only))
         tag = manifest[_SECTION]["tag"]
-        with changing(model, [optimizer], path):
+        with loading(model, [optimizer], path):
             ranks.together(lambda: _load_engine(folder, tag, optimizer, weights_only))
             ranks.together(lambda: refuse_replaced(folder, manifest))
             ranks.together(lambda: _apply(state, model, optimizer, scheduler, ranks.rank, weights_only))
@@ -167,7 +167,7 @@ def _write_engine(
             raise writer.failures[0]
         for file in writer.files:
             sync(file)
-        return {file.relative_to(folder).as_posix(): measured(file) for file in writer.files}
+        return {file.relative_to(folder).as_posix(): size_and_checksum(file) for file in writer.files}
 
     return ranks.together(check)
 

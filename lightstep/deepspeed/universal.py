@@ -21,11 +21,11 @@ from typing import Any
 
 import torch
 
-from lightstep.checkpoint.errors import CheckpointError, reported
+from lightstep.checkpoint.errors import CheckpointError, checkpoint_errors
 from lightstep.checkpoint.formats.safe_load import refused_name
 from lightstep.checkpoint.formats.zero_files import RESERVED as DEEPSPEEDS_OWN
 from lightstep.checkpoint.load import apply_scheduler
-from lightstep.checkpoint.partly_loaded import changing
+from lightstep.checkpoint.partly_loaded import loading
 from lightstep.checkpoint.ranks import Ranks
 from lightstep.checkpoint.small_state import set_random_states
 from lightstep.deepspeed.optimizer import DeepSpeedOptimizer
@@ -90,11 +90,11 @@ def load_universal(
         CheckpointError: it cannot be used. All ranks raise.
     """
     ranks = Ranks()
-    with reported(f"{folder} was not loaded"):
+    with checkpoint_errors(f"{folder} was not loaded"):
         if weights_only:
             raise CheckpointError("a universal checkpoint is loaded with its optimizer state; pass the optimizer too")
         tag = ranks.together(lambda: _checked(folder, optimizer))
-        with changing(optimizer.engine.module, [optimizer], folder):
+        with loading(optimizer.engine.module, [optimizer], folder):
             client = ranks.together(lambda: _load_engine(folder, tag, optimizer))
             ours = client.get("lightstep") or {}
             ranks.together(lambda: _apply(client, ours, optimizer, scheduler, ranks.rank))

@@ -12,7 +12,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from lightstep.checkpoint.errors import CheckpointError, reported
+from lightstep.checkpoint.errors import CheckpointError, checkpoint_errors
 from lightstep.checkpoint.export import write_export
 from lightstep.checkpoint.pretrained import find_tensors
 from lightstep.checkpoint.ranks import Ranks
@@ -135,7 +135,7 @@ def _parameters(named: Iterable[NamedTensor]) -> list[Tensor]:
 def export(path: str | Path, model: nn.Module, tokenizer: Any = None) -> None:
     """As ``export.export_model``, of a partitioned model."""
     ranks = Ranks()
-    with reported(f"{path} was not exported"):
+    with checkpoint_errors(f"{path} was not exported"):
         weights = gathered(model, keep=ranks.is_first)
         ranks.together(lambda: write_export(Path(path), model, weights, tokenizer), only_first=True)
 

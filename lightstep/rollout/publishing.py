@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lightstep.checkpoint.errors import CheckpointError
-from lightstep.checkpoint.export import senders_of, whole_tensor
+from lightstep.checkpoint.export import find_senders, gather_tensor
 from lightstep.checkpoint.ranks import Ranks
 from lightstep.distributed import local_tensor
 from lightstep.optimizer.param_groups import layer_of
@@ -59,7 +59,7 @@ class Publication:
         self._transport = transport
         tensors = named_tensors(model)
         try:
-            self._senders = senders_of(tensors, self._ranks)
+            self._senders = find_senders(tensors, self._ranks)
         except CheckpointError as error:  # all ranks raise it
             raise WeightTransferError(f"{error}; engines know one tensor of a name") from error
         cast = {id(buffer) for buffer in buffers_like_parameters(model)}
@@ -103,7 +103,7 @@ class Publication:
         self._transport.send(bucket)
 
     def _whole(self, info: WeightInfo) -> Tensor:
-        return whole_tensor(self._named[info], self._senders, self._ranks.group, info.dtype)
+        return gather_tensor(self._named[info], self._senders, self._ranks.group, info.dtype)
 
     def _everywhere(self, step: Callable[[], object]) -> None:
         """Do it on all ranks; a failure of one of them is raised on all."""

@@ -142,7 +142,7 @@ def test_tensors_are_read_and_dropped_one_at_a_time(tmp_path: Path, to: str, mon
     state = TrainingState("test", {name: tensor(torch.bfloat16) for name in names})
     state.entries = {name: {"master": tensor(), "exp_avg": tensor(), "exp_avg_sq": tensor()} for name in names}
     state.groups = [Group(names, {"lr": 0.1, "betas": (0.9, 0.99)})]
-    monkeypatch.setattr(checkpoint_tensors, "PART_BYTES", 1)
+    monkeypatch.setattr(checkpoint_tensors, "IN_FLIGHT_BYTES", 1)
     convert.WRITERS[to](state, tmp_path / "out")
     assert len(counts) == (30 if to == "torch" else 40)
     assert max(counts) == 1, "another tensor is still alive when one is read"

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from lightstep.checkpoint.errors import CheckpointError, reported
+from lightstep.checkpoint.errors import CheckpointError, checkpoint_errors
 from lightstep.checkpoint.formats.names import Naming, read_model, read_names
 from lightstep.checkpoint.formats.read import read_checkpoint
 from lightstep.checkpoint.formats.scales import is_dynamic
@@ -58,7 +58,7 @@ def convert_checkpoint(
     if to not in WRITERS:
         raise ValueError(f"{to!r} is not a format to convert to; allowed: {', '.join(WRITERS)}")
     start, end = Path(source).resolve(), Path(destination).resolve()
-    with reported(f"{source} was not converted"):
+    with checkpoint_errors(f"{source} was not converted"):
         _refuse_overlap(start, end)
         naming = Naming(
             None if model is None else read_model(Path(model)), None if names is None else read_names(Path(names))
@@ -72,7 +72,7 @@ def convert_checkpoint(
             "the settings of the dynamic loss scale are not in the checkpoint; lightstep's defaults were written: pass "
             "--strategy with the run's strategy if its own differ"
         )
-    with reported(f"{destination} was not written"):
+    with checkpoint_errors(f"{destination} was not written"):
         WRITERS[to](state, end)
     return state
 

@@ -8,10 +8,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from lightstep.checkpoint.errors import reported
+from lightstep.checkpoint.errors import checkpoint_errors, list_names
 from lightstep.checkpoint.formats.names import Naming, read_model, read_names
 from lightstep.checkpoint.formats.read import read_checkpoint
-from lightstep.checkpoint.formats.state import LazyTensor, TrainingState, listed
+from lightstep.checkpoint.formats.state import LazyTensor, TrainingState
 
 _HYPERPARAMETERS = ("lr", "betas", "momentum", "eps", "weight_decay")
 
@@ -27,7 +27,7 @@ def describe_checkpoint(
     Raises:
         CheckpointError: nothing known is there, or it is incomplete; the message names what is missing.
     """
-    with reported(f"{path} was not read"):
+    with checkpoint_errors(f"{path} was not read"):
         naming = Naming(
             None if model is None else read_model(Path(model)), None if names is None else read_names(Path(names))
         )
@@ -45,7 +45,7 @@ def _rows(state: TrainingState) -> Iterable[tuple[str, str]]:
     if state.base is not None:
         yield "frozen base", f"{state.base['name'] or 'without a name'}, not in the checkpoint"
     if state.aliases:
-        yield "tied", listed(f"{alias} = {name}" for alias, name in state.aliases.items())
+        yield "tied", list_names(f"{alias} = {name}" for alias, name in state.aliases.items())
     entries: dict[str, list[Any]] = {}
     for own in state.entries.values():
         for key, value in own.items():
@@ -61,8 +61,8 @@ def _rows(state: TrainingState) -> Iterable[tuple[str, str]]:
         )
         yield f"group {number}", f"{len(group.names)} parameter{_s(len(group.names))}: {settings}"
     yield "loss scale", _loss_scale(state.loss_scale)
-    yield "scheduler", "none" if state.scheduler is None else listed(state.scheduler)
-    yield "extra", listed(map(str, state.extra)) or "none"
+    yield "scheduler", "none" if state.scheduler is None else list_names(state.scheduler)
+    yield "extra", list_names(map(str, state.extra)) or "none"
     for note in state.notes:
         yield "note", note
 
@@ -81,7 +81,7 @@ def _entry(values: list[Any]) -> str:
     tensors = [value for value in values if isinstance(value, LazyTensor)]
     if not tensors or all(not tensor.shape for tensor in tensors):
         found = sorted({int(v.read()) if isinstance(v, LazyTensor) else v for v in values}, key=str)
-        return f"{len(values)} ({listed(map(str, found))})"
+        return f"{len(values)} ({list_names(map(str, found))})"
     return _tensors(tensors)
 
 

@@ -15,10 +15,10 @@ from torch.distributed.checkpoint import metadata as index_classes
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
-from lightstep.checkpoint.errors import CheckpointError, error_text
+from lightstep.checkpoint.errors import CheckpointError, error_text, list_names
 from lightstep.checkpoint.formats.from_lightstep import lazy
-from lightstep.checkpoint.formats.state import Group, LazyTensor, TrainingState, listed, tensor_step, updates
-from lightstep.checkpoint.tensors import Chunk, Stored
+from lightstep.checkpoint.formats.state import Group, LazyTensor, TrainingState, step_tensor, updates
+from lightstep.checkpoint.tensors import Chunk, StoredTensor
 from lightstep.optimizer.param_groups import clean_name
 
 METADATA = ".metadata"
@@ -72,13 +72,13 @@ def _values(folder: Path) -> dict[str, Any]:
     return values
 
 
-def _stored(key: str, stored: TensorStorageMetadata, places: Any) -> Stored:
+def _stored(key: str, stored: TensorStorageMetadata, places: Any) -> StoredTensor:
     found = [places[MetadataIndex(key, chunk.offsets)] for chunk in stored.chunks]
     chunks = tuple(
         Chunk(chunk.offsets, chunk.sizes, place.relative_path, place.offset, place.length)
         for chunk, place in zip(stored.chunks, found, strict=True)
     )
-    return Stored(stored.properties.dtype, torch.Size(stored.size), chunks)
+    return StoredTensor(stored.properties.dtype, torch.Size(stored.size), chunks)
 
 
 def _check_files(folder: Path, metadata: Any) -> None:
@@ -89,7 +89,7 @@ def _check_files(folder: Path, metadata: Any) -> None:
         ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
     missing = [name for name in ends if not (folder / name).is_file()]
     if missing:
-        raise CheckpointError(f"{folder} is incomplete: a rank's part is missing, {listed(sorted(missing))}")
+        raise CheckpointError(f"{folder} is incomplete: a rank's part is missing, {list_names(sorted(missing))}")
     for name, end in ends.items():
         if (size := (folder / name).stat().st_size) < end:
             raise CheckpointError(f"{folder / name} is truncated: it has {size} bytes of {end}")
@@ -104,13 +104,13 @@ class _IndexUnpickler(pickle.Unpickler):
             return own
         if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
             return found
-        known = _ALSO.get((module, name))
+        known = _ALLOWED.get((module, name))
         if known is None:
             raise pickle.UnpicklingError(f"{module}.{name} does not belong into an index")
         return known
 
 
-_ALSO: dict[tuple[str, str], Any] = {
+_ALLOWED: dict[tuple[str, str], Any] = {
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _StorageInfo,
     ("torch", "Size"): torch.Size,
     ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
@@ -144,15 +144,15 @@ def _add_optimizer(state: TrainingState, values: dict[str, Any]) -> None:
         kind, _, rest = key.partition(".")
         if kind == "state":
             name, _, entry = rest.rpartition(".")
-            state.entries.setdefault(clean_name(name), {})[entry] = tensor_step(value) if entry == "step" else value
+            state.entries.setdefault(clean_name(name), {})[entry] = step_tensor(value) if entry == "step" else value
         elif kind == "param_groups" and rest.split(".")[0].isdigit():
             number, _, setting = rest.partition(".")
-            _put(settings.setdefault(int(number), {}), setting, value)
+            _add_setting(settings.setdefault(int(number), {}), setting, value)
         elif kind == "param_groups":
             name, _, setting = rest.rpartition(".")
             by_name.setdefault(clean_name(name), {})[setting] = value
     if by_name:
-        state.groups = _alike(by_name)
+        state.groups = _group_by_settings(by_name)
     else:
         state.groups = [
             Group([clean_name(name) for name in own.pop("params")], own) for _, own in sorted(settings.items())
@@ -160,7 +160,7 @@ def _add_optimizer(state: TrainingState, values: dict[str, Any]) -> None:
     state.step = updates(state.entries.values())
 
 
-def _put(settings: dict[str, Any], key: str, value: Any) -> None:
+def _add_setting(settings: dict[str, Any], key: str, value: Any) -> None:
     """A list may have been taken apart: ``betas.0``, ``params.3``."""
     value = value.read() if isinstance(value, LazyTensor) else value
     name, _, number = key.partition(".")
@@ -170,7 +170,7 @@ def _put(settings: dict[str, Any], key: str, value: Any) -> None:
         settings[name] = value
 
 
-def _alike(by_name: dict[str, dict[str, Any]]) -> list[Group]:
+def _group_by_settings(by_name: dict[str, dict[str, Any]]) -> list[Group]:
     """Parameters with the same settings form a group."""
     groups: list[Group] = []
     for name, settings in by_name.items():

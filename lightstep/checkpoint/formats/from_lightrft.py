@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightstep.checkpoint.errors import CheckpointError
+from lightstep.checkpoint.errors import CheckpointError, list_names
 from lightstep.checkpoint.formats.from_dcp import METADATA, read_dcp
 from lightstep.checkpoint.formats.names import Naming, name_groups
 from lightstep.checkpoint.formats.safe_load import load_file
 from lightstep.checkpoint.formats.scales import from_lightrft
-from lightstep.checkpoint.formats.state import MASTER, Group, LazyTensor, TrainingState, listed, tensor_step, updates
+from lightstep.checkpoint.formats.state import MASTER, Group, LazyTensor, TrainingState, step_tensor, updates
 from lightstep.distributed import is_sharded, local_tensor, mesh_ranks
 
 KEYS = {"grad_scaler", "base_optim_states", "flat_fp32_weights"}
@@ -82,7 +82,7 @@ def is_lightrft(content: Any) -> bool:
 def _part(path: Path) -> dict[str, Any]:
     content = load_file(path)
     if not is_lightrft(content):
-        raise CheckpointError(f"{path} is not a file of FSDPadaptOptimizer: it lacks {listed(sorted(KEYS))}")
+        raise CheckpointError(f"{path} is not a file of FSDPadaptOptimizer: it lacks {list_names(sorted(KEYS))}")
     return dict(content)
 
 
@@ -99,8 +99,8 @@ def _check_ranks(path: Path, files: Mapping[int, Path], flat: Sequence[list[Tens
     missing = [f"_rank{rank}" for rank in range(size) if rank not in files]
     if missing:
         raise CheckpointError(
-            f"{path} is incomplete; missing: {listed(missing)} (number of ranks: {size}); copy these files from the "
-            "machines that wrote them, or take another checkpoint"
+            f"{path} is incomplete; missing: {list_names(missing)} (number of ranks: {size}); copy these files from "
+            "the machines that wrote them, or use another checkpoint"
         )
     for rank, masters in zip(sorted(files), flat, strict=True):
         if len(masters) != len(flat[0]):
@@ -115,7 +115,7 @@ def _entries(index: Any, parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         if isinstance(value, Tensor) and value.dim() > 0:
             found[key] = _joined([state[key] for state in states])
         else:
-            found[key] = tensor_step(value) if isinstance(value, Tensor) or key == "step" else value
+            found[key] = step_tensor(value) if isinstance(value, Tensor) or key == "step" else value
     return found
 
 

@@ -11,11 +11,11 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from lightstep.checkpoint.errors import CheckpointError
+from lightstep.checkpoint.errors import CheckpointError, list_names
 from lightstep.checkpoint.formats.names import Grouping, Naming, ParameterOrder, name_groups, read_model
 from lightstep.checkpoint.formats.safe_load import load_file
 from lightstep.checkpoint.formats.scales import from_torch
-from lightstep.checkpoint.formats.state import Group, LazyTensor, TrainingState, listed, tensor_step, updates
+from lightstep.checkpoint.formats.state import Group, LazyTensor, TrainingState, step_tensor, updates
 from lightstep.optimizer.param_groups import clean_name
 
 MODEL_KEYS = ("model", "model_state_dict", "state_dict")
@@ -133,7 +133,7 @@ def _known(state: TrainingState, name: str) -> str:
 def _entry(key: str, value: Any) -> Any:
     if isinstance(value, Tensor):
         return LazyTensor.of(value.detach())
-    return tensor_step(value) if key == "step" else value
+    return step_tensor(value) if key == "step" else value
 
 
 # -- transformers ------------------------------------------------------------------------------------------------------
@@ -179,7 +179,7 @@ def safetensors_weights(folder: Path) -> dict[str, LazyTensor]:
     if (folder / _INDEX).is_file():
         files = sorted(set(json.loads((folder / _INDEX).read_text(encoding="utf-8"))["weight_map"].values()))
         if missing := [name for name in files if not (folder / name).is_file()]:
-            raise CheckpointError(f"{folder} is incomplete; missing, and named in {_INDEX}: {listed(missing)}")
+            raise CheckpointError(f"{folder} is incomplete; missing, and named in {_INDEX}: {list_names(missing)}")
     return {name: tensor for file in files for name, tensor in _safetensors(folder / file)}
 
 

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightstep.checkpoint.errors import CheckpointError
+from lightstep.checkpoint.errors import CheckpointError, list_names
 from lightstep.checkpoint.formats.from_zero import frozen_parameters
 from lightstep.checkpoint.formats.safe_load import load_file
 from lightstep.checkpoint.formats.scales import from_deepspeed
-from lightstep.checkpoint.formats.state import MASTER, Group, LazyTensor, TrainingState, listed, tensor_step, updates
+from lightstep.checkpoint.formats.state import MASTER, Group, LazyTensor, TrainingState, step_tensor, updates
 from lightstep.checkpoint.formats.zero_files import MODEL_FILE, client_state, scheduler_state, trained_dtype
 
 PARAMETERS = "zero"
@@ -74,7 +74,7 @@ def _model_states(folder: Path) -> list[dict[str, Any]]:
         return [first]
     names = [f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" for rank in range(int(first["dp_world_size"]))]
     if missing := [name for name in names if not (folder / name).is_file()]:
-        raise CheckpointError(f"{folder} is incomplete: a part of what is frozen is missing, {listed(missing)}")
+        raise CheckpointError(f"{folder} is incomplete: a part of what is frozen is missing, {list_names(missing)}")
     return [load_file(folder / name) for name in names]
 
 
@@ -88,7 +88,8 @@ def _refuse_missing(folder: Path, names: list[str]) -> None:
     missing = [name for name in names if not (folder / PARAMETERS / name / f"{MASTERS}.pt").is_file()]
     if missing:
         raise CheckpointError(
-            f"{folder} is incomplete: zero/<name>/fp32.pt is missing for {listed(missing)}; convert the original again"
+            f"{folder} is incomplete: zero/<name>/fp32.pt is missing for {list_names(missing)}; "
+            "convert the original again"
         )
 
 
@@ -128,10 +129,10 @@ def _weights(folder: Path, models: list[dict[str, Any]], shapes: list[Any]) -> d
 
 
 def _entries(folder: Path, name: str, count: Any, weight: LazyTensor) -> dict[str, Any]:
-    entries: dict[str, Any] = {} if count is None else {"step": tensor_step(count)}
+    entries: dict[str, Any] = {} if count is None else {"step": step_tensor(count)}
     for file in sorted((folder / PARAMETERS / name).glob("*.pt")):
         if file.stem == "step":
-            entries["step"] = tensor_step(load_file(file))
+            entries["step"] = step_tensor(load_file(file))
         elif file.stem != MASTERS:
             entries[file.stem] = _file(folder, name, file.stem, weight.shape)
         elif weight.dtype != torch.float32:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lightstep.checkpoint.errors import CheckpointError
 from lightstep.checkpoint.formats.scales import from_deepspeed
-from lightstep.checkpoint.formats.state import MASTER, Group, LazyTensor, TrainingState, tensor_step, updates
+from lightstep.checkpoint.formats.state import MASTER, Group, LazyTensor, TrainingState, step_tensor, updates
 from lightstep.checkpoint.formats.zero_files import Piece, ZeroFiles, client_state, scheduler_state
 
 
@@ -50,7 +50,7 @@ def read_zero(files: ZeroFiles) -> TrainingState:
     for flat, name, pieces in _parameters(flats):
         entries = _entries(flat, name, pieces, shapes[name])
         if "step" not in entries and counts[flat.group] is not None:
-            entries["step"] = tensor_step(counts[flat.group])
+            entries["step"] = step_tensor(counts[flat.group])
         if weights[name].dtype != torch.float32:
             entries[MASTER] = masters[name]
         if entries:
@@ -164,7 +164,7 @@ def _entries(flat: _Flat, name: str, pieces: list[Piece], shape: torch.Size) -> 
         elif any(other != value for other in everywhere):
             raise CheckpointError(f"state {key!r} of {name} is not the same on all ranks: {everywhere}")
         else:
-            entries[key] = tensor_step(value) if isinstance(value, Tensor) or key == "step" else value
+            entries[key] = step_tensor(value) if isinstance(value, Tensor) or key == "step" else value
     return entries
 
 

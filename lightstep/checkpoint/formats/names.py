@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from lightstep.checkpoint.errors import CheckpointError
-from lightstep.checkpoint.formats.state import listed
+from lightstep.checkpoint.errors import CheckpointError, list_names
 from lightstep.extras import needs
 
 Grouping = Callable[[list[str]], list[list[str]]]
@@ -118,12 +117,13 @@ def name_groups(
     counts = [len(group) for group in wanted]
     for proposal in _proposals(naming, counts, list(weights), rules):
         if len(proposal) == len(counts):
-            found = [_only_way(names, own, shapes) for names, own in zip(proposal, wanted, strict=True)]
+            found = [_unique_choice(names, own, shapes) for names, own in zip(proposal, wanted, strict=True)]
             if all(names is not None for names in found):
                 return [names for names in found if names is not None]
     given = "--names" if naming.names else "--model" if naming.model else None
     raise CheckpointError(
-        f"its optimizer numbers {sum(counts)} parameters in groups of {listed(map(str, counts))} and does not name them"
+        f"its optimizer numbers {sum(counts)} parameters in groups of {list_names(map(str, counts))} "
+        "and does not name them"
         + (f", and {given} does not fit them" if given else "")
         + ". Pass --names FILE, a JSON list of names in the optimizer's order, or --model DIR with the config.json"
     )
@@ -139,19 +139,21 @@ def _proposals(
 ) -> list[list[list[str]]]:
     if naming.names is not None:
         flat = [name for group in naming.names for name in group]
-        return [naming.names, _cut(flat, counts)]
+        return [naming.names, _split_by_counts(flat, counts)]
     order = list(naming.model.shapes) if naming.model else weights
     return [[order], *(rule(order) for rule in rules)] if len(counts) == 1 else [rule(order) for rule in rules]
 
 
-def _cut(names: list[str], counts: list[int]) -> list[list[str]]:
+def _split_by_counts(names: list[str], counts: list[int]) -> list[list[str]]:
     ends = [sum(counts[: number + 1]) for number in range(len(counts))]
     return (
         [names[end - count : end] for end, count in zip(ends, counts, strict=True)] if ends[-1:] == [len(names)] else []
     )
 
 
-def _only_way(names: list[str], wanted: list[torch.Size | None], shapes: Mapping[str, torch.Size]) -> list[str] | None:
+def _unique_choice(
+    names: list[str], wanted: list[torch.Size | None], shapes: Mapping[str, torch.Size]
+) -> list[str] | None:
     """``names`` without those that the optimizer does not have, if shapes leave one way to choose them in order."""
     if any(name not in shapes for name in names):
         return None

@@ -50,7 +50,7 @@ def load_file(path: Path) -> Any:
     try:
         zipped = zipfile.is_zipfile(path)
         names = torch.serialization.get_unsafe_globals_in_checkpoint(path) if zipped else []
-        with torch.serialization.safe_globals(_replacements(names)), _quiet():
+        with torch.serialization.safe_globals(_replacements(names)), _IgnoreWarnings():
             return torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing") from None
@@ -99,7 +99,7 @@ def _numpy_scalars(names: list[str]) -> list[tuple[Any, str]]:
     ]
 
 
-class _quiet(warnings.catch_warnings):
+class _IgnoreWarnings(warnings.catch_warnings):
     """Without torch's remarks on device meshes that belong to no process group here."""
 
     def __enter__(self) -> Any:

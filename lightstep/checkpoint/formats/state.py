@@ -13,10 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightstep.checkpoint.errors import CheckpointError
+from lightstep.checkpoint.errors import CheckpointError, list_names
 
 MASTER = "master"
-_SHOWN = 5
 
 
 @dataclass(frozen=True)
@@ -107,13 +106,13 @@ class TrainingState:
         optimized = self.optimized()
         missing = [name for name in optimized if name not in self.weights]
         if missing:
-            raise CheckpointError(f"the optimizer has {listed(missing)}, of which there are no weights")
+            raise CheckpointError(f"the optimizer has {list_names(missing)}, of which there are no weights")
         repeated = [name for name, count in Counter(optimized).items() if count > 1]
         if repeated:
-            raise CheckpointError(f"{listed(repeated)} stands in the parameter groups more than once")
+            raise CheckpointError(f"{list_names(repeated)} stands in the parameter groups more than once")
         strangers = sorted(self.entries.keys() - set(optimized))
         if strangers:
-            raise CheckpointError(f"there is optimizer state of {listed(strangers)}, which no parameter group has")
+            raise CheckpointError(f"there is optimizer state of {list_names(strangers)}, which no parameter group has")
         for name in self.entries:
             self._check_shapes(name)
 
@@ -127,7 +126,7 @@ class TrainingState:
                 )
 
 
-def tensor_step(value: Any) -> LazyTensor:
+def step_tensor(value: Any) -> LazyTensor:
     """A step count as torch's optimizers keep it: a 0-dim fp32 tensor."""
     if isinstance(value, LazyTensor):
         return value
@@ -135,7 +134,7 @@ def tensor_step(value: Any) -> LazyTensor:
     return LazyTensor.of(tensor)
 
 
-def step_of(entries: Mapping[str, Any]) -> int | None:
+def read_step(entries: Mapping[str, Any]) -> int | None:
     """The number of updates that a parameter has had, when its state says so."""
     value = entries.get("step")
     if isinstance(value, LazyTensor):
@@ -145,12 +144,5 @@ def step_of(entries: Mapping[str, Any]) -> int | None:
 
 def updates(states: Iterable[Mapping[str, Any]]) -> int | None:
     """The largest step count of any parameter."""
-    steps = [step for entries in states if (step := step_of(entries)) is not None]
+    steps = [step for entries in states if (step := read_step(entries)) is not None]
     return max(steps, default=None)
-
-
-def listed(names: Iterable[str]) -> str:
-    """The first few of many names."""
-    names = list(names)
-    more = len(names) - _SHOWN
-    return ", ".join(names[:_SHOWN]) + (f" and {more} more" if more > 0 else "")

@@ -12,8 +12,8 @@ from lightstep.checkpoint.formats.state import LazyTensor, TrainingState
 from lightstep.checkpoint.layout import CHECKPOINT
 from lightstep.checkpoint.optimizer_content import entry_key
 from lightstep.checkpoint.save import finish_checkpoint
-from lightstep.checkpoint.storage import storage_of
-from lightstep.checkpoint.tensors import Source, whole
+from lightstep.checkpoint.storage import storage_for
+from lightstep.checkpoint.tensors import Source, full_shard
 from lightstep.checkpoint.write import write_tensors
 
 
@@ -23,7 +23,7 @@ def write_lightstep(state: TrainingState, path: Path) -> None:
     Raises:
         CheckpointError: the disk is full, ``path`` is something else than a checkpoint, ...
     """
-    with storage_of(path).new_folder(path, CHECKPOINT) as temporary:
+    with storage_for(path).new_folder(path, CHECKPOINT) as temporary:
         index = write_tensors(temporary, _sources(state))
         finish_checkpoint(temporary, path, index, _small(state), _manifest(state), state.world_size or 1)
 
@@ -38,7 +38,7 @@ def _sources(state: TrainingState) -> list[Source]:
 
 
 def _source(key: str, tensor: LazyTensor) -> Source:
-    return Source(key, whole(tensor.shape), tensor.dtype, compact(tensor.read))
+    return Source(key, full_shard(tensor.shape), tensor.dtype, compact(tensor.read))
 
 
 def compact(read: Callable[[], Tensor]) -> Callable[[], Tensor]:

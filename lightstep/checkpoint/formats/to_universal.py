@@ -26,11 +26,11 @@ import torch
 from torch import Tensor
 
 import lightstep
-from lightstep.checkpoint.errors import CheckpointError
+from lightstep.checkpoint.errors import CheckpointError, list_names
 from lightstep.checkpoint.formats import scales
 from lightstep.checkpoint.formats.from_universal import GLOBAL_STATE, MASTERS, PARAMETERS
 from lightstep.checkpoint.formats.lazy_save import save_lazily
-from lightstep.checkpoint.formats.state import MASTER, Group, LazyTensor, TrainingState, listed, step_of
+from lightstep.checkpoint.formats.state import MASTER, Group, LazyTensor, TrainingState, read_step
 from lightstep.checkpoint.formats.to_lightstep import compact
 from lightstep.checkpoint.formats.zero_files import COUNTERS, RESERVED
 from lightstep.checkpoint.storage import FolderKind, LocalStorage, sync, was_replaced, write_file
@@ -96,7 +96,9 @@ def _check(state: TrainingState) -> list[int | None]:
         raise CheckpointError("it holds no optimizer, and DeepSpeed's universal format is one of optimizer state")
     unusable = [name for name in state.weights if "/" in name or "\\" in name or name in ("", ".", "..")]
     if unusable:
-        raise CheckpointError(f"{listed(unusable)} cannot be the name of a folder, which the universal format needs")
+        raise CheckpointError(
+            f"{list_names(unusable)} cannot be the name of a folder, which the universal format needs"
+        )
     if any(not group.names for group in state.groups):
         raise CheckpointError("a parameter group is empty, which DeepSpeed refuses; remove it from the optimizer")
     for name, entries in state.entries.items():
@@ -110,7 +112,7 @@ def _check(state: TrainingState) -> list[int | None]:
 
 
 def _step(state: TrainingState, group: Group) -> int | None:
-    steps = {name: step for name in group.names if (step := step_of(state.entries.get(name, {}))) is not None}
+    steps = {name: step for name in group.names if (step := read_step(state.entries.get(name, {}))) is not None}
     if len(set(steps.values())) > 1:
         least, most = min(steps, key=steps.__getitem__), max(steps, key=steps.__getitem__)
         raise CheckpointError(
@@ -120,7 +122,8 @@ def _step(state: TrainingState, group: Group) -> int | None:
     never = [name for name in group.names if not state.entries.get(name, {}).keys() - {MASTER}]
     if steps and never:
         state.notes.append(
-            f"{listed(never)} was never updated; DeepSpeed counts its steps with its group's, and its moments are zeros"
+            f"{list_names(never)} was never updated; DeepSpeed counts its steps with its group's, "
+            "and its moments are zeros"
         )
     return next(iter(steps.values()), None)
 
@@ -195,7 +198,7 @@ def _model_states(state: TrainingState) -> dict[str, Any]:
     optimized = set(state.optimized())
     clash = sorted(state.extra.keys() & RESERVED)
     if clash:
-        raise CheckpointError(f"extra has {listed(clash)}, which DeepSpeed uses itself; rename it before saving")
+        raise CheckpointError(f"extra has {list_names(clash)}, which DeepSpeed uses itself; rename it before saving")
     return {
         **{key: value for key, value in state.extra.items() if key != "deepspeed"},
         "buffer_names": [name for name in state.weights if name not in optimized],

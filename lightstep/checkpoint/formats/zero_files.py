@@ -11,9 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightstep.checkpoint.errors import CheckpointError
+from lightstep.checkpoint.errors import CheckpointError, list_names
 from lightstep.checkpoint.formats.safe_load import load_file
-from lightstep.checkpoint.formats.state import listed
 
 OPTIMIZER_FILE = re.compile(r"(bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 MODEL_FILE = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
@@ -132,8 +131,8 @@ def _refuse_other_parallelism(folder: Path, names: list[str]) -> None:
     foreign += [n for n in names if n.startswith(("layer_", "expp_rank_"))]
     if foreign:
         raise CheckpointError(
-            f"{folder} was written with tensor, pipeline or expert parallelism ({listed(foreign)}); only data-parallel "
-            "checkpoints are converted. DeepSpeed's ds_to_universal merges tensor parallelism first"
+            f"{folder} was written with tensor, pipeline or expert parallelism ({list_names(foreign)}); only "
+            "data-parallel checkpoints are converted. DeepSpeed's ds_to_universal merges tensor parallelism first"
         )
 
 
@@ -154,7 +153,9 @@ def _refuse_missing(
     prefix = "bf16_" if any(name.startswith("bf16_zero_pp_rank_") for name in names) else ""
     both = [name for name in names if not name.startswith("bf16_") and f"bf16_{name}" in names]
     if both:
-        raise CheckpointError(f"{folder} holds two runs: {listed(both)} is there with and without bf16_; remove one")
+        raise CheckpointError(
+            f"{folder} holds two runs: {list_names(both)} is there with and without bf16_; remove one"
+        )
     missing = [
         f"{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
         for rank in range(world_size)
@@ -166,7 +167,7 @@ def _refuse_missing(
         ]
     if missing:
         raise CheckpointError(
-            f"{folder} is incomplete; missing: {listed(missing)} (number of ranks: {world_size}); {_REMEDY}"
+            f"{folder} is incomplete; missing: {list_names(missing)} (number of ranks: {world_size}); {_REMEDY}"
         )
 
 
@@ -207,7 +208,7 @@ def scheduler_state(model: Mapping[str, Any], notes: list[str]) -> Any:
     state = model.get("lr_scheduler")
     if isinstance(state, dict) and "last_epoch" not in state:
         notes.append(
-            f"the scheduler is DeepSpeed's own ({listed(state)}); its state was kept, but a scheduler of torch does "
-            "not take it: load_checkpoint leaves that one where it is"
+            f"the scheduler is DeepSpeed's own ({list_names(state)}); its state was kept, but a scheduler of torch "
+            "cannot load it: load_checkpoint leaves such a scheduler as it is"
         )
     return state
