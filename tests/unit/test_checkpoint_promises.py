@@ -483,7 +483,9 @@ def test_pretrained_weights_that_break_off_are_not_gone_on_from(
     save_file({name: torch.ones(p.shape) for name, p in model.named_parameters()}, tmp_path / "model.safetensors")
     part = pretrained._read_shard
     with monkeypatch.context() as patched:
-        patched.setattr(pretrained, "_read_shard", lambda *which: part(*which) if which[2] == "weight" else broken_disk())
+        patched.setattr(
+            pretrained, "_read_shard", lambda *which: part(*which) if which[2] == "weight" else broken_disk()
+        )
         with pytest.raises(OSError, match="Input/output error"):
             pretrained.load_pretrained(model, tmp_path)
     assert values_of(model) > {1.0}, "a part of it"

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightstep.checkpoint.formats.state import Group, LazyTensor, TrainingState, updates
+from lightstep.checkpoint.formats.state import Group, LazyTensor, TrainingState, max_step
 from lightstep.checkpoint.layout import refuse_replaced
 from lightstep.checkpoint.optimizer_content import entry_key, stored_entries
 from lightstep.checkpoint.read import read_tensors
@@ -41,7 +41,7 @@ def read_lightstep(folder: Path) -> TrainingState:
     state.modules = dict(saved.state.get("modules") or {})
     state.world_size = saved.manifest.get("world_size")
     state.optimizer_class = saved.manifest.get("optimizer")
-    state.step = updates(state.entries.values())
+    state.step = max_step(state.entries.values())
     return state
 
 
