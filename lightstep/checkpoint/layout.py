@@ -333,6 +333,6 @@ def _own_files(folder: Path) -> set[str]:
 CHECKPOINT = FolderKind(
     "a checkpoint",
     is_ours=lambda path: (path / MANIFEST).is_file(),
-    is_whole=is_complete,
+    is_complete=is_complete,
     own_files=_own_files,
 )

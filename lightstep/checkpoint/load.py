@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from lightstep.checkpoint.layout import Manifest, find_checkpoint, is_unchanged,
 from lightstep.checkpoint.optimizer_content import OptimizerContent
 from lightstep.checkpoint.partly_loaded import loading
 from lightstep.checkpoint.pending import wait_for_pending
-from lightstep.checkpoint.ranks import Ranks
+from lightstep.checkpoint.ranks import Ranks, Result
 from lightstep.checkpoint.read import ChunkCache, read_tensors
 from lightstep.checkpoint.save import average_key, averaged_weights, live_tensors
 from lightstep.checkpoint.saved import SavedCheckpoint
@@ -116,7 +117,9 @@ def _suggesting_older(path: Path, ranks: Ranks, with_state: bool) -> Iterator[No
         if not ranks.is_first or not is_damage(error):
             raise
         older = newest_undamaged_before(path.resolve(), with_state)
-        advice = "no older one beside it is whole" if older is None else f"{older} beside it is whole: load that one"
+        advice = "no older checkpoint next to it is undamaged"
+        if older is not None:
+            advice = f"{older} is undamaged: load that one"
         raise DamagedError(f"{error}; {advice}") from error
 
 
@@ -150,14 +153,10 @@ def _find_match(path: Path, destination: _Destination, ranks: Ranks) -> Match:
     """The checkpoint at ``path``, which fits the destination and could be read. Nothing has been changed."""
     for _ in range(_ATTEMPTS):
         folder, manifest = ranks.together(lambda: _find(path), only_first=True)
-        matched: list[Match] = []
-
-        def read(folder: Path = folder, manifest: Manifest = manifest, matched: list[Match] = matched) -> None:
-            matched.append(_match(SavedCheckpoint.read(folder, manifest), destination))
-            _dry_run(matched[0])
-
-        if _run_if_unchanged(read, folder, manifest, ranks):
-            return matched[0]
+        read = partial(_read, folder, manifest, destination)
+        matched = _run_if_unchanged(read, folder, manifest, ranks)
+        if matched is not None:
+            return matched
     raise CheckpointError("other processes replace it all the time; wait until they have finished")
 
 
@@ -174,26 +173,37 @@ def _find(path: Path) -> tuple[Path, Manifest]:
     raise AssertionError
 
 
-def _run_if_unchanged(step: Callable[[], None], folder: Path, manifest: Manifest, ranks: Ranks) -> bool:
-    """Run ``step`` on every rank. ``False`` on all ranks if the checkpoint was replaced while it ran on any."""
+def _run_if_unchanged(step: Callable[[], Result], folder: Path, manifest: Manifest, ranks: Ranks) -> Result | None:
+    """Run ``step`` on every rank. ``None`` on all ranks if the checkpoint was replaced while it ran on any."""
 
-    def run() -> bool:
+    def run() -> Result | None:
         try:
-            step()
+            result = step()
         except Exception:
             if is_unchanged(folder, manifest):
                 raise
-        return is_unchanged(folder, manifest)
+            return None
+        return result if is_unchanged(folder, manifest) else None
 
-    return all(ranks.gather(ranks.together(run)))
+    result = ranks.together(run)
+    return result if all(ranks.gather(result is not None)) else None
 
 
 def _apply_if_unchanged(matched: Match, destination: _Destination, ranks: Ranks) -> bool:
-    saved = matched.saved
-    return _run_if_unchanged(lambda: _apply(matched, destination, ranks.rank), saved.folder, saved.manifest, ranks)
+    def apply() -> Match:
+        _apply(matched, destination, ranks.rank)
+        return matched
+
+    return _run_if_unchanged(apply, matched.saved.folder, matched.saved.manifest, ranks) is not None
 
 
 # -- the dry run -------------------------------------------------------------------------------------------------------
+
+
+def _read(folder: Path, manifest: Manifest, destination: _Destination) -> Match:
+    matched = _match(SavedCheckpoint.read(folder, manifest), destination)
+    _dry_run(matched)
+    return matched
 
 
 def _match(saved: SavedCheckpoint, destination: _Destination) -> Match:
@@ -205,13 +215,10 @@ def _match(saved: SavedCheckpoint, destination: _Destination) -> Match:
         trained = {named.name for named in without_base(destination.tensors, optimizer)}
         skip = {named.name for named in destination.tensors} - trained
     matched = match(saved, destination.tensors, destination.optimizer, destination.all_names, skip)
-    averages = {average_key(name): tensor for name, tensor in averaged_weights(destination.model).items()}
-    matched.tensors += [_average_target(key, tensor) for key, tensor in averages.items() if key in saved.index]
+    for name, tensor in averaged_weights(destination.model).items():
+        if (key := average_key(name)) in saved.index:
+            matched.tensors.append(Target(key, shard_or_empty(tensor), partial(local_tensor, tensor)))
     return matched
-
-
-def _average_target(key: str, tensor: Tensor) -> Target:
-    return Target(key, shard_or_empty(tensor), lambda: local_tensor(tensor))
 
 
 def _dry_run(matched: Match) -> None:

@@ -128,8 +128,8 @@ class OptimizerContent:
         for key, value in described.items():
             if isinstance(value, Tensor):
                 local = local_tensor(value)
-                is_whole = local.shape != shard.lengths and self.has_whole_tensors
-                part = full_shard(local.shape) if is_whole else _entry_shard(name, key, local, shard)
+                is_full = local.shape != shard.lengths and self.has_whole_tensors
+                part = full_shard(local.shape) if is_full else _entry_shard(name, key, local, shard)
                 fetch = partial(self._fetch, name, key)
                 sources.append(Source(entry_key(name, key), part, local.dtype, fetch, parameter, key))
         return sources

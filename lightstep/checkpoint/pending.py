@@ -114,7 +114,7 @@ _groups: dict[tuple[int, ...], tuple[Any, Any]] = {}
 
 def writer_group(ranks: Ranks) -> Ranks:
     """The same ranks in a separate gloo group, so that collectives do not mix with training's. Called by all ranks."""
-    if not ranks.several:
+    if not ranks.is_distributed:
         return ranks
     world = dist.group.WORLD
     members = tuple(dist.get_process_group_ranks(world if ranks.group is None else ranks.group))

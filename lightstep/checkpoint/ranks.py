@@ -22,9 +22,9 @@ class Ranks:
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self.group = group = role_group() if group is None else group
-        self.several = dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1
-        self.rank = dist.get_rank(group) if self.several else 0
-        self.size = dist.get_world_size(group) if self.several else 1
+        self.is_distributed = dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1
+        self.rank = dist.get_rank(group) if self.is_distributed else 0
+        self.size = dist.get_world_size(group) if self.is_distributed else 1
 
     @property
     def is_first(self) -> bool:
@@ -33,7 +33,7 @@ class Ranks:
 
     def gather(self, value: Any) -> list[Any]:
         """All ranks' values, in rank order, on every rank: one collective."""
-        if not self.several:
+        if not self.is_distributed:
             return [value]
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value, group=self.group)

@@ -55,47 +55,42 @@ class Retention:
         """
         if self.keep_last is not None and not _NUMBERED.fullmatch(path.name):
             raise ValueError(f"keep_last needs a path that ends in a number, such as runs/a/step-100; got {path}")
-        ranks.together(partial(self._remove, path, saved=False), only_first=True)
+        ranks.together(partial(self.remove_old, path, saved=False), only_first=True)
         yield
-        ranks.together(partial(self._remove, path, saved=True), only_first=True)
+        ranks.together(partial(self.remove_old, path), only_first=True)
 
-    def _remove(self, path: Path, saved: bool) -> None:
-        if self.keep_last is not None:
-            remove_old_checkpoints(path, self.keep_last, self.keep_every, self.weights_only, saved)
+    def remove_old(self, path: Path, saved: bool = True) -> None:
+        """Keep the newest complete checkpoints up to ``path``, and remove the older ones next to it.
 
+        Checkpoints with higher numbers stay: a run that was resumed from an earlier one will replace them when it gets
+        there. The user's files stay.
 
-def remove_old_checkpoints(
-    path: Path, keep_last: int, keep_every: int = 0, weights_only: bool = False, saved: bool = True
-) -> None:
-    """Keep the ``keep_last`` newest complete checkpoints up to ``path``, and remove the older ones next to it.
+        Args:
+            saved: whether ``path`` has just been saved. Before the save, nothing is removed unless the checkpoints that
+                are kept have been verified byte by byte.
+        """
+        if self.keep_last is None:
+            return
+        prefix, number = _split(path.name)
 
-    Checkpoints with higher numbers stay: a run that was resumed from an earlier one will replace them when it gets
-    there. Checkpoints with and without optimizer state are counted separately. The user's files stay.
+        def is_earlier(name: str) -> bool:
+            return _split(name)[0] == prefix and _split(name)[1] < number
 
-    Args:
-        keep_every: checkpoints whose number is a multiple of it stay too; 0: none do.
-        weights_only: count and remove those without optimizer state.
-        saved: whether ``path`` has just been saved. Before the save, nothing is removed unless the checkpoints that
-            are kept have been verified byte by byte.
-    """
-    prefix, number = _split(path.name)
-
-    def is_earlier(name: str) -> bool:
-        return _split(name)[0] == prefix and _split(name)[1] < number
-
-    recover_interrupted(path.parent, CHECKPOINT, is_earlier)
-    found = [entry for entry in _checkpoints(path.parent) if is_earlier(entry.name)]
-    earlier = [entry for entry in sorted(found, key=_number, reverse=True) if _matches(entry, weights_only)]
-    count = keep_last - saved
-    if not saved and len(earlier) <= count:
-        return
-    is_usable: Callable[[Path], bool] = is_complete if saved else is_undamaged
-    kept = list(islice((entry for entry in earlier if is_usable(entry)), count))
-    if not saved and not kept:
-        return
-    for entry in earlier:
-        if entry not in kept and not (keep_every and _number(entry) % keep_every == 0 and is_complete(entry)):
-            remove_checkpoint(entry)
+        recover_interrupted(path.parent, CHECKPOINT, is_earlier)
+        found = [entry for entry in _checkpoints(path.parent) if is_earlier(entry.name)]
+        earlier = [entry for entry in sorted(found, key=_number, reverse=True) if _matches(entry, self.weights_only)]
+        count = self.keep_last - saved
+        if not saved and len(earlier) <= count:
+            return
+        is_usable: Callable[[Path], bool] = is_complete if saved else is_undamaged
+        kept = list(islice((entry for entry in earlier if is_usable(entry)), count))
+        if not saved and not kept:
+            return
+        for entry in earlier:
+            if entry not in kept and not (
+                self.keep_every and _number(entry) % self.keep_every == 0 and is_complete(entry)
+            ):
+                remove_checkpoint(entry)
 
 
 def _checkpoints(folder: Path) -> list[Path]:

@@ -124,7 +124,7 @@ def save_checkpoint(
             with ExitStack() as until_written:
                 if plan.detach(ranks, model, optimizer, until_written):
                     write = partial(_write, plan, writer_group(ranks))
-                    return start_save(write, until_written, None if ranks.several else optimizer)
+                    return start_save(write, until_written, None if ranks.is_distributed else optimizer)
     with ExitStack() as until_written:
         with checkpoint_errors(f"{path} was not saved"):
             plan.sources = ranks.together(lambda: in_place(plan.sources, saved_optimizer, until_written))

@@ -41,13 +41,13 @@ class FolderKind:
     Attributes:
         name: for messages: ``"a checkpoint"``.
         is_ours: whether a folder is of this kind. Such a folder may be replaced.
-        is_whole: whether a folder that a crash left may be moved to the path it was meant for.
+        is_complete: whether a folder that a crash left may be moved to the path it was meant for.
         own_files: the files that its writer wrote, relative to the folder, with ``/``. All others are the user's.
     """
 
     name: str
     is_ours: Callable[[Path], bool]
-    is_whole: Callable[[Path], bool]
+    is_complete: Callable[[Path], bool]
     own_files: Callable[[Path], Collection[str]]
 
 
@@ -302,9 +302,9 @@ def _is_same(descriptor: int, file: Path) -> bool:
 def _recover(path: Path, kind: FolderKind) -> None:
     """Finish what a crash interrupted: if nothing is at ``path``, move a complete folder there. Remove the others."""
     found = leftovers(path)
-    whole = [] if path.exists() else [folder for folder in found if kind.is_whole(folder)]
-    if whole:
-        newest = min(whole, key=was_replaced)  # the new folder before the one that it replaces
+    complete = [] if path.exists() else [folder for folder in found if kind.is_complete(folder)]
+    if complete:
+        newest = min(complete, key=was_replaced)  # the new folder before the one that it replaces
         os.replace(newest, path)
         found.remove(newest)
         sync(path.parent)
@@ -315,13 +315,13 @@ def _recover(path: Path, kind: FolderKind) -> None:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def recover_interrupted(parent: Path, kind: FolderKind, wanted: Callable[[str], bool]) -> None:
-    """Finish what crashes interrupted at the ``wanted`` names in ``parent``, except where a save is running."""
+def recover_interrupted(parent: Path, kind: FolderKind, is_selected: Callable[[str], bool]) -> None:
+    """Finish what crashes interrupted at the selected names in ``parent``, except where a save is running."""
     if isinstance(parent, UrlPath) or not parent.is_dir():
         return
     names = {final_name(entry) for entry in parent.iterdir() if final_name(entry) != entry.name}
     names |= {entry.name[1:-5] for entry in parent.glob(".*.lock")}
-    for name in filter(wanted, names):
+    for name in filter(is_selected, names):
         with suppress(OSError, CheckpointError), locked(parent / name):
             _recover(parent / name, kind)
 

@@ -39,7 +39,7 @@ def share(sources: Sequence[Source], ranks: Ranks) -> list[Source]:
     once. Called by all ranks.
     """
     own = {(source.key, source.shard.offsets): source for source in sources if _has_data(source)}
-    if not ranks.several:
+    if not ranks.is_distributed:
         return list(own.values())
     load = [0] * ranks.size
     sizes = ranks.gather({shard: source.nbytes for shard, source in own.items()})
@@ -57,7 +57,7 @@ def share(sources: Sequence[Source], ranks: Ranks) -> list[Source]:
 def write_tensors(folder: Path, sources: Sequence[Source], rank: int = 0) -> Index:
     """Write ``sources`` to files of this rank, and return their index.
 
-    At most :data:`IN_FLIGHT_BYTES`, or two tensors, are in host memory at a time, beside what the last fetch built.
+    At most :data:`IN_FLIGHT_BYTES`, or two tensors, are in host memory at a time, and what the last fetch built.
 
     Raises:
         Exception: the first error of a fetch or of the storage. Files may have been written.

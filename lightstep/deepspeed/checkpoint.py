@@ -95,7 +95,7 @@ def load_checkpoint(
 
     Raises:
         CheckpointError: the checkpoint cannot be used. All ranks raise. Nothing has been changed, unless DeepSpeed
-            itself fails to load files that were checked before.
+            fails after the checks, or another process replaces the checkpoint while DeepSpeed loads it.
     """
     ranks = Ranks()
     if (Path(path) / UNIVERSAL).is_file():

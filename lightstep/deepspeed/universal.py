@@ -96,8 +96,8 @@ def load_universal(
         tag = ranks.together(lambda: _check(folder, optimizer))
         with loading(optimizer.engine.module, [optimizer], folder):
             client = ranks.together(lambda: _load_engine(folder, tag, optimizer))
-            ours = client.get("lightstep") or {}
-            ranks.together(lambda: _apply(client, ours, optimizer, scheduler, ranks.rank))
+            section = client.get("lightstep") or {}
+            ranks.together(lambda: _apply(client, section, optimizer, scheduler, ranks.rank))
     logger.info("loaded %s", folder)
     return {key: value for key, value in client.items() if key not in RESERVED}
 
@@ -140,11 +140,11 @@ def _separate_step_counts(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _apply(
-    client: Mapping[str, Any], ours: Mapping[str, Any], optimizer: DeepSpeedOptimizer, scheduler: Any, rank: int
+    client: Mapping[str, Any], section: Mapping[str, Any], optimizer: DeepSpeedOptimizer, scheduler: Any, rank: int
 ) -> None:
-    optimizer.load_hyperparameters(ours.get("param_groups"))
+    optimizer.load_hyperparameters(section.get("param_groups"))
     optimizer.after_load()
-    states = ours.get("random") or []
+    states = section.get("random") or []
     if rank < len(states):
         set_random_states(states[rank])
     if scheduler is not None:

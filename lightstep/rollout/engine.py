@@ -80,7 +80,7 @@ class RolloutEngine(ABC):
 
     def load_bucket(self, bucket: Bucket) -> None:
         """Load one bucket. From the first one until :meth:`end_set` the engine is incomplete."""
-        self._incomplete = f"version {self._loading_version} broke off"
+        self._incomplete = f"version {self._loading_version} was not completed"
         self.load_weights((name, tensor) for info, tensor in bucket for name in self._target_names(info))
 
     def _target_names(self, info: WeightInfo) -> Sequence[str]:

@@ -82,8 +82,7 @@ class GroupTransport(WeightTransport):
         Raises:
             WeightTransferError: a receiver did not answer, or cannot load the weights.
         """
-        deadline = time.monotonic() + self._timeout
-        replies = {rank: self._board.wait(f"{self._set}/reply/{rank}", deadline) for rank in self.receivers}
+        replies = self._answers("reply", time.monotonic() + self._timeout)
         silent = [rank for rank, reply in replies.items() if reply is None]
         if silent:
             raise WeightTransferError(
@@ -97,19 +96,23 @@ class GroupTransport(WeightTransport):
             raise WeightTransferError(f"{texts}. Nothing was sent", refusing)
         return list(replies.values())
 
+    def _answers(self, what: str, deadline: float) -> dict[int, Any]:
+        """Each receiver's message of this kind; ``None`` for those that have not sent one by ``deadline``."""
+        return {rank: self._board.wait(f"{self._set}/{what}/{rank}", deadline) for rank in self.receivers}
+
     def _open_link(self, replies: Sequence[dict[str, Any]]) -> None:
         """Open a new link, unless all members still have the last one."""
         if self._link is not None and any(reply["link"] != self._link.number for reply in replies):
             self._close_link()
-        device = link_device([device_id(self._device), *(reply["device"] for reply in replies)])
+        kind = link_device([device_id(self._device), *(reply["device"] for reply in replies)])
         number = self._set if self._link is None else self._link.number
-        self._board.write(f"{self._set}/verdict", {"link": number, "device": device})
+        self._board.write(f"{self._set}/verdict", {"link": number, "device": kind})
         if self._link is None:
-            link_on = torch.device("cpu") if device == "cpu" else self._device
+            device = torch.device("cpu") if kind == "cpu" else self._device
             store = self._board.store_for(str(number))
             with self._diagnosing():
                 timeout = _BROADCAST_SHARE * self._timeout
-                self._link = WeightLink(number, store, 0, 1 + len(self.receivers), link_on, timeout)
+                self._link = WeightLink(number, store, 0, 1 + len(self.receivers), device, timeout)
 
     def send(self, bucket: Bucket) -> None:
         assert self._link is not None
@@ -127,7 +130,7 @@ class GroupTransport(WeightTransport):
             raise self._diagnose(error, min(latest, time.monotonic() + _GRACE)) from error
 
     def _diagnose(self, error: RuntimeError, deadline: float) -> WeightTransferError:
-        reports = {rank: self._board.wait(f"{self._set}/done/{rank}", deadline) for rank in self.receivers}
+        reports = self._answers("done", deadline)
         failed = {rank: report["error"] for rank, report in reports.items() if report and report.get("own")}
         silent = [rank for rank, report in reports.items() if report is None]
         texts = [f"rollout rank {rank} failed: {text}" for rank, text in failed.items()]
@@ -140,8 +143,7 @@ class GroupTransport(WeightTransport):
         )
 
     def finish(self) -> None:
-        deadline = time.monotonic() + self._timeout
-        reports = {rank: self._board.wait(f"{self._set}/done/{rank}", deadline) for rank in self.receivers}
+        reports = self._answers("done", time.monotonic() + self._timeout)
         failed = [rank for rank, report in reports.items() if report is None or "error" in report]
         if failed:
             texts = [f"rollout rank {rank}: {(reports[rank] or {}).get('error', 'no answer')}" for rank in failed]
@@ -262,7 +264,7 @@ class GroupReceiver:
             if own or not isinstance(error, RuntimeError):
                 raise
             raise WeightTransferError(
-                f"version {offer['version']} broke off: {self._reason(error)}. "
+                f"version {offer['version']} was not completed: {self._reason(error)}. "
                 + (
                     "The engine still has its previous weights"
                     if engine.complete
@@ -278,9 +280,9 @@ class GroupReceiver:
             self.close()
             rank = 1 + offer["receivers"].index(self._rank)
             store = self._board.store_for(str(number))
-            link_on = torch.device("cpu") if verdict["device"] == "cpu" else device
+            device = torch.device("cpu") if verdict["device"] == "cpu" else device
             size = 1 + len(offer["receivers"])
-            self._link = WeightLink(number, store, rank, size, link_on, _BROADCAST_SHARE * self._timeout)
+            self._link = WeightLink(number, store, rank, size, device, _BROADCAST_SHARE * self._timeout)
         return self._link
 
     def _reason(self, error: RuntimeError) -> str:

@@ -145,7 +145,7 @@ class ReinforcementLearning:
                 f"receive_weights needs a RolloutEngine; got {type(engine).__name__}. For a model: "
                 "TransformersEngine(model)"
             )
-        if not self._roles.asynchronous or self._roles.mine != "rollout":
+        if not self._roles.asynchronous or self._roles.own_role != "rollout":
             raise ConfigError(
                 "receive_weights is for ranks whose role is 'rollout' (roles.rollout.mode: async), and this one "
                 "trains; an engine in a trainer's process gets its weights by publish_weights(model, to=engine)"
@@ -173,7 +173,7 @@ class ReinforcementLearning:
     def close(self) -> None:
         """Close the links. The first trainer tells the workers that training has ended."""
         if self._board is not None and initialized():
-            if self._roles.mine == "trainer" and self._roles.rank == 0:
+            if self._roles.own_role == "trainer" and self._roles.rank == 0:
                 self._transport = self._transport or GroupTransport(self._board, (), torch.device("cpu"), self._timeout)
                 self._transport.close()
             if self._receiver is not None:

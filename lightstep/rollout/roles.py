@@ -79,14 +79,14 @@ class Roles:
         return tuple(rank for rank in range(_rank_and_size()[1]) if rank not in generating)
 
     @property
-    def mine(self) -> Role:
+    def own_role(self) -> Role:
         """This process's role."""
         return "rollout" if _rank_and_size()[0] in self.rollout_ranks else "trainer"
 
     @property
     def ranks(self) -> tuple[int, ...]:
         """The ranks of this process's role."""
-        return self.rollout_ranks if self.mine == "rollout" else self.trainer_ranks
+        return self.rollout_ranks if self.own_role == "rollout" else self.trainer_ranks
 
     @property
     def rank(self) -> int:
@@ -115,10 +115,10 @@ class Roles:
         Raises:
             ConfigError: this rank has another role.
         """
-        if self.asynchronous and role != "reference" and role != self.mine:
+        if self.asynchronous and role != "reference" and role != self.own_role:
             raise ConfigError(
                 f"{self._name}: prepare_model(role={role!r}) on rank {_rank_and_size()[0]}, whose role is "
-                f"{self.mine!r} (roles.rollout.ranks: {list(self.rollout_ranks)}); strategy.role says which role a "
+                f"{self.own_role!r} (roles.rollout.ranks: {list(self.rollout_ranks)}); strategy.role says which role a "
                 "process has"
             )
 
@@ -140,7 +140,7 @@ class Roles:
         if model is not None and role in _DESCRIPTIONS and role not in allowed:
             kind = type(unwrap_model(model)).__name__
             raise ConfigError(f"{self._name}: {what}: this {kind} is {_DESCRIPTIONS[role]}; {instead}")
-        if self.mine == "rollout" and role is None:
+        if self.own_role == "rollout" and role is None:
             raise ConfigError(
                 f"{self._name}: {what} on rank {_rank_and_size()[0]}, which is a rollout worker: it has no trainer's "
                 f"model, gradients or optimizer; {instead}"

@@ -151,7 +151,7 @@ class Strategy(ABC):
     @property
     def role(self) -> Role:
         """``"rollout"`` on a rank that only generates (``roles.rollout.mode: async``), else ``"trainer"``."""
-        return self.roles.mine
+        return self.roles.own_role
 
     @property
     def is_main(self) -> bool:

@@ -108,7 +108,7 @@ class DDPStrategy(ProcessGroupStrategy):
         if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
             raise ConfigError(
                 f"{self.name}: there is a DistributedDataParallel in this {type(model).__name__} already; prepare a "
-                "model once, and go on with what the first call returned"
+                "model once, and use what the first call returned"
             )
         ignored = getattr(model, "_ddp_params_and_buffers_to_ignore", ())
         refuse_experts(self, {name: p for name, p in model.named_parameters() if name not in ignored})
@@ -116,8 +116,8 @@ class DDPStrategy(ProcessGroupStrategy):
         if sharded:
             raise ConfigError(
                 f"{self.name}: {len(sharded)} parameters are DTensors (first: {sharded[0]}), and sharding.kind ddp "
-                "copies plain ones; for tensor parallel models that are replicated too call fully_shard yourself on "
-                "another dimension of their mesh, and create_optimizer of a strategy with sharding.kind single"
+                "replicates only plain ones; for a tensor-parallel model call fully_shard yourself on another "
+                "dimension of its mesh, and create the optimizer with a strategy of sharding.kind single"
             )
 
     def _accumulate(self, model: nn.Module, last: bool) -> AbstractContextManager[None]:

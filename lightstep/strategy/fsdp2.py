@@ -77,16 +77,16 @@ class FSDP2Strategy(ProcessGroupStrategy):
         if isinstance(model, FSDPModule):
             raise ConfigError(
                 f"{self.name}: this {type(model).__name__} is sharded already (by prepare_model or fully_shard); "
-                "prepare a model once, and go on with what the first call returned"
+                "prepare a model once, and use what the first call returned"
             )
         refuse_experts(self, dict(model.named_parameters()))
         by_fsdp = {p for module in model.modules() if isinstance(module, FSDPModule) for p in module.parameters()}
         for name, parameter in model.named_parameters():
             if is_sharded(parameter) and parameter not in by_fsdp:
                 raise ConfigError(
-                    f"{self.name}: {name} is a DTensor already (tensor parallel), and sharding.kind fsdp2 shards plain "
-                    "parameters over all ranks; call fully_shard yourself on another dimension of the same mesh, and "
-                    "create_optimizer of a strategy with sharding.kind single"
+                    f"{self.name}: {name} is a DTensor already (tensor parallel), and sharding.kind fsdp2 shards "
+                    "only plain parameters, over all ranks; call fully_shard yourself on another dimension of the same "
+                    "mesh, and create the optimizer with a strategy of sharding.kind single"
                 )
             if parameter in by_fsdp and parameter.is_floating_point() and parameter.dtype != self.parameter_dtype:
                 raise ConfigError(

@@ -132,7 +132,7 @@ def test_damage_is_found_and_old_ones_are_removed(url: str) -> None:
     data[1000] ^= 4
     system.pipe_file(file, bytes(data))
     assert [bool(each.damage) for each in verify_checkpoints(url)] == [True, False]
-    with pytest.raises(CheckpointError, match=f"is damaged: .*{url}/step-2 beside it is whole: load that one"):
+    with pytest.raises(CheckpointError, match=f"is damaged: .*{url}/step-2 is undamaged: load that one"):
         load_checkpoint(f"{url}/step-3", model_of(0.0))
     remove_checkpoint(UrlPath(f"{url}/step-3"))  # type: ignore[arg-type]
     assert str(latest_checkpoint(url)) == f"{url}/step-2"

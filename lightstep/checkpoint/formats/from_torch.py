@@ -54,12 +54,12 @@ def _read_rest(
         state.scheduler = content[found["scheduler"]]
     if found["scaler"]:
         state.loss_scale = from_torch(content[found["scaler"]])
-    if isinstance(ours := content.get("lightstep"), dict):
+    if isinstance(section := content.get("lightstep"), dict):
         state.format = "torch (converted)"
         state.optimizer_class, state.loss_scale = content.get("optimizer_class"), content.get("loss_scale")
         state.random, state.modules = list(content.get("random") or []), dict(content.get("modules") or {})
         state.extra, state.world_size = dict(content.get("extra") or {}), content.get("world_size")
-        _cast_back(state, ours.get("trained_in") or {})
+        _cast_back(state, section.get("trained_in") or {})
     else:
         state.extra = {key: value for key, value in content.items() if key not in used}
         scale = content[found["optimizer"]].get("loss_scale") if found["optimizer"] else None

@@ -43,10 +43,10 @@ def read_universal(folder: Path) -> TrainingState:
         count = own.get("step", common_step)
         for name in group.names:
             state.entries[name] = _entries(folder, name, count, state.weights[name])
-    ours = model.get("lightstep") or {}
-    state.loss_scale = ours.get("loss_scale") or from_deepspeed(common.get("loss_scaler"))
-    state.random, state.modules = list(ours.get("random") or []), dict(ours.get("modules") or {})
-    state.optimizer_class = ours.get("optimizer_class")
+    section = model.get("lightstep") or {}
+    state.loss_scale = section.get("loss_scale") or from_deepspeed(common.get("loss_scaler"))
+    state.random, state.modules = list(section.get("random") or []), dict(section.get("modules") or {})
+    state.optimizer_class = section.get("optimizer_class")
     state.scheduler = scheduler_state(model, state.notes)
     state.extra = client_state(model)
     state.step = max_step(state.entries.values())

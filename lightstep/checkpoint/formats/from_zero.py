@@ -164,18 +164,17 @@ def _concatenated(flat: Sequence[Tensor], pieces: Sequence[Piece], shape: torch.
 def _entries(flat: _Flat, name: str, pieces: list[Piece], shape: torch.Size) -> dict[str, Any]:
     entries: dict[str, Any] = {}
     for key, value in flat.states[0].items():
-        everywhere: list[Any] = [state.get(key) for state in flat.states]
+        values: list[Any] = [state.get(key) for state in flat.states]
         if isinstance(value, Tensor) and value.dim() > 0:
             if any(
-                not isinstance(v, Tensor) or v.numel() < m.numel()
-                for v, m in zip(everywhere, flat.masters, strict=True)
+                not isinstance(v, Tensor) or v.numel() < m.numel() for v, m in zip(values, flat.masters, strict=True)
             ):
                 raise CheckpointError(
                     f"state {key!r} of {name} is not an element-wise state; only such state can be converted"
                 )
-            entries[key] = _concatenated(everywhere, pieces, shape)
-        elif any(other != value for other in everywhere):
-            raise CheckpointError(f"state {key!r} of {name} is not the same on all ranks: {everywhere}")
+            entries[key] = _concatenated(values, pieces, shape)
+        elif any(other != value for other in values):
+            raise CheckpointError(f"state {key!r} of {name} is not the same on all ranks: {values}")
         else:
             entries[key] = step_tensor(value) if isinstance(value, Tensor) or key == "step" else value
     return entries

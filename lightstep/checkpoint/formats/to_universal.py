@@ -86,7 +86,7 @@ def _own_files(path: Path) -> set[str]:
 
 
 CONVERSION = FolderKind(
-    "a folder that a conversion wrote", is_ours=is_conversion, is_whole=was_replaced, own_files=_own_files
+    "a folder that a conversion wrote", is_ours=is_conversion, is_complete=was_replaced, own_files=_own_files
 )
 
 
