@@ -198,13 +198,11 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
             f"{self.name}: the DeepSpeed engine contradicts the strategy",
         )
         outer = EngineModel(engine.module)
-        inside = engine.optimizer.param_groups
         groups = [
-            {
-                **{key: value for key, value in settings.items() if key not in ("params", "param_names")},
-                "params": members,
-            }
-            for settings, members in zip(inside, EngineState(engine).model_groups, strict=True)
+            {key: value for key, value in engine_group.items() if key != "param_names"} | {"params": members}
+            for engine_group, members in zip(
+                engine.optimizer.param_groups, EngineState(engine).model_groups, strict=True
+            )
         ]
         optimizer = self._connect_engine(outer, engine, groups, engine.basic_optimizer.defaults)
         return outer, optimizer
