@@ -21,10 +21,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightstep.checkpoint.compare import Match, match, shard_or_empty
 from lightstep.checkpoint.errors import CheckpointError, DamagedError, checkpoint_errors, is_damage
 from lightstep.checkpoint.frozen_base import warn_if_other_base, without_base
 from lightstep.checkpoint.layout import Manifest, find_checkpoint, is_unchanged, read_manifest, warn_if_unchecked
+from lightstep.checkpoint.matching import Match, match, shard_or_empty
 from lightstep.checkpoint.optimizer_content import OptimizerContent
 from lightstep.checkpoint.partly_loaded import loading
 from lightstep.checkpoint.pending import wait_for_pending
