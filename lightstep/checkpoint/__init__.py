@@ -1,4 +1,7 @@
-"""Checkpoints: written whole or not at all, read on any number of ranks; other libraries' formats in ``formats``."""
+"""Checkpoints: written completely or not at all, loaded on any number of ranks.
+
+``formats`` converts from and to other libraries' formats.
+"""
 
 from lightstep.checkpoint.errors import CheckpointError
 from lightstep.checkpoint.export import export_model, to_torch_state_dict

@@ -1,7 +1,7 @@
 """CRC-32 of everything that a save writes.
 
-A checkpoint's manifest has the checksums of all small files, among them that of the index, which has those of all
-tensors. The manifest ends with its own.
+The manifest has the checksums of all small files. One of them is the index, which has the checksums of all tensors. The
+manifest ends with its own checksum.
 """
 
 from __future__ import annotations
@@ -12,13 +12,11 @@ from typing import Any
 
 from lightstep.crc32 import crc32
 
-__all__ = ["crc32_of", "seal", "unseal"]
-
 _SEAL = b'"crc32": "%08x"\n}'
 
 
 def crc32_of(blocks: Iterable[bytes]) -> int:
-    """Of a file that is read block by block."""
+    """The checksum of all blocks together."""
     checksum = 0
     for block in blocks:
         checksum = crc32(block, checksum)
@@ -26,18 +24,18 @@ def crc32_of(blocks: Iterable[bytes]) -> int:
 
 
 def seal(content: dict[str, Any]) -> bytes:
-    """JSON whose last key is the checksum of all that stands before it."""
+    """``content`` as JSON, with the checksum of all text before it as the last key."""
     text = json.dumps(content, indent=1).encode().removesuffix(b"\n}") + b",\n "
     return text + _SEAL % crc32(text)
 
 
 def unseal(text: bytes) -> tuple[dict[str, Any], bool]:
-    """What was sealed, and whether it is unharmed; of text that was never sealed that is not known, and it passes.
+    """The content of sealed text, and whether its checksum is right. Text that was never sealed passes.
 
     Raises:
-        ValueError, TypeError: it is no JSON, or no mapping.
+        ValueError, TypeError: ``text`` is not JSON, or not a mapping.
     """
     content: dict[str, Any] = dict(json.loads(text))
-    sealed = "crc32" in content or "checksums" in content  # one flipped bit does not hide both
+    sealed = "crc32" in content or "checksums" in content  # a single flipped bit cannot remove both keys
     body = text[: -len(_SEAL % 0)]
     return content, not sealed or text == body + _SEAL % crc32(body)

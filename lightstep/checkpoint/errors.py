@@ -1,8 +1,8 @@
-"""What goes wrong with a checkpoint, as one sentence."""
+"""The errors that saving and loading raise: one sentence with the path and the cause."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from lightstep.checkpoint.ranks import ElsewhereError
@@ -13,15 +13,19 @@ class CheckpointError(RuntimeError):
 
 
 class DamagedError(CheckpointError):
-    """Files are missing, cut or changed since they were written: another checkpoint may be whole."""
+    """Files are missing, truncated or changed since they were written. An older checkpoint may be undamaged."""
 
 
 _KINDS = {kind.__name__: kind for kind in (TypeError, DamagedError)}
+"""Classes of another rank's error that are kept; every other one becomes a plain :class:`CheckpointError`."""
 
 
 @contextmanager
-def reported(what: str) -> Iterator[None]:
-    """Whatever goes wrong becomes one :class:`CheckpointError` with the path; a type error stays one, with the path."""
+def checkpoint_errors(what: str) -> Iterator[None]:
+    """Turn any error in the block into a :class:`CheckpointError` that begins with ``what``.
+
+    A ``TypeError`` stays a ``TypeError``.
+    """
     try:
         yield
     except CheckpointError as error:
@@ -35,14 +39,14 @@ def reported(what: str) -> Iterator[None]:
 
 
 def is_damage(error: BaseException) -> bool:
-    """Whether this rank, or the one that failed elsewhere, has found damage."""
+    """Whether the error, raised on this rank or on another one, says that a checkpoint is damaged."""
     return isinstance(error, DamagedError) or (
         isinstance(error, ElsewhereError) and error.kind == DamagedError.__name__
     )
 
 
 def error_text(error: BaseException) -> str:
-    """The cause in a few words: the operating system's own when there is one anywhere in the chain."""
+    """The cause in a few words: the operating system's message if an ``OSError`` is anywhere in the chain."""
     for link in _chain(error):
         if isinstance(link, OSError) and link.strerror:
             return link.strerror
@@ -51,9 +55,16 @@ def error_text(error: BaseException) -> str:
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """The error and everything that led to it."""
+    """The error, then its causes, the nearest first."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
         yield error
         error = error.__cause__ or error.__context__
+
+
+def list_names(names: Iterable[str], limit: int = 5, separator: str = ", ") -> str:
+    """The first ``limit`` names, and how many more there are."""
+    names = list(names)
+    more = len(names) - limit
+    return separator.join(names[:limit]) + (f" and {more} more" if more > 0 else "")

@@ -1,7 +1,8 @@
-"""Weights and optimizer state in other libraries' formats.
+"""Exporting weights as a Hugging Face folder, and optimizer state as a torch state dict.
 
-Not through torch's ``HuggingFaceStorageWriter``: its shards per rank have to be written a second time to become files
-that ``from_pretrained`` reads, with tied weights twice; configuration and names are ``save_pretrained``'s anyway.
+torch's ``HuggingFaceStorageWriter`` is not used: it writes one file per rank, which has to be written a second time
+before ``from_pretrained`` can read it, and it writes tied weights twice. ``save_pretrained`` is needed in any case, for
+the configuration and the names.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightstep.checkpoint.errors import CheckpointError, reported
+from lightstep.checkpoint.errors import CheckpointError, checkpoint_errors
 from lightstep.checkpoint.ranks import Ranks
 from lightstep.distributed import is_sharded, mesh_ranks, rank
 from lightstep.sharding.engine_model import tell_deepspeed_where_it_is
@@ -33,82 +34,84 @@ def export_model(
     *,
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Write the weights as one folder: by ``save_pretrained`` if the model has it, else as ``model.safetensors``.
+    """Write the weights to a folder: with ``save_pretrained`` if the model has it, else as ``model.safetensors``.
 
-    Called by every rank. A sharded model is collected parameter by parameter: the first rank's host memory holds all
-    of it at the end, the others never more than one parameter. Files appear in ``path`` when all of them are written;
-    other files there are left alone.
+    Called by every rank. A sharded model is gathered parameter by parameter. The first rank needs host memory for the
+    whole model, the others for one parameter. Files appear in ``path`` when all of them have been written. Other files
+    in it stay, but ``model*.safetensors*`` files of an earlier export are removed.
 
     Args:
         path: the folder.
         model: wrapped or not; tied weights are written once.
-        tokenizer: anything with ``save_pretrained``; written into the same folder.
+        tokenizer: anything with ``save_pretrained``; written to the same folder.
+        group: default: the ranks of this process's role.
 
     Raises:
-        CheckpointError: the folder could not be written, or there are several tensors of one name (experts that differ
-            over ranks); all ranks raise.
+        CheckpointError: the folder could not be written, or ranks have different tensors of one name (experts). All
+            ranks raise.
     """
     ranks = Ranks(group)
-    with reported(f"{path} was not exported"):
+    with checkpoint_errors(f"{path} was not exported"):
         weights = full_weights(model, keep=ranks.is_first, group=group)
         ranks.together(lambda: write_export(Path(path), unwrap_model(model), weights, tokenizer), only_first=True)
 
 
 @torch.no_grad()
 def full_weights(model: nn.Module, keep: bool = True, group: dist.ProcessGroup | None = None) -> dict[str, Tensor]:
-    """All weights on the host by name, tied names sharing one tensor; ``{}`` on ranks that do not ``keep`` them.
+    """All weights on the host by name; ``{}`` on ranks that do not ``keep`` them. Tied names share one tensor.
 
-    Every rank of a sharded model takes part: one all-gather per parameter, and a broadcast of those that the first rank
-    has no part of.
+    Called by all ranks: one all-gather per sharded parameter, and a broadcast of each parameter of which the first
+    rank has no part.
 
     Raises:
-        CheckpointError: several tensors have one name.
+        CheckpointError: ranks have different tensors of one name.
     """
     ranks, tensors, weights = Ranks(group), named_tensors(model), dict[str, Tensor]()
-    senders = senders_of(tensors, ranks)
+    senders = find_senders(tensors, ranks)
     for named in tensors:
-        full = whole_tensor(named, senders, ranks.group)
+        full = gather_tensor(named, senders, ranks.group)
         if keep:
             weights.update(dict.fromkeys(named.names, full.cpu().contiguous()))
     return weights
 
 
-def senders_of(tensors: Sequence[NamedTensor], ranks: Ranks) -> Mapping[str, int]:
-    """Which tensors the first rank has no part of, by name, and a rank that has one. Called by all ranks.
+def find_senders(tensors: Sequence[NamedTensor], ranks: Ranks) -> Mapping[str, int]:
+    """The tensors of which the first rank has no part: name -> a rank that has one. Called by all ranks.
 
     Raises:
-        CheckpointError: several tensors have one name.
+        CheckpointError: ranks have different tensors of one name.
     """
-    everywhere = ranks.gather((holders(tensors), _held_by_others(tensors)))
-    _refuse_several(several_holders(held for held, _ in everywhere))
-    senders: Mapping[str, int] = everywhere[0][1]
+    gathered = ranks.gather((holders(tensors), _held_by_others(tensors)))
+    _refuse_duplicates(several_holders(held for held, _ in gathered))
+    senders: Mapping[str, int] = gathered[0][1]
     return senders
 
 
-def whole_tensor(
+def gather_tensor(
     named: NamedTensor, senders: Mapping[str, int], group: dist.ProcessGroup | None, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """All of a tensor, on every rank that calls this: one all-gather of a sharded one, and a broadcast if need be.
+    """The whole tensor, on every rank. Called by all ranks: an all-gather if it is sharded, and perhaps a broadcast.
 
     Args:
-        senders: from :func:`senders_of`.
-        dtype: cast to this one before gathering, if that makes less to gather.
+        senders: from :func:`find_senders`; the tensors in it are broadcast.
+        group: the ranks that call this.
+        dtype: sharded tensors of a wider dtype are cast to it before the all-gather.
     """
     tensor = named.tensor.detach()
     if dtype is not None and is_sharded(tensor) and dtype.itemsize < tensor.dtype.itemsize:
         tensor = tensor.to(dtype)
     full = tensor.full_tensor() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
-    return _sent(full, tensor, senders[named.name], group) if named.name in senders else full
+    return _broadcast(full, tensor, senders[named.name], group) if named.name in senders else full
 
 
 def _held_by_others(tensors: Iterable[NamedTensor]) -> dict[str, int]:
-    """Names of DTensors whose mesh this rank is not in -> a rank that is."""
+    """Names of DTensors whose mesh this rank is not in -> the first rank in the mesh."""
     meshes = {named.name: mesh_ranks(named.tensor) for named in tensors}
     return {name: ranks[0] for name, ranks in meshes.items() if rank() not in ranks}
 
 
-def _sent(full: Tensor, sharded: Tensor, sender: int, group: dist.ProcessGroup | None) -> Tensor:
-    """The sender's ``full`` on every rank; outside the mesh ``full_tensor()`` is empty."""
+def _broadcast(full: Tensor, sharded: Tensor, sender: int, group: dist.ProcessGroup | None) -> Tensor:
+    """The sender's ``full`` on every rank. On ranks outside the mesh ``full_tensor()`` has returned an empty tensor."""
     if rank() not in mesh_ranks(sharded):
         full = torch.empty(sharded.shape, dtype=sharded.dtype, device=full.device)
     full = full.contiguous()
@@ -116,20 +119,20 @@ def _sent(full: Tensor, sharded: Tensor, sender: int, group: dist.ProcessGroup |
     return full
 
 
-def _refuse_several(several: Mapping[str, list[tuple[int, ...]]]) -> None:
-    for name, parts in several.items():
-        where = " and ".join(", ".join(map(str, ranks)) for ranks in parts[:2])
+def _refuse_duplicates(duplicates: Mapping[str, list[tuple[int, ...]]]) -> None:
+    for name, holders_of_each in duplicates.items():
+        where = " and ".join(", ".join(map(str, ranks)) for ranks in holders_of_each[:2])
         raise CheckpointError(
-            f"{name} is another tensor on ranks {where}{' ...' if len(parts) > 2 else ''}, and a folder of weights has "
-            "one tensor of a name; save_checkpoint keeps all of them"
+            f"{name} is another tensor on ranks {where}{' ...' if len(holders_of_each) > 2 else ''}, and a folder of "
+            "weights has one tensor of a name; save_checkpoint keeps all of them"
         )
 
 
 def to_torch_state_dict(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The optimizer's state as the plain torch class would save it for fp32 parameters: without masters and loss scale.
+    """The optimizer's state in the format of the plain torch class over fp32 parameters: no masters, no loss scale.
 
-    For ``optimizer_class(params).load_state_dict(...)`` over the same groups. The fp32 weights that go with it are the
-    masters: load the checkpoint into a model in fp32 to get them. Every rank calls it, as ``optimizer.state_dict()``.
+    For ``optimizer_class(params).load_state_dict(...)`` over the same groups. The matching fp32 weights are the
+    masters; to get them, load the checkpoint into a model in fp32. Called by every rank, as ``optimizer.state_dict()``.
     """
     packed = optimizer.state_dict()
     state = {
@@ -140,7 +143,7 @@ def to_torch_state_dict(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def write_export(path: Path, model: nn.Module, weights: dict[str, Tensor], tokenizer: Any) -> None:
-    """Put whole weights into a folder, on one rank."""
+    """Write whole weights and the tokenizer to a folder, on one rank."""
     path.mkdir(parents=True, exist_ok=True)
     temporary = path.parent / f".{path.name}.saving-{secrets.token_hex(4)}"
     temporary.mkdir()

@@ -1,4 +1,4 @@
-"""Checkpoints of adapters: what is trained is saved, the frozen base under it is named and left where it is."""
+"""Checkpoints of adapters: what is trained is saved. The frozen base is not saved; the checkpoint has its name."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from lightstep.sharding.model_names import NamedTensor, unwrap_model
 logger = logging.getLogger(__name__)
 
 
-def is_adapter(model: nn.Module) -> bool:
-    """Whether adapters of PEFT are what is trained."""
+def has_adapters(model: nn.Module) -> bool:
+    """Whether the model has PEFT adapters."""
     return bool(getattr(unwrap_model(model), "peft_config", None))
 
 
 def without_base(tensors: Sequence[NamedTensor], optimizer: torch.optim.Optimizer | None) -> list[NamedTensor]:
-    """Parameters that are trained or have been (they have optimizer state), and all buffers."""
+    """All buffers, and the parameters that are trainable or have optimizer state."""
     state: Mapping[Any, Any] = {} if optimizer is None else optimizer.state
     return [
         named
@@ -29,26 +29,26 @@ def without_base(tensors: Sequence[NamedTensor], optimizer: torch.optim.Optimize
     ]
 
 
-def frozen_base(model: nn.Module, tensors: Sequence[NamedTensor], saved: Sequence[NamedTensor]) -> dict[str, Any]:
-    """The base by reference: its name, as PEFT knows it, and the shapes of what is not saved."""
-    kept = {named.name for named in saved}
-    shapes = {named.name: list(named.tensor.shape) for named in tensors if named.name not in kept}
-    return {"name": _name(model), "shapes": shapes}
+def describe_base(model: nn.Module, tensors: Sequence[NamedTensor], saved: Sequence[NamedTensor]) -> dict[str, Any]:
+    """The base's name, as PEFT knows it, and the shapes of the tensors that are not saved."""
+    saved_names = {named.name for named in saved}
+    shapes = {named.name: list(named.tensor.shape) for named in tensors if named.name not in saved_names}
+    return {"name": _base_name(model), "shapes": shapes}
 
 
-def say_if_another(model: nn.Module, base: Mapping[str, Any]) -> None:
-    """A warning when the adapters were trained on a base of another name; it may be the same weights all the same."""
-    here = _name(model)
-    if base["name"] != here:
+def warn_if_other_base(model: nn.Module, base: Mapping[str, Any]) -> None:
+    """Log a warning if the adapters were trained on a base of another name. (Its weights may be the same.)"""
+    name = _base_name(model)
+    if base["name"] != name:
         logger.warning(
             "the checkpoint holds what was trained on %r, and the model's base is %r; the base is left as it is",
             base["name"],
-            here,
+            name,
         )
 
 
-def _name(model: nn.Module) -> str | None:
-    """A name or path for ``from_pretrained``, where PEFT was told one."""
+def _base_name(model: nn.Module) -> str | None:
+    """The base's name or path for ``from_pretrained``; ``None`` if neither PEFT nor the model's config has one."""
     inner = unwrap_model(model)
     configs = getattr(inner, "peft_config", None) or {}
     names = [getattr(config, "base_model_name_or_path", None) for config in configs.values()]

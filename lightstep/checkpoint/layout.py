@@ -1,20 +1,20 @@
-"""What a checkpoint is on disk: one folder, whole or not there.
+"""The layout of a checkpoint on disk: one folder, complete or absent.
 
 ::
 
     step-100/
-        lightstep.json    the manifest: versions, names, sizes and checksums of files; written last, it means "whole"
-        tensors.json      where every piece of every tensor lies in the .distcp files, and its checksum
-        state.pt          everything that is no tensor of model or optimizer: torch.save, loaded with weights_only=True
-        __0_0_0.distcp    tensors in torch.distributed.checkpoint's format, each rank its own shards
-        .metadata         torch's own index, for torch's own tools; never read here, because it is a pickle
+        lightstep.json    the manifest: versions, names, sizes and checksums of files; written last
+        tensors.json      the index: file, offset and checksum of every chunk of every tensor
+        state.pt          all that is not a tensor of model or optimizer: torch.save, loaded with weights_only=True
+        __0_0_0.distcp    tensors in the format of torch.distributed.checkpoint; each rank writes its own shards
+        .metadata         torch's index, for torch's tools; lightstep never reads it, because it is a pickle
 
-At a URL all but the manifest lie in a folder inside, which the manifest names. What sharding.kind deepspeed writes has
-DeepSpeed's own files in place of the tensors (``lightstep/deepspeed``).
+At a URL all files but the manifest are in a folder inside ``step-100``, which the manifest names. Checkpoints of
+sharding.kind deepspeed have DeepSpeed's own files in place of the tensors (``lightstep/deepspeed``).
 
-The manifest binds the files: it has an id of the save, so that a reader who finds the same manifest before and after
-has read files of one save, and their checksums. Its ``counter`` says which checkpoint of a folder was saved last,
-whatever the clock says.
+The manifest has a random id of the save and the files' checksums. If a reader finds the same manifest before and after
+it reads, all it has read is from one save. The manifest's ``counter`` orders the checkpoints in a folder by the time
+they were saved, independent of the clock.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ import torch
 
 from lightstep.checkpoint.checksums import seal, unseal
 from lightstep.checkpoint.errors import CheckpointError, DamagedError, error_text
-from lightstep.checkpoint.storage import FolderKind, final_name, leftovers, location, storage_of, write_file
+from lightstep.checkpoint.storage import FolderKind, final_name, leftovers, location, storage_for, write_file
 from lightstep.crc32 import crc32
 
 logger = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 MANIFEST = "lightstep.json"
 INDEX = "tensors.json"
 STATE = "state.pt"
-TORCHS_INDEX = ".metadata"
+TORCH_INDEX = ".metadata"
 FORMAT = 1
 
 Manifest = dict[str, Any]
@@ -51,13 +51,13 @@ Manifest = dict[str, Any]
 
 
 def find_checkpoint(path: Path) -> Path:
-    """The whole checkpoint that ``path`` stands for: itself, or what a crash between two renames left beside it.
+    """The complete checkpoint for ``path``: the folder itself, or one that a crash left under a temporary name.
 
     Raises:
         CheckpointError: there is none, or it is incomplete.
     """
     if not path.exists():
-        newest = _newest(leftovers(path))
+        newest = _newest_complete(leftovers(path))
         if newest is None:
             raise CheckpointError(f"{path} does not exist")
         return newest
@@ -68,42 +68,48 @@ def find_checkpoint(path: Path) -> Path:
 
 
 def holds_checkpoint(path: Path) -> bool:
-    """Whether a checkpoint is there, whole or damaged (loading it says what is wrong), or one that a crash left."""
-    return path.exists() or _newest(leftovers(path)) is not None
+    """Whether there is a checkpoint at ``path``, or a complete one that a crash left under a temporary name.
+
+    A damaged one counts: loading it says what is wrong.
+    """
+    return path.exists() or _newest_complete(leftovers(path)) is not None
 
 
 def latest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
     """The complete checkpoint directly in ``folder`` (a path or a URL) that was saved last, or ``None``.
 
-    The order is that of the saves, which each checkpoint knows; the clock has no part in it, but for checkpoints of
-    before there was such an order. Other processes may save and remove checkpoints meanwhile. Those that were saved
-    with ``weights_only`` are passed over: a run that went on from one would lose its optimizer's state.
+    Every checkpoint has a counter, so the order does not depend on the clock. (Checkpoints of versions without the
+    counter are ordered by their time.) Checkpoints that were saved with ``weights_only`` are skipped: a run that
+    continued from one would lose its optimizer state. Other processes may save and remove checkpoints at the same time.
     """
     root = location(folder)
     while True:
         entries = _folders(root)
-        newest = next((path for path in _in_order(root, entries) if _can_go_on(path)), None)
-        if set(_folders(root)) == set(entries):  # else what went, or was renamed, may have been the newest in the list
+        newest = next((path for path in _newest_first(root, entries) if _is_resumable(path)), None)
+        if set(_folders(root)) == set(entries):  # else the newest may have been renamed or removed: look again
             return newest
 
 
 def checkpoints_in(root: Path) -> list[Path]:
-    """Where checkpoints are, or should be after a crash, the one that was saved last first; some may be damaged."""
-    return _in_order(root, _folders(root))
+    """The paths of the checkpoints in ``root``, the one that was saved last first. Some may be damaged.
+
+    A checkpoint that a crash left under a temporary name counts with its final path, if nothing is there.
+    """
+    return _newest_first(root, _folders(root))
 
 
-def _in_order(root: Path, entries: list[Path]) -> list[Path]:
-    taken = {entry.name for entry in entries}
-    own = [entry for entry in entries if final_name(entry) == entry.name or final_name(entry) not in taken]
+def _newest_first(root: Path, entries: list[Path]) -> list[Path]:
+    names = {entry.name for entry in entries}
+    candidates = [entry for entry in entries if final_name(entry) == entry.name or final_name(entry) not in names]
     found: dict[Path, tuple[int, int]] = {}
-    for entry, order in _orders(own, _read):
+    for entry, order in _save_orders(candidates, _read):
         path = root / final_name(entry)
         found[path] = max(found.get(path, order), order)
     return sorted(found, key=lambda path: (*found[path], path.name), reverse=True)
 
 
 def is_complete(folder: Path) -> bool:
-    """Whether the manifest is there and every file it lists has the size it lists."""
+    """Whether the manifest exists, and every file that it lists exists with the listed size."""
     try:
         read_manifest(folder)
     except CheckpointError:
@@ -112,7 +118,7 @@ def is_complete(folder: Path) -> bool:
 
 
 def is_whole(path: Path) -> bool:
-    """Whole, under its name or one that a crash left."""
+    """Whether a complete checkpoint is at ``path``, or under a temporary name that a crash left."""
     try:
         find_checkpoint(path)
     except CheckpointError:
@@ -120,16 +126,20 @@ def is_whole(path: Path) -> bool:
     return True
 
 
-def _can_go_on(path: Path) -> bool:
-    """Whole, with an optimizer's state; not one that another process has removed meanwhile."""
+def _is_resumable(path: Path) -> bool:
+    """Whether the checkpoint is complete and has optimizer state."""
     try:
-        return not is_partial(path)
-    except CheckpointError:
+        return not is_weights_only(path)
+    except CheckpointError:  # incomplete, or another process has removed it
         return False
 
 
-def is_partial(path: Path) -> bool:
-    """Whether a whole checkpoint was saved with ``weights_only``."""
+def is_weights_only(path: Path) -> bool:
+    """Whether the checkpoint was saved with ``weights_only``.
+
+    Raises:
+        CheckpointError: there is no complete checkpoint at ``path``.
+    """
     return bool(_read(find_checkpoint(path)).get("weights_only"))
 
 
@@ -140,21 +150,17 @@ def _folders(root: Path) -> list[Path]:
         return []
 
 
-def _newest(folders: Iterable[Path]) -> Path | None:
-    """Of the whole ones."""
-    found = dict(_orders(folders, read_manifest))
+def _newest_complete(folders: Iterable[Path]) -> Path | None:
+    found = dict(_save_orders(folders, read_manifest))
     return max(found, key=lambda folder: (*found[folder], folder.name), default=None)
 
 
-def _orders(folders: Iterable[Path], read: Callable[[Path], Manifest]) -> Iterator[tuple[Path, tuple[int, int]]]:
-    """What orders the checkpoints among these folders."""
+def _save_orders(folders: Iterable[Path], read: Callable[[Path], Manifest]) -> Iterator[tuple[Path, tuple[int, int]]]:
+    """The checkpoints among ``folders``, each with its counter and time, which order them."""
     for folder in folders:
         with suppress(CheckpointError):
-            yield folder, _order(read(folder))
-
-
-def _order(manifest: Manifest) -> tuple[int, int]:
-    return int(manifest.get("counter", 0)), int(manifest.get("saved_at", 0))
+            manifest = read(folder)
+            yield folder, (int(manifest.get("counter", 0)), int(manifest.get("saved_at", 0)))
 
 
 # -- the manifest ------------------------------------------------------------------------------------------------------
@@ -164,8 +170,8 @@ def read_manifest(folder: Path) -> Manifest:
     """The manifest of a complete checkpoint.
 
     Raises:
-        DamagedError: incomplete or damaged.
-        CheckpointError: not a checkpoint, or of a newer format.
+        DamagedError: the checkpoint is incomplete or damaged.
+        CheckpointError: there is no checkpoint, or its format is newer.
     """
     manifest = _read(folder)
     for name, size in manifest["files"].items():
@@ -174,9 +180,9 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def _read(folder: Path) -> Manifest:
-    """Without a look at the files."""
+    """The manifest; the files that it lists are not checked."""
     try:
-        manifest, unharmed = unseal((folder / MANIFEST).read_bytes())
+        manifest, undamaged = unseal((folder / MANIFEST).read_bytes())
         version, _ = int(manifest["format"]), dict(manifest["files"])
     except (FileNotFoundError, NotADirectoryError):
         raise CheckpointError(
@@ -185,7 +191,7 @@ def _read(folder: Path) -> Manifest:
         ) from None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DamagedError(f"{folder / MANIFEST} cannot be read: {error_text(error)}") from error
-    if not unharmed:
+    if not undamaged:
         raise DamagedError(f"{folder / MANIFEST} is damaged: its text does not have the checksum at its end")
     if version > FORMAT:
         raise CheckpointError(f"{folder} has checkpoint format {version}; this lightstep reads up to {FORMAT}")
@@ -193,35 +199,35 @@ def _read(folder: Path) -> Manifest:
 
 
 def data_folder(folder: Path, manifest: Manifest) -> Path:
-    """Where the files beside the manifest are: inside, for a checkpoint that was written at a URL."""
+    """The folder with the other files: the manifest's own, or one inside it for a checkpoint at a URL."""
     return folder / manifest["folder"] if manifest.get("folder") else folder
 
 
 def read_checked(folder: Path, manifest: Manifest, name: str) -> bytes:
-    """A small file, compared with its checksum; ``name`` is without the :func:`data_folder`.
+    """The content of a small file in :func:`data_folder`, compared with its checksum.
 
     Raises:
-        DamagedError: it is another one.
+        DamagedError: the file cannot be read, or is damaged.
     """
     file = data_folder(folder, manifest) / name
     try:
         content = file.read_bytes()
     except OSError as error:
         raise DamagedError(f"{file} cannot be read: {error_text(error)}") from error
-    expected = manifest.get("checksums", {}).get(_listed(manifest.get("folder"), name))
+    expected = manifest.get("checksums", {}).get(_manifest_name(manifest.get("folder"), name))
     if expected is not None and crc32(content) != expected:
         raise DamagedError(f"{file} is damaged: its checksum is {crc32(content):08x} and should be {expected:08x}")
     return content
 
 
-def say_if_unchecked(folder: Path, manifest: Manifest) -> None:
-    """A warning about a checkpoint of before there were checksums."""
+def warn_if_unchecked(folder: Path, manifest: Manifest) -> None:
+    """Log a warning if the checkpoint has no checksums (an old version wrote it)."""
     if "checksums" not in manifest:
         logger.warning("%s has no checksums: damage in it would not be noticed; save it again to have them", folder)
 
 
 def is_unchanged(folder: Path, manifest: Manifest) -> bool:
-    """Whether ``folder`` still is the checkpoint that ``manifest`` was read from, and not one that replaced it."""
+    """Whether ``folder`` still has this manifest, and has not been replaced."""
     try:
         return _read(folder) == manifest
     except CheckpointError:
@@ -229,22 +235,22 @@ def is_unchanged(folder: Path, manifest: Manifest) -> bool:
 
 
 def refuse_replaced(folder: Path, manifest: Manifest) -> None:
-    """Raises :class:`CheckpointError` when what was read since ``manifest`` may be of two checkpoints."""
+    """Raise :class:`CheckpointError` if the checkpoint was replaced or removed after ``manifest`` was read."""
     if not is_unchanged(folder, manifest):
         raise CheckpointError(f"{folder} was replaced or removed while it was read; load again")
 
 
 def manifest_header(path: Path, world_size: int) -> Manifest:
-    """What every manifest begins with.
+    """The entries that every manifest begins with.
 
     Args:
-        path: where the checkpoint goes; its number is one more than that of any checkpoint beside it.
+        path: the checkpoint's final path. Its counter is one more than that of any checkpoint in the same folder.
     """
     return {
         "lightstep": _version(),
         "torch": torch.__version__,
         "save_id": secrets.token_hex(16),
-        "counter": 1 + max((order[0] for _, order in _orders(_folders(path.parent), _read)), default=0),
+        "counter": 1 + max((order[0] for _, order in _save_orders(_folders(path.parent), _read)), default=0),
         "saved_at": time.time_ns(),
         "world_size": world_size,
     }
@@ -253,31 +259,32 @@ def manifest_header(path: Path, world_size: int) -> Manifest:
 def commit_checkpoint(
     folder: Path, target: Path, content: Manifest, files: Mapping[str, tuple[int, int | None]]
 ) -> None:
-    """Declare what is in ``folder`` whole, and put it in the place of ``target``.
+    """Write the manifest, and replace ``target`` with the checkpoint in ``folder``.
 
     Args:
-        files: all files with their sizes and checksums (of those in the index there is none), as those who wrote and
-            flushed them saw them; another machine may see old sizes for a while.
+        files: name -> size and checksum of every file but the manifest. Files with tensors have no checksum: the index
+            has one per chunk. The sizes come from the ranks that wrote the files; on a network file system another
+            machine may see old sizes for a while.
     """
-    inside = folder.name if folder.parent == target else None
-    sizes = {_listed(inside, name): size for name, (size, _) in sorted(files.items())}
-    checksums = {_listed(inside, name): value for name, (_, value) in sorted(files.items()) if value is not None}
-    if inside is not None:
+    data = folder.name if folder.parent == target else None  # at a URL
+    sizes = {_manifest_name(data, name): size for name, (size, _) in sorted(files.items())}
+    checksums = {_manifest_name(data, name): value for name, (_, value) in sorted(files.items()) if value is not None}
+    if data is not None:
         for name, size in sizes.items():
-            _check_size(target, name, size)  # another saver may have removed them
-    place = {} if inside is None else {"folder": inside}
-    manifest = {"format": FORMAT, **content, **place, "files": sizes, "checksums": checksums}
-    write_file((folder if inside is None else target) / MANIFEST, seal(manifest))
-    storage_of(target).commit(folder, target, CHECKPOINT)
+            _check_size(target, name, size)  # another process that saves here may have removed them
+        content = {**content, "folder": data}
+    manifest = {"format": FORMAT, **content, "files": sizes, "checksums": checksums}
+    write_file((folder if data is None else target) / MANIFEST, seal(manifest))
+    storage_for(target).commit(folder, target, CHECKPOINT)
 
 
-def _listed(inside: str | None, name: str) -> str:
-    """A file's name in the manifest."""
-    return f"{inside}/{name}" if inside else name
+def _manifest_name(data: str | None, name: str) -> str:
+    """A file's name in the manifest: relative to the manifest's folder."""
+    return f"{data}/{name}" if data else name
 
 
 def refuse_engine_files(folder: Path, manifest: Manifest) -> None:
-    """Raises :class:`CheckpointError` when DeepSpeed wrote the tensors: only it can read them."""
+    """Raise :class:`CheckpointError` if DeepSpeed wrote the tensors: only DeepSpeed can load them."""
     if manifest.get("deepspeed"):
         raise CheckpointError(
             f"{folder} holds DeepSpeed's own files (sharding.kind deepspeed); for another strategy convert it first: "
@@ -303,29 +310,29 @@ def _version() -> str:
         return "source checkout"
 
 
-# -- whose files -------------------------------------------------------------------------------------------------------
+# -- removing ----------------------------------------------------------------------------------------------------------
 
 
 def remove_checkpoint(folder: Path) -> None:
-    """Remove a checkpoint, whole or damaged. Files that no save wrote stay, and the folder with them."""
-    own = sorted(_own_files(folder), key=MANIFEST.__eq__)  # the manifest last: it knows the others
-    storage_of(folder).remove(folder, own)
+    """Remove a checkpoint, complete or not. The user's files stay, and then the folder does too."""
+    own = sorted(_own_files(folder), key=MANIFEST.__eq__)  # the manifest last: it lists the others
+    storage_for(folder).remove(folder, own)
 
 
 def _own_files(folder: Path) -> set[str]:
-    """What the manifest lists; without one that can be read, what is called as our files are."""
+    """The manifest and the files that it lists; if it cannot be read, the files whose names a save uses."""
     try:
         listed = unseal((folder / MANIFEST).read_bytes())[0]["files"]
         safe = {name for name in listed if not Path(name).is_absolute() and ".." not in Path(name).parts}
     except (OSError, ValueError, KeyError, TypeError):
         tensors = [entry.name for entry in folder.iterdir() if entry.name.endswith(".distcp")]
-        safe = {INDEX, STATE, TORCHS_INDEX, *tensors}
+        safe = {INDEX, STATE, TORCH_INDEX, *tensors}
     return {MANIFEST, *safe}
 
 
 CHECKPOINT = FolderKind(
     "a checkpoint",
     is_ours=lambda path: (path / MANIFEST).is_file(),
-    is_whole=is_complete,
+    is_complete=is_complete,
     own_files=_own_files,
 )

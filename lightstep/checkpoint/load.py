@@ -1,8 +1,8 @@
 """Loading a training run, on any number of ranks: all of it, or nothing is changed.
 
-Everything is compared first, then everything that a rank needs is read and checked. It stays in host memory, as far as
-a third of what is free goes; the rest is read again. Only what could be read and is of one save is then loaded into the
-model and the optimizer.
+A load first compares the checkpoint with model and optimizer. Then every rank reads and checks all that it needs, and
+changes nothing. What fits into a third of the free host memory is cached; the rest is read a second time. When all of
+it could be read, and belongs to one save, it is loaded into the model and the optimizer.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,21 +21,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightstep.checkpoint.compare import Matched, local_shard, match
-from lightstep.checkpoint.errors import CheckpointError, DamagedError, is_damage, reported
-from lightstep.checkpoint.frozen_base import say_if_another, without_base
-from lightstep.checkpoint.layout import Manifest, find_checkpoint, is_unchanged, read_manifest, say_if_unchecked
+from lightstep.checkpoint.errors import CheckpointError, DamagedError, checkpoint_errors, is_damage
+from lightstep.checkpoint.frozen_base import warn_if_other_base, without_base
+from lightstep.checkpoint.layout import Manifest, find_checkpoint, is_unchanged, read_manifest, warn_if_unchecked
+from lightstep.checkpoint.matching import Match, match, shard_or_empty
 from lightstep.checkpoint.optimizer_content import OptimizerContent
-from lightstep.checkpoint.partly_loaded import changing
+from lightstep.checkpoint.partly_loaded import loading
 from lightstep.checkpoint.pending import wait_for_pending
-from lightstep.checkpoint.ranks import Ranks
-from lightstep.checkpoint.read import Held, read_tensors
-from lightstep.checkpoint.save import average_key, live_tensors
-from lightstep.checkpoint.saved import Saved
+from lightstep.checkpoint.ranks import Ranks, Result
+from lightstep.checkpoint.read import ChunkCache, read_tensors
+from lightstep.checkpoint.save import average_key, averaged_weights, live_tensors
+from lightstep.checkpoint.saved import SavedCheckpoint
 from lightstep.checkpoint.small_state import set_random_states
 from lightstep.checkpoint.storage import location
-from lightstep.checkpoint.tensors import Stored, Target, whole
-from lightstep.checkpoint.verify import whole_before
+from lightstep.checkpoint.tensors import StoredTensor, Target, full_shard
+from lightstep.checkpoint.verify import newest_undamaged_before
 from lightstep.distributed import local_tensor, ranks_on_this_host
 from lightstep.optimizer.serialization import refuse_nan
 from lightstep.sharding.model_names import NamedTensor, set_extra_states
@@ -44,7 +45,7 @@ from lightstep.state.host_memory import available_bytes
 logger = logging.getLogger(__name__)
 
 _ATTEMPTS, _PAUSE = 10, 0.02
-"""How often a checkpoint is looked for that another process is just replacing, and seconds between."""
+"""How often to retry when another process is replacing the checkpoint, and the seconds in between."""
 
 
 def load_checkpoint(
@@ -58,106 +59,109 @@ def load_checkpoint(
 ) -> dict[str, Any]:
     """Load what :func:`save_checkpoint` wrote, on any number of ranks, and return its ``extra``.
 
-    Called by every rank of ``group``. A checkpoint that is incomplete or damaged, or of another model or optimizer, is
-    refused before anything is changed. Should loading fail after that all the same (a disk that is gone), the model
-    cannot be saved, and its optimizer makes no step, until a load has gone through. A save that this process has under
-    way is waited for. Another process may save to ``path`` meanwhile: what is loaded is one checkpoint or the other.
+    Called by every rank of ``group``. A checkpoint that is incomplete or damaged, or belongs to another model or
+    optimizer, is refused before anything is changed. If loading fails after that (the disk fails), the model cannot be
+    saved, and its optimizer raises in ``step()``, until a load succeeds. A pending asynchronous save is waited for.
+    Another process may replace the checkpoint at the same time: the old or the new one is loaded, never a mixture.
 
     With an ``optimizer``, its state, hyper-parameters and loss scale are loaded bit for bit, and each rank's random
-    states are restored (ranks that were not there when it was saved keep theirs). Weights change dtype through their
-    fp32 masters: fp32 weights become the masters of bf16 parameters, and masters become fp32 weights. Without one, or
-    if the checkpoint holds none, only weights are loaded, and the masters of the model's optimizers are rebuilt from
-    them.
+    states are restored (on more ranks than saved it, the additional ones keep theirs). Weights change dtype through
+    their fp32 masters: fp32 weights become the masters of bf16 parameters, and masters become fp32 weights. Without an
+    ``optimizer``, or if the checkpoint has no optimizer state, only weights are loaded, and the masters of the model's
+    optimizers are rebuilt from them.
 
     Args:
-        trainable_only: ``None`` loads what the checkpoint holds; if that is only what was trained, the frozen base in
-            the model is left as it is, and its shapes are checked. ``True`` leaves the base alone also when the
-            checkpoint has it; ``False`` refuses a checkpoint that has not.
+        path: the checkpoint's folder, or a URL.
+        model: wrapped or not.
+        optimizer: over parameters of ``model``.
+        scheduler: anything with ``state_dict()`` and ``load_state_dict()``.
+        trainable_only: ``None`` loads what the checkpoint has. If the frozen base was not saved, the model's base is
+            not changed, and its shapes are checked. ``True`` never loads the base. ``False`` refuses a checkpoint
+            without it.
+        group: default: the ranks of this process's role.
 
     Raises:
         CheckpointError: the checkpoint cannot be used; the message names the path and what differs. All ranks raise.
     """
     ranks = Ranks(group)
     wait_for_pending()
-    with reported(f"{path} was not loaded"), _older_one_named(location(path), ranks, optimizer is not None):
+    with checkpoint_errors(f"{path} was not loaded"), _suggesting_older(location(path), ranks, optimizer is not None):
         tensors = live_tensors(model, optimizer, ranks)
         content = ranks.together(lambda: None if optimizer is None else OptimizerContent(optimizer, tensors))
-        into = _Into(model, scheduler, tensors, content, _names_everywhere(tensors, content, ranks), trainable_only)
-        matched = _read_once(location(path), into, ranks)
+        destination = _Destination(
+            model, scheduler, tensors, content, _gather_names(tensors, content, ranks), trainable_only
+        )
+        matched = _find_match(location(path), destination, ranks)
         if ranks.is_first:
-            say_if_unchecked(matched.saved.folder, matched.saved.manifest)
+            warn_if_unchecked(matched.saved.folder, matched.saved.manifest)
         weights_only = optimizer is None or matched.saved.optimizer is None
         optimizers = list(PreparedModel.of(model).optimizers) if optimizer is None else [optimizer]
-        with changing(model, optimizers, path, weights_only):
-            while not _loaded(matched, into, ranks):
-                matched = _read_once(location(path), into, ranks)  # another one has taken its place
+        with loading(model, optimizers, path, weights_only):
+            while not _apply_if_unchanged(matched, destination, ranks):
+                matched = _find_match(location(path), destination, ranks)  # another process has replaced it
             if optimizer is None or matched.saved.optimizer is None:
-                _masters_follow(optimizers, path)
-            _begin_averages(model, matched.saved.index)
+                _refresh_masters(optimizers, path)
+            _restart_missing_averages(model, matched.saved.index)
     if matched.saved.base is not None:
-        say_if_another(model, matched.saved.base)
+        warn_if_other_base(model, matched.saved.base)
     logger.info("loaded %s", path)
     return dict(matched.saved.state.get("extra") or {})
 
 
 @contextmanager
-def _older_one_named(path: Path, ranks: Ranks, with_state: bool) -> Iterator[None]:
-    """An error about damage says, on the first rank, which checkpoint beside it was found to be whole."""
+def _suggesting_older(path: Path, ranks: Ranks, with_state: bool) -> Iterator[None]:
+    """If the block finds damage, the first rank's error names an older checkpoint that is undamaged."""
     try:
         yield
     except Exception as error:
         if not ranks.is_first or not is_damage(error):
             raise
-        older = whole_before(path.resolve(), with_state)
-        advice = "no older one beside it is whole" if older is None else f"{older} beside it is whole: load that one"
+        older = newest_undamaged_before(path.resolve(), with_state)
+        advice = "no older checkpoint next to it is undamaged"
+        if older is not None:
+            advice = f"{older} is undamaged: load that one"
         raise DamagedError(f"{error}; {advice}") from error
 
 
 @dataclass
-class _Into:
-    """What is loaded into, on this rank; ``everywhere`` has all ranks' names."""
+class _Destination:
+    """What a checkpoint is loaded into, on this rank."""
 
     model: nn.Module
     scheduler: Any
     tensors: list[NamedTensor]
     optimizer: OptimizerContent | None
-    everywhere: list[dict[str, set[str]]]
+    all_names: list[dict[str, set[str]]]
+    """From :func:`_gather_names`."""
     trainable_only: bool | None
 
 
-def _names_everywhere(
+def _gather_names(
     tensors: list[NamedTensor], optimizer: OptimizerContent | None, ranks: Ranks
 ) -> list[dict[str, set[str]]]:
+    """Each rank's names: of the model's tensors, of those that are frozen, and of the optimizer's parameters."""
     model = {name for named in tensors for name in named.names}
     frozen = {name for named in tensors if not named.tensor.requires_grad for name in named.names}
-    known = set() if optimizer is None else set(optimizer.parameters)
-    return ranks.gather({"model": model, "frozen": frozen, "optimizer": known})
+    optimized = set() if optimizer is None else set(optimizer.parameters)
+    return ranks.gather({"model": model, "frozen": frozen, "optimizer": optimized})
 
 
-# -- one save, whatever happens meanwhile ------------------------------------------------------------------------------
+# -- one save, even if another process replaces the checkpoint ---------------------------------------------------------
 
 
-def _read_once(path: Path, into: _Into, ranks: Ranks) -> Matched:
-    """A checkpoint that fits, all of which could be read; nothing has been changed."""
+def _find_match(path: Path, destination: _Destination, ranks: Ranks) -> Match:
+    """The checkpoint at ``path``, which fits the destination and could be read. Nothing has been changed."""
     for _ in range(_ATTEMPTS):
-        folder, manifest = ranks.together(lambda: _found(path), only_first=True)
-        matched: list[Matched] = []
-        step = _reading(folder, manifest, into, matched)
-        if _bound(step, folder, manifest, ranks):
-            return matched[0]
+        folder, manifest = ranks.together(lambda: _find(path), only_first=True)
+        read = partial(_read, folder, manifest, destination)
+        matched = _run_if_unchanged(read, folder, manifest, ranks)
+        if matched is not None:
+            return matched
     raise CheckpointError("other processes replace it all the time; wait until they have finished")
 
 
-def _reading(folder: Path, manifest: Manifest, into: _Into, result: list[Matched]) -> Callable[[], None]:
-    def step() -> None:
-        result.append(_match(Saved.read(folder, manifest), into))
-        _rehearse(result[0])
-
-    return step
-
-
-def _found(path: Path) -> tuple[Path, Manifest]:
-    """On one rank; again after a moment, should another process be between two renames."""
+def _find(path: Path) -> tuple[Path, Manifest]:
+    """The complete checkpoint for ``path``. Retries, because another process may be between two renames."""
     for attempt in range(_ATTEMPTS):
         try:
             folder = find_checkpoint(path)
@@ -169,113 +173,120 @@ def _found(path: Path) -> tuple[Path, Manifest]:
     raise AssertionError
 
 
-def _bound(step: Callable[[], None], folder: Path, manifest: Manifest, ranks: Ranks) -> bool:
-    """Take a step on every rank; ``False``, on all of them, when what it read may be of two checkpoints."""
+def _run_if_unchanged(step: Callable[[], Result], folder: Path, manifest: Manifest, ranks: Ranks) -> Result | None:
+    """Run ``step`` on every rank. ``None`` on all ranks if the checkpoint was replaced while it ran on any."""
 
-    def guarded() -> bool:
+    def run() -> Result | None:
         try:
-            step()
+            result = step()
         except Exception:
             if is_unchanged(folder, manifest):
                 raise
-        return is_unchanged(folder, manifest)
+            return None
+        return result if is_unchanged(folder, manifest) else None
 
-    return all(ranks.gather(ranks.together(guarded)))
-
-
-def _loaded(matched: Matched, into: _Into, ranks: Ranks) -> bool:
-    saved = matched.saved
-    return _bound(lambda: _apply(matched, into, ranks.rank), saved.folder, saved.manifest, ranks)
+    result = ranks.together(run)
+    return result if all(ranks.gather(result is not None)) else None
 
 
-# -- reading without changing anything ---------------------------------------------------------------------------------
+def _apply_if_unchanged(matched: Match, destination: _Destination, ranks: Ranks) -> bool:
+    def apply() -> Match:
+        _apply(matched, destination, ranks.rank)
+        return matched
+
+    return _run_if_unchanged(apply, matched.saved.folder, matched.saved.manifest, ranks) is not None
 
 
-def _match(saved: Saved, into: _Into) -> Matched:
-    if into.trainable_only is False and saved.base is not None:
-        raise CheckpointError("it holds only what was trained, and trainable_only=False asks for the base too")
-    left_alone: set[str] = set()
-    if into.trainable_only:
-        optimizer = None if into.optimizer is None else into.optimizer.optimizer
-        trained = {named.name for named in without_base(into.tensors, optimizer)}
-        left_alone = {named.name for named in into.tensors} - trained
-    matched = match(saved, into.tensors, into.optimizer, into.everywhere, left_alone)
-    averages = {average_key(name): tensor for name, tensor in _averages(into.model).items()}
-    matched.tensors += [_average_target(key, tensor) for key, tensor in averages.items() if key in saved.index]
+# -- the dry run -------------------------------------------------------------------------------------------------------
+
+
+def _read(folder: Path, manifest: Manifest, destination: _Destination) -> Match:
+    matched = _match(SavedCheckpoint.read(folder, manifest), destination)
+    _dry_run(matched)
     return matched
 
 
-def _averages(model: nn.Module) -> Mapping[str, Tensor]:
-    average = PreparedModel.of(model).average
-    return {} if average is None else average.tensors
+def _match(saved: SavedCheckpoint, destination: _Destination) -> Match:
+    if destination.trainable_only is False and saved.base is not None:
+        raise CheckpointError("it holds only what was trained, and trainable_only=False asks for the base too")
+    skip: set[str] = set()
+    if destination.trainable_only:
+        optimizer = None if destination.optimizer is None else destination.optimizer.optimizer
+        trained = {named.name for named in without_base(destination.tensors, optimizer)}
+        skip = {named.name for named in destination.tensors} - trained
+    matched = match(saved, destination.tensors, destination.optimizer, destination.all_names, skip)
+    for name, tensor in averaged_weights(destination.model).items():
+        if (key := average_key(name)) in saved.index:
+            matched.tensors.append(Target(key, shard_or_empty(tensor), partial(local_tensor, tensor)))
+    return matched
 
 
-def _average_target(key: str, tensor: Tensor) -> Target:
-    return Target(key, local_shard(tensor), lambda: local_tensor(tensor))
-
-
-def _rehearse(matched: Matched) -> None:
+def _dry_run(matched: Match) -> None:
     """Read everything that this rank will load, and change nothing.
 
     Raises:
-        CheckpointError: something cannot be read, or state holds NaN.
+        CheckpointError: something cannot be read, or optimizer state has NaN.
     """
     saved, optimizer = matched.saved, matched.optimizer
-    targets = [_dropped(target, saved.index[target.key]) for target in matched.tensors]
+    targets = [_discarding(target, saved.index[target.key]) for target in matched.tensors]
     if optimizer is not None and saved.optimizer is not None:
-        values = saved.optimizer["values"]
-        optimizer.expect(name for name, wanted in matched.entries.items() if wanted or values.get(matched.called[name]))
+        values, saved_names = saved.optimizer["values"], matched.saved_names
+        optimizer.prepare_to_load(
+            name for name, wanted in matched.entries.items() if wanted or values.get(saved_names[name])
+        )
         for name, wanted in matched.entries.items():
-            if optimizer.keeps(name):
+            if optimizer.keeps_state(name):
                 loader = _ParameterLoader(optimizer, name, {}, len(wanted))
-                targets += [loader.checked(entry, key, saved.index[key]) for entry, key in wanted.items()]
-    matched.held = Held(_room())
-    read_tensors(saved.data, saved.index, targets, matched.held)
-    matched.held.no_more()
+                targets += [loader.checking_target(entry, key, saved.index[key]) for entry, key in wanted.items()]
+    matched.cache = ChunkCache(_cache_bytes())
+    read_tensors(saved.data, saved.index, targets, matched.cache)
+    matched.cache.close()
 
 
-def _room() -> int:
-    """Host memory for what is read: a third of what is free; the optimizer's own may still have to be taken."""
+def _cache_bytes() -> int:
+    """A third of the free host memory: the optimizer may still have to allocate its state."""
     return (available_bytes() or 0) // 3 // ranks_on_this_host()
 
 
-def _dropped(target: Target, stored: Stored) -> Target:
-    return replace(target, make=lambda: torch.empty(target.shard.lengths, dtype=stored.dtype), arrived=lambda _: None)
+def _discarding(target: Target, stored: StoredTensor) -> Target:
+    """A target that reads the same shard into temporary memory."""
+    return replace(
+        target, allocate=lambda: torch.empty(target.shard.lengths, dtype=stored.dtype), on_filled=lambda _: None
+    )
 
 
 # -- loading -----------------------------------------------------------------------------------------------------------
 
 
-def _apply(matched: Matched, into: _Into, rank: int) -> None:
-    """Weights, then optimizer state, then everything small."""
+def _apply(matched: Match, destination: _Destination, rank: int) -> None:
+    """Load weights, then optimizer state, then the small state."""
     saved, optimizer = matched.saved, matched.optimizer
     with torch.no_grad():
-        read_tensors(saved.data, saved.index, matched.tensors, matched.held)
+        read_tensors(saved.data, saved.index, matched.tensors, matched.cache)
         if optimizer is not None:
             _apply_optimizer(matched, optimizer)
-    set_extra_states(into.model, saved.state.get("modules") or {})
-    if into.scheduler is not None:
-        apply_scheduler(saved.state.get("scheduler"), into.scheduler)
+    set_extra_states(destination.model, saved.state.get("modules") or {})
+    if destination.scheduler is not None:
+        apply_scheduler(saved.state.get("scheduler"), destination.scheduler)
     states = saved.state.get("random") or []
     if optimizer is not None and saved.optimizer is not None and rank < len(states):
         set_random_states(states[rank])
 
 
-def _apply_optimizer(matched: Matched, optimizer: OptimizerContent) -> None:
+def _apply_optimizer(matched: Match, optimizer: OptimizerContent) -> None:
     saved = matched.saved.optimizer
     if saved is None:
         return
-    values_of = {name: dict(saved["values"].get(matched.called[name], {})) for name in matched.entries}
     targets = []
     for name, wanted in matched.entries.items():
-        values = values_of.pop(name)  # the loader fills it, and must be the only one that keeps it
-        if not optimizer.keeps(name):
+        values = dict(saved["values"].get(matched.saved_names[name], {}))
+        if not optimizer.keeps_state(name):
             optimizer.load(name, dict.fromkeys([*values, *wanted]))
             continue
         loader = _ParameterLoader(optimizer, name, values, len(wanted))
         targets += [loader.target(entry, key, matched.saved.index[key]) for entry, key in wanted.items()]
-        loader.finish_if_whole()
-    read_tensors(matched.saved.data, matched.saved.index, targets, matched.held)
+        loader.load_if_complete()
+    read_tensors(matched.saved.data, matched.saved.index, targets, matched.cache)
     for number, origin in enumerate(matched.groups):
         if origin >= 0:
             optimizer.set_hyperparameters(number, saved["groups"][origin])
@@ -284,15 +295,15 @@ def _apply_optimizer(matched: Matched, optimizer: OptimizerContent) -> None:
         loss_scale.load_state_dict(saved["loss_scale"])
 
 
-def _begin_averages(model: nn.Module, index: Collection[str]) -> None:
-    """Of weights that were saved without an average."""
+def _restart_missing_averages(model: nn.Module, index: Collection[str]) -> None:
+    """Restart the averages of weights that were saved without one."""
     average = PreparedModel.of(model).average
     if average is not None:
         average.restart(name for name in average.tensors if average_key(name) not in index)
 
 
-def _masters_follow(optimizers: Iterable[Any], path: Any) -> None:
-    """Only weights were loaded."""
+def _refresh_masters(optimizers: Iterable[Any], path: Any) -> None:
+    """Rebuild the masters after only weights were loaded."""
     for optimizer in optimizers:
         if hasattr(optimizer, "refresh_master_weights"):
             optimizer.refresh_master_weights()
@@ -300,7 +311,12 @@ def _masters_follow(optimizers: Iterable[Any], path: Any) -> None:
 
 
 class _ParameterLoader:
-    """Collects one parameter's entries and hands them over together, so that few of them are in memory at a time."""
+    """Collects one parameter's state entries, and loads them when all have been read.
+
+    Args:
+        entries: the plain values; read tensors are added.
+        missing: how many tensors have not been read yet.
+    """
 
     def __init__(self, optimizer: OptimizerContent, name: str, entries: dict[str, Any], missing: int) -> None:
         self._optimizer = optimizer
@@ -308,39 +324,39 @@ class _ParameterLoader:
         self._entries = entries
         self._missing = missing
 
-    def target(self, entry: str, key: str, stored: Stored) -> Target:
-        """Where an entry is read to, for the optimizer."""
+    def target(self, entry: str, key: str, stored: StoredTensor) -> Target:
+        """The target that reads an entry and adds it."""
         parameter = self._optimizer.parameters[self._name]
-        shard = local_shard(parameter) if stored.shape == parameter.shape else whole(stored.shape)
+        shard = shard_or_empty(parameter) if stored.shape == parameter.shape else full_shard(stored.shape)
 
-        def arrived(tensor: Tensor) -> None:
+        def add(tensor: Tensor) -> None:
             self._entries[entry] = tensor
             self._missing -= 1
-            self.finish_if_whole()
+            self.load_if_complete()
 
-        return Target(key, shard, lambda: torch.empty(shard.lengths, dtype=stored.dtype), arrived)
+        return Target(key, shard, lambda: torch.empty(shard.lengths, dtype=stored.dtype), add)
 
-    def checked(self, entry: str, key: str, stored: Stored) -> Target:
-        """Where an entry is read to, only to see whether it can be used."""
+    def checking_target(self, entry: str, key: str, stored: StoredTensor) -> Target:
+        """The target that reads an entry only to check it."""
 
-        def arrived(tensor: Tensor) -> None:
+        def check(tensor: Tensor) -> None:
             try:
                 refuse_nan(self._name, {entry: tensor})
             except ValueError as error:
                 raise CheckpointError(str(error)) from error
 
-        return replace(self.target(entry, key, stored), arrived=arrived)
+        return replace(self.target(entry, key, stored), on_filled=check)
 
-    def finish_if_whole(self) -> None:
+    def load_if_complete(self) -> None:
         if self._missing == 0:
             self._optimizer.load(self._name, self._entries)
             self._entries = {}
 
 
 def apply_scheduler(state: Any, scheduler: Any) -> None:
-    """Load a scheduler's state, or say that there is none for it.
+    """Load a scheduler's state, or warn that the checkpoint has none for it.
 
-    torch's schedulers take any mapping: given the state of one of DeepSpeed's, they would begin anew, or fail.
+    torch's schedulers accept any mapping. With the state of a DeepSpeed scheduler they would start again, or fail.
     """
     if state is None:
         logger.warning("the checkpoint holds no scheduler state; the scheduler starts where it is")

@@ -1,31 +1,32 @@
-"""An optimizer's parameters by name and its state entry by entry, as a checkpoint saves and loads them."""
+"""An optimizer as a checkpoint saves and loads it: parameters by name, and their state entry by entry."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightstep.checkpoint.errors import CheckpointError
-from lightstep.checkpoint.tensors import Shard, Source, shard_of, whole
+from lightstep.checkpoint.tensors import Shard, Source, full_shard, shard_of
 from lightstep.distributed import like, local_tensor
 from lightstep.optimizer.param_groups import plain_numbers
 from lightstep.sharding.model_names import NamedTensor
 
-_CHOICES_OF_THIS_RUN = ("params", "param_names", "fused", "foreach", "capturable", "differentiable")
-"""Group keys that say how to compute, not what: the live optimizer's stay."""
+_RUNTIME_OPTIONS = ("params", "param_names", "fused", "foreach", "capturable", "differentiable")
+"""Group keys that say how to compute, not what. They are not loaded: the optimizer keeps its own."""
 
 
 class OptimizerContent:
-    """An optimizer's parameters by name, and its state entry by entry.
+    """The parameters of any ``torch.optim.Optimizer`` by name, and their state entry by entry.
 
-    Any ``torch.optim.Optimizer`` will do; one with ``load_parameter_state`` places what it is given itself. One with
-    ``kept_state`` and ``keeps_state`` may share its state with other ranks: each saves and loads what it keeps.
+    An optimizer with the method ``load_parameter_state`` places loaded state itself. One with ``kept_state`` and
+    ``keeps_state`` may divide its state among replicas: each rank saves and loads the state that it keeps.
 
     Raises:
-        CheckpointError: it has parameters that the model has not.
+        CheckpointError: the optimizer has parameters that the model does not have.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, model: Iterable[NamedTensor]) -> None:
@@ -42,11 +43,11 @@ class OptimizerContent:
                 )
             self.groups.append([names[id(p)] for p in group["params"]])
             self.parameters.update(zip(self.groups[-1], group["params"], strict=True))
-        self._last: tuple[str, dict[str, Any]] = ("", {})
+        self._cached: tuple[str, dict[str, Any]] = ("", {})
 
     @property
     def class_name(self) -> str | None:
-        """The class whose arithmetic is used, when the optimizer says so; all of them where groups have their own."""
+        """The class that computes the updates, if known; with ``" + "`` between them if groups have several."""
         wrapper = hasattr(self.optimizer, "load_parameter_state")
         inner = getattr(self.optimizer, "optimizer_class", None if wrapper else type(self.optimizer))
         if inner is None:
@@ -56,37 +57,38 @@ class OptimizerContent:
 
     @property
     def keeps_masters(self) -> bool:
-        """Whether it can take an fp32 master for a low-precision parameter."""
+        """Whether the optimizer keeps fp32 masters of low-precision parameters."""
         return hasattr(self.optimizer, "load_parameter_state")
 
-    def keeps(self, name: str) -> bool:
-        """Whether this rank loads the parameter's state; otherwise a replica of this rank does."""
+    def keeps_state(self, name: str) -> bool:
+        """Whether this rank keeps the parameter's state, and not a replica of this rank."""
         return not hasattr(self.optimizer, "keeps_state") or self.optimizer.keeps_state(self.parameters[name])
 
     def hyperparameters(self) -> list[dict[str, Any]]:
-        """Each group's settings, ``initial_lr`` and tensor learning rates included."""
+        """Each group's hyper-parameters, ``initial_lr`` and tensor learning rates included."""
         return [
             plain_numbers({key: value for key, value in group.items() if key not in ("params", "param_names")})
             for group in self.optimizer.param_groups
         ]
 
     def contents(self) -> tuple[list[Source], dict[str, dict[str, Any]]]:
-        """The state that this rank keeps: every tensor, fetched when it is written, and what is no tensor, by parameter
-        and key."""
+        """The state that this rank keeps: its tensors, and its plain values by parameter and entry."""
         sources: list[Source] = []
         values: dict[str, dict[str, Any]] = {}
         for name in self.parameters:
-            described = self._described(name)
-            sources += self._sources_of(name, described)
+            described = self._describe(name)
+            sources += self._sources(name, described)
             plain = {key: value for key, value in described.items() if not isinstance(value, Tensor)}
             if plain:
                 values[name] = plain
         return sources, values
 
     def load(self, name: str, entries: dict[str, Any]) -> None:
-        """Replace one parameter's state by these (local shards on the host); ``{}`` removes it.
+        """Replace one parameter's state; ``{}`` removes it.
 
-        Of a parameter that this rank does not keep (:meth:`keeps`) only the names of the entries matter.
+        Args:
+            entries: local shards on the host, and plain values. If this rank does not keep the parameter's state
+                (:meth:`keeps_state`), only their names are used.
         """
         parameter = self.parameters[name]
         if self.keeps_masters:
@@ -95,29 +97,29 @@ class OptimizerContent:
             group = next(g for g, names in zip(self.optimizer.param_groups, self.groups, strict=True) if name in names)
             step_on_device = bool(group.get("fused") or group.get("capturable"))
             self.optimizer.state[parameter] = {
-                key: _beside(parameter, value, step_on_device) if isinstance(value, Tensor) else value
+                key: _place(value, parameter, step_on_device) if isinstance(value, Tensor) else value
                 for key, value in entries.items()
             }
         else:
             self.optimizer.state.pop(parameter, None)
 
-    def expect(self, names: Iterable[str]) -> None:
-        """These parameters are about to be loaded, frozen ones among them."""
+    def prepare_to_load(self, names: Iterable[str]) -> None:
+        """Have the optimizer manage these parameters, frozen ones included: their state will be loaded."""
         if hasattr(self.optimizer, "managed"):
             self.optimizer.managed(also=[self.parameters[name] for name in names])
 
     def set_hyperparameters(self, group: int, saved: Mapping[str, Any]) -> None:
-        """Take over a group's settings; a live tensor learning rate is filled, not exchanged."""
+        """Load a group's hyper-parameters. A tensor learning rate is written in place."""
         live = self.optimizer.param_groups[group]
         for key, value in saved.items():
-            if key in _CHOICES_OF_THIS_RUN:
+            if key in _RUNTIME_OPTIONS:
                 continue
             if isinstance(live.get(key), Tensor):
                 live[key].fill_(value)
             else:
                 live[key] = value.clone() if isinstance(value, Tensor) else value
 
-    def _sources_of(self, name: str, described: Mapping[str, Any]) -> list[Source]:
+    def _sources(self, name: str, described: Mapping[str, Any]) -> list[Source]:
         parameter = self.parameters[name]
         shard = shard_of(parameter)
         if shard is None:
@@ -126,37 +128,40 @@ class OptimizerContent:
         for key, value in described.items():
             if isinstance(value, Tensor):
                 local = local_tensor(value)
-                kept_whole = local.shape != shard.lengths and self.has_whole_tensors
-                part = whole(local.shape) if kept_whole else _part_of(name, key, local, shard)
-                fetch = self._fetch(name, key)
+                is_full = local.shape != shard.lengths and self.has_whole_tensors
+                part = full_shard(local.shape) if is_full else _entry_shard(name, key, local, shard)
+                fetch = partial(self._fetch, name, key)
                 sources.append(Source(entry_key(name, key), part, local.dtype, fetch, parameter, key))
         return sources
 
     @property
     def has_whole_tensors(self) -> bool:
-        """Whether its classes see whole tensors of sharded parameters: state of other shapes is alike on all ranks."""
+        """Whether the optimizer updates whole tensors of sharded parameters.
+
+        State whose shape is not the shard's is then the same on all ranks.
+        """
         return bool(getattr(self.optimizer, "has_whole_tensors", False))
 
-    def _fetch(self, name: str, key: str) -> Any:
-        return lambda: local_tensor(self._entries(name)[key])
+    def _fetch(self, name: str, key: str) -> Tensor:
+        return local_tensor(self._entries(name)[key])
 
-    def _described(self, name: str) -> dict[str, Any]:
-        """The entries' shapes, dtypes and plain values; building the entries themselves may take time."""
+    def _describe(self, name: str) -> dict[str, Any]:
+        """The entries with the right shapes, dtypes and plain values, without building tensors if possible."""
         describe = getattr(self.optimizer, "described_state", self.optimizer.state.get)
         return dict(describe(self.parameters[name]) or {})
 
     def _entries(self, name: str) -> dict[str, Any]:
-        """State of one parameter. It may be built on access, so the last one asked for is kept, and only that."""
-        if self._last[0] != name:
-            self._last = ("", {})
+        """One parameter's state. Reading it may build tensors, so the last result is cached."""
+        if self._cached[0] != name:
+            self._cached = ("", {})  # frees the previous tensors first
             read = getattr(self.optimizer, "kept_state", self.optimizer.state.get)
-            self._last = (name, dict(read(self.parameters[name]) or {}))
-        return self._last[1]
+            self._cached = (name, dict(read(self.parameters[name]) or {}))
+        return self._cached[1]
 
 
 def same_settings(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
-    """Whether two groups would be updated alike."""
-    keys = (first.keys() | second.keys()) - set(_CHOICES_OF_THIS_RUN)
+    """Whether two groups have the same hyper-parameters."""
+    keys = (first.keys() | second.keys()) - set(_RUNTIME_OPTIONS)
     return all(key in first and key in second and _equal(first[key], second[key]) for key in keys)
 
 
@@ -167,14 +172,18 @@ def _equal(first: Any, second: Any) -> bool:
 
 
 def entry_key(name: str, entry: str) -> str:
-    """The name of one state entry among the checkpoint's tensors."""
+    """The key of an optimizer state entry in the checkpoint.
+
+    Raises:
+        TypeError: the entry's name has a dot.
+    """
     if "." in entry:
         raise TypeError(f"the optimizer's state of {name} has an entry {entry!r}; names with dots cannot be saved")
     return f"optimizer.{name}.{entry}"
 
 
 def stored_entries(keys: Iterable[str]) -> dict[str, list[str]]:
-    """Which entries the checkpoint holds, by parameter."""
+    """Parameter name -> its state entries among the checkpoint's keys."""
     found: dict[str, list[str]] = {}
     for key in keys:
         kind, _, rest = key.partition(".")
@@ -184,24 +193,28 @@ def stored_entries(keys: Iterable[str]) -> dict[str, list[str]]:
     return found
 
 
-def _part_of(name: str, key: str, local: Tensor, parameter: Shard) -> Shard:
-    """Where an entry's local tensor lies: like its parameter's, or the same on all ranks."""
+def _entry_shard(name: str, key: str, local: Tensor, parameter: Shard) -> Shard:
+    """The shard that an entry's local tensor is: the parameter's, or a whole tensor that all ranks have.
+
+    Raises:
+        CheckpointError: the entry of a sharded parameter has another shape.
+    """
     if local.shape == parameter.lengths:
         return parameter
     if local.dim() == 0 or not parameter.sharded:
-        return whole(local.shape)
+        return full_shard(local.shape)
     raise CheckpointError(
         f"the state entry {key!r} of {name} has local shape {tuple(local.shape)}, the parameter "
         f"{tuple(parameter.lengths)}; only element-wise state of a sharded parameter can be saved"
     )
 
 
-def _beside(parameter: Tensor, value: Tensor, step_on_device: bool) -> Tensor:
-    """A plain torch optimizer's entry, where that optimizer expects it."""
+def _place(value: Tensor, parameter: Tensor, step_on_device: bool) -> Tensor:
+    """A state entry on the device where a plain torch optimizer expects it."""
     local = local_tensor(parameter)
     if value.dim() == 0:
         return value.to(local.device) if step_on_device else value
     if value.shape != local.shape:
         return value.to(local.device)
-    # With the parameter's strides: fused optimizers walk both side by side.
+    # With the parameter's strides, which fused optimizers need.
     return like(parameter, torch.empty_like(local, dtype=value.dtype).copy_(value))

@@ -1,4 +1,4 @@
-"""Models that a load left between two states: they are not saved until a load has gone through."""
+"""Models that a failed load left half changed. They cannot be saved until a load succeeds."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ _PARTLY: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
 
 
 @contextmanager
-def changing(model: nn.Module, optimizers: Iterable[Any], path: Any, weights_only: bool = False) -> Iterator[None]:
-    """The model is loaded in this block. After an error neither ``step()`` nor a save goes on from what is there.
+def loading(model: nn.Module, optimizers: Iterable[Any], path: Any, weights_only: bool = False) -> Iterator[None]:
+    """The block loads the model. If it fails, saves of the model and ``step()`` raise until a load succeeds.
 
     Args:
-        optimizers: those that are loaded too or, with ``weights_only``, follow the model.
+        optimizers: the ones that are loaded too or, with ``weights_only``, whose masters are rebuilt.
+        path: where the model is loaded from, for the errors.
     """
     reason = f"loading {path} failed after a part of it had been loaded"
     inner = unwrap_model(model)
@@ -36,7 +37,7 @@ def changing(model: nn.Module, optimizers: Iterable[Any], path: Any, weights_onl
 
 
 def refuse_partly_loaded(model: nn.Module) -> None:
-    """Raises :class:`CheckpointError` when the last load broke off after it had changed something."""
+    """Raise :class:`CheckpointError` if the last load of this model failed after it had changed something."""
     reason = _PARTLY.get(unwrap_model(model))
     if reason is not None:
         raise CheckpointError(f"{reason}; load a checkpoint before saving one")

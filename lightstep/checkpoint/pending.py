@@ -1,4 +1,4 @@
-"""Saves that a thread writes while training goes on: one at a time."""
+"""Asynchronous saves: a thread writes while training continues. One is pending at a time."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ logger = logging.getLogger(__name__)
 
 
 class PendingSave(Future[Path]):
-    """A save under way. ``done()`` says whether it has ended; ``result(timeout=None)`` waits and returns the folder."""
+    """A handle for a save. ``done()``: whether it has ended. ``result(timeout=None)`` waits, and returns the folder."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._told = False
+        self._result_seen = False
 
     def result(self, timeout: float | None = None) -> Path:
         try:
             return super().result(timeout)
         finally:
-            self._told = self.done()
+            self._result_seen = self.done()
 
     def raise_if_failed(self) -> None:
-        """What the thread ran into, unless somebody has been told."""
-        if self.done() and not self._told:
+        """Raise the thread's error, unless :meth:`result` has raised it before."""
+        if self.done() and not self._result_seen:
             self.result()
 
 
-def ended(path: Path) -> PendingSave:
-    """Of a save that was waited for."""
+def completed_save(path: Path) -> PendingSave:
+    """A handle for a save that has ended."""
     pending = PendingSave()
     pending.set_result(path)
     return pending
@@ -47,21 +47,24 @@ def ended(path: Path) -> PendingSave:
 
 _pending: PendingSave | None = None
 _hook: Any = None
+"""Handle of the step hook that raises the pending save's error."""
 
 
-def start(write: Callable[[], Path], until_written: ExitStack, optimizer: torch.optim.Optimizer | None) -> PendingSave:
-    """Write in a thread, which the process waits for when it ends.
+def start_save(
+    write: Callable[[], Path], until_written: ExitStack, optimizer: torch.optim.Optimizer | None
+) -> PendingSave:
+    """Run ``write`` in a thread, which the process waits for when it ends.
 
     Args:
-        until_written: what is held for it, taken over.
-        optimizer: its next step raises what goes wrong.
+        until_written: closed when ``write`` has returned or raised.
+        optimizer: its next step raises the thread's error.
     """
     global _pending, _hook
-    pending, held = PendingSave(), until_written.pop_all()
+    pending, resources = PendingSave(), until_written.pop_all()
 
     def run() -> None:
         try:
-            with held:
+            with resources:
                 path = write()
             pending.set_result(path)
         except BaseException as error:
@@ -70,7 +73,7 @@ def start(write: Callable[[], Path], until_written: ExitStack, optimizer: torch.
     try:
         threading.Thread(target=run, name="checkpoint-save").start()
     except BaseException:
-        held.close()
+        resources.close()
         raise
     _pending = pending
     if optimizer is not None:
@@ -79,8 +82,8 @@ def start(write: Callable[[], Path], until_written: ExitStack, optimizer: torch.
 
 
 @atexit.register
-def _say_what_nobody_asked_for() -> None:
-    """After the threads have ended."""
+def _log_unraised_error() -> None:
+    """Runs when the process ends, after its threads."""
     if _pending is not None:
         try:
             _pending.raise_if_failed()
@@ -89,13 +92,13 @@ def _say_what_nobody_asked_for() -> None:
 
 
 def wait_for_pending() -> None:
-    """Wait for the save that is under way, if there is one; what it ran into is left to be told."""
+    """Wait for the pending save, if there is one. Its error is kept for later."""
     if _pending is not None:
         _pending.exception()
 
 
 def finish_pending() -> None:
-    """Wait for the save that is under way, if there is one, and raise what it ran into."""
+    """Wait for the pending save, if there is one, and raise its error."""
     global _pending, _hook
     wait_for_pending()
     pending, hook, _pending, _hook = _pending, _hook, None, None
@@ -106,17 +109,17 @@ def finish_pending() -> None:
 
 
 _groups: dict[tuple[int, ...], tuple[Any, Any]] = {}
-"""By ranks: the world that they belong to, and the group of their writers."""
+"""Ranks -> the default process group that they were part of, and their writers' group."""
 
 
-def own_group(ranks: Ranks) -> Ranks:
-    """The same ranks in a group of the writers' own, which no collective of training meets. Called by all of them."""
-    if not ranks.several:
+def writer_group(ranks: Ranks) -> Ranks:
+    """The same ranks in a separate gloo group, so that collectives do not mix with training's. Called by all ranks."""
+    if not ranks.is_distributed:
         return ranks
     world = dist.group.WORLD
     members = tuple(dist.get_process_group_ranks(world if ranks.group is None else ranks.group))
     known = _groups.get(members)
     if known is None or known[0] is not world:
-        own = dist.new_group(list(members), backend="gloo", use_local_synchronization=True)
-        known = _groups[members] = (world, own)
+        group = dist.new_group(list(members), backend="gloo", use_local_synchronization=True)
+        known = _groups[members] = (world, group)
     return Ranks(known[1])

@@ -1,7 +1,7 @@
-"""Weights of a Hugging Face folder into a model that is already sharded: every rank reads its own part of a tensor.
+"""Loading the weights of a Hugging Face folder into a sharded model: every rank reads its own shards.
 
-Not through torch's ``HuggingFaceStorageReader``: it takes every safetensors file in the folder, whatever the index
-says, and knows no second names (``base_model_prefix``, tied weights), so that all that is done here would still be.
+torch's ``HuggingFaceStorageReader`` is not used: it reads every safetensors file in the folder, even those that the
+index does not list, and supports no alternative names (``base_model_prefix``, tied weights).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from lightstep.checkpoint.partly_loaded import changing
+from lightstep.checkpoint.partly_loaded import loading
 from lightstep.checkpoint.tensors import shard_of
 from lightstep.distributed import local_tensor
 from lightstep.sharding.model_names import NamedTensor, named_tensors
@@ -25,33 +25,33 @@ _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
 def load_pretrained(model: nn.Module, folder: str | Path) -> None:
-    """Fill the model's tensors from ``model.safetensors`` or the shards of ``model.safetensors.index.json``.
+    """Fill the model's tensors from ``model.safetensors`` or from the files in ``model.safetensors.index.json``.
 
-    Nothing is sent, and no rank holds more than the parts it keeps. Values are cast to the model's dtypes. Names may
-    lack or have the model's ``base_model_prefix``; of tied weights one name is enough.
+    There is no communication, and a rank reads only its own shards. Values are cast to the model's dtypes. Names in the
+    files may be with or without the model's ``base_model_prefix``. For tied weights one of the names is enough.
 
     Args:
-        model: on real devices, sharded or not.
+        model: sharded or not, not on the meta device.
         folder: what ``save_pretrained`` wrote.
 
     Raises:
         FileNotFoundError: no safetensors file in ``folder``.
-        ValueError: a parameter is not in the files, or has another shape there; nothing has been changed then. After
-            any other error the model's optimizers refuse to go on from what is there.
+        ValueError: a parameter is not in the files, or has another shape there. Nothing has been changed. After any
+            other error the model cannot be saved, and its optimizers' ``step()`` raises.
     """
     folder = Path(folder)
     files, wanted = find_tensors(model, folder)
-    with changing(model, PreparedModel.of(model).optimizers, folder, weights_only=True):
+    with loading(model, PreparedModel.of(model).optimizers, folder, weights_only=True):
         _read(folder, files, wanted)
 
 
 def find_tensors(
     model: nn.Module, folder: Path, shape_of: Callable[[Tensor], torch.Size] = lambda tensor: tensor.shape
 ) -> tuple[dict[str, str], dict[str, Tensor]]:
-    """The folder's tensor names with their files, and those that the model wants with its own tensors.
+    """Tensor name -> file for all tensors in the folder, and tensor name -> model's tensor for those to load.
 
     Args:
-        shape_of: the shape that a model's tensor has in the files.
+        shape_of: called with a model's tensor, returns the shape that it must have in the files.
 
     Raises:
         FileNotFoundError, ValueError: as :func:`load_pretrained`.
@@ -60,7 +60,7 @@ def find_tensors(
     wanted = {}
     missing = []
     for named in named_tensors(model):
-        key = next((key for key in _keys(named, model) if key in files), None)
+        key = next((key for key in _possible_names(named, model) if key in files), None)
         if key is not None:
             wanted[key] = named.tensor
         elif isinstance(named.tensor, nn.Parameter):
@@ -86,7 +86,7 @@ def _files(folder: Path) -> dict[str, str]:
     raise FileNotFoundError(f"{folder} has neither {_SINGLE} nor {_INDEX}: it is not a folder of safetensors weights")
 
 
-def _keys(named: NamedTensor, model: nn.Module) -> Iterable[str]:
+def _possible_names(named: NamedTensor, model: nn.Module) -> Iterable[str]:
     """The names a tensor may have in the files."""
     prefix = getattr(model, "base_model_prefix", "")
     for name in named.names:
@@ -105,29 +105,31 @@ def _check_shapes(folder: Path, files: Mapping[str, str], wanted: Mapping[str, t
 
 
 def parts_of_other_dtypes(model: nn.Module, folder: str | Path) -> Iterator[tuple[Tensor, Tensor]]:
-    """The model's tensors that have another dtype in the folder, with what this rank has of them there.
+    """The model's tensors whose dtype in the folder is another one, each with this rank's shard from the folder.
 
-    Nothing where the folder's safetensors are no weights of this model.
+    None if the folder does not have this model's weights.
     """
     folder = Path(folder)
     try:
         files, wanted = find_tensors(model, folder)
     except (FileNotFoundError, ValueError):
         return
-    for tensor, opened, key in _opened(folder, files, wanted):
-        some = opened.get_slice(key)[:0] if tensor.dim() else opened.get_tensor(key)
-        if some.dtype != tensor.dtype:
-            yield tensor, _part(tensor, opened, key)
+    for tensor, opened, key in _open_files(folder, files, wanted):
+        sample = opened.get_slice(key)[:0] if tensor.dim() else opened.get_tensor(key)
+        if sample.dtype != tensor.dtype:
+            yield tensor, _read_shard(tensor, opened, key)
 
 
 @torch.no_grad()
 def _read(folder: Path, files: Mapping[str, str], wanted: Mapping[str, Tensor]) -> None:
-    for tensor, opened, key in _opened(folder, files, wanted):
-        local_tensor(tensor).copy_(_part(tensor, opened, key))
+    for tensor, opened, key in _open_files(folder, files, wanted):
+        local_tensor(tensor).copy_(_read_shard(tensor, opened, key))
 
 
-def _opened(folder: Path, files: Mapping[str, str], wanted: Mapping[str, Tensor]) -> Iterator[tuple[Tensor, Any, str]]:
-    """The model's tensors that this rank has a part of, each with its file and its name there."""
+def _open_files(
+    folder: Path, files: Mapping[str, str], wanted: Mapping[str, Tensor]
+) -> Iterator[tuple[Tensor, Any, str]]:
+    """The model's tensors of which this rank has a shard, each with its open file and its name there."""
     for file, keys in _by_file(files, wanted).items():
         with safe_open(folder / file, framework="pt") as opened:
             for key in keys:
@@ -135,8 +137,8 @@ def _opened(folder: Path, files: Mapping[str, str], wanted: Mapping[str, Tensor]
                     yield wanted[key], opened, key
 
 
-def _part(tensor: Tensor, opened: Any, key: str) -> Tensor:
-    """What this rank has of a tensor, from the file and in its dtype."""
+def _read_shard(tensor: Tensor, opened: Any, key: str) -> Tensor:
+    """This rank's shard of a tensor, from the file and in the file's dtype."""
     shard = shard_of(tensor)
     assert shard is not None
     part = tuple(slice(o, o + n) for o, n in zip(shard.offsets, shard.lengths, strict=True))

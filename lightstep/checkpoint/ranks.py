@@ -1,4 +1,4 @@
-"""Doing one thing on several ranks so that either all of them succeed or all of them raise."""
+"""Running a step on several ranks so that all of them succeed or all of them raise."""
 
 from __future__ import annotations
 
@@ -13,36 +13,40 @@ Result = TypeVar("Result")
 
 
 class Ranks:
-    """The ranks that take part: those of a process group, or just this process.
+    """The ranks that take part: those of a process group, or this process alone.
 
     Args:
-        group: ``None`` for the ranks of this process's role: without roles the default process group, when one is
-            initialised.
+        group: ``None``: the ranks of this process's role. Without roles these are the ranks of the default process
+            group if one is initialised, else this process alone.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self.group = group = role_group() if group is None else group
-        self.several = dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1
-        self.rank = dist.get_rank(group) if self.several else 0
-        self.size = dist.get_world_size(group) if self.several else 1
+        self.is_distributed = dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1
+        self.rank = dist.get_rank(group) if self.is_distributed else 0
+        self.size = dist.get_world_size(group) if self.is_distributed else 1
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the rank that writes what is written once."""
+        """Whether this is the rank that does what only one rank does."""
         return self.rank == 0
 
     def gather(self, value: Any) -> list[Any]:
-        """Everybody's ``value``, by rank, on every rank: one collective."""
-        if not self.several:
+        """All ranks' values, in rank order, on every rank: one collective."""
+        if not self.is_distributed:
             return [value]
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value, group=self.group)
         return values
 
     def together(self, step: Callable[[], Result], only_first: bool = False) -> Result:
-        """Run ``step`` on every rank (or on the first, whose result all get); a failure anywhere raises everywhere.
+        """Run ``step`` on every rank and return its result. If it fails on any rank, every rank raises.
 
-        A rank that fails raises its own error, the others :class:`ElsewhereError` with the first failed rank's text.
+        A rank whose step fails raises its own error. The others raise :class:`ElsewhereError` with the message of the
+        first rank that failed.
+
+        Args:
+            only_first: run ``step`` on the first rank only, and return its result on all of them.
         """
         error: BaseException | None = None
         result: Any = None
@@ -51,12 +55,12 @@ class Ranks:
                 result = step()
             except BaseException as caught:
                 error = caught
-        texts = self.gather(None if error is None else _describe(error))
+        failures = self.gather(None if error is None else _describe(error))
         if error is not None:
             raise error
-        for rank, text in enumerate(texts):
-            if text is not None:
-                raise ElsewhereError(f"rank {rank}: {text[1]}", kind=text[0])
+        for rank, failure in enumerate(failures):
+            if failure is not None:
+                raise ElsewhereError(f"rank {rank}: {failure[1]}", kind=failure[0])
         return self.gather(result)[0] if only_first else result
 
 
@@ -69,6 +73,7 @@ class ElsewhereError(Exception):
 
 
 def _describe(error: BaseException) -> tuple[str, str]:
+    """The name of the error's class, and a message for the other ranks."""
     kind, text = type(error).__name__, str(error)
     if isinstance(error, OSError) and error.strerror:
         return kind, error.strerror

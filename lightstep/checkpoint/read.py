@@ -1,4 +1,4 @@
-"""Reading tensors: each rank what it needs, whatever the ranks were that wrote them."""
+"""Reading tensors: each rank reads the parts it needs, from the files of any number of ranks."""
 
 from __future__ import annotations
 
@@ -15,70 +15,70 @@ import torch
 from torch import Tensor
 
 from lightstep.checkpoint.errors import CheckpointError, DamagedError, error_text
-from lightstep.checkpoint.storage import storage_of
-from lightstep.checkpoint.tensors import PART_BYTES, Chunk, Index, Target
+from lightstep.checkpoint.storage import storage_for
+from lightstep.checkpoint.tensors import IN_FLIGHT_BYTES, Chunk, Index, Target
 from lightstep.crc32 import crc32
 
 _READERS = 4
-"""Threads that read ahead."""
+"""Threads that prefetch chunks."""
 
 
-class Held:
-    """Chunks that were read, for a second reading: as many as ``nbytes`` of host memory have room for."""
+class ChunkCache:
+    """Chunks kept in host memory between a dry run and the load: at most ``nbytes`` bytes."""
 
     def __init__(self, nbytes: int = 0) -> None:
-        self._room = nbytes
+        self._free_bytes = nbytes
         self._chunks: dict[Chunk, Tensor] = {}
 
-    def hold(self, chunk: Chunk, tensor: Tensor) -> None:
-        """Unless there is no room for it."""
-        if tensor.nbytes <= self._room and chunk not in self._chunks:
-            self._room -= tensor.nbytes
+    def add(self, chunk: Chunk, tensor: Tensor) -> None:
+        """Keep the chunk if there is room for it."""
+        if tensor.nbytes <= self._free_bytes and chunk not in self._chunks:
+            self._free_bytes -= tensor.nbytes
             self._chunks[chunk] = tensor
 
-    def take(self, chunk: Chunk) -> Tensor | None:
-        """It is held no longer."""
+    def pop(self, chunk: Chunk) -> Tensor | None:
+        """Remove the chunk and return it; ``None`` if it is not kept."""
         return self._chunks.pop(chunk, None)
 
-    def no_more(self) -> None:
-        """The second reading begins."""
-        self._room = 0
+    def close(self) -> None:
+        """Keep no further chunks."""
+        self._free_bytes = 0
 
 
-def read_tensors(folder: Path, index: Index, targets: Sequence[Target], held: Held | None = None) -> None:
-    """Fill ``targets`` in their order from ``folder``, without talking to other ranks.
+def read_tensors(folder: Path, index: Index, targets: Sequence[Target], cache: ChunkCache | None = None) -> None:
+    """Fill ``targets`` in their order from ``folder``, without communication.
 
     Args:
-        held: keeps what is read, and has what was read before.
+        cache: where chunks are looked up first, and added.
 
     Raises:
-        DamagedError: a file cannot be read, or what it holds is not what was written.
-        CheckpointError: parts of a tensor are missing. Some targets may be filled by then.
+        DamagedError: a file cannot be read, or is damaged. Some targets may have been filled.
+        CheckpointError: a part of a tensor is not in the checkpoint.
     """
-    pieces = [(target, _pieces(target, index)) for target in targets]
-    in_order = [(target.key, piece.chunk) for target, needed in pieces for piece in needed]
-    held = held or Held()
-    with closing(_read_ahead(folder, in_order, held)) as chunks:
-        for target, needed in pieces:
-            local = target.make()
+    overlaps = [(target, _overlaps(target, index)) for target in targets]
+    needed = [(target.key, overlap.chunk) for target, found in overlaps for overlap in found]
+    cache = cache or ChunkCache()
+    with closing(_prefetched(folder, needed, cache)) as chunks:
+        for target, found in overlaps:
+            local = target.allocate()
             with torch.no_grad():
-                for piece in needed:
+                for overlap in found:
                     tensor = next(chunks)
-                    local[piece.there].copy_(tensor[piece.here])
-                    held.hold(piece.chunk, tensor)
-            target.arrived(local)
+                    local[overlap.in_target].copy_(tensor[overlap.in_chunk])
+                    cache.add(overlap.chunk, tensor)
+            target.on_filled(local)
 
 
 def read_chunk(folder: Path, key: str, chunk: Chunk) -> bytes:
-    """A chunk's bytes, which are those that were written.
+    """A chunk's bytes, compared with their checksum.
 
     Raises:
-        DamagedError: they are not, with file, tensor and offset.
+        DamagedError: they differ or cannot be read; the message has file, tensor and offset.
     """
     file = folder / chunk.file
     where = f"{file} is damaged: {key.partition('.')[2]} ({key.partition('.')[0]}) at byte {chunk.start}"
     try:
-        content = storage_of(file).read(file, chunk.start, chunk.nbytes)
+        content = storage_for(file).read(file, chunk.start, chunk.nbytes)
     except OSError as error:
         raise DamagedError(f"{where}: {error_text(error)}") from error
     if len(content) < chunk.nbytes:
@@ -90,44 +90,44 @@ def read_chunk(folder: Path, key: str, chunk: Chunk) -> bytes:
 
 
 @dataclass(frozen=True)
-class _Piece:
-    """What a chunk has for a target: ``here`` in the chunk, ``there`` in the target."""
+class _Overlap:
+    """The region that a chunk and a target have in common."""
 
     chunk: Chunk
-    here: tuple[slice, ...]
-    there: tuple[slice, ...]
+    in_chunk: tuple[slice, ...]
+    in_target: tuple[slice, ...]
 
 
-def _pieces(target: Target, index: Index) -> list[_Piece]:
+def _overlaps(target: Target, index: Index) -> list[_Overlap]:
     shard = target.shard
     found = []
     for chunk in index[target.key].chunks if shard.numel > 0 else ():
         ends = zip(chunk.offsets, chunk.lengths, shard.offsets, shard.lengths, strict=True)
         common = [(max(a, b), min(a + m, b + n)) for a, m, b, n in ends]
         if all(start < end for start, end in common):
-            here = tuple(slice(start - a, end - a) for (start, end), a in zip(common, chunk.offsets, strict=True))
-            there = tuple(slice(start - b, end - b) for (start, end), b in zip(common, shard.offsets, strict=True))
-            found.append(_Piece(chunk, here, there))
-    if sum(math.prod(part.stop - part.start for part in piece.there) for piece in found) != shard.numel:
+            in_chunk = tuple(slice(start - a, end - a) for (start, end), a in zip(common, chunk.offsets, strict=True))
+            in_target = tuple(slice(start - b, end - b) for (start, end), b in zip(common, shard.offsets, strict=True))
+            found.append(_Overlap(chunk, in_chunk, in_target))
+    if sum(math.prod(part.stop - part.start for part in overlap.in_target) for overlap in found) != shard.numel:
         raise CheckpointError(f"the checkpoint does not hold all of {target.key}")
     return found
 
 
-def _read_ahead(folder: Path, needed: Iterable[tuple[str, Chunk]], held: Held) -> Generator[Tensor, None, None]:
-    """The chunks in this order; :data:`PART_BYTES` of them, and at least one, are read ahead."""
+def _prefetched(folder: Path, needed: Iterable[tuple[str, Chunk]], cache: ChunkCache) -> Generator[Tensor, None, None]:
+    """The ``needed`` chunks in order. At most :data:`IN_FLIGHT_BYTES` of them, but at least one, are prefetched."""
     with ThreadPoolExecutor(_READERS, thread_name_prefix="checkpoint-reader") as pool:
         ahead: deque[tuple[int, Future[Tensor]]] = deque()
         for key, chunk in needed:
-            ahead.append((chunk.nbytes, pool.submit(_load, folder, key, chunk, held.take(chunk))))
-            while sum(nbytes for nbytes, _ in ahead) > PART_BYTES:
+            ahead.append((chunk.nbytes, pool.submit(_load, folder, key, chunk, cache.pop(chunk))))
+            while sum(nbytes for nbytes, _ in ahead) > IN_FLIGHT_BYTES:
                 yield ahead.popleft()[1].result()
         while ahead:
             yield ahead.popleft()[1].result()
 
 
-def _load(folder: Path, key: str, chunk: Chunk, held: Tensor | None) -> Tensor:
-    if held is not None:
-        return held
+def _load(folder: Path, key: str, chunk: Chunk, cached: Tensor | None) -> Tensor:
+    if cached is not None:
+        return cached
     content = read_chunk(folder, key, chunk)
     try:
         tensor = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)

@@ -1,4 +1,4 @@
-"""A complete checkpoint on disk."""
+"""A complete checkpoint on disk, without its tensors."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from lightstep.checkpoint.tensors import Index, parse_index
 
 
 @dataclass
-class Saved:
-    """Its manifest, index and small state, which belong to one save; tensors are still on disk."""
+class SavedCheckpoint:
+    """Manifest, index and small state of one save. The tensors stay on disk."""
 
     folder: Path
     manifest: Manifest
@@ -29,11 +29,14 @@ class Saved:
     state: dict[str, Any]
 
     @classmethod
-    def read(cls, folder: Path, manifest: Manifest | None = None) -> Saved:
-        """Of ``manifest``, if somebody has read it already.
+    def read(cls, folder: Path, manifest: Manifest | None = None) -> SavedCheckpoint:
+        """Read the checkpoint in ``folder``.
+
+        Args:
+            manifest: the folder's, if it has been read already.
 
         Raises:
-            CheckpointError: it is not complete, or was replaced meanwhile.
+            CheckpointError: the checkpoint is incomplete or damaged, or was replaced in the meantime.
         """
         manifest = read_manifest(folder) if manifest is None else manifest
         refuse_engine_files(folder, manifest)
@@ -50,28 +53,29 @@ class Saved:
 
     @property
     def aliases(self) -> dict[str, str]:
-        """Names of tied tensors, and the name under which each is saved."""
+        """Further names of tied tensors -> the name under which the tensor is saved."""
         return dict(self.manifest.get("aliases") or {})
 
     @property
     def optimizer(self) -> dict[str, Any] | None:
-        """Hyper-parameters, loss scale and plain state values, when an optimizer was saved."""
+        """Hyper-parameters, loss scale and plain state values; ``None`` if no optimizer was saved."""
         return self.state.get("optimizer")
 
     @property
     def groups(self) -> list[list[str]]:
-        """Parameter names of each group."""
+        """Parameter names of each parameter group."""
         return list(self.manifest.get("groups") or [])
 
     @property
     def base(self) -> dict[str, Any] | None:
-        """``name`` and ``shapes`` of the frozen base, when only what was trained was saved."""
+        """``name`` and ``shapes`` of the frozen base if it was left out; ``None`` if everything was saved."""
         return self.manifest.get("base")
 
     @property
     def base_shapes(self) -> dict[str, list[int]]:
-        """Of the frozen base; empty when everything was saved."""
+        """The shapes of the frozen base by name; empty if everything was saved."""
         return dict((self.base or {}).get("shapes") or {})
 
     def model_names(self) -> set[str]:
+        """The names of the model's tensors that were saved."""
         return {key.removeprefix("model.") for key in self.index if key.startswith("model.")}

@@ -1,7 +1,7 @@
-"""What a checkpoint holds beside tensors of model and optimizer: one ``torch.save`` file of plain values.
+"""The small state: everything in a checkpoint but the tensors of model and optimizer, in one ``torch.save`` file.
 
-It has ``extra``, scheduler, group hyper-parameters, loss scale, random states and state entries that are numbers. It
-is checked when it is saved to load with ``weights_only=True``.
+It has ``extra``, the scheduler's state, hyper-parameters, the loss scale, random states and optimizer state entries
+that are plain numbers. A save checks that the file can be loaded with ``weights_only=True``.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from lightstep.checkpoint.storage import write_file
 
 
 def check_loadable(what: str, value: Any) -> None:
-    """Refuse what ``weights_only=True`` would not load again, naming the innermost key at fault.
+    """Check that ``torch.load(weights_only=True)`` can load ``value``.
 
     Raises:
-        TypeError: for example ``extra['sampler'] is a Sampler ...``.
+        TypeError: it cannot; the message names the innermost key: ``extra['sampler'] is a Sampler ...``.
     """
-    if _survives(value):
+    if _is_loadable(value):
         return
     inner: Iterable[tuple[Any, Any]] = ()
     if isinstance(value, Mapping):
@@ -43,18 +43,22 @@ def check_loadable(what: str, value: Any) -> None:
 
 
 def write_state(folder: Path, state: dict[str, Any]) -> tuple[int, int]:
-    """Size and checksum of the file."""
+    """Write the file, and return its size and CRC-32."""
     buffer = io.BytesIO()
     torch.save(state, buffer)
     return write_file(folder / STATE, buffer.getvalue())
 
 
 def read_state(folder: Path, manifest: Manifest) -> dict[str, Any]:
-    """Raises :class:`CheckpointError` when the file is damaged or holds anything that needs unpickling."""
+    """Read the file.
+
+    Raises:
+        DamagedError: the file is damaged, or holds objects that a weights-only load refuses.
+    """
     content = read_checked(folder, manifest, STATE)
     try:
         state = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:  # torch's text recommends to run what is in it
+    except pickle.UnpicklingError as error:  # torch's own message recommends weights_only=False
         raise DamagedError(
             f"{folder / STATE} cannot be read: it is damaged, or holds more than plain values and tensors"
         ) from error
@@ -65,7 +69,7 @@ def read_state(folder: Path, manifest: Manifest) -> dict[str, Any]:
     return state
 
 
-def _survives(value: Any) -> bool:
+def _is_loadable(value: Any) -> bool:
     buffer = io.BytesIO()
     try:
         torch.save(value, buffer)
@@ -80,7 +84,7 @@ def _survives(value: Any) -> bool:
 
 
 def random_states() -> dict[str, Any]:
-    """Python's, numpy's, torch's and the current accelerator's generator, as plain values."""
+    """The states of Python's, numpy's, torch's and the current accelerator's generators, as plain values."""
     states: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
     try:
         import numpy
@@ -95,7 +99,7 @@ def random_states() -> dict[str, Any]:
 
 
 def set_random_states(states: Mapping[str, Any]) -> None:
-    """Continue from :func:`random_states`; generators that this machine does not have are left out."""
+    """Restore what :func:`random_states` returned, except for generators that this machine does not have."""
     random.setstate(states["python"])
     torch.set_rng_state(states["torch"])
     if "numpy" in states:
@@ -111,10 +115,10 @@ def set_random_states(states: Mapping[str, Any]) -> None:
 
 
 def _accelerator() -> str | None:
-    """The accelerator's type if this process uses it: asking must not start it."""
+    """The accelerator's device type if this process has initialised it: the check must not initialise it."""
     if not torch.accelerator.is_available():
         return None
     device = torch.accelerator.current_accelerator()
     assert device is not None
-    started = getattr(torch.get_device_module(device.type), "is_initialized", lambda: True)
-    return device.type if started() else None
+    is_initialized = getattr(torch.get_device_module(device.type), "is_initialized", lambda: True)
+    return device.type if is_initialized() else None

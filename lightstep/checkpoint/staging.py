@@ -1,22 +1,21 @@
-"""What a save reads its tensors from: the run itself, or what training does not write to meanwhile.
+"""Where a save reads its tensors: in place, or from copies and pinned records that training does not change.
 
-A save that a thread writes returns when its tensors cannot change any more. How that is reached depends on where they
-are, and nothing is copied that need not be:
+An asynchronous save returns when training can no longer change what it will write. It copies no more than necessary:
 
-- *Optimizer state in the host's records* (``stream``, ``bulk``) is pinned. The thread reads the records; an update of
-  one that is not read yet goes to a spare slab (:mod:`lightstep.state.snapshot`).
-- *Optimizer state on the device* (``resident``) is copied to the host in a lane of its own, behind the next iteration.
-  An update of a record that is still being copied waits for it on the device (:mod:`lightstep.state.device_snapshot`).
-- *Weights, buffers, and what else users may write to at any time* (state of plain torch optimizers, state that was
-  handed out) are copied on the current stream: the host goes on, the next forward comes behind them. On the CPU the
-  caller makes these copies.
+- *Optimizer state in host records* (``stream``, ``bulk``) is pinned, not copied. The thread reads the records; an
+  update of a record that has not been read yet is written to a spare slab (:mod:`lightstep.state.snapshot`).
+- *Optimizer state on the device* (``resident``) is copied to the host in a lane of its own during the next iteration.
+  An update of a record that is still being copied waits on the device (:mod:`lightstep.state.device_snapshot`).
+- *Weights, buffers, and all else that users may write to at any time* (state of plain torch optimizers, state that was
+  handed out) is copied on the current stream. The host does not wait; the next forward is queued after the copies. On
+  the CPU the caller makes these copies.
 
-Host memory: the copies take as much as what is copied, page-locked. It is kept for the next save, as long as the model
-exists: page-locking and first touch would take longer than the copies. Joined masters take what is on its way to the
-files (:data:`~lightstep.checkpoint.tensors.PART_BYTES`).
+Host memory: the copies take as many bytes as what is copied, page-locked. The memory is kept for the next save as long
+as the model exists, because page-locking and first touch take longer than the copies. Joined masters take the memory of
+what is on its way to the files (:data:`~lightstep.checkpoint.tensors.IN_FLIGHT_BYTES`).
 
-A save that is waited for reads everything where it is. So does one for whose copies the host has no memory: training
-waits for it, and a warning says so.
+A synchronous save reads everything in place. So does an asynchronous one if the host has not enough memory for its
+copies: training waits for it, and a warning says so.
 """
 
 from __future__ import annotations
@@ -38,59 +37,74 @@ from lightstep.state.kept_copies import KeptCopies
 _kept: weakref.WeakKeyDictionary[nn.Module, KeptCopies] = weakref.WeakKeyDictionary()
 
 
-def staged(sources: Sequence[Source], model: nn.Module, optimizer: Any, until_written: ExitStack) -> list[Source]:
-    """The same, to be fetched once each by one thread, whatever training does meanwhile.
+def stage_sources(
+    sources: Sequence[Source], model: nn.Module, optimizer: Any, until_written: ExitStack
+) -> list[Source]:
+    """Sources of the same tensors that a thread can fetch, once each, while training continues.
+
+    Args:
+        until_written: gets the pinned state, which is released when the checkpoint has been written.
 
     Raises:
-        HostMemoryError: there is not enough for the copies.
+        HostMemoryError: there is not enough host memory for the copies.
     """
     copies = _kept.setdefault(model, KeptCopies())
     copies.start_over()
     copies.reserve(sum(source.nbytes for source in sources if source.entry is None))
-    for source in sources:  # the caller waits for these, and the lanes' copies of state would take turns with them
-        if source.entry is None and source.of is not None:
-            copies.of(source.of)
+    for source in sources:  # first, because the next forward waits for these
+        if source.entry is None and source.model_tensor is not None:
+            copies.of(source.model_tensor)
 
     def later(copy: Tensor) -> Callable[[], Tensor]:
         return partial(copies.arrived, copy)
 
-    pinned = _pinned(sources, optimizer, lambda tensor: later(copies.of(tensor)), copies, until_written)
+    pinned = _pin_state(sources, optimizer, lambda tensor: later(copies.of(tensor)), copies, until_written)
 
     def detached(source: Source) -> Source:
-        if pinned is not None and source.entry is not None and source.of in pinned:
-            return _taken(source, pinned)
-        copy = copies.copy(source.fetch()) if source.of is None or source.entry is not None else copies.of(source.of)
-        return source.read_by(later(copy))
+        if pinned is not None and source.entry is not None and source.model_tensor in pinned:
+            return _from_pinned(source, pinned)
+        copy = (
+            copies.copy(source.fetch())
+            if source.model_tensor is None or source.entry is not None
+            else copies.of(source.model_tensor)
+        )
+        return source.with_fetch(later(copy))
 
     state = [source for source in sources if source.entry is not None]
-    copies.reserve(sum(source.nbytes for source in state if pinned is None or source.of not in pinned))
+    copies.reserve(sum(source.nbytes for source in state if pinned is None or source.model_tensor not in pinned))
     found = [detached(source) for source in _pinned_first(sources)]
     copies.seal()
     return found
 
 
 def in_place(sources: Sequence[Source], optimizer: Any, until_written: ExitStack) -> list[Source]:
-    """The same, while nothing else happens: the host's records are read without a copy of them."""
-    pinned = _pinned(sources, optimizer, lambda tensor: partial(_on_host, tensor), None, until_written)
+    """Sources of the same tensors for a synchronous save: records on the host are read without a copy."""
+    pinned = _pin_state(sources, optimizer, lambda tensor: partial(_to_host, tensor), None, until_written)
     if pinned is None:
         return list(sources)
     return [
-        _taken(source, pinned) if source.entry is not None and source.of in pinned else source
+        _from_pinned(source, pinned) if source.entry is not None and source.model_tensor in pinned else source
         for source in _pinned_first(sources)
     ]
 
 
-def _pinned(
+def _pin_state(
     sources: Sequence[Source],
     optimizer: Any,
     weight_of: Callable[[Tensor], Callable[[], Tensor]],
     copies: KeptCopies | None,
     until_written: ExitStack,
 ) -> PinnedState | None:
+    """Pin the optimizer's state that is among ``sources``; ``None`` if the optimizer has nothing to pin.
+
+    Args:
+        weight_of: called with a parameter, returns a function that returns its weights on the host.
+        copies: where state on the device is copied to; ``None`` reads it in place.
+    """
     wanted: dict[Tensor, set[str]] = {}
     for source in sources:
-        if source.of is not None and source.entry is not None:
-            wanted.setdefault(source.of, set()).add(source.entry)
+        if source.model_tensor is not None and source.entry is not None:
+            wanted.setdefault(source.model_tensor, set()).add(source.entry)
     pin = getattr(optimizer, "pinned_state", None)
     pinned: PinnedState | None = None if pin is None else pin(wanted, weight_of, copies)
     if pinned is not None:
@@ -98,17 +112,18 @@ def _pinned(
     return pinned
 
 
-def _taken(source: Source, pinned: PinnedState) -> Source:
-    assert source.of is not None and source.entry is not None
-    return source.read_by(
-        partial(pinned.take, source.of, source.entry), partial(pinned.written, source.of, source.entry)
+def _from_pinned(source: Source, pinned: PinnedState) -> Source:
+    assert source.model_tensor is not None and source.entry is not None
+    return source.with_fetch(
+        partial(pinned.take, source.model_tensor, source.entry),
+        partial(pinned.written, source.model_tensor, source.entry),
     )
 
 
 def _pinned_first(sources: Sequence[Source]) -> list[Source]:
-    """So that records are let go of soon."""
+    """Optimizer state first, so that records are unpinned soon."""
     return sorted(sources, key=lambda source: source.entry is None)
 
 
-def _on_host(tensor: Tensor) -> Tensor:
+def _to_host(tensor: Tensor) -> Tensor:
     return local_tensor(tensor).detach().to(torch.device("cpu"))

@@ -1,10 +1,10 @@
-"""Where folders are written: what a save asks of a storage, and the storage that is a local file system.
+"""Where folders are written: the storage protocol, and the storage for local file systems.
 
-Folders are put in their place when they are whole, by one writer at a time. On a local file system a folder
-``step-100`` is written as ``.step-100.saving-<token>``, flushed to disk and renamed. One that it replaces is renamed to
-``.step-100.replaced-<token>`` first; files in it that its writer did not write move into the new folder, and the rest
-is removed. A crash leaves at least one whole folder under one of the three names. ``.step-100.lock`` is locked while
-somebody writes; the operating system lets go of it when that process ends, however it ends.
+One writer at a time writes a folder. The folder appears at its path when it is complete. On a local file system
+``step-100`` is written as ``.step-100.saving-<token>``, flushed to disk and renamed. A folder that it replaces is
+renamed to ``.step-100.replaced-<token>`` first. Files that its writer did not write are then moved from there into the
+new folder, and the rest is removed. After a crash at least one complete folder has one of the three names. The writer
+holds a lock on ``.step-100.lock``, which the operating system releases when the process ends.
 """
 
 from __future__ import annotations
@@ -29,62 +29,62 @@ from lightstep.crc32 import crc32
 logger = logging.getLogger(__name__)
 
 _WRITE_BEHIND = 8 << 20
-"""Bytes of a file after which the disk is told to begin with them."""
+"""Bytes after which the operating system is told to write them to disk."""
 
 _SAVING, _REPLACED = ".saving-", ".replaced-"
 
 
 @dataclass(frozen=True)
 class FolderKind:
-    """What is known of a kind of folder.
+    """A kind of folder: what it is called, and how to recognise it.
 
     Attributes:
         name: for messages: ``"a checkpoint"``.
-        is_ours: whether a folder is of this kind, and may be replaced by another one.
-        is_whole: whether what a crash left may take the folder's place.
-        own_files: the files (``/`` between parts) that its writer wrote; all others are the user's.
+        is_ours: whether a folder is of this kind. Such a folder may be replaced.
+        is_complete: whether a folder that a crash left may be moved to the path it was meant for.
+        own_files: the files that its writer wrote, relative to the folder, with ``/``. All others are the user's.
     """
 
     name: str
     is_ours: Callable[[Path], bool]
-    is_whole: Callable[[Path], bool]
+    is_complete: Callable[[Path], bool]
     own_files: Callable[[Path], Collection[str]]
 
 
 class Storage(Protocol):
-    """What differs between places. Paths are those of ``pathlib``, or have the same methods (:class:`UrlPath`)."""
+    """What depends on where files are. Paths are ``pathlib`` paths, or have the same methods (:class:`UrlPath`)."""
 
     def new_folder(self, path: Path, kind: FolderKind) -> AbstractContextManager[Path]:
-        """A folder to write what belongs at ``path``; after an error in the block it is removed.
+        """A temporary folder for what :meth:`commit` will put at ``path``. An error in the block removes the folder.
 
         Raises:
-            CheckpointError: ``path`` is neither free, nor empty, nor of this kind; another process writes to it.
+            CheckpointError: something else is at ``path``, or another process is writing to it.
         """
 
     def create(self, file: Path) -> BinaryIO:
-        """A new file, which a crash of the machine does not harm once it is closed."""
+        """A new file. Once it is closed, its content survives a crash of the machine."""
 
     def read(self, file: Path, start: int, size: int) -> bytes:
-        """A part of a file; fewer bytes where it ends."""
+        """``size`` bytes of a file from ``start`` on, or fewer if the file ends before."""
 
     def commit(self, folder: Path, path: Path, kind: FolderKind) -> None:
-        """Put the whole ``folder`` in the place of ``path``. A failure leaves ``path`` as it was."""
+        """Replace ``path`` with the complete ``folder``. A failure leaves ``path`` as it was."""
 
     def remove(self, folder: Path, own: Iterable[str]) -> None:
-        """Remove these files in this order, and the folders that are empty then: the user's files stay."""
+        """Remove these files in this order, then empty folders. The user's files stay."""
 
 
 class LocalStorage:
-    """A file system of this machine, or one that it has mounted."""
+    """A local or mounted file system."""
 
     @contextmanager
     def new_folder(self, path: Path, kind: FolderKind) -> Iterator[Path]:
-        """Beside ``path``, which is locked meanwhile."""
+        """The temporary folder is next to ``path``, which is locked in the block."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        with locked(path):  # before anything is looked at: somebody may be putting a folder there
-            refuse_foreign(path, kind.is_ours, kind.name)
-            _tidy(path, kind)
-            temporary = _beside(path, _SAVING)
+        with locked(path):  # before the checks: another process may be replacing the folder
+            check_replaceable(path, kind.is_ours, kind.name)
+            _recover(path, kind)
+            temporary = _temporary_path(path, _SAVING)
             temporary.mkdir()
             try:
                 yield temporary
@@ -93,7 +93,7 @@ class LocalStorage:
                 raise
 
     def create(self, file: Path) -> BinaryIO:
-        return io.BufferedWriter(_Synced(file, "wb"))
+        return io.BufferedWriter(_SyncedFile(file, "wb"))
 
     def read(self, file: Path, start: int, size: int) -> bytes:
         with file.open("rb", buffering=0) as stream:
@@ -101,23 +101,23 @@ class LocalStorage:
             return stream.read(size)
 
     def commit(self, folder: Path, path: Path, kind: FolderKind) -> None:
-        """Two renames, or one."""
+        """Two renames if ``path`` has content, else one."""
         for parent, _, _ in os.walk(folder):
             sync(Path(parent))
-        aside = _beside(path, _REPLACED) if path.exists() and any(path.iterdir()) else None
+        replaced = _temporary_path(path, _REPLACED) if path.exists() and any(path.iterdir()) else None
         try:
-            if aside is not None:
-                os.replace(path, aside)
+            if replaced is not None:
+                os.replace(path, replaced)
             os.replace(folder, path)
             sync(path.parent)
         except BaseException:
             if not folder.exists():
                 os.replace(path, folder)
-            if aside is not None and aside.exists():
-                os.replace(aside, path)
+            if replaced is not None and replaced.exists():
+                os.replace(replaced, path)
             raise
-        if aside is not None:
-            _remove_replaced(aside, path, kind)
+        if replaced is not None:
+            _remove_replaced(replaced, path, kind)
 
     def remove(self, folder: Path, own: Iterable[str]) -> None:
         with suppress(OSError):
@@ -128,18 +128,18 @@ class LocalStorage:
                     os.rmdir(parent)
 
 
-class _Synced(io.FileIO):
-    """Closed when the disk has it. The disk begins while the next bytes are made, not when the file is closed."""
+class _SyncedFile(io.FileIO):
+    """A file that is on disk when ``close()`` returns. Write-back starts during the writes, not at ``close()``."""
 
-    _begun = 0
+    _written_back = 0
 
     def write(self, data: Any) -> int:
         written = super().write(data)
         end = self.tell()
-        if end - self._begun >= _WRITE_BEHIND and hasattr(os, "posix_fadvise"):
-            # Linux queues what is dirty there for the disk; elsewhere it is a hint without harm.
-            os.posix_fadvise(self.fileno(), self._begun, end - self._begun, os.POSIX_FADV_DONTNEED)
-            self._begun = end
+        if end - self._written_back >= _WRITE_BEHIND and hasattr(os, "posix_fadvise"):
+            # On Linux this starts the write-back of dirty pages in the range. Elsewhere it is a harmless hint.
+            os.posix_fadvise(self.fileno(), self._written_back, end - self._written_back, os.POSIX_FADV_DONTNEED)
+            self._written_back = end
         return written
 
     def close(self) -> None:
@@ -151,42 +151,48 @@ class _Synced(io.FileIO):
 
 
 def location(path: str | os.PathLike[str]) -> Path:
-    """Where a local path or a URL (``s3://bucket/run/step-100``) leads; a URL's has the methods of a ``Path``."""
+    """A ``Path`` for a local path; a :class:`UrlPath`, with the same methods, for a URL (``s3://bucket/run/step-100``)."""
     if isinstance(path, UrlPath) or "://" in str(path):
         return cast(Path, UrlPath(str(path)))
     return Path(path)
 
 
-def storage_of(path: Path) -> Storage:
-    """What keeps the files there."""
+def storage_for(path: Path) -> Storage:
+    """The storage that ``path`` is in."""
     return UrlStorage() if isinstance(path, UrlPath) else LocalStorage()
 
 
 def write_file(path: Path, content: bytes) -> tuple[int, int]:
-    """Write ``content``, safe from crashes; its size and checksum."""
-    with storage_of(path).create(path) as stream:
+    """Write ``content`` to a new file, flush it to disk, and return its size and CRC-32."""
+    with storage_for(path).create(path) as stream:
         stream.write(content)
     return len(content), crc32(content)
 
 
 @contextmanager
-def new_folder_of_ranks(path: Path, kind: FolderKind, ranks: Ranks) -> Iterator[Path]:
-    """:meth:`Storage.new_folder` for several ranks that write into one folder: the first of them makes it."""
-    with ExitStack() as held_by_first:
-        yield ranks.together(
-            lambda: held_by_first.enter_context(storage_of(path).new_folder(path, kind)), only_first=True
-        )
+def new_shared_folder(path: Path, kind: FolderKind, ranks: Ranks) -> Iterator[Path]:
+    """:meth:`Storage.new_folder` for ranks that write into one folder. The first rank creates it."""
+    with ExitStack() as stack:
+        yield ranks.together(lambda: stack.enter_context(storage_for(path).new_folder(path, kind)), only_first=True)
 
 
 @contextmanager
 def new_file(path: Path, is_ours: Callable[[Path], bool], what: str) -> Iterator[Path]:
-    """The same for one file, which takes its place at the end of the block."""
+    """A temporary path for a single file, which replaces ``path`` at the end of the block.
+
+    Args:
+        is_ours: whether what is at ``path`` may be replaced.
+        what: what may be replaced, for the error.
+
+    Raises:
+        CheckpointError: something else is at ``path``, or another process is writing to it.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     with locked(path):
-        refuse_foreign(path, is_ours, what)
+        check_replaceable(path, is_ours, what)
         for leftover in leftovers(path):
             leftover.unlink()
-        temporary = _beside(path, _SAVING)
+        temporary = _temporary_path(path, _SAVING)
         try:
             yield temporary
             sync(temporary)
@@ -198,28 +204,28 @@ def new_file(path: Path, is_ours: Callable[[Path], bool], what: str) -> Iterator
 
 
 def leftovers(path: Path) -> list[Path]:
-    """What saves to ``path`` have beside it: those that crashed, or one that is under way."""
+    """Temporary folders next to ``path``: of saves that crashed, or of one that is running."""
     if isinstance(path, UrlPath) or not path.parent.is_dir():
         return []
     return [entry for entry in path.parent.iterdir() if entry.name != path.name and final_name(entry) == path.name]
 
 
 def final_name(entry: Path) -> str:
-    """``step-100`` for ``step-100`` and for what a crash leaves of it."""
-    for mark in (_SAVING, _REPLACED):
-        name, found, _ = entry.name.rpartition(mark)
+    """``step-100`` for ``step-100`` and for its temporary folders."""
+    for suffix in (_SAVING, _REPLACED):
+        name, found, _ = entry.name.rpartition(suffix)
         if found and name.startswith("."):
             return name[1:]
     return entry.name
 
 
 def was_replaced(folder: Path) -> bool:
-    """Whether a leftover is what stood in the folder's place, and not what should have come there."""
+    """Whether a temporary folder is the old folder that a save replaced, and not the new one."""
     return _REPLACED in folder.name
 
 
-def refuse_foreign(path: Path, is_ours: Callable[[Path], bool], what: str) -> None:
-    """Raise :class:`CheckpointError` unless ``path`` is free, an empty folder, or ours to replace."""
+def check_replaceable(path: Path, is_ours: Callable[[Path], bool], what: str) -> None:
+    """Raise :class:`CheckpointError` unless ``path`` does not exist, is an empty folder, or ``is_ours``."""
     if not path.exists() or (path.is_dir() and not any(path.iterdir())) or is_ours(path):
         return
     raise CheckpointError(f"{path} exists and is not {what}; choose another path or remove it")
@@ -230,10 +236,10 @@ def refuse_foreign(path: Path, is_ours: Callable[[Path], bool], what: str) -> No
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Keep other processes from writing to ``path``, where the file system has locks.
+    """Keep other processes from writing to ``path`` in the block, if the file system supports locks.
 
     Raises:
-        CheckpointError: another process is at it.
+        CheckpointError: another process is writing to it.
     """
     file = path.parent / f".{path.name}.lock"
     descriptor = _lock(file, path)
@@ -250,7 +256,7 @@ def _lock(file: Path, path: Path) -> int:
         try:
             _flock(descriptor)
             if _is_same(descriptor, file):
-                _sign(descriptor)
+                _write_holder(descriptor)
                 return descriptor
         except BlockingIOError:
             holder = os.read(descriptor, 200).decode(errors="replace") or "another process"
@@ -259,12 +265,12 @@ def _lock(file: Path, path: Path) -> int:
         except BaseException:
             os.close(descriptor)
             raise
-        os.close(descriptor)  # the one before has removed it
+        os.close(descriptor)  # the previous holder removed the file between open() and flock()
 
 
-def _sign(descriptor: int) -> None:
-    """Say who has the lock, as far as there is room on the disk."""
-    with suppress(OSError):
+def _write_holder(descriptor: int) -> None:
+    """Write this process's id and host into the lock file, for the error in other processes."""
+    with suppress(OSError):  # the disk may be full
         os.ftruncate(descriptor, 0)
         os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode())
 
@@ -279,25 +285,26 @@ def _flock(descriptor: int) -> None:
     except BlockingIOError:
         raise
     except OSError as error:
-        logger.debug("no lock: %s", error)
+        logger.debug("the file system does not support locks: %s", error)
 
 
 def _is_same(descriptor: int, file: Path) -> bool:
+    """Whether ``file`` is still the file that was opened."""
     try:
         return os.path.samestat(os.fstat(descriptor), file.stat())
     except FileNotFoundError:
         return False
 
 
-# -- what crashes leave ------------------------------------------------------------------------------------------------
+# -- recovery after crashes --------------------------------------------------------------------------------------------
 
 
-def _tidy(path: Path, kind: FolderKind) -> None:
-    """Finish what a crash interrupted: a whole leftover takes an empty place, the others are removed."""
+def _recover(path: Path, kind: FolderKind) -> None:
+    """Finish what a crash interrupted: if nothing is at ``path``, move a complete folder there. Remove the others."""
     found = leftovers(path)
-    whole = [] if path.exists() else [folder for folder in found if kind.is_whole(folder)]
-    if whole:
-        newest = min(whole, key=was_replaced)  # what should have come is newer than what it replaces
+    complete = [] if path.exists() else [folder for folder in found if kind.is_complete(folder)]
+    if complete:
+        newest = min(complete, key=was_replaced)  # the new folder before the one that it replaces
         os.replace(newest, path)
         found.remove(newest)
         sync(path.parent)
@@ -308,28 +315,28 @@ def _tidy(path: Path, kind: FolderKind) -> None:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def settle(parent: Path, kind: FolderKind, wanted: Callable[[str], bool]) -> None:
-    """Finish what killed processes began at the ``wanted`` names in ``parent``, unless somebody is saving there."""
+def recover_interrupted(parent: Path, kind: FolderKind, is_selected: Callable[[str], bool]) -> None:
+    """Finish what crashes interrupted at the selected names in ``parent``, except where a save is running."""
     if isinstance(parent, UrlPath) or not parent.is_dir():
         return
     names = {final_name(entry) for entry in parent.iterdir() if final_name(entry) != entry.name}
     names |= {entry.name[1:-5] for entry in parent.glob(".*.lock")}
-    for name in filter(wanted, names):
+    for name in filter(is_selected, names):
         with suppress(OSError, CheckpointError), locked(parent / name):
-            _tidy(parent / name, kind)
+            _recover(parent / name, kind)
 
 
 def _remove_replaced(old: Path, new: Path, kind: FolderKind) -> None:
-    """Remove what was replaced, but for the user's files, which move into the new folder."""
+    """Move the user's files from the replaced folder to the new one, and remove the rest."""
     try:
-        _move_others(old, new, set(kind.own_files(old)))
+        _move_user_files(old, new, set(kind.own_files(old)))
     except OSError as error:
         logger.warning("files in %s could not be moved to %s: %s", old, new, error)
         return
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _move_others(old: Path, new: Path, own: set[str]) -> None:
+def _move_user_files(old: Path, new: Path, own: set[str]) -> None:
     for parent, folders, files in os.walk(old):
         links = [name for name in folders if (Path(parent) / name).is_symlink()]
         for name in (*files, *links):
@@ -340,15 +347,15 @@ def _move_others(old: Path, new: Path, own: set[str]) -> None:
                 os.replace(entry, new / relative)
 
 
-def _beside(path: Path, mark: str) -> Path:
-    return path.parent / f".{path.name}{mark}{secrets.token_hex(4)}"
+def _temporary_path(path: Path, suffix: str) -> Path:
+    return path.parent / f".{path.name}{suffix}{secrets.token_hex(4)}"
 
 
-# -- flushed to disk ---------------------------------------------------------------------------------------------------
+# -- flushing to disk --------------------------------------------------------------------------------------------------
 
 
 def sync(path: Path) -> None:
-    """Wait until the disk has a file's content or a folder's entries."""
+    """Wait until a file's content or a folder's entries are on disk."""
     if path.is_dir() and os.name == "nt":
         return
     descriptor = os.open(path, os.O_RDONLY)

@@ -1,7 +1,7 @@
-"""Tensors of a checkpoint: what is written, what is read, and the index that says where everything lies.
+"""Tensors of a checkpoint: what is written, what is read, and the index that locates every tensor in the files.
 
-The files are those of ``torch.distributed.checkpoint``, and its own tools read them. The index is JSON besides, so that
-loading unpickles nothing. ``write.py`` and ``read.py`` move the tensors.
+The files are in the format of ``torch.distributed.checkpoint``, and torch's tools can read them. lightstep itself reads
+a JSON index, so that loading unpickles nothing. ``write.py`` and ``read.py`` move the tensors.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import json
 import math
 import pickle
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -31,13 +31,14 @@ from torch.distributed.checkpoint.planner import WriteItemType
 from lightstep.checkpoint.errors import DamagedError, error_text
 from lightstep.checkpoint.layout import INDEX
 
-PART_BYTES = 128 * 2**20
-"""How much may be in host memory on its way to or from the files; two tensors always may, however large."""
+IN_FLIGHT_BYTES = 128 * 2**20
+"""Limit on the bytes in host memory on their way to or from the files. Writing always allows two tensors of any size,
+reading one chunk."""
 
 
 @dataclass(frozen=True)
 class Shard:
-    """The part of a tensor that this rank holds: ``lengths`` elements from ``offsets`` on, of ``shape``."""
+    """This rank's part of a tensor of ``shape``: ``lengths`` elements per dimension from ``offsets`` on."""
 
     shape: torch.Size
     offsets: torch.Size
@@ -49,8 +50,8 @@ class Shard:
         return math.prod(self.lengths)
 
 
-def whole(shape: Iterable[int]) -> Shard:
-    """The shard of a tensor that every rank has all of."""
+def full_shard(shape: Iterable[int]) -> Shard:
+    """The shard that is the whole tensor."""
     shape = torch.Size(shape)
     return Shard(shape, torch.Size([0] * len(shape)), shape)
 
@@ -58,7 +59,7 @@ def whole(shape: Iterable[int]) -> Shard:
 def shard_of(tensor: Tensor) -> Shard | None:
     """This rank's part of a plain tensor or DTensor; ``None`` when the rank is not in the DTensor's mesh."""
     if type(tensor) in (Tensor, nn.Parameter):
-        return whole(tensor.shape)
+        return full_shard(tensor.shape)
     items = create_default_local_save_plan({"": tensor}, is_coordinator=False).items
     if not items or items[0].tensor_data is None:
         return None
@@ -68,44 +69,48 @@ def shard_of(tensor: Tensor) -> Shard | None:
 
 @dataclass(eq=False)
 class Source:
-    """A tensor to write: ``fetch`` returns this rank's local part and is called when its turn comes.
+    """A tensor to write.
 
     Attributes:
-        of: the live tensor of the model that it is, or to whose optimizer state it belongs.
-        entry: which one there; ``None``: it is the tensor itself.
-        written: called by any thread when what was fetched has been written.
+        key: its name in the checkpoint.
+        shard: the part that this rank writes.
+        dtype: of the tensor.
+        fetch: returns this rank's part; called when the part is about to be written.
+        model_tensor: the model's tensor that is written, or the parameter whose optimizer state is written.
+        entry: the name of the optimizer state entry; ``None`` for the model's tensor itself.
+        on_written: called from any thread when the part has been written.
     """
 
     key: str
     shard: Shard
     dtype: torch.dtype
     fetch: Callable[[], Tensor]
-    of: Tensor | None = None
+    model_tensor: Tensor | None = None
     entry: str | None = None
-    written: Callable[[], object] = lambda: None
+    on_written: Callable[[], object] = lambda: None
 
     @property
     def nbytes(self) -> int:
         return self.shard.numel * self.dtype.itemsize
 
-    def read_by(self, fetch: Callable[[], Tensor], written: Callable[[], object] = lambda: None) -> Source:
-        """The same tensor, fetched from elsewhere."""
-        return Source(self.key, self.shard, self.dtype, fetch, self.of, self.entry, written)
+    def with_fetch(self, fetch: Callable[[], Tensor], on_written: Callable[[], object] = lambda: None) -> Source:
+        """The same tensor with another ``fetch``."""
+        return replace(self, fetch=fetch, on_written=on_written)
 
 
 @dataclass(eq=False)
 class Target:
-    """A tensor to read: ``make`` returns the local tensor to fill, ``arrived`` is told when it is full."""
+    """A tensor to read: ``allocate`` returns the local tensor to fill, ``on_filled`` is called with the filled one."""
 
     key: str
     shard: Shard
-    make: Callable[[], Tensor]
-    arrived: Callable[[Tensor], None] = lambda tensor: None
+    allocate: Callable[[], Tensor]
+    on_filled: Callable[[Tensor], None] = lambda tensor: None
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """A part of a tensor in a file: ``nbytes`` from ``start`` on, as ``torch.save`` writes it."""
+    """A part of a tensor in a file: ``nbytes`` bytes from ``start`` on, in the format of ``torch.save``."""
 
     offsets: torch.Size
     lengths: torch.Size
@@ -113,33 +118,33 @@ class Chunk:
     start: int
     nbytes: int
     checksum: int | None = None
-    """``None`` in files of before there were checksums, and of other libraries."""
+    """CRC-32 of these bytes. ``None`` in files from versions without checksums, and from other libraries."""
 
 
 @dataclass(frozen=True)
-class Stored:
-    """A tensor as the checkpoint has it."""
+class StoredTensor:
+    """A tensor in the checkpoint's files."""
 
     dtype: torch.dtype
     shape: torch.Size
     chunks: tuple[Chunk, ...]
 
 
-Index = dict[str, Stored]
+Index = dict[str, StoredTensor]
 
 
-def join(parts: Iterable[Index]) -> Index:
-    """One index of what several ranks wrote."""
-    joined: Index = {}
-    for part in parts:
-        for key, stored in part.items():
-            before = joined[key].chunks if key in joined else ()
-            joined[key] = Stored(stored.dtype, stored.shape, (*before, *stored.chunks))
-    return joined
+def merge_indices(indices: Iterable[Index]) -> Index:
+    """One index for the tensors in all of ``indices``."""
+    merged: Index = {}
+    for index in indices:
+        for key, stored in index.items():
+            before = merged[key].chunks if key in merged else ()
+            merged[key] = StoredTensor(stored.dtype, stored.shape, (*before, *stored.chunks))
+    return merged
 
 
 def file_sizes(index: Index) -> dict[str, int]:
-    """The files that an index knows, to the last byte."""
+    """The size in bytes of each file in the index: where its last chunk ends."""
     ends: dict[str, int] = {}
     for stored in index.values():
         for chunk in stored.chunks:
@@ -148,7 +153,7 @@ def file_sizes(index: Index) -> dict[str, int]:
 
 
 def format_index(index: Index) -> bytes:
-    """The JSON: per tensor its chunks, ``[offsets, lengths, number of the file, start, bytes]``, and their CRC-32."""
+    """The index as JSON: per tensor its chunks, ``[offsets, lengths, file number, start, bytes]``, and their CRC-32."""
     files = sorted(file_sizes(index))
     number = {file: i for i, file in enumerate(files)}
     tensors = {
@@ -164,10 +169,10 @@ def format_index(index: Index) -> bytes:
 
 
 def parse_index(text: bytes) -> Index:
-    """Which tensors the checkpoint holds, by key, and where.
+    """The index in ``text``, as :func:`format_index` wrote it.
 
     Raises:
-        DamagedError: it is no index.
+        DamagedError: ``text`` is not an index.
     """
     try:
         content = json.loads(text)
@@ -176,7 +181,7 @@ def parse_index(text: bytes) -> Index:
         raise DamagedError(f"{INDEX} cannot be read: {error_text(error)}") from error
 
 
-def _parse_stored(entry: dict[str, Any], files: Sequence[str]) -> Stored:
+def _parse_stored(entry: dict[str, Any], files: Sequence[str]) -> StoredTensor:
     dtype = getattr(torch, entry["dtype"])
     if not isinstance(dtype, torch.dtype) or any(PurePosixPath(file).name != file for file in files):
         raise ValueError(f"unknown dtype {entry['dtype']!r} or a file outside the folder")
@@ -185,17 +190,17 @@ def _parse_stored(entry: dict[str, Any], files: Sequence[str]) -> Stored:
         Chunk(torch.Size(offsets), torch.Size(lengths), files[file], int(start), int(size), checksum)
         for (offsets, lengths, file, start, size), checksum in zip(entry["chunks"], checksums, strict=True)
     )
-    return Stored(dtype, torch.Size(entry["shape"]), chunks)
+    return StoredTensor(dtype, torch.Size(entry["shape"]), chunks)
 
 
-def format_torchs_index(index: Index) -> bytes:
-    """The same for torch's own tools: a pickle of its classes."""
+def format_torch_index(index: Index) -> bytes:
+    """The index for torch's tools: a pickle of torch's classes."""
     tensors: dict[str, Any] = {}
-    places: dict[MetadataIndex, Any] = {}
+    locations: dict[MetadataIndex, Any] = {}
     for key, stored in index.items():
         chunks = [ChunkStorageMetadata(chunk.offsets, chunk.lengths) for chunk in stored.chunks]
         tensors[key] = TensorStorageMetadata(TensorProperties(dtype=stored.dtype), stored.shape, chunks)
         for number, chunk in enumerate(stored.chunks):
-            place = MetadataIndex(key, chunk.offsets, number)
-            places[place] = _StorageInfo(chunk.file, chunk.start, chunk.nbytes)
-    return pickle.dumps(Metadata(tensors, storage_data=places, storage_meta=StorageMeta()))
+            location = _StorageInfo(chunk.file, chunk.start, chunk.nbytes)
+            locations[MetadataIndex(key, chunk.offsets, number)] = location
+    return pickle.dumps(Metadata(tensors, storage_data=locations, storage_meta=StorageMeta()))

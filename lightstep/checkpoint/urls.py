@@ -1,9 +1,9 @@
-"""Checkpoints at URLs, through fsspec: ``s3://``, ``gs://``, ``hf://``, ``memory://`` and what else it knows.
+"""Checkpoints at URLs, through fsspec: ``s3://``, ``gs://``, ``hf://``, ``memory://`` and every other protocol it has.
 
-There are no renames to rely on. A save writes into a folder of its own inside the checkpoint's,
-``step-100/data-<token>``, and then ``step-100/lightstep.json``, which names it: one object, there or not. Whatever
-older saves left is removed after that. Nothing keeps two savers apart here; one of them finds its files gone and says
-so.
+Object stores have no atomic rename. A save writes its files to a new folder inside the checkpoint's folder,
+``step-100/data-<token>``, and then writes ``step-100/lightstep.json``, a single object that names the new folder. After
+that it removes the folders of older saves. There are no locks: if two processes save to one URL, one of them finds its
+files removed and raises.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _DATA = re.compile(r"data-[0-9a-f]{16}")
 
 
 class UrlPath:
-    """What is used here of ``pathlib.Path``, for a URL. Listings are not cached: other processes write too."""
+    """The methods of ``pathlib.Path`` that checkpoints need, for a URL. Listings are not cached: others may write."""
 
     def __init__(self, url: str) -> None:
         self._url = url.rstrip("/")
@@ -56,12 +56,12 @@ class UrlPath:
         return UrlPath(above) if "://" in above else self
 
     def fsspec(self) -> tuple[Any, str]:
-        """fsspec's file system, and the path in it."""
+        """fsspec's file system for this URL, and the path in it."""
         with needs("urls"):
             from fsspec.core import url_to_fs
         try:
             system, path = url_to_fs(self._url, use_listings_cache=False)
-        except (ImportError, ValueError) as error:  # the protocol's own library is missing, or there is none
+        except (ImportError, ValueError) as error:  # the protocol is unknown, or its library is not installed
             raise CheckpointError(f"{self._url} cannot be reached: {error}") from error
         return system, path
 
@@ -98,17 +98,17 @@ class UrlPath:
 
 
 class UrlStorage:
-    """What fsspec reaches. Paths are :class:`UrlPath` under their other name."""
+    """A storage that fsspec reaches. Every path is a :class:`UrlPath`."""
 
     @contextmanager
     def new_folder(self, path: Path, kind: FolderKind) -> Iterator[Path]:
-        system, place = cast(UrlPath, path).fsspec()
-        others = any(not _DATA.fullmatch(entry.name) for entry in _inside(path))  # first: another saver may end now
-        if system.isfile(place) or (others and not kind.is_ours(path)):
+        # List before the check of the manifest: another process may finish its save in between.
+        has_others = any(not _DATA.fullmatch(entry.name) for entry in _entries(path))
+        if path.is_file() or (has_others and not kind.is_ours(path)):
             raise CheckpointError(f"{path} exists and is not {kind.name}; choose another path or remove it")
         folder = path / f"data-{secrets.token_hex(8)}"
-        system, place = cast(UrlPath, folder).fsspec()
-        system.makedirs(place, exist_ok=True)
+        system, name = cast(UrlPath, folder).fsspec()
+        system.makedirs(name, exist_ok=True)
         try:
             yield folder
         except BaseException:
@@ -123,8 +123,8 @@ class UrlStorage:
         return bytes(system.cat_file(path, start=start, end=start + size))
 
     def commit(self, folder: Path, path: Path, kind: FolderKind) -> None:
-        """The manifest at ``path`` names the folder: what earlier saves left can go."""
-        for entry in _inside(path):
+        """Remove the folders of earlier saves: the manifest at ``path`` names the new one."""
+        for entry in _entries(path):
             if _DATA.fullmatch(entry.name) and entry != folder:
                 _remove(entry)
 
@@ -134,17 +134,18 @@ class UrlStorage:
                 system, path = cast(UrlPath, folder / name).fsspec()
                 with suppress(FileNotFoundError):
                     system.rm_file(path)
-            for entry in _inside(folder):
+            for entry in _entries(folder):
                 if _DATA.fullmatch(entry.name):
                     _remove(entry)
-            if not _inside(folder):
+            if not _entries(folder):
                 _remove(folder)
 
 
-def _inside(path: Path) -> list[Path]:
+def _entries(folder: Path) -> list[Path]:
+    """What is in the folder; nothing if it does not exist."""
     try:
-        return list(path.iterdir())
-    except OSError:  # nothing is there
+        return list(folder.iterdir())
+    except OSError:
         return []
 
 

@@ -1,4 +1,4 @@
-"""Whether the files of a checkpoint are those that were written: every byte is read, and no model is needed."""
+"""Verifying checkpoints: every byte is read and compared with its checksum. No model is needed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lightstep.checkpoint.layout import (
     checkpoints_in,
     data_folder,
     find_checkpoint,
-    is_partial,
+    is_weights_only,
     read_checked,
     read_manifest,
 )
@@ -32,39 +32,39 @@ _READERS = 4
 
 @dataclass
 class Verified:
-    """What was found in one checkpoint."""
+    """The result for one checkpoint."""
 
     path: Path
     damage: list[str] = field(default_factory=list)
-    """One sentence for each file or tensor that is not what was written."""
+    """One sentence for each damaged file or tensor."""
     unchecked: bool = False
-    """Written before there were checksums: names and sizes of its files are right, more is not known."""
+    """The checkpoint has no checksums (an old version wrote it). Only names and sizes of its files were checked."""
     files: int = 0
     nbytes: int = 0
 
 
 def verify_checkpoints(path: str | os.PathLike[str]) -> list[Verified]:
-    """Read all of a checkpoint, or of each checkpoint in a folder, and compare it with its checksums.
+    """Verify a checkpoint, or every checkpoint in a folder.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: there is no checkpoint.
     """
-    place = location(path).resolve()
-    if (place / MANIFEST).exists() or not place.exists():
-        return [verify(place)]
-    found = [verify(each) for each in checkpoints_in(place)]
-    damaged = {each.path for each in found}
-    unreadable = [e for e in place.iterdir() if e not in damaged and e.is_dir() and (e / MANIFEST).exists()]
+    root = location(path).resolve()
+    if (root / MANIFEST).exists() or not root.exists():
+        return [verify(root)]
+    found = [verify(each) for each in checkpoints_in(root)]
+    verified = {each.path for each in found}
+    unreadable = [e for e in root.iterdir() if e not in verified and e.is_dir() and (e / MANIFEST).exists()]
     if not found and not unreadable:
         raise CheckpointError(f"{path} holds no checkpoint of lightstep")
     return [*found, *map(verify, unreadable)]
 
 
 def verify(path: Path) -> Verified:
-    """Of one checkpoint, or what a crash left of it.
+    """Verify the checkpoint at ``path``, or the one that a crash left under a temporary name.
 
     Raises:
-        CheckpointError: it does not exist.
+        CheckpointError: there is none, or a newer version wrote it.
     """
     found = Verified(path)
     try:
@@ -82,34 +82,34 @@ def verify(path: Path) -> Verified:
 
 
 def is_undamaged(path: Path) -> bool:
-    """Whether all of it is what was written, as far as that can be known."""
+    """Whether :func:`verify` finds a checkpoint without damage. One without checksums counts as undamaged."""
     try:
         return not verify(path).damage
     except CheckpointError:
         return False
 
 
-def whole_before(path: Path, with_state: bool) -> Path | None:
-    """The newest checkpoint beside ``path`` that is undamaged and was not saved after it.
+def newest_undamaged_before(path: Path, with_state: bool) -> Path | None:
+    """The newest undamaged checkpoint next to ``path`` that was saved before it.
 
     Args:
-        with_state: not one of weights alone.
+        with_state: skip checkpoints that were saved with ``weights_only``.
     """
-    listed = checkpoints_in(path.parent)
-    older = listed[listed.index(path) + 1 :] if path in listed else listed
-    return next((each for each in older if is_undamaged(each) and not (with_state and is_partial(each))), None)
+    checkpoints = checkpoints_in(path.parent)
+    older = checkpoints[checkpoints.index(path) + 1 :] if path in checkpoints else checkpoints
+    return next((each for each in older if is_undamaged(each) and not (with_state and is_weights_only(each))), None)
 
 
-def measured(file: Path) -> tuple[int, int]:
-    """Size and checksum of a file that another library wrote."""
+def size_and_checksum(file: Path) -> tuple[int, int]:
+    """Size and CRC-32 of a file."""
     return file.stat().st_size, crc32_of(_blocks(file))
 
 
 def check_files(folder: Path, manifest: Manifest, names: Iterable[str]) -> None:
-    """Compare whole files with the manifest's checksums, where it has them.
+    """Compare these files with the manifest's checksums, if it has them.
 
     Raises:
-        DamagedError: naming the first that differs.
+        DamagedError: a file is damaged; it names the first one.
     """
     for name in names:
         if name in manifest.get("checksums", {}):
@@ -117,6 +117,7 @@ def check_files(folder: Path, manifest: Manifest, names: Iterable[str]) -> None:
 
 
 def _checks(folder: Path, manifest: Manifest) -> Iterator[Callable[[], object]]:
+    """One call per file and tensor chunk, which raises :class:`DamagedError` if it is damaged."""
     for name in manifest["checksums"]:
         yield partial(_check_file, folder, manifest, name)
     data = data_folder(folder, manifest)

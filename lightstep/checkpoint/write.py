@@ -1,6 +1,6 @@
-"""Writing tensors: each rank its share, fetched one after another and written by threads behind.
+"""Writing tensors: each rank fetches its share one tensor at a time, and background threads write it.
 
-Which rank writes what is planned first; the rest needs no other rank, and takes its tensors from any
+:func:`share` decides which rank writes what. After that no communication is needed. Tensors come from any
 :class:`~lightstep.checkpoint.tensors.Source`.
 """
 
@@ -21,82 +21,83 @@ import torch
 from torch import Tensor
 
 from lightstep.checkpoint.ranks import Ranks
-from lightstep.checkpoint.storage import storage_of
-from lightstep.checkpoint.tensors import PART_BYTES, Chunk, Index, Source, Stored, join
+from lightstep.checkpoint.storage import storage_for
+from lightstep.checkpoint.tensors import IN_FLIGHT_BYTES, Chunk, Index, Source, StoredTensor, merge_indices
 from lightstep.crc32 import crc32
 
 FILE_BYTES = 512 * 2**20
-"""Files end after the tensor that reaches this size."""
+"""A file ends with the tensor that brings it to this size."""
 
 _WRITERS = 4
-"""Threads that write, each its own files: checksums and the disk's waits take turns."""
+"""Threads, each with its own files: one computes checksums while another waits for the disk."""
 
 
 def share(sources: Sequence[Source], ranks: Ranks) -> list[Source]:
-    """What this rank writes of what it has: of equal keys and offsets only one rank's, so that all write about as much.
+    """The ``sources`` that this rank writes. A shard that several ranks have is written by one of them.
 
-    Their order stays: entries of one parameter that follow each other are put together once. Called by all ranks.
+    All ranks write about the same number of bytes. The order stays: consecutive entries of one parameter are built
+    once. Called by all ranks.
     """
-    mine = {(source.key, source.shard.offsets): source for source in sources if _has_data(source)}
-    if not ranks.several:
-        return list(mine.values())
+    own = {(source.key, source.shard.offsets): source for source in sources if _has_data(source)}
+    if not ranks.is_distributed:
+        return list(own.values())
     load = [0] * ranks.size
-    everyone = ranks.gather({place: source.nbytes for place, source in mine.items()})
-    holders: dict[tuple[str, torch.Size], list[int]] = {}
-    for rank, places in enumerate(everyone):
-        for place in places:
-            holders.setdefault(place, []).append(rank)
+    sizes = ranks.gather({shard: source.nbytes for shard, source in own.items()})
+    owners: dict[tuple[str, torch.Size], list[int]] = {}
+    for rank, shards in enumerate(sizes):
+        for shard in shards:
+            owners.setdefault(shard, []).append(rank)
     writer = {}
-    for place, having in holders.items():
-        writer[place] = rank = min(having, key=lambda rank: load[rank])
-        load[rank] += everyone[rank][place]
-    return [source for place, source in mine.items() if writer[place] == ranks.rank]
+    for shard, candidates in owners.items():
+        writer[shard] = rank = min(candidates, key=lambda rank: load[rank])
+        load[rank] += sizes[rank][shard]
+    return [source for shard, source in own.items() if writer[shard] == ranks.rank]
 
 
 def write_tensors(folder: Path, sources: Sequence[Source], rank: int = 0) -> Index:
-    """Write these into files of this rank, and return where they lie.
+    """Write ``sources`` to files of this rank, and return their index.
 
-    Host memory holds :data:`PART_BYTES` of them at a time (or two tensors), and what the last fetch made.
+    At most :data:`IN_FLIGHT_BYTES`, or two tensors, are in host memory at a time, and what the last fetch built.
 
     Raises:
-        Exception: the first that a fetch or the storage raised; files may be there.
+        Exception: the first error of a fetch or of the storage. Files may have been written.
     """
-    count = min(_WRITERS, max(1, math.ceil(sum(source.nbytes for source in sources) / PART_BYTES)))
+    count = min(_WRITERS, max(1, math.ceil(sum(source.nbytes for source in sources) / IN_FLIGHT_BYTES)))
     written: list[Index] = []
-    underway: deque[tuple[int, Future[Index]]] = deque()
-    held = 0
-    with without_torchs_checksums(), ExitStack() as stack:
+    in_flight: deque[tuple[int, Future[Index]]] = deque()
+    in_flight_bytes = 0
+    with without_torch_crc32(), ExitStack() as stack:
         writers = [stack.enter_context(_Writer(folder, f"__{rank}_{number}_")) for number in range(count)]
         for source in sources:
-            while len(underway) > 1 and held >= PART_BYTES:
-                nbytes, future = underway.popleft()
+            while len(in_flight) > 1 and in_flight_bytes >= IN_FLIGHT_BYTES:
+                nbytes, future = in_flight.popleft()
                 written.append(future.result())
-                held -= nbytes
+                in_flight_bytes -= nbytes
             writer = min(writers, key=lambda writer: writer.nbytes)
-            underway.append((source.nbytes, writer.submit(source, _on_host(source.fetch()))))
-            held += source.nbytes
-        written += [future.result() for _, future in underway]
+            in_flight.append((source.nbytes, writer.submit(source, _to_host(source.fetch()))))
+            in_flight_bytes += source.nbytes
+        written += [future.result() for _, future in in_flight]
         for closed in [writer.submit_close() for writer in writers]:
             closed.result()
-    return join(written)
+    return merge_indices(written)
 
 
 class _Writer:
     """A thread that writes one file after another.
 
-    No thread of ``concurrent.futures``: those take nothing more once the interpreter begins to end, and a save that is
-    under way then still ends well.
+    Not an executor of ``concurrent.futures``: those take no work while the interpreter shuts down, and a save that is
+    running then must still finish.
     """
 
     def __init__(self, folder: Path, prefix: str) -> None:
         self.nbytes = 0
-        """Handed over so far."""
+        """Bytes submitted so far."""
         self._folder, self._prefix = folder, prefix
         self._files = 0
-        self._file: _Counting | None = None
+        self._file: _ChecksummedFile | None = None
         self._failed = False
         self._tasks: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
-        run = contextvars.copy_context().run  # torch's options hold for a context, and are asked for in this thread
+        run = contextvars.copy_context().run  # torch's serialization options are context variables
         self._thread = Thread(target=run, args=(self._run,), name="checkpoint-writer", daemon=True)
         self._thread.start()
 
@@ -133,20 +134,20 @@ class _Writer:
             except BaseException as error:
                 self._failed = True
                 future.set_exception(error)
-            del entry, future, task  # a tensor is let go before the next one is waited for
+            del entry, future, task  # frees the tensor before the wait for the next one
 
     def _write(self, source: Source, tensor: Tensor) -> Index:
         if self._file is None:
-            self._file = _Counting(self._folder / f"{self._prefix}{self._files}.distcp")
+            self._file = _ChecksummedFile(self._folder / f"{self._prefix}{self._files}.distcp")
             self._files += 1
         file, shard = self._file, source.shard
         start, file.checksum = file.nbytes, 0
         torch.save(tensor, cast(IO[bytes], file))
-        source.written()
+        source.on_written()
         chunk = Chunk(shard.offsets, shard.lengths, file.name, start, file.nbytes - start, file.checksum)
         if file.nbytes >= FILE_BYTES:
             self._close()
-        return {source.key: Stored(source.dtype, shard.shape, (chunk,))}
+        return {source.key: StoredTensor(source.dtype, shard.shape, (chunk,))}
 
     def _close(self) -> None:
         file, self._file = self._file, None
@@ -154,12 +155,12 @@ class _Writer:
             file.stream.close()
 
 
-class _Counting:
-    """A new file that ``torch.save`` writes to; ``checksum`` is of what was written since it was set to 0."""
+class _ChecksummedFile:
+    """A new file for ``torch.save``. ``checksum`` is the CRC-32 of what was written since it was set to 0."""
 
     def __init__(self, path: Path) -> None:
         self.name = path.name
-        self.stream: BinaryIO = storage_of(path).create(path)
+        self.stream: BinaryIO = storage_for(path).create(path)
         self.nbytes = 0
         self.checksum = 0
 
@@ -170,12 +171,12 @@ class _Counting:
         return memoryview(data).nbytes
 
     def flush(self) -> None:
-        """The file is flushed when it is closed."""
+        """Does nothing: the file is flushed when it is closed."""
 
 
 @contextmanager
-def without_torchs_checksums() -> Iterator[None]:
-    """``torch.save`` without its own CRC-32, which ``torch.load`` does not look at."""
+def without_torch_crc32() -> Iterator[None]:
+    """``torch.save`` without its own CRC-32, which ``torch.load`` does not check."""
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
     try:
@@ -184,8 +185,8 @@ def without_torchs_checksums() -> Iterator[None]:
         torch.serialization.set_crc32_options(before)
 
 
-def _on_host(tensor: Tensor) -> Tensor:
-    """``torch.save`` writes a tensor's whole storage: a view of a larger one gets a storage that ends with it."""
+def _to_host(tensor: Tensor) -> Tensor:
+    """The tensor on the host, with a storage of its own size: ``torch.save`` writes the whole storage."""
     tensor = tensor.detach().cpu()
     if tensor.untyped_storage().nbytes() <= tensor.nbytes:
         return tensor
@@ -196,5 +197,5 @@ def _on_host(tensor: Tensor) -> Tensor:
 
 
 def _has_data(source: Source) -> bool:
-    """Empty shards are not written, empty tensors are (their existence counts)."""
+    """Empty shards are not written. Empty tensors are, so that the checkpoint lists them."""
     return source.shard.numel > 0 or math.prod(source.shard.shape) == 0

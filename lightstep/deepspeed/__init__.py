@@ -1,1 +1,1 @@
-"""The strategy and the optimizer contract over DeepSpeed's engine."""
+"""Strategy and optimizer over DeepSpeed's engine."""

@@ -1,17 +1,17 @@
-"""Checkpoints of a DeepSpeed engine: its own files, with the same promise as every other checkpoint's.
+"""Checkpoints of a DeepSpeed engine: DeepSpeed's own files, written completely or not at all.
 
 ::
 
     step-100/
         lightstep.json       the manifest, as in checkpoint/layout.py, with a section "deepspeed"
         state.pt             extra, scheduler, hyper-parameters, random states; loaded with weights_only=True
-        latest               the name of the folder below: where DeepSpeed's tools begin
-        zero_to_fp32.py      DeepSpeed's script that makes plain weights of its files
+        latest               the name of the folder below, which DeepSpeed's tools read
+        zero_to_fp32.py      DeepSpeed's script that converts its files to plain weights
         global_step100/      what engine.save_checkpoint writes: weights, and one file of optimizer state per rank
 
-DeepSpeed unpickles its files with everything allowed. Here it does so through torch's weights-only unpickler, which
-makes nothing but tensors, plain values and DeepSpeed's own records (``trusted_loads``); files that ask for anything
-else are refused by name before the first of them is loaded.
+DeepSpeed loads its files with ``weights_only=False``. Here torch's weights-only unpickler is used in its place. It
+accepts only tensors, plain values and a few of DeepSpeed's classes (``trusted_loads``). Files with anything else are
+refused before one of them is loaded.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from typing import Any
 
 from torch import nn
 
-from lightstep.checkpoint.errors import CheckpointError, reported
+from lightstep.checkpoint.errors import CheckpointError, checkpoint_errors, list_names
+from lightstep.checkpoint.formats.zero_files import RESERVED
 from lightstep.checkpoint.layout import (
     CHECKPOINT,
     STATE,
@@ -36,14 +37,14 @@ from lightstep.checkpoint.layout import (
 )
 from lightstep.checkpoint.load import apply_scheduler
 from lightstep.checkpoint.optimizer_content import OptimizerContent
-from lightstep.checkpoint.partly_loaded import changing, refuse_partly_loaded
+from lightstep.checkpoint.partly_loaded import loading, refuse_partly_loaded
 from lightstep.checkpoint.ranks import Ranks
 from lightstep.checkpoint.retention import Retention
 from lightstep.checkpoint.small_state import check_loadable, random_states, read_state, set_random_states, write_state
-from lightstep.checkpoint.storage import new_folder_of_ranks, sync, write_file
-from lightstep.checkpoint.verify import check_files, measured
+from lightstep.checkpoint.storage import new_shared_folder, sync, write_file
+from lightstep.checkpoint.verify import check_files, size_and_checksum
 from lightstep.deepspeed.optimizer import DeepSpeedOptimizer
-from lightstep.deepspeed.universal import DEEPSPEEDS_OWN, UNIVERSAL, load_universal, refuse_untrusted, trusted_loads
+from lightstep.deepspeed.universal import UNIVERSAL, load_universal, refuse_untrusted, trusted_loads
 from lightstep.deepspeed.weights import shapes
 from lightstep.sharding.model_names import named_tensors, unwrap_model
 
@@ -64,44 +65,46 @@ def save_checkpoint(
     keep_last: int | None = None,
     keep_every: int = 0,
 ) -> None:
-    """As ``lightstep.checkpoint.save_checkpoint``, with DeepSpeed's own files.
+    """``lightstep.checkpoint.save_checkpoint`` with DeepSpeed's own files.
 
     Raises:
-        TypeError, CheckpointError: as there. All ranks raise, and what was at ``path`` is still there.
+        TypeError: something in ``scheduler`` or ``extra`` could not be loaded again.
+        CheckpointError: the checkpoint could not be written. All ranks raise, and what was at ``path`` is still there.
     """
     target, ranks = Path(path).resolve(), Ranks()
-    with reported(f"{path} was not saved"), Retention(keep_last, keep_every).around(target, ranks):
+    with checkpoint_errors(f"{path} was not saved"), Retention(keep_last, keep_every).applied(target, ranks):
         if "://" in str(path):
             raise CheckpointError("DeepSpeed writes its files to local paths only, not to a URL")
         state, manifest = ranks.together(lambda: _content(model, optimizer, scheduler, extra))
-        with new_folder_of_ranks(target, CHECKPOINT, ranks) as temporary:
+        with new_shared_folder(target, CHECKPOINT, ranks) as temporary:
             files = _write_engine(temporary, manifest[_SECTION]["tag"], optimizer, ranks, state)
             parts = ranks.gather((random_states(), files))
             state["random"] = [random for random, _ in parts]
-            everyones = {name: entry for _, written in parts for name, entry in written.items()}
-            ranks.together(lambda: _finish(temporary, target, state, manifest, everyones), only_first=True)
+            all_files = {name: entry for _, written in parts for name, entry in written.items()}
+            ranks.together(lambda: _finish(temporary, target, state, manifest, all_files), only_first=True)
     logger.info("saved %s", path)
 
 
 def load_checkpoint(
     path: str | Path, model: nn.Module, optimizer: DeepSpeedOptimizer, scheduler: Any = None, weights_only: bool = False
 ) -> dict[str, Any]:
-    """As ``lightstep.checkpoint.load_checkpoint``, into the engine; returns ``extra``.
+    """``lightstep.checkpoint.load_checkpoint`` into an engine; returns ``extra``.
 
     Args:
-        weights_only: leave optimizer state and random states as they are; masters are rebuilt from the weights.
+        weights_only: do not load optimizer state and random states; rebuild the masters from the weights.
 
     Raises:
-        CheckpointError: it cannot be used; nothing has been changed. All ranks raise.
+        CheckpointError: the checkpoint cannot be used. All ranks raise. Nothing has been changed, unless DeepSpeed
+            fails after the checks, or another process replaces the checkpoint while DeepSpeed loads it.
     """
     ranks = Ranks()
     if (Path(path) / UNIVERSAL).is_file():
         return load_universal(Path(path), optimizer, scheduler, weights_only)
-    with reported(f"{path} was not loaded"):
+    with checkpoint_errors(f"{path} was not loaded"):
         folder = ranks.together(lambda: find_checkpoint(Path(path)), only_first=True)
         manifest, state = ranks.together(lambda: _read(folder, model, optimizer, ranks, weights_only))
         tag = manifest[_SECTION]["tag"]
-        with changing(model, [optimizer], path):
+        with loading(model, [optimizer], path):
             ranks.together(lambda: _load_engine(folder, tag, optimizer, weights_only))
             ranks.together(lambda: refuse_replaced(folder, manifest))
             ranks.together(lambda: _apply(state, model, optimizer, scheduler, ranks.rank, weights_only))
@@ -115,7 +118,12 @@ def load_checkpoint(
 def _content(
     model: nn.Module, optimizer: DeepSpeedOptimizer, scheduler: Any, extra: Mapping[str, Any] | None
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The small state and the manifest, checked; nothing has been written."""
+    """The small state and the manifest.
+
+    Raises:
+        TypeError: something in the state could not be loaded again.
+        CheckpointError, RuntimeError: model or optimizer cannot be saved now.
+    """
     refuse_partly_loaded(model)
     optimizer.prepare_for_checkpoint()
     tensors = named_tensors(model)
@@ -132,12 +140,12 @@ def _content(
         "optimizer": optimizer.optimizer_class.__name__,
         "groups": content.groups,
         "shapes": shapes(tensors),
-        _SECTION: _described(optimizer.engine),
+        _SECTION: _describe(optimizer.engine),
     }
     return state, manifest
 
 
-def _described(engine: Any) -> dict[str, Any]:
+def _describe(engine: Any) -> dict[str, Any]:
     import deepspeed
 
     return {
@@ -151,15 +159,15 @@ def _described(engine: Any) -> dict[str, Any]:
 def _write_engine(
     folder: Path, tag: str, optimizer: DeepSpeedOptimizer, ranks: Ranks, state: Mapping[str, Any]
 ) -> dict[str, tuple[int, int]]:
-    """The files that this rank wrote, their sizes and checksums.
+    """Write DeepSpeed's files; returns the sizes and checksums of those that this rank wrote.
 
-    All ranks raise when one of them cannot write: none is left in one of DeepSpeed's barriers. DeepSpeed's files hold
-    scheduler and ``extra`` too, where its tools and ours look for them.
+    If one rank cannot write, all raise: none is left in a barrier of DeepSpeed. DeepSpeed's files also have the
+    scheduler's state and ``extra``, for its own tools and for converters.
     """
-    known = {key: value for key, value in state["extra"].items() if key not in DEEPSPEEDS_OWN}
-    with _watched(optimizer.engine) as writer:
+    extra = {key: value for key, value in state["extra"].items() if key not in RESERVED}
+    with _collecting_errors(optimizer.engine) as writer:
         optimizer.engine.save_checkpoint(
-            str(folder), tag=tag, client_state={**known, "lr_scheduler": state["scheduler"]}, save_latest=False
+            str(folder), tag=tag, client_state={**extra, "lr_scheduler": state["scheduler"]}, save_latest=False
         )
 
     def check() -> dict[str, tuple[int, int]]:
@@ -167,26 +175,26 @@ def _write_engine(
             raise writer.failures[0]
         for file in writer.files:
             sync(file)
-        return {file.relative_to(folder).as_posix(): measured(file) for file in writer.files}
+        return {file.relative_to(folder).as_posix(): size_and_checksum(file) for file in writer.files}
 
     return ranks.together(check)
 
 
 @contextmanager
-def _watched(engine: Any) -> Iterator[_Writer]:
-    """What goes wrong in writing is put aside while DeepSpeed goes on to its next barrier."""
-    writer = engine.checkpoint_engine
-    engine.checkpoint_engine = watched = _Writer(writer)
-    engine._copy_recovery_script = lambda folder: None  # the first rank's, which would raise alone; see _finish
+def _collecting_errors(engine: Any) -> Iterator[_Writer]:
+    """In the block errors of writes are collected, not raised, so that this rank reaches DeepSpeed's next barrier."""
+    original = engine.checkpoint_engine
+    engine.checkpoint_engine = writer = _Writer(original)
+    engine._copy_recovery_script = lambda folder: None  # could fail on the first rank alone; _finish copies the script
     try:
-        yield watched
+        yield writer
     finally:
-        engine.checkpoint_engine = writer
+        engine.checkpoint_engine = original
         del engine._copy_recovery_script
 
 
 class _Writer:
-    """DeepSpeed's checkpoint engine, whose errors wait in a list, and which remembers what it wrote."""
+    """DeepSpeed's checkpoint engine, with a list of the files that it wrote and a list of its errors."""
 
     def __init__(self, writer: Any) -> None:
         self._writer = writer
@@ -198,12 +206,12 @@ class _Writer:
 
     def save(self, state_dict: Any, path: str, *arguments: Any, **keywords: Any) -> Any:
         self.files.append(Path(path))
-        return self._noted(self._writer.save, state_dict, path, *arguments, **keywords)
+        return self._try(self._writer.save, state_dict, path, *arguments, **keywords)
 
     def makedirs(self, *arguments: Any, **keywords: Any) -> Any:
-        return self._noted(self._writer.makedirs, *arguments, **keywords)
+        return self._try(self._writer.makedirs, *arguments, **keywords)
 
-    def _noted(self, action: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
+    def _try(self, action: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
         try:
             return action(*arguments, **keywords)
         except Exception as error:
@@ -214,16 +222,16 @@ class _Writer:
 def _finish(
     temporary: Path, target: Path, state: dict[str, Any], manifest: dict[str, Any], files: Mapping[str, tuple[int, int]]
 ) -> None:
-    """The first rank's part: small files, manifest, rename."""
+    """Write the small files, and finish the checkpoint. Called by the first rank."""
     import deepspeed
 
-    utilities = Path(deepspeed.__file__).parent / "utils"
-    tools = [tool for tool in _TOOLS if (utilities / tool).is_file()]
-    ours = {tool: write_file(temporary / tool, (utilities / tool).read_bytes()) for tool in tools}
-    ours[STATE] = write_state(temporary, state)
-    ours[_LATEST] = write_file(temporary / _LATEST, manifest[_SECTION]["tag"].encode())
+    folder = Path(deepspeed.__file__).parent / "utils"
+    tools = [tool for tool in _TOOLS if (folder / tool).is_file()]
+    small = {tool: write_file(temporary / tool, (folder / tool).read_bytes()) for tool in tools}
+    small[STATE] = write_state(temporary, state)
+    small[_LATEST] = write_file(temporary / _LATEST, manifest[_SECTION]["tag"].encode())
     manifest = {**manifest_header(target, len(state["random"])), **manifest}
-    commit_checkpoint(temporary, target, manifest, {**files, **ours})
+    commit_checkpoint(temporary, target, manifest, {**files, **small})
 
 
 # -- loading -----------------------------------------------------------------------------------------------------------
@@ -232,6 +240,7 @@ def _finish(
 def _read(
     folder: Path, model: nn.Module, optimizer: DeepSpeedOptimizer, ranks: Ranks, weights_only: bool
 ) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The manifest and the small state of a checkpoint whose files this rank has checked."""
     optimizer.prepare_for_checkpoint()
     manifest = read_manifest(folder)
     if not manifest.get(_SECTION):
@@ -249,38 +258,43 @@ def _read(
 def _compare(
     manifest: Mapping[str, Any], model: nn.Module, optimizer: DeepSpeedOptimizer, world_size: int, weights_only: bool
 ) -> None:
+    """Raise :class:`CheckpointError` if the checkpoint does not fit model, optimizer or number of ranks."""
     tensors = named_tensors(model)
     live, saved = shapes(tensors), manifest["shapes"]
-    found = [f"not in the checkpoint: {name}" for name in live if name not in saved]
-    found += [f"not in the model: {name}" for name in saved if name not in live]
-    found += [
+    differences = [f"not in the checkpoint: {name}" for name in live if name not in saved]
+    differences += [f"not in the model: {name}" for name in saved if name not in live]
+    differences += [
         f"{name} is {saved[name]} in the checkpoint and {live[name]} in the model"
         for name in live
         if name in saved and saved[name] != live[name]
     ]
-    if found:
-        more = f" and {len(found) - 5} more" if len(found) > 5 else ""
-        raise CheckpointError(f"it belongs to another model ({'; '.join(found[:5])}{more})")
-    here, there = _described(optimizer.engine), manifest[_SECTION]
+    if differences:
+        raise CheckpointError(f"it belongs to another model ({list_names(differences, separator='; ')})")
+    expected, known = manifest[_SECTION], _describe(optimizer.engine)
     for key, name in (("stage", "sharding.stage"), ("dtype", "precision.parameters")):
-        if there[key] != here[key]:
-            raise CheckpointError(f"its {name} is {there[key]}, and this strategy's is {here[key]}; {_HOW}")
+        if expected[key] != known[key]:
+            raise CheckpointError(
+                f"its {name} is {expected[key]}, and this strategy's is {known[key]}; {_HOW_TO_CONTINUE}"
+            )
     if weights_only:
         return
     if manifest["world_size"] != world_size:
         raise CheckpointError(
             f"the number of ranks that saved it is {manifest['world_size']}, here it is {world_size}, and DeepSpeed's "
-            f"files belong to one number; {_HOW}"
+            f"files belong to one number; {_HOW_TO_CONTINUE}"
         )
     if manifest["optimizer"] != optimizer.optimizer_class.__name__:
         raise CheckpointError(
             f"it holds the state of {manifest['optimizer']}, the optimizer is {optimizer.optimizer_class.__name__}"
         )
     if manifest["groups"] != OptimizerContent(optimizer, tensors).groups:
-        raise CheckpointError("its parameter groups are others than the optimizer's; build the groups as they were")
+        raise CheckpointError("its parameter groups are not the optimizer's; build the groups as they were")
 
 
-_HOW = "train on as before, or convert it: lightstep checkpoint convert SOURCE DESTINATION --to deepspeed-universal"
+_HOW_TO_CONTINUE = (
+    "continue with the settings it was saved with, or convert it: "
+    "lightstep checkpoint convert SOURCE DESTINATION --to deepspeed-universal"
+)
 
 
 def _load_engine(folder: Path, tag: str, optimizer: DeepSpeedOptimizer, weights_only: bool) -> None:
@@ -312,6 +326,6 @@ def _apply(
             content.set_hyperparameters(number, settings)
         if rank < len(state["random"]):
             set_random_states(state["random"][rank])
-    optimizer.loaded()
+    optimizer.after_load()
     if scheduler is not None:
         apply_scheduler(state.get("scheduler"), scheduler)

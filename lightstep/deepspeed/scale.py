@@ -1,4 +1,4 @@
-"""The loss scale inside a DeepSpeed engine, seen as a :class:`LossScale`."""
+"""The loss scale of a DeepSpeed engine as a :class:`LossScale`."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from lightstep.precision.loss_scale import LossScale
 
 
 class EngineLossScale(LossScale):
-    """DeepSpeed's scale, which DeepSpeed alone moves.
+    """DeepSpeed's loss scale, which DeepSpeed updates itself.
 
-    DeepSpeed grows its scale before it divides the gradients by it, so that the step that grows would divide by twice
-    what the loss was multiplied with. The scale is therefore pinned from backward to the end of the step.
+    DeepSpeed grows its scale before it divides the gradients by it. In such a step it would divide by twice the scale
+    that the loss was multiplied by. The scale is therefore frozen from backward to the end of the step.
 
     Args:
         zero: the engine's ZeRO optimizer.
@@ -23,27 +23,27 @@ class EngineLossScale(LossScale):
 
     def __init__(self, zero: Any) -> None:
         self._zero = zero
-        self.renew()
+        self.reset()
 
     @property
     def _scaler(self) -> Any:
-        """Another object once a checkpoint was loaded; ``None`` where DeepSpeed never scales."""
+        """DeepSpeed's scaler, which loading a checkpoint replaces; ``None`` if DeepSpeed does not scale."""
         return getattr(self._zero, "loss_scaler", None)
 
     @property
     def scale(self) -> float:
-        """The scale of the next backward."""
+        """The scale for the next backward."""
         scaler = self._scaler
         return 1.0 if scaler is None else float(scaler.cur_scale)
 
-    def renew(self) -> None:
-        """Take over the scaler that DeepSpeed has now."""
+    def reset(self) -> None:
+        """Set up DeepSpeed's current scaler. Call this when a checkpoint has replaced it."""
         if self._dynamic:
-            self._scaler.raise_error_at_min_scale = False  # an overflow skips the step there too
-        self.pin()
+            self._scaler.raise_error_at_min_scale = False  # an overflow at the minimum skips the step, too
+        self.freeze()
 
-    def pin(self) -> None:
-        """DeepSpeed multiplies and divides by the scale as it is now until this is called again."""
+    def freeze(self) -> None:
+        """Have DeepSpeed use the current scale until the next call."""
         if self._dynamic:
             self._zero.override_loss_scale(self.scale)
 
@@ -55,7 +55,7 @@ class EngineLossScale(LossScale):
         return torch.tensor(self.scale, dtype=torch.float32, device=device)
 
     def update(self, overflow: bool | Tensor) -> None:
-        """Nothing: DeepSpeed updates its scale in ``step()``."""
+        """Does nothing: DeepSpeed updates its scale in ``step()``."""
 
     @property
     def is_identity(self) -> bool:
@@ -69,7 +69,7 @@ class EngineLossScale(LossScale):
         return {"scale": self.scale}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Nothing: the scale is in DeepSpeed's checkpoint files."""
+        """Does nothing: DeepSpeed loads its scale from its own files."""
 
     def __repr__(self) -> str:
         return f"EngineLossScale(scale={self.scale:g})"

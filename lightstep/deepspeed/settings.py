@@ -1,6 +1,6 @@
-"""DeepSpeed's configuration from a strategy's: what maps onto what, and what DeepSpeed cannot do.
+"""Translating a strategy's configuration to DeepSpeed's, and refusing what DeepSpeed cannot do.
 
-Only plain values here: a strategy is checked when it is loaded, whether DeepSpeed is installed or not.
+This needs no DeepSpeed: a strategy is checked when it is loaded, even if DeepSpeed is not installed.
 """
 
 from __future__ import annotations
@@ -20,61 +20,65 @@ from lightstep.config import (
 
 _SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 _AUTO = "auto"
-"""What the transformers Trainer's DeepSpeed files write for "as the arguments say"."""
+"""In DeepSpeed files for transformers' Trainer: the value comes from the Trainer's arguments."""
 
-_OURS = {
+_DECIDED_ELSEWHERE = {
     "optimizer": "the optimizer comes from strategy.create_optimizer",
     "scheduler": "schedulers are the caller's: build one over the optimizer, and step it when step() was applied",
     "amp": "precision comes from precision.parameters",
     "torch_autocast": "precision comes from precision.parameters",
 }
-"""Sections of DeepSpeed's file that something else decides here."""
+"""Sections of DeepSpeed's configuration that must be off, with the reason."""
 
 
 def deepspeed_config(config: StrategyConfig, name: str) -> dict[str, Any]:
-    """The mapping that ``deepspeed.initialize`` takes, with what ``sharding.config`` adds.
+    """The configuration for ``deepspeed.initialize``: the strategy's, and what ``sharding.config`` adds.
 
     Args:
-        name: the strategy's, for messages.
+        name: the strategy's name, for messages.
 
     Raises:
-        ConfigError: something in the strategy that DeepSpeed cannot do, or ``sharding.config`` contradicts it.
+        ConfigError: DeepSpeed cannot do what the strategy says, or ``sharding.config`` contradicts the strategy.
     """
-    _refuse_impossible(config, name)
-    ours = _generated(config)
-    theirs = cast(DeepSpeedSharding, config.sharding).own_config(name)
-    refuse_contradictions(ours, theirs, f"{name}: sharding.config contradicts the strategy")
-    if theirs.get("train_batch_size", _AUTO) != _AUTO:  # DeepSpeed divides it by the ranks
-        del ours["train_micro_batch_size_per_gpu"]
-    return _merged(ours, {key: value for key, value in theirs.items() if key not in _OURS})
+    _refuse_unsupported(config, name)
+    needed = _strategy_settings(config)
+    given = cast(DeepSpeedSharding, config.sharding).own_config(name)
+    refuse_contradictions(needed, given, f"{name}: sharding.config contradicts the strategy")
+    if given.get("train_batch_size", _AUTO) != _AUTO:  # DeepSpeed computes the micro-batch size from it
+        del needed["train_micro_batch_size_per_gpu"]
+    return _merge(needed, {key: value for key, value in given.items() if key not in _DECIDED_ELSEWHERE})
 
 
-def refuse_contradictions(ours: Mapping[str, Any], theirs: Mapping[str, Any], what: str) -> None:
-    """Raise when DeepSpeed's own configuration says otherwise.
+def refuse_contradictions(needed: Mapping[str, Any], given: Mapping[str, Any], what: str) -> None:
+    """Raise if a DeepSpeed configuration contradicts the strategy.
 
     Args:
-        ours: what the strategy needs.
-        theirs: what was handed in; ``auto`` and what it leaves out agree with everything.
-        what: how the message begins.
+        needed: the strategy's settings in DeepSpeed's format.
+        given: the user's or an engine's. Keys that are missing or ``auto`` contradict nothing.
+        what: the beginning of the message.
 
     Raises:
-        ConfigError: every contradicting key with both values.
+        ConfigError: the message has every contradicting key with both values.
     """
-    found = [f"{key} is {theirs[key]!r}, but {reason}" for key, reason in _OURS.items() if _is_on(theirs.get(key))]
+    found = [
+        f"{key} is {given[key]!r}, but {reason}"
+        for key, reason in _DECIDED_ELSEWHERE.items()
+        if _is_enabled(given.get(key))
+    ]
     found += [
-        f"{key} is {given!r}, and the strategy needs {needed!r}{_where(key)}"
-        for key, needed, given in _different(ours, theirs)
+        f"{key} is {value!r}, and the strategy needs {expected!r}{_strategy_key(key)}"
+        for key, expected, value in _differences(needed, given)
     ]
     if found:
         raise ConfigError(f"{what}: {'; '.join(found)}. Leave these keys out, write auto, or change the strategy")
 
 
-def _is_on(section: Any) -> bool:
+def _is_enabled(section: Any) -> bool:
     return bool(section) and not (isinstance(section, Mapping) and section.get("enabled") is False)
 
 
-def settings_of(engine: Any) -> dict[str, Any]:
-    """The configuration that an engine works with, defaults filled in, as far as a strategy says anything about it."""
+def engine_settings(engine: Any) -> dict[str, Any]:
+    """The part of an engine's configuration, with its defaults, that a strategy determines."""
     fp16: dict[str, Any] = {"enabled": engine.fp16_enabled()}
     if fp16["enabled"]:
         scale = engine.dynamic_loss_scale_args()
@@ -109,13 +113,13 @@ def settings_of(engine: Any) -> dict[str, Any]:
 # -- what DeepSpeed cannot do ------------------------------------------------------------------------------------------
 
 
-def _refuse_impossible(config: StrategyConfig, name: str) -> None:
-    found = [*_state(config), *_clipping(config), *_precision(config)]
+def _refuse_unsupported(config: StrategyConfig, name: str) -> None:
+    found = [*_unsupported_state(config), *_unsupported_clipping(config), *_unsupported_precision(config)]
     if found:
         raise ConfigError(f"{name}: sharding.kind deepspeed: {'; '.join(found)}")
 
 
-def _state(config: StrategyConfig) -> Iterator[str]:
+def _unsupported_state(config: StrategyConfig) -> Iterator[str]:
     default = OptimizerState()
     given = {key: value for key, value in config.optimizer_state if value != getattr(default, key)}
     if given:
@@ -126,7 +130,7 @@ def _state(config: StrategyConfig) -> Iterator[str]:
         )
 
 
-def _clipping(config: StrategyConfig) -> Iterator[str]:
+def _unsupported_clipping(config: StrategyConfig) -> Iterator[str]:
     clipping = config.clipping
     if clipping.norm_type != 2:
         yield f"clipping.norm_type is {clipping.norm_type:g}, and DeepSpeed clips by the Euclidean norm; set it to 2.0"
@@ -134,7 +138,7 @@ def _clipping(config: StrategyConfig) -> Iterator[str]:
         yield f"clipping.scope is {clipping.scope}, and DeepSpeed clips by the global norm; set it to global"
 
 
-def _precision(config: StrategyConfig) -> Iterator[str]:
+def _unsupported_precision(config: StrategyConfig) -> Iterator[str]:
     precision, scale = config.precision, config.precision.loss_scale
     if precision.parameters != "float32" and not precision.master_weights:
         yield "precision.master_weights is false, and DeepSpeed keeps fp32 masters of 16-bit weights; set it to true"
@@ -144,10 +148,10 @@ def _precision(config: StrategyConfig) -> Iterator[str]:
             f"none with {precision.parameters}"
         )
     elif isinstance(scale, DynamicScale):
-        yield from _dynamic_scale(scale)
+        yield from _unsupported_scale(scale)
 
 
-def _dynamic_scale(scale: DynamicScale) -> Iterator[str]:
+def _unsupported_scale(scale: DynamicScale) -> Iterator[str]:
     if not math.log2(scale.init_scale).is_integer() or scale.init_scale < 1:
         yield f"precision.loss_scale.init_scale is {scale.init_scale:g}; DeepSpeed starts at a power of 2 from 1 on"
     if not scale.min_scale.is_integer():
@@ -161,17 +165,17 @@ def _dynamic_scale(scale: DynamicScale) -> Iterator[str]:
             )
 
 
-# -- what it is told ---------------------------------------------------------------------------------------------------
+# -- the strategy's settings in DeepSpeed's format ---------------------------------------------------------------------
 
 
-def _generated(config: StrategyConfig) -> dict[str, Any]:
+def _strategy_settings(config: StrategyConfig) -> dict[str, Any]:
     precision, clipping = config.precision, config.clipping
     dtype = _SHORT[precision.parameters]
     reduce = "fp32" if precision.reduce == "float32" else dtype
     clips = clipping.max_norm is not None and math.isfinite(clipping.max_norm)
     return {
-        "train_micro_batch_size_per_gpu": 1,  # only for DeepSpeed's own figures: batches are the caller's
-        "gradient_accumulation_steps": 1,  # the caller's too: strategy.accumulate says which micro-batch is the last
+        "train_micro_batch_size_per_gpu": 1,  # DeepSpeed only reports it: the caller makes the batches
+        "gradient_accumulation_steps": 1,  # strategy.accumulate says which micro-batch is the last
         "gradient_clipping": clipping.max_norm if clips else 0.0,
         "bf16": {"enabled": dtype == "bf16"},
         "fp16": {"enabled": dtype == "fp16", **(_loss_scale(config) if dtype == "fp16" else {})},
@@ -209,9 +213,9 @@ def _zero(sharding: DeepSpeedSharding) -> dict[str, Any]:
     return section
 
 
-# -- what the user's own configuration says ----------------------------------------------------------------------------
+# -- comparing configurations ------------------------------------------------------------------------------------------
 
-_MEANT_BY = {
+_STRATEGY_KEYS = {
     "gradient_clipping": "clipping.max_norm",
     "bf16": "precision.parameters",
     "fp16": "precision.parameters",
@@ -224,42 +228,46 @@ _MEANT_BY = {
 }
 
 
-def _where(key: str) -> str:
-    """Which key of the strategy it comes from."""
+def _strategy_key(key: str) -> str:
+    """The strategy's key that determines DeepSpeed's ``key``, in parentheses; empty if there is none."""
     if key.startswith("fp16.") and key != "fp16.enabled":
-        return f" ({_MEANT_BY['fp16.']})"
-    return next((f" ({ours})" for theirs, ours in _MEANT_BY.items() if key.startswith(theirs)), "")
+        return f" ({_STRATEGY_KEYS['fp16.']})"
+    return next((f" ({name})" for prefix, name in _STRATEGY_KEYS.items() if key.startswith(prefix)), "")
 
 
-def _different(ours: Mapping[str, Any], theirs: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Dotted key, our value and theirs, wherever both say something."""
-    for key, needed in ours.items():
-        given = theirs.get(key, _AUTO)
-        if given == _AUTO or (not prefix and key == "train_micro_batch_size_per_gpu"):
+def _differences(
+    needed: Mapping[str, Any], given: Mapping[str, Any], prefix: str = ""
+) -> Iterator[tuple[str, Any, Any]]:
+    """Dotted key, needed value and given value, for all keys that differ."""
+    for key, expected in needed.items():
+        value = given.get(key, _AUTO)
+        if value == _AUTO or (not prefix and key == "train_micro_batch_size_per_gpu"):
             continue
-        if isinstance(needed, Mapping) and isinstance(given, Mapping):
-            yield from _different(needed, given, f"{prefix}{key}.")
-        elif given != needed:
-            yield f"{prefix}{key}", needed, given
+        if isinstance(expected, Mapping) and isinstance(value, Mapping):
+            yield from _differences(expected, value, f"{prefix}{key}.")
+        elif value != expected:
+            yield f"{prefix}{key}", expected, value
     if prefix == "zero_optimization.":
-        yield from _offloads_more(ours, theirs)
+        yield from _additional_offloads(needed, given)
 
 
-def _offloads_more(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+def _additional_offloads(needed: Mapping[str, Any], given: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """The same for offloading and ZenFlow that are given although the strategy does not set them."""
     for key in ("offload_optimizer", "offload_param"):
-        section = theirs.get(key)
+        section = given.get(key)
         device = section.get("device", "none") if isinstance(section, Mapping) else "none"
-        if key not in ours and device not in ("none", _AUTO):
+        if key not in needed and device not in ("none", _AUTO):
             yield f"zero_optimization.{key}.device", "none", device
-    if "zenflow" not in ours and theirs.get("zenflow"):
-        yield "zero_optimization.zenflow", None, theirs["zenflow"]
+    if "zenflow" not in needed and given.get("zenflow"):
+        yield "zero_optimization.zenflow", None, given["zenflow"]
 
 
-def _merged(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:
-    merged = dict(ours)
-    for key, given in theirs.items():
-        if isinstance(given, Mapping):
-            merged[key] = _merged(ours.get(key) or {}, given)
-        elif given != _AUTO:
-            merged[key] = given
+def _merge(needed: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """``needed`` with the given values, except for those that are ``auto``."""
+    merged = dict(needed)
+    for key, value in given.items():
+        if isinstance(value, Mapping):
+            merged[key] = _merge(needed.get(key) or {}, value)
+        elif value != _AUTO:
+            merged[key] = value
     return merged

@@ -1,4 +1,4 @@
-"""ZeRO through the DeepSpeed engine, which is made together with the optimizer."""
+"""ZeRO through a DeepSpeed engine, which is created together with the optimizer."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from lightstep.config import ConfigError, DeepSpeedSharding, StrategyConfig
 from lightstep.deepspeed import checkpoint as deepspeed_checkpoint
 from lightstep.deepspeed import weights as deepspeed_weights
 from lightstep.deepspeed.optimizer import DeepSpeedOptimizer
-from lightstep.deepspeed.settings import deepspeed_config, refuse_contradictions, settings_of
+from lightstep.deepspeed.settings import deepspeed_config, engine_settings, refuse_contradictions
 from lightstep.deepspeed.state import EngineState
 from lightstep.distributed import Replicas, is_sharded
 from lightstep.extras import needs
@@ -37,19 +37,19 @@ from lightstep.strategy.process_group import ProcessGroupStrategy, broadcast_fro
 
 
 class DeepSpeedStrategy(ProcessGroupStrategy):
-    """Optimizer state (stage 1), gradients (2) and weights (3) divided by the ranks, by DeepSpeed.
+    """Optimizer state (stage 1), also gradients (stage 2), also weights (stage 3) partitioned by DeepSpeed.
 
-    Communicates what DeepSpeed does: at stage 1 gradients in the last micro-batch, at stages 2 and 3 in every one; the
-    updated weights in each step (1, 2) or before each layer's forward and backward (3).
+    Communication is DeepSpeed's: gradients in the last micro-batch (stage 1) or in every one (stages 2 and 3); updated
+    weights in each step (stages 1 and 2) or before each layer's forward and backward (stage 3).
 
     Raises:
-        ConfigError: something in the strategy that DeepSpeed cannot do, or ``sharding.config`` contradicts it.
+        ConfigError: DeepSpeed cannot do what the strategy says, or ``sharding.config`` contradicts the strategy.
     """
 
     def __init__(self, config: StrategyConfig, name: str = "strategy") -> None:
         super().__init__(config, name)
         self.deepspeed_config = deepspeed_config(config, name)
-        """What ``deepspeed.initialize`` is given."""
+        """The configuration for ``deepspeed.initialize``."""
 
     @property
     def _sharding(self) -> DeepSpeedSharding:
@@ -58,24 +58,26 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
     # -- the model
 
     def prepare_model(self, model: ModelSource, role: str = "trainer", weights: str | Path | None = None) -> nn.Module:
-        """As of every strategy; a function is called under ``deepspeed.zero.Init`` at stage 3.
+        """Prepare a model as every strategy does. At stage 3 a function is called under ``deepspeed.zero.Init``.
 
-        No rank ever holds the whole model then. One that makes a transformers model calls its ``from_config`` or
-        ``from_pretrained``, which know about partitioned weights.
+        Then no rank ever holds the whole model. A function for a transformers model must call ``from_config`` or
+        ``from_pretrained``, which can handle partitioned weights.
 
         Raises:
-            ConfigError: DeepSpeed is not installed, or cannot work with this model or on this machine.
+            ConfigError: DeepSpeed is not installed, or does not support this model or this machine.
         """
-        self._require()
+        self._check_deepspeed()
         self.start()
         join_process_group()
-        divided = role == "trainer" and self._sharding.stage == 3
-        if divided and callable(model) and not isinstance(model, nn.Module):
+        partitions = role == "trainer" and self._sharding.stage == 3
+        if partitions and callable(model) and not isinstance(model, nn.Module):
             settings, dtype = self.deepspeed_config, self.parameter_dtype
-            return super().prepare_model(lambda: deepspeed_weights.construct(model, settings, dtype), role, weights)
+            return super().prepare_model(
+                lambda: deepspeed_weights.construct_partitioned(model, settings, dtype), role, weights
+            )
         return super().prepare_model(model, role, weights)
 
-    def _require(self) -> None:
+    def _check_deepspeed(self) -> None:
         tell_deepspeed_where_it_is()
         try:
             with needs("deepspeed"):
@@ -99,7 +101,7 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
         if deepspeed_weights.is_partitioned(model):
             self._refuse_other_dtype(model)
             return EngineModel(model, partitioned=True)
-        placed = self._placed(model)
+        placed = self._place_model(model)
         broadcast_from_first([*placed.parameters(), *placed.buffers()])
         return EngineModel(placed)
 
@@ -107,28 +109,28 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
         what = type(model).__name__
         if hasattr(model, "set_gradient_accumulation_boundary"):
             raise ConfigError(
-                f"{self.name}: this {what} is a DeepSpeed engine already; hand it to strategy.adopt_engine(engine)"
+                f"{self.name}: this {what} is a DeepSpeed engine already; pass it to strategy.adopt_engine(engine)"
             )
         if any(isinstance(module, EngineModel | DistributedDataParallel) for module in model.modules()):
             raise ConfigError(
-                f"{self.name}: this {what} is wrapped already; prepare a model once, and go on with what the first "
-                "call returned"
+                f"{self.name}: this {what} is wrapped already; prepare a model once, and use what the first call "
+                "returned"
             )
         refuse_experts(self, dict(model.named_parameters()))
         sharded = [name for name, parameter in model.named_parameters() if is_sharded(parameter)]
         if sharded:
             raise ConfigError(
-                f"{self.name}: {len(sharded)} parameters are DTensors (first: {sharded[0]}), and DeepSpeed divides "
-                "plain ones; prepare the model before anything else shards it"
+                f"{self.name}: {len(sharded)} parameters are DTensors (first: {sharded[0]}), and DeepSpeed partitions "
+                "only plain ones; prepare the model before anything else shards it"
             )
 
     def _refuse_other_dtype(self, model: nn.Module) -> None:
-        """What is divided already can no longer be cast."""
+        """Raise ``ConfigError`` if parameters were partitioned in another dtype: they can no longer be cast."""
         for name, parameter in model.named_parameters():
             if parameter.is_floating_point() and parameter.dtype != self.parameter_dtype:
                 raise ConfigError(
-                    f"{self.name}: {name} was divided in {parameter.dtype} (deepspeed.zero.Init), and "
-                    f"precision.parameters is {self.config.precision.parameters}; hand over the function that makes "
+                    f"{self.name}: {name} was partitioned in {parameter.dtype} (deepspeed.zero.Init), and "
+                    f"precision.parameters is {self.config.precision.parameters}; pass the function that constructs "
                     "the model, or call zero.Init(config_dict_or_path=strategy.deepspeed_config)"
                 )
 
@@ -148,27 +150,29 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
         groups: list[dict[str, Any]],
         hyperparameters: dict[str, Any],
     ) -> BaseOptimizer:
-        """DeepSpeed runs ``optimizer_class`` on flat fp32 partitions.
+        """Create the engine, in which DeepSpeed runs ``optimizer_class`` on flat fp32 partitions.
 
         Raises:
-            ConfigError: groups name several classes.
+            ConfigError: the groups name several classes.
             ValueError: the model has an engine already, or was not prepared by this strategy.
         """
         outer = self._engine_model(model)
-        groups = [self._without_class(group, optimizer_class) for group in groups]
+        groups = [self._without_optimizer_class(group, optimizer_class) for group in groups]
         if outer.engine is not None:
             raise ValueError(
-                f"{self.name}: this model has an optimizer already, and DeepSpeed makes one engine per model; prepare "
+                f"{self.name}: this model has an optimizer already, and DeepSpeed has one engine per model; prepare "
                 "another model for another optimizer"
             )
         trained = [{**group, "params": [p for p in group["params"] if p.requires_grad]} for group in groups]
-        updated_on = self.device if self._sharding.offload == "none" else torch.device("cpu")
-        chosen = _fused(optimizer_class, hyperparameters, updated_on)
+        update_device = self.device if self._sharding.offload == "none" else torch.device("cpu")
+        chosen = _fused_argument(optimizer_class, hyperparameters, update_device)
         client = optimizer_class([group for group in trained if group["params"]], **hyperparameters, **chosen)
         complete = [{**client.defaults, **group} for group in groups]
-        return self._joined(outer, self._initialise(outer.module, client), complete, client.defaults)
+        return self._connect_engine(outer, self._initialise(outer.module, client), complete, client.defaults)
 
-    def _without_class(self, group: dict[str, Any], optimizer_class: type[torch.optim.Optimizer]) -> dict[str, Any]:
+    def _without_optimizer_class(
+        self, group: dict[str, Any], optimizer_class: type[torch.optim.Optimizer]
+    ) -> dict[str, Any]:
         named = group.get("optimizer_class", optimizer_class)
         if named is not optimizer_class:
             raise ConfigError(
@@ -178,32 +182,32 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
         return {key: value for key, value in group.items() if key != "optimizer_class"}
 
     def adopt_engine(self, engine: Any) -> tuple[nn.Module, DeepSpeedOptimizer]:
-        """Model and optimizer over an engine that ``deepspeed.initialize`` made elsewhere.
+        """Model and optimizer over an engine that ``deepspeed.initialize`` created elsewhere.
 
-        Its own scheduler, if it has one, is the engine's to step, and does so in ``optimizer.step()``.
+        If the engine has a scheduler, it steps it in ``optimizer.step()``.
 
         Raises:
-            ConfigError: the engine was configured otherwise than this strategy; each key with both values.
+            ConfigError: the engine's configuration contradicts the strategy; the message has each key and both values.
         """
-        self._require()
+        self._check_deepspeed()
         self.start()
         join_process_group()
         refuse_contradictions(
-            self.deepspeed_config, settings_of(engine), f"{self.name}: the DeepSpeed engine contradicts the strategy"
+            self.deepspeed_config,
+            engine_settings(engine),
+            f"{self.name}: the DeepSpeed engine contradicts the strategy",
         )
         outer = EngineModel(engine.module)
-        inside = engine.optimizer.param_groups
         groups = [
-            {
-                **{key: value for key, value in settings.items() if key not in ("params", "param_names")},
-                "params": members,
-            }
-            for settings, members in zip(inside, EngineState(engine).model_groups, strict=True)
+            {key: value for key, value in engine_group.items() if key != "param_names"} | {"params": members}
+            for engine_group, members in zip(
+                engine.optimizer.param_groups, EngineState(engine).model_groups, strict=True
+            )
         ]
-        optimizer = self._joined(outer, engine, groups, engine.basic_optimizer.defaults)
+        optimizer = self._connect_engine(outer, engine, groups, engine.basic_optimizer.defaults)
         return outer, optimizer
 
-    def _joined(
+    def _connect_engine(
         self, outer: EngineModel, engine: Any, groups: list[dict[str, Any]], defaults: Mapping[str, Any]
     ) -> DeepSpeedOptimizer:
         optimizer = DeepSpeedOptimizer(engine, groups, defaults)
@@ -216,13 +220,13 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
 
         os.environ.setdefault("LOCAL_RANK", str(self.device.index or 0))
         settings = copy.deepcopy(self.deepspeed_config)
-        own = self._sharding.superoffload or self._sharding.zenflow
-        if own:  # these two bring an optimizer of their own, which takes Adam's settings
-            settings["optimizer"] = _native(client, self._sharding.zenflow, self.name)
+        builds_optimizer = self._sharding.superoffload or self._sharding.zenflow
+        if builds_optimizer:  # these two have optimizers of their own, with Adam's settings
+            settings["optimizer"] = _deepspeed_optimizer(client, self._sharding.zenflow, self.name)
         engine, *_ = deepspeed.initialize(
             model=module,
-            optimizer=None if own else client,
-            model_parameters=client.param_groups if own else None,
+            optimizer=None if builds_optimizer else client,
+            model_parameters=client.param_groups if builds_optimizer else None,
             config=settings,
             dist_init_required=False,
         )
@@ -234,19 +238,20 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
         return engine
 
     def _engine_model(self, model: nn.Module) -> EngineModel:
+        """The :class:`EngineModel` that ``model`` is, or that ``torch.compile`` or Lightning Fabric has wrapped."""
         outer: Any = model
         while isinstance(outer, nn.Module) and not isinstance(outer, EngineModel):
-            own = vars(outer).get("_modules", {})  # of torch.compile or Lightning Fabric
-            outer = own.get("_orig_mod", own.get("_forward_module"))
+            children = vars(outer).get("_modules", {})
+            outer = children.get("_orig_mod", children.get("_forward_module"))
         if outer is None:
             raise ValueError(
-                f"{self.name}: this {type(model).__name__} was not prepared by this strategy; hand over what "
+                f"{self.name}: this {type(model).__name__} was not prepared by this strategy; pass what "
                 "strategy.prepare_model returned"
             )
         return cast(EngineModel, outer)
 
     def _accumulate(self, model: nn.Module, last: bool) -> AbstractContextManager[None]:
-        """DeepSpeed is told before the forward whether the micro-batch is the step's last one."""
+        """Tell DeepSpeed, before the forward, whether the micro-batch is the step's last one."""
         if self._sharding.zenflow:
             if not last:
                 raise ConfigError(
@@ -263,21 +268,21 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
         return None
 
     @property
-    def _rounds(self) -> bool:
-        return False  # DeepSpeed makes its masters itself, of the weights that it is given
+    def _rounds_weights(self) -> bool:
+        return False  # DeepSpeed initialises its masters from the weights that it gets
 
     def publish_weights(
         self, model: nn.Module, to: RolloutEngine | WeightTransport | None = None, version: int | None = None
     ) -> int:
-        """As of every strategy, at stages 1 and 2.
+        """Publish weights as every strategy does, at stages 1 and 2.
 
         Raises:
-            ConfigError: at stage 3 no rank has a weight that it could send.
+            ConfigError: at stage 3 no rank has whole weights.
         """
         if self._sharding.stage == 3:
             raise ConfigError(
-                f"{self.name}: publish_weights with sharding.stage 3: DeepSpeed has divided the weights by the ranks; "
-                "set stage to 1 or 2, or sharding.kind to fsdp2"
+                f"{self.name}: publish_weights with sharding.stage 3: DeepSpeed has partitioned the weights over the "
+                "ranks; set stage to 1 or 2, or sharding.kind to fsdp2"
             )
         return super().publish_weights(model, to, version)
 
@@ -297,27 +302,27 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
         keep_every: int = 0,
         asynchronous: bool = False,
     ) -> PendingSave | None:
-        """Write DeepSpeed's own files, scheduler, random states and ``extra`` to the directory ``path``.
+        """Write DeepSpeed's own files, scheduler, random states and ``extra`` to the folder ``path``.
 
-        Whole or not at all, as of every strategy. DeepSpeed's tools read the folder too. ``weights_only`` writes a
-        checkpoint of the other strategies' format instead.
+        The checkpoint is written completely or not at all. DeepSpeed's tools can read it too. ``weights_only`` writes a
+        checkpoint in the format of the other strategies.
 
         Raises:
-            CheckpointError: as of every strategy.
-            ValueError: ``trainable_only=True``: DeepSpeed's files hold whole models. ``asynchronous=True``: its
-                engine writes them itself.
+            CheckpointError: the checkpoint could not be written. What was at ``path`` is still there.
+            ValueError: ``trainable_only=True``: DeepSpeed's files have whole models. ``asynchronous=True``: DeepSpeed's
+                engine writes its files synchronously.
         """
-        owner = None if weights_only else self._owner(model, optimizer)
-        kept: dict[str, Any] = {"keep_last": keep_last, "keep_every": keep_every}
-        if owner is None:
+        engine_optimizer = None if weights_only else self._engine_optimizer(model, optimizer)
+        retention: dict[str, Any] = {"keep_last": keep_last, "keep_every": keep_every}
+        if engine_optimizer is None:
             deepspeed_weights.refuse_partitioned(model, self.name)
-            others: dict[str, Any] = {"trainable_only": trainable_only, "weights_only": weights_only, **kept}
-            return super().save_checkpoint(path, model, None, scheduler, extra, asynchronous=asynchronous, **others)
+            options: dict[str, Any] = {"trainable_only": trainable_only, "weights_only": weights_only, **retention}
+            return super().save_checkpoint(path, model, None, scheduler, extra, asynchronous=asynchronous, **options)
         if asynchronous:
             raise ValueError(f"{self.name}: asynchronous=True, and DeepSpeed's engine writes itself; leave it out")
         if trainable_only:
             raise ValueError(f"{self.name}: trainable_only=True, and DeepSpeed's files hold whole models; leave it out")
-        deepspeed_checkpoint.save_checkpoint(path, model, owner, scheduler, extra, **kept)
+        deepspeed_checkpoint.save_checkpoint(path, model, engine_optimizer, scheduler, extra, **retention)
         return None
 
     def load_checkpoint(
@@ -329,32 +334,36 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
         *,
         trainable_only: bool | None = None,
     ) -> dict[str, Any]:
-        """Continue from :meth:`save_checkpoint`, on as many ranks; returns its ``extra``.
+        """Load what :meth:`save_checkpoint` wrote on the same number of ranks, and return its ``extra``.
 
-        A folder in DeepSpeed's universal format is loaded at any stage, on any number of ranks.
-
-        Without ``optimizer`` the weights alone are loaded, and masters are rebuilt from them.
+        A folder in DeepSpeed's universal format can be loaded at any stage, on any number of ranks. Without
+        ``optimizer`` only the weights are loaded, and the masters are rebuilt from them.
 
         Raises:
-            CheckpointError: it cannot be used; the message says what differs, and nothing was changed.
-            ValueError: ``trainable_only=True``: DeepSpeed's files hold whole models.
+            CheckpointError: the checkpoint cannot be used; the message says what differs.
+            ValueError: ``trainable_only=True``: DeepSpeed's files have whole models.
         """
-        owner = self._owner(model, optimizer)
-        if owner is None:
+        engine_optimizer = self._engine_optimizer(model, optimizer)
+        if engine_optimizer is None:
             deepspeed_weights.refuse_partitioned(model, self.name)
             return super().load_checkpoint(path, model, None, scheduler, trainable_only=trainable_only)
         if trainable_only:
             raise ValueError(f"{self.name}: trainable_only=True, and DeepSpeed's files hold whole models; leave it out")
-        return deepspeed_checkpoint.load_checkpoint(path, model, owner, scheduler, weights_only=optimizer is None)
+        weights_only = optimizer is None
+        return deepspeed_checkpoint.load_checkpoint(path, model, engine_optimizer, scheduler, weights_only)
 
-    def _owner(self, model: nn.Module, optimizer: BaseOptimizer | None) -> DeepSpeedOptimizer | None:
-        """The optimizer whose engine holds the model."""
-        known = self._optimizers_of(model)
-        if optimizer is not None and not any(optimizer is other for other in known):
+    def _engine_optimizer(self, model: nn.Module, optimizer: BaseOptimizer | None) -> DeepSpeedOptimizer | None:
+        """The optimizer of the model's engine; ``None`` before it is created.
+
+        Raises:
+            ValueError: ``optimizer`` is another one.
+        """
+        optimizers = self._optimizers_of(model)
+        if optimizer is not None and not any(optimizer is other for other in optimizers):
             raise ValueError(
                 f"{self.name}: this {type(optimizer).__name__} is not the model's; pass both of one engine"
             )
-        return cast("DeepSpeedOptimizer | None", known[0] if known else None)
+        return cast("DeepSpeedOptimizer | None", optimizers[0] if optimizers else None)
 
     def export_model(self, path: str | Path, model: nn.Module, tokenizer: Any = None) -> None:
         module = unwrap_model(model)
@@ -368,7 +377,7 @@ _joined_group: weakref.ref[Any] | None = None
 
 
 def join_process_group() -> None:
-    """Have DeepSpeed's communication use the default process group, also when an earlier one was ended."""
+    """Have DeepSpeed communicate over the current default process group, even if it used an earlier one before."""
     global _joined_group
     import deepspeed
     from deepspeed.utils import groups
@@ -377,28 +386,35 @@ def join_process_group() -> None:
     if _joined_group is not None and _joined_group() is world:
         return
     if deepspeed.get_accelerator().device_name() == "cpu":
-        # A shared-memory reduction for inference that would be compiled here; training does not use it.
+        # This shared-memory reduction for inference would be compiled now; training does not need it.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     if _joined_group is not None:
         groups._release_process_group_references()
     deepspeed.comm.init_distributed(auto_mpi_discovery=False, verbose=False)
-    # torch 2.13 has other names for two collectives, and says so at each call of the old ones.
+    # torch 2.13 has renamed two collectives, and warns at each call of the old names.
     warnings.filterwarnings("ignore", r".*torch\.distributed\.\w+. is deprecated", FutureWarning)
     _joined_group = weakref.ref(world)
 
 
-def _fused(
+def _fused_argument(
     optimizer_class: type[torch.optim.Optimizer], hyperparameters: Mapping[str, Any], device: torch.device
 ) -> dict[str, Any]:
-    """``fused`` where torch has it and nothing else was asked for; its SGD on the CPU is wrong with momentum (2.13)."""
-    asked = {"fused", "foreach", "differentiable"} & hyperparameters.keys()
-    known = "fused" in inspect.signature(optimizer_class.__init__).parameters
-    elsewhere = torch.optim.SGD if device.type == "cpu" else torch.optim.Adagrad
-    return {"fused": True} if known and not asked and not issubclass(optimizer_class, elsewhere) else {}
+    """``fused=True`` if the class has it for this device and no implementation was chosen.
+
+    Not for SGD on the CPU, where torch 2.13's result with momentum is wrong.
+    """
+    chosen = {"fused", "foreach", "differentiable"} & hyperparameters.keys()
+    has_fused = "fused" in inspect.signature(optimizer_class.__init__).parameters
+    unsupported = torch.optim.SGD if device.type == "cpu" else torch.optim.Adagrad
+    return {"fused": True} if has_fused and not chosen and not issubclass(optimizer_class, unsupported) else {}
 
 
-def _native(client: torch.optim.Optimizer, zenflow: bool, name: str) -> dict[str, Any]:
-    """DeepSpeed's own CPU optimizer with the client's settings."""
+def _deepspeed_optimizer(client: torch.optim.Optimizer, zenflow: bool, name: str) -> dict[str, Any]:
+    """The configuration of DeepSpeed's own CPU optimizer with the client optimizer's settings.
+
+    Raises:
+        ValueError: DeepSpeed has no such optimizer.
+    """
     settings = {key: client.defaults.get(key) for key in ("lr", "betas", "eps", "weight_decay")}
     if type(client) is torch.optim.AdamW:
         return {"type": "AdamW", "params": settings}

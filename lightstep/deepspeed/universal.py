@@ -1,11 +1,11 @@
-"""DeepSpeed's universal checkpoints: for any stage and number of ranks, from DeepSpeed's or lightstep's converter.
+"""Loading DeepSpeed's universal checkpoints, from DeepSpeed's or lightstep's converter, at any stage and world size.
 
 ::
 
     DIRECTORY/
         latest_universal       the name of the folder below
-        global_step100/zero/   one folder per parameter: master and moments; and the groups
-        global_step100/*.pt    weights and everything small
+        global_step100/zero/   a folder per parameter with master and moments, and the parameter groups
+        global_step100/*.pt    weights, scheduler, counters, extra
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from typing import Any
 
 import torch
 
-from lightstep.checkpoint.errors import CheckpointError, reported
+from lightstep.checkpoint.errors import CheckpointError, checkpoint_errors, list_names
 from lightstep.checkpoint.formats.safe_load import refused_name
-from lightstep.checkpoint.formats.zero_files import RESERVED as DEEPSPEEDS_OWN
+from lightstep.checkpoint.formats.zero_files import RESERVED
 from lightstep.checkpoint.load import apply_scheduler
-from lightstep.checkpoint.partly_loaded import changing
+from lightstep.checkpoint.partly_loaded import loading
 from lightstep.checkpoint.ranks import Ranks
 from lightstep.checkpoint.small_state import set_random_states
 from lightstep.deepspeed.optimizer import DeepSpeedOptimizer
@@ -40,14 +40,14 @@ _TRUSTED = {
     "deepspeed.runtime.zero.config.ZeroStageEnum",
     "deepspeed.utils.tensor_fragment.fragment_address",
 }
-"""Classes in DeepSpeed's files beside what torch itself allows."""
+"""Classes in DeepSpeed's files that torch's weights-only unpickler does not allow by itself."""
 
 
 def refuse_untrusted(file: Path) -> None:
-    """Raise when unpickling the file would run anything but torch's and DeepSpeed's own records.
+    """Check that unpickling the file needs only torch's classes and a few of DeepSpeed's.
 
     Raises:
-        CheckpointError: naming what it asks for.
+        CheckpointError: it needs others; the message names them.
     """
     wanted = set(torch.serialization.get_unsafe_globals_in_checkpoint(file)) - _TRUSTED
     if wanted:
@@ -56,17 +56,17 @@ def refuse_untrusted(file: Path) -> None:
 
 @contextmanager
 def trusted_loads() -> Iterator[None]:
-    """``torch.load(..., weights_only=False)``, as DeepSpeed calls it, makes nothing but what is trusted in this block.
+    """In the block ``torch.load(..., weights_only=False)``, as DeepSpeed calls it, uses the weights-only unpickler.
 
-    torch's own switch does it, an environment variable that is read at each load: the call's argument has no say then.
+    An environment variable of torch does that. torch reads it in each load, and it overrides the argument.
     """
     switches = {"TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "0"}
     before = {name: os.environ.get(name) for name in switches}
     os.environ.update(switches)
     try:
-        with torch.serialization.safe_globals([_imported(name) for name in _TRUSTED]):
+        with torch.serialization.safe_globals([_import_class(name) for name in _TRUSTED]):
             yield
-    except pickle.UnpicklingError as error:  # torch's text recommends to run what is in it
+    except pickle.UnpicklingError as error:  # torch's own message recommends weights_only=False
         raise CheckpointError(f"a file is damaged, or holds what must not be run ({refused_name(error)})") from error
     finally:
         for name, value in before.items():
@@ -76,7 +76,7 @@ def trusted_loads() -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _imported(name: str) -> Any:
+def _import_class(name: str) -> Any:
     module, _, attribute = name.rpartition(".")
     return getattr(importlib.import_module(module), attribute)
 
@@ -84,37 +84,37 @@ def _imported(name: str) -> Any:
 def load_universal(
     folder: Path, optimizer: DeepSpeedOptimizer, scheduler: Any, weights_only: bool = False
 ) -> dict[str, Any]:
-    """Masters, moments, groups and what else the converter knew, at this engine's stage and number of ranks.
+    """Load masters, moments, groups, scheduler and random states into the engine; returns ``extra``.
 
     Raises:
-        CheckpointError: it cannot be used. All ranks raise.
+        CheckpointError: the checkpoint cannot be used. All ranks raise.
     """
     ranks = Ranks()
-    with reported(f"{folder} was not loaded"):
+    with checkpoint_errors(f"{folder} was not loaded"):
         if weights_only:
             raise CheckpointError("a universal checkpoint is loaded with its optimizer state; pass the optimizer too")
-        tag = ranks.together(lambda: _checked(folder, optimizer))
-        with changing(optimizer.engine.module, [optimizer], folder):
+        tag = ranks.together(lambda: _check(folder, optimizer))
+        with loading(optimizer.engine.module, [optimizer], folder):
             client = ranks.together(lambda: _load_engine(folder, tag, optimizer))
-            ours = client.get("lightstep") or {}
-            ranks.together(lambda: _apply(client, ours, optimizer, scheduler, ranks.rank))
+            section = client.get("lightstep") or {}
+            ranks.together(lambda: _apply(client, section, optimizer, scheduler, ranks.rank))
     logger.info("loaded %s", folder)
-    return {key: value for key, value in client.items() if key not in DEEPSPEEDS_OWN}
+    return {key: value for key, value in client.items() if key not in RESERVED}
 
 
-def _checked(folder: Path, optimizer: DeepSpeedOptimizer) -> str:
-    """The tag; every file has been looked at, and every trained parameter has its files."""
+def _check(folder: Path, optimizer: DeepSpeedOptimizer) -> str:
+    """Check that all files may be loaded and that every trained parameter is there; returns the tag."""
     optimizer.prepare_for_checkpoint()
     tag = (folder / UNIVERSAL).read_text().strip()
     names = [optimizer.engine.param_names[p] for group in optimizer.param_groups for p in group["params"]]
     trained = [p.requires_grad for group in optimizer.param_groups for p in group["params"]]
     missing = [
         name
-        for name, wanted in zip(names, trained, strict=True)
-        if wanted and not (folder / tag / "zero" / name / "fp32.pt").is_file()
+        for name, is_trained in zip(names, trained, strict=True)
+        if is_trained and not (folder / tag / "zero" / name / "fp32.pt").is_file()
     ]
     if missing:
-        raise CheckpointError(f"it belongs to another model: {', '.join(missing[:5])} of {len(missing)} are not in it")
+        raise CheckpointError(f"it belongs to another model; not in the checkpoint: {list_names(missing)}")
     for file in sorted((folder / tag).rglob("*.pt")):
         refuse_untrusted(file)
     return tag
@@ -133,18 +133,18 @@ def _load_engine(folder: Path, tag: str, optimizer: DeepSpeedOptimizer) -> dict[
 
 
 def _separate_step_counts(optimizer: torch.optim.Optimizer) -> None:
-    """Stage 3 puts one tensor into the state of every group, and each group's update would count it up."""
+    """Give each group its own step count: at stage 3 DeepSpeed loads one tensor, which every update would increment."""
     for entries in optimizer.state.values():
         if isinstance(entries.get("step"), torch.Tensor):
             entries["step"] = entries["step"].clone()
 
 
 def _apply(
-    client: Mapping[str, Any], ours: Mapping[str, Any], optimizer: DeepSpeedOptimizer, scheduler: Any, rank: int
+    client: Mapping[str, Any], section: Mapping[str, Any], optimizer: DeepSpeedOptimizer, scheduler: Any, rank: int
 ) -> None:
-    optimizer.take_hyperparameters(ours.get("param_groups"))
-    optimizer.loaded()
-    states = ours.get("random") or []
+    optimizer.load_hyperparameters(section.get("param_groups"))
+    optimizer.after_load()
+    states = section.get("random") or []
     if rank < len(states):
         set_random_states(states[rank])
     if scheduler is not None:

@@ -1,1 +1,1 @@
-"""Roles for reinforcement learning: who trains, who generates, and how weights get from one to the other."""
+"""Reinforcement learning: which ranks train, which generate, and how weights are sent from one to the other."""

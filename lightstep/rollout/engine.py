@@ -1,4 +1,4 @@
-"""What generates: the receiving end of published weights. Built in is a transformers model's own ``generate``."""
+"""Rollout engines, which generate with published weights; one of them for transformers models is built in."""
 
 from __future__ import annotations
 
@@ -14,88 +14,91 @@ from lightstep.sharding.model_names import named_tensors, unwrap_model
 
 
 class RolloutEngine(ABC):
-    """Something that generates with weights that are sent to it.
+    """Generates with weights that are sent to it.
 
-    Whatever can load a stream of ``(name, tensor)`` pairs becomes one by :attr:`device` and :meth:`load_weights`.
+    A subclass needs :attr:`device` and :meth:`load_weights`, which loads ``(name, tensor)`` pairs.
 
     Attributes:
-        version: of the complete set of weights that it generates with; ``None`` before the first one.
+        version: the version of the last complete set of weights; ``None`` before the first one.
     """
 
     version: int | None = None
-    _broken: str | None = None
-    _coming: int = 0
-    _names: Mapping[str, WeightInfo] | None = None
+    _incomplete: str | None = None
+    """Why the weights are not all of one version; ``None`` if they are."""
+    _loading_version: int = 0
+    _expected: Mapping[str, WeightInfo] | None = None
+    """By name; ``None`` if the engine checks for itself."""
 
     @property
     @abstractmethod
     def device(self) -> torch.device:
-        """Where :meth:`load_weights` is best given its tensors."""
+        """The device on which :meth:`load_weights` should get its tensors."""
 
     @abstractmethod
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Take over some tensors of a set; called for one bucket after the other.
+        """Load some tensors of a set. Called for one bucket after the other.
 
         Args:
-            weights: names as the trained model has them, and whole tensors; valid until this returns.
+            weights: the trained model's names, and whole tensors. The tensors are valid until this returns.
         """
 
-    def finish_loading(self) -> None:  # noqa: B027  (most have nothing to do)
-        """The set is complete. For caches that were computed with the old weights."""
+    def finish_loading(self) -> None:  # noqa: B027  (most engines have nothing to do)
+        """Called when a set is complete, for example to drop caches that were computed with the old weights."""
 
     def expects(self) -> Sequence[WeightInfo] | None:
-        """The tensors that a set has to consist of; ``None``: whatever is sent, the engine checks for itself."""
+        """The tensors that a set must consist of; ``None`` if the engine checks for itself."""
         return None
 
     @property
     def complete(self) -> bool:
         """Whether all weights are of one version."""
-        return self._broken is None
+        return self._incomplete is None
 
     def check_complete(self) -> None:
-        """Raise if the last set broke off half-way. To be called before anything is generated.
+        """Check that the last transfer was completed. Call this before generating.
 
         Raises:
             WeightTransferError: some weights are of one version and some of another.
         """
-        if self._broken is not None:
+        if self._incomplete is not None:
             raise WeightTransferError(
-                f"this engine holds half of a set of weights ({self._broken}); receive a complete one before generating"
+                f"this engine holds half of a set of weights ({self._incomplete}); receive a complete one before "
+                "generating"
             )
 
     def begin_set(self, version: int, infos: Sequence[WeightInfo]) -> None:
-        """A set of these tensors is offered; nothing is written yet.
+        """Prepare to load a set of these tensors. Nothing is written yet.
 
         Raises:
-            ValueError: the engine :meth:`expects` others.
+            ValueError: the engine :meth:`expects` other tensors.
         """
         expected = self.expects()
         if expected is not None:
             refuse_mismatch(infos, expected)
-        self._names = None if expected is None else {name: info for info in expected for name in info.names}
-        self._coming = version
+        self._expected = None if expected is None else {name: info for info in expected for name in info.names}
+        self._loading_version = version
 
-    def take(self, bucket: Bucket) -> None:
-        """Load one bucket. From the first one on the engine is incomplete, until :meth:`end_set`."""
-        self._broken = f"version {self._coming} broke off"
-        self.load_weights((name, tensor) for info, tensor in bucket for name in self._called(info))
+    def load_bucket(self, bucket: Bucket) -> None:
+        """Load one bucket. From the first one until :meth:`end_set` the engine is incomplete."""
+        self._incomplete = f"version {self._loading_version} was not completed"
+        self.load_weights((name, tensor) for info, tensor in bucket for name in self._target_names(info))
 
-    def _called(self, info: WeightInfo) -> Sequence[str]:
-        """The names under which a tensor is handed over: one for each tensor that it fills."""
-        if self._names is None:
+    def _target_names(self, info: WeightInfo) -> Sequence[str]:
+        """The names under which a published tensor is loaded: one for each of the engine's tensors that it fills."""
+        if self._expected is None:
             return [info.name]
-        return list({self._names[name]: name for name in reversed(info.names) if name in self._names}.values())
+        return list({self._expected[name]: name for name in reversed(info.names) if name in self._expected}.values())
 
     def end_set(self) -> None:
-        """All buckets are loaded."""
+        """Finish the set. All buckets have been loaded."""
         self.finish_loading()
-        self._broken, self.version = None, self._coming
+        self._incomplete, self.version = None, self._loading_version
 
 
 class TransformersEngine(RolloutEngine):
-    """``generate`` of a transformers model; any module that is only called will do too.
+    """Generates with a transformers model's ``generate``. Any module that is only called works too.
 
-    The model itself refuses to be called while it holds half of a set.
+    The model raises if it is called while its weights are incomplete.
 
     Args:
         model: what ``strategy.prepare_model(factory, role="rollout")`` returned.
@@ -123,7 +126,7 @@ class TransformersEngine(RolloutEngine):
         """The model's own ``generate``.
 
         Raises:
-            WeightTransferError: the last set of weights broke off half-way.
+            WeightTransferError: the last transfer of weights was not completed.
         """
         self.check_complete()
         return unwrap_model(self.model).generate(*args, **kwargs)  # type: ignore[operator]

@@ -1,9 +1,13 @@
-"""Weights from the first trainer to rollout workers over a process group: both ends.
+"""Sending weights from the first trainer to rollout workers over a process group: both ends.
 
-A set of weights has a number, and these messages (:mod:`lightstep.rollout.message_board`): the trainer's ``offer``
-(what will come, and for whom), every receiver's ``reply`` (it can take it, or why not), the trainer's ``verdict`` (it
-begins, or not), and every receiver's ``done`` (it has the complete set, or what went wrong). The weights are broadcast
-over a :class:`~lightstep.rollout.link.WeightLink`, which is kept for the next set.
+Every set of weights has a number and these messages (:mod:`lightstep.rollout.message_board`):
+
+1. ``offer``, from the trainer: which tensors will be sent, and to whom.
+2. ``reply``, from every receiver: that it can load them, or why not.
+3. ``verdict``, from the trainer: that it will send them, or why not.
+4. ``done``, from every receiver: that it has the complete set, or its error.
+
+The weights are broadcast over a :class:`~lightstep.rollout.link.WeightLink`, which is kept for the next set.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from lightstep.rollout.engine import RolloutEngine
-from lightstep.rollout.link import WeightLink, identity, shared_device
+from lightstep.rollout.link import WeightLink, device_id, link_device
 from lightstep.rollout.message_board import MessageBoard
 from lightstep.rollout.transport import (
     Bucket,
@@ -33,10 +37,10 @@ logger = logging.getLogger(__name__)
 LATEST, ENDED = "latest", "ended"
 
 _GRACE = 5.0
-"""Seconds in which receivers whose link broke say so; who is silent for longer has died."""
+"""Seconds in which receivers report that their link broke. A receiver that does not is taken for dead."""
 
-_SHARE = 0.9
-"""Of the timeout, for one broadcast; what is left is for finding out who is to blame."""
+_BROADCAST_SHARE = 0.9
+"""The share of the timeout for one broadcast. The rest is for finding out which receiver failed."""
 
 
 class GroupTransport(WeightTransport):
@@ -44,9 +48,9 @@ class GroupTransport(WeightTransport):
 
     Args:
         board: shared with the receivers.
-        receivers: their numbers in the default process group.
-        device: where buckets are.
-        timeout: seconds that it waits for receivers.
+        receivers: their ranks in the default process group.
+        device: the buckets' device.
+        timeout: seconds to wait for receivers.
     """
 
     def __init__(self, board: MessageBoard, receivers: Sequence[int], device: torch.device, timeout: float) -> None:
@@ -56,12 +60,12 @@ class GroupTransport(WeightTransport):
         self._set = 0
 
     def change_receivers(self, receivers: Sequence[int]) -> None:
-        """Send to these from the next set on."""
+        """Send to these ranks from the next set on."""
         self._close_link()
         self.receivers = tuple(receivers)
 
     def begin(self, version: int, buckets: Sequence[Sequence[WeightInfo]]) -> None:
-        self._forget_last_but_one()
+        self._delete_old_messages()
         self._set = self._board.next_number()
         offer = {
             "version": version,
@@ -73,68 +77,77 @@ class GroupTransport(WeightTransport):
         self._open_link(self._replies())
 
     def _replies(self) -> list[dict[str, Any]]:
-        deadline = time.monotonic() + self._timeout
-        replies = {rank: self._board.wait(f"{self._set}/reply/{rank}", deadline) for rank in self.receivers}
+        """All receivers' replies.
+
+        Raises:
+            WeightTransferError: a receiver did not answer, or cannot load the weights.
+        """
+        replies = self._answers("reply", time.monotonic() + self._timeout)
         silent = [rank for rank, reply in replies.items() if reply is None]
         if silent:
             raise WeightTransferError(
-                f"rollout {_named(silent)} did not answer within {self._timeout:g} s: dead, or busy for longer than "
-                "roles.rollout.timeout_s; nothing was sent, and every engine has the weights that it had",
+                f"rollout {_list_ranks(silent)} did not answer within {self._timeout:g} s: dead, or busy for longer "
+                "than roles.rollout.timeout_s; nothing was sent, and every engine still has its previous weights",
                 silent,
             )
         refusing = {rank: reply["error"] for rank, reply in replies.items() if "error" in reply}
         if refusing:
-            texts = "; ".join(f"rollout rank {rank} cannot take these weights: {e}" for rank, e in refusing.items())
+            texts = "; ".join(f"rollout rank {rank} cannot load these weights: {e}" for rank, e in refusing.items())
             raise WeightTransferError(f"{texts}. Nothing was sent", refusing)
         return list(replies.values())
 
+    def _answers(self, what: str, deadline: float) -> dict[int, Any]:
+        """Each receiver's message of this kind; ``None`` for those that have not sent one by ``deadline``."""
+        return {rank: self._board.wait(f"{self._set}/{what}/{rank}", deadline) for rank in self.receivers}
+
     def _open_link(self, replies: Sequence[dict[str, Any]]) -> None:
-        """The one that all members still have, or a new one."""
+        """Open a new link, unless all members still have the last one."""
         if self._link is not None and any(reply["link"] != self._link.number for reply in replies):
             self._close_link()
-        device = shared_device([identity(self._device), *(reply["device"] for reply in replies)])
+        kind = link_device([device_id(self._device), *(reply["device"] for reply in replies)])
         number = self._set if self._link is None else self._link.number
-        self._board.write(f"{self._set}/verdict", {"link": number, "device": device})
+        self._board.write(f"{self._set}/verdict", {"link": number, "device": kind})
         if self._link is None:
-            place = torch.device("cpu") if device == "cpu" else self._device
-            store = self._board.store_of(str(number))
-            with self._reporting():
-                self._link = WeightLink(number, store, 0, 1 + len(self.receivers), place, _SHARE * self._timeout)
+            device = torch.device("cpu") if kind == "cpu" else self._device
+            store = self._board.store_for(str(number))
+            with self._diagnosing():
+                timeout = _BROADCAST_SHARE * self._timeout
+                self._link = WeightLink(number, store, 0, 1 + len(self.receivers), device, timeout)
 
     def send(self, bucket: Bucket) -> None:
         assert self._link is not None
-        with self._reporting():
+        with self._diagnosing():
             self._link.broadcast(bucket.buffer.to(self._link.device))
 
     @contextlib.contextmanager
-    def _reporting(self) -> Iterator[None]:
-        """When the link breaks, it is said whose fault that is."""
+    def _diagnosing(self) -> Iterator[None]:
+        """If the link breaks in the block, raise an error that names the receivers that failed."""
         latest = time.monotonic() + self._timeout
         try:
             yield
         except RuntimeError as error:
             self._close_link()
-            raise self._found_out(error, min(latest, time.monotonic() + _GRACE)) from error
+            raise self._diagnose(error, min(latest, time.monotonic() + _GRACE)) from error
 
-    def _found_out(self, error: RuntimeError, deadline: float) -> WeightTransferError:
-        reports = {rank: self._board.wait(f"{self._set}/done/{rank}", deadline) for rank in self.receivers}
-        guilty = {rank: report["error"] for rank, report in reports.items() if report and report.get("own")}
+    def _diagnose(self, error: RuntimeError, deadline: float) -> WeightTransferError:
+        reports = self._answers("done", deadline)
+        failed = {rank: report["error"] for rank, report in reports.items() if report and report.get("own")}
         silent = [rank for rank, report in reports.items() if report is None]
-        texts = [f"rollout rank {rank} failed: {text}" for rank, text in guilty.items()]
+        texts = [f"rollout rank {rank} failed: {text}" for rank, text in failed.items()]
         if silent:
-            texts.append(f"rollout {_named(silent)} died or hangs")
+            texts.append(f"rollout {_list_ranks(silent)} died or hangs")
         what = "; ".join(texts) or f"the link broke: {error}"
         return WeightTransferError(
-            f"{what}. Training can go on; engines that got a part wait for a whole set", [*guilty, *silent]
+            f"{what}. Training can continue; engines with incomplete weights wait for a complete set",
+            [*failed, *silent],
         )
 
     def finish(self) -> None:
-        deadline = time.monotonic() + self._timeout
-        reports = {rank: self._board.wait(f"{self._set}/done/{rank}", deadline) for rank in self.receivers}
+        reports = self._answers("done", time.monotonic() + self._timeout)
         failed = [rank for rank, report in reports.items() if report is None or "error" in report]
         if failed:
             texts = [f"rollout rank {rank}: {(reports[rank] or {}).get('error', 'no answer')}" for rank in failed]
-            raise WeightTransferError(f"not everybody has the complete set: {'; '.join(texts)}", failed)
+            raise WeightTransferError(f"not all rollout workers have the complete set: {'; '.join(texts)}", failed)
 
     def abort(self, reason: str) -> None:
         self._close_link()
@@ -142,7 +155,7 @@ class GroupTransport(WeightTransport):
             self._board.write(f"{self._set}/verdict", {"abort": reason})
 
     def close(self) -> None:
-        """Tell the receivers that no weights will come any more."""
+        """Tell the receivers that no further weights will be sent."""
         self._close_link()
         with contextlib.suppress(RuntimeError):
             self._board.write(ENDED, True)
@@ -152,11 +165,12 @@ class GroupTransport(WeightTransport):
             self._link.close()
             self._link = None
 
-    def _forget_last_but_one(self) -> None:
+    def _delete_old_messages(self) -> None:
+        """Delete the messages of the set before the last one: receivers may still read those of the last one."""
         old = self._set - 1
         if old > 0:
-            each = [f"{old}/{what}/{rank}" for rank in self.receivers for what in ("reply", "done")]
-            self._board.forget(f"{old}/offer", f"{old}/verdict", *each)
+            receivers_keys = [f"{old}/{what}/{rank}" for rank in self.receivers for what in ("reply", "done")]
+            self._board.delete(f"{old}/offer", f"{old}/verdict", *receivers_keys)
 
 
 class GroupReceiver:
@@ -164,8 +178,8 @@ class GroupReceiver:
 
     Args:
         board: shared with the trainer.
-        rank: this process's number in the default process group.
-        timeout: seconds that it waits for the trainer.
+        rank: this process's rank in the default process group.
+        timeout: seconds to wait for the trainer.
     """
 
     def __init__(self, board: MessageBoard, rank: int, timeout: float) -> None:
@@ -177,25 +191,25 @@ class GroupReceiver:
         """See ``Strategy.receive_weights``."""
         deadline = time.monotonic() + (self._timeout if timeout is None else timeout)
         try:
-            return self._received(engine, wait, deadline)
-        except dist.DistNetworkError as error:  # the store is gone, and who hosted it
+            return self._receive(engine, wait, deadline)
+        except dist.DistNetworkError as error:  # the process that hosts the store has ended
             raise TrainingEnded(f"the trainers cannot be reached any more: {error}") from error
 
-    def _received(self, engine: RolloutEngine, wait: bool, deadline: float) -> int | None:
+    def _receive(self, engine: RolloutEngine, wait: bool, deadline: float) -> int | None:
         while True:
-            offer = self._board.until(self._next_offer, deadline) if wait else self._next_offer()
+            offer = self._board.poll(self._next_offer, deadline) if wait else self._next_offer()
             if offer is None and wait:
                 raise WeightTransferError(
-                    "no weights were published in time; the engine is as it was. Wait for longer "
-                    "(receive_weights(timeout=...), roles.rollout.timeout_s), or look at the trainers"
+                    "no weights were published in time; the engine still has its previous weights. Wait for longer "
+                    "(receive_weights(timeout=...), roles.rollout.timeout_s), or check the trainers"
                 )
-            if offer is not None and self._take(offer, engine):
+            if offer is not None and self._accept(offer, engine):
                 return engine.version
             if not wait:
                 return None
 
     def _next_offer(self) -> dict[str, Any] | None:
-        """An offer for this rank that still stands, and that it has not had."""
+        """A new offer for this rank that the trainer has not yet decided on; ``None`` without one."""
         number = self._board.read(LATEST) or 0
         if number > self._seen:
             self._seen = number
@@ -203,25 +217,27 @@ class GroupReceiver:
             if offer and self._rank in offer["receivers"] and self._board.read(f"{number}/verdict") is None:
                 return dict(offer)
         if self._board.read(ENDED):
-            raise TrainingEnded("the trainers have ended: no weights will come any more")
+            raise TrainingEnded("the trainers have ended: no further weights will be published")
         return None
 
-    def _take(self, offer: dict[str, Any], engine: RolloutEngine) -> bool:
-        """Whether the set arrived; not if the trainer gave it up before it began."""
+    def _accept(self, offer: dict[str, Any], engine: RolloutEngine) -> bool:
+        """Reply to an offer, and load the set. ``False`` if the trainer decides not to send it."""
         buckets = [[WeightInfo.from_json(values) for values in infos] for infos in offer["buckets"]]
         try:
             engine.begin_set(offer["version"], [info for infos in buckets for info in infos])
         except Exception as error:
-            self._say("reply", {"error": str(error)})
+            self._answer("reply", {"error": str(error)})
             raise WeightTransferError(
                 f"version {offer['version']} was refused: {error}; nothing was written"
             ) from error
         link = None if self._link is None else self._link.number
-        self._say("reply", {"link": link, "device": identity(engine.device)})
+        self._answer("reply", {"link": link, "device": device_id(engine.device)})
         verdict = self._board.wait(f"{self._seen}/verdict", time.monotonic() + self._timeout)
         if verdict is None or "abort" in verdict:
-            why = "the trainer went silent" if verdict is None else verdict["abort"]
-            logger.warning("version %s was not sent (%s); going on with %s", offer["version"], why, engine.version)
+            reason = "the trainer did not answer" if verdict is None else verdict["abort"]
+            logger.warning(
+                "version %s was not sent (%s); the engine keeps %s", offer["version"], reason, engine.version
+            )
             return False
         self._load(offer, verdict, buckets, engine)
         return True
@@ -229,55 +245,60 @@ class GroupReceiver:
     def _load(
         self, offer: dict[str, Any], verdict: dict[str, Any], buckets: list[list[WeightInfo]], engine: RolloutEngine
     ) -> None:
-        own = False
+        own = False  # whether an error is this process's own, and not the link's
         try:
-            link = self._linked(offer, verdict, engine.device)
+            link = self._open_link(offer, verdict, engine.device)
             size = max(map(Bucket.nbytes_of, buckets), default=0)
             buffer = torch.empty(size, dtype=torch.uint8, device=link.device)
             for infos in buckets:
                 bucket = Bucket(infos, buffer)
                 link.broadcast(bucket.buffer)
                 own = True
-                engine.take(bucket)
+                engine.load_bucket(bucket)
                 own = False
             own = True
             engine.end_set()
         except BaseException as error:
-            self._say("done", {"error": f"{type(error).__name__}: {error}", "own": own})
+            self._answer("done", {"error": f"{type(error).__name__}: {error}", "own": own})
             self.close()
             if own or not isinstance(error, RuntimeError):
                 raise
             raise WeightTransferError(
-                f"version {offer['version']} broke off: {self._reason(error)}. "
-                f"{'The engine is as it was' if engine.complete else 'The engine generates again with a complete set'}"
+                f"version {offer['version']} was not completed: {self._reason(error)}. "
+                + (
+                    "The engine still has its previous weights"
+                    if engine.complete
+                    else "The engine generates again once it has a complete set"
+                )
             ) from error
-        self._say("done", {})
+        self._answer("done", {})
 
-    def _linked(self, offer: dict[str, Any], verdict: dict[str, Any], device: torch.device) -> WeightLink:
+    def _open_link(self, offer: dict[str, Any], verdict: dict[str, Any], device: torch.device) -> WeightLink:
+        """The link that the verdict names: the last one, or a new one."""
         number = verdict["link"]
         if self._link is None or self._link.number != number:
             self.close()
             rank = 1 + offer["receivers"].index(self._rank)
-            store = self._board.store_of(str(number))
-            place = torch.device("cpu") if verdict["device"] == "cpu" else device
+            store = self._board.store_for(str(number))
+            device = torch.device("cpu") if verdict["device"] == "cpu" else device
             size = 1 + len(offer["receivers"])
-            self._link = WeightLink(number, store, rank, size, place, _SHARE * self._timeout)
+            self._link = WeightLink(number, store, rank, size, device, _BROADCAST_SHARE * self._timeout)
         return self._link
 
     def _reason(self, error: RuntimeError) -> str:
-        """What the trainer says, if it can."""
+        """The trainer's reason for the abort if it gives one, else this process's error."""
         verdict = self._board.wait(f"{self._seen}/verdict", time.monotonic() + 0.5) or {}
         return str(verdict.get("abort", error))
 
-    def _say(self, what: str, value: dict[str, Any]) -> None:
+    def _answer(self, what: str, value: dict[str, Any]) -> None:
         self._board.write(f"{self._seen}/{what}/{self._rank}", value)
 
     def close(self) -> None:
-        """Let go of the link."""
+        """Close the link."""
         if self._link is not None:
             self._link.close()
             self._link = None
 
 
-def _named(ranks: Sequence[int]) -> str:
+def _list_ranks(ranks: Sequence[int]) -> str:
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"

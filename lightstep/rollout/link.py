@@ -1,4 +1,4 @@
-"""A process group between the first trainer and rollout workers that may break without harm to any other group."""
+"""A process group of the first trainer and rollout workers, which may fail without affecting any other group."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 
 class WeightLink:
-    """Broadcasts from its first member to the others, outside of torch's registry of groups.
+    """Broadcasts from its first member to the others. It is not registered with ``torch.distributed``.
 
-    A member that dies makes the others' next broadcast raise: under gloo at once, under nccl (whose own watchdog would
-    end the process) when ``timeout`` is over.
+    If a member dies, the others' next broadcast raises: with gloo at once, with NCCL after ``timeout``. (NCCL's own
+    watchdog, which would end the process, is off.)
 
     Args:
-        number: by which its members know it.
-        store: where the members meet; for this link alone.
-        rank: this process's number in it; 0 sends.
-        size: how many there are.
-        device: of what is sent.
+        number: identifies the link; the same for all members.
+        store: for the rendezvous of this link only.
+        rank: this process's rank in the link; rank 0 sends.
+        size: the number of members.
+        device: of the tensors that are sent.
         timeout: seconds for one broadcast.
     """
 
@@ -37,37 +37,37 @@ class WeightLink:
     ) -> None:
         self.number, self.device = number, device
         self._timeout = timeout
-        self._used = False
+        self._connected = False
         limit = datetime.timedelta(seconds=timeout)
         self._group: Any
         if device.type == "cpu":
             self._group = dist.ProcessGroupGloo(store, rank, size, limit)
             return
-        with _errors_reported_here():
+        with _without_nccl_error_handling():
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = limit * 2
             self._group = dist.ProcessGroupNCCL(store, rank, size, options)
 
     def broadcast(self, tensor: Tensor) -> None:
-        """The first member's values; returns when they have arrived here, or have been taken over for sending.
+        """Broadcast the first member's values in place. Returns when the tensor may be read (or reused, by the sender).
 
         Raises:
-            RuntimeError: another member is gone, or did not take part in time.
+            RuntimeError: another member has died, or did not take part in time.
         """
         if self.device.type == "cpu":
             self._group.broadcast(tensor, 0).wait()
             return
         deadline = time.monotonic() + self._timeout
-        work = self._begun(tensor, deadline)
+        work = self._start_broadcast(tensor, deadline)
         while not work.is_completed():
             if time.monotonic() > deadline:
                 raise RuntimeError(f"no answer within {self._timeout:g} s")
             time.sleep(0.0002)
         work.wait()
 
-    def _begun(self, tensor: Tensor, deadline: float) -> Any:
-        """nccl connects its members in the first broadcast, and would wait for them without end."""
-        if self._used:
+    def _start_broadcast(self, tensor: Tensor, deadline: float) -> Any:
+        """Launch a broadcast. The first one connects the members, which in NCCL has no timeout, so a thread does it."""
+        if self._connected:
             return self._group.broadcast(tensor, 0)
         outcome: list[Any] = []
 
@@ -78,7 +78,7 @@ class WeightLink:
             except Exception as error:
                 outcome.append(error)
 
-        torch.cuda.current_stream().synchronize()  # the thread has a current stream of its own
+        torch.cuda.current_stream().synchronize()  # the thread has another current stream
         thread = threading.Thread(target=connect, daemon=True)
         thread.start()
         thread.join(max(0.0, deadline - time.monotonic()))
@@ -86,20 +86,20 @@ class WeightLink:
             raise RuntimeError(f"the members did not connect within {self._timeout:g} s")
         if isinstance(outcome[0], Exception):
             raise outcome[0]
-        self._used = True
+        self._connected = True
         return outcome[0]
 
     def close(self) -> None:
-        """Let go of the others, who notice."""
+        """Abort the group; the other members' next broadcast raises."""
         group, self._group = self._group, None
         if group is not None:
-            with contextlib.suppress(RuntimeError, AttributeError):  # not every torch lets every backend be aborted
+            with contextlib.suppress(RuntimeError, AttributeError):  # some torch versions cannot abort every backend
                 group.abort()
 
 
 @contextlib.contextmanager
-def _errors_reported_here() -> Iterator[None]:
-    """nccl groups that are made now leave their failures to whoever waits for them, and do not end the process."""
+def _without_nccl_error_handling() -> Iterator[None]:
+    """NCCL groups that are created in the block raise errors in ``wait()`` and do not end the process."""
     before = os.environ.get(ERROR_HANDLING)
     os.environ[ERROR_HANDLING] = "0"
     try:
@@ -111,12 +111,16 @@ def _errors_reported_here() -> Iterator[None]:
             os.environ[ERROR_HANDLING] = before
 
 
-def shared_device(everybody: list[str]) -> str:
-    """``"cuda"`` if every member has a GPU of its own that nccl can send from, else ``"cpu"``."""
-    own_gpus = all(one != "cpu" for one in everybody) and len(set(everybody)) == len(everybody)
+def link_device(device_ids: list[str]) -> str:
+    """``"cuda"`` if every member has a GPU of its own and NCCL is available, else ``"cpu"``.
+
+    Args:
+        device_ids: each member's, from :func:`device_id`.
+    """
+    own_gpus = all(one != "cpu" for one in device_ids) and len(set(device_ids)) == len(device_ids)
     return "cuda" if own_gpus and dist.is_nccl_available() else "cpu"
 
 
-def identity(device: torch.device) -> str:
-    """What tells one GPU from another, on all hosts; ``"cpu"`` elsewhere."""
+def device_id(device: torch.device) -> str:
+    """A GPU's UUID, which is unique over all hosts; ``"cpu"`` for other devices."""
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else "cpu"

@@ -1,4 +1,4 @@
-"""Short messages between roles, through the store behind the default process group: nobody has to be listening."""
+"""Short messages between roles, through the store of the default process group. Receivers need not be waiting."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 import torch.distributed as dist
 
 _SHORTEST, _LONGEST = 0.001, 0.02
-"""Seconds between two looks at what others have written."""
+"""Seconds between two polls, at first and at most."""
 
 
 class MessageBoard:
-    """Keys with JSON values that all ranks of all roles read and write.
+    """Keys with JSON values that all ranks of all roles can read and write.
 
-    The n-th board of a process is the n-th one of all others: every process makes them in the same order.
+    The n-th board of one process is the same as the n-th board of another: all processes create them in the same order.
     """
 
     def __init__(self) -> None:
@@ -26,39 +26,39 @@ class MessageBoard:
         self.store = dist.PrefixStore(self.prefix, store)
 
     def write(self, key: str, value: Any) -> None:
-        """Replace the key's value."""
+        """Set the key's value."""
         self.store.set(key, json.dumps(value))
 
     def read(self, key: str) -> Any:
-        """The key's value; ``None`` if nobody has written it."""
+        """The key's value; ``None`` if it is not set."""
         return json.loads(self.store.get(key)) if self.store.check([key]) else None
 
     def wait(self, key: str, deadline: float) -> Any:
-        """:meth:`read`, once there is something, or ``None`` when ``deadline`` (of ``time.monotonic()``) has passed."""
-        return self.until(lambda: self.read(key), deadline)
+        """Wait until the key is set, and return its value; ``None`` after ``deadline`` (in ``time.monotonic()``)."""
+        return self.poll(lambda: self.read(key), deadline)
 
     @staticmethod
-    def until(look: Callable[[], Any], deadline: float) -> Any:
-        """What ``look`` returns as soon as that is not ``None``, or ``None`` at the deadline.
+    def poll(read: Callable[[], Any], deadline: float) -> Any:
+        """Call ``read`` until it returns something else than ``None``, and return that; ``None`` after ``deadline``.
 
-        The store's own ``wait`` is not used: it keeps the connection from this process's other threads (nccl's among
-        them) and Ctrl-C from the process for as long as it lasts, and logs every wait that was in vain.
+        The store's own ``wait`` is not used: while it waits, it blocks Ctrl-C and the store's connection, which other
+        threads need (NCCL's for example), and it logs every timeout.
         """
         pause = _SHORTEST
-        while (found := look()) is None and time.monotonic() < deadline:
+        while (found := read()) is None and time.monotonic() < deadline:
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST)
         return found
 
     def next_number(self) -> int:
-        """1, 2, 3, ..., to whoever asks."""
+        """1, 2, 3, ...: a new number for each call on any rank."""
         return int(self.store.add("numbers", 1))
 
-    def forget(self, *keys: str) -> None:
-        """Nobody needs these any more."""
+    def delete(self, *keys: str) -> None:
+        """Delete keys."""
         for key in keys:
             self.store.delete_key(key)
 
-    def store_of(self, name: str) -> dist.Store:
-        """Where the members of a process group may meet."""
+    def store_for(self, name: str) -> dist.Store:
+        """A store for the rendezvous of a process group."""
         return dist.PrefixStore(f"stores/{name}", self.store)

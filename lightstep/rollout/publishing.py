@@ -1,4 +1,4 @@
-"""The trainers' side of publishing: whole tensors, one bucket at a time, from models that are sharded or not."""
+"""Publishing weights, on the trainers: gathers whole tensors and sends them, one bucket at a time."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lightstep.checkpoint.errors import CheckpointError
-from lightstep.checkpoint.export import senders_of, whole_tensor
+from lightstep.checkpoint.export import find_senders, gather_tensor
 from lightstep.checkpoint.ranks import Ranks
 from lightstep.distributed import local_tensor
 from lightstep.optimizer.param_groups import layer_of
@@ -21,7 +21,7 @@ _MIB = 2**20
 
 
 class LocalEngine(WeightTransport):
-    """To an engine in the trainer's own process."""
+    """Sends weights to an engine in the trainer's process."""
 
     def __init__(self, engine: RolloutEngine) -> None:
         self._engine = engine
@@ -33,23 +33,26 @@ class LocalEngine(WeightTransport):
             raise WeightTransferError(f"{error}; nothing was written") from error
 
     def send(self, bucket: Bucket) -> None:
-        self._engine.take(bucket)
+        self._engine.load_bucket(bucket)
 
     def finish(self) -> None:
         self._engine.end_set()
 
     def abort(self, reason: str) -> None:
-        """The engine knows: it has begun to load a set, and not ended it."""
+        """Does nothing: the engine stays incomplete until a set ends."""
 
 
 class Publication:
-    """One set of weights on its way. Called by all trainers, in the same order.
+    """Sends one set of weights. All trainers create and call it in the same order.
 
     Args:
-        model: unwrapped and up to date.
-        dtype: of its floating-point weights on the way.
-        bucket_mib: size of a bucket, in MiB.
+        model: without wrappers, and without pending updates.
+        dtype: floating-point weights are sent in it.
+        bucket_mib: size of a bucket in MiB.
         transport: ``None`` on ranks that only take part in gathering.
+
+    Raises:
+        WeightTransferError: ranks have different tensors of one name.
     """
 
     def __init__(
@@ -59,29 +62,29 @@ class Publication:
         self._transport = transport
         tensors = named_tensors(model)
         try:
-            self._senders = senders_of(tensors, self._ranks)
+            self._senders = find_senders(tensors, self._ranks)
         except CheckpointError as error:  # all ranks raise it
             raise WeightTransferError(f"{error}; engines know one tensor of a name") from error
-        cast = {id(buffer) for buffer in buffers_like_parameters(model)}
-        infos = [WeightInfo.of(named, dtype if _is_cast(named.tensor, cast) else None) for named in tensors]
+        cast_buffers = {id(buffer) for buffer in buffers_like_parameters(model)}
+        infos = [WeightInfo.of(named, dtype if _is_cast(named.tensor, cast_buffers) else None) for named in tensors]
         self._named = dict(zip(infos, tensors, strict=True))
         self._buckets = buckets_of(infos, [layer_of(info.name) for info in infos], bucket_mib * _MIB)
         self._device = next((local_tensor(named.tensor).device for named in tensors), torch.device("cpu"))
 
     @torch.no_grad()
     def send(self, version: int) -> None:
-        """All of it.
+        """Send all buckets.
 
         Raises:
-            WeightTransferError: it did not arrive; on all ranks.
+            WeightTransferError: a receiver did not get all of them. All ranks raise.
         """
         transport = self._transport
         try:
-            self._everywhere(lambda: transport.begin(version, self._buckets) if transport else None)
+            self._run_on_all(lambda: transport.begin(version, self._buckets) if transport else None)
             buffer = self._buffer()
             for infos in self._buckets:
-                self._everywhere(lambda infos=infos: self._send_one(infos, buffer))  # type: ignore[misc]
-            self._everywhere(lambda: transport.finish() if transport else None)
+                self._run_on_all(lambda infos=infos: self._send_bucket(infos, buffer))  # type: ignore[misc]
+            self._run_on_all(lambda: transport.finish() if transport else None)
         except BaseException as error:
             if transport is not None:
                 transport.abort(f"{type(error).__name__}: {error}")
@@ -92,36 +95,38 @@ class Publication:
             return None
         return torch.empty(max(map(Bucket.nbytes_of, self._buckets), default=0), dtype=torch.uint8, device=self._device)
 
-    def _send_one(self, infos: Sequence[WeightInfo], buffer: Tensor | None) -> None:
+    def _send_bucket(self, infos: Sequence[WeightInfo], buffer: Tensor | None) -> None:
+        """Gather the tensors, and on the sending rank send them."""
         if buffer is None or self._transport is None:
             for info in infos:
-                self._whole(info)
+                self._gather(info)
             return
         bucket = Bucket(infos, buffer)
-        for info, place in bucket:
-            place.copy_(self._whole(info))
+        for info, target in bucket:
+            target.copy_(self._gather(info))
         self._transport.send(bucket)
 
-    def _whole(self, info: WeightInfo) -> Tensor:
-        return whole_tensor(self._named[info], self._senders, self._ranks.group, info.dtype)
+    def _gather(self, info: WeightInfo) -> Tensor:
+        return gather_tensor(self._named[info], self._senders, self._ranks.group, info.dtype)
 
-    def _everywhere(self, step: Callable[[], object]) -> None:
-        """Do it on all ranks; a failure of one of them is raised on all."""
+    def _run_on_all(self, step: Callable[[], object]) -> None:
+        """Run ``step`` on all ranks. If it fails on one of them, all raise."""
         error: BaseException | None = None
         try:
             step()
         except BaseException as caught:
             error = caught
-        told = None if error is None else (f"{type(error).__name__}: {error}", getattr(error, "ranks", ()))
-        everybody = self._ranks.gather(told)
+        text = f"{type(error).__name__}: {error}"
+        failures = self._ranks.gather(None if error is None else (text, getattr(error, "ranks", ())))
         if isinstance(error, WeightTransferError) or (error is not None and not isinstance(error, Exception)):
             raise error
         if error is not None:
-            raise WeightTransferError(f"weights were not published: {told[0] if told else error}") from error
-        for rank, failure in enumerate(everybody):
+            raise WeightTransferError(f"weights were not published: {text}") from error
+        for rank, failure in enumerate(failures):
             if failure is not None:
                 raise WeightTransferError(f"trainer {rank}: {failure[0]}", failure[1])
 
 
 def _is_cast(tensor: Tensor, buffers: set[int]) -> bool:
+    """Whether a tensor is sent in the rollout dtype: floating-point parameters, and these buffers (by ``id``)."""
     return tensor.is_floating_point() and (isinstance(tensor, nn.Parameter) or id(tensor) in buffers)

@@ -1,4 +1,4 @@
-"""What a strategy does beside training: weights for those that generate with them."""
+"""A strategy's part in reinforcement learning: publishing and receiving weights."""
 
 from __future__ import annotations
 
@@ -20,16 +20,18 @@ from lightstep.sharding.model_names import unwrap_model
 from lightstep.sharding.prepared_model import PreparedModel
 
 _TIMEOUT = 300.0
+"""Seconds, if ``roles.rollout.timeout_s`` is not set."""
+
 _NO_GROUP = "this strategy has no process group: it was closed, or neither prepare_model nor start() was called"
 
 
 class ReinforcementLearning:
-    """``strategy.rollout``: sends the weights of models that are trained, or receives them.
+    """``strategy.rollout``: publishes the weights of trained models, or receives them.
 
     Args:
         config: ``roles.rollout``.
         roles: which ranks train and which generate.
-        reshard: puts a model's own parameters into their places, where a forward has left others.
+        reshard: reshards what a forward has left unsharded.
     """
 
     def __init__(self, config: Rollout, roles: Roles, reshard: Callable[[nn.Module], None]) -> None:
@@ -42,7 +44,7 @@ class ReinforcementLearning:
         self._receiver: GroupReceiver | None = None
 
     def open(self) -> None:
-        """The process group is there. Called by all ranks of all roles."""
+        """Create the message board, when there is a process group. Called by all ranks of all roles."""
         if self._board is None:
             self._board = MessageBoard()
 
@@ -53,27 +55,27 @@ class ReinforcementLearning:
         to: RolloutEngine | WeightTransport | None = None,
         version: int | None = None,
     ) -> int:
-        """Send the model's weights as they are after the last step to what generates with them; returns their version.
+        """Send the model's weights after the last step to rollout workers or an engine; returns their version.
 
-        Called by all ranks that train. Deferred updates come first. Weights go layer by layer: no device ever holds
-        more of them, beyond what it keeps anyway, than one bucket (``roles.rollout.bucket_mib``, or one larger tensor)
-        and one gathered tensor. Nothing of the training state is changed, whatever happens.
+        Called by all ranks that train. Waits for deferred updates first. Weights are sent layer by layer: a device
+        needs memory for one bucket (``roles.rollout.bucket_mib``, or one larger tensor) and one gathered tensor. The
+        training state never changes.
 
         Args:
             model: what ``prepare_model`` returned for the role ``"trainer"``.
-            dtype: what floating-point weights are cast to.
-            to: ``None``: the ranks whose role is ``"rollout"``, which call :meth:`receive`. An engine: one that lives
-                in this process, on every rank that trains. A transport: whatever it leads to; used by the first rank
-                alone.
-            version: a number that travels along; default: one more than the last time, beginning with 1.
+            dtype: floating-point weights are cast to it.
+            to: ``None``: the ranks whose role is ``"rollout"``, which call :meth:`receive`. An engine: every rank that
+                trains passes the one in its own process. A transport: used by the first rank.
+            version: sent with the weights. Default: one more than the last version, beginning with 1.
 
         Raises:
-            WeightTransferError: a receiver died, did not answer in ``roles.rollout.timeout_s`` seconds, or cannot take
-                these weights; on all ranks that train. Training can go on, and the weights be published again.
-            ConfigError: nobody would receive them.
-            RuntimeError: layers are updated in backward and ``step()`` has not been called, or a step broke off.
+            WeightTransferError: a receiver died, did not answer in ``roles.rollout.timeout_s`` seconds, or cannot load
+                these weights. All ranks that train raise. Training can continue, and the weights can be published
+                again.
+            ConfigError: there are no receivers.
+            RuntimeError: layers are updated in backward and ``step()`` has not been called, or a step failed.
         """
-        self._roles.refuse("publish_weights", "it receives weights: call receive_weights(engine)", model)
+        self._roles.require_trainer("publish_weights", "it receives weights: call receive_weights(engine)", model)
         record = PreparedModel.of(model)
         for optimizer in record.optimizers:
             if isinstance(optimizer, MixedPrecisionOptimizer):
@@ -107,7 +109,7 @@ class ReinforcementLearning:
         return self._transport
 
     def _workers(self) -> tuple[MessageBoard, tuple[int, ...]]:
-        """Those that are still to receive weights, and how to reach them."""
+        """The message board, and the rollout workers that have not been dropped."""
         if not self._roles.asynchronous:
             raise ConfigError(
                 "publish_weights without a receiver: roles.rollout.mode is sync, and no ranks generate alone; name the "
@@ -115,35 +117,35 @@ class ReinforcementLearning:
             )
         if self._board is None:
             raise ConfigError(f"publish_weights: {_NO_GROUP}")
-        left = tuple(number for number in self._roles.rollout_ranks if number not in self._dropped)
-        if not left:
+        workers = tuple(number for number in self._roles.rollout_ranks if number not in self._dropped)
+        if not workers:
             raise ConfigError("publish_weights: all rollout workers were dropped; nobody is left to receive weights")
-        return self._board, left
+        return self._board, workers
 
     def receive(self, engine: RolloutEngine, wait: bool = True, timeout: float | None = None) -> int | None:
-        """Take the newest published weights into the engine, on a rank whose role is ``"rollout"``.
+        """Load the newest published weights into the engine, on a rank whose role is ``"rollout"``.
 
         Args:
-            engine: what generates; its ``version`` is the returned one afterwards.
-            wait: for the next weights. Else only those that are being offered now are taken, and without any it returns
-                ``None`` at once.
-            timeout: seconds to wait; default ``roles.rollout.timeout_s``.
+            engine: its ``version`` is the returned one afterwards.
+            wait: wait until weights are published. Without it, only weights that are offered now are received.
+            timeout: seconds to wait; default: ``roles.rollout.timeout_s``.
 
         Returns:
-            The version received; ``None`` without ``wait`` if there is no newer one.
+            The version received; ``None`` if nothing is offered and ``wait`` is ``False``.
 
         Raises:
-            TrainingEnded: the trainers have closed their strategy, or are gone: no weights will come any more.
-            WeightTransferError: names, shapes or dtypes do not fit, or nothing came in time: the engine is as it was.
-                Or the sending broke off: the engine refuses to generate until it has received a complete set.
-            ConfigError: this process is no rollout worker.
+            TrainingEnded: the trainers have closed their strategy or died. No further weights will be published.
+            WeightTransferError: names, shapes or dtypes do not fit, or nothing was published in time; the engine still
+                has its previous weights. Or the transfer failed; the engine then refuses to generate until it has
+                received a complete set.
+            ConfigError: this process is not a rollout worker.
         """
         if not isinstance(engine, RolloutEngine):
             raise TypeError(
                 f"receive_weights needs a RolloutEngine; got {type(engine).__name__}. For a model: "
                 "TransformersEngine(model)"
             )
-        if not self._roles.asynchronous or self._roles.mine != "rollout":
+        if not self._roles.asynchronous or self._roles.own_role != "rollout":
             raise ConfigError(
                 "receive_weights is for ranks whose role is 'rollout' (roles.rollout.mode: async), and this one "
                 "trains; an engine in a trainer's process gets its weights by publish_weights(model, to=engine)"
@@ -151,23 +153,27 @@ class ReinforcementLearning:
         if self._board is None:
             raise ConfigError(f"receive_weights: {_NO_GROUP}")
         if not initialized():
-            raise TrainingEnded("the process group has ended: no weights will come any more")
+            raise TrainingEnded("the process group has ended: no further weights will be published")
         if self._receiver is None:
             self._receiver = GroupReceiver(self._board, rank(), self._timeout)
         return self._receiver.receive(engine, wait, timeout)
 
     def drop(self, ranks: Iterable[int]) -> None:
-        """Publish without these from now on."""
-        chosen = set(ranks)
-        unknown = sorted(chosen - set(self._roles.rollout_ranks))
+        """Publish without these rollout workers from now on.
+
+        Raises:
+            ValueError: a rank is not a rollout worker.
+        """
+        dropped = set(ranks)
+        unknown = sorted(dropped - set(self._roles.rollout_ranks))
         if unknown:
             raise ValueError(f"ranks {unknown} are no rollout workers; those are {list(self._roles.rollout_ranks)}")
-        self._dropped |= chosen
+        self._dropped |= dropped
 
     def close(self) -> None:
-        """Let go of the other side; from the first trainer, tell the workers that there is nothing to wait for."""
+        """Close the links. The first trainer tells the workers that training has ended."""
         if self._board is not None and initialized():
-            if self._roles.mine == "trainer" and self._roles.rank == 0:
+            if self._roles.own_role == "trainer" and self._roles.rank == 0:
                 self._transport = self._transport or GroupTransport(self._board, (), torch.device("cpu"), self._timeout)
                 self._transport.close()
             if self._receiver is not None:

@@ -1,4 +1,4 @@
-"""Who does what in reinforcement learning: ranks that train, ranks that generate, and models that nobody trains."""
+"""Roles in reinforcement learning: of ranks (which train, which generate) and of models."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ Role = Literal["trainer", "rollout", "reference"]
 
 ROLES: tuple[Role, ...] = ("trainer", "rollout", "reference")
 
-_WHAT_IT_IS = {
+_DESCRIPTIONS = {
     "rollout": "a rollout model: it holds the inference weights and nothing else",
     "reference": "a reference model: it has no gradients and no optimizer",
 }
 
 
-def known_role(role: str) -> Role:
-    """``role``, if there is such a one.
+def check_role(role: str) -> Role:
+    """``role``, if it is one of :data:`ROLES`.
 
     Raises:
-        ConfigError: there is not.
+        ConfigError: it is not.
     """
     if role not in ROLES:
         raise ConfigError(f"role is {role!r}; allowed: {', '.join(map(repr, ROLES))}")
@@ -38,11 +38,11 @@ def known_role(role: str) -> Role:
 
 
 class Roles:
-    """Which ranks have which role, from ``roles.rollout`` and the number of processes; and which model has which.
+    """Which ranks have which role, from ``roles.rollout`` and the number of processes.
 
     Args:
-        config: the section of the strategy file.
-        name: the strategy's, for errors.
+        config: ``roles.rollout`` in the strategy file.
+        name: the strategy's name, for errors.
     """
 
     def __init__(self, config: Rollout, name: str) -> None:
@@ -51,53 +51,53 @@ class Roles:
 
     @property
     def asynchronous(self) -> bool:
-        """Whether some ranks generate and do nothing else."""
+        """Whether some ranks only generate."""
         return self._config.mode == "async"
 
     @property
     def rollout_ranks(self) -> tuple[int, ...]:
-        """The ranks that generate, by their numbers in the default process group; none where the trainers do.
+        """The ranks of the default process group that only generate; none if the trainers generate.
 
         Raises:
-            ConfigError: the strategy file names more ranks than there are, or leaves none to train.
+            ConfigError: ``roles.rollout.ranks`` names a rank that does not exist, or leaves none to train.
         """
         if not self.asynchronous:
             return ()
-        size, asked = _rank_and_size()[1], self._config.ranks or 1
-        chosen = tuple(asked) if isinstance(asked, list) else tuple(range(max(size - asked, 0), size))
-        if max(chosen) >= size or len(chosen) >= size:
+        size, configured = _rank_and_size()[1], self._config.ranks or 1
+        ranks = tuple(configured) if isinstance(configured, list) else tuple(range(max(size - configured, 0), size))
+        if max(ranks) >= size or len(ranks) >= size:
             raise ConfigError(
-                f"{self._name}: roles.rollout.ranks is {asked} and {size} {'is' if size == 1 else 'are'} running; at "
-                "least one has to be left to train. Start more processes (torchrun --nproc-per-node), or set fewer"
+                f"{self._name}: roles.rollout.ranks is {configured} and {size} {'is' if size == 1 else 'are'} running; "
+                "at least one has to be left to train. Start more processes (torchrun --nproc-per-node), or set fewer"
             )
-        return chosen
+        return ranks
 
     @property
     def trainer_ranks(self) -> tuple[int, ...]:
-        """The ranks that train, by their numbers in the default process group."""
+        """The ranks of the default process group that train."""
         generating = set(self.rollout_ranks)
         return tuple(rank for rank in range(_rank_and_size()[1]) if rank not in generating)
 
     @property
-    def mine(self) -> Role:
+    def own_role(self) -> Role:
         """This process's role."""
         return "rollout" if _rank_and_size()[0] in self.rollout_ranks else "trainer"
 
     @property
     def ranks(self) -> tuple[int, ...]:
         """The ranks of this process's role."""
-        return self.rollout_ranks if self.mine == "rollout" else self.trainer_ranks
+        return self.rollout_ranks if self.own_role == "rollout" else self.trainer_ranks
 
     @property
     def rank(self) -> int:
-        """This process's number among those of its role."""
+        """This process's rank among the ranks of its role."""
         return self.ranks.index(_rank_and_size()[0])
 
     def form_group(self) -> None:
-        """Have the ranks of each role find each other. The default process group is there.
+        """Create the process group of each role. Needs the default process group.
 
         Raises:
-            ConfigError: roles were given out differently before.
+            ConfigError: another strategy of this process has other roles.
         """
         ranks = self.ranks
         try:
@@ -110,34 +110,37 @@ class Roles:
     # -- models
 
     def check(self, role: Role) -> None:
-        """Raise if this process may not prepare a model for ``role``.
+        """Check that this process may prepare a model for ``role``.
 
         Raises:
-            ConfigError: it is another rank's.
+            ConfigError: this rank has another role.
         """
-        if self.asynchronous and role != "reference" and role != self.mine:
+        if self.asynchronous and role != "reference" and role != self.own_role:
             raise ConfigError(
                 f"{self._name}: prepare_model(role={role!r}) on rank {_rank_and_size()[0]}, whose role is "
-                f"{self.mine!r} (roles.rollout.ranks: {list(self.rollout_ranks)}); strategy.role says which role a "
+                f"{self.own_role!r} (roles.rollout.ranks: {list(self.rollout_ranks)}); strategy.role says which role a "
                 "process has"
             )
 
-    def refuse(self, what: str, instead: str, model: nn.Module | None = None, but: tuple[Role, ...] = ()) -> None:
-        """Raise where this process, or this model, does not train.
+    def require_trainer(
+        self, what: str, instead: str, model: nn.Module | None = None, allowed: tuple[Role, ...] = ()
+    ) -> None:
+        """Check that the model is trained, or without a role that this process is a trainer.
 
         Args:
-            what: the call that is refused.
-            instead: what to do.
-            model: prepared by the strategy; ``None`` to ask for the process only.
-            but: roles of models for which it is fine.
+            what: the call that needs a trainer.
+            instead: what to do instead, for the error.
+            model: prepared by the strategy; ``None`` checks only the process.
+            allowed: further roles of models for which the call is allowed.
 
         Raises:
-            ConfigError: with the role.
+            ConfigError: the message has the role.
         """
         role = None if model is None else PreparedModel.of(model).role
-        if role in _WHAT_IT_IS and role not in but:
-            raise ConfigError(f"{self._name}: {what}: this {_named(model)} is {_WHAT_IT_IS[role]}; {instead}")
-        if self.mine == "rollout" and role is None:
+        if model is not None and role in _DESCRIPTIONS and role not in allowed:
+            kind = type(unwrap_model(model)).__name__
+            raise ConfigError(f"{self._name}: {what}: this {kind} is {_DESCRIPTIONS[role]}; {instead}")
+        if self.own_role == "rollout" and role is None:
             raise ConfigError(
                 f"{self._name}: {what} on rank {_rank_and_size()[0]}, which is a rollout worker: it has no trainer's "
                 f"model, gradients or optimizer; {instead}"
@@ -145,8 +148,8 @@ class Roles:
 
 
 def prepare_inference(model: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:
-    """The whole model on this device in ``dtype``, once, without gradients, in evaluation mode."""
-    cast_parameters(model, dtype)  # first: the device never holds them in a wider dtype
+    """Cast the whole model to ``dtype``, and move it to ``device``, without gradients, in evaluation mode."""
+    cast_parameters(model, dtype)  # before the move: the device needs no memory for a wider dtype
     return materialise(model, device).requires_grad_(False).eval()
 
 
@@ -158,12 +161,8 @@ def fsdp_version(model: nn.Module) -> int:
     return int(any(isinstance(module, FullyShardedDataParallel) for module in modules))
 
 
-def _named(model: nn.Module | None) -> str:
-    return type(unwrap_model(model)).__name__ if model is not None else "process"
-
-
 def _rank_and_size() -> tuple[int, int]:
-    """Rank and number of processes: of the default process group, or as torchrun says."""
+    """Rank and number of processes, from the default process group or from torchrun's environment."""
     if initialized():
         return dist.get_rank(), dist.get_world_size()
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))

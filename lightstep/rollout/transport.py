@@ -1,4 +1,4 @@
-"""What is published, and the interface of what carries it to where it is generated with."""
+"""What is published, and the interface for transports that send it."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from lightstep.sharding.model_names import NamedTensor
 
 
 class WeightTransferError(RuntimeError):
-    """Weights did not get where they are generated with.
+    """Weights could not be sent or loaded.
 
     Attributes:
-        ranks: the rollout workers that failed or did not answer, by their numbers in the default process group.
+        ranks: the rollout workers that failed or did not answer, as ranks of the default process group.
     """
 
     def __init__(self, message: str, ranks: Iterable[int] = ()) -> None:
@@ -26,17 +26,17 @@ class WeightTransferError(RuntimeError):
 
 
 class TrainingEnded(Exception):
-    """The trainers have closed their strategy: no weights will come any more."""
+    """The trainers have closed their strategy or died. No further weights will be published."""
 
 
 @dataclass(frozen=True)
 class WeightInfo:
-    """One tensor of a set.
+    """Describes one tensor of a set.
 
     Attributes:
-        names: under which the trained model knows it; several when weights are tied.
+        names: the trained model's names for it; several if weights are tied.
         shape: of the whole tensor.
-        dtype: in which it travels.
+        dtype: the one in which it is sent.
     """
 
     names: tuple[str, ...]
@@ -45,7 +45,7 @@ class WeightInfo:
 
     @classmethod
     def of(cls, named: NamedTensor, dtype: torch.dtype | None = None) -> WeightInfo:
-        """A model's tensor, in another dtype if given."""
+        """The description of a model's tensor, which is sent in ``dtype`` if given."""
         return cls(named.names, tuple(named.tensor.shape), dtype or named.tensor.dtype)
 
     @property
@@ -55,11 +55,11 @@ class WeightInfo:
 
     @property
     def nbytes(self) -> int:
-        """Of the whole tensor."""
+        """The bytes of the whole tensor."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
     def as_json(self) -> list[Any]:
-        """Plain values."""
+        """As plain values."""
         return [list(self.names), list(self.shape), str(self.dtype).removeprefix("torch.")]
 
     @classmethod
@@ -73,16 +73,17 @@ class WeightInfo:
 
 
 class Bucket:
-    """Tensors that travel together, one behind the other in one buffer.
+    """Tensors that are sent together in one buffer.
 
-    Iterating gives each one's :class:`WeightInfo` and the tensor, a view of :attr:`buffer`.
+    Iterating yields each tensor's :class:`WeightInfo` and the tensor itself, a view of :attr:`buffer`.
 
     Args:
-        infos: what is in it.
-        buffer: uint8, at least :meth:`nbytes_of` the infos; what is behind that is left alone.
+        infos: the tensors in the bucket.
+        buffer: 1-D uint8, with at least :meth:`nbytes_of` ``infos`` bytes. The rest of it is not used.
 
     Attributes:
-        buffer: all of it, to be sent as it is: 1-D uint8.
+        infos: the tensors in the bucket.
+        buffer: 1-D uint8: the bytes to send.
     """
 
     def __init__(self, infos: Sequence[WeightInfo], buffer: Tensor) -> None:
@@ -91,7 +92,7 @@ class Bucket:
 
     @staticmethod
     def nbytes_of(infos: Iterable[WeightInfo]) -> int:
-        """Of a buffer for these tensors."""
+        """The bytes of a buffer for these tensors."""
         return sum(-(-info.nbytes // _ALIGNMENT) * _ALIGNMENT for info in infos)
 
     def __iter__(self) -> Iterator[tuple[WeightInfo, Tensor]]:
@@ -105,48 +106,52 @@ _ALIGNMENT = 16  # bytes
 
 
 class WeightTransport(ABC):
-    """Carries sets of weights, one at a time, from the first trainer to engines that lightstep does not run.
+    """Sends sets of weights, one at a time, from the first trainer to engines, for example to a vLLM server.
 
-    For each set ``begin``, then ``send`` for every bucket in order, then ``finish``; where one of them or anything else
-    fails ``abort``, and nothing more of that set. Whatever they raise becomes an error on all trainers. It is the
-    transport that has to give up in time when its receivers are gone.
+    For each set ``begin`` is called, then ``send`` for every bucket in order, then ``finish``. If one of them or
+    anything else fails, ``abort`` is called, and nothing more for that set. Any error that they raise becomes an error
+    on all trainers. A transport needs timeouts of its own for receivers that have died.
     """
 
     @abstractmethod
     def begin(self, version: int, buckets: Sequence[Sequence[WeightInfo]]) -> None:
-        """A set is about to come: make sure that the receivers are there and can take it. Nothing is written yet."""
+        """Announce a set: check that the receivers can load it. Nothing is written yet."""
 
     @abstractmethod
     def send(self, bucket: Bucket) -> None:
-        """The next tensors: whole, on the trainer's device, valid until this returns."""
+        """Send the next tensors. They are whole, on the trainer's device, and valid until this returns."""
 
     @abstractmethod
     def finish(self) -> None:
-        """That was all: returns when every receiver has the complete set."""
+        """End the set. Returns when every receiver has all of it."""
 
     @abstractmethod
     def abort(self, reason: str) -> None:
-        """The set ends here, incomplete. After ``begin``, whether or not that raised. Should not raise."""
+        """End the set without completing it. Called after ``begin``, even if that raised. Should not raise."""
 
 
 def buckets_of(infos: Sequence[WeightInfo], layers: Sequence[str], limit: float) -> list[list[WeightInfo]]:
-    """Consecutive tensors of one layer, at most ``limit`` bytes of them; a larger tensor travels alone."""
-    found: list[list[WeightInfo]] = []
-    filled, current = 0, None
+    """Divide tensors into buckets: consecutive tensors of one layer, together at most ``limit`` bytes, or a single one.
+
+    Args:
+        layers: the layer of each of ``infos``.
+    """
+    buckets: list[list[WeightInfo]] = []
+    nbytes, current = 0, None
     for info, layer in zip(infos, layers, strict=True):
-        if layer != current or filled + info.nbytes > limit:
-            found.append([])
-            filled, current = 0, layer
-        found[-1].append(info)
-        filled += info.nbytes
-    return found
+        if layer != current or nbytes + info.nbytes > limit:
+            buckets.append([])
+            nbytes, current = 0, layer
+        buckets[-1].append(info)
+        nbytes += info.nbytes
+    return buckets
 
 
 def refuse_mismatch(offered: Sequence[WeightInfo], expected: Sequence[WeightInfo]) -> None:
-    """Compare a set with what an engine expects, before anything is written.
+    """Compare a set with the tensors that an engine expects.
 
     Raises:
-        ValueError: with the first tensors that are missing, unknown, or of another shape or dtype.
+        ValueError: tensors are missing, unknown, or have another shape or dtype; the message names the first ones.
     """
     targets = {name: info for info in expected for name in info.names}
     filled: dict[WeightInfo, str] = {}

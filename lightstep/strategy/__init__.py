@@ -1,4 +1,4 @@
-"""One object that decides sharding, precision, clipping and the place of optimizer state, read from one file."""
+"""Strategies: sharding, precision, clipping and the placement of optimizer state in one object, read from a file."""
 
 from lightstep.strategy.base import Strategy
 from lightstep.strategy.presets import available_strategies

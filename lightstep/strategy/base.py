@@ -1,4 +1,4 @@
-"""A strategy: from one file to a prepared model, its optimizer and their checkpoints."""
+"""The base class of all strategies: prepares models, creates optimizers, and saves and loads checkpoints."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from lightstep.precision.loss_scale import ConstantLossScale, DynamicLossScale, 
 from lightstep.precision.split import Splitter
 from lightstep.rollout.engine import RolloutEngine
 from lightstep.rollout.reinforcement_learning import ReinforcementLearning
-from lightstep.rollout.roles import Role, Roles, fsdp_version, known_role, prepare_inference
+from lightstep.rollout.roles import Role, Roles, check_role, fsdp_version, prepare_inference
 from lightstep.rollout.transport import WeightTransport
 from lightstep.sharding.forward_gates import in_order_of_use
 from lightstep.sharding.model_names import unwrap_model
@@ -66,7 +66,7 @@ _KINDS = {
     "deepspeed": ("lightstep.deepspeed.strategy", "DeepSpeedStrategy"),
 }
 
-_UPDATE_TIMES: dict[str, type[Schedule]] = {
+_SCHEDULES: dict[str, type[Schedule]] = {
     "at_step": AtStep,
     "next_forward": NextForward,
     "in_backward": InBackward,
@@ -77,18 +77,18 @@ ModelSource = nn.Module | Callable[[], nn.Module]
 
 
 class Strategy(ABC):
-    """Sharding, precision, clipping and the place of optimizer state, as one object.
+    """Sharding, precision, clipping and the placement of optimizer state, as one object.
 
-    Make one with :meth:`load`. It holds no settings of any particular optimizer: several models and optimizers may be
-    prepared by one strategy. Usable as a context manager that calls :meth:`close`.
+    Create one with :meth:`load`. One strategy may prepare several models and create several optimizers. As a context
+    manager it calls :meth:`close` at the end.
 
     Attributes:
         config: the validated, frozen configuration.
         name: the preset's name, the file's path, or ``"strategy"`` for a mapping.
-        chosen: the keys that the caller chose: the file's or mapping's, and the overrides; of a preset the overrides.
+        chosen: the keys that the caller set: for a preset the overrides, else also those of the file or mapping.
         roles: which ranks train and which generate.
-        rollout: this process's part in publishing and receiving weights.
-        checkpoints: what saves and loads.
+        rollout: publishes and receives weights.
+        checkpoints: saves and loads.
     """
 
     chosen: Mapping[str, Any] = {}
@@ -99,22 +99,22 @@ class Strategy(ABC):
         self.config = config
         self.name = name
         self.roles = Roles(config.roles.rollout, name)
-        self._started = False
+        self._owns_process_group = False
         self.rollout = ReinforcementLearning(config.roles.rollout, self.roles, self._reshard)
         self.checkpoints = Checkpoints(self.roles)
-        self._made: weakref.WeakKeyDictionary[BaseOptimizer, nn.Module] = weakref.WeakKeyDictionary()
-        """This strategy's optimizers, each with the model that it trains: it keeps what is wrapped around it, too."""
+        self._models: weakref.WeakKeyDictionary[BaseOptimizer, nn.Module] = weakref.WeakKeyDictionary()
+        """This strategy's optimizers -> the models that they train, with their wrappers, which this keeps alive."""
 
     @classmethod
     def load(cls, source: str | Path | Mapping[str, Any], overrides: Mapping[str, Any] | None = None) -> Strategy:
-        """A strategy from a preset's name, a YAML file's path or a mapping.
+        """Create a strategy from a preset's name, a YAML file's path or a mapping.
 
         Args:
-            source: see :func:`lightstep.available_strategies` for the names.
-            overrides: dotted keys or nested mappings laid over it, for example ``{"clipping.max_norm": 0.5}``.
+            source: a name in :func:`lightstep.available_strategies`, a path or a mapping.
+            overrides: dotted keys or nested mappings that replace values, for example ``{"clipping.max_norm": 0.5}``.
 
         Raises:
-            ConfigError: an unknown name, key or value, or a combination this build cannot do; with what is allowed.
+            ConfigError: an unknown name, key or value, or an unsupported combination; the message says what is allowed.
         """
         name, values = read_source(source)
         config = parse_config(merge_overrides(values, overrides), name)
@@ -124,117 +124,117 @@ class Strategy(ABC):
         return strategy
 
     def __reduce__(self) -> Any:
-        """A copy has the same settings, and no models or optimizers."""
+        """Copies and pickles have the same configuration, and no models or optimizers."""
         return type(self), (self.config, self.name), {"chosen": self.chosen}
 
-    # -- where this process stands
+    # -- this process
 
     @property
     def device(self) -> torch.device:
-        """The device this process works on: its accelerator if there is one, else the CPU."""
+        """This process's device: its accelerator if there is one, else the CPU."""
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         if accelerator is None:
             return torch.device("cpu")
-        here = int(os.environ.get("LOCAL_RANK", torch.accelerator.current_device_index()))
-        return torch.device(accelerator.type, here % torch.accelerator.device_count())
+        index = int(os.environ.get("LOCAL_RANK", torch.accelerator.current_device_index()))
+        return torch.device(accelerator.type, index % torch.accelerator.device_count())
 
     @property
     def rank(self) -> int:
-        """This process's number among :attr:`world_size`."""
+        """This process's rank among the :attr:`world_size` processes of its role."""
         return self.roles.rank if self.roles.asynchronous else 0
 
     @property
     def world_size(self) -> int:
-        """How many processes have this one's role: how many train together, or generate."""
+        """How many processes have this process's role."""
         return len(self.roles.ranks) if self.roles.asynchronous else 1
 
     @property
     def role(self) -> Role:
-        """``"rollout"`` on a rank that only generates (``roles.rollout.mode: async``), elsewhere ``"trainer"``."""
-        return self.roles.mine
+        """``"rollout"`` on a rank that only generates (``roles.rollout.mode: async``), else ``"trainer"``."""
+        return self.roles.own_role
 
     @property
     def is_main(self) -> bool:
-        """Whether this is the process that logs and reports: the first one that trains."""
+        """Whether this is the first process that trains, which logs and reports."""
         return self.role == "trainer" and self.rank == 0
 
     # -- model and optimizer
 
     def start(self) -> None:
-        """Have the processes find each other: the default process group, and the ranks of each role among them.
+        """Initialise the default process group if the strategy needs it, and the group of each role.
 
-        :meth:`prepare_model` does so too. One process alone needs nothing.
+        :meth:`prepare_model` calls this too. A strategy for a single process does nothing.
 
         Raises:
-            ConfigError: there is no process group and this process was not started by torchrun, or the ranks do not
-                suffice for the roles.
+            ConfigError: there is no process group and torchrun did not start this process, or there are not enough
+                ranks for the roles.
         """
-        needs = self._needs_process_group
-        if needs is not None and not initialized():
-            start_process_group(f"{self.name}: {needs}")
-            self._started = True
+        reason = self._process_group_reason
+        if reason is not None and not initialized():
+            start_process_group(f"{self.name}: {reason}")
+            self._owns_process_group = True
         if self.roles.asynchronous:
-            self._refuse_ranks()
+            self._check_world_size()
             self.roles.form_group()
             self.rollout.open()
 
     @property
-    def _needs_process_group(self) -> str | None:
-        """What needs several processes; ``None`` where one will do."""
+    def _process_group_reason(self) -> str | None:
+        """Why the strategy needs a process group; ``None`` if it does not."""
         return "roles.rollout.mode async needs a process for each worker" if self.roles.asynchronous else None
 
-    def _refuse_ranks(self) -> None:  # noqa: B027  (most can train on any number)
-        """Raise ``ConfigError`` where so many ranks cannot train."""
+    def _check_world_size(self) -> None:  # noqa: B027  (most strategies can train on any number of ranks)
+        """Raise ``ConfigError`` if the strategy cannot train on this number of ranks."""
 
     def prepare_model(self, model: ModelSource, role: str = "trainer", weights: str | Path | None = None) -> nn.Module:
-        """The model on this strategy's devices, in its dtype, sharded as it says.
+        """Move the model to this strategy's devices, cast it, and shard it.
 
-        The work is done in place. Parameters are cast to ``precision.parameters``; buffers keep their dtype. The fp32
-        values of trainable parameters are kept until masters start from them. Optimizers that were made for the model
-        before get its new parameters. Under ``ddp`` a wrapper is returned; a loop that goes on with the module itself
-        is right too, if ``create_optimizer`` is given that module.
+        The model is changed in place. Parameters are cast to ``precision.parameters``; buffers keep their dtype. The
+        fp32 values of trainable parameters are kept until the masters are initialised from them. Optimizers that were
+        created for the model before get its new parameters. Under ``ddp`` a wrapper is returned. A loop may also use
+        the module itself, if ``create_optimizer`` was given that module.
 
         Args:
             model: a module, a module on the meta device (its weights are then initialised here), or a function that
-                makes one.
-            role: ``"trainer"``: sharded, to be trained. ``"rollout"``: to generate with; whole on this device, in
-                ``roles.rollout.parameters``, without gradients, in evaluation mode. ``"reference"``: placed as a
-                trainer's, without gradients, in evaluation mode; whole on a rank that only generates.
-            weights: a Hugging Face folder whose safetensors are read into the prepared model, each rank its own part:
-                with a model made on the meta device no rank ever holds the whole model.
+                returns one.
+            role: ``"trainer"``: to be trained, sharded. ``"rollout"``: to generate with; whole on this device, in
+                ``roles.rollout.parameters``, without gradients, in evaluation mode. ``"reference"``: sharded as for
+                training, without gradients, in evaluation mode; on a rank that only generates it is whole.
+            weights: a Hugging Face folder whose safetensors are loaded into the prepared model. Each rank reads its own
+                shards, so with a model on the meta device no rank ever holds the whole model.
 
         Raises:
-            ConfigError: an unknown role, or another rank's (:attr:`role`).
+            ConfigError: the role is unknown, or this rank does not have it (:attr:`role`).
             ValueError: ``weights`` does not fit the model.
             TypeError: ``model`` is neither a module nor a function that returns one.
         """
-        known = known_role(role)
+        checked_role = check_role(role)
         self.start()
-        self.roles.check(known)
-        made = model if isinstance(model, nn.Module) else model() if callable(model) else model
-        if not isinstance(made, nn.Module):
+        self.roles.check(checked_role)
+        module = model if isinstance(model, nn.Module) else model() if callable(model) else model
+        if not isinstance(module, nn.Module):
             raise TypeError(
-                f"prepare_model needs a torch.nn.Module or a function that returns one; got {type(made).__name__}"
+                f"prepare_model needs a torch.nn.Module or a function that returns one; got {type(module).__name__}"
             )
-        with self.preparing(made):
-            prepared = self._prepare_as(known, made)
+        with self.preparing(module):
+            prepared = self._prepare_for_role(checked_role, module)
         record = PreparedModel.of(prepared)
-        record.role = known
+        record.role = checked_role
         if weights is not None:
             self._load_weights(prepared, weights)
-            if known == "trainer" and self._rounds:
+            if checked_role == "trainer" and self._rounds_weights:
                 record.keep_masters(_fp32_weights(unwrap_model(prepared), weights))
         for optimizer in self._optimizers_of(prepared):
-            if optimizer in self._made:
-                self._made[optimizer] = prepared
+            if optimizer in self._models:
+                self._models[optimizer] = prepared
             self._connect(prepared, optimizer)
         return prepared
 
     @contextlib.contextmanager
     def preparing(self, model: nn.Module) -> Iterator[None]:
-        """The body moves, casts, wraps or shards ``model`` in place: its optimizers follow, if they have not begun.
+        """The block moves, casts, wraps or shards ``model`` in place. Optimizers without steps get its new parameters.
 
-        For code that does what :meth:`prepare_model` does (accelerate shards models itself).
+        For code that does what :meth:`prepare_model` does: accelerate shards models itself.
         """
         inner = unwrap_model(model)
         record = PreparedModel.of(inner)
@@ -245,7 +245,7 @@ class Strategy(ABC):
             optimizer.start_over(self._make_backend(inner))
             self._connect(inner, optimizer)
 
-    def _prepare_as(self, role: Role, model: nn.Module) -> nn.Module:
+    def _prepare_for_role(self, role: Role, model: nn.Module) -> nn.Module:
         if role == "trainer":
             return self._prepare(model)
         if role == "reference" and self.role == "trainer":
@@ -254,20 +254,20 @@ class Strategy(ABC):
         return prepare_inference(model, self.device, dtype)
 
     def _prepare_reference(self, model: nn.Module) -> nn.Module:
-        """Placed as what is trained, for forwards alone."""
+        """Place the model as for training, for forwards only."""
         return prepare_inference(model, self.device, self.parameter_dtype)
 
     def _load_weights(self, prepared: nn.Module, folder: str | Path) -> None:
-        """Each rank reads its own part of the folder's safetensors."""
+        """Load the folder's safetensors; each rank reads its own shards."""
         load_pretrained(unwrap_model(prepared), folder)
 
     @abstractmethod
     def _prepare(self, model: nn.Module) -> nn.Module:
         """Shard, move and cast."""
 
-    def _placed(self, model: nn.Module) -> nn.Module:
-        """The whole model on this process's device in its dtype, with activation checkpointing if asked for."""
-        with self._keeping_masters(model):
+    def _place_model(self, model: nn.Module) -> nn.Module:
+        """Move the whole model to this process's device, cast it, and set up activation checkpointing if configured."""
+        with self._keeping_fp32_values(model):
             model = materialise(model, self.device)
             cast_parameters(model, self.parameter_dtype)
         if getattr(self.config.sharding, "activation_checkpointing", False):
@@ -275,17 +275,20 @@ class Strategy(ABC):
         return model
 
     def cast_parameters(self, model: nn.Module) -> None:
-        """Cast to ``precision.parameters``, in place; masters will start from the fp32 values all the same.
+        """Cast to ``precision.parameters`` in place. The masters will still be initialised from the fp32 values.
 
-        For code that wants them cast before it calls :meth:`prepare_model`.
+        For code that has to cast before it calls :meth:`prepare_model`.
         """
-        with self._keeping_masters(model):
+        with self._keeping_fp32_values(model):
             cast_parameters(model, self.parameter_dtype)
 
     @contextlib.contextmanager
-    def _keeping_masters(self, model: nn.Module) -> Iterator[None]:
-        """The body rounds. Values are kept after it: torch casts no DTensor that somebody refers to weakly."""
-        values = unrounded_values(model) if self._rounds else []
+    def _keeping_fp32_values(self, model: nn.Module) -> Iterator[None]:
+        """Keep the fp32 values of the weights that the block rounds, for the masters.
+
+        They are registered after the block: torch cannot cast a DTensor while there are weak references to it.
+        """
+        values = unrounded_values(model) if self._rounds_weights else []
         yield
         PreparedModel.of(model).keep_masters(values)
 
@@ -296,13 +299,13 @@ class Strategy(ABC):
 
     @property
     def rollout_dtype(self) -> torch.dtype:
-        """``roles.rollout.parameters`` as a torch dtype; without it that of the trained parameters."""
-        asked = self.config.roles.rollout.parameters or self.config.precision.parameters
-        return cast(torch.dtype, getattr(torch, asked))
+        """``roles.rollout.parameters`` as a torch dtype; default: ``precision.parameters``."""
+        dtype = self.config.roles.rollout.parameters or self.config.precision.parameters
+        return cast(torch.dtype, getattr(torch, dtype))
 
     @property
-    def _rounds(self) -> bool:
-        """Whether fp32 weights are rounded to 16 bits for training, and their masters are not."""
+    def _rounds_weights(self) -> bool:
+        """Whether weights are rounded to 16 bits for training while their masters stay fp32."""
         return self.config.precision.master_weights and self.parameter_dtype != torch.float32
 
     def create_optimizer(
@@ -314,27 +317,29 @@ class Strategy(ABC):
         rules: Sequence[Rule] | Rule | None = None,
         **hyperparameters: Any,
     ) -> BaseOptimizer:
-        """``optimizer_class`` over the model's trainable parameters, under this strategy's precision and placement.
+        """Create an optimizer over the model's trainable parameters, with this strategy's precision and state backend.
 
         Args:
             model: what :meth:`prepare_model` returned.
-            optimizer_class: a ``torch.optim.Optimizer`` subclass. One that is not element-wise gets whole tensors,
-                which ranks bring together where they are sharded (docs/optimizers.md says which).
-            param_groups: groups of the model's parameters with their own hyper-parameters; default: one of all of them
-                (frozen ones are trained once they are thawed). A group with ``"optimizer_class"`` is updated by that
-                class, with its defaults.
-            rules: in the place of ``optimizer_class``, ``param_groups`` and ``hyperparameters``:
-                :class:`~lightstep.optimizer.rules.Rule` for each class and setting, a group each.
+            optimizer_class: a ``torch.optim.Optimizer`` subclass. A class that is not element-wise gets whole tensors,
+                which are gathered if they are sharded (docs/optimizers.md says for which classes).
+            param_groups: groups of the model's parameters with their own hyper-parameters. Default: one group of all
+                parameters; frozen ones are updated once they are unfrozen. A group with ``"optimizer_class"`` is
+                updated by that class, with its defaults.
+            rules: instead of ``optimizer_class``, ``param_groups`` and ``hyperparameters``: a
+                :class:`~lightstep.optimizer.rules.Rule` for each group.
             hyperparameters: keyword arguments of ``optimizer_class``.
 
         Raises:
-            ConfigError: the model is not there to be trained (a rollout or reference model).
+            ConfigError: the model is a rollout or reference model, which is not trained.
             TypeError: not an optimizer class, malformed groups, or rules together with what they replace.
-            ValueError: no trainable parameter, a parameter twice or foreign, or a refused hyper-parameter; a rule that
-                means nothing, or a parameter that no rule means, or two.
+            ValueError: there is no trainable parameter, a parameter is in two groups or not the model's, a
+                hyper-parameter is refused, a rule matches nothing, or a parameter matches no rule or two.
         """
-        self.roles.refuse("create_optimizer", "create it on the ranks that train, for the model that they train", model)
-        model = self._wrapped(model)
+        self.roles.require_trainer(
+            "create_optimizer", "create it on the ranks that train, for the model that they train", model
+        )
+        model = self._with_wrapper(model)
         self._reshard(model)
         if rules is not None:
             if optimizer_class is not torch.optim.AdamW or param_groups is not None or hyperparameters:
@@ -360,12 +365,12 @@ class Strategy(ABC):
             master_weights=config.precision.master_weights,
             reduce_float32=config.precision.reduce == "float32",
             loss_scale=make_loss_scale(config.precision.loss_scale),
-            max_norm=_finite(config.clipping.max_norm),
+            max_norm=_finite_or_none(config.clipping.max_norm),
             norm_type=config.clipping.norm_type,
             backend=self._make_backend(model),
             places=lambda: self._places(model),
             overflow_everywhere=self._overflow_everywhere,
-            update_time=self._update_time,
+            update_time=self._schedule_class,
             clip_layers=config.clipping.scope == "unit",
             initial_masters=PreparedModel.of(model).initial_master,
             moments=Moments(config.optimizer_state.moments, config.optimizer_state.moments_rounding),
@@ -376,70 +381,71 @@ class Strategy(ABC):
 
     def _register(self, model: nn.Module, optimizer: BaseOptimizer) -> None:
         PreparedModel.of(model).optimizers.add(optimizer)
-        self._made[optimizer] = model
+        self._models[optimizer] = model
         optimizer.accumulating = False
 
     @property
-    def _update_time(self) -> type[Schedule]:
-        return _UPDATE_TIMES[self.config.optimizer_state.update]
+    def _schedule_class(self) -> type[Schedule]:
+        return _SCHEDULES[self.config.optimizer_state.update]
 
-    def _wrapped(self, model: nn.Module) -> nn.Module:
-        """The model with what :meth:`prepare_model` wrapped around it, should the caller have kept the inside only."""
+    def _with_wrapper(self, model: nn.Module) -> nn.Module:
+        """The wrapper that :meth:`prepare_model` returned, if ``model`` is the module inside it."""
         return model
 
     def _reshard(self, model: nn.Module) -> None:  # noqa: B027  (only FSDP2 has something to do)
-        """Put the model's own parameters into their places, where a forward has left others."""
+        """Reshard what a forward has left unsharded."""
 
     def _gradients(self, model: nn.Module) -> ReducedGradients | None:
-        """What takes this model's gradients out of the reduction; ``None`` where ``p.grad`` is what it should be."""
+        """The source of this model's gradients in the reduction's dtype; ``None`` if the optimizer reads ``p.grad``."""
         return None
 
     def _connect(self, model: nn.Module, optimizer: BaseOptimizer) -> None:
-        """Gradients reach the optimizer as ``precision.reduce`` says; readers wait for updates that it defers."""
+        """Connect the optimizer to the model's gradients, and the model's forward to deferred updates."""
         gradients = self._gradients(model)
         if gradients is not None and isinstance(optimizer, MixedPrecisionOptimizer):
             optimizer.gradients.comes_from(gradients)
-        if self._update_time is not AtStep:
+        if self._schedule_class is not AtStep:
             inner = unwrap_model(model)
-            PreparedModel.of(inner).gates.guard(inner, optimizer, self._update_time.in_backward)
+            PreparedModel.of(inner).gates.guard(inner, optimizer, self._schedule_class.in_backward)
 
     def _optimizers_of(self, model: nn.Module) -> list[BaseOptimizer]:
-        """What :meth:`create_optimizer` made for this model and is still in use."""
+        """The optimizers of this model that are still referenced."""
         return list(PreparedModel.of(model).optimizers)
 
     def trains(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether :meth:`create_optimizer` made this optimizer for this model."""
-        return optimizer in self._made and optimizer in PreparedModel.of(model).optimizers
+        """Whether this strategy created the optimizer for this model."""
+        return optimizer in self._models and optimizer in PreparedModel.of(model).optimizers
 
     def _make_backend(self, model: nn.Module) -> StateBackend:
-        """Where a new optimizer of this model keeps its state."""
+        """The state backend for a new optimizer of this model."""
         return make_backend(self.config.optimizer_state)
 
     def _places(self, model: nn.Module) -> Mapping[torch.Tensor, Place]:
+        """Each parameter's position in the model, in the order of use. Called when an optimizer sets up its state."""
         self._reshard(model)
-        self._refuse_unprepared(model)
-        for optimizer in self._optimizers_of(model):  # the model may have been sharded since
+        self._check_prepared(model)
+        for optimizer in self._optimizers_of(model):  # again: the model may have been sharded in the meantime
             self._connect(model, optimizer)
         inner = unwrap_model(model)
         return in_order_of_use(inner, places(inner))
 
-    def _refuse_unprepared(self, model: nn.Module) -> None:
-        """Raise ``ConfigError`` before the first step if the model is not what this strategy trains."""
+    def _check_prepared(self, model: nn.Module) -> None:
+        """Raise ``ConfigError`` if the model is not prepared for training by this strategy."""
         trained = [p for p in model.parameters() if p.requires_grad and p.is_floating_point()]
-        others = {p.dtype for p in trained} - {self.parameter_dtype}
-        if PreparedModel.of(model).role is None and others:
+        other_dtypes = {p.dtype for p in trained} - {self.parameter_dtype}
+        if PreparedModel.of(model).role is None and other_dtypes:
             raise ConfigError(
                 f"{self.name}: this {type(unwrap_model(model)).__name__} was never prepared: its weights are "
-                f"{', '.join(map(str, others))}, and precision.parameters is {self.config.precision.parameters}; "
+                f"{', '.join(map(str, other_dtypes))}, and precision.parameters is {self.config.precision.parameters}; "
                 "call model = strategy.prepare_model(model) before the first step"
             )
 
     def accumulate(self, model: nn.Module, last: bool = True) -> AbstractContextManager[None]:
-        """Context of one micro-batch's forward and backward; with ``last=False`` no gradient is communicated.
+        """Context for one micro-batch's forward and backward. With ``last=False`` no gradient is communicated.
 
-        Updates in backward begin with the last one: without this context every micro-batch is.
+        Updates in backward start in the last micro-batch. Without this context every micro-batch is the last one.
         """
-        self.roles.refuse("accumulate", "accumulate over the model that is trained", model)
+        self.roles.require_trainer("accumulate", "accumulate over the model that is trained", model)
         return self._micro_batch(self._accumulate(model, last), self._optimizers_of(model), last)
 
     @staticmethod
@@ -459,11 +465,11 @@ class Strategy(ABC):
                     optimizer.accumulating = False
 
     def _accumulate(self, model: nn.Module, last: bool) -> AbstractContextManager[None]:
-        """The context of the model's sharding."""
+        """The context in which the sharding reduces gradients, or with ``last=False`` does not."""
         return contextlib.nullcontext()
 
     def unwrap_model(self, model: nn.Module) -> nn.Module:
-        """The module the user made, without what this strategy and ``torch.compile`` wrapped around it, up to date."""
+        """The user's module without the wrappers of this strategy and ``torch.compile``, after pending updates."""
         PreparedModel.of(model).wait_for_updates()
         return unwrap_model(model)
 
@@ -481,15 +487,18 @@ class Strategy(ABC):
         profile: str | None = None,
         loss_chunk: int | None = None,
     ) -> Plan:
-        """What a step takes, told from shapes: the model is run on the meta device, and is left alone.
+        """Estimate a step's memory and time from shapes. The model is run on the meta device, and is not changed.
 
         Args:
-            model: a causal language model of transformers, on any device; meta will do.
-            tokens: of one micro-batch on one device, in sequences of ``sequence``.
+            model: a causal language model of transformers, on any device, also meta.
+            tokens: tokens of one micro-batch on one device, in sequences of ``sequence``.
+            sequence: tokens of one sequence.
+            micro_batches: per step.
+            gpus: the number of devices.
             gpu_memory: bytes of one device; default: the profile's.
-            profile: of the machine, ``"H100"`` or ``"A100+pcie5"``; default: this machine's GPU if it is known, else
-                no times. DeepSpeed's strategies get no times.
-            loss_chunk: tokens whose logits are held at a time, where the loss is fused; default: all.
+            profile: the machine's, for example ``"H100"`` or ``"A100+pcie5"``. Default: this machine's GPU if it has a
+                profile; otherwise no times are estimated. There are no times for DeepSpeed's strategies.
+            loss_chunk: tokens whose logits are in memory at a time, if the loss is fused; default: all.
 
         Raises:
             ConfigError: the profile is not known.
@@ -516,16 +525,17 @@ class Strategy(ABC):
         keep_every: int = 0,
         asynchronous: bool = False,
     ) -> PendingSave | None:
-        """Write model, optimizer, scheduler, random states and ``extra`` to the directory ``path``, or to a URL.
+        """Write model, optimizer, scheduler, random states and ``extra`` to the folder ``path``, or to a URL.
 
-        Called by all ranks that train, and by none that only generate. ``trainable_only`` leaves out the frozen base;
-        it is the default for models with adapters of PEFT. ``weights_only`` leaves out optimizer and scheduler.
+        Called by all ranks that train. ``trainable_only`` leaves out the frozen base; it is the default for models with
+        PEFT adapters. ``weights_only`` leaves out optimizer and scheduler.
 
-        With ``keep_last``, older checkpoints ``step-<number>`` beside ``path`` are removed, but for the newest ones
-        that are whole and those whose number is a multiple of ``keep_every``.
+        With ``keep_last``, older checkpoints ``step-<number>`` next to ``path`` are removed, except for the newest
+        complete ones (``keep_last`` with the new one) and those whose number is a multiple of ``keep_every``.
 
-        ``asynchronous`` returns at once a handle with ``done()`` and ``result(timeout=None)``, the folder. A thread
-        writes the run as it is now; the next save, :meth:`close` and the end of the process wait for it.
+        With ``asynchronous`` a thread writes the run as it is now. A handle is returned at once: ``done()``, and
+        ``result(timeout=None)``, which returns the folder. The next save, :meth:`close` and the end of the process wait
+        for the thread.
         """
         options: dict[str, Any] = {"trainable_only": trainable_only, "weights_only": weights_only}
         options |= {"keep_last": keep_last, "keep_every": keep_every, "asynchronous": asynchronous}
@@ -540,15 +550,15 @@ class Strategy(ABC):
         *,
         trainable_only: bool | None = None,
     ) -> dict[str, Any]:
-        """Continue from :meth:`save_checkpoint`; returns its ``extra``.
+        """Load what :meth:`save_checkpoint` wrote, and return its ``extra``.
 
         Without ``optimizer`` only the weights are loaded, and the masters of the model's optimizers are rebuilt from
-        them. ``trainable_only=True`` leaves the frozen base alone, which happens anyway if it was not saved.
+        them. With ``trainable_only=True`` the frozen base is not loaded even if it was saved.
         """
         return self.checkpoints.load(path, model, optimizer, scheduler, trainable_only)
 
     def export_model(self, path: str | Path, model: nn.Module, tokenizer: Any = None) -> None:
-        """Write the weights as one Hugging Face folder (``save_pretrained``), in the model's dtype."""
+        """Write the weights to a Hugging Face folder (``save_pretrained``), in the model's dtype."""
         self.checkpoints.export(path, model, tokenizer)
 
     # -- reinforcement learning
@@ -556,7 +566,7 @@ class Strategy(ABC):
     def publish_weights(
         self, model: nn.Module, to: RolloutEngine | WeightTransport | None = None, version: int | None = None
     ) -> int:
-        """Send the model's weights as they are after the last step to what generates with them; returns their version.
+        """Send the model's weights after the last step to the rollout workers or an engine; returns their version.
 
         See :meth:`ReinforcementLearning.publish
         <lightstep.rollout.reinforcement_learning.ReinforcementLearning.publish>`.
@@ -564,7 +574,7 @@ class Strategy(ABC):
         return self.rollout.publish(model, self.rollout_dtype, to, version)
 
     def receive_weights(self, engine: RolloutEngine, wait: bool = True, timeout: float | None = None) -> int | None:
-        """Take the newest published weights into the engine, on a rank whose role is ``"rollout"``.
+        """Load the newest published weights into the engine, on a rank whose role is ``"rollout"``.
 
         See :meth:`ReinforcementLearning.receive
         <lightstep.rollout.reinforcement_learning.ReinforcementLearning.receive>`.
@@ -572,40 +582,40 @@ class Strategy(ABC):
         return self.rollout.receive(engine, wait, timeout)
 
     def drop_rollout_workers(self, ranks: Iterable[int]) -> None:
-        """Publish without these (``WeightTransferError.ranks``) from now on. Called by all ranks that train."""
+        """Publish without these ranks (``WeightTransferError.ranks``) from now on. Called by all ranks that train."""
         self.rollout.drop(ranks)
 
     @staticmethod
     def fsdp_version(model: nn.Module) -> int:
-        """2 for a model sharded by ``fully_shard``, 1 by ``FullyShardedDataParallel``, 0 where nothing is sharded."""
+        """2 for a model sharded by ``fully_shard``, 1 by ``FullyShardedDataParallel``, 0 for an unsharded one."""
         return fsdp_version(model)
 
     def release_device_memory(self) -> AbstractContextManager[None]:
-        """Give back what this strategy's optimizers hold on the device, and gathered weights, for another to use.
+        """Free the device memory of this strategy's optimizers and of unsharded weights, for another use.
 
-        It happens at once, and the memory comes back by itself with the next step. As a context manager it also empties
-        the allocator's cache at the end. Weights and gradients stay. On a rank that only generates nothing happens.
+        It is freed at once, and allocated again by the next step. As a context manager this also empties the
+        allocator's cache at the end. Weights and gradients stay. Does nothing on a rank that only generates.
 
         Raises:
-            HostMemoryError: the host has no room for state that lives on the device; nothing of it was moved then.
+            HostMemoryError: the host has not enough memory for the state on the device. None of it was moved.
         """
-        for optimizer, model in list(self._made.items()):
+        for optimizer, model in list(self._models.items()):
             self._reshard(model)
             optimizer.release_device_memory()
-        return _emptying_cache(self.device)
+        return _empty_cache_at_exit(self.device)
 
-    # -- end
+    # -- closing
 
     def close(self) -> None:
-        """End what this strategy started (its process group, if it started one), and tell the rollout workers.
+        """End the process group if this strategy started it, and tell rollout workers that training has ended.
 
-        A checkpoint that is being written is finished first.
+        A pending save is finished first.
         """
         finish_pending()
         self.rollout.close()
-        if self._started and initialized():
+        if self._owns_process_group and initialized():
             end_process_group()
-        self._started = False
+        self._owns_process_group = False
 
     def __enter__(self) -> Self:
         return self
@@ -618,7 +628,7 @@ class Strategy(ABC):
 
 
 def make_loss_scale(config: LossScaleConfig) -> LossScale:
-    """A new scale for one optimizer."""
+    """A new loss scale for one optimizer."""
     if isinstance(config, DynamicScale):
         return DynamicLossScale(**config.model_dump(exclude={"kind"}))
     return ConstantLossScale(config.scale if isinstance(config, ConstantScale) else 1.0)
@@ -639,7 +649,7 @@ def make_backend(config: OptimizerState) -> StateBackend:
 
 
 @contextlib.contextmanager
-def _emptying_cache(device: torch.device) -> Iterator[None]:
+def _empty_cache_at_exit(device: torch.device) -> Iterator[None]:
     try:
         yield
     finally:
@@ -648,11 +658,11 @@ def _emptying_cache(device: torch.device) -> Iterator[None]:
 
 
 def _fp32_weights(model: nn.Module, folder: str | Path) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Trainable parameters that were rounded when they were read, with this rank's part of the folder's fp32 values."""
-    for tensor, part in parts_of_other_dtypes(model, folder):
-        if tensor.requires_grad and part.dtype == torch.float32:
-            yield tensor, part
+    """Trainable parameters that were rounded when they were loaded, with this rank's shards of the fp32 values."""
+    for tensor, shard in parts_of_other_dtypes(model, folder):
+        if tensor.requires_grad and shard.dtype == torch.float32:
+            yield tensor, shard
 
 
-def _finite(max_norm: float | None) -> float | None:
+def _finite_or_none(max_norm: float | None) -> float | None:
     return None if max_norm is None or math.isinf(max_norm) else max_norm

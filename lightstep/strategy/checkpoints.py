@@ -1,4 +1,4 @@
-"""A strategy's part in saving and loading: who may, and that updates under way come first."""
+"""A strategy's checkpoints: checks roles, and waits for pending updates, before saving and loading."""
 
 from __future__ import annotations
 
@@ -19,7 +19,11 @@ _SAVED_BY_TRAINERS = "a checkpoint is saved by the ranks that train (export_mode
 
 
 class Checkpoints:
-    """Saves and loads for the strategy that these roles belong to."""
+    """Saves and loads checkpoints for a strategy.
+
+    Args:
+        roles: the strategy's.
+    """
 
     def __init__(self, roles: Roles) -> None:
         self._roles = roles
@@ -34,7 +38,7 @@ class Checkpoints:
         **options: Any,
     ) -> PendingSave | None:
         """See ``Strategy.save_checkpoint``."""
-        self._roles.refuse("save_checkpoint", _SAVED_BY_TRAINERS, model, but=("reference",))
+        self._roles.require_trainer("save_checkpoint", _SAVED_BY_TRAINERS, model, allowed=("reference",))
         PreparedModel.of(model).wait_for_updates()
         return checkpoint.save_checkpoint(path, model, optimizer, scheduler, extra, **options)
 
@@ -47,8 +51,8 @@ class Checkpoints:
         trainable_only: bool | None,
     ) -> dict[str, Any]:
         """See ``Strategy.load_checkpoint``."""
-        but: tuple[Role, ...] = ("reference", "rollout") if optimizer is None else ()
-        self._roles.refuse("load_checkpoint with an optimizer", "leave the optimizer out", model, but)
+        allowed: tuple[Role, ...] = ("reference", "rollout") if optimizer is None else ()
+        self._roles.require_trainer("load_checkpoint with an optimizer", "leave the optimizer out", model, allowed)
         PreparedModel.of(model).wait_for_updates()
         return checkpoint.load_checkpoint(path, model, optimizer, scheduler, trainable_only=trainable_only)
 

@@ -1,4 +1,4 @@
-"""Every rank holds the whole model; ``DistributedDataParallel`` averages the gradients."""
+"""DDP: every rank has the whole model, and ``DistributedDataParallel`` averages the gradients."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ from lightstep.strategy.process_group import ProcessGroupStrategy, broadcast_fro
 class DDPStrategy(ProcessGroupStrategy):
     """One all-reduce per bucket of gradients, in the last micro-batch's backward.
 
-    Communicates: the model once from rank 0, gradients (fp32 with ``precision.reduce: float32``), one overflow flag.
-    With ``optimizer_state.backend: stream`` each rank updates its share, and sends it to the others during the step.
+    Communication: the model once from rank 0; in each step the gradients (fp32 with ``precision.reduce: float32``) and
+    one overflow flag. With ``optimizer_state.backend: stream`` each rank updates a share of the parameters, and sends
+    it to the others.
     """
 
     _overflow_everywhere = True
@@ -38,10 +39,10 @@ class DDPStrategy(ProcessGroupStrategy):
 
     def _prepare(self, model: nn.Module) -> nn.Module:
         self._refuse_wrapped(model)
-        replica = self._replicate(self._placed(model))
-        self._equal_masters(replica)
+        replica = self._replicate(self._place_model(model))
+        self._broadcast_masters(replica)
         record = PreparedModel.of(model)
-        if record.optimizers:  # made for the module itself, and the loop may go on with it
+        if record.optimizers:  # they were created for the module itself, and the loop may call it directly
             record.direct_calls = DirectCalls(replica)
         return replica
 
@@ -61,14 +62,17 @@ class DDPStrategy(ProcessGroupStrategy):
         record.wrapper = replica
         return replica
 
-    def _equal_masters(self, replica: DistributedDataParallel) -> None:
-        """DDP has given every rank the first one's rounded weights; the masters that they start from follow."""
+    def _broadcast_masters(self, replica: DistributedDataParallel) -> None:
+        """Give every rank the first rank's initial masters: DDP has given it the first rank's rounded weights.
+
+        If ranks do not have masters for the same parameters, they are dropped.
+        """
         record, group = PreparedModel.of(replica), role_group()
         ignored = replica.parameters_to_ignore
         kept = {name: pair for name, pair in record.kept_masters(replica.module) if name not in ignored}
-        everybody: list[list[str]] = [[]] * self.world_size
-        dist.all_gather_object(everybody, list(kept), group=group)
-        if everybody.count(everybody[0]) < self.world_size:
+        all_names: list[list[str]] = [[]] * self.world_size
+        dist.all_gather_object(all_names, list(kept), group=group)
+        if all_names.count(all_names[0]) < self.world_size:
             record.keep_masters((parameter, None) for parameter, _ in kept.values())
             return
         for parameter, value in kept.values():
@@ -76,25 +80,25 @@ class DDPStrategy(ProcessGroupStrategy):
             broadcast_from_first([shared], group)
             record.keep_masters([(parameter, shared.to(value.device))])
 
-    def _wrapped(self, model: nn.Module) -> nn.Module:
+    def _with_wrapper(self, model: nn.Module) -> nn.Module:
         inner, record = unwrap_model(model), PreparedModel.of(model)
         if record.role != "trainer":
             return model
-        outer = self._replica_everywhere(inner) if model is inner else model
-        replica = _replica(outer)
-        # Fp32 gradients that come through the hook are refused by the step when nothing reduced them; others are not.
+        outer = self._replica_on_all_ranks(inner) if model is inner else model
+        replica = _find_replica(outer)
+        # With DDP's fp32 hook, step() refuses gradients that were not reduced. Without it nothing would notice.
         unnoticed = model is inner or record.gradients is None
         reached = record.direct_calls is not None and record.direct_calls.reach(replica)
         if replica is not None and unnoticed and not reached:
             record.direct_calls = DirectCalls(replica)
         return outer
 
-    def _replica_everywhere(self, inner: nn.Module) -> DistributedDataParallel:
-        """What stands around the user's module; a new one on all ranks where some rank kept none."""
-        replica = _replica(inner)
-        everywhere: list[bool] = [False] * self.world_size
-        dist.all_gather_object(everywhere, replica is not None, group=role_group())
-        return replica if replica is not None and all(everywhere) else self._replicate(inner)
+    def _replica_on_all_ranks(self, inner: nn.Module) -> DistributedDataParallel:
+        """The DDP wrapper of the user's module. If a rank has none, all ranks create a new one."""
+        replica = _find_replica(inner)
+        found: list[bool] = [False] * self.world_size
+        dist.all_gather_object(found, replica is not None, group=role_group())
+        return replica if replica is not None and all(found) else self._replicate(inner)
 
     def _prepare_reference(self, model: nn.Module) -> nn.Module:
         prepared = super()._prepare_reference(model)
@@ -105,7 +109,7 @@ class DDPStrategy(ProcessGroupStrategy):
         if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
             raise ConfigError(
                 f"{self.name}: there is a DistributedDataParallel in this {type(model).__name__} already; prepare a "
-                "model once, and go on with what the first call returned"
+                "model once, and use what the first call returned"
             )
         ignored = getattr(model, "_ddp_params_and_buffers_to_ignore", ())
         refuse_experts(self, {name: p for name, p in model.named_parameters() if name not in ignored})
@@ -113,12 +117,12 @@ class DDPStrategy(ProcessGroupStrategy):
         if sharded:
             raise ConfigError(
                 f"{self.name}: {len(sharded)} parameters are DTensors (first: {sharded[0]}), and sharding.kind ddp "
-                "copies plain ones; for tensor parallel models that are replicated too call fully_shard yourself on "
-                "another dimension of their mesh, and create_optimizer of a strategy with sharding.kind single"
+                "replicates only plain ones; for a tensor-parallel model call fully_shard yourself on another "
+                "dimension of its mesh, and create the optimizer with a strategy of sharding.kind single"
             )
 
     def _accumulate(self, model: nn.Module, last: bool) -> AbstractContextManager[None]:
-        """With ``last=False`` DDP's ``no_sync``: gradients are added up on their rank.
+        """With ``last=False`` DDP's ``no_sync()``: gradients are accumulated locally.
 
         Raises:
             ConfigError: ``last=False`` with ``sharding.static_graph``.
@@ -128,26 +132,26 @@ class DDPStrategy(ProcessGroupStrategy):
                 f"{self.name}: accumulate(last=False) with sharding.static_graph true: torch's DDP cannot leave out a "
                 "reduction of a static graph; set static_graph to false, or train without accumulation"
             )
-        replica = _replica(model)
+        replica = _find_replica(model)
         return contextlib.nullcontext() if last or replica is None else replica.no_sync()
 
     @property
-    def _update_time(self) -> type[Schedule]:
-        """DDP's buckets hold all gradients until backward ends: updates in backward would come to the same."""
-        known = super()._update_time
-        return AtStep if known.in_backward else known
+    def _schedule_class(self) -> type[Schedule]:
+        """``AtStep`` for updates in backward: DDP's buckets keep all gradients until backward ends."""
+        configured = super()._schedule_class
+        return AtStep if configured.in_backward else configured
 
     def _replicas(self, model: nn.Module) -> Replicas | None:
-        replica = _replica(model)
-        return None if replica is None else Replicas(replica.process_group, self._sends_beside)
+        replica = _find_replica(model)
+        return None if replica is None else Replicas(replica.process_group, self._overlaps_sends)
 
     def _gradients(self, model: nn.Module) -> ReducedGradients | None:
         return PreparedModel.of(model).gradients
 
-    def _refuse_unprepared(self, model: nn.Module) -> None:
-        super()._refuse_unprepared(model)
+    def _check_prepared(self, model: nn.Module) -> None:
+        super()._check_prepared(model)
         reduced = any(isinstance(module, DistributedDataParallel) for module in model.modules())
-        if self.world_size > 1 and not reduced and _replica(model) is None:
+        if self.world_size > 1 and not reduced and _find_replica(model) is None:
             raise ConfigError(
                 f"{self.name}: nothing averages the gradients of this {type(unwrap_model(model)).__name__} over the "
                 f"{self.world_size} ranks, which would train apart; call model = strategy.prepare_model(model) on all "
@@ -155,8 +159,8 @@ class DDPStrategy(ProcessGroupStrategy):
             )
 
 
-def _replica(model: nn.Module) -> DistributedDataParallel | None:
-    """The DDP module in, under or around ``model`` (``torch.compile`` may lie around it)."""
+def _find_replica(model: nn.Module) -> DistributedDataParallel | None:
+    """The DDP module that is ``model``, or inside its ``torch.compile`` wrapper, or that wraps ``model``."""
     outer: nn.Module | None = model
     while isinstance(outer, nn.Module):
         if isinstance(outer, DistributedDataParallel):

@@ -1,4 +1,4 @@
-"""``torch.distributed.fsdp.fully_shard`` on every transformer block and the root; also HSDP."""
+"""FSDP2: ``fully_shard`` on every transformer block and on the root. Also HSDP."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ from lightstep.strategy.process_group import ProcessGroupStrategy, broadcast_fro
 
 
 class FSDP2Strategy(ProcessGroupStrategy):
-    """Parameters, gradients and optimizer state in shards over the ranks; with ``replicate > 1`` in as many copies.
+    """Parameters, gradients and optimizer state sharded over the ranks; with ``replicate > 1`` also replicated (HSDP).
 
-    Communicates: each unit's weights before its forward and backward, its gradients after its backward (in fp32 with
-    ``precision.reduce: float32``, and handed to the optimizer unrounded), one number per step for the norm and one for
-    the overflow flag. With copies and ``optimizer_state.backend: stream`` each copy updates its share of every shard,
-    and sends it to the others during the step.
+    Communication: each unit's weights before its forward and backward; its gradients after its backward (in fp32 with
+    ``precision.reduce: float32``, and not rounded before the optimizer gets them); in each step one number for the norm
+    and one for the overflow flag. With replicas and ``optimizer_state.backend: stream`` each replica updates its share
+    of every shard, and sends it to the others.
     """
 
     _overflow_everywhere = True
@@ -60,13 +60,14 @@ class FSDP2Strategy(ProcessGroupStrategy):
         PreparedModel.of(inner).unround(inner)
         mesh = self.mesh()
         units = self._units(inner)
-        loaded, alike = self._someone_has_weights(inner)
-        if not loaded or not alike:
+        loaded, same_dtypes = self._check_initial_weights(inner)
+        if not loaded or not same_dtypes:
             cast_parameters(inner, self.parameter_dtype)
         for unit in [*units, inner]:
             unrounded = self._broadcast_weights(unit) if loaded else {}
-            self._shard(unit, mesh, stays=unit is inner and any(p.requires_grad for p in inner.parameters()))
-            PreparedModel.of(inner).keep_masters(_shards_of(unrounded, unit))
+            is_trained_root = unit is inner and any(p.requires_grad for p in inner.parameters())
+            self._shard(unit, mesh, is_trained_root)
+            PreparedModel.of(inner).keep_masters(_local_shards(unrounded, unit))
         if not loaded:
             self._initialise(inner, mesh)
         self._gradients(inner)
@@ -76,16 +77,16 @@ class FSDP2Strategy(ProcessGroupStrategy):
         if isinstance(model, FSDPModule):
             raise ConfigError(
                 f"{self.name}: this {type(model).__name__} is sharded already (by prepare_model or fully_shard); "
-                "prepare a model once, and go on with what the first call returned"
+                "prepare a model once, and use what the first call returned"
             )
         refuse_experts(self, dict(model.named_parameters()))
         by_fsdp = {p for module in model.modules() if isinstance(module, FSDPModule) for p in module.parameters()}
         for name, parameter in model.named_parameters():
             if is_sharded(parameter) and parameter not in by_fsdp:
                 raise ConfigError(
-                    f"{self.name}: {name} is a DTensor already (tensor parallel), and sharding.kind fsdp2 shards plain "
-                    "parameters over all ranks; call fully_shard yourself on another dimension of the same mesh, and "
-                    "create_optimizer of a strategy with sharding.kind single"
+                    f"{self.name}: {name} is a DTensor already (tensor parallel), and sharding.kind fsdp2 shards "
+                    "only plain parameters, over all ranks; call fully_shard yourself on another dimension of the same "
+                    "mesh, and create the optimizer with a strategy of sharding.kind single"
                 )
             if parameter in by_fsdp and parameter.is_floating_point() and parameter.dtype != self.parameter_dtype:
                 raise ConfigError(
@@ -99,7 +100,7 @@ class FSDP2Strategy(ProcessGroupStrategy):
         Raises:
             ConfigError: the mesh of the strategy file does not fit the number of ranks, or this one does not train.
         """
-        self.roles.refuse("mesh()", "nothing is sharded here (strategy.fsdp_version(model) is 0)")
+        self.roles.require_trainer("mesh()", "nothing is sharded here (strategy.fsdp_version(model) is 0)")
         replicate, shard = self._mesh_sizes()
         sizes = {"shard": shard} if replicate == 1 else {"replicate": replicate, "shard": shard}
         return make_mesh(self.device.type, sizes)
@@ -135,84 +136,85 @@ class FSDP2Strategy(ProcessGroupStrategy):
             checkpoint_activations(model)
         return sharding_units(model, self._sharding.wrap)
 
-    def _shard(self, unit: nn.Module, mesh: DeviceMesh, stays: bool) -> None:
+    def _shard(self, unit: nn.Module, mesh: DeviceMesh, is_trained_root: bool) -> None:
         after_forward = self._sharding.reshard_after_forward
         compute, reduce = self._sharding.compute, self.config.precision.reduce
         policy = MixedPrecisionPolicy(
             param_dtype=None if compute == "parameters" else getattr(torch, compute),
             reduce_dtype=torch.float32 if reduce == "float32" else self.parameter_dtype,
         )
-        # The root is needed again at once when backward starts: torch keeps it gathered unless told otherwise.
-        resharding = None if stays and after_forward is True else after_forward
-        fully_shard(unit, mesh=mesh, reshard_after_forward=resharding, mp_policy=policy)
+        # None is torch's default: the root stays unsharded after forward, because backward needs it first.
+        reshard = None if is_trained_root and after_forward is True else after_forward
+        fully_shard(unit, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
 
     # -- weights
 
-    def _someone_has_weights(self, model: nn.Module) -> tuple[bool, bool]:
-        """Whether rank 0 has the weights, and whether all ranks' models are of the same dtypes.
+    def _check_initial_weights(self, model: nn.Module) -> tuple[bool, bool]:
+        """Whether rank 0 has the weights, and whether the models of all ranks have the same dtypes.
 
-        Other ranks may hold the model on the meta device, or other weights.
+        The other ranks may have the model on the meta device, or with other weights.
 
         Raises:
-            ValueError: rank 0 has only part of them, or none while others have them.
+            ValueError: rank 0 has only part of the weights, or has none and another rank has them.
         """
         on_meta = [parameter.is_meta for parameter in model.parameters()]
-        mine = None if any(on_meta) and not all(on_meta) else not any(on_meta)
-        described: list[Any] = [None] * self.world_size
-        dist.all_gather_object(described, (mine, [parameter.dtype for parameter in model.parameters()]), role_group())
-        everybody, dtypes = zip(*described, strict=True)
-        if everybody[0] is None or (not everybody[0] and any(everybody)):
+        loaded = None if any(on_meta) and not all(on_meta) else not any(on_meta)
+        gathered: list[Any] = [None] * self.world_size
+        dist.all_gather_object(gathered, (loaded, [parameter.dtype for parameter in model.parameters()]), role_group())
+        all_loaded, dtypes = zip(*gathered, strict=True)
+        if all_loaded[0] is None or (not all_loaded[0] and any(all_loaded)):
             raise ValueError(
                 "rank 0 has the model on the meta device, wholly or in part, and other ranks do not; build it on a "
                 "real device on rank 0 at least, or on the meta device on all ranks"
             )
-        return bool(everybody[0]), dtypes.count(dtypes[0]) == len(dtypes)
+        return bool(all_loaded[0]), dtypes.count(dtypes[0]) == len(dtypes)
 
     def _broadcast_weights(self, unit: nn.Module) -> dict[str, Tensor]:
-        """Rank 0's weights of one unit, rounded, on every rank's device, to be cut into shards next.
+        """Give every rank rank 0's weights of a unit, on its device, and cast them. They are sharded next.
 
-        Returns the fp32 values of what is trained, by name, if masters start from them.
+        Returns:
+            The fp32 values of trainable parameters by name, if the masters are initialised from them; else empty.
         """
         to_device(unit, self.device)
         tensors = [*unit.parameters(), *unit.buffers()]
         broadcast_from_first(tensor for tensor in tensors if not is_sharded(tensor))
         names = {parameter: name for name, parameter in unit.named_parameters()}
-        unrounded = {names[p]: value for p, value in unrounded_values(unit)} if self._rounds else {}
+        unrounded = {names[p]: value for p, value in unrounded_values(unit)} if self._rounds_weights else {}
         cast_parameters(unit, self.parameter_dtype)
         return unrounded
 
     def _initialise(self, model: nn.Module, mesh: DeviceMesh) -> None:
-        """Memory for the shards of a model made on the meta device, and initial weights by its own rules."""
+        """Allocate the shards of a model on the meta device, and initialise them with the model's own functions."""
         model.to_empty(device=self.device)
         seed = torch.tensor([torch.initial_seed() % 2**31], device=self.device)
         dist.broadcast(seed, group=role_group(), group_src=0)
         on_gpu = self.device.type != "cpu"
         with torch.random.fork_rng(devices=[self.device] if on_gpu else [], device_type=self.device.type):
             if on_gpu:
-                # Shards of a GPU mesh draw their parts of one sequence. Unseeded, torch would first bring all ranks of
-                # the default group to one state, those that do not train too.
+                # On a GPU mesh all shards draw from one random sequence. Without a seed torch would first synchronise
+                # the state over the default process group, which may include ranks that do not train.
                 tensor_random.manual_seed(int(seed), mesh)
             else:
                 torch.manual_seed(int(seed) + mesh.get_local_rank(mesh.ndim - 1))
-            with warnings.catch_warnings():  # torch's remark on CPU meshes, which are seeded above
+            with warnings.catch_warnings():  # torch warns about CPU meshes, which are seeded above
                 warnings.filterwarnings("ignore", message="DTensor random operators")
                 initialise_weights(model)
         broadcast_from_first(buffer for buffer in model.buffers() if not is_sharded(buffer))
         if mesh.ndim == 2:
-            self._equal_copies(model, mesh)
+            self._broadcast_to_replicas(model, mesh)
 
     @staticmethod
-    def _equal_copies(model: nn.Module, mesh: DeviceMesh) -> None:
+    def _broadcast_to_replicas(model: nn.Module, mesh: DeviceMesh) -> None:
         broadcast_from_first((local_tensor(parameter) for parameter in model.parameters()), mesh.get_group(0))
 
     # -- training
 
     def _accumulate(self, model: nn.Module, last: bool) -> AbstractContextManager[None]:
-        """With ``last=False`` gradients are added up unsharded on their rank, in the dtype of the reduction."""
-        return contextlib.nullcontext() if last else _without_reduction(model)
+        """With ``last=False`` unsharded gradients are accumulated locally, in the dtype of the reduction."""
+        return contextlib.nullcontext() if last else _no_sync(model)
 
     def _reshard(self, model: nn.Module) -> None:
-        """The root stays gathered after a forward: ``model.parameters()`` are no shards until its backward."""
+        """Reshard all units. The root stays unsharded after a forward: its parameters are no DTensors then."""
         for module in sharded_modules(model):
             cast(FSDPModule, module).reshard()
 
@@ -220,11 +222,11 @@ class FSDP2Strategy(ProcessGroupStrategy):
         found = super()._places(model)
         if sharded_modules(model):
             for optimizer in self._optimizers_of(model):
-                _refuse_gathered(optimizer, found)
+                _refuse_unsharded(optimizer, found)
         return found
 
-    def _refuse_unprepared(self, model: nn.Module) -> None:
-        super()._refuse_unprepared(model)
+    def _check_prepared(self, model: nn.Module) -> None:
+        super()._check_prepared(model)
         if self.world_size > 1 and not any(map(is_sharded, model.parameters())):
             raise ConfigError(
                 f"{self.name}: this {type(unwrap_model(model)).__name__} is not sharded, and its gradients are not "
@@ -233,7 +235,7 @@ class FSDP2Strategy(ProcessGroupStrategy):
             )
 
     def _replicas(self, model: nn.Module) -> Replicas | None:
-        return Replicas.of_shards(model.parameters(), self._sends_beside)
+        return Replicas.of_shards(model.parameters(), self._overlaps_sends)
 
     def _gradients(self, model: nn.Module) -> ReducedGradients | None:
         if self.config.precision.reduce != "float32":
@@ -242,29 +244,30 @@ class FSDP2Strategy(ProcessGroupStrategy):
         return sharded_gradients
 
 
-def _shards_of(values: Mapping[str, Tensor], unit: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
-    """This rank's parts of whole values of a unit's parameters, by name, on the host."""
+def _local_shards(values: Mapping[str, Tensor], unit: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
+    """A unit's parameters and, on the host, this rank's shards of the whole ``values``, which are by name."""
     parameters = dict(unit.named_parameters()) if values else {}
     for name, value in values.items():
         shard = shard_of(parameters[name])
         if shard is not None:
-            part = tuple(slice(start, start + size) for start, size in zip(shard.offsets, shard.lengths, strict=True))
-            yield parameters[name], value[part].clone().cpu()
+            region = tuple(slice(start, start + size) for start, size in zip(shard.offsets, shard.lengths, strict=True))
+            yield parameters[name], value[region].clone().cpu()
 
 
-def _refuse_gathered(optimizer: BaseOptimizer, shards: Mapping[Tensor, Place]) -> None:
+def _refuse_unsharded(optimizer: BaseOptimizer, shards: Mapping[Tensor, Place]) -> None:
+    """Raise ``ValueError`` if parameters of the optimizer are neither sharded nor the model's."""
     given = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    gathered = [tuple(p.shape) for p in given if not is_sharded(p) and p not in shards]
-    if gathered:
+    unsharded = [tuple(p.shape) for p in given if not is_sharded(p) and p not in shards]
+    if unsharded:
         raise ValueError(
-            f"{len(gathered)} of the optimizer's parameters (shapes {gathered[:3]}) are not the sharded model's: they "
-            "are from before it was sharded, or gathered weights of its root, which a forward leaves there; put "
+            f"{len(unsharded)} of the optimizer's parameters (shapes {unsharded[:3]}) are not the sharded model's: "
+            "they are from before it was sharded, or unsharded weights of its root, which a forward leaves there; put "
             "model.parameters() of the prepared model into param_groups, after model.reshard()"
         )
 
 
 @contextlib.contextmanager
-def _without_reduction(model: nn.Module) -> Iterator[None]:
+def _no_sync(model: nn.Module) -> Iterator[None]:
     units = [cast(FSDPModule, module) for module in sharded_modules(model)]
     for unit in units:
         unit.set_requires_gradient_sync(False, recurse=False)

@@ -1,4 +1,4 @@
-"""The ready-made strategy files, found from a wheel, an editable install and a bare checkout alike."""
+"""The strategy files that come with lightstep: in a wheel, an editable install and a plain checkout."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from lightstep.config_errors import suggest
 
 
 def available_strategies() -> list[str]:
-    """The names ``Strategy.load`` knows, sorted."""
+    """The names that ``Strategy.load`` accepts, sorted."""
     return sorted(entry.name.removesuffix(".yaml") for entry in _folder().iterdir() if entry.name.endswith(".yaml"))
 
 
 def read_source(source: str | Path | Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """``(what to call it in messages, its values)`` of a preset's name, a path or a mapping.
+    """The name for messages, and the values, of a preset's name, a path or a mapping.
 
     Raises:
         ConfigError: no such name or file, unreadable YAML, or a file that holds no mapping.
@@ -46,10 +46,10 @@ def read_source(source: str | Path | Mapping[str, Any]) -> tuple[str, dict[str, 
 
 
 def preset_text(name: str) -> str:
-    """A preset's file as it stands, with its comments.
+    """The text of a preset's file, with its comments.
 
     Raises:
-        ConfigError: no preset has this name.
+        ConfigError: there is no preset with this name.
     """
     names = available_strategies()
     if name not in names:
@@ -72,7 +72,7 @@ def _parse(text: str, source: str) -> dict[str, Any]:
 
 
 def _folder() -> Traversable:
-    """``lightstep/strategies`` where the package was installed, else the checkout's ``strategies``."""
+    """``lightstep/strategies`` in an installed package, else ``strategies`` in the checkout."""
     installed = resources.files("lightstep") / "strategies"
     if installed.is_dir():
         return installed

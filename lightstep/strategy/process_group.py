@@ -1,4 +1,4 @@
-"""What strategies of several processes share: the process group, and where this process stands in it."""
+"""The base class of strategies with several processes: process group, rank and device."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from lightstep.strategy.base import Strategy
 class ProcessGroupStrategy(Strategy):
     """A strategy over the ranks of the default process group, or over those of them that train.
 
-    The group is the user's, or is started from torchrun's environment by :meth:`prepare_model` and ended by
-    :meth:`close`.
+    If the user has not initialised the process group, :meth:`prepare_model` does so from torchrun's environment, and
+    :meth:`close` ends it.
     """
 
     _reduces_in_backward: ClassVar[bool] = True
-    """Whether gradients are reduced layer by layer, and are there while backward goes on."""
+    """Whether reduced gradients are available layer by layer during backward."""
 
     def _make_backend(self, model: nn.Module) -> StateBackend:
         backend = super()._make_backend(model)
@@ -38,15 +38,15 @@ class ProcessGroupStrategy(Strategy):
 
     @abstractmethod
     def _replicas(self, model: nn.Module) -> Replicas | None:
-        """The ranks that hold the same part of a prepared model as this one; ``None`` where no other does."""
+        """The ranks that have the same shard of a prepared model as this one; ``None`` if there are no others."""
 
     @property
-    def _sends_beside(self) -> bool:
-        """Whether replicas send each other weights while the model goes on."""
+    def _overlaps_sends(self) -> bool:
+        """Whether replicas send each other updated weights while the model computes."""
         return self.config.optimizer_state.update != "at_step"
 
     @property
-    def _needs_process_group(self) -> str | None:
+    def _process_group_reason(self) -> str | None:
         return f"sharding.kind {self.config.sharding.kind} needs a process per device"
 
     @property
@@ -65,10 +65,10 @@ class ProcessGroupStrategy(Strategy):
 
 
 def refuse_experts(strategy: Strategy, parameters: Mapping[str, Tensor]) -> None:
-    """All ranks would get the first one's.
+    """Refuse experts that are plain parameters: all ranks would get the first rank's.
 
     Raises:
-        ConfigError: a plain parameter says that it differs across ranks.
+        ConfigError: a parameter with the attribute ``differs_across_ranks`` is not a DTensor.
     """
     for name, parameter in parameters.items():
         if getattr(parameter, "differs_across_ranks", False) and not is_sharded(parameter):
@@ -80,7 +80,11 @@ def refuse_experts(strategy: Strategy, parameters: Mapping[str, Tensor]) -> None
 
 
 def broadcast_from_first(tensors: Iterable[Tensor], group: dist.ProcessGroup | None = None) -> None:
-    """Every rank of the group (this role's ranks) gets its first rank's values; in place, any dtype, one by one."""
+    """Copy the first rank's values to all ranks of the group, in place, one tensor at a time, in any dtype.
+
+    Args:
+        group: default: the ranks of this process's role.
+    """
     group = role_group() if group is None else group
     for tensor in tensors:
         if tensor.numel():
@@ -91,5 +95,4 @@ def broadcast_from_first(tensors: Iterable[Tensor], group: dist.ProcessGroup | N
 
 
 def _has_nccl() -> bool:
-    backends = dist.get_backend_config()
-    return "nccl" in backends
+    return "nccl" in dist.get_backend_config()

@@ -1,4 +1,4 @@
-"""One process, one device. No communication, but for weights that are sent to rollout workers."""
+"""One process, one device. The only communication is that of weights with rollout workers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lightstep.strategy.base import Strategy
 class SingleDeviceStrategy(Strategy):
     """The whole model on one device."""
 
-    def _refuse_ranks(self) -> None:
+    def _check_world_size(self) -> None:
         training = self.roles.trainer_ranks
         if len(training) > 1:
             raise ConfigError(
@@ -20,4 +20,4 @@ class SingleDeviceStrategy(Strategy):
             )
 
     def _prepare(self, model: nn.Module) -> nn.Module:
-        return self._placed(model)
+        return self._place_model(model)

@@ -23,7 +23,7 @@ from lightstep import Strategy
 from lightstep.checkpoint import CheckpointError, save_checkpoint
 from lightstep.config import ConfigError
 from lightstep.deepspeed.optimizer import DeepSpeedOptimizer
-from lightstep.deepspeed.weights import gathered
+from lightstep.deepspeed.weights import gather_weights
 from tests.distributed.deepspeed_reference import DeepSpeedLoop
 from tests.distributed.deepspeed_runs import number_anew, trainable
 from tests.distributed.models import TinyTransformer, loss_of
@@ -97,7 +97,7 @@ def _train(strategy: Any, model: nn.Module, optimizer: Any, scheduler: Any, step
 def _everything(model: Any, optimizer: Any) -> dict[str, Tensor]:
     """Weights, masters and moments, whole, by name."""
     names = {id(p): name for name, p in model.module.named_parameters()}
-    found = {f"weight.{name}": value for name, value in gathered(model.module, keep=True).items()}
+    found = {f"weight.{name}": value for name, value in gather_weights(model.module, keep=True).items()}
     numbered = [p for group in optimizer.param_groups for p in group["params"]]
     for number, entries in optimizer.state_dict()["state"].items():
         found |= {f"{key}.{names[id(numbered[number])]}": torch.as_tensor(value) for key, value in entries.items()}
@@ -214,7 +214,7 @@ def resumes(rank: int, world_size: int, stage: int, dtype: str, folder: str) -> 
     fresh = _made(strategy)
     strategy.load_checkpoint(folder, fresh[0])  # the weights alone, and masters from them
     found = _everything(*fresh[:2])
-    for name, value in gathered(fresh[0].module, keep=True).items():
+    for name, value in gather_weights(fresh[0].module, keep=True).items():
         assert torch.equal(value, saved[f"weight.{name}"])
         if f"master.{name}" in found:
             assert torch.equal(found[f"master.{name}"], value.float())
@@ -362,7 +362,7 @@ def makes(rank: int, world_size: int, folder: str) -> None:
     torch.manual_seed(3 + rank)  # the first rank's weights count
     model = strategy.prepare_model(TinyTransformer)
     assert all(p.numel() == 0 for p in model.parameters() if hasattr(p, "ds_id")), "nobody holds all of it"
-    for name, value in gathered(model.module, keep=True).items():
+    for name, value in gather_weights(model.module, keep=True).items():
         assert torch.equal(value, whole.state_dict()[name].cpu()), name
     with pytest.raises(RuntimeError, match="create_optimizer"):
         model(torch.zeros(1, 2, dtype=torch.long, device=strategy.device))
@@ -389,7 +389,7 @@ def makes(rank: int, world_size: int, folder: str) -> None:
     for llama in (read, filled):
         assert llama.config.vocab_size == 32 and strategy.unwrap_model(llama) is llama.module
         assert next(llama.buffers()).dtype == torch.float32, "rotary frequencies are not rounded"
-        for name, value in gathered(llama.module, keep=True).items():
+        for name, value in gather_weights(llama.module, keep=True).items():
             assert torch.equal(value, saved[name]), name
     optimizer = strategy.create_optimizer(read, torch.optim.AdamW, lr=1e-2)
     tokens = torch.randint(32, (2, 6), generator=torch.Generator().manual_seed(rank)).to(strategy.device)
@@ -402,7 +402,7 @@ def makes(rank: int, world_size: int, folder: str) -> None:
     strategy.export_model(f"{folder}/exported", read)
     dist.barrier()
     exported = AutoModelForCausalLM.from_pretrained(f"{folder}/exported").state_dict()
-    trained = gathered(read.module, keep=True)
+    trained = gather_weights(read.module, keep=True)
     assert all(torch.equal(value, trained[name]) for name, value in exported.items() if name in trained)
     assert not all(torch.equal(value, saved[name]) for name, value in trained.items())
     with pytest.raises(ValueError, match="one engine per model"):
@@ -439,7 +439,7 @@ def divided_elsewhere(rank: int, world_size: int) -> None:
     strategy.start()
     with deepspeed.zero.Init(dtype=torch.bfloat16):
         other = TinyTransformer()
-    with pytest.raises(ConfigError, match=r"was divided in torch\.bfloat16.*precision\.parameters is float32"):
+    with pytest.raises(ConfigError, match=r"was partitioned in torch\.bfloat16.*precision\.parameters is float32"):
         _strategy(3, "float32").prepare_model(other)
     with deepspeed.zero.Init(config_dict_or_path=strategy.deepspeed_config):
         alike = TinyTransformer()

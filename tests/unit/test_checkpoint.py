@@ -823,7 +823,7 @@ def test_state_that_is_built_on_access_is_fetched_piece_by_piece(
     model = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(20)))
     optimizer = BuiltOnAccess(model.parameters())
     monkeypatch.setattr(checkpoint_write, "FILE_BYTES", 4096)
-    monkeypatch.setattr(checkpoint_write, "PART_BYTES", 1024)
+    monkeypatch.setattr(checkpoint_write, "IN_FLIGHT_BYTES", 1024)
     save_checkpoint(tmp_path / "a", model, optimizer)
     assert optimizer.most <= 4, "more tensors alive than two parameters have"
     files = [file.stat().st_size for file in (tmp_path / "a").glob("*.distcp")]

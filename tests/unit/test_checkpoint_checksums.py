@@ -122,15 +122,15 @@ def test_the_error_names_the_newest_older_checkpoint_that_is_whole(tmp_path: Pat
         saved(tmp_path / f"step-{step}")
     for step, name in ((2, "__0_0_0.distcp"), (3, "state.pt")):
         flip(tmp_path / f"step-{step}" / name, 4000)
-    assert refused(tmp_path / "step-3").endswith(f"{tmp_path / 'step-1'} beside it is whole: load that one")
+    assert refused(tmp_path / "step-3").endswith(f"{tmp_path / 'step-1'} is undamaged: load that one")
     flip(tmp_path / "step-1" / "state.pt", 4000)
-    assert refused(tmp_path / "step-3").endswith("no older one beside it is whole"), "step-4 is newer"
+    assert refused(tmp_path / "step-3").endswith("no older checkpoint next to it is undamaged"), "step-4 is newer"
     os.truncate(tmp_path / "step-4" / "__0_0_0.distcp", 3)
     saved(tmp_path / "step-2")
     shutil.rmtree(tmp_path / "step-3")
     saved(tmp_path / "step-3")
     flip(tmp_path / "step-3" / "lightstep.json", 800)
-    assert refused(tmp_path / "step-3").endswith(f"{tmp_path / 'step-2'} beside it is whole: load that one")
+    assert refused(tmp_path / "step-3").endswith(f"{tmp_path / 'step-2'} is undamaged: load that one")
 
 
 def test_checkpoints_of_before_there_were_checksums_load_with_one_warning(

@@ -37,7 +37,7 @@ from lightstep.checkpoint import (
 )
 from lightstep.checkpoint.formats import read_checkpoint
 from lightstep.checkpoint.layout import holds_checkpoint, remove_checkpoint
-from lightstep.checkpoint.tensors import Chunk, Stored
+from lightstep.checkpoint.tensors import Chunk, StoredTensor
 from tests.reference.pair import BACKENDS
 
 OLD = Path(__file__).parents[1] / "data" / "checkpoints"
@@ -278,7 +278,7 @@ def test_the_users_files_survive_a_crash_after_the_renames(tmp_path: Path, monke
 def test_the_manifest_has_the_sizes_that_the_writers_saw(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a network file system the first rank may see old sizes of what others wrote: it does not look."""
     nothing = torch.Size([])
-    index = {"model.a": Stored(torch.float32, nothing, (Chunk(nothing, nothing, "__1_0_0.distcp", 3, 4, 0),))}
+    index = {"model.a": StoredTensor(torch.float32, nothing, (Chunk(nothing, nothing, "__1_0_0.distcp", 3, 4, 0),))}
     monkeypatch.setattr("lightstep.checkpoint.save.write_tensors", lambda *_: index)
     save_checkpoint(tmp_path / "a", model_of(1.0))
     manifest = json.loads((tmp_path / "a" / "lightstep.json").read_text())
@@ -481,9 +481,11 @@ def test_pretrained_weights_that_break_off_are_not_gone_on_from(
 ) -> None:
     strategy, model, optimizer = trained("resident")
     save_file({name: torch.ones(p.shape) for name, p in model.named_parameters()}, tmp_path / "model.safetensors")
-    part = pretrained._part
+    part = pretrained._read_shard
     with monkeypatch.context() as patched:
-        patched.setattr(pretrained, "_part", lambda *which: part(*which) if which[2] == "weight" else broken_disk())
+        patched.setattr(
+            pretrained, "_read_shard", lambda *which: part(*which) if which[2] == "weight" else broken_disk()
+        )
         with pytest.raises(OSError, match="Input/output error"):
             pretrained.load_pretrained(model, tmp_path)
     assert values_of(model) > {1.0}, "a part of it"

@@ -109,14 +109,14 @@ def test_of_two_savers_one_is_told(url: str, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_save_that_ends_while_another_begins_is_a_checkpoint(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    inside = urls._inside
+    inside = urls._entries
 
     def after_another(path: Path) -> list[Path]:
         monkeypatch.undo()
         save_checkpoint(f"{url}/step", model_of(2.0))
         return inside(path)
 
-    monkeypatch.setattr(urls, "_inside", after_another)
+    monkeypatch.setattr(urls, "_entries", after_another)
     save_checkpoint(f"{url}/step", model_of(1.0))
     load_checkpoint(f"{url}/step", model := model_of(0.0))
     assert values_of(model) == {1.0}
@@ -132,7 +132,7 @@ def test_damage_is_found_and_old_ones_are_removed(url: str) -> None:
     data[1000] ^= 4
     system.pipe_file(file, bytes(data))
     assert [bool(each.damage) for each in verify_checkpoints(url)] == [True, False]
-    with pytest.raises(CheckpointError, match=f"is damaged: .*{url}/step-2 beside it is whole: load that one"):
+    with pytest.raises(CheckpointError, match=f"is damaged: .*{url}/step-2 is undamaged: load that one"):
         load_checkpoint(f"{url}/step-3", model_of(0.0))
     remove_checkpoint(UrlPath(f"{url}/step-3"))  # type: ignore[arg-type]
     assert str(latest_checkpoint(url)) == f"{url}/step-2"

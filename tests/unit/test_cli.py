@@ -232,7 +232,7 @@ def test_resume_auto_takes_the_newest_that_is_undamaged(file: Path, tmp_path: Pa
         tensors.write_bytes(content)
     sentence = _sentence(_run("train", file, "--resume", *longer), 2)
     assert "checkpoint-4 was not loaded" in sentence and "is damaged" in sentence
-    assert f"{folder / 'checkpoint-2'} beside it is whole: load that one; --resume auto continues" in sentence
+    assert f"{folder / 'checkpoint-2'} is undamaged: load that one; --resume auto continues" in sentence
     resumed = _run("train", file, "--resume", "auto", *longer, "--set", "checkpoint.keep_every=2")
     assert resumed.exit_code == 0 and f"continuing from {folder / 'checkpoint-2'}" in resumed.stdout.replace("\n", "")
     assert {path.name for path in folder.glob("checkpoint-*")} == {"checkpoint-2", "checkpoint-4", "checkpoint-6"}

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from lightstep.checkpoint import CheckpointError
 from lightstep.checkpoint.pending import finish_pending
 from lightstep.checkpoint.read import read_tensors
-from lightstep.checkpoint.saved import Saved
-from lightstep.checkpoint.tensors import Target, whole
+from lightstep.checkpoint.saved import SavedCheckpoint
+from lightstep.checkpoint.tensors import Target, full_shard
 from lightstep.state import units as units_module
 from lightstep.state.device_snapshot import DeviceSnapshot
 from lightstep.state.kept_copies import KeptCopies
@@ -91,10 +91,10 @@ def reader(monkeypatch: pytest.MonkeyPatch) -> Iterator[Reader]:
 
 def tensors_of(path: Path) -> dict[str, Tensor]:
     """All that a checkpoint holds."""
-    saved, found = Saved.read(path), {}
+    saved, found = SavedCheckpoint.read(path), {}
     for key, stored in saved.index.items():
         found[key] = torch.empty(stored.shape, dtype=stored.dtype)
-    targets = [Target(key, whole(value.shape), lambda value=value: value) for key, value in found.items()]  # type: ignore[misc]
+    targets = [Target(key, full_shard(value.shape), lambda value=value: value) for key, value in found.items()]  # type: ignore[misc]
     read_tensors(saved.data, saved.index, targets)
     return found
 
@@ -111,7 +111,7 @@ def check_saved(folder: Path) -> None:
     found, expected = tensors_of(folder / "found"), tensors_of(folder / "expected")
     assert found.keys() == expected.keys() and any(key.endswith(".exp_avg") for key in found)
     assert [k for k, v in expected.items() if found[k].dtype != v.dtype or not torch.equal(found[k], v)] == []
-    one, other = (Saved.read(folder / name) for name in ("found", "expected"))
+    one, other = (SavedCheckpoint.read(folder / name) for name in ("found", "expected"))
     assert one.state["optimizer"] == other.state["optimizer"] and one.groups == other.groups
 
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from lightstep import CheckpointError, ConfigError
 from lightstep.checkpoint import save
 from lightstep.checkpoint.layout import is_complete
-from lightstep.checkpoint.retention import remove_old_checkpoints
+from lightstep.checkpoint.retention import Retention
 from lightstep.trainer import logs, session
 from lightstep.trainer.config import TrainConfig
 from lightstep.trainer.logs import TRAINING, VALIDATION, read_scalars
@@ -263,7 +263,7 @@ def test_only_whole_checkpoints_up_to_the_saved_one_are_kept(
     folder = tmp_path / "runs/run"
     _cut_short(folder / "checkpoint-3")
     (folder / "checkpoint-mine").mkdir()
-    remove_old_checkpoints(folder / "checkpoint-4", keep_last=2)
+    Retention(keep_last=2).remove_old(folder / "checkpoint-4")
     left = {path.name for path in folder.glob("checkpoint-*")}
     assert left == {"checkpoint-2", "checkpoint-4", "checkpoint-5", "checkpoint-6", "checkpoint-mine"}
 

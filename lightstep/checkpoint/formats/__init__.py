@@ -1,4 +1,4 @@
-"""Checkpoints of other libraries, in and out: DeepSpeed, plain torch, transformers, LightRFT."""
+"""Reading and writing other libraries' checkpoints: DeepSpeed, plain torch, transformers, LightRFT."""
 
 from __future__ import annotations
 

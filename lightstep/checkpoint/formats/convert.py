@@ -1,4 +1,4 @@
-"""From one format to another."""
+"""Converting a checkpoint from one format to another."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from lightstep.checkpoint.errors import CheckpointError, reported
-from lightstep.checkpoint.formats.names import Naming, read_model, read_names
+from lightstep.checkpoint.errors import CheckpointError, checkpoint_errors
+from lightstep.checkpoint.formats.names import read_naming
 from lightstep.checkpoint.formats.read import read_checkpoint
 from lightstep.checkpoint.formats.scales import is_dynamic
 from lightstep.checkpoint.formats.state import TrainingState
@@ -34,57 +34,60 @@ def convert_checkpoint(
     names: str | os.PathLike[str] | None = None,
     loss_scale: LossScaleConfig | None = None,
 ) -> TrainingState:
-    """Convert a checkpoint; the destination appears when it is whole.
+    """Convert a checkpoint. The destination appears when it is complete.
 
-    One process, without a process group. Everything is checked before anything is written. Host memory grows by a
-    few tensors.
+    Runs in one process, without a process group. Everything is checked before anything is written. Host memory grows by
+    a few tensors.
 
     Args:
-        source: a checkpoint of any format in :data:`~lightstep.checkpoint.formats.read.READABLE`.
-        destination: a folder, or for ``torch`` a file. What is there is replaced only if a conversion wrote it.
+        source: a checkpoint in any format of :data:`~lightstep.checkpoint.formats.read.READABLE`.
+        destination: a folder, or a file for ``"torch"``. An existing one is replaced if it is a checkpoint of lightstep
+            (for ``"lightstep"``) or a conversion wrote it; otherwise it is refused.
         to: ``"lightstep"``, ``"torch"`` or ``"deepspeed-universal"``.
-        model: a Hugging Face folder or ``config.json``, for sources that number their parameters without naming them.
-        names: a JSON file with the parameters' names in the optimizer's order, for the same.
-        loss_scale: ``precision.loss_scale`` of the run's strategy; the settings of a dynamic one go to formats that
-            keep them with its state.
+        model: a Hugging Face folder or ``config.json``, for sources that number their parameters but do not name them.
+        names: a JSON file with the parameters' names in the optimizer's order, for the same sources.
+        loss_scale: ``precision.loss_scale`` of the run's strategy. If it is dynamic, its settings are written to
+            formats that keep them with the scale's state.
 
     Returns:
-        What was converted; ``notes`` say what the destination cannot hold.
+        What was converted. Its ``notes`` say what the destination cannot hold.
 
     Raises:
-        CheckpointError: the source cannot be used, or the destination cannot hold it or is something else's.
-        ValueError: an unknown ``to``.
+        CheckpointError: the source cannot be used, the destination format cannot hold it, or something else is at
+            ``destination``.
+        ValueError: ``to`` is not a known format.
     """
     if to not in WRITERS:
         raise ValueError(f"{to!r} is not a format to convert to; allowed: {', '.join(WRITERS)}")
-    start, end = Path(source).resolve(), Path(destination).resolve()
-    with reported(f"{source} was not converted"):
-        _refuse_overlap(start, end)
-        naming = Naming(
-            None if model is None else read_model(Path(model)), None if names is None else read_names(Path(names))
-        )
-        state = read_checkpoint(start, naming)
-        _keep_plain(state)
+    source_path, destination_path = Path(source).resolve(), Path(destination).resolve()
+    with checkpoint_errors(f"{source} was not converted"):
+        _refuse_overlap(source_path, destination_path)
+        state = read_checkpoint(source_path, read_naming(model, names))
+        _drop_unloadable(state)
     if loss_scale is not None:
-        _take_settings(state, loss_scale)
+        _set_scale_settings(state, loss_scale)
     if to != "lightstep" and is_dynamic(state.loss_scale) and "settings" not in (state.loss_scale or {}):
         state.notes.append(
             "the settings of the dynamic loss scale are not in the checkpoint; lightstep's defaults were written: pass "
             "--strategy with the run's strategy if its own differ"
         )
-    with reported(f"{destination} was not written"):
-        WRITERS[to](state, end)
+    with checkpoint_errors(f"{destination} was not written"):
+        WRITERS[to](state, destination_path)
     return state
 
 
 def _refuse_overlap(source: Path, destination: Path) -> None:
-    """Replacing the destination must not touch the source, which is read until the end."""
+    """Raise if one contains the other: replacing the destination must not change the source."""
     if source == destination or source in destination.parents or destination in source.parents:
         raise CheckpointError(f"{destination} and {source} lie in each other; choose a destination outside the source")
 
 
-def _keep_plain(state: TrainingState) -> None:
-    """Leave out what needs unpickling; hyper-parameters must not be left out."""
+def _drop_unloadable(state: TrainingState) -> None:
+    """Drop what a weights-only load would refuse.
+
+    Raises:
+        CheckpointError: it is a hyper-parameter, which cannot be dropped.
+    """
     for number, group in enumerate(state.groups or ()):
         group.settings = plain_numbers(group.settings)
         try:
@@ -92,13 +95,14 @@ def _keep_plain(state: TrainingState) -> None:
         except TypeError as error:
             raise CheckpointError(str(error)) from error
     for key in list(state.extra):
-        if not _loadable(state, f"extra[{key!r}]", state.extra[key]):
+        if not _is_loadable(state, f"extra[{key!r}]", state.extra[key]):
             del state.extra[key]
-    if state.scheduler is not None and not _loadable(state, "the scheduler's state", state.scheduler):
+    if state.scheduler is not None and not _is_loadable(state, "the scheduler's state", state.scheduler):
         state.scheduler = None
 
 
-def _loadable(state: TrainingState, what: str, value: object) -> bool:
+def _is_loadable(state: TrainingState, what: str, value: object) -> bool:
+    """Whether a weights-only load accepts ``value``. If not, a note says that it was left out."""
     try:
         check_loadable(what, value)
     except TypeError as error:
@@ -107,9 +111,9 @@ def _loadable(state: TrainingState, what: str, value: object) -> bool:
     return True
 
 
-def _take_settings(state: TrainingState, scale: LossScaleConfig) -> None:
+def _set_scale_settings(state: TrainingState, scale: LossScaleConfig) -> None:
     if not is_dynamic(state.loss_scale):
-        state.notes.append("the checkpoint has no dynamic loss scale: of the strategy nothing is taken")
+        state.notes.append("the checkpoint has no dynamic loss scale: the strategy's settings were not used")
         return
     if not isinstance(scale, DynamicScale):
         raise CheckpointError("the loss scale of the checkpoint is dynamic, that of the strategy is not")

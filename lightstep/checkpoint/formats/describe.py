@@ -1,4 +1,4 @@
-"""What is in a checkpoint, as rows for people."""
+"""Describing a checkpoint's content in rows of text."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from lightstep.checkpoint.errors import reported
-from lightstep.checkpoint.formats.names import Naming, read_model, read_names
+from lightstep.checkpoint.errors import checkpoint_errors, list_names
+from lightstep.checkpoint.formats.names import read_naming
 from lightstep.checkpoint.formats.read import read_checkpoint
-from lightstep.checkpoint.formats.state import LazyTensor, TrainingState, listed
+from lightstep.checkpoint.formats.state import LazyTensor, TrainingState
 
 _HYPERPARAMETERS = ("lr", "betas", "momentum", "eps", "weight_decay")
 
@@ -22,16 +22,17 @@ def describe_checkpoint(
     model: str | os.PathLike[str] | None = None,
     names: str | os.PathLike[str] | None = None,
 ) -> list[tuple[str, str]]:
-    """``(what, text)`` rows; every file is opened and checked, no tensor is read but step counts.
+    """``(what, text)`` rows. Every file is opened and checked, but only step counts are read.
+
+    Args:
+        model: as for :func:`~lightstep.checkpoint.formats.convert.convert_checkpoint`.
+        names: likewise.
 
     Raises:
-        CheckpointError: nothing known is there, or it is incomplete; the message names what is missing.
+        CheckpointError: there is no checkpoint in a known format, or it is incomplete; the message says why.
     """
-    with reported(f"{path} was not read"):
-        naming = Naming(
-            None if model is None else read_model(Path(model)), None if names is None else read_names(Path(names))
-        )
-        return list(_rows(read_checkpoint(Path(path).resolve(), naming)))
+    with checkpoint_errors(f"{path} was not read"):
+        return list(_rows(read_checkpoint(Path(path).resolve(), read_naming(model, names))))
 
 
 def _rows(state: TrainingState) -> Iterable[tuple[str, str]]:
@@ -45,7 +46,7 @@ def _rows(state: TrainingState) -> Iterable[tuple[str, str]]:
     if state.base is not None:
         yield "frozen base", f"{state.base['name'] or 'without a name'}, not in the checkpoint"
     if state.aliases:
-        yield "tied", listed(f"{alias} = {name}" for alias, name in state.aliases.items())
+        yield "tied", list_names(f"{alias} = {name}" for alias, name in state.aliases.items())
     entries: dict[str, list[Any]] = {}
     for own in state.entries.values():
         for key, value in own.items():
@@ -61,27 +62,27 @@ def _rows(state: TrainingState) -> Iterable[tuple[str, str]]:
         )
         yield f"group {number}", f"{len(group.names)} parameter{_s(len(group.names))}: {settings}"
     yield "loss scale", _loss_scale(state.loss_scale)
-    yield "scheduler", "none" if state.scheduler is None else listed(state.scheduler)
-    yield "extra", listed(map(str, state.extra)) or "none"
+    yield "scheduler", "none" if state.scheduler is None else list_names(state.scheduler)
+    yield "extra", list_names(map(str, state.extra)) or "none"
     for note in state.notes:
         yield "note", note
 
 
 def _tensors(tensors: Iterable[LazyTensor]) -> str:
-    kept = list(tensors)
-    if not kept:
+    tensors = list(tensors)
+    if not tensors:
         return "none"
-    dtypes = Counter(str(tensor.dtype).removeprefix("torch.") for tensor in kept)
-    numbers = sum(tensor.shape.numel() for tensor in kept)
+    dtypes = Counter(str(tensor.dtype).removeprefix("torch.") for tensor in tensors)
+    numbers = sum(tensor.shape.numel() for tensor in tensors)
     kinds = ", ".join(f"{count} {dtype}" for dtype, count in dtypes.items())
-    return f"{len(kept)} ({kinds}), {numbers:,} numbers, {_size(sum(t.nbytes for t in kept))}"
+    return f"{len(tensors)} ({kinds}), {numbers:,} numbers, {_size(sum(t.nbytes for t in tensors))}"
 
 
 def _entry(values: list[Any]) -> str:
     tensors = [value for value in values if isinstance(value, LazyTensor)]
     if not tensors or all(not tensor.shape for tensor in tensors):
         found = sorted({int(v.read()) if isinstance(v, LazyTensor) else v for v in values}, key=str)
-        return f"{len(values)} ({listed(map(str, found))})"
+        return f"{len(values)} ({list_names(map(str, found))})"
     return _tensors(tensors)
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints of ``sharding.kind: deepspeed``: DeepSpeed's own files, with our manifest and small state beside them."""
+"""Reading checkpoints of ``sharding.kind: deepspeed``: DeepSpeed's files, and lightstep's manifest and small state."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ SECTION = "deepspeed"
 
 
 def is_engine_checkpoint(folder: Path) -> bool:
-    """Whether DeepSpeed wrote the tensors of a checkpoint of ours."""
+    """Whether DeepSpeed wrote the tensors of this lightstep checkpoint."""
     return bool(read_manifest(folder).get(SECTION))
 
 
 def read_engine_checkpoint(folder: Path) -> TrainingState:
-    """Tensors and loss scale from DeepSpeed's files; groups, scheduler, extra and random states from ours.
+    """The run in such a checkpoint: tensors and loss scale from DeepSpeed's files, all else from lightstep's.
 
     Raises:
         CheckpointError: files are missing or damaged.

@@ -1,4 +1,4 @@
-"""Our own checkpoints."""
+"""Reading lightstep's own checkpoints."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightstep.checkpoint.formats.state import Group, LazyTensor, TrainingState, updates
+from lightstep.checkpoint.formats.state import Group, LazyTensor, TrainingState, max_step
 from lightstep.checkpoint.layout import refuse_replaced
 from lightstep.checkpoint.optimizer_content import entry_key, stored_entries
 from lightstep.checkpoint.read import read_tensors
 from lightstep.checkpoint.save import average_key
-from lightstep.checkpoint.saved import Saved
-from lightstep.checkpoint.tensors import Index, Target, whole
+from lightstep.checkpoint.saved import SavedCheckpoint
+from lightstep.checkpoint.tensors import Index, Target, full_shard
 
 
 def read_lightstep(folder: Path) -> TrainingState:
-    """A checkpoint of ``strategy.save_checkpoint``, written by any number of ranks.
+    """The run in a checkpoint that ``strategy.save_checkpoint`` wrote on any number of ranks.
 
     Raises:
-        CheckpointError: it is not complete.
+        CheckpointError: the checkpoint is incomplete or damaged.
     """
-    saved = Saved.read(folder)
+    saved = SavedCheckpoint.read(folder)
     weights = {name: _lazy(saved, f"model.{name}") for name in _in_model_order(saved)}
     aliases = {alias: name for alias, name in saved.aliases.items() if name in weights}
     state = TrainingState("lightstep", weights, aliases=aliases, base=saved.base)
@@ -41,25 +41,24 @@ def read_lightstep(folder: Path) -> TrainingState:
     state.modules = dict(saved.state.get("modules") or {})
     state.world_size = saved.manifest.get("world_size")
     state.optimizer_class = saved.manifest.get("optimizer")
-    state.step = updates(state.entries.values())
+    state.step = max_step(state.entries.values())
     return state
 
 
 def lazy(folder: Path, key: str, index: Index) -> LazyTensor:
-    """One tensor of a folder of ``torch.distributed.checkpoint``, read whole."""
+    """A whole tensor in a folder of ``torch.distributed.checkpoint``."""
     stored = index[key]
 
     def read() -> Tensor:
-        target = Target(key, whole(stored.shape), lambda: torch.empty(stored.shape, dtype=stored.dtype))
-        received: list[Tensor] = []
-        read_tensors(folder, {key: stored}, [Target(key, target.shard, target.make, received.append)])
-        return received[0]
+        tensor = torch.empty(stored.shape, dtype=stored.dtype)
+        read_tensors(folder, {key: stored}, [Target(key, full_shard(stored.shape), lambda: tensor)])
+        return tensor
 
     return LazyTensor(stored.dtype, stored.shape, read)
 
 
-def _lazy(saved: Saved, key: str) -> LazyTensor:
-    """One tensor of a checkpoint that others may replace meanwhile: what is read is of this save, or refused."""
+def _lazy(saved: SavedCheckpoint, key: str) -> LazyTensor:
+    """A tensor of ``saved``. Reading it raises if another process has replaced the checkpoint in the meantime."""
     tensor = lazy(saved.data, key, saved.index)
 
     def read() -> Tensor:
@@ -71,13 +70,13 @@ def _lazy(saved: Saved, key: str) -> LazyTensor:
     return LazyTensor(tensor.dtype, tensor.shape, read)
 
 
-def _in_model_order(saved: Saved) -> list[str]:
-    """The manifest lists the tensors as the model has them."""
+def _in_model_order(saved: SavedCheckpoint) -> list[str]:
+    """The names of the model's tensors, in the order in which the manifest lists them."""
     listed = [name for name in saved.manifest.get("tensors") or () if f"model.{name}" in saved.index]
     return list(dict.fromkeys([*listed, *sorted(saved.model_names())]))
 
 
-def _read_optimizer(state: TrainingState, saved: Saved) -> None:
+def _read_optimizer(state: TrainingState, saved: SavedCheckpoint) -> None:
     assert saved.optimizer is not None
     settings = saved.optimizer["groups"]
     base = saved.base_shapes

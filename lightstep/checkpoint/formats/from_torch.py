@@ -1,4 +1,4 @@
-"""Files of plain torch: ``torch.save({"model": ..., "optimizer": ...})``, and checkpoints of transformers' Trainer."""
+"""Reading files of ``torch.save({"model": ..., "optimizer": ...})``, and checkpoints of transformers' Trainer."""
 
 from __future__ import annotations
 
@@ -11,26 +11,25 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from lightstep.checkpoint.errors import CheckpointError
+from lightstep.checkpoint.errors import CheckpointError, list_names
 from lightstep.checkpoint.formats.names import Grouping, Naming, ParameterOrder, name_groups, read_model
 from lightstep.checkpoint.formats.safe_load import load_file
 from lightstep.checkpoint.formats.scales import from_torch
-from lightstep.checkpoint.formats.state import Group, LazyTensor, TrainingState, listed, tensor_step, updates
+from lightstep.checkpoint.formats.state import Group, LazyTensor, TrainingState, max_step, step_tensor
 from lightstep.optimizer.param_groups import clean_name
 
 MODEL_KEYS = ("model", "model_state_dict", "state_dict")
 OPTIMIZER_KEYS = ("optimizer", "optimizer_state_dict", "optim")
 SCHEDULER_KEYS = ("scheduler", "scheduler_state_dict", "lr_scheduler")
 SCALER_KEYS = ("scaler", "scaler_state_dict", "grad_scaler")
-_OURS = ("lightstep", "optimizer_class", "loss_scale", "extra", "random", "modules", "step", "world_size")
 _SAFETENSORS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 def read_torch_file(path: Path, naming: Naming) -> TrainingState:
-    """One file with a model's and an optimizer's state dict under the usual keys.
+    """The run in a file with the state dicts of model and optimizer under the usual keys.
 
     Raises:
-        CheckpointError: damaged, without a model, or with an optimizer whose parameters have no names.
+        CheckpointError: the file is damaged or has no model, or the optimizer's parameters cannot be named.
     """
     content = load_file(path)
     key = next((k for k in MODEL_KEYS if isinstance(content, dict) and isinstance(content.get(k), Mapping)), None)
@@ -55,12 +54,12 @@ def _read_rest(
         state.scheduler = content[found["scheduler"]]
     if found["scaler"]:
         state.loss_scale = from_torch(content[found["scaler"]])
-    if isinstance(ours := content.get("lightstep"), dict):
+    if isinstance(section := content.get("lightstep"), dict):
         state.format = "torch (converted)"
         state.optimizer_class, state.loss_scale = content.get("optimizer_class"), content.get("loss_scale")
         state.random, state.modules = list(content.get("random") or []), dict(content.get("modules") or {})
         state.extra, state.world_size = dict(content.get("extra") or {}), content.get("world_size")
-        _cast_back(state, ours.get("trained_in") or {})
+        _cast_back(state, section.get("trained_in") or {})
     else:
         state.extra = {key: value for key, value in content.items() if key not in used}
         scale = content[found["optimizer"]].get("loss_scale") if found["optimizer"] else None
@@ -68,7 +67,11 @@ def _read_rest(
 
 
 def _cast_back(state: TrainingState, trained_in: Mapping[str, str]) -> None:
-    """Our files hold masters as the weights, and say what the parameters were trained in."""
+    """Undo what :func:`~lightstep.checkpoint.formats.to_torch.write_torch` does: its weights are the masters.
+
+    Args:
+        trained_in: name -> dtype in which the parameter is trained.
+    """
     for name, dtype in trained_in.items():
         if name in state.weights:
             master = state.weights[name]
@@ -77,7 +80,7 @@ def _cast_back(state: TrainingState, trained_in: Mapping[str, str]) -> None:
 
 
 def module_tensors(module: Mapping[str, Any]) -> tuple[dict[str, LazyTensor], dict[str, str], list[str]]:
-    """Tensors of a model's state dict, tied ones once, aliases, and notes on what is no tensor."""
+    """A model's state dict as tensors (tied ones once), aliases, and notes about values that are not tensors."""
     prefix = "module." if module and all(name.startswith("module.") for name in module) else ""
     seen: dict[Any, str] = {}
     weights, aliases, notes = {}, {}, []
@@ -86,8 +89,8 @@ def module_tensors(module: Mapping[str, Any]) -> tuple[dict[str, LazyTensor], di
         if not isinstance(tensor, Tensor):
             notes.append(f"{name} of the model is not a tensor and was left out")
             continue
-        place = (tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tensor.shape, tensor.stride())
-        first = seen.setdefault(place, name) if tensor.numel() else name
+        memory = (tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tensor.shape, tensor.stride())
+        first = seen.setdefault(memory, name) if tensor.numel() else name
         if first == name:
             weights[name] = LazyTensor.of(tensor.detach())
         else:
@@ -98,7 +101,11 @@ def module_tensors(module: Mapping[str, Any]) -> tuple[dict[str, LazyTensor], di
 def add_optimizer(
     state: TrainingState, packed: Mapping[str, Any], naming: Naming, rules: Sequence[Grouping] = ()
 ) -> None:
-    """Add the state dict of a torch optimizer: entries by number or by name."""
+    """Add the state dict of a torch optimizer, whose parameters may be numbered or named.
+
+    Raises:
+        CheckpointError: it is not an optimizer's state dict, or its parameters cannot be named.
+    """
     if "state" not in packed or "param_groups" not in packed:
         raise CheckpointError("its optimizer is not a state dict of torch.optim: it has no state and param_groups")
     groups, states = packed["param_groups"], packed["state"]
@@ -109,7 +116,7 @@ def add_optimizer(
     left_out = ("params", "param_names")
     state.groups = [
         Group(
-            [_known(state, name) for name in own],
+            [_weight_name(state, name) for name in own],
             {key: value for key, value in group.items() if key not in left_out},
         )
         for own, group in zip(names, groups, strict=True)
@@ -118,11 +125,11 @@ def add_optimizer(
         for index, name in zip(group["params"], named.names, strict=True):
             if entries := states.get(index):
                 state.entries[name] = {key: _entry(key, value) for key, value in entries.items()}
-    state.step = updates(state.entries.values())
+    state.step = max_step(state.entries.values())
 
 
-def _known(state: TrainingState, name: str) -> str:
-    """The name that the weights have: without wrappers, and the first of tied ones."""
+def _weight_name(state: TrainingState, name: str) -> str:
+    """The parameter's name among the weights: without wrappers' prefixes, and the first one of a tied tensor."""
     name = clean_name(name)
     for candidate in (name, name.removeprefix("module.")):
         if (found := state.aliases.get(candidate, candidate)) in state.weights:
@@ -133,19 +140,19 @@ def _known(state: TrainingState, name: str) -> str:
 def _entry(key: str, value: Any) -> Any:
     if isinstance(value, Tensor):
         return LazyTensor.of(value.detach())
-    return tensor_step(value) if key == "step" else value
+    return step_tensor(value) if key == "step" else value
 
 
 # -- transformers ------------------------------------------------------------------------------------------------------
 
 
 def is_trainer_checkpoint(folder: Path) -> bool:
-    """Whether transformers' Trainer wrote a ``checkpoint-N`` folder that plain torch can read."""
+    """Whether this is a ``checkpoint-N`` folder of transformers' Trainer with a torch optimizer."""
     return (folder / "optimizer.pt").is_file() and any((folder / name).is_file() for name in (_SAFETENSORS, _INDEX))
 
 
 def read_trainer_checkpoint(folder: Path, naming: Naming) -> TrainingState:
-    """A ``checkpoint-N`` folder: safetensors, optimizer, scheduler, scaler and ``trainer_state.json``.
+    """The run in a ``checkpoint-N`` folder: safetensors, optimizer, scheduler, scaler and ``trainer_state.json``.
 
     Raises:
         CheckpointError: a file is missing or damaged, or the parameters cannot be named.
@@ -155,36 +162,33 @@ def read_trainer_checkpoint(folder: Path, naming: Naming) -> TrainingState:
         naming = Naming(model=read_model(folder))
     if naming.model is not None:
         state.aliases = {alias: name for alias, name in naming.model.aliases.items() if alias not in state.weights}
-        state.weights = _in_order(state.weights, naming.model)
+        state.weights = _in_model_order(state.weights, naming.model)
     add_optimizer(state, load_file(folder / "optimizer.pt"), naming, [_trainer_groups(naming.model)])
-    for file, key in (("scheduler.pt", "scheduler"), ("scaler.pt", "scaler")):
-        if (folder / file).is_file():
-            loaded = load_file(folder / file)
-            if key == "scheduler":
-                state.scheduler = loaded
-            else:
-                state.loss_scale = from_torch(loaded)
+    if (folder / "scheduler.pt").is_file():
+        state.scheduler = load_file(folder / "scheduler.pt")
+    if (folder / "scaler.pt").is_file():
+        state.loss_scale = from_torch(load_file(folder / "scaler.pt"))
     if (folder / "trainer_state.json").is_file():
         state.extra["trainer_state"] = json.loads((folder / "trainer_state.json").read_text(encoding="utf-8"))
     return state
 
 
 def safetensors_weights(folder: Path) -> dict[str, LazyTensor]:
-    """All tensors of ``model.safetensors`` or of the shards that its index names.
+    """All tensors in ``model.safetensors``, or in the files that the index names.
 
     Raises:
-        CheckpointError: a shard is missing or damaged.
+        CheckpointError: a file is missing or damaged.
     """
     files = [_SAFETENSORS]
     if (folder / _INDEX).is_file():
         files = sorted(set(json.loads((folder / _INDEX).read_text(encoding="utf-8"))["weight_map"].values()))
         if missing := [name for name in files if not (folder / name).is_file()]:
-            raise CheckpointError(f"{folder} is incomplete; missing, and named in {_INDEX}: {listed(missing)}")
+            raise CheckpointError(f"{folder} is incomplete; missing, and named in {_INDEX}: {list_names(missing)}")
     return {name: tensor for file in files for name, tensor in _safetensors(folder / file)}
 
 
 def _safetensors(path: Path) -> list[tuple[str, LazyTensor]]:
-    def lazily(name: str) -> LazyTensor:
+    def lazy(name: str) -> LazyTensor:
         def read() -> Tensor:
             with safe_open(path, framework="pt") as reopened:
                 return reopened.get_tensor(name)
@@ -194,7 +198,7 @@ def _safetensors(path: Path) -> list[tuple[str, LazyTensor]]:
 
     try:
         with safe_open(path, framework="pt") as opened:
-            return [(name, lazily(name)) for name in opened.keys()]  # noqa: SIM118  (not a mapping)
+            return [(name, lazy(name)) for name in opened.keys()]  # noqa: SIM118  (not a mapping)
     except Exception as error:
         raise CheckpointError(f"{path} cannot be read: it is truncated or damaged ({error})") from error
 
@@ -213,12 +217,12 @@ _DTYPES = {
 }
 
 
-def _in_order(weights: dict[str, LazyTensor], model: ParameterOrder) -> dict[str, LazyTensor]:
+def _in_model_order(weights: dict[str, LazyTensor], model: ParameterOrder) -> dict[str, LazyTensor]:
     first = [name for name in model.shapes if name in weights]
     return {name: weights[name] for name in dict.fromkeys([*first, *weights])}
 
 
 def _trainer_groups(model: ParameterOrder | None) -> Grouping:
-    """Trainer decays all but biases and norms, and puts those into a second group."""
+    """Trainer's two groups: parameters with weight decay, then those without (biases and norms)."""
     decayed = model.decayed if model is not None and model.decayed is not None else frozenset()
     return lambda order: [[n for n in order if n in decayed], [n for n in order if n not in decayed]]

@@ -1,4 +1,4 @@
-"""DeepSpeed's universal checkpoints: a folder per parameter, a file per entry, whatever wrote them."""
+"""Reading DeepSpeed's universal checkpoints: a folder per parameter with a file per state entry."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightstep.checkpoint.errors import CheckpointError
+from lightstep.checkpoint.errors import CheckpointError, list_names
 from lightstep.checkpoint.formats.from_zero import frozen_parameters
 from lightstep.checkpoint.formats.safe_load import load_file
 from lightstep.checkpoint.formats.scales import from_deepspeed
-from lightstep.checkpoint.formats.state import MASTER, Group, LazyTensor, TrainingState, listed, tensor_step, updates
+from lightstep.checkpoint.formats.state import MASTER, Group, LazyTensor, TrainingState, max_step, step_tensor
 from lightstep.checkpoint.formats.zero_files import MODEL_FILE, client_state, scheduler_state, trained_dtype
 
 PARAMETERS = "zero"
@@ -22,7 +22,7 @@ MASTERS = "fp32"
 
 
 def read_universal(folder: Path) -> TrainingState:
-    """What DeepSpeed's ``ds_to_universal`` or our own writer left in ``folder`` (the one with ``zero/`` in it).
+    """The run in ``folder`` (the one with ``zero/`` in it), which DeepSpeed's ``ds_to_universal`` or lightstep wrote.
 
     Raises:
         CheckpointError: a parameter's folder or one of its files is missing or damaged.
@@ -31,9 +31,9 @@ def read_universal(folder: Path) -> TrainingState:
     model = models[0]
     common = load_file(folder / PARAMETERS / GLOBAL_STATE)
     inner = common.get("optimizer_state_dict") or {}
-    listed_shapes = model["param_shapes"] if isinstance(model["param_shapes"], list) else [model["param_shapes"]]
-    shapes = [{name: torch.Size(shape) for name, shape in group.items()} for group in listed_shapes]
-    _refuse_missing(folder, [name for group in shapes for name in group])
+    param_shapes = model["param_shapes"] if isinstance(model["param_shapes"], list) else [model["param_shapes"]]
+    shapes = [{name: torch.Size(shape) for name, shape in group.items()} for group in param_shapes]
+    _check_complete(folder, [name for group in shapes for name in group])
     settings = [dict(group) for group in common.get("param_groups") or inner["param_groups"]]
     groups = _groups(shapes, settings)
     state = TrainingState("DeepSpeed universal", _weights(folder, models, shapes), groups=groups)
@@ -43,19 +43,19 @@ def read_universal(folder: Path) -> TrainingState:
         count = own.get("step", common_step)
         for name in group.names:
             state.entries[name] = _entries(folder, name, count, state.weights[name])
-    ours = model.get("lightstep") or {}
-    state.loss_scale = ours.get("loss_scale") or from_deepspeed(common.get("loss_scaler"))
-    state.random, state.modules = list(ours.get("random") or []), dict(ours.get("modules") or {})
-    state.optimizer_class = ours.get("optimizer_class")
+    section = model.get("lightstep") or {}
+    state.loss_scale = section.get("loss_scale") or from_deepspeed(common.get("loss_scaler"))
+    state.random, state.modules = list(section.get("random") or []), dict(section.get("modules") or {})
+    state.optimizer_class = section.get("optimizer_class")
     state.scheduler = scheduler_state(model, state.notes)
     state.extra = client_state(model)
-    state.step = updates(state.entries.values())
+    state.step = max_step(state.entries.values())
     state.world_size = model.get("dp_world_size")
     return state
 
 
 def _model_states(folder: Path) -> list[dict[str, Any]]:
-    """Of one rank; of all when stage 3 divided frozen parameters among them."""
+    """One rank's model states, which suffice; all ranks' if stage 3 has partitioned frozen parameters."""
     files = sorted(entry for entry in folder.iterdir() if MODEL_FILE.fullmatch(entry.name))
     plain = [file for file in files if file.name.startswith("mp_rank_")]
     if not files:
@@ -74,26 +74,27 @@ def _model_states(folder: Path) -> list[dict[str, Any]]:
         return [first]
     names = [f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" for rank in range(int(first["dp_world_size"]))]
     if missing := [name for name in names if not (folder / name).is_file()]:
-        raise CheckpointError(f"{folder} is incomplete: a part of what is frozen is missing, {listed(missing)}")
+        raise CheckpointError(f"{folder} is incomplete: a part of what is frozen is missing, {list_names(missing)}")
     return [load_file(folder / name) for name in names]
 
 
-def _of_stage_3(model: Mapping[str, Any]) -> bool:
-    """Whether frozen parameters lie in parts: then the module holds empty tensors in their place."""
+def _has_partitioned_frozen_parameters(model: Mapping[str, Any]) -> bool:
+    """Whether frozen parameters are partitioned (stage 3): the module then has empty tensors for them."""
     module, shapes = model.get("module") or {}, model.get("frozen_param_shapes") or {}
     return any(name not in module or module[name].shape != shape for name, shape in shapes.items())
 
 
-def _refuse_missing(folder: Path, names: list[str]) -> None:
+def _check_complete(folder: Path, names: list[str]) -> None:
     missing = [name for name in names if not (folder / PARAMETERS / name / f"{MASTERS}.pt").is_file()]
     if missing:
         raise CheckpointError(
-            f"{folder} is incomplete: zero/<name>/fp32.pt is missing for {listed(missing)}; convert the original again"
+            f"{folder} is incomplete: zero/<name>/fp32.pt is missing for {list_names(missing)}; "
+            "convert the original again"
         )
 
 
 def _groups(shapes: list[Any], settings: list[dict[str, Any]]) -> list[Group]:
-    """Flat partitions to parameter groups: one each at stages 1 and 2, perhaps several at stage 3."""
+    """The parameter groups. A group has one flat partition at stages 1 and 2, and may have several at stage 3."""
     owners = {index: number for number, group in enumerate(settings) for index in group.get("params", ())}
     names: list[list[str]] = [[] for _ in settings]
     for flat, members in enumerate(shapes):
@@ -106,11 +107,9 @@ def _groups(shapes: list[Any], settings: list[dict[str, Any]]) -> list[Group]:
 
 def _weights(folder: Path, models: list[dict[str, Any]], shapes: list[Any]) -> dict[str, LazyTensor]:
     model = models[0]
-    frozen = frozen_parameters(models) if _of_stage_3(model) else {}
-    aliases, optimized = (
-        set(model.get("shared_params") or {}),
-        {n: shape for group in shapes for n, shape in group.items()},
-    )
+    frozen = frozen_parameters(models) if _has_partitioned_frozen_parameters(model) else {}
+    aliases = set(model.get("shared_params") or {})
+    optimized = {name: shape for group in shapes for name, shape in group.items()}
     weights: dict[str, LazyTensor] = {}
     for name, tensor in (model.get("module") or {}).items():
         if not isinstance(tensor, Tensor) or name in aliases:
@@ -128,10 +127,10 @@ def _weights(folder: Path, models: list[dict[str, Any]], shapes: list[Any]) -> d
 
 
 def _entries(folder: Path, name: str, count: Any, weight: LazyTensor) -> dict[str, Any]:
-    entries: dict[str, Any] = {} if count is None else {"step": tensor_step(count)}
+    entries: dict[str, Any] = {} if count is None else {"step": step_tensor(count)}
     for file in sorted((folder / PARAMETERS / name).glob("*.pt")):
         if file.stem == "step":
-            entries["step"] = tensor_step(load_file(file))
+            entries["step"] = step_tensor(load_file(file))
         elif file.stem != MASTERS:
             entries[file.stem] = _file(folder, name, file.stem, weight.shape)
         elif weight.dtype != torch.float32:
@@ -140,14 +139,14 @@ def _entries(folder: Path, name: str, count: Any, weight: LazyTensor) -> dict[st
 
 
 def _file(folder: Path, name: str, entry: str, shape: torch.Size) -> LazyTensor:
-    """One entry in the parameter's shape; what DeepSpeed merged from stage 3 is flat."""
+    """One state entry in the parameter's shape. (Entries that DeepSpeed merged from stage 3 are flat in the file.)"""
     path = folder / PARAMETERS / name / f"{entry}.pt"
 
-    def tensor() -> Tensor:
+    def read() -> Tensor:
         content = load_file(path)
         found = content.get("param") if isinstance(content, dict) else content
         if not isinstance(found, Tensor) or found.numel() != shape.numel():
             raise CheckpointError(f"{path} does not hold the {shape.numel()} elements of {name}")
         return found.view(shape)
 
-    return LazyTensor(tensor().dtype, shape, tensor)
+    return LazyTensor(read().dtype, shape, read)

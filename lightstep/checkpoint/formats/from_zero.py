@@ -1,8 +1,8 @@
-"""DeepSpeed's own checkpoints of ZeRO stages 1, 2 and 3: flat partitions, one file per rank.
+"""Reading DeepSpeed's own checkpoints of ZeRO stages 1, 2 and 3: flat partitions, one file per rank.
 
-Stages 1 and 2 flatten each parameter group and cut it into equal parts, which cut through parameters; every rank's file
-says which piece of which parameter lies where in its part. Stage 3 cuts each parameter into equal parts, the last one
-padded, and each rank's parts lie one behind the other, in the order of ``param_shapes``.
+Stages 1 and 2 flatten each parameter group and split the flat tensor into equal partitions, one per rank. A partition
+may begin and end within a parameter. Stage 3 splits each parameter into equal pieces, the last one padded. A rank's
+pieces are consecutive in its flat partition, in the order of ``param_shapes``.
 """
 
 from __future__ import annotations
@@ -17,29 +17,33 @@ from torch import Tensor
 
 from lightstep.checkpoint.errors import CheckpointError
 from lightstep.checkpoint.formats.scales import from_deepspeed
-from lightstep.checkpoint.formats.state import MASTER, Group, LazyTensor, TrainingState, tensor_step, updates
+from lightstep.checkpoint.formats.state import MASTER, Group, LazyTensor, TrainingState, max_step, step_tensor
 from lightstep.checkpoint.formats.zero_files import Piece, ZeroFiles, client_state, scheduler_state
 
 
 @dataclass(frozen=True)
 class _Flat:
-    """One flat group: a parameter group of stages 1 and 2, a sub-group of stage 3."""
+    """A flat group: a parameter group at stages 1 and 2, a sub-group at stage 3."""
 
     group: int
+    """Its parameter group."""
     masters: list[Tensor]
+    """Each rank's flat fp32 partition."""
     states: list[dict[str, Any]]
+    """Each rank's optimizer state."""
     pieces: dict[str, list[Piece]]
+    """Where each parameter is in the partitions."""
 
 
 def read_zero(files: ZeroFiles) -> TrainingState:
-    """The run that a ``global_stepN`` folder holds, whatever its stage and world size.
+    """The run in a ``global_stepN`` folder of any stage and world size.
 
     Raises:
-        CheckpointError: files are missing, damaged, or belong to a run of another number of ranks.
+        CheckpointError: files are missing or damaged, or come from runs with different numbers of ranks.
     """
     flats = list(_flats_of_stage_3(files) if files.stage == 3 else _flats_of_stages_1_and_2(files))
     shapes = {name: shape for group in files.param_shapes for name, shape in group.items()}
-    masters = {name: _joined(flat.masters, pieces, shapes[name]) for flat, name, pieces in _parameters(flats)}
+    masters = {name: _concatenated(flat.masters, pieces, shapes[name]) for flat, name, pieces in _parameters(flats)}
     weights = _weights(files, masters)
     model = files.model_states[0]
     state = TrainingState(
@@ -50,7 +54,7 @@ def read_zero(files: ZeroFiles) -> TrainingState:
     for flat, name, pieces in _parameters(flats):
         entries = _entries(flat, name, pieces, shapes[name])
         if "step" not in entries and counts[flat.group] is not None:
-            entries["step"] = tensor_step(counts[flat.group])
+            entries["step"] = step_tensor(counts[flat.group])
         if weights[name].dtype != torch.float32:
             entries[MASTER] = masters[name]
         if entries:
@@ -59,7 +63,7 @@ def read_zero(files: ZeroFiles) -> TrainingState:
     state.loss_scale = from_deepspeed(files.optimizer_states[0].get("loss_scaler"))
     state.scheduler = scheduler_state(model, state.notes)
     state.extra = client_state(model)
-    state.step = updates(state.entries.values())
+    state.step = max_step(state.entries.values())
     state.world_size = files.world_size
     state.notes += files.notes
     return state
@@ -72,9 +76,9 @@ def _parameters(flats: Sequence[_Flat]) -> Iterator[tuple[_Flat, str, list[Piece
 
 
 def _flats_of_stages_1_and_2(files: ZeroFiles) -> Iterator[_Flat]:
-    """Parameters stand one behind the other in the order of ``param_shapes``, perhaps each with padding behind it.
+    """The flat groups of stages 1 and 2: parameters in the order of ``param_shapes``, perhaps with padding after each.
 
-    The files also have ``param_slice_mappings``; with ``round_robin_gradients`` those are of another order.
+    ``param_slice_mappings`` in the files is not used: with ``round_robin_gradients`` its order is another one.
     """
     for number, shapes in enumerate(files.param_shapes):
         masters = [files.fp32_partition(rank, "single_partition_of_fp32_groups", number) for rank in files.ranks]
@@ -106,7 +110,7 @@ def _flats_of_stage_3(files: ZeroFiles) -> Iterator[_Flat]:
 
 
 def _group_of(files: ZeroFiles, flat: int) -> int:
-    """Stage 3 splits large parameter groups into several flat ones."""
+    """The parameter group of a flat group: stage 3 splits large parameter groups into several flat groups."""
     for number, group in enumerate(files.base_states[0]["param_groups"]):
         if flat in group["params"]:
             return number
@@ -114,7 +118,12 @@ def _group_of(files: ZeroFiles, flat: int) -> int:
 
 
 def _states(files: ZeroFiles, group: int | None, flat: int) -> list[dict[str, Any]]:
-    """Each rank's optimizer state of one flat partition."""
+    """Each rank's optimizer state of one flat group.
+
+    Args:
+        group: at stages 1 and 2 the parameter group, whose state is looked up; ``None`` at stage 3.
+        flat: at stage 3 the flat group, whose state is looked up.
+    """
     found = []
     for base in files.base_states:
         index = flat if group is None else base["param_groups"][group]["params"][0]
@@ -123,12 +132,16 @@ def _states(files: ZeroFiles, group: int | None, flat: int) -> list[dict[str, An
 
 
 def _checked(files: ZeroFiles, flat: _Flat, shapes: Mapping[str, torch.Size]) -> _Flat:
-    """Every parameter must be there as a whole."""
+    """``flat``, if its partitions have every element of every parameter.
+
+    Raises:
+        CheckpointError: elements are missing.
+    """
     for name, pieces in flat.pieces.items():
         if (found := sum(piece.length for piece in pieces)) != shapes[name].numel():
             raise CheckpointError(
-                f"{files.folder} has {found} of the {shapes[name].numel()} elements of {name}: files of different "
-                "runs, or of another number of ranks, lie in it"
+                f"{files.folder} has {found} of the {shapes[name].numel()} elements of {name}: its files come from "
+                "different runs, or from another number of ranks"
             )
     for rank, master in enumerate(flat.masters):
         needed = max(
@@ -141,7 +154,7 @@ def _checked(files: ZeroFiles, flat: _Flat, shapes: Mapping[str, torch.Size]) ->
     return flat
 
 
-def _joined(flat: Sequence[Tensor], pieces: Sequence[Piece], shape: torch.Size) -> LazyTensor:
+def _concatenated(flat: Sequence[Tensor], pieces: Sequence[Piece], shape: torch.Size) -> LazyTensor:
     def read() -> Tensor:
         return torch.cat([flat[piece.rank].narrow(0, piece.start, piece.length) for piece in pieces]).view(shape)
 
@@ -151,25 +164,24 @@ def _joined(flat: Sequence[Tensor], pieces: Sequence[Piece], shape: torch.Size) 
 def _entries(flat: _Flat, name: str, pieces: list[Piece], shape: torch.Size) -> dict[str, Any]:
     entries: dict[str, Any] = {}
     for key, value in flat.states[0].items():
-        everywhere: list[Any] = [state.get(key) for state in flat.states]
+        values: list[Any] = [state.get(key) for state in flat.states]
         if isinstance(value, Tensor) and value.dim() > 0:
             if any(
-                not isinstance(v, Tensor) or v.numel() < m.numel()
-                for v, m in zip(everywhere, flat.masters, strict=True)
+                not isinstance(v, Tensor) or v.numel() < m.numel() for v, m in zip(values, flat.masters, strict=True)
             ):
                 raise CheckpointError(
                     f"state {key!r} of {name} is not an element-wise state; only such state can be converted"
                 )
-            entries[key] = _joined(everywhere, pieces, shape)
-        elif any(other != value for other in everywhere):
-            raise CheckpointError(f"state {key!r} of {name} is not the same on all ranks: {everywhere}")
+            entries[key] = _concatenated(values, pieces, shape)
+        elif any(other != value for other in values):
+            raise CheckpointError(f"state {key!r} of {name} is not the same on all ranks: {values}")
         else:
-            entries[key] = tensor_step(value) if isinstance(value, Tensor) or key == "step" else value
+            entries[key] = step_tensor(value) if isinstance(value, Tensor) or key == "step" else value
     return entries
 
 
 def _weights(files: ZeroFiles, masters: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
-    """The model's tensors in its own order: parameters of stage 3 are their masters, rounded."""
+    """The model's tensors in the model's order. At stage 3 the parameters are their masters, rounded."""
     model = files.model_states[0]
     module: Mapping[str, Tensor] = model["module"] or {}
     aliases = set(model.get("shared_params") or {})
@@ -190,18 +202,18 @@ def _weights(files: ZeroFiles, masters: Mapping[str, LazyTensor]) -> dict[str, L
 
 
 def frozen_parameters(models: Sequence[Mapping[str, Any]]) -> dict[str, LazyTensor]:
-    """Parameters that the optimizer does not have: stage 3 keeps a part of each in the model states of every rank."""
+    """The parameters that are not in the optimizer: at stage 3 every rank's model states have a piece of each."""
     found = {}
     for name, shape in (models[0].get("frozen_param_shapes") or {}).items():
         parts = [model["frozen_param_fragments"][name].view(-1) for model in models]
         length = math.ceil(shape.numel() / len(models))
         kept = [max(0, min(length, shape.numel() - rank * length)) for rank in range(len(models))]
-        found[name] = _joined(parts, [Piece(rank, 0, kept[rank]) for rank in range(len(models))], shape)
+        found[name] = _concatenated(parts, [Piece(rank, 0, kept[rank]) for rank in range(len(models))], shape)
     return found
 
 
 def _groups(flats: Sequence[_Flat], settings: list[dict[str, Any]], order: list[str]) -> list[Group]:
-    """Names in the model's order: the flat one may have been shuffled to balance the ranks."""
+    """The parameter groups, with names in the model's order: DeepSpeed may reorder parameters to balance the ranks."""
     position = {name: number for number, name in enumerate(order)}
     names: list[list[str]] = [[] for _ in settings]
     for flat in flats:

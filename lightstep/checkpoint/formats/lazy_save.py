@@ -1,7 +1,7 @@
-"""``torch.save`` of more than fits into memory.
+"""``torch.save`` for content that does not fit into memory.
 
-The file is laid out first, without numbers, and then filled through a memory map, tensor by tensor: its content is
-never in memory as a whole, although it is one file.
+The file is first written without its tensors' data, which are then filled in through a memory map, one tensor at a
+time.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from lightstep.checkpoint.formats.state import LazyTensor
 def save_lazily(content: dict[str, Any], path: Path) -> None:
     """``torch.save`` of nested dictionaries and lists whose leaves are lazy tensors, tensors and plain values."""
     leaves, structure = tree_flatten(content, is_leaf=_is_size)
-    made: dict[int, Tensor] = {}
-    template = tree_unflatten([_empty(leaf, made) for leaf in leaves], structure)
+    empty: dict[int, Tensor] = {}
+    template = tree_unflatten([_empty(leaf, empty) for leaf in leaves], structure)
     with skip_data():
         torch.save(template, path)
-    del template, made
+    del template, empty
     with set_default_mmap_options(mmap.MAP_SHARED):
         mapped = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     for source, target in zip(leaves, tree_leaves(mapped, is_leaf=_is_size), strict=True):
@@ -35,15 +35,15 @@ def save_lazily(content: dict[str, Any], path: Path) -> None:
             target.copy_(source)
 
 
-def _empty(leaf: Any, made: dict[int, Tensor]) -> Any:
-    """A tensor without numbers, which costs address space and no memory; tied ones share it."""
+def _empty(leaf: Any, empty: dict[int, Tensor]) -> Any:
+    """An uninitialised tensor for a tensor, the same one for tied tensors; it takes address space but no memory."""
     if not isinstance(leaf, LazyTensor | Tensor):
         return leaf
-    if id(leaf) not in made:
-        made[id(leaf)] = torch.empty(leaf.shape, dtype=leaf.dtype)
-    return made[id(leaf)]
+    if id(leaf) not in empty:
+        empty[id(leaf)] = torch.empty(leaf.shape, dtype=leaf.dtype)
+    return empty[id(leaf)]
 
 
 def _is_size(value: Any) -> bool:
-    """A shape is one value, which would come back as a tuple otherwise."""
+    """Whether ``value`` is a shape, which is a leaf: flattened, it would become a tuple."""
     return isinstance(value, torch.Size)

@@ -1,8 +1,9 @@
-"""torch's optimizers number their parameters in a state dict; here the numbers get their names back."""
+"""Finding the names of an optimizer's parameters: torch's state dicts number them."""
 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,17 +11,22 @@ from typing import Any
 
 import torch
 
-from lightstep.checkpoint.errors import CheckpointError
-from lightstep.checkpoint.formats.state import listed
+from lightstep.checkpoint.errors import CheckpointError, list_names
 from lightstep.extras import needs
 
 Grouping = Callable[[list[str]], list[list[str]]]
-"""A library's rule: a model's trainable parameters in order to the names in each group."""
+"""A library's rule for parameter groups: names of a model's trainable parameters in order -> names in each group."""
 
 
 @dataclass(frozen=True)
 class ParameterOrder:
-    """Names of a model's parameters in its own order, their shapes, tied names, and Trainer's split into two groups."""
+    """The names of a model's parameters in the model's order.
+
+    Attributes:
+        shapes: name -> shape.
+        aliases: further names of tied parameters -> the name in ``shapes``.
+        decayed: the names to which transformers' Trainer applies weight decay, if known.
+    """
 
     shapes: dict[str, torch.Size]
     aliases: dict[str, str] = field(default_factory=dict)
@@ -29,22 +35,33 @@ class ParameterOrder:
 
 @dataclass(frozen=True)
 class Naming:
-    """What the user said about names.
+    """What the user passed to name the parameters.
 
     Attributes:
         model: from ``--model``.
-        names: from ``--names``: per group, or one list for all groups in order.
+        names: from ``--names``: a list per group, or one list for all groups in order.
     """
 
     model: ParameterOrder | None = None
     names: list[list[str]] | None = None
 
 
+def read_naming(model: str | os.PathLike[str] | None, names: str | os.PathLike[str] | None) -> Naming:
+    """Read the files that were passed as ``--model`` and ``--names``.
+
+    Raises:
+        CheckpointError: as :func:`read_model` and :func:`read_names`.
+    """
+    return Naming(
+        None if model is None else read_model(Path(model)), None if names is None else read_names(Path(names))
+    )
+
+
 def read_names(path: Path) -> list[list[str]]:
     """A JSON file with a list of names in the optimizer's order, or a list of such lists, one for each group.
 
     Raises:
-        CheckpointError: something else is in it.
+        CheckpointError: the file cannot be read, or has something else in it.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -57,10 +74,10 @@ def read_names(path: Path) -> list[list[str]]:
 
 
 def read_model(path: Path) -> ParameterOrder:
-    """The parameters of a Hugging Face model, made on the meta device from its ``config.json``.
+    """The parameters of a Hugging Face model, which is built on the meta device from its ``config.json``.
 
     Raises:
-        CheckpointError: transformers cannot make the model.
+        CheckpointError: transformers cannot build the model.
     """
     folder = path.parent if path.is_file() else path
     with needs("train"):
@@ -68,9 +85,10 @@ def read_model(path: Path) -> ParameterOrder:
     try:
         config = transformers.AutoConfig.from_pretrained(folder)
         classes = [getattr(transformers, name, None) for name in config.architectures or ()]
-        made = classes[0] if classes and classes[0] is not None else transformers.AutoModelForCausalLM
+        model_class = classes[0] if classes and classes[0] is not None else transformers.AutoModelForCausalLM
+        build = getattr(model_class, "_from_config", None) or model_class.from_config
         with torch.device("meta"):
-            model = made._from_config(config) if hasattr(made, "_from_config") else made.from_config(config)
+            model = build(config)
         model.tie_weights()
         decayed = frozenset(transformers.Trainer.get_decay_parameter_names(None, model))
     except Exception as error:
@@ -79,7 +97,7 @@ def read_model(path: Path) -> ParameterOrder:
 
 
 def parameter_order(model: torch.nn.Module, decayed: frozenset[str] | None = None) -> ParameterOrder:
-    """Names and shapes of a model's parameters in its own order."""
+    """The names and shapes of a model's parameters in the model's order."""
     names: dict[int, str] = {}
     aliases, shapes = {}, {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -102,12 +120,13 @@ def name_groups(
 
     Args:
         groups: with ``params`` (indices or names), perhaps with ``param_names``.
-        states: entries by index; those with dimensions have the parameter's shape.
-        weights: shapes of the checkpoint's weights in the model's order.
-        rules: how the library that wrote it splits parameters into groups.
+        states: index -> state entries. Those with dimensions have the parameter's shape.
+        naming: what the user passed.
+        weights: name -> shape of the checkpoint's weights, in the model's order.
+        rules: how the library that wrote the checkpoint forms groups.
 
     Raises:
-        CheckpointError: no order fits; it says what to pass.
+        CheckpointError: no order fits; the message says what to pass.
     """
     if all(isinstance(name, str) for group in groups for name in group["params"]):
         return [list(group["params"]) for group in groups]
@@ -118,45 +137,49 @@ def name_groups(
     counts = [len(group) for group in wanted]
     for proposal in _proposals(naming, counts, list(weights), rules):
         if len(proposal) == len(counts):
-            found = [_only_way(names, own, shapes) for names, own in zip(proposal, wanted, strict=True)]
+            found = [_unique_choice(names, needed, shapes) for names, needed in zip(proposal, wanted, strict=True)]
             if all(names is not None for names in found):
                 return [names for names in found if names is not None]
     given = "--names" if naming.names else "--model" if naming.model else None
     raise CheckpointError(
-        f"its optimizer numbers {sum(counts)} parameters in groups of {listed(map(str, counts))} and does not name them"
+        f"its optimizer numbers {sum(counts)} parameters in groups of {list_names(map(str, counts))} "
+        "and does not name them"
         + (f", and {given} does not fit them" if given else "")
         + ". Pass --names FILE, a JSON list of names in the optimizer's order, or --model DIR with the config.json"
     )
 
 
 def _shape(entries: Mapping[str, Any]) -> torch.Size | None:
-    """Of the parameter, if its state tells."""
+    """The parameter's shape, if its state has a tensor with dimensions."""
     return next((torch.Size(value.shape) for value in entries.values() if len(getattr(value, "shape", ()))), None)
 
 
 def _proposals(
     naming: Naming, counts: list[int], weights: list[str], rules: Sequence[Grouping]
 ) -> list[list[list[str]]]:
+    """Possible names of each group's parameters, which may include names that the optimizer does not have."""
     if naming.names is not None:
         flat = [name for group in naming.names for name in group]
-        return [naming.names, _cut(flat, counts)]
+        return [naming.names, _split_by_counts(flat, counts)]
     order = list(naming.model.shapes) if naming.model else weights
     return [[order], *(rule(order) for rule in rules)] if len(counts) == 1 else [rule(order) for rule in rules]
 
 
-def _cut(names: list[str], counts: list[int]) -> list[list[str]]:
+def _split_by_counts(names: list[str], counts: list[int]) -> list[list[str]]:
     ends = [sum(counts[: number + 1]) for number in range(len(counts))]
     return (
         [names[end - count : end] for end, count in zip(ends, counts, strict=True)] if ends[-1:] == [len(names)] else []
     )
 
 
-def _only_way(names: list[str], wanted: list[torch.Size | None], shapes: Mapping[str, torch.Size]) -> list[str] | None:
-    """``names`` without those that the optimizer does not have, if shapes leave one way to choose them in order."""
+def _unique_choice(
+    names: list[str], wanted: list[torch.Size | None], shapes: Mapping[str, torch.Size]
+) -> list[str] | None:
+    """The names that fit the ``wanted`` shapes (``None``: any) in order, if there is exactly one way to choose them."""
     if any(name not in shapes for name in names):
         return None
     size = len(wanted)
-    # ways[i][j]: how many ways there are to find wanted[j:] in names[i:], one behind the other
+    # ways[i][j]: in how many ways names[i:] has wanted[j:] as a subsequence
     ways = [[0] * size + [1] for _ in range(len(names) + 1)]
     for i in reversed(range(len(names))):
         for j in reversed(range(size)):

@@ -1,4 +1,4 @@
-"""What lies at a path, and reading it."""
+"""Recognising a checkpoint's format, and reading it."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ READABLE = (
 
 
 def read_checkpoint(path: Path, naming: Naming | None = None) -> TrainingState:
-    """The run in a checkpoint of any format that is known; every file that it needs is opened, no tensor read.
+    """The run in a checkpoint of any known format. Every file is opened; tensors are read later.
 
     Raises:
-        CheckpointError: nothing known is there, or files are missing, damaged, or do not belong together.
+        CheckpointError: there is no checkpoint in a known format, or files are missing, damaged, or of different runs.
     """
     state = _read(path, naming or Naming())
     state.check()
@@ -56,7 +56,7 @@ def _read(path: Path, naming: Naming) -> TrainingState:
         return read_trainer_checkpoint(path, naming)
     if (newest := latest_checkpoint(path)) is not None:
         raise CheckpointError(f"{path} is a folder of checkpoints; the newest is {newest}")
-    raise CheckpointError(f"{path} holds no checkpoint that is known. Known are {READABLE}")
+    raise CheckpointError(f"{path} holds no checkpoint in a known format. Known are {READABLE}")
 
 
 def _tagged(path: Path) -> Path:

@@ -1,7 +1,7 @@
-"""Reading what ``torch.save`` wrote without running anything that it names.
+"""Reading files of ``torch.save`` without running code from them.
 
-torch's weights-only unpickler does the work. Classes that it does not know, DeepSpeed's among them, become
-:class:`StandIn` objects that keep their attributes and do nothing, so that no foreign library has to be installed.
+torch's weights-only unpickler reads them. Objects of other classes, DeepSpeed's for example, become :class:`StandIn`
+objects, which have the attributes and no behaviour. So the libraries need not be installed.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ _KNOWN: dict[str, Any] = {"deepspeed.runtime.zero.config.ZeroStageEnum": int}
 
 
 class StandIn:
-    """An object of a class that is not imported: its attributes, and nothing that it could do."""
+    """An object whose class is not imported: it has the attributes and no methods."""
 
     pickled_name = ""
 
     def __new__(cls, *arguments: Any, **keywords: Any) -> StandIn:
-        made = object.__new__(cls)
-        made.__dict__["arguments"] = arguments
-        return made
+        instance = object.__new__(cls)
+        instance.__dict__["arguments"] = arguments
+        return instance
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         pass
@@ -42,15 +42,17 @@ class StandIn:
 
 
 def load_file(path: Path) -> Any:
-    """The object in a file of ``torch.save``, its tensors mapped from the file and not yet in memory.
+    """The object in a file of ``torch.save``. Its tensors are memory-mapped, except in files of the old format.
 
     Raises:
-        CheckpointError: the file is missing, truncated, or not of ``torch.save``; it names what torch refuses.
+        CheckpointError: the file is missing, damaged, or not a file of ``torch.save``; the message names what torch
+            refuses to load.
     """
     try:
         zipped = zipfile.is_zipfile(path)
         names = torch.serialization.get_unsafe_globals_in_checkpoint(path) if zipped else []
-        with torch.serialization.safe_globals(_replacements(names)), _quiet():
+        with torch.serialization.safe_globals(_replacements(names)), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch warns about device meshes without a process group
             return torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing") from None
@@ -66,16 +68,16 @@ def load_file(path: Path) -> Any:
 
 
 def refused_name(error: pickle.UnpicklingError) -> str:
-    """What torch's unpickler stopped at; the rest of its text recommends to run it all the same."""
+    """What torch's unpickler refused. The rest of its message, which recommends ``weights_only=False``, is left out."""
     found = re.search(r"WeightsUnpickler error:\s*(.+?)(\.\s|\n|$)", str(error))
     return found[1] if found else "not tensors and plain values"
 
 
 def _replacements(names: list[str]) -> list[Any]:
-    """What the unpickler gets for the names that it does not know."""
-    numbers = _numpy_scalars(names)
-    known = {entry[1] for entry in numbers}
-    return [*numbers, *(_stand_in(name) for name in names if name not in known)]
+    """``(class, name)`` pairs for the names that torch's unpickler does not know."""
+    numpy_classes = _numpy_classes(names)
+    known = {name for _, name in numpy_classes}
+    return [*numpy_classes, *(_stand_in(name) for name in names if name not in known)]
 
 
 def _stand_in(name: str) -> tuple[Any, str]:
@@ -83,8 +85,8 @@ def _stand_in(name: str) -> tuple[Any, str]:
     return known, name
 
 
-def _numpy_scalars(names: list[str]) -> list[tuple[Any, str]]:
-    """What a learning rate that is a numpy number needs, if the file has one."""
+def _numpy_classes(names: list[str]) -> list[tuple[Any, str]]:
+    """What numpy scalars need, if the file has any: a learning rate may be one."""
     if not any(name.endswith("multiarray.scalar") for name in names):
         return []
     import numpy
@@ -97,12 +99,3 @@ def _numpy_scalars(names: list[str]) -> list[tuple[Any, str]]:
         (numpy.dtype, "numpy.dtype"),
         *((kind, f"{kind.__module__}.{kind.__qualname__}") for kind in kinds),
     ]
-
-
-class _quiet(warnings.catch_warnings):
-    """Without torch's remarks on device meshes that belong to no process group here."""
-
-    def __enter__(self) -> Any:
-        entered = super().__enter__()
-        warnings.simplefilter("ignore")
-        return entered

@@ -1,7 +1,7 @@
-"""Loss scales of other libraries, in terms of :class:`lightstep.DynamicLossScale` and back.
+"""Converting other libraries' loss scales to the state of :class:`lightstep.DynamicLossScale`, and back.
 
-Here a dynamic scale is ``scale``, ``good_steps`` (since the last overflow or growth) and ``hysteresis_left`` (overflows
-until it shrinks), and ``settings`` under the names of ``DynamicLossScale``'s arguments, when they are known.
+The state of a dynamic scale has ``scale``, ``good_steps`` (steps since the last overflow or growth) and
+``hysteresis_left`` (overflows until it shrinks). ``settings``, if known, has arguments of ``DynamicLossScale``.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ _LIGHTRFT_HYSTERESIS = 2
 
 
 class DynamicLossScaler:
-    """DeepSpeed's class of this name, for writing: attributes only."""
+    """Stands for DeepSpeed's class of this name in the files that are written. It has only attributes."""
 
     __module__ = SCALERS
 
 
 def is_dynamic(state: Mapping[str, Any] | None) -> bool:
-    """Whether a state is a dynamic scale's; a constant scale is a setting and needs no state."""
+    """Whether ``state`` is the state of a dynamic scale, not of a constant one."""
     return state is not None and "good_steps" in state
 
 
 def from_deepspeed(scaler: Any) -> dict[str, Any] | None:
-    """From the attributes of DeepSpeed's ``LossScaler`` or ``DynamicLossScaler``."""
+    """The state of DeepSpeed's ``LossScaler`` or ``DynamicLossScaler``; ``None`` for anything else."""
     known = getattr(scaler, "__dict__", {})
     if "cur_scale" not in known:
         return None
     if "scale_window" not in known:
         return {"scale": float(known["cur_scale"])}
-    # DeepSpeed grows when the steps before this one fill the window, so the first growth after an overflow comes one
-    # step later than ours: -1 stands for that step.
+    # DeepSpeed grows the scale when the steps before the current one fill the window. So its first growth after an
+    # overflow is one step later than lightstep's: good_steps -1 stands for that step.
     good = int(known["cur_iter"]) - int(known["last_overflow_iter"]) - 1
     window, factor = int(known["scale_window"]), float(known["scale_factor"])
     settings = {
@@ -57,7 +57,7 @@ def from_deepspeed(scaler: Any) -> dict[str, Any] | None:
 
 
 def to_deepspeed(state: Mapping[str, Any], step: int) -> DynamicLossScaler:
-    """A ``DynamicLossScaler`` that goes on where ``state`` stands."""
+    """A ``DynamicLossScaler`` in the given state, after ``step`` steps."""
     settings = _settings(state)
     scaler = DynamicLossScaler()
     scaler.__dict__.update(
@@ -78,7 +78,7 @@ def to_deepspeed(state: Mapping[str, Any], step: int) -> DynamicLossScaler:
 
 
 def from_torch(state: Mapping[str, Any]) -> dict[str, Any] | None:
-    """From ``torch.amp.GradScaler.state_dict()``, which is empty when the scaler is switched off."""
+    """The state of ``torch.amp.GradScaler.state_dict()``; ``None`` for a disabled scaler, whose state dict is empty."""
     if "scale" not in state:
         return None
     names = ("growth_factor", "backoff_factor", "growth_interval")
@@ -91,7 +91,7 @@ def from_torch(state: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def to_torch(state: Mapping[str, Any]) -> dict[str, Any]:
-    """For ``torch.amp.GradScaler.load_state_dict``."""
+    """The state as ``torch.amp.GradScaler.load_state_dict`` accepts it."""
     settings = _settings(state)
     return {
         "scale": float(state["scale"]),
@@ -103,7 +103,7 @@ def to_torch(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def from_lightrft(state: Mapping[str, Any]) -> dict[str, Any]:
-    """From LightRFT's ``DynamicGradScaler.state_dict()``."""
+    """The state of LightRFT's ``DynamicGradScaler.state_dict()``."""
     return {
         "scale": float(state["_scale"]),
         "good_steps": int(state["_growth_step"]),
@@ -112,7 +112,7 @@ def from_lightrft(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _settings(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that are known, and ours for the others."""
-    ours = DynamicLossScale()
+    """The settings in the state, with lightstep's defaults for those that are missing."""
+    default = DynamicLossScale()
     names = ("growth_interval", "growth_factor", "backoff_factor", "hysteresis", "min_scale")
-    return {**{name: getattr(ours, name) for name in names}, **state.get("settings", {})}
+    return {**{name: getattr(default, name) for name in names}, **state.get("settings", {})}

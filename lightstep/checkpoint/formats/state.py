@@ -1,6 +1,6 @@
-"""A training run as it lies in a checkpoint, whatever wrote it: what the readers return and the writers take.
+"""The training run in a checkpoint, independent of its format: readers return it, writers take it.
 
-Tensors are not in memory: each is read when it is written, one at a time.
+Its tensors are not in memory. A writer reads them one at a time.
 """
 
 from __future__ import annotations
@@ -13,15 +13,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightstep.checkpoint.errors import CheckpointError
+from lightstep.checkpoint.errors import CheckpointError, list_names
 
 MASTER = "master"
-_SHOWN = 5
 
 
 @dataclass(frozen=True)
 class LazyTensor:
-    """A tensor on disk: ``load`` brings it to the host, whole, in the dtype of the file or already in its own."""
+    """A tensor that is read when it is needed.
+
+    Attributes:
+        dtype: of the tensor.
+        shape: of the whole tensor.
+        load: returns the whole tensor on the host, in this dtype or in the file's.
+    """
 
     dtype: torch.dtype
     shape: torch.Size
@@ -29,7 +34,7 @@ class LazyTensor:
 
     @classmethod
     def of(cls, tensor: Tensor) -> LazyTensor:
-        """A tensor that is in memory already, or mapped from a file."""
+        """A tensor that is in memory or memory-mapped."""
         return cls(tensor.dtype, tensor.shape, lambda: tensor)
 
     @property
@@ -37,21 +42,21 @@ class LazyTensor:
         return self.shape.numel() * self.dtype.itemsize
 
     def read(self) -> Tensor:
-        """On the host, whole and in its own dtype."""
+        """The whole tensor on the host, in :attr:`dtype`."""
         return self.load().to(self.dtype)
 
     def copy_to(self, target: Tensor) -> None:
-        """The same numbers into ``target`` of its dtype; a cast happens on the way, without a tensor for its result."""
+        """Copy the tensor to ``target``, which has its dtype. A cast needs no temporary tensor."""
         target.copy_(self.load())
 
     def to(self, dtype: torch.dtype) -> LazyTensor:
-        """The same tensor cast when it is read."""
+        """The tensor cast to ``dtype`` when it is read."""
         return self if dtype == self.dtype else LazyTensor(dtype, self.shape, self.read)
 
 
 @dataclass
 class Group:
-    """One parameter group: names of its parameters in the optimizer's order, and its hyper-parameters."""
+    """A parameter group: the names of its parameters in the optimizer's order, and its hyper-parameters."""
 
     names: list[str]
     settings: dict[str, Any]
@@ -59,23 +64,25 @@ class Group:
 
 @dataclass
 class TrainingState:
-    """Everything that a checkpoint holds of a run.
+    """Everything that a checkpoint has of a run.
 
     Attributes:
-        format: what wrote it, for people.
-        world_size: how many processes wrote it, when it says so.
+        format: the name of the format, for people.
         weights: parameters and persistent buffers by name, in the dtype they are trained in; tied ones once.
-        entries: per parameter the optimizer's entries, plain numbers or tensors of the parameter's shape or of none;
-            :data:`MASTER` is the fp32 master of a 16-bit parameter.
-        groups: ``None`` when there is no optimizer in it.
-        aliases: further names of tied tensors, and the name in ``weights``.
-        loss_scale: ``scale``, for a dynamic one ``good_steps`` and ``hysteresis_left``, and ``settings`` when known.
-        random: random states per rank, in our own form.
-        modules: extra states of modules, in our own form.
-        step: updates so far, or ``None``.
-        optimizer_class: the class's name, when the checkpoint says so.
-        base: of a checkpoint of what was trained alone: ``name`` and ``shapes`` of the frozen base.
-        notes: what could not be taken over, a sentence each.
+        entries: parameter -> optimizer state entries: plain numbers, or tensors that are 0-dim or of the parameter's
+            shape. :data:`MASTER` is the fp32 master of a 16-bit parameter.
+        groups: ``None`` if the checkpoint has no optimizer.
+        aliases: further names of tied tensors -> the name in ``weights``.
+        loss_scale: ``scale``; for a dynamic scale also ``good_steps``, ``hysteresis_left`` and, if known, ``settings``.
+        scheduler: the scheduler's state dict.
+        extra: what the user saved with the run.
+        random: random states per rank, as :func:`~lightstep.checkpoint.small_state.random_states` returns them.
+        modules: extra states of modules, in lightstep's format.
+        step: updates so far, if known.
+        world_size: how many processes wrote the checkpoint, if known.
+        optimizer_class: the name of the optimizer's class, if known.
+        base: ``name`` and ``shapes`` of the frozen base, if it was not saved.
+        notes: what could not be converted, one sentence each.
     """
 
     format: str
@@ -103,17 +110,17 @@ class TrainingState:
         return self.entries.get(name, {}).get(MASTER, self.weights[name])
 
     def check(self) -> None:
-        """Raise :class:`CheckpointError` when the parts do not belong together; nothing has been written then."""
+        """Raise :class:`CheckpointError` if weights, groups and state do not fit together."""
         optimized = self.optimized()
         missing = [name for name in optimized if name not in self.weights]
         if missing:
-            raise CheckpointError(f"the optimizer has {listed(missing)}, of which there are no weights")
+            raise CheckpointError(f"the optimizer has {list_names(missing)}, of which there are no weights")
         repeated = [name for name, count in Counter(optimized).items() if count > 1]
         if repeated:
-            raise CheckpointError(f"{listed(repeated)} stands in the parameter groups more than once")
-        strangers = sorted(self.entries.keys() - set(optimized))
-        if strangers:
-            raise CheckpointError(f"there is optimizer state of {listed(strangers)}, which no parameter group has")
+            raise CheckpointError(f"{list_names(repeated)} is in the parameter groups more than once")
+        unknown = sorted(self.entries.keys() - set(optimized))
+        if unknown:
+            raise CheckpointError(f"there is optimizer state of {list_names(unknown)}, which no parameter group has")
         for name in self.entries:
             self._check_shapes(name)
 
@@ -127,30 +134,23 @@ class TrainingState:
                 )
 
 
-def tensor_step(value: Any) -> LazyTensor:
-    """A step count as torch's optimizers keep it: a 0-dim fp32 tensor."""
+def step_tensor(value: Any) -> LazyTensor:
+    """A step count as torch's optimizers keep it: a 0-dim tensor, fp32 unless ``value`` is a tensor already."""
     if isinstance(value, LazyTensor):
         return value
     tensor = value if isinstance(value, Tensor) else torch.tensor(float(value), dtype=torch.float32)
     return LazyTensor.of(tensor)
 
 
-def step_of(entries: Mapping[str, Any]) -> int | None:
-    """The number of updates that a parameter has had, when its state says so."""
+def read_step(entries: Mapping[str, Any]) -> int | None:
+    """The number of updates that a parameter has had, if its state has a step count."""
     value = entries.get("step")
     if isinstance(value, LazyTensor):
         value = value.read()
     return None if value is None else int(value)
 
 
-def updates(states: Iterable[Mapping[str, Any]]) -> int | None:
+def max_step(states: Iterable[Mapping[str, Any]]) -> int | None:
     """The largest step count of any parameter."""
-    steps = [step for entries in states if (step := step_of(entries)) is not None]
+    steps = [step for entries in states if (step := read_step(entries)) is not None]
     return max(steps, default=None)
-
-
-def listed(names: Iterable[str]) -> str:
-    """The first few of many names."""
-    names = list(names)
-    more = len(names) - _SHOWN
-    return ", ".join(names[:_SHOWN]) + (f" and {more} more" if more > 0 else "")

@@ -1,4 +1,4 @@
-"""Writing a checkpoint that ``strategy.load_checkpoint`` resumes, on any number of ranks."""
+"""Writing a checkpoint for ``strategy.load_checkpoint`` on any number of ranks."""
 
 from __future__ import annotations
 
@@ -12,20 +12,22 @@ from lightstep.checkpoint.formats.state import LazyTensor, TrainingState
 from lightstep.checkpoint.layout import CHECKPOINT
 from lightstep.checkpoint.optimizer_content import entry_key
 from lightstep.checkpoint.save import finish_checkpoint
-from lightstep.checkpoint.storage import storage_of
-from lightstep.checkpoint.tensors import Source, whole
+from lightstep.checkpoint.storage import storage_for
+from lightstep.checkpoint.tensors import Source, full_shard
 from lightstep.checkpoint.write import write_tensors
 
 
 def write_lightstep(state: TrainingState, path: Path) -> None:
-    """Host memory grows by what reading one tensor takes, and by tensors of 128 MiB together, or two of them.
+    """Write the run as a lightstep checkpoint.
+
+    Host memory grows by what reading one tensor takes, and by 128 MiB of tensors, or two tensors if these are larger.
 
     Raises:
-        CheckpointError: the disk is full, ``path`` is something else than a checkpoint, ...
+        CheckpointError: the disk is full, something else than a checkpoint is at ``path``, ...
     """
-    with storage_of(path).new_folder(path, CHECKPOINT) as temporary:
+    with storage_for(path).new_folder(path, CHECKPOINT) as temporary:
         index = write_tensors(temporary, _sources(state))
-        finish_checkpoint(temporary, path, index, _small(state), _manifest(state), state.world_size or 1)
+        finish_checkpoint(temporary, path, index, _small_state(state), _manifest(state), state.world_size or 1)
 
 
 def _sources(state: TrainingState) -> list[Source]:
@@ -38,11 +40,11 @@ def _sources(state: TrainingState) -> list[Source]:
 
 
 def _source(key: str, tensor: LazyTensor) -> Source:
-    return Source(key, whole(tensor.shape), tensor.dtype, compact(tensor.read))
+    return Source(key, full_shard(tensor.shape), tensor.dtype, compact(tensor.read))
 
 
 def compact(read: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    """``torch.save`` writes a tensor's whole storage: a view of a larger one is copied first."""
+    """``read`` with a result whose storage has no other elements: ``torch.save`` writes the whole storage."""
 
     def fetch() -> Tensor:
         tensor = read().contiguous()
@@ -51,8 +53,7 @@ def compact(read: Callable[[], Tensor]) -> Callable[[], Tensor]:
     return fetch
 
 
-def _small(state: TrainingState) -> dict[str, Any]:
-    """What is no tensor."""
+def _small_state(state: TrainingState) -> dict[str, Any]:
     small = {"extra": state.extra, "scheduler": state.scheduler, "modules": state.modules, "random": state.random}
     if state.groups is not None:
         plain = {

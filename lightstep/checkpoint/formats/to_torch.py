@@ -1,4 +1,4 @@
-"""Writing one file that a plain torch loop loads."""
+"""Writing one file for a plain torch training loop."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ MARK = "lightstep"
 
 
 def write_torch(state: TrainingState, path: Path) -> None:
-    """Host memory grows by what reading one tensor takes.
+    """Write the run as a file of ``torch.save``. Host memory grows by what reading one tensor takes.
 
     Raises:
-        CheckpointError: ``path`` is there and no conversion of ours, ...
+        CheckpointError: something that no conversion wrote is at ``path``, ...
     """
     content = _content(state)
     with new_file(path, is_conversion, "a file that a conversion wrote") as temporary:
@@ -37,7 +37,7 @@ def is_conversion(path: Path) -> bool:
 
 
 def _content(state: TrainingState) -> dict[str, Any]:
-    """Masters as the model's weights: what ``torch.optim`` updates in a loop with fp32 weights."""
+    """The file's content. The model's weights are the masters, for a loop with fp32 weights."""
     weights = {name: state.master(name) for name in state.weights}
     content: dict[str, Any] = {
         MARK: {"version": lightstep.__version__, "converted_from": state.format, "trained_in": _dtypes(state)},
@@ -55,7 +55,7 @@ def _content(state: TrainingState) -> dict[str, Any]:
 
 
 def _dtypes(state: TrainingState) -> dict[str, str]:
-    """Of the parameters whose masters are in the file, what they were trained in."""
+    """The dtypes in which parameters are trained, if the file has their masters."""
     return {
         name: str(weight.dtype).removeprefix("torch.")
         for name, weight in state.weights.items()
@@ -64,7 +64,7 @@ def _dtypes(state: TrainingState) -> dict[str, str]:
 
 
 def _optimizer(state: TrainingState) -> dict[str, Any]:
-    """torch's layout, with the names beside the indices."""
+    """The optimizer's state dict in torch's layout, with names in addition to the indices."""
     assert state.groups is not None
     index = {name: number for number, name in enumerate(state.optimized())}
     entries = {

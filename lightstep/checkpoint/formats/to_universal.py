@@ -1,15 +1,15 @@
-"""Writing DeepSpeed's universal format: ``engine.load_checkpoint(DST)`` at any stage and world size.
+"""Writing DeepSpeed's universal format, for ``engine.load_checkpoint(DST)`` at any stage and world size.
 
 ::
 
     DST/
         latest_universal                               the name of the folder below
-        lightstep-conversion.json                      says that this is ours to replace
+        lightstep-conversion.json                      marks the folder as one that a conversion may replace
         global_step100/
             zero/<parameter>/{fp32,exp_avg,exp_avg_sq,step}.pt
             zero/optimizer_state.pt                    parameter groups, loss scale
-            mp_rank_00_model_states.pt                 read at stages 1 and 2: weights, scheduler, counters, extra
-            zero_pp_rank_0_mp_rank_00_model_states.pt  read at stage 3: the same without the trained weights
+            mp_rank_00_model_states.pt                 for stages 1 and 2: weights, scheduler, counters, extra
+            zero_pp_rank_0_mp_rank_00_model_states.pt  for stage 3: the same without the trained weights
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ import torch
 from torch import Tensor
 
 import lightstep
-from lightstep.checkpoint.errors import CheckpointError
+from lightstep.checkpoint.errors import CheckpointError, list_names
 from lightstep.checkpoint.formats import scales
 from lightstep.checkpoint.formats.from_universal import GLOBAL_STATE, MASTERS, PARAMETERS
 from lightstep.checkpoint.formats.lazy_save import save_lazily
-from lightstep.checkpoint.formats.state import MASTER, Group, LazyTensor, TrainingState, listed, step_of
+from lightstep.checkpoint.formats.state import MASTER, Group, LazyTensor, TrainingState, read_step
 from lightstep.checkpoint.formats.to_lightstep import compact
 from lightstep.checkpoint.formats.zero_files import COUNTERS, RESERVED
 from lightstep.checkpoint.storage import FolderKind, LocalStorage, sync, was_replaced, write_file
 
 MARK = "lightstep-conversion.json"
 DEEPSPEED = "0.19.8"
-"""The version whose layout is written; older ones refuse a checkpoint without a version."""
+"""The DeepSpeed version whose layout is written. Older ones refuse a checkpoint without a version."""
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def write_universal(state: TrainingState, path: Path) -> None:
-    """Host memory grows by what reading one tensor takes.
+    """Write the run in DeepSpeed's universal format. Host memory grows by what reading one tensor takes.
 
     Raises:
-        CheckpointError: DeepSpeed's format cannot hold the state; ``path`` is there and no conversion of ours; ...
+        CheckpointError: the format cannot hold the state, something that no conversion wrote is at ``path``, ...
     """
     steps = _check(state)
     if len(steps) > 1:
@@ -78,39 +78,45 @@ def is_conversion(path: Path) -> bool:
 
 
 def _own_files(path: Path) -> set[str]:
-    """What the mark lists; conversions of before it did have files only in the folder that is loaded."""
-    listed = json.loads((path / MARK).read_text()).get("files")
-    if listed is None:
-        listed = [e.relative_to(path).as_posix() for e in path.glob("global_step*/**/*") if e.is_file()]
-    return {MARK, "latest_universal", *listed}
+    """The files that the mark lists. Old versions listed none, and wrote only to the ``global_step`` folder."""
+    files = json.loads((path / MARK).read_text()).get("files")
+    if files is None:
+        files = [e.relative_to(path).as_posix() for e in path.glob("global_step*/**/*") if e.is_file()]
+    return {MARK, "latest_universal", *files}
 
 
 CONVERSION = FolderKind(
-    "a folder that a conversion wrote", is_ours=is_conversion, is_whole=was_replaced, own_files=_own_files
+    "a folder that a conversion wrote", is_ours=is_conversion, is_complete=was_replaced, own_files=_own_files
 )
 
 
 def _check(state: TrainingState) -> list[int | None]:
-    """The step count of each group, when the format can hold the state."""
+    """The step count of each group.
+
+    Raises:
+        CheckpointError: the format cannot hold the state.
+    """
     if state.groups is None:
         raise CheckpointError("it holds no optimizer, and DeepSpeed's universal format is one of optimizer state")
     unusable = [name for name in state.weights if "/" in name or "\\" in name or name in ("", ".", "..")]
     if unusable:
-        raise CheckpointError(f"{listed(unusable)} cannot be the name of a folder, which the universal format needs")
+        raise CheckpointError(
+            f"{list_names(unusable)} cannot be the name of a folder, which the universal format needs"
+        )
     if any(not group.names for group in state.groups):
         raise CheckpointError("a parameter group is empty, which DeepSpeed refuses; remove it from the optimizer")
     for name, entries in state.entries.items():
         for key, value in entries.items():
             if key != "step" and (not isinstance(value, LazyTensor) or value.shape != state.weights[name].shape):
                 raise CheckpointError(
-                    f"state {key!r} of {name} is not an element-wise tensor; the universal format holds only such, "
-                    "and step"
+                    f"state {key!r} of {name} is not an element-wise tensor; the universal format holds only such "
+                    "tensors, and step"
                 )
     return [_step(state, group) for group in state.groups]
 
 
 def _step(state: TrainingState, group: Group) -> int | None:
-    steps = {name: step for name in group.names if (step := step_of(state.entries.get(name, {}))) is not None}
+    steps = {name: step for name in group.names if (step := read_step(state.entries.get(name, {}))) is not None}
     if len(set(steps.values())) > 1:
         least, most = min(steps, key=steps.__getitem__), max(steps, key=steps.__getitem__)
         raise CheckpointError(
@@ -120,22 +126,23 @@ def _step(state: TrainingState, group: Group) -> int | None:
     never = [name for name in group.names if not state.entries.get(name, {}).keys() - {MASTER}]
     if steps and never:
         state.notes.append(
-            f"{listed(never)} was never updated; DeepSpeed counts its steps with its group's, and its moments are zeros"
+            f"{list_names(never)} was never updated; DeepSpeed counts its steps with its group's, "
+            "and its moments are zeros"
         )
     return next(iter(steps.values()), None)
 
 
 def _write_group(state: TrainingState, group: Group, step: int | None, folder: Path) -> None:
-    """DeepSpeed wants the same entries of all parameters of a group; what was never updated has zeros."""
-    kept: dict[str, torch.dtype] = {}
+    """Write a group's entries. All parameters get the same ones, as DeepSpeed expects; missing ones are zeros."""
+    dtypes: dict[str, torch.dtype] = {}
     for name in group.names:
-        kept |= {k: _widened(v.dtype) for k, v in state.entries.get(name, {}).items() if k not in (MASTER, "step")}
-    if not kept and "betas" in group.settings:
-        kept, step = dict.fromkeys(_MOMENTS, torch.float32), step or 0
+        dtypes |= {k: _widened(v.dtype) for k, v in state.entries.get(name, {}).items() if k not in (MASTER, "step")}
+    if not dtypes and "betas" in group.settings:
+        dtypes, step = dict.fromkeys(_MOMENTS, torch.float32), step or 0
     for name in group.names:
         own, weight = state.entries.get(name, {}), state.weights[name]
         _save_entry(compact(state.master(name).to(torch.float32).read), folder / name / f"{MASTERS}.pt")
-        for key, dtype in kept.items():
+        for key, dtype in dtypes.items():
             read = compact(own[key].to(dtype).read) if key in own else partial(torch.zeros, weight.shape, dtype=dtype)
             _save_entry(read, folder / name / f"{key}.pt")
         if step is not None:
@@ -143,17 +150,17 @@ def _write_group(state: TrainingState, group: Group, step: int | None, folder: P
 
 
 def _widened(dtype: torch.dtype) -> torch.dtype:
-    """DeepSpeed's moments are fp32."""
+    """fp32 for bf16: DeepSpeed's moments are fp32."""
     return torch.float32 if dtype == torch.bfloat16 else dtype
 
 
 def _save_entry(read: Callable[[], Tensor], path: Path) -> None:
-    """Nothing refers to the tensor afterwards, so that it is gone when the next one is read."""
+    """Read and save an entry. No reference to the tensor remains, so it is freed before the next one is read."""
     _save({"param": read()}, path)
 
 
 def _global_state(state: TrainingState, steps: list[int | None], count: int) -> dict[str, Any]:
-    """Read by every rank; ``step`` in a group is where DeepSpeed's FusedAdam counts."""
+    """The content of ``optimizer_state.pt``, which every rank reads. DeepSpeed's FusedAdam counts steps per group."""
     assert state.groups is not None
     groups: list[dict[str, Any]] = [{**group.settings, "params": [i]} for i, group in enumerate(state.groups)]
     for group, step in zip(groups, steps, strict=True):
@@ -169,7 +176,7 @@ def _global_state(state: TrainingState, steps: list[int | None], count: int) -> 
 
 
 def _counters(state: TrainingState) -> dict[str, int]:
-    """Steps and samples: DeepSpeed's own when it wrote the source, else the optimizer's updates."""
+    """Steps and samples: DeepSpeed's own counters if it wrote the source, else the optimizer's updates."""
     known = state.extra.get("deepspeed")
     counters = {"global_steps": state.step or 0, "global_samples": 0, "skipped_steps": 0}
     if isinstance(known, dict):
@@ -180,10 +187,10 @@ def _counters(state: TrainingState) -> dict[str, int]:
 def _write_model_states(state: TrainingState, folder: Path) -> None:
     optimized = set(state.optimized())
     common = _model_states(state)
-    kept = {name: weight for name, weight in state.weights.items() if name not in optimized}
+    untrained = {name: weight for name, weight in state.weights.items() if name not in optimized}
     for file, weights in (
         ("mp_rank_00_model_states.pt", state.weights),
-        ("zero_pp_rank_0_mp_rank_00_model_states.pt", kept),
+        ("zero_pp_rank_0_mp_rank_00_model_states.pt", untrained),
     ):
         module = dict(weights)
         module |= {alias: module[name] for alias, name in state.aliases.items() if name in module}
@@ -195,7 +202,7 @@ def _model_states(state: TrainingState) -> dict[str, Any]:
     optimized = set(state.optimized())
     clash = sorted(state.extra.keys() & RESERVED)
     if clash:
-        raise CheckpointError(f"extra has {listed(clash)}, which DeepSpeed uses itself; rename it before saving")
+        raise CheckpointError(f"extra has {list_names(clash)}, which DeepSpeed uses itself; rename it before saving")
     return {
         **{key: value for key, value in state.extra.items() if key != "deepspeed"},
         "buffer_names": [name for name in state.weights if name not in optimized],
@@ -219,13 +226,13 @@ def _model_states(state: TrainingState) -> dict[str, Any]:
 
 
 def _config(state: TrainingState) -> dict[str, Any]:
-    """What the parameters were trained in."""
+    """The part of DeepSpeed's configuration that says in which dtype the parameters are trained."""
     dtypes = {state.weights[name].dtype for name in state.optimized()}
     return {"bf16": {"enabled": torch.bfloat16 in dtypes}, "fp16": {"enabled": torch.float16 in dtypes}}
 
 
 class _Pickler(pickle._Pickler):
-    """Names DeepSpeed's class in the file without importing DeepSpeed."""
+    """Writes the name of DeepSpeed's class to the file without importing DeepSpeed."""
 
     def save_global(self, obj: Any, name: str | None = None) -> None:
         if obj is not scales.DynamicLossScaler:
@@ -235,9 +242,9 @@ class _Pickler(pickle._Pickler):
         self.memoize(obj)  # type: ignore[attr-defined]
 
 
-_NAMING = types.SimpleNamespace(Pickler=_Pickler, __name__="pickle")
+_PICKLE_MODULE = types.SimpleNamespace(Pickler=_Pickler, __name__="pickle")
 
 
 def _save(content: Any, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    torch.save(content, path, pickle_module=_NAMING)
+    torch.save(content, path, pickle_module=_PICKLE_MODULE)

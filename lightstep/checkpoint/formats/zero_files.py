@@ -1,4 +1,4 @@
-"""The files of a DeepSpeed ``global_stepN`` folder: which there must be, and what every one of them says."""
+"""The files of a DeepSpeed ``global_stepN`` folder: opening them, and checking that they belong together."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightstep.checkpoint.errors import CheckpointError
+from lightstep.checkpoint.errors import CheckpointError, list_names
 from lightstep.checkpoint.formats.safe_load import load_file
-from lightstep.checkpoint.formats.state import listed
 
 OPTIMIZER_FILE = re.compile(r"(bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 MODEL_FILE = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
@@ -24,12 +23,12 @@ RESERVED = {
     *("dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions", "ds_config", "ds_version", "num_experts"),
     *("ds_autoep_layers", "universal_checkpoint_info", *COUNTERS),
 }
-"""Keys of a model-states file that are DeepSpeed's (one is ours); the others are the user's client state."""
+"""Keys of a model-states file that DeepSpeed uses (``lightstep`` is lightstep's). All others are the client state."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """``length`` elements from ``start`` on in a rank's flat partition."""
+    """``length`` elements of a rank's flat partition, from ``start`` on."""
 
     rank: int
     start: int
@@ -38,7 +37,7 @@ class Piece:
 
 @dataclass
 class ZeroFiles:
-    """All files of one checkpoint, checked and mapped into memory."""
+    """All files of one checkpoint, checked and memory-mapped."""
 
     folder: Path
     stage: int
@@ -61,11 +60,15 @@ class ZeroFiles:
 
     @property
     def dtype(self) -> torch.dtype:
-        """What the model was trained in, as DeepSpeed's configuration says."""
+        """The dtype in which the model is trained, from DeepSpeed's configuration."""
         return trained_dtype(self.model_states[0].get("ds_config"))
 
     def partition_size(self, rank: int, number: int, saved: int) -> int:
-        """Elements of a partition at stages 1 and 2; only ``BF16_Optimizer`` saves the padding at its end."""
+        """The number of elements of a partition at stages 1 and 2, with the padding at its end.
+
+        Args:
+            saved: how many the file has. Only ``BF16_Optimizer`` saves the padding.
+        """
         state = self.optimizer_states[rank]
         return saved + (int(state["group_paddings"][number]) if "zero_stage" in state else 0)
 
@@ -81,7 +84,7 @@ class ZeroFiles:
 
 
 def trained_dtype(config: Any) -> torch.dtype:
-    """From DeepSpeed's configuration."""
+    """The dtype in which the model is trained, from DeepSpeed's configuration."""
     config = config if isinstance(config, Mapping) else {}
     for section, dtype in (("bf16", torch.bfloat16), ("bfloat16", torch.bfloat16), ("fp16", torch.float16)):
         if isinstance(config.get(section), Mapping) and config[section].get("enabled"):
@@ -90,10 +93,10 @@ def trained_dtype(config: Any) -> torch.dtype:
 
 
 def open_zero(folder: Path) -> ZeroFiles:
-    """Map all files of ``folder``.
+    """Open and check all files in ``folder``.
 
     Raises:
-        CheckpointError: naming the files that are missing or damaged.
+        CheckpointError: files are missing, damaged or not convertible; the message names them.
     """
     names = sorted(entry.name for entry in folder.iterdir())
     _refuse_other_parallelism(folder, names)
@@ -103,14 +106,14 @@ def open_zero(folder: Path) -> ZeroFiles:
     if not model_files:
         raise CheckpointError(f"{folder} is incomplete: mp_rank_00_model_states.pt is missing; {_REMEDY}")
     first = load_file(model_files[min(model_files)])
-    _refuse_unzeroed(folder, first, optimizer_files)
+    _refuse_other_content(folder, first, optimizer_files)
     world_size = int(first["dp_world_size"])
-    _refuse_missing(folder, names, optimizer_files, model_files if by_rank else None, world_size)
+    _check_complete(folder, names, optimizer_files, model_files if by_rank else None, world_size)
     models = [load_file(model_files[rank]) for rank in range(world_size)] if by_rank else [first]
     files = [optimizer_files[rank] for rank in range(world_size)]
     states = [load_file(file)["optimizer_state_dict"] for file in files]
     opened = ZeroFiles(
-        folder, 3 if by_rank else _stage(states[0]), world_size, files, models, states, _bases(files, states)
+        folder, 3 if by_rank else _stage(states[0]), world_size, files, models, states, _base_states(files, states)
     )
     _check_partition_counts(opened)
     if len(optimizer_files) > world_size:
@@ -118,7 +121,7 @@ def open_zero(folder: Path) -> ZeroFiles:
     return opened
 
 
-_REMEDY = "copy the missing files from the machines that wrote them, or take another checkpoint"
+_REMEDY = "copy the missing files from the machines that wrote them, or use another checkpoint"
 
 
 def _stage(state: Mapping[str, Any]) -> int:
@@ -132,19 +135,19 @@ def _refuse_other_parallelism(folder: Path, names: list[str]) -> None:
     foreign += [n for n in names if n.startswith(("layer_", "expp_rank_"))]
     if foreign:
         raise CheckpointError(
-            f"{folder} was written with tensor, pipeline or expert parallelism ({listed(foreign)}); only data-parallel "
-            "checkpoints are converted. DeepSpeed's ds_to_universal merges tensor parallelism first"
+            f"{folder} was written with tensor, pipeline or expert parallelism ({list_names(foreign)}); only "
+            "data-parallel checkpoints are converted. DeepSpeed's ds_to_universal merges tensor parallelism first"
         )
 
 
-def _refuse_unzeroed(folder: Path, model: Mapping[str, Any], optimizer_files: Mapping[int, Path]) -> None:
+def _refuse_other_content(folder: Path, model: Mapping[str, Any], optimizer_files: Mapping[int, Path]) -> None:
     if not isinstance(model, dict) or "dp_world_size" not in model or "module" not in model:
         raise CheckpointError(f"{folder} holds no DeepSpeed checkpoint: its model states have no dp_world_size")
     if not optimizer_files and model.get("optimizer") is not None:
         raise CheckpointError(f"{folder} was written without ZeRO (stage 0); stages 1, 2 and 3 are converted")
 
 
-def _refuse_missing(
+def _check_complete(
     folder: Path,
     names: list[str],
     optimizer_files: Mapping[int, Path],
@@ -154,7 +157,9 @@ def _refuse_missing(
     prefix = "bf16_" if any(name.startswith("bf16_zero_pp_rank_") for name in names) else ""
     both = [name for name in names if not name.startswith("bf16_") and f"bf16_{name}" in names]
     if both:
-        raise CheckpointError(f"{folder} holds two runs: {listed(both)} is there with and without bf16_; remove one")
+        raise CheckpointError(
+            f"{folder} holds two runs: {list_names(both)} is there with and without bf16_; remove one"
+        )
     missing = [
         f"{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
         for rank in range(world_size)
@@ -166,12 +171,12 @@ def _refuse_missing(
         ]
     if missing:
         raise CheckpointError(
-            f"{folder} is incomplete; missing: {listed(missing)} (number of ranks: {world_size}); {_REMEDY}"
+            f"{folder} is incomplete; missing: {list_names(missing)} (number of ranks: {world_size}); {_REMEDY}"
         )
 
 
-def _bases(files: list[Path], states: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The wrapped optimizers' own state dicts."""
+def _base_states(files: list[Path], states: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The state dicts of the optimizers that DeepSpeed wraps."""
     bases = []
     for file, state in zip(files, states, strict=True):
         base = state.get("optimizer_state_dict", state.get("base_optimizer_state"))
@@ -197,17 +202,17 @@ def _check_partition_counts(files: ZeroFiles) -> None:
 
 
 def client_state(model: Mapping[str, Any]) -> dict[str, Any]:
-    """What the user passed as ``client_state``, and DeepSpeed's counters under ``deepspeed``."""
+    """What the user passed as ``client_state``, and DeepSpeed's counters under the key ``deepspeed``."""
     counters = {key: model[key] for key in COUNTERS if key in model}
     return {**{key: value for key, value in model.items() if key not in RESERVED}, "deepspeed": counters}
 
 
 def scheduler_state(model: Mapping[str, Any], notes: list[str]) -> Any:
-    """The scheduler's state as it is; DeepSpeed's own schedulers keep another one than torch's."""
+    """The scheduler's state, unchanged. A note says if it is the state of one of DeepSpeed's own schedulers."""
     state = model.get("lr_scheduler")
     if isinstance(state, dict) and "last_epoch" not in state:
         notes.append(
-            f"the scheduler is DeepSpeed's own ({listed(state)}); its state was kept, but a scheduler of torch does "
-            "not take it: load_checkpoint leaves that one where it is"
+            f"the scheduler is DeepSpeed's own ({list_names(state)}); its state was kept, but a scheduler of torch "
+            "cannot load it: load_checkpoint leaves such a scheduler as it is"
         )
     return state
