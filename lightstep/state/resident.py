@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -198,8 +199,6 @@ class ResidentBackend(RecordBackend):
         self._return()
         super()._edit(managed, edit)
         for part in self._parts[managed]:
-            if part.history is None:
-                self._handed_out.pop(part, None)
             self._follow(self._home[part])
 
     def _follow(self, record: Record) -> None:
@@ -212,9 +211,29 @@ class ResidentBackend(RecordBackend):
                     known[key].data = now[key].view(known[key].shape)
 
     def load(self, managed: Managed, entries: Mapping[str, Any]) -> None:
-        for part in self._parts[managed]:  # new tensors, as torch's own `load_state_dict` makes them
-            self._handed_out.pop(part, None)
+        self._return()
+        parts = self._parts[managed]
+        self._before_edit(self._home[part] for part in parts)
+        for part in parts:
+            self._detach(part, entries)
         super().load(managed, entries)
+
+    def _detach(self, part: Part, loaded: Mapping[str, Any]) -> None:
+        """Tensors handed out before a load keep their values, as with torch's own ``load_state_dict``.
+
+        An entry that is loaded from its own tensor (the user assigned another entry) stays live.
+        """
+        live = self._handed_out.get(part, {})
+        for key in list(live):
+            value = loaded.get(key)
+            if isinstance(value, Tensor) and value.data_ptr() == live[key].data_ptr():
+                continue
+            reference = weakref.ref(live.pop(key))
+            held = reference()  # None, and no memory for a copy, unless the user still has it
+            if held is not None:
+                held.data = held.clone()
+        if not live:
+            self._handed_out.pop(part, None)
 
     def _compare(self, record: Record, segments: Sequence[Segment], parts: Sequence[Part]) -> list[Part]:
         self._before_edit([record])
