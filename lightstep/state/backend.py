@@ -338,7 +338,7 @@ class StateBackend(ABC):
         """Give back all device memory; it is taken again at the next use. Nothing may be under way."""
 
     def synchronize(self) -> None:  # noqa: B027  (an optional hook)
-        """Wait until all queued work has landed in the parameters and the state."""
+        """Wait until all queued work has written_back in the parameters and the state."""
 
     def close(self) -> None:  # noqa: B027  (an optional hook)
         """Give all memory back."""
@@ -348,10 +348,10 @@ def entry_dtype(spec: EntrySpec, owner: Managed) -> torch.dtype | None:
     """In what an entry of this parameter is kept: specs are read off fp32 probes, and some masters are not fp32."""
     follows = spec.like_parameter and owner.own_master and spec.dtype == torch.float32
     dtype = owner.local.dtype if follows else spec.dtype
-    return kept_dtype(spec, dtype)
+    return storage_dtype(spec, dtype)
 
 
-def kept_dtype(spec: EntrySpec | None, dtype: torch.dtype | None) -> torch.dtype | None:
+def storage_dtype(spec: EntrySpec | None, dtype: torch.dtype | None) -> torch.dtype | None:
     """In what an entry that the base optimizer has in ``dtype`` is kept."""
     return dtype if spec is None or spec.kept is None or dtype != torch.float32 else spec.kept
 

@@ -28,7 +28,7 @@ from lightstep.state.snapshot import Snapshot
 from lightstep.state.versions import Versions
 
 
-class HostCopies:
+class OffloadBuffers:
     """Host memory for tensors that come and go: one exact-size page-locked buffer per slot, kept and reused."""
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class BulkBackend(ResidentBackend):
 
     def __init__(self) -> None:
         super().__init__()
-        self._landed: dict[torch.device, torch.Event] = {}
+        self._written_back: dict[torch.device, torch.Event] = {}
         self._versions = Versions("auto")
 
     def fresh(self) -> BulkBackend:
@@ -77,15 +77,15 @@ class BulkBackend(ResidentBackend):
             slot.buffer.copy_(record.bytes, non_blocking=True)
         return slot
 
-    def _take(self, record: Record) -> Slot:
+    def _acquire_slot(self, record: Record) -> Slot:
         return self._slots[record]
 
-    def _retake(self, record: Record, slot: Slot, arrange: Callable[[], None]) -> Slot:
+    def _reacquire_slot(self, record: Record, slot: Slot, relayout: Callable[[], None]) -> Slot:
         """What is not updated now is the same on the host."""
         self.synchronize()
         self._before_write([record])
-        arrange()
-        self._follow(record)
+        relayout()
+        self._rebind_live_tensors(record)
         self._slots[record] = self._fetched(record)
         return self._slots[record]
 
@@ -98,13 +98,15 @@ class BulkBackend(ResidentBackend):
         devices = set()
         for record in records:
             if record in self._slots and record.bytes is not None:
-                if self._versions.leave(record):
-                    self._follow(record)
+                if self._versions.move_if_pinned(record):
+                    self._rebind_live_tensors(record)
                 record.bytes.copy_(self._slots[record].buffer, non_blocking=True)
                 devices.add(record.device)
         for device in devices:
             if device.type != "cpu":
-                self._landed.setdefault(device, torch.Event(device)).record(torch.accelerator.current_stream(device))
+                self._written_back.setdefault(device, torch.Event(device)).record(
+                    torch.accelerator.current_stream(device)
+                )
 
     def abandon(self) -> None:
         super().abandon()
@@ -120,23 +122,23 @@ class BulkBackend(ResidentBackend):
         weight_of: Callable[[Tensor], Callable[[], Tensor]],
         copies: KeptCopies | None,
     ) -> PinnedState | None:
-        kept = [item for items in self._kept_to_itself(wanted).values() for item in items]
+        kept = [item for items in self._without_live_tensors(wanted).values() for item in items]
         if self._versions.pinned or not kept:
             return None
         self.synchronize()
         snapshot = Snapshot(self._versions, None)
         for item in kept:
             weight = None if item.own_master else weight_of(item.param)
-            snapshot.add(item, wanted[item], self._parts[item], self._home, weight)
+            snapshot.add(item, wanted[item], self._parts[item], self._record_of, weight)
         snapshot.pin(None)
         return snapshot
 
     def _before_write(self, records: Iterable[Record]) -> None:
         for record in records:
-            if self._versions.leave(record, keep=True):
-                self._follow(record)
+            if self._versions.move_if_pinned(record, keep=True):
+                self._rebind_live_tensors(record)
 
-    def _edited(self, records: Iterable[Record]) -> None:
+    def _after_edit(self, records: Iterable[Record]) -> None:
         for record in records:
             if record in self._slots:
                 self._slots[record] = self._fetched(record)
@@ -155,7 +157,7 @@ class BulkBackend(ResidentBackend):
         }
 
     def synchronize(self) -> None:
-        for event in self._landed.values():
+        for event in self._written_back.values():
             event.synchronize()
 
     def close(self) -> None:
@@ -171,7 +173,7 @@ def _on_device(record: Record) -> Tensor:
     return torch.empty(record.nbytes, dtype=torch.uint8, device=record.device)
 
 
-_copies: weakref.WeakKeyDictionary[torch.optim.Optimizer, HostCopies] = weakref.WeakKeyDictionary()
+_copies: weakref.WeakKeyDictionary[torch.optim.Optimizer, OffloadBuffers] = weakref.WeakKeyDictionary()
 
 
 @torch.no_grad()
@@ -182,7 +184,7 @@ def offload_fsdp_optimizer(optimizer: torch.optim.Optimizer) -> None:
     non-tensor entries stay as they are. The host memory is kept for the next time. Calling it twice does nothing more.
     A :class:`~lightstep.optimizer.base.BaseOptimizer` places its own state: set ``optimizer_state.backend`` instead.
     """
-    copies = _copies.setdefault(optimizer, HostCopies())
+    copies = _copies.setdefault(optimizer, OffloadBuffers())
     moved: set[torch.device] = set()
     for state, key, parameter, value in _state_tensors(optimizer):
         local = local_tensor(value)

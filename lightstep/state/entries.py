@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightstep.state.backend import EntrySpec, adopt_entry, entry_dtype
-from lightstep.state.record import History, Part, Record, is_row, lay_out
+from lightstep.state.record import History, Part, Record, is_record_entry, make_layout
 from lightstep.state.segment import MasterSplitter
 
 __all__ = ["Entries"]
@@ -36,7 +36,7 @@ class Entries:
         marks: Mapping[Record, Tensor] | None,
         room: Callable[[Tensor, torch.dtype], Tensor] | None = None,
     ) -> None:
-        self._splitter_on, self._marks, self._room = splitter_on, marks, room or _new
+        self._splitter_for_device, self._fingerprints, self._room = splitter_on, marks, room or _new
 
     def read(self, record: Record, part: Part) -> dict[str, Any]:
         """The part's entries and ``"master"`` (unless it is its own): live, except counters, which parts share, and
@@ -44,7 +44,7 @@ class Entries:
         rows, layout = record.rows(part), part.block.layout
         assert part.history is not None
         entries = {key: rows[key] if shape else rows[key].view(part.shape) for key, _, shape in layout.entries}
-        values = part.history.copied()
+        values = part.history.copy_values()
         found = {key: entries[key] if key in entries else values[key] for key in part.keys}
         if part.coding == "whole":
             found["master"] = rows["master"].view(part.shape)
@@ -53,14 +53,14 @@ class Entries:
             master, weight = self._room(low, torch.float32), self._weight(part, low.device)
             found["master"] = master.view(part.shape)
             if layout.carrier is None:
-                self._splitter_on(low.device).join(weight, low, rows["bitmap"], master)
+                self._splitter_for_device(low.device).join(weight, low, rows["bitmap"], master)
             else:
-                found[layout.carrier] = self._joined(weight, low, rows[layout.carrier], master).view(part.shape)
+                found[layout.carrier] = self._join_carrier(weight, low, rows[layout.carrier], master).view(part.shape)
         return found
 
-    def _joined(self, weight: Tensor, low: Tensor, carrier: Tensor, master: Tensor) -> Tensor:
+    def _join_carrier(self, weight: Tensor, low: Tensor, carrier: Tensor, master: Tensor) -> Tensor:
         """Writes ``master``, and returns the carrier without the bits in its signs."""
-        splitter, found = self._splitter_on(low.device), self._room(carrier, carrier.dtype)
+        splitter, found = self._splitter_for_device(low.device), self._room(carrier, carrier.dtype)
         if carrier.dtype == torch.float32:
             splitter.join(weight, low, carrier, master, found)
             return found
@@ -81,16 +81,16 @@ class Entries:
 
     def write(self, record: Record, part: Part, values: Mapping[str, Any], master: Tensor | None) -> None:
         """Replace the part's state by entries of the parameter's local shape; no master: the parameter's value."""
-        part.forget()
+        part.clear_state()
         if not values and master is None:
             return
-        rows = {k: self._row(part, k, v) for k, v in values.items() if is_row(k, v, part.owner.schema)}
+        rows = {k: self._row(part, k, v) for k, v in values.items() if is_record_entry(k, v, part.owner.schema)}
         known = part.block.layout
-        layout = lay_out(part.coding, rows, part.shape, part.owner.schema)
-        if any(_is_negative(part.owner.schema.get(key), value) for key, value in rows.items()):
+        layout = make_layout(part.coding, rows, part.shape, part.owner.schema)
+        if any(_has_negative(part.owner.schema.get(key), value) for key, value in rows.items()):
             layout = type(layout)(layout.coding, layout.entries)  # a checkpoint may hold what no update would make
         if {*layout.entries} != {*known.entries} or (layout.carrier is None and known.carrier is not None):
-            record.arrange({part: layout})
+            record.relayout({part: layout})
         record.allocate()
         places = record.rows(part)
         for key, value in rows.items():
@@ -117,7 +117,7 @@ class Entries:
 
     def write_master(self, record: Record, part: Part, master: Tensor | None) -> None:
         """``master`` (local shape) into the record; without one the parameter's value."""
-        part.codes = None
+        part.expected_weight = None
         if part.coding == "own":
             return
         rows = record.rows(part)
@@ -131,32 +131,34 @@ class Entries:
         else:
             carrier = rows[part.block.layout.carrier or "bitmap"]
             extra = carrier if part.block.layout.carrier is None else carrier.float()  # itself, unless it is bf16
-            self._splitter_on(device).split(loaded, rounded, rows["low half"], extra)
+            self._splitter_for_device(device).split(loaded, rounded, rows["low half"], extra)
             if extra is not carrier:
                 carrier.copy_(extra)
-        if self._marks is not None:
+        if self._fingerprints is not None:
             mark = torch.zeros(1, dtype=torch.int32, device=device)
-            self._splitter_on(device).fingerprints(rounded, part.first, [(0, part.elements)], mark)
-            self._marks[record][part.index].copy_(mark[0])
-            if not self._has(part, rounded):
-                part.codes = rounded.view(torch.int16).to(_CPU)
+            self._splitter_for_device(device).fingerprints(rounded, part.first, [(0, part.elements)], mark)
+            self._fingerprints[record][part.index].copy_(mark[0])
+            if not self._weight_is(part, rounded):
+                part.expected_weight = rounded.view(torch.int16).to(_CPU)
 
-    def was_written(self, record: Record, part: Part) -> bool:
+    def was_edited(self, record: Record, part: Part) -> bool:
         """Whether somebody else wrote to the weight (on the host); one that is still to be loaded is not meant."""
-        known = None if self._marks is None else self._marks.get(record)
-        if part.codes is not None or part.coding == "own" or known is None:
+        known = None if self._fingerprints is None else self._fingerprints.get(record)
+        if part.expected_weight is not None or part.coding == "own" or known is None:
             return False
         found = torch.zeros(1, dtype=torch.int32, device=_CPU)
-        self._splitter_on(_CPU).fingerprints(part.flat_weight(), part.first, [(0, part.elements)], found)
+        self._splitter_for_device(_CPU).fingerprints(part.flat_weight(), part.first, [(0, part.elements)], found)
         return bool(found[0] != known[part.index])
 
-    def waits_for_its_weight(self, part: Part) -> bool:
+    def awaits_weight(self, part: Part) -> bool:
         """Whether the weight still is another one than the one that was loaded for this part."""
-        if part.codes is not None and self._has(part, part.codes.view(part.owner.local.dtype)):
-            part.codes = None
-        return part.codes is not None
+        if part.expected_weight is not None and self._weight_is(
+            part, part.expected_weight.view(part.owner.local.dtype)
+        ):
+            part.expected_weight = None
+        return part.expected_weight is not None
 
-    def _has(self, part: Part, rounded: Tensor) -> bool:
+    def _weight_is(self, part: Part, rounded: Tensor) -> bool:
         """Whether the weight is this one (flat); NaN get its payload, splitting and ``copy_`` differ."""
         weight = part.flat_weight().to(rounded.device)
         same = weight.view(torch.int16) == rounded.view(torch.int16)
@@ -168,7 +170,7 @@ class Entries:
 
     def _weight(self, part: Part, device: torch.device) -> Tensor:
         """The 16-bit weight that the record belongs to, flat, where the record lives."""
-        codes = None if part.codes is None else part.codes.view(part.owner.local.dtype)
+        codes = None if part.expected_weight is None else part.expected_weight.view(part.owner.local.dtype)
         return (part.flat_weight() if codes is None else codes).to(device)
 
     def _row(self, part: Part, key: str, value: Tensor) -> Tensor:
@@ -182,5 +184,5 @@ def _new(like: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.empty_like(like, dtype=dtype)
 
 
-def _is_negative(spec: EntrySpec | None, value: Tensor) -> bool:
+def _has_negative(spec: EntrySpec | None, value: Tensor) -> bool:
     return spec is not None and spec.never_negative and bool((value < 0).any())

@@ -72,18 +72,18 @@ class Lanes:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._fate = _Fate()
+        self._status = _Status()
         self.host_to_device, self.compute, self.device_to_host = (
             self._lane(name) for name in (HOST_TO_DEVICE, COMPUTE, DEVICE_TO_HOST)
         )
 
     @property
     def delay(self) -> Delay | None:
-        return self._fate.delay
+        return self._status.delay
 
     @delay.setter
     def delay(self, delay: Delay | None) -> None:
-        self._fate.delay = delay
+        self._status.delay = delay
 
     @property
     def in_own_thread(self) -> bool:
@@ -98,7 +98,7 @@ class Lanes:
 
     def event(self) -> Event:
         """A new event for this device's lanes. Events are meant to be kept and recorded again."""
-        return self._fate.event() if self.device.type == "cpu" else torch.Event(self.device)
+        return self._status.event() if self.device.type == "cpu" else torch.Event(self.device)
 
     def caller(self) -> Lane:
         """What the calling thread does itself, as a lane: its current stream; on the CPU the thread itself."""
@@ -106,7 +106,7 @@ class Lanes:
             return CallerLane(COMPUTE, self)
         return CallerStream(COMPUTE, torch.accelerator.current_stream(self.device), self)
 
-    def follow_caller(self) -> None:
+    def wait_for_caller(self) -> None:
         """What is submitted from now on comes after what the caller has queued.
 
         For fresh device memory: it may still be read by what was queued when its last owner let go of it.
@@ -127,17 +127,17 @@ class Lanes:
 
         A forked child is refused: threads and streams stay behind in the process that made them.
         """
-        self._fate.check()
+        self._status.check()
 
     @property
     def failed(self) -> bool:
-        return self._fate.error is not None
+        return self._status.error is not None
 
     def reset(self) -> None:
         """Forget a failure, and everything that was still waiting behind it."""
         for lane in self._all():
             lane.synchronize()
-        self._fate.reset()
+        self._status.reset()
 
     def close(self) -> None:
         """Finish what is submitted and end the lanes' threads."""
@@ -166,7 +166,7 @@ class StreamLane(Lane):
                     self._lanes.delay(self.name)
                 job()
         except Exception as error:
-            self._lanes._fate.fail(self.name, label, error)
+            self._lanes._status.fail(self.name, label, error)
             self._lanes.check()
 
     def record(self, event: Event) -> Event:
@@ -230,28 +230,28 @@ class CallerStream(StreamLane):
 class ThreadEvent:
     """A mark in a thread's work that means what a stream's does: a wait is for the latest mark made before it."""
 
-    def __init__(self, fate: _Fate) -> None:
-        self._fate = fate
+    def __init__(self, fate: _Status) -> None:
+        self._status = fate
         self.marks = 0  # made so far
         self.reached = 0  # of them
 
     def reach(self, mark: int) -> None:
-        with self._fate.changed:
+        with self._status.changed:
             self.reached = max(self.reached, mark)
-            self._fate.changed.notify_all()
+            self._status.changed.notify_all()
 
     def hold(self, mark: int) -> None:
         """Block the calling thread until ``mark`` is reached, or a lane has failed."""
-        with self._fate.changed:
-            self._fate.changed.wait_for(lambda: self.reached >= mark or self._fate.error is not None)
+        with self._status.changed:
+            self._status.changed.wait_for(lambda: self.reached >= mark or self._status.error is not None)
 
     def synchronize(self) -> None:
         """As ``torch.Event.synchronize``."""
         self.hold(self.marks)
-        self._fate.check()
+        self._status.check()
 
 
-class _Fate:
+class _Status:
     """What lanes of threads share: whether one has failed, and the condition on which they all wait.
 
     They refer to nothing else: the collector may have taken the rest from them when it deletes an optimizer.
@@ -329,9 +329,9 @@ class ThreadLane(Lane):
 
     def __init__(self, name: str, lanes: Lanes) -> None:
         super().__init__(name)
-        self._fate = lanes._fate
+        self._status = lanes._status
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        arguments = (self._jobs, self._fate, name)
+        arguments = (self._jobs, self._status, name)
         # Started with nothing that refers to this lane, so that a forgotten lane is collected and its thread ends.
         self._thread = threading.Thread(target=_work, args=arguments, name=f"lightstep-{name}", daemon=True)
         self._thread.start()
@@ -339,8 +339,8 @@ class ThreadLane(Lane):
         self._finalizer.atexit = False  # the thread ends with the process
 
     def run(self, job: Callable[[], object], label: str = "") -> None:
-        self._fate.check()
-        delay, name = self._fate.delay, self.name
+        self._status.check()
+        delay, name = self._status.delay, self.name
         if delay is None:
             self._submit(_Job(job, label))
         else:
@@ -376,7 +376,7 @@ class ThreadLane(Lane):
             self._jobs.put(job)
         else:
             self._thread.join()
-            _do(job, self._fate, self.name)
+            _do(job, self._status, self.name)
 
     def close(self) -> None:
         self._finalizer()
@@ -393,14 +393,14 @@ class _Job:
         self.do, self.label, self.always = do, label, always
 
 
-def _work(jobs: queue.SimpleQueue[_Job | None], fate: _Fate, name: str) -> None:
+def _work(jobs: queue.SimpleQueue[_Job | None], fate: _Status, name: str) -> None:
     """The body of a lane's thread."""
     while (job := jobs.get()) is not None:
         _do(job, fate, name)
         del job  # a job refers to whoever submitted it, who may be waiting to be collected
 
 
-def _do(job: _Job, fate: _Fate, name: str) -> None:
+def _do(job: _Job, fate: _Status, name: str) -> None:
     if fate.error is not None and not job.always:
         return
     try:

@@ -21,7 +21,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from lightstep.state.backend import Managed, Schema, Unit, entry_dtype, kept_dtype
+from lightstep.state.backend import Managed, Schema, Unit, entry_dtype, storage_dtype
 from lightstep.state.host_memory import HostSlab
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class Layout:
     carrier: str | None = None
 
     @property
-    def alone(self) -> bool:
+    def has_own_shapes(self) -> bool:
         """Whether an entry has a shape of its own: its part shares no field with others."""
         return any(shape is not None for _, _, shape in self.entries)
 
@@ -85,19 +85,19 @@ def _field_bytes(dtype: torch.dtype, size: int) -> int:
     return -(-dtype.itemsize * size // _FIELD_ALIGNMENT) * _FIELD_ALIGNMENT
 
 
-def lay_out(coding: Coding, entries: Mapping[str, Tensor], shape: Sequence[int], schema: Schema) -> Layout:
+def make_layout(coding: Coding, entries: Mapping[str, Tensor], shape: Sequence[int], schema: Schema) -> Layout:
     """The layout of parts whose entries look like these; ``shape`` is that of their master."""
-    kinds = tuple(_kind(k, v, shape, schema) for k, v in entries.items())
-    return Layout(coding, kinds, _carrier(coding, kinds, schema))
+    kinds = tuple(_entry_field(k, v, shape, schema) for k, v in entries.items())
+    return Layout(coding, kinds, _find_carrier(coding, kinds, schema))
 
 
-def _kind(key: str, value: Tensor, shape: Sequence[int], schema: Schema) -> tuple[str, torch.dtype, Any]:
+def _entry_field(key: str, value: Tensor, shape: Sequence[int], schema: Schema) -> tuple[str, torch.dtype, Any]:
     if value.shape != torch.Size(shape):
         return key, value.dtype, tuple(value.shape)
-    return key, kept_dtype(schema.get(key), value.dtype) or value.dtype, None
+    return key, storage_dtype(schema.get(key), value.dtype) or value.dtype, None
 
 
-def _carrier(coding: Coding, kinds: Iterable[tuple[str, torch.dtype, Any]], schema: Schema) -> str | None:
+def _find_carrier(coding: Coding, kinds: Iterable[tuple[str, torch.dtype, Any]], schema: Schema) -> str | None:
     able = (key for key, dtype, shape in kinds if dtype in (torch.float32, torch.bfloat16) and shape is None)
     if coding != "split":
         return None
@@ -110,20 +110,20 @@ class ExpectedLayouts:
     def __init__(self) -> None:
         self._known: dict[tuple[int, Coding, torch.dtype], tuple[Layout, Schema]] = {}
 
-    def of(self, owner: Managed, coding: Coding) -> Layout:
+    def layout_for(self, owner: Managed, coding: Coding) -> Layout:
         key = id(owner.schema), coding, owner.local.dtype
         if key not in self._known:
             found = ((name, entry_dtype(spec, owner)) for name, spec in owner.schema.items() if spec.like_parameter)
             kinds = tuple((name, dtype, None) for name, dtype in found if dtype is not None)
-            self._known[key] = Layout(coding, kinds, _carrier(coding, kinds, owner.schema)), owner.schema
+            self._known[key] = Layout(coding, kinds, _find_carrier(coding, kinds, owner.schema)), owner.schema
         return self._known[key][0]
 
     def record_bytes(self, owner: Managed, elements: int) -> int:
         """Bytes that a part of ``elements`` elements will take up in a record that travels."""
-        return self.of(owner, coding_of(owner)).nbytes(aligned(elements))
+        return self.layout_for(owner, coding_of(owner)).nbytes(aligned(elements))
 
 
-def kept_entries(owner: Managed) -> dict[str, int]:
+def rounded_entries(owner: Managed) -> dict[str, int]:
     """The entries that a record keeps in another dtype than the base optimizer has them, numbered."""
     if owner.own_master and owner.local.dtype != torch.float32:
         return {}
@@ -131,7 +131,7 @@ def kept_entries(owner: Managed) -> dict[str, int]:
     return {key: number for number, key in enumerate(listed)}
 
 
-def is_row(key: str, value: Any, schema: Schema) -> bool:
+def is_record_entry(key: str, value: Any, schema: Schema) -> bool:
     """Whether an entry belongs into the record; 0-dim tensors do only for a 0-dim parameter."""
     if not isinstance(value, Tensor):
         return False
@@ -149,7 +149,7 @@ class History:
     def __init__(self, values: dict[str, Any], parts: int, origin: object = None) -> None:
         self.values, self.parts, self.origin = values, parts, origin
 
-    def copied(self) -> dict[str, Any]:
+    def copy_values(self) -> dict[str, Any]:
         """Nothing in it is the others'."""
         return {k: v.clone() if isinstance(v, Tensor) else copy.deepcopy(v) for k, v in self.values.items()}
 
@@ -177,13 +177,13 @@ class Part:
     block: Block = field(init=False, repr=False)
     keys: tuple[str, ...] = ()
     history: History | None = None
-    codes: Tensor | None = None
+    expected_weight: Tensor | None = None
 
-    def forget(self) -> None:
+    def clear_state(self) -> None:
         """Back to a part without state."""
         if self.history is not None:
             self.history.parts -= 1
-        self.keys, self.history, self.codes = (), None, None
+        self.keys, self.history, self.expected_weight = (), None, None
 
     @property
     def elements(self) -> int:
@@ -247,7 +247,7 @@ class Record:
 
     Attributes:
         bytes: all of it (uint8); ``None`` before :meth:`allocate`, and without a single byte.
-        landed: event of the last copy to ``bytes``; ``None`` before the first.
+        written_back: event of the last copy to ``bytes``; ``None`` before the first.
         histories: those that were loaded and not updated since, by what was loaded.
     """
 
@@ -256,10 +256,10 @@ class Record:
         self.device = parts[0].owner.local.device
         self.slab: HostSlab | None = None
         self.bytes: Tensor | None = None
-        self.landed: Any = None
+        self.written_back: Any = None
         self.histories: dict[object, History] = {}
         self._segments: list[tuple[object, list[Segment]]] = []
-        self._place(layouts)
+        self._build_blocks(layouts)
 
     @property
     def elements(self) -> int:
@@ -275,24 +275,24 @@ class Record:
         self._segments = [(key, make()), *current]
         return self._segments[0][1]
 
-    def _place(self, layouts: Sequence[Layout]) -> None:
+    def _build_blocks(self, layouts: Sequence[Layout]) -> None:
         """One block behind the other."""
         self.nbytes, self._segments = 0, []
         neighbours = zip(self.parts, layouts, strict=True)
-        for _, run in groupby(neighbours, lambda one: (one[1], one[0].index if one[1].alone else -1)):
+        for _, run in groupby(neighbours, lambda one: (one[1], one[0].index if one[1].has_own_shapes else -1)):
             parts, (layout, *_) = zip(*run, strict=True)
             block = Block(layout, parts, self.nbytes)
             self.nbytes = block.end
             for part in parts:
                 part.block = block
 
-    def arrange(self, layouts: Mapping[Part, Layout]) -> None:
+    def relayout(self, layouts: Mapping[Part, Layout]) -> None:
         """Give parts new layouts and keep the bytes of all others; nothing may be under way."""
         if all(part.block.layout == layout for part, layout in layouts.items()):
             return
         others = [part for part in self.parts if part not in layouts and part.history and self.bytes is not None]
         kept = {part: {name: row.clone() for name, row in self.rows(part).items()} for part in others}
-        self._place([layouts.get(part, part.block.layout) for part in self.parts])
+        self._build_blocks([layouts.get(part, part.block.layout) for part in self.parts])
         self.bytes = None
         self.allocate()
         for part, rows in kept.items():
@@ -349,4 +349,4 @@ def make_record(
     for owner, start, stop in sorted(unit.parts, key=order):
         parts.append(Part(owner, start, stop, len(parts), first, coding(owner)))
         first += aligned(stop - start)
-    return Record(unit, parts, [layouts.of(part.owner, part.coding) for part in parts], on_host)
+    return Record(unit, parts, [layouts.layout_for(part.owner, part.coding) for part in parts], on_host)

@@ -26,7 +26,7 @@ from lightstep.state.record import ExpectedLayouts
 from lightstep.state.segment import Segment
 from lightstep.state.units import apart, group_by_layer
 
-__all__ = ["SharedByReplicas", "share_out"]
+__all__ = ["SharedByReplicas", "assign_owners"]
 
 Cost = Callable[[Managed], int]
 Owners = Mapping[Managed, int]
@@ -41,22 +41,22 @@ class SharedByReplicas(StateBackend):
     Args:
         inner: keeps and updates the share.
         replicas: the ranks that hold the same part of the model.
-        tries: units may be tried in backward. What was tried is sent when it counts.
+        speculates: units may be tried in backward. What was tried is sent when it counts.
     """
 
     name: ClassVar[str] = "stream"
     hands_out_state = False
     awaited_by_others = True
 
-    def __init__(self, inner: StateBackend, replicas: Replicas, tries: bool = False) -> None:
+    def __init__(self, inner: StateBackend, replicas: Replicas, speculates: bool = False) -> None:
         self.inner, self.in_lanes = inner, inner.in_lanes
-        self._replicas, self._tries = replicas, tries
+        self._replicas, self._speculates = replicas, speculates
         self._owners: dict[Managed, int] = {}
         self._own: list[Managed] = []
-        self._exchange = _Exchange(replicas)
+        self._broadcasts = _WeightBroadcasts(replicas)
 
     def fresh(self) -> SharedByReplicas:
-        return type(self)(self.inner.fresh(), self._replicas.again(), self._tries)
+        return type(self)(self.inner.fresh(), self._replicas.again(), self._speculates)
 
     # -- set-up
 
@@ -66,12 +66,12 @@ class SharedByReplicas(StateBackend):
         def cost(item: Managed) -> int:
             return layouts.record_bytes(item, item.planned)
 
-        self._owners = share_out(managed, cost, self._owners, self._replicas.size)
+        self._owners = assign_owners(managed, cost, self._owners, self._replicas.size)
         for item, owner in self._owners.items():
             item.elsewhere = owner != self._replicas.rank
         self._own = [item for item in managed if not item.elsewhere]
-        self._exchange.plan(managed, self._owners, cost)
-        self._together(self._register_own)
+        self._broadcasts.plan(managed, self._owners, cost)
+        self._run_on_all_replicas(self._register_own)
 
     def _register_own(self) -> None:
         if self._own:
@@ -79,7 +79,7 @@ class SharedByReplicas(StateBackend):
         else:
             self.inner.close()
 
-    def _together(self, step: Callable[[], None]) -> None:
+    def _run_on_all_replicas(self, step: Callable[[], None]) -> None:
         """Run ``step``; when it fails on one replica all of them raise, and none waits for the weights of another."""
         failure: Exception | None = None
         try:
@@ -108,7 +108,7 @@ class SharedByReplicas(StateBackend):
         """Left to ``begin``: one replica alone must not break off before the others have decided about the step."""
 
     def begin(self, managed: Collection[Managed], order: Sequence[Unit] | None = None) -> None:
-        self._exchange.begin()
+        self._broadcasts.begin()
         if self._own:
             self.inner.begin([item for item in managed if not item.elsewhere], order)
 
@@ -121,7 +121,7 @@ class SharedByReplicas(StateBackend):
         tried = self.inner.tried(unit)
         self.inner.release(unit, updated)
         if not tried:
-            self._exchange.updated(unit)
+            self._broadcasts.updated(unit)
 
     def ahead(self, managed: Collection[Managed], entry: str) -> int:
         return self.inner.ahead(managed, entry)
@@ -130,19 +130,19 @@ class SharedByReplicas(StateBackend):
         return self.inner.look_ahead(unit, active)
 
     def arriving_with(self, complete_with: Mapping[Managed, int], end: int) -> dict[Managed, int]:
-        return self._exchange.arriving_with(complete_with, end)
+        return self._broadcasts.arriving_with(complete_with, end)
 
     def receive(self, managed: Iterable[Managed]) -> None:
-        self._exchange.receive(managed)
+        self._broadcasts.receive(managed)
 
     def finish(self) -> None:
-        self._exchange.send_all()
+        self._broadcasts.send_all()
         if self._own:
             self.inner.finish()
-        self._exchange.arrive()
+        self._broadcasts.arrive()
 
     def can_try(self, units: Collection[Unit]) -> Sequence[Unit]:
-        return self.inner.can_try(units) if self._tries and units else ()
+        return self.inner.can_try(units) if self._speculates and units else ()
 
     def keep_first(self, units: Sequence[Unit]) -> None:
         self.inner.keep_first(units)
@@ -155,7 +155,7 @@ class SharedByReplicas(StateBackend):
 
     def commit(self, unit: Unit) -> None:
         self.inner.commit(unit)
-        self._exchange.updated(unit)
+        self._broadcasts.updated(unit)
 
     def take_back(self, unit: Unit) -> None:
         self.inner.take_back(unit)
@@ -163,8 +163,8 @@ class SharedByReplicas(StateBackend):
     def abandon(self) -> None:
         """Send what the others wait for: their step ends, and the next collective means the same on all replicas."""
         with contextlib.suppress(Exception):
-            self._exchange.send_all()
-            self._exchange.arrive()
+            self._broadcasts.send_all()
+            self._broadcasts.arrive()
 
     # -- state seen from outside
 
@@ -211,7 +211,7 @@ class SharedByReplicas(StateBackend):
     def memory(self) -> dict[str, int]:
         """This replica's."""
         held = self.inner.memory()
-        return {**held, "ring_bytes": held["ring_bytes"] + self._exchange.nbytes()}
+        return {**held, "ring_bytes": held["ring_bytes"] + self._broadcasts.nbytes()}
 
     def set_residency(self, gib: float | Literal["auto"]) -> None:
         """This replica's: each may have its own."""
@@ -219,7 +219,7 @@ class SharedByReplicas(StateBackend):
 
     def release_device_memory(self) -> None:
         self.inner.release_device_memory()
-        self._exchange.free()
+        self._broadcasts.free()
 
     def synchronize(self) -> None:
         self.inner.synchronize()
@@ -227,10 +227,10 @@ class SharedByReplicas(StateBackend):
     def close(self) -> None:
         self.inner.close()
         self._replicas.close()
-        self._owners, self._own, self._exchange = {}, [], _Exchange(self._replicas)
+        self._owners, self._own, self._broadcasts = {}, [], _WeightBroadcasts(self._replicas)
 
 
-def share_out(managed: Sequence[Managed], cost: Cost, known: Owners, replicas: int) -> dict[Managed, int]:
+def assign_owners(managed: Sequence[Managed], cost: Cost, known: Owners, replicas: int) -> dict[Managed, int]:
     """The owner of each parameter, the same on all replicas: of the new ones the most costly goes to who has least.
 
     Those that the ranks of one replica update together come first: what costs more on one of these ranks than on
@@ -251,7 +251,7 @@ def share_out(managed: Sequence[Managed], cost: Cost, known: Owners, replicas: i
     return {item: shared[item] for item in managed}
 
 
-class _Exchange:
+class _WeightBroadcasts:
     """The weights of one step on their way from their owners to everybody.
 
     They are sent in the order in which the replicas get done with them when all work equally fast. Others' weights wait

@@ -25,8 +25,8 @@ logger = logging.getLogger(__name__)
 class Residency:
     """The device buffers of resident records.
 
-    The newest bytes of a record are in its buffer after an update, until it is brought down (``_ahead``), and on the
-    host after an edit, until the next step (``_behind``).
+    The newest bytes of a record are in its buffer after an update, until it is brought down (``_dirty``), and on the
+    host after an edit, until the next step (``_stale``).
 
     Args:
         memory: of the lanes' device, where it is known.
@@ -46,9 +46,9 @@ class Residency:
         self._allowed = 0 if isinstance(budget, AutoBudget) else budget
         self._chosen: set[Record] = set()
         self._slots: dict[Record, Slot] = {}
-        self._ahead: set[Record] = set()
-        self._behind: set[Record] = set()
-        self._settled = False
+        self._dirty: set[Record] = set()
+        self._stale: set[Record] = set()
+        self._is_current = False
         self._ever = False  # anything was resident
 
     def __contains__(self, record: Record) -> bool:
@@ -66,9 +66,9 @@ class Residency:
         state_exists = any(part.history is not None for record in records for part in record.parts)
         if isinstance(self._budget, AutoBudget) and state_exists:
             allowed = self._budget.before_step(self.nbytes())
-            self._settled = self._settled and allowed == self._allowed
+            self._is_current = self._is_current and allowed == self._allowed
             self._allowed = allowed
-        if not self._settled:
+        if not self._is_current:
             self.shrink(records)
             self._chosen = set(_front(records, self._allowed))
 
@@ -77,11 +77,11 @@ class Residency:
         staying = _front(records, self._allowed)
         self.evict([record for record in self._slots if record not in staying])
 
-    def bring_up(self) -> None:
+    def reload(self) -> None:
         """Buffers for the chosen, filled from the host. Where the device has no room, fewer are chosen."""
-        if self._settled:
+        if self._is_current:
             return
-        new = sorted((record for record in self._chosen if record not in self._slots), key=_place)
+        new = sorted((record for record in self._chosen if record not in self._slots), key=_unit_index)
         # So that no buffer lies in the middle of what activations will use again.
         cached = self._empty_cache() if new else 0
         no_room = False
@@ -91,51 +91,51 @@ class Residency:
             except torch.OutOfMemoryError:
                 no_room = True
                 break
-            self._behind.add(record)
+            self._stale.add(record)
         if no_room:
-            self._make_do(cached)
-        for record in sorted(self._chosen & self._behind, key=_place):
+            self._shrink_to_fit(cached)
+        for record in sorted(self._chosen & self._stale, key=_unit_index):
             self._fetch(record)
         if new:
             self._ever = True
             if isinstance(self._budget, AutoBudget):
                 self._budget.changed()
-        self._settled = True
+        self._is_current = True
 
     def set_budget(self, budget: int | AutoBudget) -> None:
         """From the next step on; see :meth:`shrink`."""
         if isinstance(budget, AutoBudget) and self._ever:
             budget.changed()  # the peak so far may be that of records which are gone
-        self._budget, self._settled = budget, False
+        self._budget, self._is_current = budget, False
         self._allowed = 0 if isinstance(budget, AutoBudget) else budget
 
-    def release(self) -> None:
+    def evict_all(self) -> None:
         """All of them leave, for the time being."""
         self.evict(list(self._slots))
         self._chosen.clear()
-        self._settled = False
+        self._is_current = False
         if isinstance(self._budget, AutoBudget):
-            self._budget.measure_again()
+            self._budget.remeasure()
 
     # -- in a step
 
-    def take(self, record: Record) -> Slot:
+    def acquire(self, record: Record) -> Slot:
         """The record's buffer, ready for what the caller does next."""
         slot, caller = self._slots[record], self._lanes.caller()
         for event in (slot.staged, slot.updated, slot.drained):
             caller.wait(event)
         return slot
 
-    def give_back(self, record: Record) -> None:
+    def release(self, record: Record) -> None:
         """What the caller does with it is queued."""
         self._lanes.caller().record(self._slots[record].updated)
-        self._ahead.add(record)
+        self._dirty.add(record)
 
     # -- records in other hands, with no step under way
 
-    def bring_down(self, records: Iterable[Record]) -> None:
+    def write_back(self, records: Iterable[Record]) -> None:
         """The records' host memory becomes up to date; the host waits."""
-        newer = [record for record in records if record in self._ahead]
+        newer = [record for record in records if record in self._dirty]
         lane = self._lanes.device_to_host
         for record in newer:
             self._before_write(record)
@@ -143,46 +143,46 @@ class Residency:
             assert target is not None
             lane.wait(slot.updated)
             lane.copy(target, slot.buffer, f"bringing down {record.unit.label}")
-            record.landed = lane.record(slot.drained)
+            record.written_back = lane.record(slot.drained)
         if newer:
             self._lanes.synchronize()
-            self._ahead.difference_update(newer)
+            self._dirty.difference_update(newer)
 
-    def edited(self, records: Iterable[Record]) -> None:
-        """The records' host memory was written to (after :meth:`bring_down`), or has another size now."""
+    def mark_stale(self, records: Iterable[Record]) -> None:
+        """The records' host memory was written to (after :meth:`write_back`), or has another size now."""
         resident = [record for record in records if record in self._slots]
-        self.forget(record for record in resident if self._slots[record].buffer.nbytes != record.nbytes)
-        self._behind.update(record for record in resident if record in self._slots)
-        self._settled = False
+        self.drop(record for record in resident if self._slots[record].buffer.nbytes != record.nbytes)
+        self._stale.update(record for record in resident if record in self._slots)
+        self._is_current = False
 
     def evict(self, records: Iterable[Record]) -> None:
         """Back to the host."""
         leaving = [record for record in records if record in self._slots]
         if not leaving:
             return
-        self.bring_down(leaving)
+        self.write_back(leaving)
         if self._lanes.device.type != "cpu":
             torch.accelerator.synchronize(self._lanes.device)  # the memory may be given to other streams
-        self.forget(leaving)
+        self.drop(leaving)
         self._empty_cache()
 
-    def forget(self, records: Iterable[Record]) -> None:
+    def drop(self, records: Iterable[Record]) -> None:
         """What the device holds of these is of no interest any more; nothing may be under way there."""
         for record in list(records):
             self._slots.pop(record, None)
             self._chosen.discard(record)
-            self._ahead.discard(record)
-            self._behind.discard(record)
-        self._settled = False
+            self._dirty.discard(record)
+            self._stale.discard(record)
+        self._is_current = False
 
     def reset(self) -> None:
         """After a failure: what was on its way up may not have arrived."""
-        self._behind.update(self._slots.keys() - self._ahead)
-        self._settled = False
+        self._stale.update(self._slots.keys() - self._dirty)
+        self._is_current = False
 
-    def unsettle(self) -> None:
+    def invalidate(self) -> None:
         """Records came, went, or have other sizes: the next step chooses anew."""
-        self._settled = False
+        self._is_current = False
 
     # -- small parts
 
@@ -190,19 +190,19 @@ class Residency:
         slot, lane, source = self._slots[record], self._lanes.host_to_device, record.bytes
         assert source is not None
         target = slot.buffer
-        for event in (slot.updated, record.landed):
+        for event in (slot.updated, record.written_back):
             if event is not None:
                 lane.wait(event)
         lane.copy(target, source, f"bringing up {record.unit.label}")
         lane.record(slot.staged)
-        self._behind.discard(record)
+        self._stale.discard(record)
 
-    def _make_do(self, cached: int) -> None:
+    def _shrink_to_fit(self, cached: int) -> None:
         """The device is full: the last ones leave again until the margin is free and the ``cached`` bytes that the next
         forward will want; no more are tried."""
         short = cached + (0 if self._memory is None else self._memory.margin)
         leaving = []
-        for record in sorted(self._slots, key=_place, reverse=True):
+        for record in sorted(self._slots, key=_unit_index, reverse=True):
             if short <= 0:
                 break
             leaving.append(record)
@@ -212,7 +212,7 @@ class Residency:
         self._chosen = set(self._slots)
         self._allowed = self.nbytes()
         if isinstance(self._budget, AutoBudget):
-            self._budget.settle_for(self._allowed)
+            self._budget.limit_to(self._allowed)
         logger.warning(
             "optimizer_state.resident_gib: %s has no room for more than %.2f GiB; that much stays on it",
             self._lanes.device,
@@ -238,11 +238,11 @@ def _front(records: Sequence[Record], budget: int) -> list[Record]:
     return chosen
 
 
-def _place(record: Record) -> int:
+def _unit_index(record: Record) -> int:
     return record.unit.index
 
 
 def _new_slot(nbytes: int, lanes: Lanes) -> Slot:
     slot = Slot(nbytes, lanes)
-    lanes.follow_caller()
+    lanes.wait_for_caller()
     return slot

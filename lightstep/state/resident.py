@@ -46,9 +46,9 @@ class ResidentBackend(RecordBackend):
         self._splitters: dict[torch.device, MasterSplitter] = {}
         super().__init__()
         self._slots: dict[Record, Slot] = {}
-        self._handed_out: dict[Part, dict[str, Tensor]] = {}
+        self._live_tensors: dict[Part, dict[str, Tensor]] = {}
         self._slabs: dict[torch.device, HostSlab] = {}
-        self._away = False
+        self._is_offloaded = False
         self._lanes: dict[torch.device, Lanes] = {}  # of snapshots
         self._snapshot: DeviceSnapshot | None = None
 
@@ -56,19 +56,21 @@ class ResidentBackend(RecordBackend):
         return type(self)(self._make_splitter)
 
     def register(self, managed: Sequence[Managed]) -> None:
-        self._return()
+        self._reload()
         if not self._records and self._make_splitter is not None and any(map(_splits, managed)):
-            self._marks = {}
-        staying = self._undisturbed(managed)
+            self._fingerprints = {}
+        staying = self._unaffected_records(managed)
         kept = {part.owner for record in staying for part in record.parts}
         new = [item for item in managed if item not in kept]
-        carried = {item: self._assembled(item) for item in new}
+        carried = {item: self._read_entries(item) for item in new}
         units = [unit for listed in apart(new) for unit in _pack(listed, self.unit_elements)]
-        for record in self._keep(managed, [*staying, *self._make_records(units, self._coding)]):
+        for record in self._set_records(managed, [*staying, *self._make_records(units, self._coding)]):
             self._slots.pop(record, None)
             record.close()
-        self._handed_out = {part: views for part, views in self._handed_out.items() if part in self._home}
-        self._entries = Entries(functools.partial(_splitter_on, self._splitters, self._make_splitter), self._marks)
+        self._live_tensors = {part: views for part, views in self._live_tensors.items() if part in self._record_of}
+        self._entries = Entries(
+            functools.partial(_splitter_for_device, self._splitters, self._make_splitter), self._fingerprints
+        )
         for item, entries in carried.items():
             if entries:
                 self.load(item, entries)
@@ -76,7 +78,7 @@ class ResidentBackend(RecordBackend):
     # -- one step
 
     def prepare(self) -> None:
-        self._return()
+        self._reload()
         super().prepare()
 
     def begin(self, managed: Collection[Managed], order: Sequence[Unit] | None = None) -> None:
@@ -85,7 +87,7 @@ class ResidentBackend(RecordBackend):
     def abandon(self) -> None:
         self._open = None
 
-    def _take(self, record: Record) -> Slot:
+    def _acquire_slot(self, record: Record) -> Slot:
         self._before_write([record])
         slot = self._slots.get(record)
         if slot is None or slot.buffer is not record.bytes:
@@ -95,28 +97,28 @@ class ResidentBackend(RecordBackend):
                 del self._slots[record]
         return slot
 
-    def _give_back(self, record: Record, slot: Slot, changed: bool) -> None:
+    def _release_slot(self, record: Record, slot: Slot, changed: bool) -> None:
         """It lives there."""
 
-    def _retake(self, record: Record, slot: Slot, arrange: Callable[[], None]) -> Slot:
-        arrange()
-        self._follow(record)
-        return self._take(record)
+    def _reacquire_slot(self, record: Record, slot: Slot, relayout: Callable[[], None]) -> Slot:
+        relayout()
+        self._rebind_live_tensors(record)
+        return self._acquire_slot(record)
 
     def _coding(self, owner: Managed) -> Coding:
         if owner.own_master:
             return "own"
-        return "split" if self._marks is not None and _splits(owner) else "whole"
+        return "split" if self._fingerprints is not None and _splits(owner) else "whole"
 
-    def _splitter_of(self, device: torch.device) -> MasterSplitter:
-        if self._marks is None:
+    def _splitter_for(self, device: torch.device) -> MasterSplitter:
+        if self._fingerprints is None:
             return None  # type: ignore[return-value]  # masters are whole
-        return _splitter_on(self._splitters, self._make_splitter, device)
+        return _splitter_for_device(self._splitters, self._make_splitter, device)
 
     # -- state seen from outside
 
     def gather(self, managed: Managed) -> dict[str, Any]:
-        self._before_write(self._home[part] for part in self._parts.get(managed, ()))  # whoever gets it may do so
+        self._before_write(self._record_of[part] for part in self._parts.get(managed, ()))  # whoever gets it may do so
         found = self.entries(managed)
         if not found or not managed.updated:
             return found
@@ -124,14 +126,14 @@ class ResidentBackend(RecordBackend):
         rows = {key for key, _, _ in part.block.layout.entries} - {part.block.layout.carrier}
         if part.coding == "whole":
             rows.add("master")
-        known = self._handed_out.setdefault(part, {})
+        known = self._live_tensors.setdefault(part, {})
         for key in rows & found.keys():
             found[key] = known.setdefault(key, found[key])
         return found
 
     def is_live(self, managed: Managed, key: str) -> bool:
         """Counters are not: the parameters of a record share them."""
-        return any(key in self._handed_out.get(part, ()) for part in self._parts.get(managed, ()))
+        return any(key in self._live_tensors.get(part, ()) for part in self._parts.get(managed, ()))
 
     def pin(
         self,
@@ -141,33 +143,33 @@ class ResidentBackend(RecordBackend):
     ) -> PinnedState | None:
         if copies is None or (self._snapshot is not None and not self._snapshot.closed):
             return None
-        splits = self._make_splitter is not None and self._marks is not None
+        splits = self._make_splitter is not None and self._fingerprints is not None
         snapshot, found = DeviceSnapshot(copies, self._make_splitter(_CPU) if splits else None), {}  # type: ignore[misc]
-        kept = self._kept_to_itself(wanted)
+        kept = self._without_live_tensors(wanted)
         written = set(self.changed(item for items in kept.values() for item in items) if splits else ())
         for record, items in kept.items():
-            entries = {item: self._as_it_is(item, wanted[item]) for item in items if item not in written}
+            entries = {item: self._raw_entries(item, wanted[item]) for item in items if item not in written}
             if entries:
                 found[record] = entries
         copies.reserve(sum(value.nbytes for each in found.values() for one in each.values() for value in one.values()))
         try:
             for record, entries in found.items():
-                snapshot.add(record, entries, weight_of, self._lanes_of(record.device))
+                snapshot.add(record, entries, weight_of, self._lanes_for(record.device))
         except BaseException:
             snapshot.close()
             raise
         self._snapshot = snapshot
         return snapshot
 
-    def _as_it_is(self, item: Managed, wanted: Collection[str]) -> dict[str, Tensor]:
+    def _raw_entries(self, item: Managed, wanted: Collection[str]) -> dict[str, Tensor]:
         """Some entries, and instead of a split master its rows: joining them here would take memory."""
         (part,) = self._parts[item]
         if part.coding != "split":
             entries = self.entries(item)
             return {key: entries[key] for key in wanted}
-        rows, layout = self._home[part].rows(part), part.block.layout
+        rows, layout = self._record_of[part].rows(part), part.block.layout
         assert part.history is not None
-        others = {key: value for key, value in part.history.copied().items() if key in wanted}
+        others = {key: value for key, value in part.history.copy_values().items() if key in wanted}
         own = {key: rows[key].view(part.shape) for key, _, _ in layout.entries if key in wanted}
         coded = {*wanted} & {"master", layout.carrier}
         extra = "bitmap" if layout.carrier is None else layout.carrier
@@ -177,16 +179,20 @@ class ResidentBackend(RecordBackend):
             **({"low half": rows["low half"], extra: own.get(extra, rows[extra])} if coded else {}),
         }
 
-    def _kept_to_itself(self, wanted: Iterable[Managed]) -> dict[Record, list[Managed]]:
+    def _without_live_tensors(self, wanted: Iterable[Managed]) -> dict[Record, list[Managed]]:
         """Those with state of which nobody holds a tensor, who could write to it at any time; by record."""
         found: dict[Record, list[Managed]] = {}
         for item in wanted:
-            if item.updated and self._with_state(item) and self._home[self._parts[item][0]].bytes is not None:
-                found.setdefault(self._home[self._parts[item][0]], []).append(item)
-        held = {self._home[part] for part in self._handed_out}
+            if (
+                item.updated
+                and self._parts_with_state(item)
+                and self._record_of[self._parts[item][0]].bytes is not None
+            ):
+                found.setdefault(self._record_of[self._parts[item][0]], []).append(item)
+        held = {self._record_of[part] for part in self._live_tensors}
         return {record: items for record, items in found.items() if record not in held}
 
-    def _lanes_of(self, device: torch.device) -> Lanes:
+    def _lanes_for(self, device: torch.device) -> Lanes:
         if device not in self._lanes or self._lanes[device].failed:
             self._lanes[device] = Lanes(device)
         return self._lanes[device]
@@ -196,24 +202,24 @@ class ResidentBackend(RecordBackend):
             self._snapshot.before_write(records)
 
     def _edit(self, managed: Managed, edit: Callable[[Record, Part], None]) -> None:
-        self._return()
+        self._reload()
         super()._edit(managed, edit)
         for part in self._parts[managed]:
-            self._follow(self._home[part])
+            self._rebind_live_tensors(self._record_of[part])
 
-    def _follow(self, record: Record) -> None:
+    def _rebind_live_tensors(self, record: Record) -> None:
         """What was handed out lies where the record lives now."""
         for part in record.parts:
-            known = self._handed_out.get(part)
+            known = self._live_tensors.get(part)
             if known and part.history is not None:
                 now = record.rows(part)
                 for key in known.keys() & now.keys():
                     known[key].data = now[key].view(known[key].shape)
 
     def load(self, managed: Managed, entries: Mapping[str, Any]) -> None:
-        self._return()
+        self._reload()
         parts = self._parts[managed]
-        self._before_edit(self._home[part] for part in parts)
+        self._before_edit(self._record_of[part] for part in parts)
         for part in parts:
             self._detach(part, entries)
         super().load(managed, entries)
@@ -223,7 +229,7 @@ class ResidentBackend(RecordBackend):
 
         An entry that is loaded from its own tensor (the user assigned another entry) stays live.
         """
-        live = self._handed_out.get(part, {})
+        live = self._live_tensors.get(part, {})
         for key in list(live):
             value = loaded.get(key)
             if isinstance(value, Tensor) and value.data_ptr() == live[key].data_ptr():
@@ -233,13 +239,13 @@ class ResidentBackend(RecordBackend):
             if held is not None:
                 held.data = held.clone()
         if not live:
-            self._handed_out.pop(part, None)
+            self._live_tensors.pop(part, None)
 
-    def _compare(self, record: Record, segments: Sequence[Segment], parts: Sequence[Part]) -> list[Part]:
+    def _differing_parts(self, record: Record, segments: Sequence[Segment], parts: Sequence[Part]) -> list[Part]:
         self._before_edit([record])
-        if self._marks is not None:
-            split = super()._compare(record, segments, parts)
-            if self._away:
+        if self._fingerprints is not None:
+            split = super()._differing_parts(record, segments, parts)
+            if self._is_offloaded:
                 self._staging_on(record.device).free()
             return split
         staging, wanted = self._staging_on(record.device), set(parts)
@@ -256,7 +262,7 @@ class ResidentBackend(RecordBackend):
     def memory(self) -> dict[str, int]:
         held = sum(record.nbytes for record in self._records.values() if record.bytes is not None)
         host = sum(slab.nbytes for slab in self._slabs.values())
-        return {"device_bytes": 0 if self._away else held, "host_bytes": host, "ring_bytes": self._ring_bytes()}
+        return {"device_bytes": 0 if self._is_offloaded else held, "host_bytes": host, "ring_bytes": self._ring_bytes()}
 
     def _ring_bytes(self) -> int:
         scratch = sum(splitter.nbytes() for device, splitter in self._splitters.items() if device.type != "cpu")
@@ -270,41 +276,41 @@ class ResidentBackend(RecordBackend):
         for staging in self._staging.values():
             staging.free()
         records = [record for record in self._records.values() if record.bytes is not None]
-        if self._away or not records:
+        if self._is_offloaded or not records:
             return
-        places = self._places_on_host(records)
+        places = self._host_buffers(records)
         for record, place in zip(records, places, strict=True):
             assert record.bytes is not None
             place.copy_(record.bytes, non_blocking=True)
         for device in {record.device for record in records}:
-            self._idle(device)
+            self._wait_until_idle(device)
         self._move(records, places)
         if self._snapshot is not None:
             self._snapshot.wait()
-        self._away = True
+        self._is_offloaded = True
 
-    def _return(self) -> None:
+    def _reload(self) -> None:
         """Back to the device, ready for what is queued next on the current stream.
 
         Raises:
             torch.OutOfMemoryError: the device has no room for all of it now; nothing was changed.
         """
-        if not self._away:
+        if not self._is_offloaded:
             return
         records = [record for record in self._records.values() if record.bytes is not None]
         places = [torch.empty_like(record.bytes, device=record.device) for record in records]  # type: ignore[arg-type]
         for record, place in zip(records, places, strict=True):
             place.copy_(record.bytes, non_blocking=True)  # type: ignore[arg-type]
         self._move(records, places)
-        self._away = False
+        self._is_offloaded = False
 
     def _move(self, records: Sequence[Record], places: Sequence[Tensor]) -> None:
         for record, place in zip(records, places, strict=True):
             record.bytes = place
             self._slots.pop(record, None)
-            self._follow(record)
+            self._rebind_live_tensors(record)
 
-    def _places_on_host(self, records: Sequence[Record]) -> list[Tensor]:
+    def _host_buffers(self, records: Sequence[Record]) -> list[Tensor]:
         """One behind the other, in one slab per device that is kept: page-locking is slow."""
         totals: dict[torch.device, int] = {}
         starts = []
@@ -327,11 +333,11 @@ class ResidentBackend(RecordBackend):
         for slab in self._slabs.values():
             slab.close()
         self._lanes, self._snapshot = {}, None
-        self._slots, self._handed_out, self._slabs, self._away = {}, {}, {}, False
-        self._forget_everything()
+        self._slots, self._live_tensors, self._slabs, self._is_offloaded = {}, {}, {}, False
+        self._reset()
 
 
-def _splitter_on(
+def _splitter_for_device(
     known: dict[torch.device, MasterSplitter],
     make: Callable[[torch.device], MasterSplitter] | None,
     device: torch.device,

@@ -17,7 +17,17 @@ from torch import Tensor
 
 from lightstep.distributed import Window
 from lightstep.state.backend import Managed
-from lightstep.state.record import History, Layout, Part, Record, Slot, aligned, is_row, kept_entries, lay_out
+from lightstep.state.record import (
+    History,
+    Layout,
+    Part,
+    Record,
+    Slot,
+    aligned,
+    is_record_entry,
+    make_layout,
+    rounded_entries,
+)
 
 __all__ = ["LARGE", "MasterSplitter", "Segment", "Staging", "segments_of"]
 
@@ -88,10 +98,10 @@ class Segment:
         self.first, self.stop = head.first, last.first + last.elements
         self.shape = head.shape if head.owner.whole_tensors else (self.stop - self.first,)
         self.places = [(part.first - self.first, part.shape) for part in parts]
-        self.kept = kept_entries(head.owner)
+        self.kept = rounded_entries(head.owner)
         self._known = [part.owner.local for part in parts]
         self.locals = [part.of(local) for part, local in zip(parts, self._known, strict=True)]
-        self.in_place = len(parts) == 1 and self.locals[0].is_contiguous() and updated_alone(head)
+        self.in_place = len(parts) == 1 and self.locals[0].is_contiguous() and is_own_segment(head)
         self.ranges: list[tuple[int, int]] = [
             (at, at + part.elements) for (at, _), part in zip(self.places, parts, strict=True)
         ]
@@ -130,7 +140,7 @@ class Segment:
         """The weights in one row, in the parameters' dtype: their own memory, or gathered."""
         if self._flat is not None:
             return self._flat
-        row, parts, gaps = staging.place_of(self)
+        row, parts, gaps = staging.gather_row(self)
         torch._foreach_copy_(parts, self.locals)
         if gaps:
             torch._foreach_zero_(gaps)
@@ -162,27 +172,27 @@ class Segment:
         self.state = {}
         if history is not None:
             if history.parts > len(self.parts):
-                history = self._own_history(history)
-            entries, values = views.entries, history.copied() if apart else history.values
-            entries = {**entries, **self._widened(views, staging)}
+                history = self._split_history(history)
+            entries, values = views.entries, history.copy_values() if apart else history.values
+            entries = {**entries, **self._widen_entries(views, staging)}
             self.state = {k: entries[k] if k in entries else values[k] for k in self.parts[0].keys}
 
-    def _widened(self, views: Views, staging: Staging) -> dict[str, Tensor]:
+    def _widen_entries(self, views: Views, staging: Staging) -> dict[str, Tensor]:
         """fp32 copies of the entries that are kept shorter, with the signs that carry bits of masters."""
         keys = [key for key in self.kept if key in views.entries]
         if not keys:
             return {}
-        rows = [self._wide(key, staging).view(self.shape) for key in keys]
+        rows = [self._wide_row(key, staging).view(self.shape) for key in keys]
         torch._foreach_copy_(rows, [views.entries[key] for key in keys])
         return dict(zip(keys, rows, strict=True))
 
-    def _wide(self, key: str, staging: Staging) -> Tensor:
+    def _wide_row(self, key: str, staging: Staging) -> Tensor:
         return staging.moments[self.kept[key]][self.first : self.stop]
 
-    def _extra(self, views: Views, staging: Staging) -> Tensor:
+    def _extra_bits(self, views: Views, staging: Staging) -> Tensor:
         """Where the last bits of split masters are while the segment is open."""
         carrier = self.layout.carrier
-        found = self._wide(carrier, staging) if carrier is not None and carrier in self.kept else views.extra
+        found = self._wide_row(carrier, staging) if carrier is not None and carrier in self.kept else views.extra
         assert found is not None
         return found
 
@@ -191,21 +201,21 @@ class Segment:
         """fp32 on the device, while the segment is open; joined when it is first asked for."""
         if self._master is None:
             assert self._to_join is not None, "the segment is not open"
-            self._master = self._joined(*self._to_join)
+            self._master = self._join_master(*self._to_join)
         return self._master
 
-    def _joined(
+    def _join_master(
         self, views: Views, staging: Staging, splitter: MasterSplitter, initial: Mapping[Managed, Tensor]
     ) -> Tensor:
         if self.coding == "own":
             return self.weights(staging).view(self.shape)
         if not self.has_state:
-            return self._first_master(staging, initial)
+            return self._initial_master(staging, initial)
         if self.coding == "whole":
             assert views.master is not None
             return views.master.view(self.shape)
-        flat = staging.masters_of(self)
-        splitter.join(self.weights(staging), views.low, self._extra(views, staging), flat)  # type: ignore[arg-type]
+        flat = staging.masters_for(self)
+        splitter.join(self.weights(staging), views.low, self._extra_bits(views, staging), flat)  # type: ignore[arg-type]
         return flat.view(self.shape)
 
     def rows(self, carrier: str) -> Rows | None:
@@ -227,7 +237,7 @@ class Segment:
         return Rows(weight, views.low, views.master)
 
     @property
-    def touched(self) -> bool:
+    def is_modified(self) -> bool:
         """Whether masters were asked for, or updated without that: if not, weights and record are as they were."""
         return self._written or self._master is not None
 
@@ -235,7 +245,7 @@ class Segment:
         """Weights, masters and entries of :meth:`rows` are updated, and one of :attr:`fingerprints`."""
         self._written, self.fingerprinted = True, self.fingerprints is not None
 
-    def _first_master(self, staging: Staging, initial: Mapping[Managed, Tensor]) -> Tensor:
+    def _initial_master(self, staging: Staging, initial: Mapping[Managed, Tensor]) -> Tensor:
         """fp32 of the weights, or what the masters are to start from."""
         master = self.weights(staging).float()
         for part, (a, b) in zip(self.parts, self.ranges, strict=True):
@@ -243,17 +253,17 @@ class Segment:
                 master[a:b].copy_(part.of(initial[part.owner]).reshape(-1))
         return master.view(self.shape)
 
-    def _own_history(self, shared: History) -> History:
+    def _split_history(self, shared: History) -> History:
         """Others that share the history are not updated now, or not with these."""
         shared.parts -= len(self.parts)
-        own = History(shared.copied(), len(self.parts))
+        own = History(shared.copy_values(), len(self.parts))
         for part in self.parts:
             part.history = own
         return own
 
     # -- after the update
 
-    def note(self) -> dict[Part, Layout]:
+    def update_history(self) -> dict[Part, Layout]:
         """Take over what is not in the record; new layouts for the parts whose entries no longer fit theirs."""
         if self._written:  # nothing but values has changed
             history = self.parts[0].history
@@ -261,9 +271,9 @@ class Segment:
             history.values, history.origin = {key: self.state[key] for key in history.values}, None
             return {}
         schema = self.parts[0].owner.schema
-        rows = {k: v for k, v in self.state.items() if is_row(k, v, schema)}
-        layout = lay_out(self.coding, rows, self.shape, schema)
-        if layout.alone and (len(self.parts) > 1 or not self.parts[0].whole):
+        rows = {k: v for k, v in self.state.items() if is_record_entry(k, v, schema)}
+        layout = make_layout(self.coding, rows, self.shape, schema)
+        if layout.has_own_shapes and (len(self.parts) > 1 or not self.parts[0].whole):
             key, shape = next((key, shape) for key, _, shape in layout.entries if shape is not None)
             raise ValueError(
                 f"state {key!r} of {self.parts[0].owner.name} has shape {shape} for a piece of "
@@ -279,11 +289,11 @@ class Segment:
             part.keys, part.history = tuple(self.state), history
         return {} if layout.entries == self.layout.entries else dict.fromkeys(self.parts, layout)
 
-    def leave(self) -> None:
+    def copy_out(self) -> None:
         """Copy everything out of the slot, which is about to be arranged anew."""
         assert self._views is not None
         if self._written:
-            for weight, updated in zip(*self._unwritten_weights(), strict=True):
+            for weight, updated in zip(*self._pending_weight_copies(), strict=True):
                 weight.copy_(updated)
             self._written = False
         self._master = self.master.clone() if self.coding == "whole" else self.master
@@ -291,7 +301,7 @@ class Segment:
             if self.state.get(key) is view:
                 self.state[key] = view.clone()
 
-    def enter(self, slot: Slot) -> None:
+    def rebind(self, slot: Slot) -> None:
         """After the record was arranged anew; :meth:`write` does the rest."""
         self.layout = self.parts[0].block.layout
         self._views = Views(self, slot)
@@ -303,12 +313,15 @@ class Segment:
         assert views is not None
         if self.has_state:
             for key, view in views.entries.items():
-                value, place = self.state[key], self._wide(key, staging).view(self.shape) if key in self.kept else view
+                value, place = (
+                    self.state[key],
+                    self._wide_row(key, staging).view(self.shape) if key in self.kept else view,
+                )
                 if value is not place and value.data_ptr() != place.data_ptr():
                     place.copy_(value)
         left = self._write_master(views, staging, splitter)
         if self.has_state:
-            self._round(views, staging)
+            self._round_entries(views, staging)
         self.state, self._views, self._master, self._to_join = {}, None, None, None
         return left
 
@@ -317,7 +330,7 @@ class Segment:
     ) -> tuple[list[Tensor], list[Tensor]]:
         master = self._master
         if self._written:
-            return self._unwritten_weights()
+            return self._pending_weight_copies()
         if master is None or not self.has_state:  # nobody asked for it
             return [], []
         if self.coding == "whole":
@@ -327,27 +340,27 @@ class Segment:
             return self.locals, views.masters
         row, parts = self._row(staging)
         if self.coding == "split":
-            splitter.split(master.view(-1), row, views.low, self._extra(views, staging))  # type: ignore[arg-type]
+            splitter.split(master.view(-1), row, views.low, self._extra_bits(views, staging))  # type: ignore[arg-type]
         return (self.locals, parts) if parts else ([], [])
 
-    def _unwritten_weights(self) -> tuple[list[Tensor], list[Tensor]]:
+    def _pending_weight_copies(self) -> tuple[list[Tensor], list[Tensor]]:
         """After :meth:`written`, which leaves the weights of small parameters in a row."""
         parts = self._row(self._staging)[1]
         return (self.locals, parts) if parts else ([], [])
 
-    def _round(self, views: Views, staging: Staging) -> None:
+    def _round_entries(self, views: Views, staging: Staging) -> None:
         """Entries into the record that it keeps shorter. Their signs stay what they are."""
         schema = self.parts[0].owner.schema
         for key in self.kept:
             if key not in views.entries:
                 continue
-            rounding, value, out = schema[key].rounding, self._wide(key, staging), views.entries[key].view(-1)
+            rounding, value, out = schema[key].rounding, self._wide_row(key, staging), views.entries[key].view(-1)
             if rounding is None:
                 out.copy_(value)
             else:
-                rounding.round(value, out, key, self.state["step"], staging.numbers_of(self))
+                rounding.round(value, out, key, self.state["step"], staging.element_numbers(self))
 
-    def mark(self, staging: Staging, splitter: MasterSplitter, marks: Tensor) -> None:
+    def write_fingerprints(self, staging: Staging, splitter: MasterSplitter, marks: Tensor) -> None:
         """Fingerprints of the 16-bit weights into the unit's ``marks``; after :meth:`write`, or :meth:`weights`."""
         row = self.weights(staging) if self.coding == "whole" else self._row(staging)[0]
         splitter.fingerprints(row, self.first, self.ranges, marks[self.parts[0].index : self.parts[-1].index + 1])
@@ -356,10 +369,10 @@ class Segment:
         """Where :meth:`weights` are, and the parts of it that are copies."""
         if self._flat is not None:
             return self._flat, []
-        return staging.place_of(self)[:2]
+        return staging.gather_row(self)[:2]
 
 
-def updated_alone(part: Part) -> bool:
+def is_own_segment(part: Part) -> bool:
     """Large ones; and 16-bit numbers that are their own masters: torch's CPU kernels round them in vectors."""
     return part.elements >= LARGE or (part.coding == "own" and part.owner.local.dtype != torch.float32)
 
@@ -372,7 +385,7 @@ def segments_of(record: Record, active: Collection[Managed], apart: Mapping[Mana
             id(part.owner.group),
             id(part.owner.local),
             id(part.history),
-            part.codes is None,
+            part.expected_weight is None,
             None if apart is None else id(apart[part.owner]),
         )
         for part in record.parts
@@ -383,7 +396,7 @@ def segments_of(record: Record, active: Collection[Managed], apart: Mapping[Mana
 def _runs(record: Record, key: Sequence[Any]) -> Iterator[list[Part]]:
     run: list[Part] = []
     for part, kind in zip(record.parts, key, strict=True):
-        if run and not (kind and _joins(part, kind, run[-1], key[run[-1].index])):
+        if run and not (kind and _can_merge(part, kind, run[-1], key[run[-1].index])):
             yield run
             run = []
         if kind:
@@ -392,9 +405,9 @@ def _runs(record: Record, key: Sequence[Any]) -> Iterator[list[Part]]:
         yield run
 
 
-def _joins(part: Part, kind: Any, last: Part, last_kind: Any) -> bool:
+def _can_merge(part: Part, kind: Any, last: Part, last_kind: Any) -> bool:
     """Whether a part and the one before it can be updated as one."""
-    if part.owner.whole_tensors or updated_alone(part) or updated_alone(last) or part.block is not last.block:
+    if part.owner.whole_tensors or is_own_segment(part) or is_own_segment(last) or part.block is not last.block:
         return False
     if last.owner.local.dtype != part.owner.local.dtype:
         return False
@@ -413,9 +426,9 @@ class Staging:
         self.moments: Sequence[Tensor] = ()
         self._numbers: WeakKeyDictionary[Part, Tensor] = WeakKeyDictionary()
         self._rows: dict[torch.dtype, Tensor] = {}
-        self._places: WeakKeyDictionary[Segment, tuple[Tensor, list[Tensor], list[Tensor]]] = WeakKeyDictionary()
+        self._gather_rows: WeakKeyDictionary[Segment, tuple[Tensor, list[Tensor], list[Tensor]]] = WeakKeyDictionary()
 
-    def needs(
+    def required_sizes(
         self, records: Collection[Record], masters: bool = True
     ) -> tuple[int, dict[torch.dtype, int], tuple[int, int]]:
         """Elements of masters, if they are wanted, and of gathered weights; rows of moments, and elements of each."""
@@ -426,9 +439,9 @@ class Staging:
                 end = part.first + aligned(part.elements)
                 if part.coding == "split" and masters:
                     joined = max(joined, end)
-                if kept := kept_entries(part.owner):
+                if kept := rounded_entries(part.owner):
                     count, length = max(count, len(kept)), max(length, end)
-                if not (updated_alone(part) and part.owner.local.is_contiguous()):
+                if not (is_own_segment(part) and part.owner.local.is_contiguous()):
                     rows[part.owner.local.dtype] = max(rows[part.owner.local.dtype], end)
         return joined, rows, (count, length)
 
@@ -441,14 +454,14 @@ class Staging:
             and all(not n or (dtype in self._rows and self._rows[dtype].numel() >= n) for dtype, n in rows.items())
         )
 
-    def take(self, needs: tuple[int, dict[torch.dtype, int], tuple[int, int]], device: torch.device) -> None:
+    def allocate(self, needs: tuple[int, dict[torch.dtype, int], tuple[int, int]], device: torch.device) -> None:
         masters, rows, (count, length) = needs
         self.free()
         self.masters = torch.empty(masters, dtype=torch.float32, device=device)
         self.moments = [torch.zeros(length, dtype=torch.float32, device=device) for _ in range(count)]
         self._rows = {dtype: torch.zeros(n, dtype=dtype, device=device) for dtype, n in rows.items() if n}
 
-    def numbers_of(self, segment: Segment) -> Tensor | Window:
+    def element_numbers(self, segment: Segment) -> Tensor | Window:
         """Where its elements are in their whole parameters: of several small ones listed (int32, modulo 2^32)."""
         head = segment.parts[0]
         if len(segment.parts) == 1:
@@ -461,21 +474,21 @@ class Staging:
             known = self._numbers[head] = row.to(segment.device)
         return known[:length]
 
-    def masters_of(self, segment: Segment) -> Tensor:
+    def masters_for(self, segment: Segment) -> Tensor:
         """Where a segment's masters are joined."""
         if self.masters.numel() < segment.stop:
             self.masters = torch.empty(segment.stop, dtype=torch.float32, device=segment.device)
         return self.masters[segment.first : segment.stop]
 
-    def place_of(self, segment: Segment) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    def gather_row(self, segment: Segment) -> tuple[Tensor, list[Tensor], list[Tensor]]:
         """Where its weights are gathered: the row, its parts, and what lies between them."""
-        place = self._places.get(segment)
+        place = self._gather_rows.get(segment)
         if place is None:
             local = segment.locals[0]
             rows = self._rows.get(local.dtype)  # none where all shards of a dtype are empty
             row = local.new_empty(0) if rows is None else rows[segment.first : segment.stop]
             gaps = [row[b : a + aligned(b - a)] for a, b in segment.ranges[:-1] if b - a != aligned(b - a)]
-            place = self._places[segment] = row, segment.parts_of(row), gaps
+            place = self._gather_rows[segment] = row, segment.parts_of(row), gaps
         return place
 
     def nbytes(self) -> int:
@@ -485,5 +498,5 @@ class Staging:
     def free(self) -> None:
         """Give it back."""
         self.masters, self._rows, self.moments = self.masters.new_empty(0), {}, ()
-        self._places.clear()
+        self._gather_rows.clear()
         self._numbers.clear()

@@ -37,18 +37,18 @@ class Snapshot:
 
     def __init__(self, versions: Versions, splitter: MasterSplitter | None) -> None:
         self._versions, self._masters_show = versions, splitter is None
-        self._marks: dict[Record, Tensor] = {}
+        self._fingerprints: dict[Record, Tensor] = {}
         self._buffers = _Buffers()
-        self._entries = Entries(lambda device: splitter, self._marks, self._buffers.like)  # type: ignore[return-value,arg-type]
+        self._entries = Entries(lambda device: splitter, self._fingerprints, self._buffers.like)  # type: ignore[return-value,arg-type]
         self._wanted: dict[Tensor, set[str]] = {}  # and not taken
         self._unwritten: Counter[Tensor] = Counter()
         self._weights: dict[Tensor, Callable[[], Tensor]] = {}
         self._parts: dict[Tensor, list[Part]] = {}
-        self._home: dict[Part, Record] = {}
-        self._twins: dict[Record, Record] = {}
+        self._record_of: dict[Part, Record] = {}
+        self._copies: dict[Record, Record] = {}
         self._histories: dict[History, History] = {}
         self._readers: Counter[Record] = Counter()  # parts of it that are still to be read
-        self._read: tuple[Tensor, dict[str, Any]] | None = None
+        self._current: tuple[Tensor, dict[str, Any]] | None = None
         self._taken: dict[tuple[Tensor, str], Tensor] = {}
         self._lock = threading.Lock()
 
@@ -72,18 +72,18 @@ class Snapshot:
         self._unwritten[item.param] = len(wanted)
         if weight is not None:
             self._weights[item.param] = weight
-        self._parts[item.param] = [self._twin(part, owner) for part in parts]
+        self._parts[item.param] = [self._copy_part(part, owner) for part in parts]
         for part, twin in zip(parts, self._parts[item.param], strict=True):
             record = home[part]
-            if record not in self._twins:
-                self._twins[record] = record.twin()
-            self._home[twin] = self._twins[record]
-            self._readers[self._twins[record]] += 1
+            if record not in self._copies:
+                self._copies[record] = record.twin()
+            self._record_of[twin] = self._copies[record]
+            self._readers[self._copies[record]] += 1
 
-    def _twin(self, part: Part, owner: Managed) -> Part:
+    def _copy_part(self, part: Part, owner: Managed) -> Part:
         assert part.history is not None
         if part.history not in self._histories:
-            self._histories[part.history] = History(part.history.copied(), 1)
+            self._histories[part.history] = History(part.history.copy_values(), 1)
         twin = copy.copy(part)
         twin.owner, twin.history = owner, self._histories[part.history]
         return twin
@@ -96,52 +96,54 @@ class Snapshot:
                 masters do not show it.
         """
         if marks is not None:
-            self._marks.update((twin, marks[record].to("cpu", copy=True)) for record, twin in self._twins.items())
-        for twin in self._twins.values():
+            self._fingerprints.update(
+                (twin, marks[record].to("cpu", copy=True)) for record, twin in self._copies.items()
+            )
+        for twin in self._copies.values():
             assert twin.slab is not None
             self._versions.pin(twin.slab)
-        self._twins, self._histories = {}, {}
+        self._copies, self._histories = {}, {}
 
     def __contains__(self, parameter: object) -> bool:
         return parameter in self._wanted
 
     def take(self, parameter: Tensor, key: str) -> Tensor:
         """One entry of the parameter's local shape, on the host: the record's own bytes, or put together."""
-        if self._read is None or self._read[0] is not parameter:
-            self._read = parameter, self._entries_of(parameter)
-        value: Tensor = self._read[1].pop(key)
+        if self._current is None or self._current[0] is not parameter:
+            self._current = parameter, self._entries_of(parameter)
+        value: Tensor = self._current[1].pop(key)
         self._taken[parameter, key] = value
         self._wanted[parameter].remove(key)
         if not self._wanted[parameter]:
-            self._drop(self._read[1].values())
-            self._read = None
+            self._recycle(self._current[1].values())
+            self._current = None
         return value
 
     def written(self, parameter: Tensor, key: str) -> None:
         """What was taken is not read any more; called by any thread."""
         with self._lock:
-            self._drop([self._taken.pop((parameter, key))])
+            self._recycle([self._taken.pop((parameter, key))])
             self._unwritten[parameter] -= 1
             if not self._unwritten[parameter]:
-                self._let_go(parameter)
+                self._unpin(parameter)
 
     def _entries_of(self, parameter: Tensor) -> dict[str, Any]:
         """A weight that somebody else wrote is the master."""
         parts = self._parts[parameter]
         if parameter in self._weights:
             parts[0].owner.local = self._weights.pop(parameter)()  # the twins' own owner
-        found = self._entries.read(self._home[parts[0]], parts[0]) if len(parts) == 1 else self._joined(parts)
-        if "master" in found and self._was_written(parts, found["master"]):
-            self._drop([found["master"]])
+        found = self._entries.read(self._record_of[parts[0]], parts[0]) if len(parts) == 1 else self._assemble(parts)
+        if "master" in found and self._was_edited(parts, found["master"]):
+            self._recycle([found["master"]])
             found["master"] = parts[0].owner.local.to(torch.float32, memory_format=torch.contiguous_format)
         return found
 
-    def _joined(self, parts: Sequence[Part]) -> dict[str, Any]:
+    def _assemble(self, parts: Sequence[Part]) -> dict[str, Any]:
         """Of a parameter that was cut."""
         local, whole = parts[0].owner.local, {}
         for part in parts:
             assert part.history is not None
-            found = self._entries.read(self._home[part], part)
+            found = self._entries.read(self._record_of[part], part)
             for key, value in found.items():
                 if key in part.history.values:
                     whole[key] = value
@@ -149,32 +151,32 @@ class Snapshot:
                 if key not in whole:
                     whole[key] = self._buffers.like(local, value.dtype)
                 whole[key].view(-1)[part.start : part.stop].copy_(value.view(-1))
-                self._drop([value])
+                self._recycle([value])
         return whole
 
-    def _was_written(self, parts: Sequence[Part], master: Tensor) -> bool:
+    def _was_edited(self, parts: Sequence[Part], master: Tensor) -> bool:
         """Whether somebody else wrote to the weight before the snapshot was made."""
         if self._masters_show:
             return not same_rounding(parts[0].owner.local, master)
-        return any(self._entries.was_written(self._home[part], part) for part in parts)
+        return any(self._entries.was_edited(self._record_of[part], part) for part in parts)
 
-    def _drop(self, values: Collection[Any]) -> None:
+    def _recycle(self, values: Collection[Any]) -> None:
         for value in values:
             if isinstance(value, Tensor):
-                self._buffers.give_back(value)
+                self._buffers.release(value)
 
     def close(self) -> None:
         """Let go of what nobody has taken; nobody reads what was."""
         with self._lock:
-            self._read, self._taken, self._weights = None, {}, {}
+            self._current, self._taken, self._weights = None, {}, {}
             for parameter in list(self._parts):
-                self._let_go(parameter)
+                self._unpin(parameter)
             self._buffers.free()
 
-    def _let_go(self, parameter: Tensor) -> None:
+    def _unpin(self, parameter: Tensor) -> None:
         for part in self._parts.pop(parameter):
             part.owner.local = part.owner.local.to("meta")
-            record = self._home.pop(part)
+            record = self._record_of.pop(part)
             self._readers[record] -= 1
             if not self._readers[record]:
                 assert record.slab is not None
@@ -203,7 +205,7 @@ class _Buffers:
             self._lent[buffer.data_ptr()] = buffer
         return buffer[:nbytes].view(dtype).view(tensor.shape)
 
-    def give_back(self, tensor: Tensor) -> None:
+    def release(self, tensor: Tensor) -> None:
         """Nothing happens for memory of others."""
         with self._lock:
             buffer = self._lent.pop(tensor.data_ptr(), None)

@@ -63,7 +63,7 @@ class AutoBudget:
     def __init__(self, memory: DeviceMemory | None) -> None:
         self._memory = memory
         self._watched = 0
-        self._others = 0
+        self._other_bytes = 0
         self._peak: int | None = None
         self._available = 0
         self._size: int | None = None
@@ -76,9 +76,9 @@ class AutoBudget:
         self._watched += 1
         if self._watched < self.first_steps:
             return 0
-        if self._size is None or self._available - self._others - held < self._memory.margin // 2:
+        if self._size is None or self._available - self._other_bytes - held < self._memory.margin // 2:
             self._available = self._memory.available()
-            self._size = max(self._available - self._others - self._memory.margin, 0)
+            self._size = max(self._available - self._other_bytes - self._memory.margin, 0)
         return self._size
 
     def _watch(self, held: int) -> None:
@@ -89,7 +89,7 @@ class AutoBudget:
         """
         assert self._memory is not None
         reserved, peak = self._memory.reserved()
-        self._others = max(self._others, (peak if peak != self._peak else reserved) - held, reserved - held)
+        self._other_bytes = max(self._other_bytes, (peak if peak != self._peak else reserved) - held, reserved - held)
         self._peak = peak
 
     def changed(self) -> None:
@@ -97,10 +97,10 @@ class AutoBudget:
         if self._memory is not None:
             _, self._peak = self._memory.reserved()
 
-    def settle_for(self, nbytes: int) -> None:
+    def limit_to(self, nbytes: int) -> None:
         """No more than this could be had."""
         self._size = nbytes
 
-    def measure_again(self) -> None:
+    def remeasure(self) -> None:
         """Before the next step: the device has been in other hands."""
         self._size = None

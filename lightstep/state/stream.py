@@ -26,7 +26,7 @@ from lightstep.state.host_memory import require
 from lightstep.state.kept_copies import KeptCopies
 from lightstep.state.kept_records import RecordBackend
 from lightstep.state.lanes import LaneError, Lanes
-from lightstep.state.record import ExpectedLayouts, Part, Record, Slot, aligned, coding_of, kept_entries
+from lightstep.state.record import ExpectedLayouts, Part, Record, Slot, aligned, coding_of, rounded_entries
 from lightstep.state.residency import Residency
 from lightstep.state.ring import Ring
 from lightstep.state.segment import LARGE, MasterSplitter, Segment, Staging
@@ -92,7 +92,7 @@ class StreamBackend(RecordBackend):
         self._start()
 
     def _start(self) -> None:
-        self._forget_everything()
+        self._reset()
         self._lanes: Lanes | None = None
         self._splitter = self._host_splitter
         self._ring: Ring | None = None
@@ -101,9 +101,9 @@ class StreamBackend(RecordBackend):
         self._resident: Residency | None = None
         settings = self._settings
         self._versions = Versions(
-            settings["spare_host_gib"], settings["previous_weights"], state_stays=settings["resident_gib"] != 0
+            settings["spare_host_gib"], settings["previous_weights"], has_resident_state=settings["resident_gib"] != 0
         )
-        self._keep_first: Sequence[Record] = ()
+        self._preferred_resident: Sequence[Record] = ()
         self._scratch_bytes = 0.0
         self._prepared = False
 
@@ -135,7 +135,7 @@ class StreamBackend(RecordBackend):
                 f"parameters moved from {self._lanes.device} to {device} after set-up; make a new optimizer"
             )
         self._layouts = ExpectedLayouts()
-        staying = self._undisturbed(managed)
+        staying = self._unaffected_records(managed)
         kept = {part.owner for record in staying for part in record.parts}
         new = [item for item in managed if item not in kept]
         units = plan_units(new, self._bytes_of, self._capacity(new))
@@ -145,20 +145,20 @@ class StreamBackend(RecordBackend):
         if self._lanes is None:
             self._lanes = Lanes(device)
             memory = device_memory(device)
-            self._resident = Residency(self._lanes, memory, self._budget(device), self._versions.leave)
+            self._resident = Residency(self._lanes, memory, self._budget(device), self._versions.move_if_pinned)
             if device.type == "cpu":
                 self._splitter = self._host_splitter = ChecksummedWeights(self._make_splitter(_CPU))
             else:
                 self._splitter = self._make_splitter(device)
-            self._computed, self._marks = self._lanes.event(), {}
-        self._settle()
-        carried = {item: self._assembled(item) for item in new}
-        for record in self._keep(managed, [*staying, *records]):
-            self._residency.forget([record])
+            self._computed, self._fingerprints = self._lanes.event(), {}
+        self._wait_and_reset()
+        carried = {item: self._read_entries(item) for item in new}
+        for record in self._set_records(managed, [*staying, *records]):
+            self._residency.drop([record])
             record.close()
-        self._residency.unsettle()
+        self._residency.invalidate()
         on_host = self._host_splitter
-        self._entries, self._walk = Entries(lambda _: on_host, self._marks), []
+        self._entries, self._walk = Entries(lambda _: on_host, self._fingerprints), []
         for item, entries in carried.items():
             if entries:
                 self.load(item, entries)
@@ -200,7 +200,7 @@ class StreamBackend(RecordBackend):
         sample = 1 << 20
         gathered = 0 if item.local.numel() >= LARGE else item.local.itemsize
         joined = 4 if coding_of(item) == "split" else 0
-        widened = 4 * len(kept_entries(item))
+        widened = 4 * len(rounded_entries(item))
         travelling = self._bytes_of(item, sample)
         return (joined + gathered + widened) * sample / travelling if travelling else 0.0
 
@@ -209,14 +209,14 @@ class StreamBackend(RecordBackend):
     def prepare(self) -> None:
         if self._lanes is None or self.failed:
             return  # `begin` says so
-        self._residency.choose(self._in_order_of_staying())
+        self._residency.choose(self._by_residency_priority())
         new = any(record.bytes is None and record.nbytes for record in self._records.values())
         super().prepare()
         self._ensure_ring()
-        self._residency.bring_up()
+        self._residency.reload()
         self._ensure_ring()  # more go through it where the device had no room for all that was chosen
         if new:
-            self._residency.unsettle()
+            self._residency.invalidate()
         self._prepared = True
 
     def begin(self, managed: Collection[Managed], order: Sequence[Unit] | None = None) -> None:
@@ -231,11 +231,11 @@ class StreamBackend(RecordBackend):
             for record in (self._records.values() if order is None else map(self._records.__getitem__, order))
             if record not in self._residency and any(part.owner in wanted for part in record.parts)
         ]
-        self._walk = list(self._as_looked_at(self._walk))
-        self._ensure_ring().expect(self._walk)
+        self._walk = list(self._fetch_order(self._walk))
+        self._ensure_ring().prefetch(self._walk)
         self.lanes.caller().wait(self._computed)  # the scratch, should the caller be on another stream than last time
 
-    def _as_looked_at(self, walk: Sequence[Record]) -> Iterator[Record]:
+    def _fetch_order(self, walk: Sequence[Record]) -> Iterator[Record]:
         """In the order in which :meth:`look_ahead` and :meth:`acquire` ask for them first."""
         together = [record for record in walk if record.parts[0].owner.rows is not None]
         places = {record: place for place, record in enumerate(together)}
@@ -244,37 +244,39 @@ class StreamBackend(RecordBackend):
             if record not in places:
                 yield record
                 continue
-            stop = places[record] + self._room_ahead + 1
+            stop = places[record] + self._lookahead + 1
             yield from together[asked:stop]
             asked = max(asked, stop)
 
     def finish(self) -> None:
         self.lanes.caller().record(self._computed)
         self._prepared = False
-        self._live_ring().expect(self._walk)  # warm slots for the next step
+        self._live_ring().prefetch(self._walk)  # warm slots for the next step
 
     # -- updates that are tried
 
     def can_try(self, units: Collection[Unit]) -> Sequence[Unit]:
-        waiting = {record for part, record in self._home.items() if part.codes is not None}  # for weights
+        waiting = {
+            record for part, record in self._record_of.items() if part.expected_weight is not None
+        }  # for weights
         records = [record for record in self._streamed() if record.unit in units and record not in waiting]
-        ready = self._versions.reserve(records, self._marks is not None)
+        ready = self._versions.reserve(records, self._fingerprints is not None)
         try:
             self._ensure_ring()
         except torch.OutOfMemoryError:
-            self._versions.stay_on_device()
+            self._versions.keep_on_device()
             self._ensure_ring()
-            ready = self._versions.reserve(records, self._marks is not None)
+            ready = self._versions.reserve(records, self._fingerprints is not None)
         return [record.unit for record in ready]
 
     def keep_first(self, units: Sequence[Unit]) -> None:
         wanted = [self._records[unit] for unit in units]
-        if wanted != self._keep_first:
-            self._keep_first = wanted
-            self._residency.unsettle()
+        if wanted != self._preferred_resident:
+            self._preferred_resident = wanted
+            self._residency.invalidate()
 
     def attempt(self, unit: Unit) -> None:
-        self._versions.open(self._records[unit])
+        self._versions.begin(self._records[unit])
 
     def tried(self, unit: Unit) -> bool:
         return self._records[unit] in self._versions
@@ -284,16 +286,22 @@ class StreamBackend(RecordBackend):
 
     def take_back(self, unit: Unit) -> None:
         record = self._records[unit]
-        version, marks = self._versions.close(record), None if self._marks is None else self._marks[record]
-        if version.landed is not None:
-            self.lanes.caller().wait(version.landed)
+        version, marks = (
+            self._versions.discard(record),
+            None if self._fingerprints is None else self._fingerprints[record],
+        )
+        if version.written_back is not None:
+            self.lanes.caller().wait(version.written_back)
         self._run(lambda: version.take_back(marks))
 
-    def _version_of(self, record: Record) -> Version | None:
-        return self._versions.of(record)
+    def _speculative_version(self, record: Record) -> Version | None:
+        return self._versions.get(record)
 
-    def _give_up(self, record: Record, slot: Any) -> None:
-        version, marks = self._versions.close(record), None if self._marks is None else self._marks[record]
+    def _cancel_speculation(self, record: Record, slot: Any) -> None:
+        version, marks = (
+            self._versions.discard(record),
+            None if self._fingerprints is None else self._fingerprints[record],
+        )
         self._run(lambda: version.take_back(marks))
         self._live_ring().discard(slot)
         self._open = None
@@ -301,45 +309,45 @@ class StreamBackend(RecordBackend):
     def _run(self, job: Callable[[], object]) -> None:
         self.lanes.caller().run(job)
 
-    def _splitter_of(self, device: torch.device) -> MasterSplitter:
+    def _splitter_for(self, device: torch.device) -> MasterSplitter:
         return self._host_splitter if device.type == "cpu" else self._splitter
 
-    def _take(self, record: Record) -> Slot:
-        return self._residency.take(record) if record in self._residency else self._live_ring().take(record)
+    def _acquire_slot(self, record: Record) -> Slot:
+        return self._residency.acquire(record) if record in self._residency else self._live_ring().acquire(record)
 
     @property
-    def _room_ahead(self) -> int:
+    def _lookahead(self) -> int:
         """Beside the slot that is updated and the one that drains."""
         return min(max(self._slots - 2, 0), AHEAD)
 
-    def _look_at(self, record: Record) -> Slot:
-        return self._take(record) if record in self._residency else self._live_ring().look_at(record)
+    def _peek_slot(self, record: Record) -> Slot:
+        return self._acquire_slot(record) if record in self._residency else self._live_ring().peek(record)
 
-    def _give_back(self, record: Record, slot: Any, changed: bool) -> None:
+    def _release_slot(self, record: Record, slot: Any, changed: bool) -> None:
         if record in self._residency:
-            self._residency.give_back(record)
+            self._residency.release(record)
         elif changed:
-            version = self._versions.of(record)
+            version = self._versions.get(record)
             if version is None:
-                self._versions.leave(record)
+                self._versions.move_if_pinned(record)
             self._live_ring().write_back(slot, record, version or record)
         else:
             self._live_ring().discard(slot)
 
-    def _only_copy(self, record: Record) -> bool:
+    def _slot_is_only_copy(self, record: Record) -> bool:
         return record in self._residency
 
-    def _retake(self, record: Record, slot: Slot, arrange: Callable[[], None]) -> Slot:
-        self._residency.bring_down([record])
-        self._idle(self.lanes.device)
-        self._versions.leave(record, keep=True)
-        arrange()
+    def _reacquire_slot(self, record: Record, slot: Slot, relayout: Callable[[], None]) -> Slot:
+        self._residency.write_back([record])
+        self._wait_until_idle(self.lanes.device)
+        self._versions.move_if_pinned(record, keep=True)
+        relayout()
         if record in self._residency:
-            self._residency.forget([record])  # until the next step, which finds room for it or does not
-            slot = self._live_ring().lend(self._slots_of(record.nbytes), record.nbytes)
+            self._residency.drop([record])  # until the next step, which finds room for it or does not
+            slot = self._live_ring().acquire_empty(self._slot_count(record.nbytes), record.nbytes)
         elif record.nbytes > self._live_ring().slot_bytes:
-            slot = self._live_ring().grow(self._slots_of(self._slot_bytes()), self._slot_bytes())
-        self._residency.unsettle()
+            slot = self._live_ring().grow(self._slot_count(self._slot_bytes()), self._slot_bytes())
+        self._residency.invalidate()
         if record.bytes is not None:
             slot.buffer[: record.nbytes].copy_(record.bytes)
         return slot
@@ -348,7 +356,7 @@ class StreamBackend(RecordBackend):
 
     def gather(self, managed: Managed) -> dict[str, Any]:
         """Copies: an edit could not follow what is cut, coded, or already fetched for the next step."""
-        entries, home = self.entries(managed), self._home[self._parts[managed][0]].bytes
+        entries, home = self.entries(managed), self._record_of[self._parts[managed][0]].bytes
         live = None if home is None else home.untyped_storage().data_ptr()
         return {
             key: value.clone() if isinstance(value, Tensor) and value.untyped_storage().data_ptr() == live else value
@@ -356,18 +364,18 @@ class StreamBackend(RecordBackend):
         }
 
     def load(self, managed: Managed, entries: Mapping[str, Any]) -> None:
-        self._settle()
+        self._wait_and_reset()
         super().load(managed, entries)
 
     def refresh(self, managed: Managed) -> None:
         if not managed.own_master:
             self.synchronize()
-            self._drop_staged()
+            self._drop_prefetched()
         super().refresh(managed)
 
     def _before_write(self, records: Iterable[Record]) -> None:
         for record in records:
-            self._versions.leave(record, keep=True)
+            self._versions.move_if_pinned(record, keep=True)
 
     def pin(
         self,
@@ -378,28 +386,30 @@ class StreamBackend(RecordBackend):
         if self._lanes is None or self._versions.pinned:
             return None
         self.synchronize()
-        kept = {item: keys for item, keys in wanted.items() if item.updated and self._in_slabs(item)}
+        kept = {item: keys for item, keys in wanted.items() if item.updated and self._is_on_host(item)}
         looked = self._lanes.device.type != "cpu"  # for edits: a device takes no time, the CPU a thread's
         for item in self.changed(kept) if looked else ():
             del kept[item]
         if not kept:
             return None
-        self._residency.bring_down({self._home[part]: None for item in kept for part in self._parts[item]})
+        self._residency.write_back({self._record_of[part]: None for item in kept for part in self._parts[item]})
         snapshot = Snapshot(self._versions, ChecksummedWeights(self._make_splitter(_CPU)))  # compared on the CPU alone
         for item, keys in kept.items():
-            snapshot.add(item, keys, self._parts[item], self._home, None if item.own_master else weight_of(item.param))
-        snapshot.pin(None if looked else self._marks)
+            snapshot.add(
+                item, keys, self._parts[item], self._record_of, None if item.own_master else weight_of(item.param)
+            )
+        snapshot.pin(None if looked else self._fingerprints)
         return snapshot
 
-    def _in_slabs(self, managed: Managed) -> bool:
-        parts = self._with_state(managed)
-        return bool(parts) and all(self._home[part].slab is not None for part in parts)
+    def _is_on_host(self, managed: Managed) -> bool:
+        parts = self._parts_with_state(managed)
+        return bool(parts) and all(self._record_of[part].slab is not None for part in parts)
 
     def _before_edit(self, records: Iterable[Record]) -> None:
-        self._residency.bring_down(records)
+        self._residency.write_back(records)
 
-    def _edited(self, records: Iterable[Record]) -> None:
-        self._residency.edited(records)
+    def _after_edit(self, records: Iterable[Record]) -> None:
+        self._residency.mark_stale(records)
 
     def _staging_on(self, device: torch.device, needs: Any = None) -> Staging:
         try:
@@ -409,8 +419,8 @@ class StreamBackend(RecordBackend):
                 f"no room on {device} for the masters of one unit beside the ring; lower optimizer_state.ring_mib"
             ) from error
 
-    def _compare(self, record: Record, segments: Sequence[Segment], parts: Sequence[Part]) -> list[Part]:
-        changed = super()._compare(record, segments, parts)
+    def _differing_parts(self, record: Record, segments: Sequence[Segment], parts: Sequence[Part]) -> list[Part]:
+        changed = super()._differing_parts(record, segments, parts)
         if self._ring is None:  # between steps, with the device memory given back
             self._staging_on(record.device).free()
         return changed
@@ -430,10 +440,10 @@ class StreamBackend(RecordBackend):
         if self._lanes is not None:
             self.synchronize()
         self._settings["resident_gib"] = gib
-        self._versions.state_stays = gib != 0
+        self._versions.has_resident_state = gib != 0
         if self._lanes is not None:
             self._residency.set_budget(self._budget(self._lanes.device))
-            self._residency.shrink(self._in_order_of_staying())
+            self._residency.shrink(self._by_residency_priority())
             if self._ring is not None:
                 self._ensure_ring()
             self._prepared = False
@@ -446,10 +456,10 @@ class StreamBackend(RecordBackend):
         if self._lanes is None:
             return
         self.synchronize()
-        self._residency.release()
-        self._idle(self._lanes.device)
+        self._residency.evict_all()
+        self._wait_until_idle(self._lanes.device)
         self._ring = None
-        self._versions.forget_weights()
+        self._versions.free_device_memory()
         for staging in self._staging.values():
             staging.free()
         self._splitter.free()
@@ -474,19 +484,19 @@ class StreamBackend(RecordBackend):
     def _ensure_ring(self) -> Ring:
         """The ring, made (again) when units need another size, or more or fewer go through it."""
         size, ring = self._slot_bytes(), self._ring
-        if ring is None or ring.slot_bytes < size or len(ring.slots) != self._slots_of(ring.slot_bytes):
-            self._idle(self.lanes.device)
+        if ring is None or ring.slot_bytes < size or len(ring.slots) != self._slot_count(ring.slot_bytes):
+            self._wait_until_idle(self.lanes.device)
             ring = self._ring = None
-            self._ring = ring = Ring(self.lanes, self._slots_of(size), max(size, 1))
+            self._ring = ring = Ring(self.lanes, self._slot_count(size), max(size, 1))
         return ring
 
     def _live_ring(self) -> Ring:
         return self._ensure_ring() if self._ring is None else self._ring
 
-    def _slots_of(self, size: int) -> int:
+    def _slot_count(self, size: int) -> int:
         """How many slots of ``size`` bytes: no more than records for them, and than fit the ring; at least one, and as
         many as ranks look into that update parameters together."""
-        streamed, needed = len(self._streamed()), self._room_ahead + 1 if self.awaited_by_others else 1
+        streamed, needed = len(self._streamed()), self._lookahead + 1 if self.awaited_by_others else 1
         room = int(self._ring_mib * _MIB - self._scratch_bytes + self._slots)  # and what a capacity is rounded by
         return min(streamed, max(min(self._slots, room // max(size, 1)), needed))
 
@@ -498,20 +508,20 @@ class StreamBackend(RecordBackend):
         """The records that go through the ring."""
         return [record for record in self._records.values() if record not in self._residency]
 
-    def _idle(self, device: torch.device) -> None:
+    def _wait_until_idle(self, device: torch.device) -> None:
         self.lanes.synchronize()
-        super()._idle(device)
+        super()._wait_until_idle(device)
 
-    def _in_order_of_staying(self) -> list[Record]:
+    def _by_residency_priority(self) -> list[Record]:
         """The records, first those that stay on the device before others do."""
         listed = dict.fromkeys(self._records.values())
-        return list(dict.fromkeys([*(one for one in self._keep_first if one in listed), *listed]))
+        return list(dict.fromkeys([*(one for one in self._preferred_resident if one in listed), *listed]))
 
-    def _drop_staged(self) -> None:
+    def _drop_prefetched(self) -> None:
         if self._ring is not None:
-            self._ring.drop()
+            self._ring.drop_prefetched()
 
-    def _settle(self) -> None:
+    def _wait_and_reset(self) -> None:
         """Nothing under way, nothing fetched: records may be edited. Ends a failure too."""
         if self._lanes is None:
             return

@@ -60,8 +60,8 @@ def plan_units(managed: Sequence[Managed], bytes_of: Bytes, capacity: int) -> li
     units = [
         parts
         for listed in apart(managed)
-        for group in _small_ones_together(group_by_layer(listed), bytes_of, min(SMALL_UNIT, capacity // 4))
-        for parts in _divide(group, bytes_of, capacity)
+        for group in _merge_small_layers(group_by_layer(listed), bytes_of, min(SMALL_UNIT, capacity // 4))
+        for parts in _divide_layer(group, bytes_of, capacity)
     ]
     return [Unit(index, tuple(parts)) for index, parts in enumerate(units)]
 
@@ -71,7 +71,7 @@ def apart(managed: Sequence[Managed]) -> list[list[Managed]]:
     return [[item for item in managed if (item.rows is None) is alone] for alone in (True, False)]
 
 
-def _small_ones_together(layers: list[list[Managed]], bytes_of: Bytes, limit: int) -> list[list[Managed]]:
+def _merge_small_layers(layers: list[list[Managed]], bytes_of: Bytes, limit: int) -> list[list[Managed]]:
     """Layers that follow each other and need at most ``limit`` bytes together, as one."""
     together: list[list[Managed]] = []
     filled = limit + 1
@@ -89,14 +89,14 @@ def _small_ones_together(layers: list[list[Managed]], bytes_of: Bytes, limit: in
 def smallest_piece(item: Managed, bytes_of: Bytes) -> int:
     """Bytes that a slot must have at the least for this parameter."""
     elements = item.planned
-    return bytes_of(item, elements if _uncut(item) else min(elements, CUT_ELEMENTS))
+    return bytes_of(item, elements if _must_stay_whole(item) else min(elements, CUT_ELEMENTS))
 
 
-def _uncut(item: Managed) -> bool:
+def _must_stay_whole(item: Managed) -> bool:
     return item.whole_tensors or not item.local.is_contiguous()
 
 
-def _divide(group: list[Managed], bytes_of: Bytes, capacity: int) -> list[list[Part]]:
+def _divide_layer(group: list[Managed], bytes_of: Bytes, capacity: int) -> list[list[Part]]:
     """One layer as units of at most ``capacity`` bytes, about equal where tensors may be cut."""
     for item in group:
         needed = smallest_piece(item, bytes_of)
@@ -105,16 +105,16 @@ def _divide(group: list[Managed], bytes_of: Bytes, capacity: int) -> list[list[P
     total = sum(bytes_of(item, item.planned) for item in group)
     slack = max(bytes_of(item, min(item.local.numel(), CUT_ELEMENTS)) for item in group)
     size = min(capacity, -(-total // -(-max(total, 1) // capacity)) + slack)
-    filling = _Filling(bytes_of, size, capacity)
+    filling = _UnitPacker(bytes_of, size, capacity)
     for item in group:
-        if _uncut(item):
+        if _must_stay_whole(item):
             filling.add_whole(item)
         else:
             filling.add_in_parts(item)
     return filling.units()
 
 
-class _Filling:
+class _UnitPacker:
     """Fills one unit after the other."""
 
     def __init__(self, bytes_of: Bytes, size: int, capacity: int) -> None:

@@ -81,12 +81,12 @@ class Version:
     def __init__(self, record: Record, slab: HostSlab, previous: PreviousWeights) -> None:
         self.record, self.slab, self.previous = record, slab, previous
         self.bytes = slab.tensor(torch.uint8, record.nbytes)
-        self.landed: Any = None
+        self.written_back: Any = None
         self._rows: dict[torch.dtype, Tensor] = {}
         self._segments: Sequence[Segment] = ()
         self._histories: list[tuple[History, dict[str, Any], object, tuple[str, ...]]] = []
 
-    def keep_weights(self, segments: Sequence[Segment], staging: Staging, marks: Tensor | None, slot: Slot) -> None:
+    def save_weights(self, segments: Sequence[Segment], staging: Staging, marks: Tensor | None, slot: Slot) -> None:
         """Before masters are joined: some weights are their own masters.
 
         Args:
@@ -101,7 +101,7 @@ class Version:
         if previous.marks is not None and marks is not None:
             previous.marks.copy_(marks)
 
-    def keep_histories(self) -> None:
+    def save_histories(self) -> None:
         """Of the segments, once they are open."""
         self._histories = []
         for segment in self._segments:
@@ -115,7 +115,7 @@ class Version:
             history.values, history.origin = values, origin
             for part in segment.parts:
                 part.keys = keys
-        travelled = self.previous.host is not None and self.landed is not None
+        travelled = self.previous.host is not None and self.written_back is not None
         rows = self.previous.rows(self.previous.host) if travelled else self._rows  # type: ignore[arg-type]
         copies: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = defaultdict(lambda: ([], []))
         for segment in self._segments:
@@ -136,38 +136,38 @@ class Versions:
         budget: GiB of host memory; ``auto``: what is free, but for a tenth.
         previous_weights: where they are kept; ``auto``: on the host if state stays on the device, else on the device as
             long as it has room.
-        state_stays: on the device between steps, some of it; may be set.
+        has_resident_state: on the device between steps, some of it; may be set.
     """
 
     def __init__(
         self,
         budget: float | Literal["auto"],
         previous_weights: Literal["auto", "device", "host"] = "auto",
-        state_stays: bool = False,
+        has_resident_state: bool = False,
     ) -> None:
-        self._budget, self._where = budget, previous_weights
-        self.state_stays = state_stays
+        self._budget, self._location = budget, previous_weights
+        self.has_resident_state = has_resident_state
         self._spare: dict[int, list[HostSlab]] = defaultdict(list)
         self._bytes = 0
         self._full = False
         self._released = False
         self._pinned: dict[HostSlab, bool] = {}  # whether the record has left it
-        self._let_go = threading.Condition()
-        self._tried: dict[Record, Version] = {}
+        self._unpinned = threading.Condition()
+        self._speculative: dict[Record, Version] = {}
         self._previous: dict[Record, PreviousWeights] = {}
         self._reserved = False  # something is to be tried
         self._device_full = False
 
     def __reduce__(self) -> Any:
         """A copy, with a copied backend that has nothing yet, is another pool."""
-        return Versions, (self._budget, self._where, self.state_stays)
+        return Versions, (self._budget, self._location, self.has_resident_state)
 
     def __contains__(self, record: Record) -> bool:
-        return record in self._tried
+        return record in self._speculative
 
-    def of(self, record: Record) -> Version | None:
+    def get(self, record: Record) -> Version | None:
         """The version that is being tried of it."""
-        return self._tried.get(record)
+        return self._speculative.get(record)
 
     def host_bytes(self) -> int:
         """Of spare slabs, in use or not, and of previous weights."""
@@ -182,12 +182,12 @@ class Versions:
         previous = self._previous.get(record)
         if previous is not None:
             return record.nbytes + (0 if previous.host is None else previous.nbytes)
-        return record.nbytes + (_rows_of(record)[1] if self._travel and self._reserved else 0)
+        return record.nbytes + (_rows_of(record)[1] if self._goes_to_host and self._reserved else 0)
 
     @property
-    def _travel(self) -> bool:
+    def _goes_to_host(self) -> bool:
         """Whether previous weights go to the host that have no memory yet."""
-        return self._where == "host" or (self._where == "auto" and (self._device_full or self.state_stays))
+        return self._location == "host" or (self._location == "auto" and (self._device_full or self.has_resident_state))
 
     def reserve(self, records: Collection[Record], marked: bool) -> list[Record]:
         """Take what trying these needs, outside of a step; those of them for which there was room.
@@ -198,23 +198,23 @@ class Versions:
         records = [record for record in records if record.slab is not None]
         self._reserved = self._reserved or bool(records)
         for gone in self._previous.keys() - set(records):
-            self._forget(gone)
+            self._free_previous(gone)
         wanted: dict[int, int] = defaultdict(int)
         ready = []
         for record in records:
             assert record.slab is not None
             wanted[record.slab.nbytes] += 1
-            if self._has_slabs(record, wanted[record.slab.nbytes]) and self._has_previous(record, marked):
+            if self._reserve_slabs(record, wanted[record.slab.nbytes]) and self._reserve_previous(record, marked):
                 ready.append(record)
         return ready
 
-    def _has_slabs(self, record: Record, count: int) -> bool:
+    def _reserve_slabs(self, record: Record, count: int) -> bool:
         """``count`` spare slabs of the size of this record's."""
         assert record.slab is not None
         spare = self._spare[record.slab.nbytes]
         if len(spare) >= count:
             return True
-        with self._let_go:
+        with self._unpinned:
             if any(self._pinned.values()):  # those come back
                 return False
         slab = self._new_slab(record.slab.nbytes, record.device)
@@ -241,57 +241,57 @@ class Versions:
         free = available_bytes()
         return free is None or self._bytes + nbytes <= (free + self._bytes) * (1 - _LEFT_FREE)
 
-    def _has_previous(self, record: Record, marked: bool) -> bool:
+    def _reserve_previous(self, record: Record, marked: bool) -> bool:
         """Memory for the record's previous weights."""
         if record in self._previous:
             return True
         try:
-            if not (self._travel or self._device_full):
+            if not (self._goes_to_host or self._device_full):
                 self._previous[record] = PreviousWeights(record, None, marked)
                 return True
         except torch.OutOfMemoryError:
             self._device_full = True  # asking again in every step would empty torch's cache in every step
-            then = "they go to the host" if self._travel else "fewer updates run in backward"
+            then = "they go to the host" if self._goes_to_host else "fewer updates run in backward"
             logger.warning("no room on %s for the weights of before: %s", record.device, then)
-        slab = self._new_slab(_rows_of(record)[1], record.device) if self._travel else None
+        slab = self._new_slab(_rows_of(record)[1], record.device) if self._goes_to_host else None
         if slab is not None:
             self._previous[record] = PreviousWeights(record, slab, marked)
         return slab is not None
 
-    def _forget(self, record: Record) -> None:
+    def _free_previous(self, record: Record) -> None:
         slab = self._previous.pop(record).slab
         if slab is not None:
             self._bytes -= slab.nbytes
             slab.close()
 
-    def stay_on_device(self) -> None:
+    def keep_on_device(self) -> None:
         """Previous weights do not travel: the ring has no room for them. Nothing is being tried."""
-        self._where, self._device_full = "device", True
+        self._location, self._device_full = "device", True
         for record in [one for one, previous in self._previous.items() if previous.host is not None]:
-            self._forget(record)
+            self._free_previous(record)
 
     # -- one unit
 
-    def open(self, record: Record) -> Version:
+    def begin(self, record: Record) -> Version:
         """The next update of this record is tried; :meth:`reserve` has found room for it."""
         assert record.slab is not None
-        self._tried[record] = Version(record, self._spare[record.slab.nbytes].pop(), self._previous[record])
-        return self._tried[record]
+        self._speculative[record] = Version(record, self._spare[record.slab.nbytes].pop(), self._previous[record])
+        return self._speculative[record]
 
     def commit(self, record: Record) -> None:
         """What was tried is the record from now on."""
-        version = self._tried.pop(record)
+        version = self._speculative.pop(record)
         assert record.slab is not None
-        with self._let_go:
+        with self._unpinned:
             if record.slab in self._pinned:
                 self._pinned[record.slab] = True
             else:
                 self._spare[record.slab.nbytes].append(record.slab)
-        record.slab, record.bytes, record.landed = version.slab, version.bytes, version.landed
+        record.slab, record.bytes, record.written_back = version.slab, version.bytes, version.written_back
 
-    def close(self, record: Record) -> Version:
+    def discard(self, record: Record) -> Version:
         """What was tried does not count."""
-        version = self._tried.pop(record)
+        version = self._speculative.pop(record)
         self._spare[version.slab.nbytes].append(version.slab)
         return version
 
@@ -304,20 +304,20 @@ class Versions:
 
     def pin(self, slab: HostSlab) -> None:
         """From now on nobody writes to it. What is written there has arrived."""
-        with self._let_go:
+        with self._unpinned:
             self._pinned[slab] = False
 
     def unpin(self, slab: HostSlab) -> None:
         """It is not read any more; called by any thread."""
-        with self._let_go:
+        with self._unpinned:
             left = self._pinned.pop(slab)
             if left and self._released:
                 slab.close()
             elif left:
                 self._spare[slab.nbytes].append(slab)
-            self._let_go.notify_all()
+            self._unpinned.notify_all()
 
-    def leave(self, record: Record, keep: bool = False) -> bool:
+    def move_if_pinned(self, record: Record, keep: bool = False) -> bool:
         """Before the record's host memory is written to: where that is pinned, the record gets other memory.
 
         Args:
@@ -326,41 +326,41 @@ class Versions:
         Returns:
             Whether it has.
         """
-        slab = None if record.slab not in self._pinned else self._exchanged(record)
+        slab = None if record.slab not in self._pinned else self._replacement_slab(record)
         if slab is None:
             return False
         room, before = slab.tensor(torch.uint8, record.nbytes), record.bytes
         if keep and before is not None:
             room.copy_(before)
-        record.slab, record.bytes, record.landed = slab, room, None
+        record.slab, record.bytes, record.written_back = slab, room, None
         return True
 
-    def _exchanged(self, record: Record) -> HostSlab | None:
+    def _replacement_slab(self, record: Record) -> HostSlab | None:
         """A slab for the one that the record leaves; ``None`` when it is not pinned any more."""
         assert record.slab is not None
         spare = self._spare[record.slab.nbytes]
-        with self._let_go:
+        with self._unpinned:
             while record.slab in self._pinned:
                 slab = spare.pop() if spare else self._new_slab(record.slab.nbytes, record.device)
                 if slab is not None:
                     self._pinned[record.slab] = True
                     return slab
-                self._let_go.wait()
+                self._unpinned.wait()
         return None
 
     # -- memory
 
-    def forget_weights(self) -> None:
+    def free_device_memory(self) -> None:
         """Give back the device memory; nothing is being tried."""
         self._previous = {record: one for record, one in self._previous.items() if one.device is None}
         self._device_full = False
 
     def release(self) -> None:
         """Give back all memory, for good; nothing may be under way but a snapshot's reader, who can go on."""
-        self._tried.clear()
+        self._speculative.clear()
         for record in list(self._previous):
-            self._forget(record)
-        with self._let_go:
+            self._free_previous(record)
+        with self._unpinned:
             self._released = True
             for slabs in self._spare.values():
                 for slab in slabs:
