@@ -1,11 +1,11 @@
-"""Masters and state on the host, all of them brought to the device for the step and back after it.
+"""Masters and state on the host. A step copies all of them to the device, and back after the update.
 
-Simple and without overlap: the step takes the time of both transfers. Everything is queued on the current stream, so
-device memory is safely reused as soon as it is let go, and the host never waits; readers of the host tensors call
-``synchronize`` first.
+Nothing overlaps: the step takes the time of both transfers. All copies are queued on the current stream, so device
+memory can be reused as soon as it is freed, and the host never waits. Readers of the host tensors call ``synchronize``
+first.
 
-The module also holds the pair :func:`offload_fsdp_optimizer` / :func:`load_fsdp_optimizer`, the same movement for the
-state of any ``torch.optim.Optimizer``.
+:func:`offload_fsdp_optimizer` and :func:`load_fsdp_optimizer` do the same for the state of any
+``torch.optim.Optimizer``.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from lightstep.state.versions import Versions
 
 
 class OffloadBuffers:
-    """Host memory for tensors that come and go: one exact-size page-locked buffer per slot, kept and reused."""
+    """Page-locked host buffers of exact size, one for each owner and key, which are kept and reused."""
 
     def __init__(self) -> None:
         self._slabs: dict[tuple[Any, str], HostSlab] = {}
 
     def buffer(self, owner: Any, key: str, like_: Tensor) -> Tensor:
-        """The host tensor of this slot, with ``like_``'s shape and dtype; made at first use."""
+        """The host tensor for this owner and key, with the shape and dtype of ``like_``; allocated at the first use."""
         slab = self._slabs.get((owner, key))
         if slab is None or slab.nbytes < like_.nbytes:
             require(like_.nbytes, f"offloading {key!r}")
@@ -45,7 +45,7 @@ class OffloadBuffers:
 
 
 class BulkBackend(ResidentBackend):
-    """Records on the host between steps, with whole masters (12 bytes per parameter for Adam), live for readers."""
+    """Records on the host between steps, with whole masters (12 bytes per parameter for Adam). All entries are live."""
 
     name: ClassVar[str] = "bulk"
     on_host = True
@@ -59,7 +59,7 @@ class BulkBackend(ResidentBackend):
         return BulkBackend()
 
     def prepare(self) -> None:
-        """The memory is taken and let go of again: torch's allocator has it for ``begin`` then."""
+        """Allocate the device memory and free it, so that torch's allocator has it for ``begin``."""
         RecordBackend.prepare(self)
         room = [_on_device(record) for record in self._records.values() if record not in self._slots]
         del room
@@ -81,7 +81,7 @@ class BulkBackend(ResidentBackend):
         return self._slots[record]
 
     def _reacquire_slot(self, record: Record, slot: Slot, relayout: Callable[[], None]) -> Slot:
-        """What is not updated now is the same on the host."""
+        """Fetch the record again; parts that are not being updated are unchanged on the host."""
         self.synchronize()
         self._before_write([record])
         relayout()
@@ -94,7 +94,7 @@ class BulkBackend(ResidentBackend):
         self._slots = {}
 
     def _write_back(self, records: Iterable[Record]) -> None:
-        """Queue the copies to the host; device memory goes once they are done (same stream)."""
+        """Queue the copies to the host. Device memory is freed in stream order, after them."""
         devices = set()
         for record in records:
             if record in self._slots and record.bytes is not None:
@@ -144,7 +144,7 @@ class BulkBackend(ResidentBackend):
                 self._slots[record] = self._fetched(record)
 
     def release_device_memory(self) -> None:
-        """Nothing but scratch is on the device between steps."""
+        """Free the scratch memory: nothing else is on the device between steps."""
         for staging in self._staging.values():
             staging.free()
 
@@ -169,7 +169,7 @@ class BulkBackend(ResidentBackend):
 
 
 def _on_device(record: Record) -> Tensor:
-    """Memory for a copy: also on the CPU, where host memory and device memory are the same kind."""
+    """Device memory for a copy of the record; a copy is made on the CPU, too."""
     return torch.empty(record.nbytes, dtype=torch.uint8, device=record.device)
 
 
@@ -178,11 +178,11 @@ _copies: weakref.WeakKeyDictionary[torch.optim.Optimizer, OffloadBuffers] = weak
 
 @torch.no_grad()
 def offload_fsdp_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Move the state of any torch optimizer to page-locked host memory; returns when it has arrived.
+    """Move the state of any torch optimizer to page-locked host memory; returns when the copies are done.
 
-    Tensors with dimensions move (DTensors keep their placement over a local shard on the host); 0-dim counters and
-    non-tensor entries stay as they are. The host memory is kept for the next time. Calling it twice does nothing more.
-    A :class:`~lightstep.optimizer.base.BaseOptimizer` places its own state: set ``optimizer_state.backend`` instead.
+    Tensors with dimensions are moved (a DTensor keeps its placements, and its local shard is on the host); 0-dim
+    counters and non-tensor entries stay where they are. The host memory is kept for the next call. A second call in a
+    row does nothing. For a :class:`~lightstep.optimizer.base.BaseOptimizer` set ``optimizer_state.backend`` instead.
     """
     copies = _copies.setdefault(optimizer, OffloadBuffers())
     moved: set[torch.device] = set()
@@ -199,10 +199,10 @@ def offload_fsdp_optimizer(optimizer: torch.optim.Optimizer) -> None:
 
 @torch.no_grad()
 def load_fsdp_optimizer(optimizer: torch.optim.Optimizer, device: torch.device | str | int | None = None) -> None:
-    """Bring the state of any torch optimizer to ``device``, or to each parameter's own device when it is ``None``.
+    """Move the state of any torch optimizer to ``device``, or to each parameter's own device if it is ``None``.
 
-    Copies are queued on the current stream from page-locked memory, so that ``optimizer.step()`` right after is
-    correct and nothing waits on the host. State that is already there is left alone.
+    The copies are queued on the current stream, so ``optimizer.step()`` may follow at once and the host does not wait.
+    State that is already there does not move.
     """
     target = None if device is None else torch.device(device)
     for state, key, parameter, value in _state_tensors(optimizer):

@@ -1,6 +1,6 @@
-"""What all backends have in common: parameters as parts of records, and records as segments while they are updated.
+"""The base class of ``resident``, ``bulk`` and ``stream``: it keeps state in records and updates their segments.
 
-A backend adds where records live and how one gets to the device: :meth:`RecordBackend._acquire_slot` and
+A subclass decides where records live and how they reach the device: :meth:`RecordBackend._acquire_slot` and
 :meth:`RecordBackend._release_slot`.
 """
 
@@ -21,16 +21,16 @@ from lightstep.state.versions import Version
 
 __all__ = ["RecordBackend", "same_rounding", "was_rounded_from"]
 
-_PIECE = 1 << 15  # elements: torch gives no part of so few to another thread
+_PIECE = 1 << 15  # elements; torch's CPU kernels do not divide so few among threads
 
 
 class RecordBackend(StateBackend):
-    """A backend whose state is in records."""
+    """A backend that keeps the state of each unit in a record."""
 
     on_host = True
     """Whether records live on the host."""
     stages_masters = True
-    """Whether memory for the masters of a unit is taken before they are joined, and not when that is asked for."""
+    """Whether memory for joined masters is allocated by :meth:`prepare`; if not, when masters are first joined."""
 
     def __init__(self) -> None:
         self._reset()
@@ -42,40 +42,40 @@ class RecordBackend(StateBackend):
         self._initial_masters: dict[Managed, Tensor] = {}
         self._staging: dict[torch.device, Staging] = {}
         self._staging_sizes: dict[torch.device, Any] = {}
-        self._open: tuple[Record, Slot, list[Segment]] | None = None
+        self._acquired: tuple[Record, Slot, list[Segment]] | None = None
         self._fingerprints: dict[Record, Tensor] | None = None
-        self._entries = Entries(_no_splitter, None)  # it must not refer to the backend, which has it
+        self._entries = Entries(_no_splitter, None)  # must not refer to the backend: that would be a reference cycle
 
-    # -- what a backend adds
+    # -- for subclasses
 
     @abstractmethod
     def _acquire_slot(self, record: Record) -> Slot:
-        """The record on the device, ready for what the caller does next."""
+        """The record on the device, ready for the caller's next work."""
 
     @abstractmethod
     def _release_slot(self, record: Record, slot: Slot, changed: bool) -> None:
-        """What the caller does with it is queued."""
+        """Take the slot back; the caller's work on it is queued."""
 
     @abstractmethod
     def _reacquire_slot(self, record: Record, slot: Slot, relayout: Callable[[], None]) -> Slot:
-        """A record that is taken is about to be arranged anew: bring its bytes home, ``relayout``, take it again."""
+        """Write an acquired record back, call ``relayout``, and acquire it again."""
 
     def _before_edit(self, records: Iterable[Record]) -> None:
-        """These are about to be read or edited where they live: they are up to date there."""
+        """Make the records up to date where they live: they are about to be read or edited there."""
 
     def _before_write(self, records: Iterable[Record]) -> None:
-        """These are about to be written to where they live: what a snapshot still has to read of them stays."""
+        """Protect what a snapshot still has to read: the records are about to be written to where they live."""
 
     def _after_edit(self, records: Iterable[Record]) -> None:
-        """These were edited where they live."""
+        """The records were edited where they live."""
 
     def _run(self, job: Callable[[], object]) -> None:
-        """Queue work on the current stream."""
+        """Run ``job``, which queues work on the current stream."""
         job()
 
     @abstractmethod
     def _splitter_for(self, device: torch.device) -> MasterSplitter:
-        """For masters on this device: the parameters', or the host where records live there."""
+        """The splitter for masters on this device: the parameters' device, or the host if records live there."""
 
     # -- set-up
 
@@ -87,7 +87,7 @@ class RecordBackend(StateBackend):
         return [make_record(unit, layouts, coding, LARGE, on_host=self.on_host) for unit in units]
 
     def _set_records(self, managed: Sequence[Managed], records: Iterable[Record]) -> list[Record]:
-        """Exactly these records from now on, in the order of the model; returns those that leave."""
+        """Use exactly these records, in model order; returns those that are no longer used."""
         place = {item: number for number, item in enumerate(managed)}
         listed = sorted(records, key=lambda record: place[record.unit.parts[0][0]])
         leaving = [record for record in self._records.values() if record not in listed]
@@ -116,7 +116,7 @@ class RecordBackend(StateBackend):
         return leaving
 
     def _unaffected_records(self, managed: Sequence[Managed]) -> list[Record]:
-        """Records whose parameters, and those that share units with them, are all still listed."""
+        """Records whose parameters, and all that share units with those, are still listed."""
         gone = set(self._parts) - set(managed)
         records = list(self._records.values())
         while True:
@@ -133,23 +133,23 @@ class RecordBackend(StateBackend):
     # -- one step
 
     def prepare(self) -> None:
-        for device, needs in self._staging_sizes.items():
-            self._staging_on(device, needs)
+        for device, sizes in self._staging_sizes.items():
+            self._staging_on(device, sizes)
         for record in self._records.values():
             record.allocate()
 
-    def _staging_on(self, device: torch.device, needs: Any = None) -> Staging:
+    def _staging_on(self, device: torch.device, sizes: Any = None) -> Staging:
         if device not in self._staging:
             self._staging[device] = Staging()
         staging = self._staging[device]
-        needs = self._staging_sizes[device] if needs is None else needs
-        if not staging.fits(needs):
+        sizes = self._staging_sizes[device] if sizes is None else sizes
+        if not staging.fits(sizes):
             self._wait_until_idle(device)
-            staging.allocate(needs, device)
+            staging.allocate(sizes, device)
         return staging
 
     def _wait_until_idle(self, device: torch.device) -> None:
-        """Nothing under way on the device: memory that other streams use may be given back."""
+        """Wait for all work on the device. Memory that other streams use may be freed then."""
         if device.type != "cpu":
             torch.accelerator.synchronize(device)
 
@@ -160,19 +160,21 @@ class RecordBackend(StateBackend):
         segments = segments_of(record, active, apart)
         if not segments:
             return []
-        assert self._open is None, f"{unit.label} acquired before {self._open[0].unit.label} was released"
+        assert self._acquired is None, f"{unit.label} acquired before {self._acquired[0].unit.label} was released"
         slot, staging = self._acquire_slot(record), self._staging_on(record.device)
-        self._open = record, slot, segments
-        splitter, tried = self._splitter_for(record.device), self._speculative_version(record)
-        marks = None if self._fingerprints is None else self._fingerprints[record]
+        self._acquired = record, slot, segments
+        splitter, version = self._splitter_for(record.device), self._speculative_version(record)
+        fingerprints = None if self._fingerprints is None else self._fingerprints[record]
 
         def open_all() -> None:
-            if tried is not None:
-                tried.save_weights(segments, staging, marks, slot)
+            if version is not None:
+                version.save_weights(segments, staging, fingerprints, slot)
             for segment in segments:
-                segment.open(slot, staging, splitter, self._initial_masters, marks, apart=tried is not None)
-            if tried is not None:
-                tried.save_histories()
+                segment.open(
+                    slot, staging, splitter, self._initial_masters, fingerprints, copy_history=version is not None
+                )
+            if version is not None:
+                version.save_histories()
 
         self._run(open_all)
         return segments
@@ -183,7 +185,7 @@ class RecordBackend(StateBackend):
 
     @property
     def _lookahead(self) -> int:
-        """Units behind the next one that are on the device as well."""
+        """How many units after the next one are on the device."""
         return AHEAD
 
     def look_ahead(self, unit: Unit, active: Collection[Managed]) -> list[tuple[Segment, Mapping[str, Tensor]]]:
@@ -197,23 +199,23 @@ class RecordBackend(StateBackend):
         return found
 
     def _peek_slot(self, record: Record) -> Slot:
-        """As :meth:`_acquire_slot`, of a record that is taken later."""
+        """:meth:`_acquire_slot` for a record that is acquired later."""
         return self._acquire_slot(record)
 
     def _speculative_version(self, record: Record) -> Version | None:
-        """What is being tried of it, if anything is."""
+        """The record's speculative update, if there is one."""
         return None
 
     def release(self, unit: Unit, updated: Sequence[Segment]) -> None:
-        if self._open is None:
+        if self._acquired is None:
             return
-        record, slot, segments = self._open
+        record, slot, segments = self._acquired
         assert record.unit is unit, f"{unit.label} released, {record.unit.label} is acquired"
         outgrown: dict[Part, Layout] = {}
         for segment in updated:
             outgrown.update(segment.update_history())
             for owner in {part.owner for part in segment.parts} & self._initial_masters.keys():
-                if all(part.history is not None for part in self._parts[owner]):  # a cut one is in several units
+                if all(part.history is not None for part in self._parts[owner]):  # its parts may be in several units
                     del self._initial_masters[owner]
         if outgrown and self._speculative_version(record) is not None:
             self._cancel_speculation(record, slot)
@@ -223,16 +225,16 @@ class RecordBackend(StateBackend):
         if updated or self._slot_is_only_copy(record):
             self._run(lambda: self._write(record, segments))
         self._release_slot(record, slot, bool(updated))
-        self._open = None
+        self._acquired = None
 
     def _cancel_speculation(self, record: Record, slot: Slot) -> None:
-        """What was tried has entries that nobody expected; the record and the weights are what they were."""
+        """Undo a speculative update that made unexpected entries: record and weights are restored."""
         raise NotImplementedError
 
     def _write(self, record: Record, segments: Sequence[Segment]) -> None:
         staging, splitter = self._staging_on(record.device), self._splitter_for(record.device)
-        copies: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}  # of one dtype, for one kernel
-        touched = [segment for segment in segments if segment.is_modified]
+        copies: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}  # by dtype: one kernel each
+        modified = [segment for segment in segments if segment.is_modified]
         for segment in segments:
             weights, sources = segment.write(staging, splitter)
             if weights:
@@ -242,18 +244,18 @@ class RecordBackend(StateBackend):
         for weights, sources in copies.values():
             torch._foreach_copy_(weights, sources)
         if self._fingerprints is not None:
-            for segment in touched:
+            for segment in modified:
                 if segment.coding != "own" and segment.has_state and not segment.fingerprinted:
                     segment.write_fingerprints(staging, splitter, self._fingerprints[record])
 
     def _slot_is_only_copy(self, record: Record) -> bool:
-        """Whether joining has taken apart what is nowhere else."""
+        """Whether the slot must be written even if nothing was updated: joining took bits out of the record."""
         return True
 
     def _relayout(
         self, record: Record, slot: Slot, segments: Sequence[Segment], layouts: Mapping[Part, Layout]
     ) -> Slot:
-        """Make room in the record for entries that nobody expected: rare, and all that allocates in a step."""
+        """Make room in the record for unexpected entries. This is rare, and the only allocation in a step."""
         for segment in segments:
             segment.copy_out()
         slot = self._reacquire_slot(record, slot, lambda: record.relayout(layouts))
@@ -264,7 +266,7 @@ class RecordBackend(StateBackend):
     # -- state seen from outside
 
     def entries(self, managed: Managed) -> dict[str, Any]:
-        """A weight that somebody else wrote is the master of a split one: the next step will take it for that."""
+        """The master of a split weight that somebody else wrote to is that weight, as the next step will see it."""
         if managed.updated:
             found = self._read_entries(managed)
             if (
@@ -279,12 +281,12 @@ class RecordBackend(StateBackend):
         return {} if initial is None or not was_rounded_from(managed.local, initial) else {"master": initial}
 
     def _was_edited(self, part: Part) -> bool:
-        """By somebody else; a weight that is still to be loaded is not meant."""
+        """Whether somebody else wrote to the weight. A weight that is still to be loaded does not count."""
         alone = [Segment([part])]
         return part.expected_weight is None and bool(self._differing_parts(self._record_of[part], alone, [part]))
 
     def _read_entries(self, managed: Managed) -> dict[str, Any]:
-        """All entries of a parameter and its master; live where nothing is cut or coded."""
+        """All entries of a parameter and its master; live unless the parameter is cut or the entry is coded."""
         parts = self._parts_with_state(managed)
         if not parts:
             return {}
@@ -326,7 +328,7 @@ class RecordBackend(StateBackend):
         self._edit(managed, follow)
 
     def _edit(self, managed: Managed, edit: Callable[[Record, Part], None]) -> None:
-        """Run ``edit`` on every part, where its record lives."""
+        """Call ``edit`` for every part, with its record up to date where it lives."""
         self._initial_masters.pop(managed, None)
         parts = self._parts[managed]
         self._before_edit(self._record_of[part] for part in parts)
@@ -345,7 +347,7 @@ class RecordBackend(StateBackend):
         return [item for item in wanted if item in found]
 
     def _find_edited(self, record: Record, wanted: Collection[Managed]) -> list[Part]:
-        """One comparison on the device for the unit; one by one where that finds something."""
+        """The record's parts whose weights somebody else wrote to, found by one comparison on the device."""
         waiting = [part for part in record.parts if part.expected_weight is not None and part.owner in wanted]
         changed = [part for part in waiting if self._entries.awaits_weight(part)]
         segments = [
@@ -357,7 +359,7 @@ class RecordBackend(StateBackend):
         return [*changed, *self._differing_parts(record, segments, known)]
 
     def _differing_parts(self, record: Record, segments: Sequence[Segment], parts: Sequence[Part]) -> list[Part]:
-        """Those of ``parts`` (all in ``segments``) whose weights are not the ones the record belongs to."""
+        """Those of ``parts`` (all in ``segments``) whose weights are not those that the record belongs to."""
         assert self._fingerprints is not None
         staging, known, splitter = (
             self._staging_on(record.device),
@@ -373,18 +375,18 @@ class RecordBackend(StateBackend):
 
 
 def same_rounding(local: Tensor, master: Tensor) -> bool:
-    """Whether ``local`` holds exactly ``master`` rounded to its dtype (bits; NaN equals itself)."""
+    """Whether ``local`` is bit for bit ``master`` rounded to its dtype."""
     on_host = local.device.type == master.device.type == "cpu"
-    if on_host and local.shape == master.shape and local.numel() > _PIECE:  # by pieces that stay in cache
+    if on_host and local.shape == master.shape and local.numel() > _PIECE:  # in pieces that stay in the cache
         pieces = zip(local.reshape(-1).split(_PIECE), master.reshape(-1).split(_PIECE), strict=True)
         return all(same_rounding(one, other) for one, other in pieces)
     rounded = master.to(device=local.device, dtype=local.dtype)
-    bits = torch.int32 if local.dtype == torch.float32 else torch.int16  # fp32: the model was cast since
+    bits = torch.int32 if local.dtype == torch.float32 else torch.int16  # fp32: the model was cast afterwards
     return torch.equal(rounded.view(bits), local.contiguous().view(bits))
 
 
 def was_rounded_from(local: Tensor, master: Tensor) -> bool:
-    """Whether ``master`` says more than ``local``, which it rounds to."""
+    """Whether ``local`` is ``master`` rounded, and ``master`` has bits that it lost."""
     return same_rounding(local, master) and not torch.equal(master.to(local.device), local.float())
 
 

@@ -1,4 +1,4 @@
-"""Masters and state stay on the device: nothing moves, the most memory."""
+"""Masters and state stay on the device: nothing is copied, and it takes the most device memory."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ _CPU = torch.device("cpu")
 
 
 class ResidentBackend(RecordBackend):
-    """Records on the parameters' devices; what is handed out of them is live, but for masters that are split.
+    """Records on the parameters' devices. Entries that are read from them are live, except split masters.
 
-    Units are whole parameters, ``unit_elements`` together: they bound the memory for one unit's scaled gradients.
+    A unit is whole parameters of at most ``unit_elements`` together, which bounds the memory for scaled gradients.
 
     Args:
-        splitter: makes the splitter of bf16 masters for a device. With it masters are split where the update joins them
-            by itself: 10 bytes per parameter beside the weight with Adam instead of 12. Without it all are whole.
+        splitter: makes the splitter of bf16 masters for a device. With it, masters are split if a fused kernel updates
+            them: with Adam, 10 bytes per parameter in addition to the weight instead of 12. ``None``: all are whole.
     """
 
     name: ClassVar[str] = "resident"
@@ -49,7 +49,7 @@ class ResidentBackend(RecordBackend):
         self._live_tensors: dict[Part, dict[str, Tensor]] = {}
         self._slabs: dict[torch.device, HostSlab] = {}
         self._is_offloaded = False
-        self._lanes: dict[torch.device, Lanes] = {}  # of snapshots
+        self._lanes: dict[torch.device, Lanes] = {}  # for snapshots
         self._snapshot: DeviceSnapshot | None = None
 
     def fresh(self) -> ResidentBackend:
@@ -57,7 +57,7 @@ class ResidentBackend(RecordBackend):
 
     def register(self, managed: Sequence[Managed]) -> None:
         self._reload()
-        if not self._records and self._make_splitter is not None and any(map(_splits, managed)):
+        if not self._records and self._make_splitter is not None and any(map(_has_split_master, managed)):
             self._fingerprints = {}
         staying = self._unaffected_records(managed)
         kept = {part.owner for record in staying for part in record.parts}
@@ -69,7 +69,7 @@ class ResidentBackend(RecordBackend):
             record.close()
         self._live_tensors = {part: views for part, views in self._live_tensors.items() if part in self._record_of}
         self._entries = Entries(
-            functools.partial(_splitter_for_device, self._splitters, self._make_splitter), self._fingerprints
+            functools.partial(_cached_splitter, self._splitters, self._make_splitter), self._fingerprints
         )
         for item, entries in carried.items():
             if entries:
@@ -85,7 +85,7 @@ class ResidentBackend(RecordBackend):
         self.prepare()
 
     def abandon(self) -> None:
-        self._open = None
+        self._acquired = None
 
     def _acquire_slot(self, record: Record) -> Slot:
         self._before_write([record])
@@ -98,7 +98,7 @@ class ResidentBackend(RecordBackend):
         return slot
 
     def _release_slot(self, record: Record, slot: Slot, changed: bool) -> None:
-        """It lives there."""
+        """Nothing to do: the slot is the record's own memory."""
 
     def _reacquire_slot(self, record: Record, slot: Slot, relayout: Callable[[], None]) -> Slot:
         relayout()
@@ -108,17 +108,17 @@ class ResidentBackend(RecordBackend):
     def _coding(self, owner: Managed) -> Coding:
         if owner.own_master:
             return "own"
-        return "split" if self._fingerprints is not None and _splits(owner) else "whole"
+        return "split" if self._fingerprints is not None and _has_split_master(owner) else "whole"
 
     def _splitter_for(self, device: torch.device) -> MasterSplitter:
         if self._fingerprints is None:
-            return None  # type: ignore[return-value]  # masters are whole
-        return _splitter_for_device(self._splitters, self._make_splitter, device)
+            return None  # type: ignore[return-value]  # all masters are whole
+        return _cached_splitter(self._splitters, self._make_splitter, device)
 
     # -- state seen from outside
 
     def gather(self, managed: Managed) -> dict[str, Any]:
-        self._before_write(self._record_of[part] for part in self._parts.get(managed, ()))  # whoever gets it may do so
+        self._before_write(self._record_of[part] for part in self._parts.get(managed, ()))  # the user may write to it
         found = self.entries(managed)
         if not found or not managed.updated:
             return found
@@ -132,7 +132,7 @@ class ResidentBackend(RecordBackend):
         return found
 
     def is_live(self, managed: Managed, key: str) -> bool:
-        """Counters are not: the parameters of a record share them."""
+        """Whether the entry is live; counters are not, because the parameters of a record share them."""
         return any(key in self._live_tensors.get(part, ()) for part in self._parts.get(managed, ()))
 
     def pin(
@@ -146,9 +146,9 @@ class ResidentBackend(RecordBackend):
         splits = self._make_splitter is not None and self._fingerprints is not None
         snapshot, found = DeviceSnapshot(copies, self._make_splitter(_CPU) if splits else None), {}  # type: ignore[misc]
         kept = self._without_live_tensors(wanted)
-        written = set(self.changed(item for items in kept.values() for item in items) if splits else ())
+        edited = set(self.changed(item for items in kept.values() for item in items) if splits else ())
         for record, items in kept.items():
-            entries = {item: self._raw_entries(item, wanted[item]) for item in items if item not in written}
+            entries = {item: self._raw_entries(item, wanted[item]) for item in items if item not in edited}
             if entries:
                 found[record] = entries
         copies.reserve(sum(value.nbytes for each in found.values() for one in each.values() for value in one.values()))
@@ -162,7 +162,7 @@ class ResidentBackend(RecordBackend):
         return snapshot
 
     def _raw_entries(self, item: Managed, wanted: Collection[str]) -> dict[str, Tensor]:
-        """Some entries, and instead of a split master its rows: joining them here would take memory."""
+        """The wanted entries. A split master is returned as its rows, because joining it would take device memory."""
         (part,) = self._parts[item]
         if part.coding != "split":
             entries = self.entries(item)
@@ -180,7 +180,7 @@ class ResidentBackend(RecordBackend):
         }
 
     def _without_live_tensors(self, wanted: Iterable[Managed]) -> dict[Record, list[Managed]]:
-        """Those with state of which nobody holds a tensor, who could write to it at any time; by record."""
+        """The parameters with state whose record has no live tensors, to which a user could write at any time."""
         found: dict[Record, list[Managed]] = {}
         for item in wanted:
             if (
@@ -208,7 +208,7 @@ class ResidentBackend(RecordBackend):
             self._rebind_live_tensors(self._record_of[part])
 
     def _rebind_live_tensors(self, record: Record) -> None:
-        """What was handed out lies where the record lives now."""
+        """Point live tensors to the record's present memory."""
         for part in record.parts:
             known = self._live_tensors.get(part)
             if known and part.history is not None:
@@ -225,7 +225,7 @@ class ResidentBackend(RecordBackend):
         super().load(managed, entries)
 
     def _detach(self, part: Part, loaded: Mapping[str, Any]) -> None:
-        """Tensors handed out before a load keep their values, as with torch's own ``load_state_dict``.
+        """Tensors that were read before a load keep their values, as with torch's own ``load_state_dict``.
 
         An entry that is loaded from its own tensor (the user assigned another entry) stays live.
         """
@@ -268,11 +268,10 @@ class ResidentBackend(RecordBackend):
         scratch = sum(splitter.nbytes() for device, splitter in self._splitters.items() if device.type != "cpu")
         return scratch + sum(staging.nbytes() for staging in self._staging.values())
 
-    # -- device memory that is lent
+    # -- releasing device memory
 
     def release_device_memory(self) -> None:
-        """Records are on the host until the next step, or until they are loaded; readers find them there, in the same
-        tensors."""
+        """Offload the records to the host until the next step or load. Live tensors stay the same and move along."""
         for staging in self._staging.values():
             staging.free()
         records = [record for record in self._records.values() if record.bytes is not None]
@@ -290,10 +289,10 @@ class ResidentBackend(RecordBackend):
         self._is_offloaded = True
 
     def _reload(self) -> None:
-        """Back to the device, ready for what is queued next on the current stream.
+        """Bring offloaded records back to the device, ready for the next work on the current stream.
 
         Raises:
-            torch.OutOfMemoryError: the device has no room for all of it now; nothing was changed.
+            torch.OutOfMemoryError: the device has no room for all of them; nothing has changed.
         """
         if not self._is_offloaded:
             return
@@ -311,16 +310,16 @@ class ResidentBackend(RecordBackend):
             self._rebind_live_tensors(record)
 
     def _host_buffers(self, records: Sequence[Record]) -> list[Tensor]:
-        """One behind the other, in one slab per device that is kept: page-locking is slow."""
+        """Host memory for the records, in one slab per device. Slabs are reused, because page-locking is slow."""
         totals: dict[torch.device, int] = {}
         starts = []
         for record in records:
             starts.append(totals.get(record.device, 0))
             totals[record.device] = starts[-1] + -(-record.nbytes // 64) * 64
-        small = {d: size for d, size in totals.items() if d not in self._slabs or self._slabs[d].nbytes < size}
-        freed = sum(self._slabs[device].nbytes for device in small if device in self._slabs)
-        require(sum(small.values()) - freed, "releasing device memory: the optimizer state on the host")
-        for device, size in small.items():
+        too_small = {d: size for d, size in totals.items() if d not in self._slabs or self._slabs[d].nbytes < size}
+        freed = sum(self._slabs[device].nbytes for device in too_small if device in self._slabs)
+        require(sum(too_small.values()) - freed, "releasing device memory: the optimizer state on the host")
+        for device, size in too_small.items():
             if device in self._slabs:
                 self._slabs.pop(device).close()
             self._slabs[device] = HostSlab(size, device=device, what="released optimizer state")
@@ -337,7 +336,7 @@ class ResidentBackend(RecordBackend):
         self._reset()
 
 
-def _splitter_for_device(
+def _cached_splitter(
     known: dict[torch.device, MasterSplitter],
     make: Callable[[torch.device], MasterSplitter] | None,
     device: torch.device,
@@ -348,12 +347,12 @@ def _splitter_for_device(
     return known[device]
 
 
-def _splits(owner: Managed) -> bool:
+def _has_split_master(owner: Managed) -> bool:
     return owner.joined_in_update and coding_of(owner) == "split"
 
 
 def _pack(managed: Sequence[Managed], limit: int) -> list[Unit]:
-    """Consecutive parameters of one device, together at most ``limit`` elements, at least one each."""
+    """Units of consecutive parameters on one device: at most ``limit`` elements, or one larger parameter."""
     units: list[list[Managed]] = []
     filled = 0
     for item in managed:

@@ -1,8 +1,7 @@
-"""The ring: a few device buffers through which the records of all units pass, fetched ahead and written back behind.
+"""The ring: a few device buffers through which the records of all units pass. They are prefetched and written back.
 
-The host only submits. What may touch a slot when is said by three events per slot: ``staged`` (host→device),
-``updated`` (compute) and ``drained`` (device→host). A slot is refilled as soon as it is drained, for the next step
-too.
+The host only submits work. Three events per slot order it: ``staged`` (host→device), ``updated`` (compute) and
+``drained`` (device→host). A slot is refilled as soon as it has been written back, also for the next step.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ class Slot(record.Slot):
     def __init__(self, nbytes: int, lanes: Lanes) -> None:
         super().__init__(torch.empty(nbytes, dtype=torch.uint8, device=lanes.device))
         self.staged, self.updated, self.drained = lanes.event(), lanes.event(), lanes.event()
-        self.modified_early = False  # written to before it was taken
+        self.modified_early = False  # its record was modified before it was acquired
 
 
 class Ring:
-    """``count`` slots of ``slot_bytes``. One unit at a time is out of the ring: taken, and not yet given back.
+    """``count`` slots of ``slot_bytes``. One unit at a time is acquired.
 
     Raises:
         torch.OutOfMemoryError: the device has no room for it.
@@ -45,7 +44,7 @@ class Ring:
         self._allocate(count, slot_bytes)
 
     def _allocate(self, count: int, slot_bytes: int) -> None:
-        """New slots in place of the old ones; nothing may be under way on the device."""
+        """Replace the slots; nothing may be under way on the device."""
         self._free.clear()
         self.slots.clear()
         self.slot_bytes = slot_bytes
@@ -63,11 +62,11 @@ class Ring:
         return sum(slot.buffer.nbytes for slot in self.slots)
 
     def staged(self) -> list[Record]:
-        """The records that are fetched or being fetched, next one first."""
+        """The records that are fetched or being fetched, the next one first."""
         return [record for record, _ in self._staged]
 
     def prefetch(self, records: Sequence[Record]) -> None:
-        """These will be taken or looked at next, in this order: fetch as many as there are free slots."""
+        """Fetch these records, which will be acquired or peeked at in this order, as slots become free."""
         ahead = self.staged()
         if ahead != list(records[: len(ahead)]):
             self.drop_prefetched()
@@ -76,7 +75,7 @@ class Ring:
         self._fetch_next()
 
     def acquire(self, record: Record) -> Slot:
-        """The slot with ``record``, ready for what the caller does next (on its current stream or thread)."""
+        """The slot with ``record``, ready for the caller's next work (on its current stream or thread)."""
         self._lanes.check()
         staged = self._find(record)
         if staged is None:
@@ -89,15 +88,15 @@ class Ring:
         caller = self._lanes.caller()
         caller.wait(slot.staged)
         caller.wait(slot.drained)
-        self._staged.remove(staged)  # not before: an interrupt while waiting would lose the slot
+        self._staged.remove(staged)  # only now: an interrupt during the waits would lose the slot
         slot.modified_early = False
         return slot
 
     def peek(self, record: Record) -> Slot:
-        """The slot of one that will be taken soon, ready for what the caller does next with it."""
+        """The slot of a record that will be acquired soon, ready for the caller's next work."""
         self._lanes.check()
         staged = self._find(record)
-        assert staged is not None, f"{record.unit.label} is looked at, and stands in no slot of the ring"
+        assert staged is not None, f"{record.unit.label} was not prefetched"
         slot = staged[1]
         caller = self._lanes.caller()
         caller.wait(slot.staged)
@@ -109,23 +108,23 @@ class Ring:
         return next((staged for staged in self._staged if staged[0] is record), None)
 
     def grow(self, count: int, slot_bytes: int) -> Slot:
-        """Larger slots; what stood in the old ones is gone, in a taken one too. Returns a new one to go on with."""
+        """Replace the slots by larger ones, and return one of them. The contents of all old slots are lost."""
         self.drop_prefetched()
         self._allocate(count, slot_bytes)
         return self._free.popleft()
 
     def acquire_empty(self, count: int, slot_bytes: int) -> Slot:
-        """A slot of at least this size for a record that is in none, larger ones if need be (see :meth:`grow`);
-        nothing may be under way on the device."""
+        """A free slot of at least this size, after :meth:`grow` if necessary; nothing may be under way on the
+        device."""
         if slot_bytes > self.slot_bytes or not self.slots:
             return self.grow(count, slot_bytes)
         self.drop_prefetched()
         return self._free.popleft()
 
     def write_back(self, slot: Slot, record: Record, to: Record | Version) -> None:
-        """The caller has updated what is in ``slot``: copy it to the host after that, then refill the slot.
+        """Copy ``slot``, which the caller has updated, to the host, then refill it.
 
-        So are the previous weights that stand behind it, where they travel.
+        The previous weights that follow the record in the slot are copied too, if they are kept on the host.
         """
         caller, lane = self._lanes.caller(), self._lanes.device_to_host
         caller.record(slot.updated)
@@ -140,15 +139,15 @@ class Ring:
         self._recycle(slot)
 
     def discard(self, slot: Slot) -> None:
-        """Nothing in ``slot`` was changed: refill it once the caller is done reading."""
+        """Refill ``slot``, which the caller has not changed, once the caller has read it."""
         self._lanes.caller().record(slot.updated)
         self._recycle(slot)
 
     def drop_prefetched(self) -> None:
-        """Forget what is fetched (the records were edited, or others are needed); it stands in line again.
+        """Drop what was fetched, because the records were edited or others are needed; it will be fetched again.
 
         Raises:
-            LaneError: a record was written to before it was taken.
+            LaneError: a record was modified before it was acquired.
         """
         lost = next((record for record, slot in self._staged if slot.modified_early), None)
         if lost is not None:
@@ -159,7 +158,7 @@ class Ring:
             self._free.append(slot)
 
     def reset(self) -> None:
-        """After a failure: every slot is free, nothing is expected."""
+        """After a failure: make every slot free, and fetch nothing."""
         self._free, self._staged, self._upcoming = deque(self.slots), deque(), deque()
         for slot in self.slots:
             slot.modified_early = False
@@ -173,7 +172,7 @@ class Ring:
             self._fetch(self._upcoming.popleft(), self._free.popleft())
 
     def _fetch(self, record: Record, slot: Slot) -> None:
-        """Queue the copy of ``record`` into ``slot``: after the slot's last user and the record's last write."""
+        """Queue the copy of ``record`` to ``slot``, after the slot's last use and the record's last write-back."""
         lane = self._lanes.host_to_device
         source, target = record.bytes, slot.buffer[: record.nbytes]
         if source is not None:

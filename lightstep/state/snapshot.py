@@ -76,7 +76,7 @@ class Snapshot:
         for part, twin in zip(parts, self._parts[item.param], strict=True):
             record = home[part]
             if record not in self._copies:
-                self._copies[record] = record.twin()
+                self._copies[record] = record.shadow()
             self._record_of[twin] = self._copies[record]
             self._readers[self._copies[record]] += 1
 

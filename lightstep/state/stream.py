@@ -1,10 +1,10 @@
-"""Masters and state on the host, streamed through a small ring on the device while the step goes on.
+"""Masters and state on the host, streamed through a small ring of device buffers during the step.
 
-Each unit's record makes one trip each way: fetched while the units before it are being updated, written back while the
-ones behind it are. The bf16 weight on the device is the upper half of its master, so only the lower half travels.
+Each unit's record is copied once each way: it is fetched while earlier units are updated, and written back while later
+ones are. The bf16 weight on the device is the upper half of its master, so only the lower half is copied.
 
-``acquire``, ``release``, ``begin`` and ``finish`` work for whatever stream (on the CPU: thread) they are called on. For
-updates beside the caller's own work, submit a unit's whole walk to the compute lane::
+``acquire``, ``release``, ``begin`` and ``finish`` may be called on any stream (on the CPU: thread). For updates that
+run concurrently with the caller's own work, submit all work on a unit to the compute lane::
 
     backend.lanes.compute.run(lambda: update(unit))    # acquire → arithmetic → release, in there
 """
@@ -45,20 +45,23 @@ _CPU = torch.device("cpu")
 
 
 class StreamBackend(RecordBackend):
-    """State on the host; device memory is the ring, whatever the size of the model.
+    """State on the host. On the device it takes only the ring, whatever the size of the model.
 
     Args:
-        splitter: makes the splitter of bf16 masters for a device. prefetch_layers: units fetched ahead; the ring has
-        two slots more, for the one being updated and the one draining. ring_mib: device memory of the ring, scratch
-        for joined masters included. A unit takes at most one slot. slots: number of slots instead of
-        ``prefetch_layers + 2``. resident_gib: see :meth:`set_residency`. spare_host_gib: host memory for
-        second versions of records: of :meth:`attempt`, taken by :meth:`can_try`, and while a :meth:`pin` lasts.
-        previous_weights: where :meth:`attempt` keeps the weights as they were; ``auto``: on the host if state stays on
-        the device, else on the device while it has room.
+        splitter: makes the splitter of bf16 masters for a device.
+        prefetch_layers: number of units that are prefetched. The ring has two more slots, for the unit that is updated
+            and the one that is written back.
+        ring_mib: device memory of the ring, including scratch for joined masters. A unit takes at most one slot.
+        slots: number of slots, instead of ``prefetch_layers + 2``.
+        resident_gib: see :meth:`set_residency`.
+        spare_host_gib: host memory for second versions of records: for speculative updates, allocated by
+            :meth:`can_try`, and while a snapshot is read.
+        previous_weights: where speculative updates save the previous weights; ``auto``: on the host if some state stays
+            on the device, else on the device while it has room.
 
     Raises:
-        RingError: at ``register``, when the ring is too small for the smallest possible piece.
-        HostMemoryError: at ``register``, when the host has not enough memory.
+        RingError: at ``register``, if the ring is too small for the smallest possible piece.
+        HostMemoryError: at ``register``, if the host does not have enough memory.
     """
 
     name: ClassVar[str] = "stream"
@@ -123,8 +126,9 @@ class StreamBackend(RecordBackend):
 
     @property
     def failed(self) -> bool:
-        """A step broke off, here or between ``acquire`` and ``release``: ``begin`` refuses until state is loaded."""
-        return self._open is not None or (self._lanes is not None and self._lanes.failed)
+        """Whether a step failed, in the lanes or between ``acquire`` and ``release``. State must then be loaded before
+        the next ``begin``."""
+        return self._acquired is not None or (self._lanes is not None and self._lanes.failed)
 
     # -- set-up
 
@@ -164,11 +168,11 @@ class StreamBackend(RecordBackend):
                 self.load(item, entries)
 
     def _bytes_of(self, owner: Managed, elements: int) -> int:
-        """Of a record; at least of the weights, so that units of stateless optimizers have an end too."""
+        """Size in a record; at least that of the weights, which bounds the units of stateless optimizers too."""
         return max(self._layouts.record_bytes(owner, elements), aligned(elements) * owner.local.itemsize)
 
     def _capacity(self, managed: Sequence[Managed]) -> int:
-        """Bytes of a slot, such that all slots and the scratch for one unit's masters fit the ring."""
+        """Bytes of a slot, such that all slots and the scratch memory for one unit fit into the ring."""
         if not managed:
             return 1
         scratch = max(self._scratch_ratio(item) for item in managed)
@@ -208,21 +212,21 @@ class StreamBackend(RecordBackend):
 
     def prepare(self) -> None:
         if self._lanes is None or self.failed:
-            return  # `begin` says so
+            return  # `begin` raises the error
         self._residency.choose(self._by_residency_priority())
         new = any(record.bytes is None and record.nbytes for record in self._records.values())
         super().prepare()
         self._ensure_ring()
         self._residency.reload()
-        self._ensure_ring()  # more go through it where the device had no room for all that was chosen
+        self._ensure_ring()  # larger if the device had no room for all records that were chosen to stay
         if new:
             self._residency.invalidate()
         self._prepared = True
 
     def begin(self, managed: Collection[Managed], order: Sequence[Unit] | None = None) -> None:
         self.lanes.check()
-        if self._open is not None:
-            raise LaneError(f"the last step broke off at {self._open[0].unit.label}; load a checkpoint to go on")
+        if self._acquired is not None:
+            raise LaneError(f"the last step broke off at {self._acquired[0].unit.label}; load a checkpoint to go on")
         if not self._prepared:
             self.prepare()
         wanted = frozenset(managed)
@@ -233,10 +237,10 @@ class StreamBackend(RecordBackend):
         ]
         self._walk = list(self._fetch_order(self._walk))
         self._ensure_ring().prefetch(self._walk)
-        self.lanes.caller().wait(self._computed)  # the scratch, should the caller be on another stream than last time
+        self.lanes.caller().wait(self._computed)  # the last step may have used the scratch memory on another stream
 
     def _fetch_order(self, walk: Sequence[Record]) -> Iterator[Record]:
-        """In the order in which :meth:`look_ahead` and :meth:`acquire` ask for them first."""
+        """The records in the order in which :meth:`look_ahead` or :meth:`acquire` first needs them."""
         together = [record for record in walk if record.parts[0].owner.rows is not None]
         places = {record: place for place, record in enumerate(together)}
         asked = 0
@@ -251,9 +255,9 @@ class StreamBackend(RecordBackend):
     def finish(self) -> None:
         self.lanes.caller().record(self._computed)
         self._prepared = False
-        self._live_ring().prefetch(self._walk)  # warm slots for the next step
+        self._live_ring().prefetch(self._walk)  # for the next step
 
-    # -- updates that are tried
+    # -- speculative updates
 
     def can_try(self, units: Collection[Unit]) -> Sequence[Unit]:
         waiting = {
@@ -304,7 +308,7 @@ class StreamBackend(RecordBackend):
         )
         self._run(lambda: version.take_back(marks))
         self._live_ring().discard(slot)
-        self._open = None
+        self._acquired = None
 
     def _run(self, job: Callable[[], object]) -> None:
         self.lanes.caller().run(job)
@@ -317,7 +321,7 @@ class StreamBackend(RecordBackend):
 
     @property
     def _lookahead(self) -> int:
-        """Beside the slot that is updated and the one that drains."""
+        """All slots except the one that is updated and the one that is written back."""
         return min(max(self._slots - 2, 0), AHEAD)
 
     def _peek_slot(self, record: Record) -> Slot:
@@ -343,7 +347,7 @@ class StreamBackend(RecordBackend):
         self._versions.move_if_pinned(record, keep=True)
         relayout()
         if record in self._residency:
-            self._residency.drop([record])  # until the next step, which finds room for it or does not
+            self._residency.drop([record])  # the next step may choose it again
             slot = self._live_ring().acquire_empty(self._slot_count(record.nbytes), record.nbytes)
         elif record.nbytes > self._live_ring().slot_bytes:
             slot = self._live_ring().grow(self._slot_count(self._slot_bytes()), self._slot_bytes())
@@ -355,7 +359,7 @@ class StreamBackend(RecordBackend):
     # -- state seen from outside
 
     def gather(self, managed: Managed) -> dict[str, Any]:
-        """Copies: an edit could not follow what is cut, coded, or already fetched for the next step."""
+        """Copies of the entries. Live tensors are impossible: records are cut, coded, or fetched for the next step."""
         entries, home = self.entries(managed), self._record_of[self._parts[managed][0]].bytes
         live = None if home is None else home.untyped_storage().data_ptr()
         return {
@@ -387,18 +391,18 @@ class StreamBackend(RecordBackend):
             return None
         self.synchronize()
         kept = {item: keys for item, keys in wanted.items() if item.updated and self._is_on_host(item)}
-        looked = self._lanes.device.type != "cpu"  # for edits: a device takes no time, the CPU a thread's
-        for item in self.changed(kept) if looked else ():
+        compared = self._lanes.device.type != "cpu"  # a device finds edits now; on the CPU the reader's thread does
+        for item in self.changed(kept) if compared else ():
             del kept[item]
         if not kept:
             return None
         self._residency.write_back({self._record_of[part]: None for item in kept for part in self._parts[item]})
-        snapshot = Snapshot(self._versions, ChecksummedWeights(self._make_splitter(_CPU)))  # compared on the CPU alone
+        snapshot = Snapshot(self._versions, ChecksummedWeights(self._make_splitter(_CPU)))
         for item, keys in kept.items():
             snapshot.add(
                 item, keys, self._parts[item], self._record_of, None if item.own_master else weight_of(item.param)
             )
-        snapshot.pin(None if looked else self._fingerprints)
+        snapshot.pin(None if compared else self._fingerprints)
         return snapshot
 
     def _is_on_host(self, managed: Managed) -> bool:
@@ -411,9 +415,9 @@ class StreamBackend(RecordBackend):
     def _after_edit(self, records: Iterable[Record]) -> None:
         self._residency.mark_stale(records)
 
-    def _staging_on(self, device: torch.device, needs: Any = None) -> Staging:
+    def _staging_on(self, device: torch.device, sizes: Any = None) -> Staging:
         try:
-            return super()._staging_on(device, needs)
+            return super()._staging_on(device, sizes)
         except torch.OutOfMemoryError as error:
             raise torch.OutOfMemoryError(
                 f"no room on {device} for the masters of one unit beside the ring; lower optimizer_state.ring_mib"
@@ -421,7 +425,7 @@ class StreamBackend(RecordBackend):
 
     def _differing_parts(self, record: Record, segments: Sequence[Segment], parts: Sequence[Part]) -> list[Part]:
         changed = super()._differing_parts(record, segments, parts)
-        if self._ring is None:  # between steps, with the device memory given back
+        if self._ring is None:  # device memory was released
             self._staging_on(record.device).free()
         return changed
 
@@ -482,7 +486,7 @@ class StreamBackend(RecordBackend):
     # -- small parts
 
     def _ensure_ring(self) -> Ring:
-        """The ring, made (again) when units need another size, or more or fewer go through it."""
+        """The ring; replaced if slots must be larger, or if another number of records goes through it."""
         size, ring = self._slot_bytes(), self._ring
         if ring is None or ring.slot_bytes < size or len(ring.slots) != self._slot_count(ring.slot_bytes):
             self._wait_until_idle(self.lanes.device)
@@ -494,14 +498,14 @@ class StreamBackend(RecordBackend):
         return self._ensure_ring() if self._ring is None else self._ring
 
     def _slot_count(self, size: int) -> int:
-        """How many slots of ``size`` bytes: no more than records for them, and than fit the ring; at least one, and as
-        many as ranks look into that update parameters together."""
+        """Number of slots of ``size`` bytes: as many as records and ``ring_mib`` allow, and at least one; at least as
+        many as :meth:`look_ahead` needs if ranks update parameters together."""
         streamed, needed = len(self._streamed()), self._lookahead + 1 if self.awaited_by_others else 1
-        room = int(self._ring_mib * _MIB - self._scratch_bytes + self._slots)  # and what a capacity is rounded by
+        room = int(self._ring_mib * _MIB - self._scratch_bytes + self._slots)  # capacities were rounded down
         return min(streamed, max(min(self._slots, room // max(size, 1)), needed))
 
     def _slot_bytes(self) -> int:
-        """Of the largest record that goes through the ring, with what travels behind it."""
+        """Size of the largest record that goes through the ring, with the previous weights that follow it."""
         return max(map(self._versions.slot_bytes, self._streamed()), default=0)
 
     def _streamed(self) -> list[Record]:
@@ -513,7 +517,7 @@ class StreamBackend(RecordBackend):
         super()._wait_until_idle(device)
 
     def _by_residency_priority(self) -> list[Record]:
-        """The records, first those that stay on the device before others do."""
+        """The records, in the order in which they are chosen to stay on the device."""
         listed = dict.fromkeys(self._records.values())
         return list(dict.fromkeys([*(one for one in self._preferred_resident if one in listed), *listed]))
 
@@ -522,7 +526,7 @@ class StreamBackend(RecordBackend):
             self._ring.drop_prefetched()
 
     def _wait_and_reset(self) -> None:
-        """Nothing under way, nothing fetched: records may be edited. Ends a failure too."""
+        """Wait for all work and drop what was fetched, so that records may be edited. Clears a failure."""
         if self._lanes is None:
             return
         if self._lanes.failed:
@@ -530,7 +534,7 @@ class StreamBackend(RecordBackend):
             self._residency.reset()
         else:
             self._lanes.synchronize()
-        self._open, self._prepared = None, False
+        self._acquired, self._prepared = None, False
         if self._ring is not None:
             self._ring.reset()
 
@@ -538,5 +542,7 @@ class StreamBackend(RecordBackend):
 def _common_device(managed: Sequence[Managed]) -> torch.device:
     devices = sorted({str(item.local.device) for item in managed})
     if len(devices) != 1:
-        raise ValueError(f"parameters are on {', '.join(devices) or 'no device'}; the stream backend serves one device")
+        raise ValueError(
+            f"parameters are on {', '.join(devices) or 'no device'}; the stream backend needs all of them on one device"
+        )
     return managed[0].local.device

@@ -531,7 +531,7 @@ def test_a_failure_while_records_come_up_leaves_the_others_whole() -> None:
 
     tested.backend.lanes.delay = fail
     tested.backend.prepare()
-    with pytest.raises(LaneError, match=r"bringing up .* failed"):
+    with pytest.raises(LaneError, match=r"fetching .* failed"):
         tested.backend.synchronize()
     tested.backend.lanes.delay = None
     tested.items[3].local.copy_(weight)
