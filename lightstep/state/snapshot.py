@@ -1,8 +1,8 @@
-"""The state of parameters as it was at one moment, read later by another thread, whatever is updated meanwhile.
+"""The state of parameters at one moment, for another thread to read while updates go on.
 
-A snapshot is made of twins of records and parts. A twin has the record's bytes, which ``versions.py`` keeps everybody
-from writing to, and copies of what is not in the record: counters. The 16-bit weights whose masters' lower halves the
-record has are asked for when a master is put together. Twins are read like any record, and let go of record by record.
+A snapshot holds copies of the ``Record`` and ``Part`` objects. They refer to the records' memory, which is pinned: see
+``versions.py``. Only what is not in the records is copied: counters. A split master is joined when it is read, with the
+16-bit weight of that moment. Records are unpinned one by one as they have been read.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ __all__ = ["Snapshot"]
 
 
 class Snapshot:
-    """Entries of parameters, each of which is taken once, by one thread. While it is made, nothing is under way.
+    """Entries of parameters, each of which is taken once, by one thread. It is made while nothing is under way.
 
     Args:
-        versions: keep the records from being written to.
-        splitter: of bf16 masters on the host, used by nobody else; ``None``: masters are whole in the records, and show
-            themselves whether somebody else wrote to a weight.
+        versions: the pool that pins slabs.
+        splitter: of bf16 masters on the host, used by nobody else; ``None``: the records have whole masters, and a
+            comparison with them shows whether somebody else wrote to a weight.
     """
 
     def __init__(self, versions: Versions, splitter: MasterSplitter | None) -> None:
-        self._versions, self._masters_show = versions, splitter is None
+        self._versions, self._has_whole_masters = versions, splitter is None
         self._fingerprints: dict[Record, Tensor] = {}
         self._buffers = _Buffers()
         self._entries = Entries(lambda device: splitter, self._fingerprints, self._buffers.like)  # type: ignore[return-value,arg-type]
-        self._wanted: dict[Tensor, set[str]] = {}  # and not taken
+        self._wanted: dict[Tensor, set[str]] = {}  # not taken yet
         self._unwritten: Counter[Tensor] = Counter()
         self._weights: dict[Tensor, Callable[[], Tensor]] = {}
         self._parts: dict[Tensor, list[Part]] = {}
         self._record_of: dict[Part, Record] = {}
         self._copies: dict[Record, Record] = {}
         self._histories: dict[History, History] = {}
-        self._readers: Counter[Record] = Counter()  # parts of it that are still to be read
+        self._readers: Counter[Record] = Counter()  # parts that are still to be read
         self._current: tuple[Tensor, dict[str, Any]] | None = None
         self._taken: dict[tuple[Tensor, str], Tensor] = {}
         self._lock = threading.Lock()
@@ -57,14 +57,15 @@ class Snapshot:
         item: Managed,
         wanted: Collection[str],
         parts: Sequence[Part],
-        home: Mapping[Part, Record],
+        record_of: Mapping[Part, Record],
         weight: Callable[[], Tensor] | None,
     ) -> None:
-        """A parameter, and which of its entries will be taken.
+        """Add a parameter and the entries of it that will be taken.
 
         Args:
-            parts, home: where they are, in order.
-            weight: later, its local weight of this moment on the host; ``None``: it is its own master.
+            parts: those of the parameter, in order.
+            record_of: the record of each part.
+            weight: returns its local weight of this moment on the host, later; ``None``: it is its own master.
         """
         owner = copy.copy(item)
         owner.local = item.local.to("meta")
@@ -73,42 +74,42 @@ class Snapshot:
         if weight is not None:
             self._weights[item.param] = weight
         self._parts[item.param] = [self._copy_part(part, owner) for part in parts]
-        for part, twin in zip(parts, self._parts[item.param], strict=True):
-            record = home[part]
+        for part, copied in zip(parts, self._parts[item.param], strict=True):
+            record = record_of[part]
             if record not in self._copies:
                 self._copies[record] = record.shadow()
-            self._record_of[twin] = self._copies[record]
+            self._record_of[copied] = self._copies[record]
             self._readers[self._copies[record]] += 1
 
     def _copy_part(self, part: Part, owner: Managed) -> Part:
         assert part.history is not None
         if part.history not in self._histories:
             self._histories[part.history] = History(part.history.copy_values(), 1)
-        twin = copy.copy(part)
-        twin.owner, twin.history = owner, self._histories[part.history]
-        return twin
+        copied = copy.copy(part)
+        copied.owner, copied.history = owner, self._histories[part.history]
+        return copied
 
-    def pin(self, marks: Mapping[Record, Tensor] | None) -> None:
-        """From now on nobody writes to what was added.
+    def pin(self, fingerprints: Mapping[Record, Tensor] | None) -> None:
+        """Pin the records of all parameters that were added.
 
         Args:
-            marks: fingerprints of the records' weights; ``None``: nobody else has written to those, as far as whole
-                masters do not show it.
+            fingerprints: those of the records' weights, to find edits by others; ``None``: there are no edits, or whole
+                masters show them.
         """
-        if marks is not None:
+        if fingerprints is not None:
             self._fingerprints.update(
-                (twin, marks[record].to("cpu", copy=True)) for record, twin in self._copies.items()
+                (copied, fingerprints[record].to("cpu", copy=True)) for record, copied in self._copies.items()
             )
-        for twin in self._copies.values():
-            assert twin.slab is not None
-            self._versions.pin(twin.slab)
+        for copied in self._copies.values():
+            assert copied.slab is not None
+            self._versions.pin(copied.slab)
         self._copies, self._histories = {}, {}
 
     def __contains__(self, parameter: object) -> bool:
         return parameter in self._wanted
 
     def take(self, parameter: Tensor, key: str) -> Tensor:
-        """One entry of the parameter's local shape, on the host: the record's own bytes, or put together."""
+        """One entry on the host, in the parameter's local shape: a view of the record, or assembled from parts."""
         if self._current is None or self._current[0] is not parameter:
             self._current = parameter, self._entries_of(parameter)
         value: Tensor = self._current[1].pop(key)
@@ -120,7 +121,7 @@ class Snapshot:
         return value
 
     def written(self, parameter: Tensor, key: str) -> None:
-        """What was taken is not read any more; called by any thread."""
+        """The reader is done with an entry that it took. Any thread may call this."""
         with self._lock:
             self._recycle([self._taken.pop((parameter, key))])
             self._unwritten[parameter] -= 1
@@ -128,10 +129,10 @@ class Snapshot:
                 self._unpin(parameter)
 
     def _entries_of(self, parameter: Tensor) -> dict[str, Any]:
-        """A weight that somebody else wrote is the master."""
+        """All entries; the master of a weight that somebody else wrote to is that weight."""
         parts = self._parts[parameter]
         if parameter in self._weights:
-            parts[0].owner.local = self._weights.pop(parameter)()  # the twins' own owner
+            parts[0].owner.local = self._weights.pop(parameter)()  # the owner is a copy, too
         found = self._entries.read(self._record_of[parts[0]], parts[0]) if len(parts) == 1 else self._assemble(parts)
         if "master" in found and self._was_edited(parts, found["master"]):
             self._recycle([found["master"]])
@@ -139,7 +140,7 @@ class Snapshot:
         return found
 
     def _assemble(self, parts: Sequence[Part]) -> dict[str, Any]:
-        """Of a parameter that was cut."""
+        """The entries of a parameter that was cut into several parts."""
         local, whole = parts[0].owner.local, {}
         for part in parts:
             assert part.history is not None
@@ -156,7 +157,7 @@ class Snapshot:
 
     def _was_edited(self, parts: Sequence[Part], master: Tensor) -> bool:
         """Whether somebody else wrote to the weight before the snapshot was made."""
-        if self._masters_show:
+        if self._has_whole_masters:
             return not same_rounding(parts[0].owner.local, master)
         return any(self._entries.was_edited(self._record_of[part], part) for part in parts)
 
@@ -166,7 +167,7 @@ class Snapshot:
                 self._buffers.release(value)
 
     def close(self) -> None:
-        """Let go of what nobody has taken; nobody reads what was."""
+        """Unpin all records. Nobody reads what was taken any more."""
         with self._lock:
             self._current, self._taken, self._weights = None, {}, {}
             for parameter in list(self._parts):
@@ -184,7 +185,7 @@ class Snapshot:
 
 
 class _Buffers:
-    """Memory for what is put together, used again: fresh pages cost more than what is written to them."""
+    """Reusable memory for assembled entries: touching fresh pages would cost more than the copies."""
 
     def __init__(self) -> None:
         self._free: list[Tensor] = []
@@ -192,7 +193,7 @@ class _Buffers:
         self._lock = threading.Lock()
 
     def like(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        """Contiguous, on the host."""
+        """A contiguous tensor on the host, with the shape of ``tensor``."""
         nbytes = tensor.numel() * dtype.itemsize
         with self._lock:
             fitting = [buffer for buffer in self._free if buffer.nbytes >= nbytes]
@@ -200,13 +201,13 @@ class _Buffers:
                 buffer = min(fitting, key=lambda buffer: buffer.nbytes)
                 self._free = [other for other in self._free if other is not buffer]
             else:
-                self._free = sorted(self._free, key=lambda buffer: buffer.nbytes)[:-1]  # a larger one takes its place
+                self._free = sorted(self._free, key=lambda buffer: buffer.nbytes)[:-1]  # replaced by a larger one
                 buffer = torch.empty(max(nbytes, 1), dtype=torch.uint8, device="cpu")
             self._lent[buffer.data_ptr()] = buffer
         return buffer[:nbytes].view(dtype).view(tensor.shape)
 
     def release(self, tensor: Tensor) -> None:
-        """Nothing happens for memory of others."""
+        """Make the memory free again; does nothing if it is not from here."""
         with self._lock:
             buffer = self._lent.pop(tensor.data_ptr(), None)
             if buffer is not None:

@@ -155,7 +155,7 @@ class StreamBackend(RecordBackend):
             else:
                 self._splitter = self._make_splitter(device)
             self._computed, self._fingerprints = self._lanes.event(), {}
-        self._wait_and_reset()
+        self._reset_pipeline()
         carried = {item: self._read_entries(item) for item in new}
         for record in self._set_records(managed, [*staying, *records]):
             self._residency.drop([record])
@@ -205,8 +205,8 @@ class StreamBackend(RecordBackend):
         gathered = 0 if item.local.numel() >= LARGE else item.local.itemsize
         joined = 4 if coding_of(item) == "split" else 0
         widened = 4 * len(rounded_entries(item))
-        travelling = self._bytes_of(item, sample)
-        return (joined + gathered + widened) * sample / travelling if travelling else 0.0
+        record_bytes = self._bytes_of(item, sample)
+        return (joined + gathered + widened) * sample / record_bytes if record_bytes else 0.0
 
     # -- one step
 
@@ -368,7 +368,7 @@ class StreamBackend(RecordBackend):
         }
 
     def load(self, managed: Managed, entries: Mapping[str, Any]) -> None:
-        self._wait_and_reset()
+        self._reset_pipeline()
         super().load(managed, entries)
 
     def refresh(self, managed: Managed) -> None:
@@ -525,7 +525,7 @@ class StreamBackend(RecordBackend):
         if self._ring is not None:
             self._ring.drop_prefetched()
 
-    def _wait_and_reset(self) -> None:
+    def _reset_pipeline(self) -> None:
         """Wait for all work and drop what was fetched, so that records may be edited. Clears a failure."""
         if self._lanes is None:
             return

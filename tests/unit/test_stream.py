@@ -678,7 +678,9 @@ def test_too_little_host_memory_is_refused_before_anything_changes(monkeypatch: 
 def test_parameters_on_two_devices_are_refused() -> None:
     run = Run(streamed(3))
     other = torch.empty(3, device="meta")
-    with pytest.raises(ValueError, match="parameters are on cpu, meta; the stream backend serves one device"):
+    with pytest.raises(
+        ValueError, match="parameters are on cpu, meta; the stream backend needs all of them on one device"
+    ):
         run.register([*run.items, Managed(other, other, run.group, "other")])
 
 
