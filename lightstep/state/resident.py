@@ -19,7 +19,7 @@ from lightstep.state.kept_records import RecordBackend, same_rounding
 from lightstep.state.lanes import Lanes
 from lightstep.state.record import Coding, Part, Record, Slot, coding_of
 from lightstep.state.segment import MasterSplitter, Segment
-from lightstep.state.units import apart
+from lightstep.state.units import split_shared_updates
 
 __all__ = ["ResidentBackend"]
 
@@ -63,7 +63,7 @@ class ResidentBackend(RecordBackend):
         kept = {part.owner for record in staying for part in record.parts}
         new = [item for item in managed if item not in kept]
         carried = {item: self._read_entries(item) for item in new}
-        units = [unit for listed in apart(new) for unit in _pack(listed, self.unit_elements)]
+        units = [unit for listed in split_shared_updates(new) for unit in _pack(listed, self.unit_elements)]
         for record in self._set_records(managed, [*staying, *self._make_records(units, self._coding)]):
             self._slots.pop(record, None)
             record.close()
