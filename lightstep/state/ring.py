@@ -133,8 +133,8 @@ class Ring:
         if target is not None:
             lane.copy(target, source, f"writing back {record.unit.label}")
         if isinstance(to, Version) and to.previous.host is not None:
-            behind = slot.buffer[record.nbytes : record.nbytes + to.previous.nbytes]
-            lane.copy(to.previous.host, behind, f"keeping the weights of {record.unit.label}")
+            weights = slot.buffer[record.nbytes : record.nbytes + to.previous.nbytes]
+            lane.copy(to.previous.host, weights, f"saving the previous weights of {record.unit.label}")
         to.written_back = lane.record(slot.drained)
         self._recycle(slot)
 

@@ -280,7 +280,7 @@ class Segment:
             key, shape = next((key, shape) for key, _, shape in layout.entries if shape is not None)
             raise ValueError(
                 f"state {key!r} of {self.parts[0].owner.name} has shape {shape} for a piece of "
-                f"{self.stop - self.first} elements: this optimizer needs whole tensors; let its class say so "
+                f"{self.stop - self.first} elements: this optimizer needs whole tensors; declare that in its class "
                 "(whole_tensors = True)"
             )
         values = {k: v for k, v in self.state.items() if k not in rows}

@@ -189,7 +189,7 @@ class _Buffers:
 
     def __init__(self) -> None:
         self._free: list[Tensor] = []
-        self._lent: dict[int, Tensor] = {}
+        self._in_use: dict[int, Tensor] = {}
         self._lock = threading.Lock()
 
     def like(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -203,16 +203,16 @@ class _Buffers:
             else:
                 self._free = sorted(self._free, key=lambda buffer: buffer.nbytes)[:-1]  # replaced by a larger one
                 buffer = torch.empty(max(nbytes, 1), dtype=torch.uint8, device="cpu")
-            self._lent[buffer.data_ptr()] = buffer
+            self._in_use[buffer.data_ptr()] = buffer
         return buffer[:nbytes].view(dtype).view(tensor.shape)
 
     def release(self, tensor: Tensor) -> None:
         """Make the memory free again; does nothing if it is not from here."""
         with self._lock:
-            buffer = self._lent.pop(tensor.data_ptr(), None)
+            buffer = self._in_use.pop(tensor.data_ptr(), None)
             if buffer is not None:
                 self._free.append(buffer)
 
     def free(self) -> None:
         with self._lock:
-            self._free, self._lent = [], {}
+            self._free, self._in_use = [], {}

@@ -290,23 +290,17 @@ class StreamBackend(RecordBackend):
 
     def take_back(self, unit: Unit) -> None:
         record = self._records[unit]
-        version, marks = (
-            self._versions.discard(record),
-            None if self._fingerprints is None else self._fingerprints[record],
-        )
+        version = self._versions.discard(record)
+        fingerprints = None if self._fingerprints is None else self._fingerprints[record]
         if version.written_back is not None:
             self.lanes.caller().wait(version.written_back)
-        self._run(lambda: version.take_back(marks))
+        self._run(lambda: version.take_back(fingerprints))
 
     def _speculative_version(self, record: Record) -> Version | None:
         return self._versions.get(record)
 
     def _cancel_speculation(self, record: Record, slot: Any) -> None:
-        version, marks = (
-            self._versions.discard(record),
-            None if self._fingerprints is None else self._fingerprints[record],
-        )
-        self._run(lambda: version.take_back(marks))
+        self.take_back(record.unit)
         self._live_ring().discard(slot)
         self._acquired = None
 

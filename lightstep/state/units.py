@@ -16,7 +16,7 @@ SMALL_UNIT = 4 << 20
 
 _MIN_FILL = 16  # the rest of a unit is filled with a piece of the next tensor only if it is 1/16 of a slot or more
 
-Part = tuple[Managed, int, int]
+ParameterRange = tuple[Managed, int, int]
 Bytes = Callable[[Managed, int], int]
 """``bytes_of(managed, elements)``: the size of such a part in a slot; grows with ``elements``."""
 
@@ -99,7 +99,7 @@ def _must_stay_whole(item: Managed) -> bool:
     return item.whole_tensors or not item.local.is_contiguous()
 
 
-def _divide_layer(group: list[Managed], bytes_of: Bytes, capacity: int) -> list[list[Part]]:
+def _divide_layer(group: list[Managed], bytes_of: Bytes, capacity: int) -> list[list[ParameterRange]]:
     """One layer as units of at most ``capacity`` bytes, about equal where tensors may be cut."""
     for item in group:
         needed = smallest_piece(item, bytes_of)
@@ -125,8 +125,8 @@ class _UnitPacker:
 
     def __init__(self, bytes_of: Bytes, size: int, capacity: int) -> None:
         self._bytes_of, self._size, self._capacity = bytes_of, size, capacity
-        self._units: list[list[Part]] = []
-        self._open: list[Part] = []
+        self._units: list[list[ParameterRange]] = []
+        self._open: list[ParameterRange] = []
         self._used = 0
 
     def add_whole(self, item: Managed) -> None:
@@ -166,6 +166,6 @@ class _UnitPacker:
             self._units.append(self._open)
         self._open, self._used = [], 0
 
-    def units(self) -> list[list[Part]]:
+    def units(self) -> list[list[ParameterRange]]:
         self._close()
         return self._units
