@@ -85,7 +85,7 @@ class Managed:
         joined_in_update: a fused kernel joins and splits its masters, so nothing else needs them whole.
         updated: its state exists, from an update or from a checkpoint.
         provisional: its state is a placeholder that a checkpoint is about to replace; no update made it.
-        elsewhere: another replica owns its state and updates it; this one only receives the weight. Set by the backend.
+        is_remote: another replica owns its state and updates it; this one only receives the weight. Set by the backend.
     """
 
     param: Tensor
@@ -101,10 +101,10 @@ class Managed:
     joined_in_update: bool = False
     updated: bool = False
     provisional: bool = False
-    elsewhere: bool = False
+    is_remote: bool = False
 
     @property
-    def planned(self) -> int:
+    def planned_elements(self) -> int:
         """Elements to plan with: the same number on all ranks that update it together."""
         return self.local.numel() if self.rows is None else self.rows.most
 
@@ -240,11 +240,11 @@ class StateBackend(ABC):
     def keep_first(self, units: Sequence[Unit]) -> None:  # noqa: B027  (for backends that have a choice)
         """From the next step on, prefer the state of these units when choosing what stays on the device."""
 
-    def attempt(self, unit: Unit) -> None:
+    def speculate(self, unit: Unit) -> None:
         """Make the next update of this unit (:meth:`acquire` to :meth:`release`) speculative: it can be rolled back."""
         raise NotImplementedError(f"the {self.name} backend has one version of its state: no update can be speculative")
 
-    def tried(self, unit: Unit) -> bool:
+    def is_speculative(self, unit: Unit) -> bool:
         """Whether the unit has a speculative update that was neither committed nor rolled back."""
         return False
 
@@ -262,7 +262,7 @@ class StateBackend(ABC):
         """The state of one parameter: the base optimizer's entries and ``"master"`` (unless it is its own master).
 
         Tensors have the local shard's shape (or 0 dimensions) and are live where possible. Before the first update
-        there is only the master given to :meth:`start_from`, if any; ``{}`` if another replica owns the state. Call
+        there is only the master given to :meth:`start_from`. ``{}`` if another replica owns the state. Call
         :meth:`synchronize` first.
         """
 

@@ -33,7 +33,7 @@ class DeviceSnapshot:
     """
 
     def __init__(self, copies: KeptCopies, splitter: MasterSplitter | None) -> None:
-        self._room, self._splitter = copies.room, splitter
+        self._allocate, self._splitter = copies.allocate, splitter
         self._carriers: dict[Tensor, str | None] = {}  # for split masters that are not joined yet
         self._entries: dict[Tensor, dict[str, Tensor]] = {}
         self._weights: dict[Tensor, Callable[[], Tensor]] = {}
@@ -69,7 +69,7 @@ class DeviceSnapshot:
                 (part,) = (part for part in record.parts if part.owner is item)
                 self._carriers[item.param] = part.block.layout.carrier
             for key, value in found.items():
-                copies[key] = self._room(value)
+                copies[key] = self._allocate(value)
                 sources.append(value)
                 targets.append(copies[key])
         lane.copies(targets, sources, f"copying the state of {record.unit.label}")

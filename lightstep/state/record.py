@@ -198,13 +198,13 @@ class Part:
         """Shape of its master, and of the entries that have the parameter's shape."""
         return tuple(self.owner.local.shape) if self.whole else (self.elements,)
 
-    def of(self, tensor: Tensor) -> Tensor:
+    def slice(self, tensor: Tensor) -> Tensor:
         """This part of a tensor of the parameter's local shape."""
         return tensor if self.whole else tensor.reshape(-1)[self.start : self.stop]
 
     def flat_weight(self) -> Tensor:
         """This part of the weight, flat; a copy if the weight is not contiguous."""
-        return self.of(self.owner.local).contiguous().view(-1)
+        return self.slice(self.owner.local).contiguous().view(-1)
 
 
 class Block:

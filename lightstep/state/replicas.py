@@ -64,7 +64,7 @@ class SharedByReplicas(StateBackend):
         layouts = ExpectedLayouts()
 
         def cost(item: Managed) -> int:
-            return layouts.record_bytes(item, item.planned)
+            return layouts.record_bytes(item, item.planned_elements)
 
         self._owners = assign_owners(managed, cost, self._owners, self._replicas.size)
         for item, owner in self._owners.items():
@@ -118,9 +118,9 @@ class SharedByReplicas(StateBackend):
         return self.inner.acquire(unit, active, apart)
 
     def release(self, unit: Unit, updated: Sequence[Segment]) -> None:
-        tried = self.inner.tried(unit)
+        is_speculative = self.inner.is_speculative(unit)
         self.inner.release(unit, updated)
-        if not tried:
+        if not is_speculative:
             self._broadcasts.updated(unit)
 
     def ahead(self, managed: Collection[Managed], entry: str) -> int:
@@ -147,11 +147,11 @@ class SharedByReplicas(StateBackend):
     def keep_first(self, units: Sequence[Unit]) -> None:
         self.inner.keep_first(units)
 
-    def attempt(self, unit: Unit) -> None:
-        self.inner.attempt(unit)
+    def speculate(self, unit: Unit) -> None:
+        self.inner.speculate(unit)
 
-    def tried(self, unit: Unit) -> bool:
-        return self.inner.tried(unit)
+    def is_speculative(self, unit: Unit) -> bool:
+        return self.inner.is_speculative(unit)
 
     def commit(self, unit: Unit) -> None:
         self.inner.commit(unit)
@@ -169,15 +169,15 @@ class SharedByReplicas(StateBackend):
     # -- state seen from outside
 
     def entries(self, managed: Managed) -> dict[str, Any]:
-        return {} if managed.elsewhere else self.inner.entries(managed)
+        return {} if managed.is_remote else self.inner.entries(managed)
 
     def describe(self, managed: Managed) -> dict[str, Any]:
-        return {} if managed.elsewhere else self.inner.describe(managed)
+        return {} if managed.is_remote else self.inner.describe(managed)
 
     def gather(self, managed: Managed) -> dict[str, Any]:
         """Copies of the owner's :meth:`entries`; a collective over the replicas."""
         owner = self._owners[managed]
-        kept = {} if managed.elsewhere else self.inner.gather(managed)
+        kept = {} if managed.is_remote else self.inner.gather(managed)
         described = {key: _Description.from_value(value) for key, value in kept.items()}
         described = self._replicas.broadcast_object(described, owner)
         found = kept or {key: description.make(managed.local.device) for key, description in described.items()}
@@ -194,15 +194,15 @@ class SharedByReplicas(StateBackend):
         return self.inner.pin({item: keys for item, keys in wanted.items() if not item.elsewhere}, weight_of, copies)
 
     def load(self, managed: Managed, entries: Mapping[str, Any]) -> None:
-        if not managed.elsewhere:
+        if not managed.is_remote:
             self.inner.load(managed, entries)
 
     def refresh(self, managed: Managed) -> None:
-        if not managed.elsewhere:
+        if not managed.is_remote:
             self.inner.refresh(managed)
 
     def start_from(self, managed: Managed, master: Tensor) -> None:
-        if not managed.elsewhere:
+        if not managed.is_remote:
             self.inner.start_from(managed, master)
 
     def changed(self, items: Iterable[Managed]) -> list[Managed]:

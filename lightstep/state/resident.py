@@ -356,7 +356,7 @@ def _pack(managed: Sequence[Managed], limit: int) -> list[Unit]:
     units: list[list[Managed]] = []
     filled = 0
     for item in managed:
-        size = item.planned
+        size = item.planned_elements
         fits = units and filled + size <= limit and units[-1][0].local.device == item.local.device
         if fits:
             units[-1].append(item)

@@ -279,10 +279,10 @@ class StreamBackend(RecordBackend):
             self._preferred_resident = wanted
             self._residency.invalidate()
 
-    def attempt(self, unit: Unit) -> None:
+    def speculate(self, unit: Unit) -> None:
         self._versions.begin(self._records[unit])
 
-    def tried(self, unit: Unit) -> bool:
+    def is_speculative(self, unit: Unit) -> bool:
         return self._records[unit] in self._versions
 
     def commit(self, unit: Unit) -> None:

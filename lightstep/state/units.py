@@ -79,7 +79,7 @@ def _merge_small_layers(layers: list[list[Managed]], bytes_of: Bytes, limit: int
     together: list[list[Managed]] = []
     filled = limit + 1
     for layer in layers:
-        size = sum(bytes_of(item, item.planned) for item in layer)
+        size = sum(bytes_of(item, item.planned_elements) for item in layer)
         if filled + size <= limit:
             together[-1].extend(layer)
             filled += size
@@ -91,7 +91,7 @@ def _merge_small_layers(layers: list[list[Managed]], bytes_of: Bytes, limit: int
 
 def smallest_piece(item: Managed, bytes_of: Bytes) -> int:
     """Bytes of the smallest slot for this parameter."""
-    elements = item.planned
+    elements = item.planned_elements
     return bytes_of(item, elements if _must_stay_whole(item) else min(elements, CUT_ELEMENTS))
 
 
@@ -108,7 +108,7 @@ def _divide_layer(group: list[Managed], bytes_of: Bytes, capacity: int) -> list[
                 f"{item.name} needs {needed} bytes in one piece, and a slot of the ring has {capacity}; raise "
                 "optimizer_state.ring_mib"
             )
-    total = sum(bytes_of(item, item.planned) for item in group)
+    total = sum(bytes_of(item, item.planned_elements) for item in group)
     slack = max(bytes_of(item, min(item.local.numel(), CUT_ELEMENTS)) for item in group)
     size = min(capacity, -(-total // -(-max(total, 1) // capacity)) + slack)
     packer = _UnitPacker(bytes_of, size, capacity)
@@ -130,7 +130,7 @@ class _UnitPacker:
         self._used = 0
 
     def add_whole(self, item: Managed) -> None:
-        if self._used + self._bytes_of(item, item.planned) > self._capacity:
+        if self._used + self._bytes_of(item, item.planned_elements) > self._capacity:
             self._close()
         self._append(item, 0, item.local.numel())
 
@@ -159,7 +159,7 @@ class _UnitPacker:
 
     def _append(self, item: Managed, start: int, stop: int) -> None:
         self._open.append((item, start, stop))
-        self._used += self._bytes_of(item, stop - start if item.rows is None else item.planned)
+        self._used += self._bytes_of(item, stop - start if item.rows is None else item.planned_elements)
 
     def _close(self) -> None:
         if self._open:

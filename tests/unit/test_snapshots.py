@@ -395,8 +395,8 @@ def test_the_records_are_not_copied(tmp_path: Path, reader: Reader, monkeypatch:
     training = Training(STREAM)
     training.train(2)
     copied: list[Tensor] = []
-    room = KeptCopies.room
-    monkeypatch.setattr(KeptCopies, "room", lambda self, tensor: copied.append(tensor) or room(self, tensor))
+    allocate = KeptCopies.allocate
+    monkeypatch.setattr(KeptCopies, "allocate", lambda self, tensor: copied.append(tensor) or allocate(self, tensor))
     pending = training.strategy.save_checkpoint(tmp_path / "a", training.model, training.optimizer, asynchronous=True)
     assert sum(tensor.dtype == torch.bfloat16 for tensor in copied) == len(list(training.model.parameters()))
     beside = {tuple(tensor.shape) for tensor in copied if tensor.dtype == torch.float32}

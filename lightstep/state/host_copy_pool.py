@@ -23,7 +23,7 @@ _ADVICE = "A synchronous save (asynchronous=False) needs no copy"
 
 
 class KeptCopies:
-    """Copies of the tensors of one moment at a time; :meth:`start_over` reuses their memory for the next."""
+    """Copies of the tensors of one moment at a time; :meth:`reset` reuses their memory for the next."""
 
     def __init__(self) -> None:
         self._slabs: dict[torch.device, list[HostSlab]] = {}
@@ -37,7 +37,7 @@ class KeptCopies:
         """Size of the host memory."""
         return sum(slab.nbytes for slab in self._used)
 
-    def start_over(self) -> None:
+    def reset(self) -> None:
         """Drop all copies, and reuse their memory. Nobody may read them any more."""
         self._used = dict.fromkeys(self._used, 0)
         self._made, self._expected = {}, 0
@@ -52,7 +52,7 @@ class KeptCopies:
         if self._expected > self.nbytes:
             require(self._expected - self.nbytes, _WHAT, _ADVICE)
 
-    def room(self, tensor: Tensor) -> Tensor:
+    def allocate(self, tensor: Tensor) -> Tensor:
         """Host memory for a copy of ``tensor``, contiguous.
 
         Raises:
@@ -74,11 +74,11 @@ class KeptCopies:
         return HostSlab(nbytes, device=tensor.device, what=_WHAT)
 
     def copy(self, tensor: Tensor) -> Tensor:
-        """Copy a tensor's local part, in the order of the current stream; read the copy with :meth:`arrived`."""
+        """Copy a tensor's local part, in the order of the current stream; read the copy with :meth:`wait_for`."""
         local = local_tensor(tensor).detach()
-        return self.room(local).copy_(local, non_blocking=True)
+        return self.allocate(local).copy_(local, non_blocking=True)
 
-    def of(self, tensor: Tensor) -> Tensor:
+    def copy_once(self, tensor: Tensor) -> Tensor:
         """:meth:`copy`, made once per tensor until :meth:`seal`."""
         if tensor not in self._made:
             self._made[tensor] = self.copy(tensor)
@@ -91,7 +91,7 @@ class KeptCopies:
             if device.type != "cpu":
                 self._queued.setdefault(device, torch.Event(device)).record(torch.accelerator.current_stream(device))
 
-    def arrived(self, copy: Tensor) -> Tensor:
+    def wait_for(self, copy: Tensor) -> Tensor:
         """Wait for the copies, and return ``copy``; for the thread that reads, after :meth:`seal`."""
         for event in self._queued.values():
             event.synchronize()
