@@ -1,8 +1,8 @@
-"""AdamW and Adam on one run of parameters in one pass over memory, with the bits of the passes that it replaces.
+"""AdamW and Adam in one pass over memory, with the bits of the separate passes.
 
-Apart, the passes are: scale the gradient, join the master, torch's fused update, split it again. Together they move 66
-bytes of device memory per bf16 parameter; one kernel moves 26. It is compared with the passes on the spot, once for
-each kind of update that is asked for, and steps aside where one bit differs or Triton is missing.
+The separate passes are: scale the gradient, join the master, torch's fused update, split the master. They move 66 bytes
+of device memory per bf16 parameter; the fused kernel moves 26. Before its first use it is compared with the passes, for
+each kind of update. If one bit differs, or Triton is missing, the passes are used.
 """
 
 from __future__ import annotations
@@ -35,23 +35,23 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 _LONGEST = 1 << 20
-"""Updates after which bias corrections must be 1 in fp32: betas up to 0.99998."""
+"""Number of updates after which bias corrections must be 1 in fp32; that allows betas up to 0.99998."""
 
 
 class AdamRun(NamedTuple):
-    """A run's memory, flat and contiguous ``[n]`` but for ``step``, on one device. All but the gradient is written to.
+    """A run's memory on one device: flat, contiguous tensors ``[n]``, except ``step``. The gradient is only read.
 
     Attributes:
         gradient: bf16, fp16 or fp32, as backward left it.
         exp_avg, exp_avg_sq, max_exp_avg_sq: fp32; the last with ``amsgrad`` only.
-        weight: the parameters, where they are not their own masters.
-        low: int16, what :class:`~lightstep.precision.split.Splitter` keeps of bf16 weights' masters, whose last bit is
-            in the signs of ``exp_avg_sq``; ``None`` where ``master`` is given.
+        weight: the parameters; ``None`` if they are their own masters.
+        low: int16, the low halves of bf16 weights' masters as :class:`~lightstep.precision.split.Splitter` makes them,
+            with the extra bits in the signs of ``exp_avg_sq``; ``None`` if ``master`` is given.
         master: fp32.
         step: 0-dim fp32: the number of this update.
-        fingerprints: int32 ``[m]``, of which element ``number`` becomes that of the 16-bit weights, as
-            :meth:`~lightstep.precision.split.Splitter.fingerprints` makes it; ``None``: nobody wants it.
-        first: the place of the first element, for the fingerprint.
+        fingerprints: int32 ``[m]``; element ``number`` is set to the fingerprint of the 16-bit weights, as by
+            :meth:`~lightstep.precision.split.Splitter.fingerprints`. ``None``: no fingerprints are kept.
+        first: position of the first element, for the fingerprint.
     """
 
     gradient: Tensor
@@ -68,7 +68,7 @@ class AdamRun(NamedTuple):
 
 
 class AdamSettings(NamedTuple):
-    """Of one parameter group; ``lr`` may be a 0-dim fp32 tensor on the device."""
+    """Hyper-parameters of one parameter group; ``lr`` may be a 0-dim fp32 tensor on the device."""
 
     lr: float | Tensor
     beta1: float
@@ -80,18 +80,18 @@ class AdamSettings(NamedTuple):
 
 
 class Scaling(NamedTuple):
-    """``gradient / divisor * factor`` is what the update sees; with ``overflow`` 1 nothing changes. 0-dim fp32."""
+    """The update uses ``gradient / divisor * factor``; if ``overflow`` is 1 nothing changes. All are 0-dim fp32."""
 
     divisor: Tensor | None
     factor: Tensor | None
     overflow: Tensor
 
 
-def update(twin: ModuleType, runs: Sequence[AdamRun], settings: AdamSettings, scaling: Scaling) -> None:
-    """One update of each run by ``twin``, which :func:`runs_in_one_pass` has found right for their kind.
+def update(kernels: ModuleType, runs: Sequence[AdamRun], settings: AdamSettings, scaling: Scaling) -> None:
+    """Update each run once with ``kernels``, which :func:`runs_in_one_pass` has accepted for their kind.
 
     Args:
-        runs: of one kind, in the order of ``number``, and with the same ``fingerprints``.
+        runs: runs of one kind and with the same ``fingerprints``, in the order of ``number``.
     """
     _clear_fingerprints(runs)
     lr, device = settings.lr, runs[0].step.device
@@ -100,15 +100,15 @@ def update(twin: ModuleType, runs: Sequence[AdamRun], settings: AdamSettings, sc
     rate = lr if isinstance(lr, Tensor) else None
     tensors = (scaling.overflow, table, rate, scaling.divisor, scaling.factor)
     numbers = (0.0 if isinstance(lr, Tensor) else lr, *settings[1:5], table.shape[1])
-    twin.update(runs, tensors, numbers, settings.weight_decay != 0, settings.decoupled, settings.maximize)
+    kernels.update(runs, tensors, numbers, settings.weight_decay != 0, settings.decoupled, settings.maximize)
     for run in runs:
         written = run.master if run.weight is None else run.weight
         assert written is not None
-        torch.autograd.graph.increment_version(written)  # autograd refuses graphs that need the weight of before
+        torch.autograd.graph.increment_version(written)  # autograd then refuses graphs that need the old weight
 
 
 def _clear_fingerprints(runs: Sequence[AdamRun]) -> None:
-    """The kernel adds to them."""
+    """Set the fingerprints of these runs to zero: the kernel adds to them."""
     fingerprints = runs[0].fingerprints
     if fingerprints is None:
         return
@@ -119,9 +119,9 @@ def _clear_fingerprints(runs: Sequence[AdamRun]) -> None:
 
 @functools.lru_cache(maxsize=64)
 def corrections(beta1: float, beta2: float, device: torch.device) -> Tensor | None:
-    """``[2, updates]``: ``1 - beta1^t`` and ``sqrt(1 - beta2^t)`` for each number of updates, up to where both are 1.
+    """``[2, updates]``: ``1 - beta1^t`` and ``sqrt(1 - beta2^t)`` for each number of updates, until both are 1.
 
-    By torch's own ``pow`` on that device: no other has its last bits. ``None`` for betas that never get there.
+    Computed by torch's own ``pow`` on that device, for its exact bits. ``None`` for betas that need too many updates.
     """
     updates = 2
     for beta in (beta1, beta2):
@@ -139,24 +139,24 @@ def corrections(beta1: float, beta2: float, device: torch.device) -> Tensor | No
 
 @functools.cache
 def twin_on(device: torch.device) -> ModuleType | None:
-    """The kernel, where there is one for the device."""
+    """The module with the fused kernel, if there is one for this device."""
     if device.type != "cuda":
         return None
     try:
         from lightstep.precision import adam_triton
     except Exception as error:  # Triton fails in many ways: not installed, no compiler, no driver, unknown target
-        _stand_aside(device, f"{type(error).__name__}: {error}")
+        _warn_fallback(device, f"{type(error).__name__}: {error}")
         return None
     return adam_triton
 
 
-def runs_in_one_pass(twin: ModuleType, kind: Kind, settings: AdamSettings) -> bool:
-    """Whether ``twin`` gives torch's bits for updates of this kind: tried out the first time that somebody asks."""
-    return corrections(settings.beta1, settings.beta2, kind.device) is not None and _agrees(twin, kind)
+def runs_in_one_pass(kernels: ModuleType, kind: Kind, settings: AdamSettings) -> bool:
+    """Whether ``kernels`` gives torch's bits for updates of this kind; checked at the first call."""
+    return corrections(settings.beta1, settings.beta2, kind.device) is not None and _matches_torch(kernels, kind)
 
 
 def kind_of(run: AdamRun, settings: AdamSettings, scaling: Scaling) -> Kind:
-    """Of the run's update."""
+    """The kind of this run's update."""
     return Kind(
         run.step.device,
         run.gradient.dtype,
@@ -174,7 +174,7 @@ def kind_of(run: AdamRun, settings: AdamSettings, scaling: Scaling) -> Kind:
 
 
 class Kind(NamedTuple):
-    """Updates for which the kernel is compiled and checked apart."""
+    """A kind of update. The kernel is compiled and checked for each."""
 
     device: torch.device
     gradient: torch.dtype
@@ -201,31 +201,31 @@ class Kind(NamedTuple):
 
 
 @functools.cache
-def _agrees(twin: ModuleType, kind: Kind) -> bool:
+def _matches_torch(kernels: ModuleType, kind: Kind) -> bool:
     try:
         settings = (kind.settings(3e-4, 0.9, 0.999, 1e-8), kind.settings(2.0, 0.0, 0.95, 1e-3))
         cases = [(one, edges, step) for one in settings for edges in (False, True) for step in (1.0, 7.0, 4321.0)]
-        differing = [_differing(twin, kind, *case) for case in cases]
+        differing = [_differing(kernels, kind, *case) for case in cases]
         if not any(differing):
             logger.info("AdamW and Adam run in one pass on %s (%s)", kind.device, kind)
             return True
         reason = f"{', '.join(sorted(set().union(*differing)))} differ from torch's"
-    except Exception as error:  # a compiler or driver that fails in its own way: the passes apart work
+    except Exception as error:  # compilers and drivers fail in many ways; the separate passes work
         reason = f"{type(error).__name__}: {error}"
-    _stand_aside(kind.device, f"{reason}; {kind}")
+    _warn_fallback(kind.device, f"{reason}; {kind}")
     return False
 
 
-def _stand_aside(device: torch.device, reason: str) -> None:
+def _warn_fallback(device: torch.device, reason: str) -> None:
     logger.warning("AdamW and Adam run in several passes on %s, not in one (%s)", device, reason)
 
 
-def _differing(twin: ModuleType, kind: Kind, settings: AdamSettings, edges: bool, step: float) -> set[str]:
-    """What an update by ``twin`` leaves otherwise than the passes apart."""
+def _differing(kernels: ModuleType, kind: Kind, settings: AdamSettings, edges: bool, step: float) -> set[str]:
+    """Names of the tensors in which an update by ``kernels`` differs from the separate passes."""
     run, values = _example(kind, edges, step)
     by_passes = {name: value.clone() for name, value in values.items()}
     _update_in_passes(kind, by_passes, settings, step)
-    update(twin, [run], settings, kind.scaling())
+    update(kernels, [run], settings, kind.scaling())
     if run.low is not None:
         assert run.weight is not None
         Splitter(kind.device).join(run.weight.clone(), run.low, run.exp_avg_sq, values["master"])
@@ -239,7 +239,7 @@ def _differing(twin: ModuleType, kind: Kind, settings: AdamSettings, edges: bool
 
 
 def _example(kind: Kind, edges: bool, step: float) -> tuple[AdamRun, dict[str, Tensor]]:
-    """Memory for one update; its gradient, moments and master by name, those that are coded as copies."""
+    """Memory for one update, and its gradient, moments and master by name; a split master is joined in a copy."""
     special, generator = probe_masters(kind.device), torch.Generator().manual_seed(2)
 
     def numbers(scale: float) -> Tensor:
@@ -265,7 +265,7 @@ def _example(kind: Kind, edges: bool, step: float) -> tuple[AdamRun, dict[str, T
 
 
 def _update_in_passes(kind: Kind, values: dict[str, Tensor], settings: AdamSettings, step: float) -> None:
-    """Scale, torch's own update, and the weight rounded from its result."""
+    """Scale the gradient, run torch's own update, and round the weight from its result."""
     values["exp_avg_sq"].abs_()  # it may carry the bits of the master
     scaling, gradient = kind.scaling(), values["gradient"].float()
     if scaling.divisor is not None:

@@ -1,11 +1,11 @@
 """AdamW and Adam on runs of parameters in one pass over memory; imported only where Triton is installed.
 
-Operation by operation what torch's fused kernel does on CUDA, in its order, so that the bits are its bits: a moment is
+The kernel does the operations of torch's fused CUDA kernel in the same order, and so gives its bits: a moment is
 ``fma(beta, moment, fma(-beta, x, x))``, decay is one ``fma``, divisions and roots are correctly rounded, and nothing
-else is contracted. Around it, in registers, what :mod:`lightstep.precision.split` does before and after.
+else is contracted. Before and after, it joins and splits masters in registers, as :mod:`lightstep.precision.split`.
 
-Several runs share a launch, a row of its programs each, so that the GPU does not run dry between them. The work stands
-there twice, for whole blocks and for the last one: accesses behind a mask of any length are made one element at a time.
+Several runs share a launch, one row of programs each, so that the GPU is not idle between them. The body has two
+versions, for whole blocks and for the last one, because accesses under a mask are not vectorised.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _TENSORS = AdamRun._fields.index("number")  # they come first
 
 @triton.jit
 def _add_to_mark(mark, codes, place, inside):  # type: ignore[no-untyped-def]
-    """The fingerprint of these weights (int32 from their 16 bits) to that of all, where somebody wants it."""
+    """Add the fingerprint of these weights (int32 from their 16 bits) to the run's, if fingerprints are kept."""
     if mark is not None:
         tl.atomic_add(mark, tl.sum(tl.where(inside, mixed(codes, place), 0), axis=0), sem="relaxed")
 
@@ -77,7 +77,7 @@ def _block(  # type: ignore[no-untyped-def]
     updates = tl.minimum(tl.load(step).to(tl.int32), length - 1)
     rate = tl.div_rn(lr, tl.load(corrections + updates))
     root = tl.load(corrections + length + updates)
-    # Times minus one, since Triton's `-x` is `0 - x`: not minus zero where x is zero.
+    # Multiplied by -1.0, because Triton's `-x` is `0 - x`, which is +0 if x is 0.
 
     if divisor is not None:
         g = tl.div_rn(g, tl.load(divisor))
@@ -123,7 +123,7 @@ def _block(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _of(pointers, number, COUNT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """One of ``COUNT``."""
+    """Element ``number`` of ``COUNT`` pointers."""
     found = pointers[0]
     for i in tl.static_range(1, COUNT):
         found = tl.where(number >= i, pointers[i], found)
@@ -240,9 +240,9 @@ def update(
 
 
 def _batches(runs: Iterable[AdamRun]) -> Iterator[list[AdamRun]]:
-    """Runs that share a launch: about as long, since each gets as many programs as the longest.
+    """Batches of runs that share a launch. Their lengths are similar: each gets as many programs as the longest.
 
-    One that is not aligned is alone: a batch would be compiled for each combination of such.
+    A run that is not aligned gets a launch of its own: batches would be compiled for each combination of alignments.
     """
     batch: list[AdamRun] = []
     for run in sorted(runs, key=lambda run: -run.gradient.numel()):
@@ -276,5 +276,5 @@ def _launch(batch: Sequence[AdamRun], shared: tuple[Tensor | None, ...], numbers
 
 @functools.lru_cache(maxsize=4096)
 def _places(places: tuple[tuple[int, int, int], ...], device: torch.device) -> Tensor:
-    """``[3k]``: elements, number and first place of each run."""
+    """``[3k]``: number of elements, ``number`` and ``first`` of each run."""
     return torch.tensor(places, dtype=torch.int64, device="cpu").view(-1).to(device, non_blocking=True)

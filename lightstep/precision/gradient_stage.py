@@ -1,4 +1,4 @@
-"""fp32 memory in which one unit's gradients stand, scaled, while the base optimizer reads them."""
+"""fp32 memory for one unit's scaled gradients, which the base optimizer reads."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ __all__ = ["GradientStage", "scalable_in_place"]
 
 
 class Run(Protocol):
-    """Parameters whose gradients stand one behind the other.
+    """Parameters whose gradients are adjacent in the unit's flat order.
 
-    ``first``, ``stop``: elements of the unit's flat order; ``places``: first element (counted from ``first``) and shape
-    of each.
+    ``first``, ``stop``: their range of elements; ``places``: first element (counted from ``first``) and shape of each.
     """
 
     first: int
@@ -27,7 +26,7 @@ class Run(Protocol):
 
 
 class _Row:
-    """A run's place in the stage: all of it, its parameters, and what lies between them."""
+    """Views of a run's range in the stage: all of it, each parameter, and the padding between them."""
 
     def __init__(self, run: Run, buffer: Tensor) -> None:
         self.flat = buffer[run.first : run.stop]
@@ -39,40 +38,41 @@ class _Row:
 
 
 class GradientStage:
-    """Scaled gradients in the unit's flat order. The memory grows to the largest unit and is kept: a steady-state step
-    allocates nothing."""
+    """Scaled gradients in the unit's flat order. The memory grows to the largest unit and is kept, so later steps
+    allocate nothing."""
 
     def __init__(self) -> None:
         self._buffer: Tensor | None = None
         self._rows: WeakKeyDictionary[Run, _Row] = WeakKeyDictionary()
 
     def nbytes(self) -> int:
-        """Bytes held between steps."""
+        """Bytes allocated between steps."""
         return 0 if self._buffer is None else self._buffer.nbytes
 
     def free(self) -> None:
-        """Give the memory back; the next use takes it again."""
+        """Free the memory; the next use allocates it again."""
         self._buffer = None
         self._rows.clear()
 
     def reserve(self, elements: int, device: torch.device) -> None:
-        """Take the memory for a unit of so many elements.
+        """Allocate the memory for a unit of ``elements`` elements.
 
         Raises:
-            torch.OutOfMemoryError: there is no room.
+            torch.OutOfMemoryError: the device has no room.
         """
         if self._buffer is not None and self._buffer.numel() >= elements and self._buffer.device == device:
             return
         if self._buffer is not None and self._buffer.device.type != "cpu":
-            # Deferred updates use it on a stream that is not the one to which it will be given back.
+            # Deferred updates use it on another stream than the one on which it was allocated.
             self._buffer.record_stream(torch.accelerator.current_stream(self._buffer.device))
         self.free()
         self._buffer = torch.empty(elements, dtype=torch.float32, device=device)
 
     def gathered(self, run: Run, gradients: Sequence[Tensor]) -> Tensor:
-        """The gradients of one run in a row, not scaled; what lies between them is zero.
+        """The gradients of one run in one row, not scaled; the padding between them is zero.
 
-        A row-major gradient that is a run by itself is that row, in its own dtype; others are copied to the stage.
+        If the run is a single contiguous gradient, the row is that gradient, in its own dtype. Others are copied to the
+        stage.
         """
         if len(gradients) == 1 and gradients[0].is_contiguous():
             return gradients[0].view(-1)
@@ -90,15 +90,15 @@ class GradientStage:
         factor: Tensor | None,
         in_place: bool = True,
     ) -> list[Tensor]:
-        """``gradients / divisor * factor`` in fp32, one row for each run; what lies between gradients is zero.
+        """``gradients / divisor * factor`` in fp32, one row for each run; the padding between gradients is zero.
 
-        A row-major fp32 gradient that is a run by itself is scaled in place (it is consumed by the step); others are
+        If a run is a single contiguous fp32 gradient, it is scaled in place, since the step consumes it. Others are
         written to the stage.
 
         Args:
             gradients: for each run those of its parameters, in their shapes, of any float dtype, contiguous or not.
-            divisor: 0-dim fp32 loss scale to divide by, or ``None``.
-            factor: 0-dim fp32 to multiply with, or ``None``.
+            divisor: 0-dim fp32 loss scale, or ``None``.
+            factor: 0-dim fp32, or ``None``.
             in_place: whether gradients may be written to.
         """
         results, unscaled = [], []
@@ -139,5 +139,5 @@ class GradientStage:
 
 
 def scalable_in_place(gradient: Tensor) -> bool:
-    """Whether the stage has no need of memory for this gradient."""
+    """Whether the gradient can be scaled in place, without memory of the stage."""
     return gradient.dtype == torch.float32 and gradient.is_contiguous()

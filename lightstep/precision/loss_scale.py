@@ -18,7 +18,7 @@ _SMALLEST, _LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32
 
 
 class LossScale(ABC):
-    """The number the loss is multiplied with."""
+    """The number by which the loss is multiplied."""
 
     @property
     def scale(self) -> float:
@@ -31,17 +31,17 @@ class LossScale(ABC):
 
     @abstractmethod
     def update(self, overflow: bool | Tensor) -> None:
-        """Take note of one step: ``overflow`` is a bool or a 0-dim tensor, non-zero when the step was skipped."""
+        """Update the scale after a step. ``overflow``: a bool or a 0-dim tensor, non-zero if the step was skipped."""
 
     @property
     @abstractmethod
     def is_identity(self) -> bool:
-        """Whether the scale is always 1, so that nothing needs to be multiplied."""
+        """Whether the scale is always 1, so that no multiplication is needed."""
 
     @property
     @abstractmethod
     def power_of_two(self) -> bool:
-        """Whether every scale this object can reach is a power of two: dividing by it is then exact."""
+        """Whether every scale that this object can reach is a power of two, by which division is exact."""
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
@@ -49,7 +49,7 @@ class LossScale(ABC):
 
     @abstractmethod
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from :meth:`state_dict`. Settings (factors, limits) stay this object's own."""
+        """Restore :meth:`state_dict`. Settings (factors, limits) do not change."""
 
 
 class ConstantLossScale(LossScale):
@@ -74,7 +74,7 @@ class ConstantLossScale(LossScale):
         return self._value
 
     def update(self, overflow: bool | Tensor) -> None:
-        """Nothing: the scale is constant."""
+        """Does nothing: the scale is constant."""
 
     @property
     def is_identity(self) -> bool:
@@ -88,18 +88,18 @@ class ConstantLossScale(LossScale):
         return {"scale": self._value}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Nothing to continue: a constant scale is a setting."""
+        """Does nothing: a constant scale is a setting."""
 
     def __repr__(self) -> str:
         return f"ConstantLossScale(scale={self._value:g})"
 
 
 class DynamicLossScale(LossScale):
-    """A scale that searches for the largest value the gradients survive.
+    """A scale that adapts to the largest value without overflow.
 
-    After ``growth_interval`` steps without overflow in a row the scale is multiplied by ``growth_factor`` (the step
-    that completes the interval grows). An overflow resets that count, and from the ``hysteresis``-th overflow since
-    the last growth on, each one multiplies the scale by ``backoff_factor``. The scale stays within
+    After ``growth_interval`` consecutive steps without overflow the scale is multiplied by ``growth_factor``, in the
+    step that completes the interval. An overflow resets that count. From the ``hysteresis``-th overflow since the last
+    growth on, each overflow multiplies the scale by ``backoff_factor``. The scale stays within
     ``[min_scale, max_scale]``.
 
     Args:
@@ -185,9 +185,9 @@ class DynamicLossScale(LossScale):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from :meth:`state_dict`; a constant scale's state sets only the scale.
+        """Restore :meth:`state_dict`; the state of a constant scale sets only the scale.
 
-        The scale is brought into this object's ``[min_scale, max_scale]`` when those limits were changed.
+        The scale is clamped to this object's ``[min_scale, max_scale]``.
         """
         scale = _positive("scale", float(state_dict["scale"]))
         self._start = min(max(scale, self.min_scale), self.max_scale)

@@ -1,4 +1,4 @@
-"""Masters follow the model: who else wrote to a parameter since the last step?"""
+"""Detects parameters that somebody else wrote to since the last step; their masters must follow."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ Fingerprint = tuple[int, int]
 
 
 class ModelWatch:
-    """Notices parameters that were written to by somebody else.
+    """Detects writes to parameters by their version counters and addresses, at no cost.
 
-    Every in-place operation raises a tensor's version counter and an exchanged storage has another address, so that
-    looking is free. Writes through ``p.data`` raise no version: on the CPU, where comparing costs little beside the
-    step, every parameter is a suspect; on an accelerator call ``optimizer.refresh_master_weights()`` after such writes.
+    Every in-place operation increments a tensor's version counter, and another storage has another address. A write
+    through ``p.data`` does not increment it. On the CPU all parameters are therefore compared with their masters, which
+    costs little compared to the step. On an accelerator call ``optimizer.refresh_master_weights()`` after such writes.
     """
 
     def __init__(self) -> None:
         self._seen: dict[Hashable, Fingerprint] = {}
 
     def record(self, key: Hashable, local: Tensor) -> None:
-        """The parameter is now as the optimizer left it."""
+        """Remember the parameter's present version and address."""
         self._seen[key] = local._version, local.data_ptr()
 
     def untouched(self, key: Hashable, local: Tensor) -> bool:
-        """Whether nothing says that somebody else has written to the parameter since :meth:`record`."""
+        """Whether version and address are those of the last :meth:`record`."""
         return self._seen.get(key) == (local._version, local.data_ptr())
 
     def moved(self, key: Hashable, local: Tensor) -> bool:
-        """Whether the parameter's storage is another one than at :meth:`record`."""
+        """Whether the parameter has another address than at the last :meth:`record`."""
         seen = self._seen.get(key)
         return seen is None or seen[1] != local.data_ptr()
 
     def forget(self, key: Hashable) -> None:
-        """It has to be looked at in any case."""
+        """Forget the parameter: it counts as written to, whatever its version."""
         self._seen.pop(key, None)

@@ -1,17 +1,17 @@
-"""Moments in bf16: fp32 numbers rounded up or down at random, by noise that is a function of where they are.
+"""Stochastic rounding of moments to bf16, with noise that is a function of each element's position.
 
-Rounded to nearest, a second moment with ``beta2`` 0.999 stands still: an update changes it by less than half of the
-last bit, and is lost. Rounded up with a probability of what would be cut off, it is right on average.
+Rounded to nearest, a second moment with ``beta2`` 0.999 does not change: updates are smaller than half of the last bit
+and are lost. Rounded up with a probability in proportion to the cut-off part, it is right on average.
 
 The noise is a hash of the parameter's step, the entry's name and the element's number in the whole parameter, and of
-nothing else: it does not depend on how a parameter is sharded, staged or cut, and a run that is resumed goes on with
-the noise of the one that was not interrupted. All of it is integer arithmetic, the same on every device::
+nothing else. So it does not depend on how a parameter is sharded, staged or cut, and a resumed run has the same noise
+as an uninterrupted one. It is integer arithmetic, the same on every device::
 
     x  = number · NUMBER + a;   x ^= x >>> 16;   x = x · FIRST + b;   x ^= x >>> 15;   x *= SECOND     (mod 2^32)
     rounded = upper half of (fp32 bits + (x >>> 16))
 
-with ``a`` and ``b`` made of the step and the name by the same kind of mixing. An element's number counts modulo 2^32.
-What bf16 can represent stays as it is; NaN stay NaN.
+with ``a`` and ``b`` mixed from the step and the name in the same way. An element's number is taken modulo 2^32. Values
+that bf16 can represent do not change, and NaN stays NaN.
 """
 
 from __future__ import annotations
@@ -31,45 +31,45 @@ __all__ = ["StochasticRounding"]
 
 logger = logging.getLogger(__name__)
 
-_CHUNK = 1 << 18  # elements per pass: the scratch stays small, and in cache
-# Odd 32-bit numbers without structure; the last two are lowbias32's, the best known for two multiplications.
+_CHUNK = 1 << 18  # elements per pass: the scratch memory stays small and in the cache
+# Odd 32-bit numbers without structure. The last two are lowbias32's, the best known for two multiplications.
 NUMBER, STEP, KEY = 0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D
 FIRST, SECOND = 0x7FEB352D, 0x846CA68B
 
 
 class StochasticRounding:
-    """Rounds fp32 to bf16; flat contiguous tensors, in place, nothing allocated after the first call on a device.
+    """Rounds fp32 to bf16, for flat contiguous tensors. Nothing is allocated after the first call on a device.
 
-    On CUDA one Triton kernel does it, after it has been checked against the torch version on this very device.
+    On CUDA it uses one Triton kernel, once a check on this device has found the bits of the torch version.
     """
 
     def __init__(self) -> None:
-        self._rooms: dict[torch.device, _Room] = {}
+        self._scratches: dict[torch.device, _Scratch] = {}
 
     def round(self, value: Tensor, out: Tensor, entry: str, step: Any, numbers: Tensor | Window) -> None:
         """Write ``value`` (fp32, ``[n]``) to ``out`` (bf16, ``[n]``).
 
         Args:
             entry: name of the state entry.
-            step: how many updates the parameter has had: a 0-dim tensor on any device, or a number.
-            numbers: of the elements in their whole parameters, modulo 2^32 (int32, ``[n]``); or where they are.
+            step: number of updates of the parameter: a 0-dim tensor on any device, or a Python number.
+            numbers: the elements' numbers in their whole parameters, modulo 2^32 (int32, ``[n]``), or their window.
         """
-        room = self._room(value.device)
-        room.set_step(step)
-        twin = _checked_twin(value.device) if value.device.type == "cuda" else None
-        if twin is not None:
-            twin.round_stochastically(value, out, room.step, _salt(entry), numbers)
+        scratch = self._scratch(value.device)
+        scratch.set_step(step)
+        kernels = _checked_kernels(value.device) if value.device.type == "cuda" else None
+        if kernels is not None:
+            kernels.round_stochastically(value, out, scratch.step, _salt(entry), numbers)
         else:
-            _round(value, out, _salt(entry), numbers, room)
+            _round(value, out, _salt(entry), numbers, scratch)
 
-    def _room(self, device: torch.device) -> _Room:
-        if device not in self._rooms:
-            self._rooms[device] = _Room(device)
-        return self._rooms[device]
+    def _scratch(self, device: torch.device) -> _Scratch:
+        if device not in self._scratches:
+            self._scratches[device] = _Scratch(device)
+        return self._scratches[device]
 
 
-class _Room:
-    """Working memory on one device."""
+class _Scratch:
+    """Scratch memory on one device."""
 
     def __init__(self, device: torch.device) -> None:
         self.step, self.a, self.b, self.c = (torch.zeros((), dtype=torch.int32, device=device) for _ in range(4))
@@ -77,14 +77,14 @@ class _Room:
         self.rows: tuple[Tensor, ...] = ()
 
     def set_step(self, step: Any) -> None:
-        """A number that the host knows is handed over without waiting for the device."""
+        """Set the step, without waiting for the device if the step is on the host or on this device."""
         if isinstance(step, Tensor) and step.device == self.device:
             self.step.copy_(step)
         else:
             self.step.fill_(int(step))
 
-    def of(self, n: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Two rows and flags to work in, and 0, 1, 2 ..."""
+    def rows_for(self, n: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Two int32 rows and one of flags for intermediate results, and 0, 1, 2 …, each ``[n]``."""
         if not self.rows or self.rows[0].numel() < n:
             size = min(_CHUNK, n)
             x, y = (torch.empty(size, dtype=torch.int32, device=self.device) for _ in range(2))
@@ -98,16 +98,16 @@ def _salt(entry: str) -> int:
     return zlib.crc32(entry.encode())
 
 
-def _round(value: Tensor, out: Tensor, salt: int, numbers: Tensor | Window, room: _Room) -> None:
-    _mix_keys(salt, room)
+def _round(value: Tensor, out: Tensor, salt: int, numbers: Tensor | Window, scratch: _Scratch) -> None:
+    _mix_keys(salt, scratch)
     for start in range(0, value.numel(), _CHUNK):
         stop = min(start + _CHUNK, value.numel())
-        x, y, flags, counted = room.of(stop - start)
+        x, y, flags, counted = scratch.rows_for(stop - start)
         _number(x, y, counted, numbers, start)
-        x.mul_(_signed(NUMBER)).add_(room.a)
-        _shifted_onto(x, 16, y)
-        x.mul_(_signed(FIRST)).add_(room.b)
-        _shifted_onto(x, 15, y)
+        x.mul_(_signed(NUMBER)).add_(scratch.a)
+        _xor_shifted(x, 16, y)
+        x.mul_(_signed(FIRST)).add_(scratch.b)
+        _xor_shifted(x, 15, y)
         x.mul_(_signed(SECOND)).bitwise_right_shift_(16).bitwise_and_(0xFFFF)
         exact, bits = value[start:stop], value[start:stop].view(torch.int32)
         x.add_(bits).bitwise_right_shift_(16)
@@ -117,28 +117,28 @@ def _round(value: Tensor, out: Tensor, salt: int, numbers: Tensor | Window, room
         out[start:stop].view(torch.int16).copy_(x)  # int32 → int16 keeps the low half
 
 
-def _mix_keys(salt: int, room: _Room) -> None:
-    """``a`` and ``b`` of step and name."""
-    room.a.copy_(room.step).mul_(_signed(STEP)).add_(_signed(salt))
-    _mix(room.a, room.c)
-    room.b.copy_(room.a).add_(_signed(KEY))
-    _mix(room.b, room.c)
+def _mix_keys(salt: int, scratch: _Scratch) -> None:
+    """Mix ``a`` and ``b`` from the step and the name."""
+    scratch.a.copy_(scratch.step).mul_(_signed(STEP)).add_(_signed(salt))
+    _mix(scratch.a, scratch.c)
+    scratch.b.copy_(scratch.a).add_(_signed(KEY))
+    _mix(scratch.b, scratch.c)
 
 
 def _mix(x: Tensor, y: Tensor) -> None:
-    _shifted_onto(x, 16, y)
-    _shifted_onto(x.mul_(_signed(FIRST)), 15, y)
-    _shifted_onto(x.mul_(_signed(SECOND)), 16, y)
+    _xor_shifted(x, 16, y)
+    _xor_shifted(x.mul_(_signed(FIRST)), 15, y)
+    _xor_shifted(x.mul_(_signed(SECOND)), 16, y)
 
 
-def _shifted_onto(x: Tensor, by: int, y: Tensor) -> None:
-    """``x ^= x >>> by``; torch's shifts are arithmetic."""
+def _xor_shifted(x: Tensor, by: int, y: Tensor) -> None:
+    """``x ^= x >>> by``; ``y`` is scratch. torch has only arithmetic shifts, so the sign bits are masked."""
     torch.bitwise_right_shift(x, by, out=y)
     x.bitwise_xor_(y.bitwise_and_((1 << (32 - by)) - 1))
 
 
 def _number(x: Tensor, y: Tensor, counted: Tensor, numbers: Tensor | Window, start: int) -> None:
-    """The elements' numbers from ``start`` on, modulo 2^32, into ``x``."""
+    """Write the elements' numbers from ``start`` on, modulo 2^32, to ``x``."""
     if isinstance(numbers, Tensor):
         x.copy_(numbers[start : start + x.numel()])
         return
@@ -150,38 +150,38 @@ def _number(x: Tensor, y: Tensor, counted: Tensor, numbers: Tensor | Window, sta
 
 
 def _signed(number: int) -> int:
-    """Modulo 2^32, as a signed 32-bit number."""
+    """``number`` modulo 2^32, as a signed 32-bit number."""
     return (number + (1 << 31)) % (1 << 32) - (1 << 31)
 
 
 @functools.cache
-def _checked_twin(device: torch.device) -> ModuleType | None:
-    """The fused kernel, once it has given the torch version's bits on this device."""
+def _checked_kernels(device: torch.device) -> ModuleType | None:
+    """The fused kernel, if it gives the torch version's bits on this device."""
     try:
         from lightstep.precision import moments_triton
 
-        if moments_triton.available and _agrees(moments_triton, device):
+        if moments_triton.available and _matches_torch(moments_triton, device):
             return moments_triton
         reason = "it differs from the torch version" if moments_triton.available else "Triton is not installed"
-    except Exception as error:  # a compiler or driver that fails in its own way: the torch version works
+    except Exception as error:  # compilers and drivers fail in many ways; the torch version works
         reason = f"{type(error).__name__}: {error}"
     logger.warning("moments are rounded by plain torch operations on %s, not by a fused kernel (%s)", device, reason)
     return None
 
 
-def _agrees(twin: ModuleType, device: torch.device) -> bool:
-    """Whether ``twin`` gives the torch version's bits on every kind of number and place."""
-    generator = torch.Generator().manual_seed(0)  # leaves the user's dropout alone
+def _matches_torch(kernels: ModuleType, device: torch.device) -> bool:
+    """Whether ``kernels`` gives the torch version's bits for all kinds of numbers and positions."""
+    generator = torch.Generator().manual_seed(0)  # its own: the user's random state does not change
     n = _CHUNK + 4099
     bits = torch.randint(-(2**31), 2**31, (2 * n,), generator=generator, dtype=torch.int64, device="cpu")
     value, listed = (half.to(torch.int32).to(device) for half in bits.split(n))
-    room = _Room(device)
-    room.set_step(4321)
+    scratch = _Scratch(device)
+    scratch.set_step(4321)
     places = [Window(), Window((1 << 33) - 77), Window(5, 3 * 4099, 1 << 31, 12345), listed]
     for salt, numbers in enumerate(places, start=0x7FFFFFFE):
         expected, found = (torch.empty(n, dtype=torch.bfloat16, device=device) for _ in range(2))
-        _round(value.view(torch.float32), expected, salt, numbers, room)
-        twin.round_stochastically(value.view(torch.float32), found, room.step, salt, numbers)
+        _round(value.view(torch.float32), expected, salt, numbers, scratch)
+        kernels.round_stochastically(value.view(torch.float32), found, scratch.step, salt, numbers)
         if not torch.equal(expected.view(torch.int16), found.view(torch.int16)):
             return False
     return True

@@ -1,7 +1,7 @@
-"""The fused twin of :class:`~lightstep.precision.moments.StochasticRounding`: one kernel.
+"""The fused kernel of :class:`~lightstep.precision.moments.StochasticRounding`.
 
-Used only where it gave the torch version's bits on the spot. ``available`` is False without Triton. The work stands
-there twice, for whole blocks and for the last one, for the reason that ``split_triton`` gives.
+It is used only if it gives the bits of the torch version on the device. ``available`` is False without Triton. Its body
+has two versions, as in ``split_triton``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _BLOCK, _WARPS = 1024, 4
 
 
 def round_stochastically(value: Tensor, out: Tensor, step: Tensor, salt: int, numbers: Tensor | Window) -> None:
-    """See :meth:`StochasticRounding.round`; ``step`` is int32 on the device, ``salt`` that of the entry."""
+    """See :meth:`StochasticRounding.round`; ``step``: int32 on the device; ``salt``: that of the entry."""
     row, window = (numbers, Window()) if isinstance(numbers, Tensor) else (None, numbers)
     tensors = (value.view(torch.int32), out.view(torch.int16), step, row)
     salt = (salt + (1 << 31)) % (1 << 32) - (1 << 31)
@@ -34,7 +34,7 @@ if available:
 
     @triton.jit
     def _mix(x):  # type: ignore[no-untyped-def]
-        # The constants of moments.py (FIRST, SECOND) as signed numbers: a kernel reads no globals.
+        # FIRST and SECOND of moments.py as signed numbers, written out: a kernel cannot read globals.
         x = x ^ ((x >> 16) & 0xFFFF)
         x = x * 2146121005
         x = x ^ ((x >> 15) & 0x1FFFF)

@@ -1,8 +1,7 @@
 """``out = float(gradient) * factor`` in one pass over memory.
 
-torch has this as ``torch.mul`` with mixed dtypes, which on CUDA takes the slow path of casting kernels. The Triton twin
-below does the same IEEE operations; it is compared with torch on the spot, once per device, and steps aside where it
-differs or Triton is missing.
+torch does this by ``torch.mul`` with mixed dtypes, which on CUDA uses slow casting kernels. The Triton kernel does the
+same IEEE operations. It is checked against torch once per device, and not used if it differs or Triton is missing.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ _log = logging.getLogger(__name__)
 
 
 def scale_into(device: torch.device) -> ScaleInto:
-    """The fastest correct way on this device."""
+    """The fastest correct implementation on this device."""
     return _checked_triton(device) if device.type == "cuda" else _by_torch
 
 
 def _by_torch(gradient: Tensor, factor: Tensor, out: Tensor) -> None:
-    assert gradient.is_contiguous()  # the fused twin does not look at strides
+    assert gradient.is_contiguous()  # the fused kernel ignores strides
     # A 1-dim factor promotes to fp32 before multiplying; a 0-dim one would round the product to the gradient's dtype.
     torch.mul(gradient, factor, out=out)
 
@@ -37,7 +36,7 @@ def _checked_triton(device: torch.device) -> ScaleInto:
         from lightstep.precision.scale_triton import scale
 
         with torch.cuda.device(device):
-            if all(_agrees(scale, dtype, device) for dtype in (torch.bfloat16, torch.float16)):
+            if all(_matches_torch(scale, dtype, device) for dtype in (torch.bfloat16, torch.float16)):
                 return scale
         reason = "its result differs"
     except Exception as error:  # Triton fails in many ways: not installed, no compiler, no driver, unknown target
@@ -46,7 +45,7 @@ def _checked_triton(device: torch.device) -> ScaleInto:
     return _by_torch
 
 
-def _agrees(kernel: ScaleInto, dtype: torch.dtype, device: torch.device) -> bool:
+def _matches_torch(kernel: ScaleInto, dtype: torch.dtype, device: torch.device) -> bool:
     patterns = torch.arange(2**16, device=device, dtype=torch.int32).to(torch.int16).view(dtype)
     factor = torch.tensor([0.37 / 65536], dtype=torch.float32, device=device)
     ours, theirs = (torch.empty(patterns.numel(), dtype=torch.float32, device=device) for _ in range(2))

@@ -1,4 +1,4 @@
-"""The fused twin of :func:`lightstep.precision.scale_kernel.scale_into`; imported only where Triton is installed."""
+"""The fused kernel of :func:`lightstep.precision.scale_kernel.scale_into`; imported only where Triton is installed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _scale_kernel(gradient, factor, out, size, BLOCK: tl.constexpr):  # type: ig
     first = tl.program_id(0).to(tl.int64) * BLOCK
     place = first + tl.arange(0, BLOCK)
     by = tl.load(factor)
-    if first + BLOCK <= size:  # behind a mask of any length memory is read and written one element at a time
+    if first + BLOCK <= size:  # accesses under a mask are not vectorised
         tl.store(out + place, tl.load(gradient + place).to(tl.float32) * by)
     else:
         inside = place < size

@@ -1,15 +1,15 @@
-"""An fp32 master as the bf16 weight on the device, 16 low bits, and one bit more.
+"""Splits an fp32 master into the bf16 weight, its 16 low bits, and one extra bit.
 
-The bf16 weight is the master rounded to nearest even. Where rounding went down, the weight is the master's upper half;
-where it went up, the upper half plus one. So ``(weight, low half, went up)`` is the master exactly, and the third is
-needed: low bits ``0x8000`` with an even weight belong to two masters. It is kept where a bit is free, in the sign of
-a second moment that is never negative (Adam's ``exp_avg_sq``), or else in a bitmap.
+The bf16 weight is the master rounded to nearest even. If it was rounded down, the weight is the master's upper half; if
+up, the upper half plus one. So ``(weight, low half, rounded up)`` gives the master exactly. The third is needed: low
+bits ``0x8000`` with an even weight belong to two masters. This extra bit is kept in the sign of a second moment that is
+never negative (Adam's ``exp_avg_sq``), or else in a bitmap.
 
-The rule covers all 2^32 bit patterns: ±0, denormals, and finite masters that round to infinity are the same addition.
-A NaN is truncated instead, and counted as rounded up (by one, which leaves a NaN) when its upper half alone would read
-as infinity. Only the NaN's payload in the bf16 weight is then another one than ``param.copy_(master)`` writes.
+The rule covers all 2^32 bit patterns: ±0, denormals, and finite masters that round to infinity are no special cases. A
+NaN is truncated instead. If its upper half alone would be infinity, it counts as rounded up, by one, which is a NaN.
+Only the payload of such NaNs in the bf16 weight differs from what ``param.copy_(master)`` writes.
 
-fp16 parameters cannot be split this way: their exponent is shorter.
+fp16 parameters cannot be split this way, because their exponent is shorter.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ __all__ = ["Splitter"]
 
 logger = logging.getLogger(__name__)
 
-_CHUNK = 1 << 18  # elements per pass: the scratch stays small; a multiple of 8 for the bitmap
-_CHUNK_ON_CPU = 1 << 15  # for each thread: what its passes touch stays in the cache of its core
-# Of the fingerprint: odd 31-bit numbers without structure.
+_CHUNK = 1 << 18  # elements per pass: the scratch memory stays small; a multiple of 8 for the bitmap
+_CHUNK_ON_CPU = 1 << 15  # elements per thread and pass: they stay in the cache of its core
+# Constants of the fingerprint: odd 31-bit numbers without structure.
 _PLACE, _CODE, _FIRST_MIX, _SECOND_MIX = 0x1E3779B1, 0x05EBCA77, 0x7FEB352D, 0x046CA68B
 
 
 class Splitter:
-    """Splits and joins masters of one device; flat contiguous tensors, everything written in place.
+    """Splits and joins masters on one device. Tensors are flat and contiguous, and results are written in place.
 
-    Shapes are ``[n]`` throughout; ``extra`` is either the fp32 second moment (``[n]``, its signs carry the bits) or a
-    uint8 bitmap (``[ceil(n / 8)]``). On CUDA one fused Triton kernel does each direction, after it has been checked
-    against the torch version on this very device; without it, or should it differ, the torch version stays.
+    Shapes are ``[n]``, except ``extra``: it is the fp32 second moment (``[n]``, its signs carry the bits) or a uint8
+    bitmap (``[ceil(n / 8)]``). On CUDA each direction is one fused Triton kernel, if a check on this device finds the
+    bits of the torch version; otherwise the torch version is used.
 
     Nothing is allocated after the first call.
     """
@@ -47,36 +47,36 @@ class Splitter:
         self.device = device
         self._chunk = _CHUNK_ON_CPU * torch.get_num_threads() if device.type == "cpu" else _CHUNK
         self._scratch: _Scratch | None = None
-        self._fused = _checked_twin(device) if device.type == "cuda" else None
+        self._fused = _checked_kernels(device) if device.type == "cuda" else None
 
     def nbytes(self) -> int:
-        """Bytes of scratch held on the device."""
+        """Bytes of scratch memory on the device."""
         return 0 if self._scratch is None else self._scratch.nbytes
 
     def free(self) -> None:
-        """Give the scratch back; the next use takes it again."""
+        """Free the scratch memory; the next use allocates it again."""
         self._scratch = None
 
     def split(self, master: Tensor, weight: Tensor, low: Tensor, extra: Tensor) -> None:
         """Write ``master`` (fp32) to ``weight`` (bf16), ``low`` (int16) and the bits of ``extra``.
 
-        A sign-carrying ``extra`` keeps its magnitudes; its signs before do not matter (it is never negative).
+        If the signs of ``extra`` carry the bits, its magnitudes do not change and its previous signs are ignored.
         """
-        assert weight.is_contiguous()  # the fused twins do not look at strides
+        assert weight.is_contiguous()  # the fused kernels ignore strides
         if self._fused is not None:
             self._fused.split(master, weight, low, extra)
-            torch.autograd.graph.increment_version(weight)  # autograd refuses graphs that need the weight of before
+            torch.autograd.graph.increment_version(weight)  # autograd then refuses graphs that need the old weight
             return
         for a, b in self._chunks(master.numel()):
-            _split(master[a:b], weight[a:b], low[a:b], _part_of(extra, a, b), self._room(b - a))
+            _split(master[a:b], weight[a:b], low[a:b], _part_of(extra, a, b), self._scratch_for(b - a))
 
     def join(
         self, weight: Tensor, low: Tensor, extra: Tensor, master: Tensor, magnitudes: Tensor | None = None
     ) -> None:
-        """Write the fp32 ``master`` that :meth:`split` was given; clears the signs of a sign-carrying ``extra``.
+        """Write the fp32 ``master`` that :meth:`split` was given. Signs of ``extra`` that carry bits are cleared.
 
         Args:
-            magnitudes: where a sign-carrying ``extra`` goes without its signs, if it is to stay as it is.
+            magnitudes: if given, ``extra`` does not change, and its magnitudes are written here.
         """
         assert weight.is_contiguous()
         if self._fused is not None:
@@ -85,17 +85,17 @@ class Splitter:
             return
         for a, b in self._chunks(master.numel()):
             cleared = None if magnitudes is None else magnitudes[a:b]
-            _join(weight[a:b], low[a:b], _part_of(extra, a, b), master[a:b], cleared, self._room(b - a))
+            _join(weight[a:b], low[a:b], _part_of(extra, a, b), master[a:b], cleared, self._scratch_for(b - a))
 
     def fingerprints(self, weight: Tensor, first: int, ranges: Sequence[tuple[int, int]], out: Tensor) -> None:
-        """Write a sum over each range of ``weight`` (16-bit, ``[n]``) that depends on values and places to
-        ``out`` (int32, one element per range).
+        """Write a checksum of each range of ``weight`` (16-bit, ``[n]``) to ``out`` (int32, one element per range).
 
-        A master cannot show that somebody else wrote to the weight, since the weight is its upper half; this can.
+        It depends on values and positions, and shows that somebody else wrote to a weight. A split master cannot show
+        that, because the weight is its upper half.
 
         Args:
-            first: the place of the first element; weights that are compared stand at the same places.
-            ranges: in order, none reaching into another.
+            first: position of the first element. Compare weights at equal positions only.
+            ranges: in order, not overlapping.
         """
         assert weight.is_contiguous()
         out.zero_()
@@ -103,12 +103,12 @@ class Splitter:
             self._fused.fingerprints(weight, first, ranges, out)
             return
         for a, b in self._chunks(weight.numel()):
-            mixed, room = _mixed(weight[a:b], first + a, self._room(b - a)), self._room(b - a)
+            mixed, scratch = _mixed(weight[a:b], first + a, self._scratch_for(b - a)), self._scratch_for(b - a)
             begin = bisect.bisect_right(ranges, a, key=lambda one: one[1])
             end = bisect.bisect_left(ranges, b, key=lambda one: one[0])
-            _add_sums(mixed, [(max(x - a, 0), min(y, b) - a) for x, y in ranges[begin:end]], out[begin:end], room)
+            _add_sums(mixed, [(max(x - a, 0), min(y, b) - a) for x, y in ranges[begin:end]], out[begin:end], scratch)
 
-    def _room(self, n: int) -> _Scratch:
+    def _scratch_for(self, n: int) -> _Scratch:
         if self._scratch is None or self._scratch.a.numel() < n:
             self._scratch = _Scratch(min(self._chunk, -(-n // 8) * 8), self.device)
         return self._scratch
@@ -118,7 +118,7 @@ class Splitter:
 
 
 class _Scratch:
-    """Working memory of the torch version. Operands are brought to one dtype here: mixed ones would allocate."""
+    """Scratch memory of the torch version. Operands are converted to one dtype here: mixed ones would allocate."""
 
     def __init__(self, n: int, device: torch.device) -> None:
         self.a, self.b, self.c = (torch.empty(n, dtype=torch.int32, device=device) for _ in range(3))
@@ -133,24 +133,24 @@ def _part_of(extra: Tensor, a: int, b: int) -> Tensor:
     return extra[a // 8 : -(-b // 8)] if extra.dtype == torch.uint8 else extra[a:b]
 
 
-def _split(master: Tensor, weight: Tensor, low: Tensor, extra: Tensor, room: _Scratch) -> None:
+def _split(master: Tensor, weight: Tensor, low: Tensor, extra: Tensor, scratch: _Scratch) -> None:
     n = master.numel()
-    bits, upper, code = master.view(torch.int32), room.a[:n], room.b[:n]
+    bits, upper, code = master.view(torch.int32), scratch.a[:n], scratch.b[:n]
     low.copy_(bits)  # int32 → int16 keeps the low half
     torch.bitwise_right_shift(bits, 16, out=upper)
     # Round to nearest even: add half a unit, or a hair less when the upper half is even.
     torch.bitwise_and(upper, 1, out=code)
     code.add_(bits).add_(0x7FFF).bitwise_right_shift_(16)
-    _truncate_nan(master, upper, code, room)
+    _truncate_nan(master, upper, code, scratch)
     weight.view(torch.int16).copy_(code)
-    _store_bits(code.sub_(upper), extra, room)
+    _store_bits(code.sub_(upper), extra, scratch)
 
 
-def _truncate_nan(master: Tensor, upper: Tensor, code: Tensor, room: _Scratch) -> None:
+def _truncate_nan(master: Tensor, upper: Tensor, code: Tensor, scratch: _Scratch) -> None:
     n = master.numel()
-    kept, flag = room.c[:n], room.flag[:n]
+    kept, flag = scratch.c[:n], scratch.flag[:n]
     torch.bitwise_and(upper, 0x7F, out=kept)
-    torch.eq(kept, 0, out=flag)  # the payload is in the low half alone
+    torch.eq(kept, 0, out=flag)  # the payload is in the low half only
     kept.copy_(flag)
     kept.add_(upper)
     torch.ne(master, master, out=flag)
@@ -158,55 +158,55 @@ def _truncate_nan(master: Tensor, upper: Tensor, code: Tensor, room: _Scratch) -
 
 
 def _join(
-    weight: Tensor, low: Tensor, extra: Tensor, master: Tensor, magnitudes: Tensor | None, room: _Scratch
+    weight: Tensor, low: Tensor, extra: Tensor, master: Tensor, magnitudes: Tensor | None, scratch: _Scratch
 ) -> None:
     n = master.numel()
-    bits, upper = master.view(torch.int32), room.a[:n]
+    bits, upper = master.view(torch.int32), scratch.a[:n]
     upper.copy_(weight.view(torch.int16))
-    upper.add_(_take_bits(extra, magnitudes, n, room)).bitwise_left_shift_(16)
+    upper.add_(_take_bits(extra, magnitudes, n, scratch)).bitwise_left_shift_(16)
     bits.copy_(low)
     bits.bitwise_and_(0xFFFF).bitwise_or_(upper)
 
 
-def _store_bits(ones: Tensor, extra: Tensor, room: _Scratch) -> None:
-    """``ones`` (int32 0/1, the front of ``room.b``) into the signs or the bitmap of ``extra``."""
+def _store_bits(ones: Tensor, extra: Tensor, scratch: _Scratch) -> None:
+    """Write ``ones`` (int32 0/1, the start of ``scratch.b``) to the signs or the bitmap of ``extra``."""
     n = ones.numel()
     if extra.dtype != torch.uint8:
         extra.view(torch.int32).bitwise_and_(0x7FFFFFFF).bitwise_or_(ones.bitwise_left_shift_(31))
         return
-    columns, byte = room.b[: extra.numel() * 8].view(-1, 8), room.a[: extra.numel()]
-    room.b[n : extra.numel() * 8].zero_()
+    columns, byte = scratch.b[: extra.numel() * 8].view(-1, 8), scratch.a[: extra.numel()]
+    scratch.b[n : extra.numel() * 8].zero_()
     byte.copy_(columns[:, 0])
     for bit in range(1, 8):
         byte.add_(columns[:, bit], alpha=1 << bit)
     extra.copy_(byte)
 
 
-def _take_bits(extra: Tensor, magnitudes: Tensor | None, n: int, room: _Scratch) -> Tensor:
-    """The bits of ``extra`` as int32 0/-1 in ``room.b``; signs are cleared on the way, or only in ``magnitudes``."""
-    ones = room.b[:n]
+def _take_bits(extra: Tensor, magnitudes: Tensor | None, n: int, scratch: _Scratch) -> Tensor:
+    """The bits of ``extra`` as int32 0/-1 in ``scratch.b``; clears the signs in ``extra``, or in ``magnitudes``."""
+    ones = scratch.b[:n]
     if extra.dtype != torch.uint8:
         signed = extra.view(torch.int32)
         torch.bitwise_right_shift(signed, 31, out=ones)
         torch.bitwise_and(signed, 0x7FFFFFFF, out=signed if magnitudes is None else magnitudes.view(torch.int32))
         return ones
-    columns, byte = room.b[: extra.numel() * 8].view(-1, 8), room.c[: extra.numel()]
+    columns, byte = scratch.b[: extra.numel() * 8].view(-1, 8), scratch.c[: extra.numel()]
     byte.copy_(extra)
     for bit in range(8):
         torch.bitwise_right_shift(byte, bit, out=columns[:, bit])
     return ones.bitwise_and_(1).neg_()
 
 
-def _mixed(weight: Tensor, start: int, room: _Scratch) -> Tensor:
-    """mix(place · _PLACE + code · _CODE) mod 2^32 of each element, as signed numbers.
+def _mixed(weight: Tensor, start: int, scratch: _Scratch) -> Tensor:
+    """mix(position · _PLACE + code · _CODE) mod 2^32 of each element, as signed numbers.
 
-    ``mix`` is one-to-one, so that one code never looks like another in its place; and it is not linear in place or
-    code: sums of edits that undo each other in a linear hash (two rows exchanged) do not do so here.
+    ``mix`` is one-to-one, so two codes at the same position never give the same number. It is not linear in position
+    or code, so edits that cancel out in a linear hash (two swapped rows) do not cancel out here.
     """
     n = weight.numel()
-    mixed, shifted = room.a[:n], room.b[:n]
+    mixed, shifted = scratch.a[:n], scratch.b[:n]
     mixed.copy_(weight.view(torch.int16)).mul_(_CODE)
-    mixed.add_(room.places[:n]).add_(_wrap(start * _PLACE))
+    mixed.add_(scratch.places[:n]).add_(_wrap(start * _PLACE))
     for shift, factor in ((15, _FIRST_MIX), (13, _SECOND_MIX)):  # arithmetic shifts: torch has no others
         torch.bitwise_right_shift(mixed, shift, out=shifted)
         mixed.bitwise_xor_(shifted).mul_(factor)
@@ -214,14 +214,14 @@ def _mixed(weight: Tensor, start: int, room: _Scratch) -> Tensor:
     return mixed.bitwise_xor_(shifted)
 
 
-def _add_sums(numbers: Tensor, ranges: Sequence[tuple[int, int]], out: Tensor, room: _Scratch) -> None:
-    """Add the sum over each range to its element of ``out``: differences of running sums, mod 2^32."""
-    wide = room.wide[: numbers.numel()].copy_(numbers)  # `sum` and `cumsum` of other dtypes would allocate
+def _add_sums(numbers: Tensor, ranges: Sequence[tuple[int, int]], out: Tensor, scratch: _Scratch) -> None:
+    """Add the sum over each range to its element of ``out``, mod 2^32: differences of running sums."""
+    wide = scratch.wide[: numbers.numel()].copy_(numbers)  # `sum` and `cumsum` of other dtypes would allocate
     if len(ranges) == 1:
         ((a, b),) = ranges
-        out.add_(torch.sum(wide[a:b], dim=0, out=room.total))
+        out.add_(torch.sum(wide[a:b], dim=0, out=scratch.total))
     elif ranges:
-        running = room.sums[: numbers.numel() + 1]
+        running = scratch.sums[: numbers.numel() + 1]
         running[0] = 0
         torch.cumsum(wide, 0, out=running[1:])
         edges = torch.tensor(ranges, dtype=torch.int64, device="cpu").to(running.device)
@@ -235,28 +235,28 @@ def _wrap(value: int) -> int:
 
 
 @functools.cache
-def _checked_twin(device: torch.device) -> ModuleType | None:
-    """The fused kernels, once they have given the torch version's bits on this device."""
+def _checked_kernels(device: torch.device) -> ModuleType | None:
+    """The fused kernels, if they give the torch version's bits on this device."""
     try:
         from lightstep.precision import split_triton
 
-        if split_triton.available and _agrees(split_triton, device):
+        if split_triton.available and _matches_torch(split_triton, device):
             return split_triton
         reason = "they differ from the torch version" if split_triton.available else "Triton is not installed"
-    except Exception as error:  # a compiler or driver that fails in its own way: the torch version works
+    except Exception as error:  # compilers and drivers fail in many ways; the torch version works
         reason = f"{type(error).__name__}: {error}"
     logger.warning("masters are split by plain torch operations on %s, not by fused kernels (%s)", device, reason)
     return None
 
 
-def _agrees(twin: ModuleType, device: torch.device) -> bool:
-    """Whether ``twin`` gives the torch version's bits in split, join and fingerprints, on every kind of number."""
+def _matches_torch(kernels: ModuleType, device: torch.device) -> bool:
+    """Whether ``kernels`` give the torch version's bits in split, join and fingerprints, for all kinds of numbers."""
     master = probe_masters(device)
     n = master.numel()
-    generator = torch.Generator().manual_seed(1)  # leaves the user's dropout alone
+    generator = torch.Generator().manual_seed(1)  # its own: the user's random state does not change
     moments = torch.rand(n, generator=generator, dtype=torch.float32, device="cpu").to(device)
     for extra in (moments, torch.zeros(-(-n // 8), dtype=torch.uint8, device=device)):
-        expected, found = (_round_trip(one, master, extra.clone()) for one in (_plain(device), twin))
+        expected, found = (_round_trip(one, master, extra.clone()) for one in (_plain(device), kernels))
         if not all(torch.equal(x, y) for x, y in zip(expected, found, strict=True)):
             return False
     return True
@@ -289,7 +289,7 @@ def _round_trip(splitter: Splitter | ModuleType, master: Tensor, extra: Tensor) 
 
 
 def probe_masters(device: torch.device) -> Tensor:
-    """fp32 numbers of every kind (``[n]``, n odd): ties, zeros, denormals, infinities, NaN, and random bits."""
+    """fp32 numbers of all kinds (``[n]``, n odd): ties, zeros, denormals, infinities, NaN, and random bits."""
     exponents = [0, 1, 2, 126, 127, 253, 254, 255]
     uppers = {(e << 7) | m for e in exponents for m in (0, 1, 2, 0x3F, 0x40, 0x7E, 0x7F)}
     uppers |= {upper | 0x8000 for upper in uppers}

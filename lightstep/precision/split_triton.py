@@ -1,9 +1,9 @@
-"""The fused twins of :class:`~lightstep.precision.split.Splitter`: one kernel for each direction.
+"""Fused kernels for :class:`~lightstep.precision.split.Splitter`: one for each direction.
 
-Used only where they gave the torch version's bits on the spot. ``available`` is False without Triton.
+They are used only if they give the bits of the torch version on the device. ``available`` is False without Triton.
 
-Each kernel has its work twice, for whole blocks and for the last one: accesses behind a mask of any length are made one
-element at a time.
+Each kernel runs one version of its body for whole blocks and another for the last one, because accesses under a mask
+are not vectorised.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ except ImportError:
 
 available = triton is not None
 _BLOCK, _WARPS = 1024, 4
-_SUMMED, _SUMMING = 4096, 8  # larger blocks: each ends with an addition to the same few numbers
+_SUMMED, _SUMMING = 4096, 8  # larger blocks: each ends with atomic additions to the same few numbers
 
 
 def split(master: Tensor, weight: Tensor, low: Tensor, extra: Tensor) -> None:
@@ -48,7 +48,7 @@ def fingerprints(weight: Tensor, first: int, ranges: Sequence[tuple[int, int]], 
 
 @functools.lru_cache(maxsize=4096)
 def _tables(ranges: tuple[tuple[int, int], ...], n: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """``[2k]`` begin and end of each range; for each block the first range that reaches into it or beyond."""
+    """Begin and end of each range (``[2k]``), and for each block the first range that ends after its start."""
     heads = [bisect.bisect_right(ranges, block, key=lambda one: one[1]) for block in range(0, n, _SUMMED)]
     edges = [edge for one in ranges for edge in one]
     tables = (torch.tensor(x, dtype=torch.int64, device="cpu") for x in (edges, heads))
@@ -133,7 +133,7 @@ if available:
 
     @triton.jit
     def mixed(code, place):  # type: ignore[no-untyped-def]
-        """What a fingerprint adds up: ``_mixed`` of split.py, with its constants; a kernel reads no globals."""
+        """``_mixed`` of split.py, with its constants written out: a kernel cannot read globals."""
         bits = place.to(tl.int32) * 506952113 + code * 99338871
         bits = (bits ^ (bits >> 15)) * 2146121005
         bits = (bits ^ (bits >> 13)) * 74229387

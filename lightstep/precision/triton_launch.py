@@ -1,4 +1,4 @@
-"""Launches of Triton kernels whose compiled form is known, without the search for it: 10 microseconds, not 40."""
+"""Launches compiled Triton kernels directly, without Triton's lookup: in 10 microseconds instead of 40."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ _ALIGNMENT = 16  # kernels are specialised for addresses that are multiples of i
 
 
 def is_aligned(tensor: Tensor | None) -> bool:
-    """Whether a kernel that was compiled for an aligned address takes it."""
+    """Whether a kernel compiled for aligned addresses may use the tensor."""
     return tensor is None or tensor.data_ptr() % _ALIGNMENT == 0
 
 
 class Launcher:
-    """One kernel over flat tensors, ``block`` elements by each program.
+    """Launches one kernel on flat tensors; each program processes ``block`` elements.
 
-    Its parameters are tensors (or ``None``), then numbers, then the number of elements, then constants, of which the
-    last is ``BLOCK``. Numbers must not be specialised.
+    The kernel's parameters are tensors (or ``None``), numbers, the number of elements, and constants, of which the last
+    is ``BLOCK``. Numbers must not be specialised.
     """
 
     def __init__(self, kernel: Any, block: int, warps: int, **options: Any) -> None:
@@ -45,10 +45,10 @@ class Launcher:
         *constants: Any,
         wide: bool = False,
     ) -> None:
-        """Programs for ``n`` elements in each of ``rows``.
+        """Launch programs for ``n`` elements in each of ``rows`` rows.
 
         Args:
-            tensors: all that are among the arguments, some of them in tuples; the first is not ``None``.
+            tensors: all tensors among the arguments, including those in tuples; at least one is not ``None``.
             wide: a number among the arguments needs 64 bits.
         """
         dtypes, aligned, first = [], 0, None
@@ -64,5 +64,5 @@ class Launcher:
         if compiled is not None and not wide and torch.cuda.current_device() == device.index:
             compiled[grid](*given)
             return
-        with torch.cuda.device_of(first):  # Triton launches on the current device; nothing to do on the CPU
+        with torch.cuda.device_of(first):  # Triton launches on the current device
             self._compiled[key] = self._kernel[grid](*given, **self._options)

@@ -1,17 +1,17 @@
-"""The interface of a state backend, and the vocabulary it shares with ``step()``.
+"""The interface of a state backend, and the types it shares with ``step()``.
 
-How data goes through a step, unit by unit:
+A step processes one unit at a time:
 
 1. A *unit* is a few parameters, or a range of one. Its state is one :class:`~lightstep.state.record.Record`: a flat
-   buffer, field after field (``low | exp_avg | exp_avg_sq``), in each field one parameter behind the other.
+   buffer that holds one field after another (``low | exp_avg | exp_avg_sq``), each with the values of all parameters.
 2. ``acquire`` makes the record available on the device, in a :class:`~lightstep.state.record.Slot`: the record's own
-   memory (``resident``), a copy for this step (``bulk``) or a place in a ring (``stream``).
-3. What is updated in it is handed out as *segments* (:mod:`lightstep.state.segment`): runs of parameters that an
-   element-wise class takes for one. Weights are gathered, masters joined from them: one flat fp32 tensor per segment.
+   memory (``resident``), a copy for this step (``bulk``) or a slot of a ring (``stream``).
+3. ``acquire`` returns *segments* (:mod:`lightstep.state.segment`): runs of parameters that an element-wise optimizer
+   class updates as one. Each has one flat fp32 tensor of masters, joined from the weights and the record.
 4. The base optimizer updates the segments.
-5. ``release`` writes masters back to weights and record, and the record to where it lives.
+5. ``release`` writes the masters to weights and record, and the record to where it lives.
 
-A backend decides what is staged when, and where records live between steps.
+A backend decides where records live between steps and when they are copied.
 """
 
 from __future__ import annotations
@@ -34,22 +34,23 @@ if TYPE_CHECKING:
 
 
 class Rounding(Protocol):
-    """fp32 numbers to a shorter dtype, otherwise than to nearest; see ``lightstep.precision.moments``."""
+    """Rounds fp32 values to a shorter dtype, other than to nearest; see ``lightstep.precision.moments``."""
 
     def round(self, value: Tensor, out: Tensor, entry: str, step: Any, numbers: Tensor | Window) -> None: ...
 
 
 @dataclass(eq=False)
 class EntrySpec:
-    """What one entry of the base optimizer's state looks like, read off a probe at set-up.
+    """One entry of the base optimizer's state, as seen on a probe parameter at set-up.
 
     Attributes:
-        like_parameter: has the parameter's shape; otherwise it is a scalar (``step``) or a plain Python value.
-        dtype: of the tensor; ``None`` when the entry is no tensor.
-        on_device: whether torch keeps it on the parameter's device (a fused optimizer's ``step`` is, others' are not).
-        never_negative: second moments of classes known for it, or declared: their sign bit carries no information.
-        kept: what fp32 numbers are rounded to after each update, and kept in; ``None``: they stay what they are.
-        rounding: how; ``None`` is to nearest.
+        like_parameter: it has the parameter's shape; otherwise it is a scalar (``step``) or a plain Python value.
+        dtype: of the tensor; ``None`` if the entry is not a tensor.
+        on_device: torch keeps it on the parameter's device. A fused optimizer's ``step`` is there, others' are not.
+        never_negative: its sign bit carries no information: second moments of known classes, or declared ones.
+        kept: the dtype to which fp32 values are rounded after each update, and in which they are stored; ``None``:
+            they stay fp32.
+        rounding: how they are rounded; ``None``: to nearest.
     """
 
     like_parameter: bool
@@ -68,24 +69,23 @@ _WHOLE = Window()
 
 @dataclass(eq=False)
 class Managed:
-    """One trainable parameter in a backend's charge.
+    """One trainable parameter managed by a backend.
 
     Attributes:
         param: the model's own (D)Tensor: bf16, fp16 or fp32.
-        local: its plain local shard: a detached alias of the same storage.
+        local: its local shard as a plain tensor: a detached alias of the same storage.
         group: its live entry of ``optimizer.param_groups``.
-        name: its name in the model, when known; otherwise its place in the parameter groups.
-        layer: parameters with equal ``layer`` belong to one transformer block or FSDP module; ``None`` when unknown.
+        name: its name in the model if known, else its position in the parameter groups.
+        layer: parameters with equal ``layer`` belong to one transformer block or FSDP module; ``None`` if unknown.
         own_master: the parameter is its own master (fp32, or master weights are off).
         schema: the entries of its base optimizer's state.
-        whole_tensors: its base optimizer is not element-wise: it is never cut, and updated by itself.
-        rows: how it is divided among ranks that update it together; ``None``: this one updates what it has alone.
-        window: where its local elements are in the whole parameter, for entries that are rounded by their number.
-        joined_in_update: its class is updated by a kernel that joins and splits masters itself, so that nothing else
-            needs them whole.
+        whole_tensors: its base optimizer is not element-wise. The parameter is never cut, and is updated by itself.
+        rows: how it is sharded over the ranks that update it together; ``None``: this rank updates its shard alone.
+        window: where its local elements are in the whole parameter. Stochastic rounding depends on it.
+        joined_in_update: a fused kernel joins and splits its masters, so nothing else needs them whole.
         updated: its state exists, from an update or from a checkpoint.
-        provisional: its state only stands in for the one that a checkpoint is about to bring; no update made it.
-        elsewhere: another replica keeps its state and updates it; here only its weight arrives. Set by the backend.
+        provisional: its state is a placeholder that a checkpoint is about to replace; no update made it.
+        is_remote: another replica owns its state and updates it; this one only receives the weight. Set by the backend.
     """
 
     param: Tensor
@@ -101,46 +101,47 @@ class Managed:
     joined_in_update: bool = False
     updated: bool = False
     provisional: bool = False
-    elsewhere: bool = False
+    is_remote: bool = False
 
     @property
-    def planned(self) -> int:
-        """Elements to plan with: alike on ranks that update it together."""
+    def planned_elements(self) -> int:
+        """Elements to plan with: the same number on all ranks that update it together."""
         return self.local.numel() if self.rows is None else self.rows.most
 
 
 AHEAD = 2
-"""Units that ranks update together are begun before so many others are done, where there is room for them."""
+"""How many units that ranks update together may be started ahead of the current one, if there is room for them."""
 
 
 @dataclass(eq=False)
 class Unit:
-    """What is staged and updated together."""
+    """Parameters, or ranges of them, whose state is fetched, updated and written back together."""
 
     index: int
     parts: tuple[tuple[Managed, int, int], ...]
 
     @property
     def label(self) -> str:
-        """First and last parameter, for messages."""
+        """Names of the first and the last parameter, for messages."""
         first, last = self.parts[0][0].name, self.parts[-1][0].name
         return first if first == last else f"{first} … {last}"
 
 
 class PinnedState(Protocol):
-    """State entries as they were at one moment, read by another thread."""
+    """State entries as they were at one moment, for another thread to read."""
 
     def __contains__(self, parameter: object) -> bool:
-        """Whether its entries are here."""
+        """Whether the snapshot has entries of this parameter."""
 
     def take(self, parameter: Tensor, key: str) -> Tensor:
-        """One entry of the parameter's local shape, on the host, once. Nobody writes to it until :meth:`written`."""
+        """One entry on the host, in the parameter's local shape. It may be taken once, and stays valid until
+        :meth:`written`."""
 
     def written(self, parameter: Tensor, key: str) -> None:
-        """What was taken is not read any more; called by any thread."""
+        """The reader is done with an entry that it took. Any thread may call this."""
 
     def close(self) -> None:
-        """Let go of what nobody has taken."""
+        """Release the entries that nobody took."""
 
 
 class StateBackend(ABC):
@@ -148,134 +149,134 @@ class StateBackend(ABC):
 
     name: ClassVar[str]
     hands_out_state: ClassVar[bool] = True
-    """Whether :meth:`gather` returns the state itself (see :meth:`is_live`); otherwise copies, and writing to them
-    changes nothing."""
+    """Whether :meth:`gather` returns the state itself (see :meth:`is_live`) or copies, which have no effect on it."""
     in_lanes: bool = False
-    """Whether units may be updated in :attr:`lanes`, beside the caller's own work."""
+    """Whether units may be updated in :attr:`lanes`, concurrently with the caller's own work."""
     awaited_by_others: bool = False
-    """Whether other processes wait for units of this one, so that none may be left until somebody here asks for it."""
+    """Whether other processes wait for updates made here. If so, no update may be postponed until it is needed here."""
 
     def fresh(self) -> StateBackend:
-        """A new backend with this one's settings and nothing in its charge."""
+        """A new backend with the same settings and no parameters."""
         return type(self)()
 
     @abstractmethod
     def register(self, managed: Sequence[Managed]) -> None:
-        """Take charge of exactly these parameters: new ones join, those no longer listed leave with their state."""
+        """Manage exactly these parameters. New ones are added; those no longer listed are removed with their state."""
 
     @property
     def lanes(self) -> Lanes:
-        """Where updates beside the caller's own work are queued."""
+        """Streams (threads on the CPU) for updates that run concurrently with the caller's own work."""
         raise NotImplementedError(f"the {self.name} backend has no lanes")
 
     def arriving_with(self, complete_with: Mapping[Managed, int], end: int) -> dict[Managed, int]:
-        """For weights that other replicas send: the number of the job with which each is asked for.
+        """The index of the job that starts to receive each weight which another replica updates.
 
         Args:
-            complete_with: the number of the job with which each own parameter is updated.
-            end: that of the end of the step.
+            complete_with: the index of the job that completes the update of each own parameter.
+            end: the index of the job that ends the step.
         """
         return {}
 
     def receive(self, managed: Iterable[Managed]) -> None:  # noqa: B027  (nothing is sent where there are no replicas)
-        """What the caller does next finds these weights arrived; they have been asked for."""
+        """Order the caller's next work after the arrival of these weights, whose communication has started."""
 
     @abstractmethod
     def units(self) -> Sequence[Unit]:
         """All units, in update order."""
 
-    def prepare(self) -> None:  # noqa: B027  (an optional hook; `begin` does it for who has not)
-        """A step is about to be decided: take the device memory that it needs. No step may be under way.
+    def prepare(self) -> None:  # noqa: B027  (an optional hook; `begin` calls it if nobody else did)
+        """Allocate the device memory that a step needs, before anything is changed. No step may be under way.
 
         Raises:
-            torch.OutOfMemoryError: the device has no room; nothing has changed, and this may be called again.
+            torch.OutOfMemoryError: the device has no room. Nothing has changed, and this may be called again.
         """
 
     def begin(  # noqa: B027  (an optional hook)
         self, managed: Collection[Managed], order: Sequence[Unit] | None = None
     ) -> None:
-        """A step that updates these parameters starts.
+        """Start a step that updates these parameters.
 
         Args:
-            order: in which units will be acquired; ``None`` is that of :meth:`units`. Any other is right, and slower.
+            order: the expected order of :meth:`acquire`; ``None``: that of :meth:`units`. Units may be acquired in
+                another order, which is slower.
         """
 
     @abstractmethod
     def acquire(
         self, unit: Unit, active: Collection[Managed], apart: Mapping[Managed, object] | None = None
     ) -> list[Segment]:
-        """Masters and state of the unit's ``active`` parameters on the device, ready for work queued on the current
-        stream.
+        """Masters and state of the unit's ``active`` parameters on the device, ready for work on the current stream.
 
         Args:
-            apart: parameters with different objects here come in different segments.
+            apart: a key for each parameter; parameters with different keys are in different segments.
         """
 
     @abstractmethod
     def release(self, unit: Unit, updated: Sequence[Segment]) -> None:
-        """The unit is done: ``updated`` segments are written to their parameters and to where their state lives."""
+        """Finish the unit: write the ``updated`` segments to their parameters and to where their state lives."""
 
     def ahead(self, managed: Collection[Managed], entry: str) -> int:
-        """How many units behind the next :meth:`look_ahead` will be asked for; 0 unless all of these have ``entry``.
+        """How many units after the next one :meth:`look_ahead` can return; 0 unless all of these have ``entry``.
 
-        Units that ranks update together alone are counted, since those are the same on all ranks.
+        Only units that ranks update together count, because those are the same on all ranks.
         """
         return 0
 
     def look_ahead(self, unit: Unit, active: Collection[Managed]) -> list[tuple[Segment, Mapping[str, Tensor]]]:
-        """The segments that :meth:`acquire` will hand out of a later unit, and their entries, to be worked on already.
+        """The segments and entries that :meth:`acquire` will return for a later unit, for work on the current stream.
 
-        For work on the current stream. What is written to an entry is there when the unit is acquired.
+        A write to an entry is kept: :meth:`acquire` returns the new value.
         """
-        raise NotImplementedError(f"the {self.name} backend knows no unit before it is acquired")
+        raise NotImplementedError(f"the {self.name} backend cannot look ahead: a unit is available once it is acquired")
 
     def finish(self) -> None:  # noqa: B027  (an optional hook)
-        """The step is over: order what is still under way before the caller's next work."""
+        """End the step: order the caller's next work after what is still under way."""
 
     def can_try(self, units: Collection[Unit]) -> Sequence[Unit]:
-        """Those that :meth:`attempt` has memory for, taken here if need be; no step may be under way."""
+        """Allocate memory for speculative updates of these units; returns those with enough of it. No step may be
+        under way."""
         return ()
 
     def keep_first(self, units: Sequence[Unit]) -> None:  # noqa: B027  (for backends that have a choice)
-        """From the next step on, if some state stays on the device it is that of these units before others."""
+        """From the next step on, prefer the state of these units when choosing what stays on the device."""
 
-    def attempt(self, unit: Unit) -> None:
-        """The next :meth:`acquire` and :meth:`release` of this unit can be taken back."""
-        raise NotImplementedError(f"the {self.name} backend has one version of its state")
+    def speculate(self, unit: Unit) -> None:
+        """Make the next update of this unit (:meth:`acquire` to :meth:`release`) speculative: it can be rolled back."""
+        raise NotImplementedError(f"the {self.name} backend has one version of its state: no update can be speculative")
 
-    def tried(self, unit: Unit) -> bool:
-        """Whether the unit was updated since :meth:`attempt`, and nothing was said of it yet."""
+    def is_speculative(self, unit: Unit) -> bool:
+        """Whether the unit has a speculative update that was neither committed nor rolled back."""
         return False
 
-    def commit(self, unit: Unit) -> None:  # noqa: B027  (for backends that can try)
-        """The update that was tried counts."""
+    def commit(self, unit: Unit) -> None:  # noqa: B027  (for backends that can speculate)
+        """Make the unit's speculative update final."""
 
-    def take_back(self, unit: Unit) -> None:  # noqa: B027  (for backends that can try)
-        """The update that was tried does not count: on the current stream the weights become what they were."""
+    def take_back(self, unit: Unit) -> None:  # noqa: B027  (for backends that can speculate)
+        """Undo the unit's speculative update; weights are restored by work on the current stream."""
 
     def abandon(self) -> None:  # noqa: B027  (an optional hook)
-        """The step broke off with an error: do what other processes wait for. Raises nothing."""
+        """The step failed: send what other processes wait for. Raises nothing."""
 
     @abstractmethod
     def entries(self, managed: Managed) -> dict[str, Any]:
-        """The state of one parameter: base optimizer's entries and ``"master"`` (unless it is its own).
+        """The state of one parameter: the base optimizer's entries and ``"master"`` (unless it is its own master).
 
-        Tensors have the local shard's shape (or 0 dimensions) and are live where they can be. Before the first update
-        only what :meth:`start_from` was given, if anything; ``{}`` where the state is elsewhere. Call
+        Tensors have the local shard's shape (or 0 dimensions) and are live where possible. Before the first update
+        there is only the master given to :meth:`start_from`. ``{}`` if another replica owns the state. Call
         :meth:`synchronize` first.
         """
 
     def describe(self, managed: Managed) -> dict[str, Any]:
-        """:meth:`entries` without their numbers: tensors are on the meta device."""
+        """:meth:`entries` with all tensors on the meta device."""
         return {
             key: torch.empty_like(value, device="meta") if isinstance(value, Tensor) else value
             for key, value in self.entries(managed).items()
         }
 
     def gather(self, managed: Managed) -> dict[str, Any]:
-        """:meth:`entries` of whoever keeps them: where replicas share the work, every one of them calls this.
+        """:meth:`entries`, from the replica that owns them. A collective where replicas shard the state.
 
-        The state itself or copies of it: see :attr:`hands_out_state`.
+        Returns the state itself or copies of it: see :attr:`hands_out_state`.
         """
         return self.entries(managed)
 
@@ -285,79 +286,83 @@ class StateBackend(ABC):
         weight_of: Callable[[Tensor], Callable[[], Tensor]],
         copies: KeptCopies | None,
     ) -> PinnedState | None:
-        """These entries as they are now, for another thread to read while updates go on; of some parameters.
+        """A snapshot of these entries, for another thread to read while updates go on.
 
-        Nothing may be under way. The state of parameters that are not in the snapshot has to be read by other means.
+        Nothing may be under way. The snapshot may lack some parameters, or be ``None``: read those by other means.
 
         Args:
-            weight_of: what returns a parameter's local weight of this moment on the host, when it is called.
-            copies: host memory for copies until the snapshot is closed. ``None``: nothing is updated until then, and
+            weight_of: for a parameter, a function that returns its present local weight on the host when it is called.
+            copies: host memory for copies until the snapshot is closed. ``None``: nothing is updated before that, so
                 nothing has to be copied.
         """
         return None
 
     def is_live(self, managed: Managed, key: str) -> bool:
-        """Whether the entry that :meth:`gather` has just returned is the state itself."""
+        """Whether the entry that :meth:`gather` has just returned is the state itself, and not a copy.
+
+        It stays live until the parameter's state is loaded: the tensor then keeps its value and is the user's alone.
+        """
         return self.hands_out_state
 
     @abstractmethod
     def load(self, managed: Managed, entries: Mapping[str, Any]) -> None:
         """Replace the state of one parameter; a missing ``"master"`` is rebuilt from the parameter.
 
-        Nothing is done for one whose state is elsewhere: it is loaded there.
+        Does nothing if another replica owns the state.
         """
 
     @abstractmethod
     def refresh(self, managed: Managed) -> None:
-        """The master becomes the parameter's value, brought to fp32."""
+        """Set the master to the parameter's value, in fp32."""
 
     @abstractmethod
     def start_from(self, managed: Managed, master: Tensor) -> None:
-        """Until its first update the parameter's fp32 master is ``master`` (local shape) and not the weight itself."""
+        """Use ``master`` (fp32, local shape) instead of the weight as the master of the parameter's first update."""
 
     @abstractmethod
     def changed(self, items: Iterable[Managed]) -> list[Managed]:
-        """Those that are no longer their masters rounded: somebody else wrote to them. May wait for the device."""
+        """The parameters that no longer equal their rounded masters, because somebody else wrote to them. May wait for
+        the device."""
 
     @abstractmethod
     def memory(self) -> dict[str, int]:
-        """``device_bytes``, ``host_bytes`` and ``ring_bytes`` held between steps."""
+        """``device_bytes``, ``host_bytes`` and ``ring_bytes`` allocated between steps."""
 
     def set_residency(self, gib: float | Literal["auto"]) -> None:
-        """State that stays on the device, in GiB; ``"auto"`` measures what is spare. Nothing may be under way.
+        """Set how many GiB of state stay on the device; ``"auto"`` measures what is free. Nothing may be under way.
 
         Raises:
-            ValueError: this backend has no choice.
+            ValueError: this backend cannot keep a part of the state on the device.
         """
         raise ValueError(
             f"set_residency: optimizer_state.backend is {self.name}, which does not divide the state between device "
             "and host; backend stream does"
         )
 
-    def release_device_memory(self) -> None:  # noqa: B027  (some hold none between steps)
-        """Give back all device memory; it is taken again at the next use. Nothing may be under way."""
+    def release_device_memory(self) -> None:  # noqa: B027  (some allocate none between steps)
+        """Free all device memory; it is allocated again at the next use. Nothing may be under way."""
 
     def synchronize(self) -> None:  # noqa: B027  (an optional hook)
-        """Wait until all queued work has landed in the parameters and the state."""
+        """Wait until all queued work has reached the parameters and the state."""
 
     def close(self) -> None:  # noqa: B027  (an optional hook)
-        """Give all memory back."""
+        """Free all memory."""
 
 
 def entry_dtype(spec: EntrySpec, owner: Managed) -> torch.dtype | None:
-    """In what an entry of this parameter is kept: specs are read off fp32 probes, and some masters are not fp32."""
+    """The dtype in which this parameter's entry is stored. Specs come from fp32 probes; some masters are not fp32."""
     follows = spec.like_parameter and owner.own_master and spec.dtype == torch.float32
     dtype = owner.local.dtype if follows else spec.dtype
-    return kept_dtype(spec, dtype)
+    return storage_dtype(spec, dtype)
 
 
-def kept_dtype(spec: EntrySpec | None, dtype: torch.dtype | None) -> torch.dtype | None:
-    """In what an entry that the base optimizer has in ``dtype`` is kept."""
+def storage_dtype(spec: EntrySpec | None, dtype: torch.dtype | None) -> torch.dtype | None:
+    """The dtype in which an entry is stored that the base optimizer has in ``dtype``."""
     return dtype if spec is None or spec.kept is None or dtype != torch.float32 else spec.kept
 
 
 def adopt_entry(spec: EntrySpec | None, value: Any, owner: Managed) -> Any:
-    """A loaded entry (from a checkpoint, of any device) as a new value that the base optimizer takes for ``owner``."""
+    """A new value for ``owner`` from a loaded entry of any device, with the dtype and device of the base optimizer."""
     device = owner.local.device
     if spec is None or spec.dtype is None:
         if not isinstance(value, Tensor):

@@ -1,11 +1,11 @@
-"""Masters and state on the host, all of them brought to the device for the step and back after it.
+"""Masters and state on the host. A step copies all of them to the device, and back after the update.
 
-Simple and without overlap: the step takes the time of both transfers. Everything is queued on the current stream, so
-device memory is safely reused as soon as it is let go, and the host never waits; readers of the host tensors call
-``synchronize`` first.
+Nothing overlaps: the step takes the time of both transfers. All copies are queued on the current stream, so device
+memory can be reused as soon as it is freed, and the host never waits. Readers of the host tensors call ``synchronize``
+first.
 
-The module also holds the pair :func:`offload_fsdp_optimizer` / :func:`load_fsdp_optimizer`, the same movement for the
-state of any ``torch.optim.Optimizer``.
+:func:`offload_fsdp_optimizer` and :func:`load_fsdp_optimizer` do the same for the state of any
+``torch.optim.Optimizer``.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from lightstep.state.snapshot import Snapshot
 from lightstep.state.versions import Versions
 
 
-class HostCopies:
-    """Host memory for tensors that come and go: one exact-size page-locked buffer per slot, kept and reused."""
+class OffloadBuffers:
+    """Page-locked host buffers of exact size, one for each owner and key, which are kept and reused."""
 
     def __init__(self) -> None:
         self._slabs: dict[tuple[Any, str], HostSlab] = {}
 
     def buffer(self, owner: Any, key: str, like_: Tensor) -> Tensor:
-        """The host tensor of this slot, with ``like_``'s shape and dtype; made at first use."""
+        """The host tensor for this owner and key, with the shape and dtype of ``like_``; allocated at the first use."""
         slab = self._slabs.get((owner, key))
         if slab is None or slab.nbytes < like_.nbytes:
             require(like_.nbytes, f"offloading {key!r}")
@@ -45,21 +45,21 @@ class HostCopies:
 
 
 class BulkBackend(ResidentBackend):
-    """Records on the host between steps, with whole masters (12 bytes per parameter for Adam), live for readers."""
+    """Records on the host between steps, with whole masters (12 bytes per parameter for Adam). All entries are live."""
 
     name: ClassVar[str] = "bulk"
     on_host = True
 
     def __init__(self) -> None:
         super().__init__()
-        self._landed: dict[torch.device, torch.Event] = {}
+        self._written_back: dict[torch.device, torch.Event] = {}
         self._versions = Versions("auto")
 
     def fresh(self) -> BulkBackend:
         return BulkBackend()
 
     def prepare(self) -> None:
-        """The memory is taken and let go of again: torch's allocator has it for ``begin`` then."""
+        """Allocate the device memory and free it, so that torch's allocator has it for ``begin``."""
         RecordBackend.prepare(self)
         room = [_on_device(record) for record in self._records.values() if record not in self._slots]
         del room
@@ -77,15 +77,15 @@ class BulkBackend(ResidentBackend):
             slot.buffer.copy_(record.bytes, non_blocking=True)
         return slot
 
-    def _take(self, record: Record) -> Slot:
+    def _acquire_slot(self, record: Record) -> Slot:
         return self._slots[record]
 
-    def _retake(self, record: Record, slot: Slot, arrange: Callable[[], None]) -> Slot:
-        """What is not updated now is the same on the host."""
+    def _reacquire_slot(self, record: Record, slot: Slot, relayout: Callable[[], None]) -> Slot:
+        """Fetch the record again; parts that are not being updated are unchanged on the host."""
         self.synchronize()
         self._before_write([record])
-        arrange()
-        self._follow(record)
+        relayout()
+        self._rebind_live_tensors(record)
         self._slots[record] = self._fetched(record)
         return self._slots[record]
 
@@ -94,17 +94,19 @@ class BulkBackend(ResidentBackend):
         self._slots = {}
 
     def _write_back(self, records: Iterable[Record]) -> None:
-        """Queue the copies to the host; device memory goes once they are done (same stream)."""
+        """Queue the copies to the host. Device memory is freed in stream order, after them."""
         devices = set()
         for record in records:
             if record in self._slots and record.bytes is not None:
-                if self._versions.leave(record):
-                    self._follow(record)
+                if self._versions.move_if_pinned(record):
+                    self._rebind_live_tensors(record)
                 record.bytes.copy_(self._slots[record].buffer, non_blocking=True)
                 devices.add(record.device)
         for device in devices:
             if device.type != "cpu":
-                self._landed.setdefault(device, torch.Event(device)).record(torch.accelerator.current_stream(device))
+                self._written_back.setdefault(device, torch.Event(device)).record(
+                    torch.accelerator.current_stream(device)
+                )
 
     def abandon(self) -> None:
         super().abandon()
@@ -120,29 +122,29 @@ class BulkBackend(ResidentBackend):
         weight_of: Callable[[Tensor], Callable[[], Tensor]],
         copies: KeptCopies | None,
     ) -> PinnedState | None:
-        kept = [item for items in self._kept_to_itself(wanted).values() for item in items]
+        kept = [item for items in self._without_live_tensors(wanted).values() for item in items]
         if self._versions.pinned or not kept:
             return None
         self.synchronize()
         snapshot = Snapshot(self._versions, None)
         for item in kept:
             weight = None if item.own_master else weight_of(item.param)
-            snapshot.add(item, wanted[item], self._parts[item], self._home, weight)
+            snapshot.add(item, wanted[item], self._parts[item], self._record_of, weight)
         snapshot.pin(None)
         return snapshot
 
     def _before_write(self, records: Iterable[Record]) -> None:
         for record in records:
-            if self._versions.leave(record, keep=True):
-                self._follow(record)
+            if self._versions.move_if_pinned(record, keep=True):
+                self._rebind_live_tensors(record)
 
-    def _edited(self, records: Iterable[Record]) -> None:
+    def _after_edit(self, records: Iterable[Record]) -> None:
         for record in records:
             if record in self._slots:
                 self._slots[record] = self._fetched(record)
 
     def release_device_memory(self) -> None:
-        """Nothing but scratch is on the device between steps."""
+        """Free the scratch memory: nothing else is on the device between steps."""
         for staging in self._staging.values():
             staging.free()
 
@@ -155,7 +157,7 @@ class BulkBackend(ResidentBackend):
         }
 
     def synchronize(self) -> None:
-        for event in self._landed.values():
+        for event in self._written_back.values():
             event.synchronize()
 
     def close(self) -> None:
@@ -167,22 +169,22 @@ class BulkBackend(ResidentBackend):
 
 
 def _on_device(record: Record) -> Tensor:
-    """Memory for a copy: also on the CPU, where host memory and device memory are the same kind."""
+    """Device memory for a copy of the record; a copy is made on the CPU, too."""
     return torch.empty(record.nbytes, dtype=torch.uint8, device=record.device)
 
 
-_copies: weakref.WeakKeyDictionary[torch.optim.Optimizer, HostCopies] = weakref.WeakKeyDictionary()
+_copies: weakref.WeakKeyDictionary[torch.optim.Optimizer, OffloadBuffers] = weakref.WeakKeyDictionary()
 
 
 @torch.no_grad()
 def offload_fsdp_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Move the state of any torch optimizer to page-locked host memory; returns when it has arrived.
+    """Move the state of any torch optimizer to page-locked host memory; returns when the copies are done.
 
-    Tensors with dimensions move (DTensors keep their placement over a local shard on the host); 0-dim counters and
-    non-tensor entries stay as they are. The host memory is kept for the next time. Calling it twice does nothing more.
-    A :class:`~lightstep.optimizer.base.BaseOptimizer` places its own state: set ``optimizer_state.backend`` instead.
+    Tensors with dimensions are moved (a DTensor keeps its placements, and its local shard is on the host); 0-dim
+    counters and non-tensor entries stay where they are. The host memory is kept for the next call. A second call in a
+    row does nothing. For a :class:`~lightstep.optimizer.base.BaseOptimizer` set ``optimizer_state.backend`` instead.
     """
-    copies = _copies.setdefault(optimizer, HostCopies())
+    copies = _copies.setdefault(optimizer, OffloadBuffers())
     moved: set[torch.device] = set()
     for state, key, parameter, value in _state_tensors(optimizer):
         local = local_tensor(value)
@@ -197,10 +199,10 @@ def offload_fsdp_optimizer(optimizer: torch.optim.Optimizer) -> None:
 
 @torch.no_grad()
 def load_fsdp_optimizer(optimizer: torch.optim.Optimizer, device: torch.device | str | int | None = None) -> None:
-    """Bring the state of any torch optimizer to ``device``, or to each parameter's own device when it is ``None``.
+    """Move the state of any torch optimizer to ``device``, or to each parameter's own device if it is ``None``.
 
-    Copies are queued on the current stream from page-locked memory, so that ``optimizer.step()`` right after is
-    correct and nothing waits on the host. State that is already there is left alone.
+    The copies are queued on the current stream, so ``optimizer.step()`` may follow at once and the host does not wait.
+    State that is already there does not move.
     """
     target = None if device is None else torch.device(device)
     for state, key, parameter, value in _state_tensors(optimizer):

@@ -1,4 +1,4 @@
-"""Fingerprints of weights that nobody compares with a device's: where parameters are on the CPU."""
+"""Faster fingerprints for weights on the CPU, which are never compared with those of a device."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ __all__ = ["ChecksummedWeights"]
 
 
 class ChecksummedWeights:
-    """A splitter whose fingerprints are CRC-32.
+    """A splitter with CRC-32 as fingerprints.
 
-    The sums that a splitter makes are alike on all devices, and on a CPU they take longer than everything else that a
-    step or a save does with a weight.
+    A splitter's own sums are equal on all devices. On a CPU they take longer than all other work of a step or a save on
+    the weight.
     """
 
     def __init__(self, splitter: MasterSplitter) -> None:

@@ -1,7 +1,7 @@
-"""State on the device as it was at one moment, copied to the host behind whatever runs next.
+"""State on the device at one moment, copied to the host in the background.
 
-The copies are queued in a lane at once, record by record, and the caller goes on: forward and backward run beside them,
-and only an update of a record that is still being copied waits, on the device. Another thread reads the copies.
+The copies are queued in a lane, record by record, and the caller goes on. Forward and backward run concurrently with
+them; only the update of a record that is still being copied waits, on the device. Another thread reads the copies.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ __all__ = ["DeviceSnapshot"]
 
 
 class DeviceSnapshot:
-    """Entries of parameters, copied to memory of ``copies``, each taken by one thread.
+    """Entries of parameters, copied to memory of ``copies``, each of which is taken once, by one thread.
 
-    Whoever is about to write to a record calls :meth:`before_write`. The memory that is copied from stays alive until
-    the copies are there, also where its owner has let go of it.
+    :meth:`before_write` must be called before a record is written to. The source memory stays alive until it has been
+    copied, even if its owner drops it.
 
     Args:
         splitter: of bf16 masters on the host, used by nobody else; ``None``: all masters are whole.
     """
 
     def __init__(self, copies: KeptCopies, splitter: MasterSplitter | None) -> None:
-        self._room, self._splitter = copies.room, splitter
-        self._carriers: dict[Tensor, str | None] = {}  # of split masters that are not joined yet
+        self._allocate, self._splitter = copies.allocate, splitter
+        self._carriers: dict[Tensor, str | None] = {}  # for split masters that are not joined yet
         self._entries: dict[Tensor, dict[str, Tensor]] = {}
         self._weights: dict[Tensor, Callable[[], Tensor]] = {}
         self._record_of: dict[Tensor, Record] = {}
         self._copied: dict[Record, Any] = {}  # events
-        self._awaited: dict[Record, Lanes] = {}  # by whoever writes next
+        self._awaited: dict[Record, Lanes] = {}  # records whose next write must wait for the copy
         self._sources: dict[Record, list[Tensor]] = {}
         self.closed = False
 
@@ -50,11 +50,11 @@ class DeviceSnapshot:
         weight_of: Callable[[Tensor], Callable[[], Tensor]],
         lanes: Lanes,
     ) -> None:
-        """Entries of some parameters of one record, as the caller's current stream has them.
+        """Copy entries of some parameters of one record, in the order of the caller's current stream.
 
         Args:
-            entries: as :meth:`take` returns them, or with the rows of a split master, which nobody else has written to.
-            weight_of: later, a copy on the host of the parameter's local weight of this moment.
+            entries: as :meth:`take` is to return them, or with the rows of a split master whose weight nobody edited.
+            weight_of: for a parameter, a function that returns its present local weight on the host, later.
         """
         lane, event = lanes.device_to_host, lanes.event()
         lane.wait(lanes.caller().record(lanes.event()))
@@ -69,7 +69,7 @@ class DeviceSnapshot:
                 (part,) = (part for part in record.parts if part.owner is item)
                 self._carriers[item.param] = part.block.layout.carrier
             for key, value in found.items():
-                copies[key] = self._room(value)
+                copies[key] = self._allocate(value)
                 sources.append(value)
                 targets.append(copies[key])
         lane.copies(targets, sources, f"copying the state of {record.unit.label}")
@@ -78,7 +78,7 @@ class DeviceSnapshot:
         self._awaited[record] = lanes
 
     def before_write(self, records: Iterable[Record]) -> None:
-        """What the caller does next with these finds them copied."""
+        """Order the caller's next work after the copies of these records."""
         for record in records:
             lanes = self._awaited.pop(record, None)
             if lanes is not None:
@@ -88,8 +88,8 @@ class DeviceSnapshot:
         return parameter in self._record_of
 
     def take(self, parameter: Tensor, key: str) -> Tensor:
-        """One entry of the parameter's local shape, on the host. The master of a weight that somebody else wrote is
-        the weight."""
+        """One entry on the host, in the parameter's local shape. The master of a weight that somebody else wrote to is
+        that weight."""
         record = self._record_of[parameter]
         self._copied[record].synchronize()
         self._sources.pop(record, None)
@@ -106,7 +106,7 @@ class DeviceSnapshot:
         entries, weight = self._entries[parameter], self._weights.pop(parameter)()
         low, bits = entries.pop("low half"), entries.pop("bitmap", None)
         master = torch.empty(weight.shape, dtype=torch.float32, device="cpu")
-        extra = bits if carrier is None else entries[carrier].float().view(-1)  # in its own memory if it is fp32
+        extra = bits if carrier is None else entries[carrier].float().view(-1)  # the entry's own memory if it is fp32
         assert self._splitter is not None and extra is not None
         self._splitter.join(weight.reshape(-1), low, extra, master.view(-1))
         if carrier is not None and entries[carrier].dtype != torch.float32:
@@ -114,16 +114,16 @@ class DeviceSnapshot:
         entries["master"] = master
 
     def written(self, parameter: Tensor, key: str) -> None:
-        """The memory is kept for the next snapshot, and there is none before this one is closed."""
+        """Nothing to do: the next snapshot reuses the memory, after this one is closed."""
 
     def wait(self) -> None:
-        """The calling thread waits for all copies; what they were made from is let go of."""
+        """Wait for all copies, and drop the references to their sources."""
         for event in self._copied.values():
             event.synchronize()
         self._sources.clear()
 
     def close(self) -> None:
-        """Nobody takes anything any more."""
+        """Release everything: no entry will be taken any more."""
         try:
             self.wait()
         finally:

@@ -1,6 +1,6 @@
-"""State in records as others want to see it: entries and masters of local shape, read, written and compared.
+"""Reads and writes state in records as entries and masters of the parameter's local shape.
 
-Where records live, host or device. Nothing may be under way while any of this is used.
+Works where the records live, on host or device. Nothing may be under way meanwhile.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightstep.state.backend import EntrySpec, adopt_entry, entry_dtype
-from lightstep.state.record import History, Part, Record, is_row, lay_out
+from lightstep.state.record import History, Part, Record, is_record_entry, make_layout
 from lightstep.state.segment import MasterSplitter
 
 __all__ = ["Entries"]
@@ -24,43 +24,46 @@ class Entries:
     """Reads and writes parts of records.
 
     Args:
-        splitter_on: of bf16 masters, for the device where a record lives.
-        marks: fingerprints of each record's 16-bit weights, by part; ``None`` where masters are whole and tell
-            themselves.
-        room: memory for what is put together, like a tensor but of this dtype; by default new memory.
+        splitter_for: the splitter of bf16 masters for the device where a record lives.
+        fingerprints: of each record's 16-bit weights, by part; ``None`` where masters are whole: comparing weights with
+            them shows edits.
+        allocate: returns memory for results, shaped like a tensor, in another dtype; by default new memory.
     """
 
     def __init__(
         self,
-        splitter_on: Callable[[torch.device], MasterSplitter],
-        marks: Mapping[Record, Tensor] | None,
-        room: Callable[[Tensor, torch.dtype], Tensor] | None = None,
+        splitter_for: Callable[[torch.device], MasterSplitter],
+        fingerprints: Mapping[Record, Tensor] | None,
+        allocate: Callable[[Tensor, torch.dtype], Tensor] | None = None,
     ) -> None:
-        self._splitter_on, self._marks, self._room = splitter_on, marks, room or _new
+        self._splitter_for, self._fingerprints = splitter_for, fingerprints
+        self._allocate = allocate or _new
 
     def read(self, record: Record, part: Part) -> dict[str, Any]:
-        """The part's entries and ``"master"`` (unless it is its own): live, except counters, which parts share, and
-        where bits are coded into them."""
+        """The part's entries and ``"master"`` (unless it is its own master).
+
+        Tensors are live, except counters, which parts share, and entries with coded bits.
+        """
         rows, layout = record.rows(part), part.block.layout
         assert part.history is not None
         entries = {key: rows[key] if shape else rows[key].view(part.shape) for key, _, shape in layout.entries}
-        values = part.history.copied()
+        values = part.history.copy_values()
         found = {key: entries[key] if key in entries else values[key] for key in part.keys}
         if part.coding == "whole":
             found["master"] = rows["master"].view(part.shape)
         elif part.coding == "split":
             low = rows["low half"]
-            master, weight = self._room(low, torch.float32), self._weight(part, low.device)
+            master, weight = self._allocate(low, torch.float32), self._weight(part, low.device)
             found["master"] = master.view(part.shape)
             if layout.carrier is None:
-                self._splitter_on(low.device).join(weight, low, rows["bitmap"], master)
+                self._splitter_for(low.device).join(weight, low, rows["bitmap"], master)
             else:
-                found[layout.carrier] = self._joined(weight, low, rows[layout.carrier], master).view(part.shape)
+                found[layout.carrier] = self._join_carrier(weight, low, rows[layout.carrier], master).view(part.shape)
         return found
 
-    def _joined(self, weight: Tensor, low: Tensor, carrier: Tensor, master: Tensor) -> Tensor:
-        """Writes ``master``, and returns the carrier without the bits in its signs."""
-        splitter, found = self._splitter_on(low.device), self._room(carrier, carrier.dtype)
+    def _join_carrier(self, weight: Tensor, low: Tensor, carrier: Tensor, master: Tensor) -> Tensor:
+        """Join ``master``, and return the carrier without the bits in its signs."""
+        splitter, found = self._splitter_for(low.device), self._allocate(carrier, carrier.dtype)
         if carrier.dtype == torch.float32:
             splitter.join(weight, low, carrier, master, found)
             return found
@@ -69,7 +72,7 @@ class Entries:
         return found.copy_(extra)
 
     def read_all(self, parts: Sequence[Part], home: Mapping[Part, Record]) -> dict[str, Any]:
-        """:meth:`read` of a whole parameter, whose parts in order these are."""
+        """:meth:`read` for a whole parameter, given its parts in order."""
         found = [self.read(home[part], part) for part in parts]
         if len(found) == 1:
             return found[0]
@@ -80,17 +83,17 @@ class Entries:
         return {key: joined.get(key, value) for key, value in found[0].items()}
 
     def write(self, record: Record, part: Part, values: Mapping[str, Any], master: Tensor | None) -> None:
-        """Replace the part's state by entries of the parameter's local shape; no master: the parameter's value."""
-        part.forget()
+        """Replace the part's state by entries of the parameter's local shape. Without a master: the weight's value."""
+        part.clear_state()
         if not values and master is None:
             return
-        rows = {k: self._row(part, k, v) for k, v in values.items() if is_row(k, v, part.owner.schema)}
+        rows = {k: self._row(part, k, v) for k, v in values.items() if is_record_entry(k, v, part.owner.schema)}
         known = part.block.layout
-        layout = lay_out(part.coding, rows, part.shape, part.owner.schema)
-        if any(_is_negative(part.owner.schema.get(key), value) for key, value in rows.items()):
-            layout = type(layout)(layout.coding, layout.entries)  # a checkpoint may hold what no update would make
+        layout = make_layout(part.coding, rows, part.shape, part.owner.schema)
+        if any(_has_negative(part.owner.schema.get(key), value) for key, value in rows.items()):
+            layout = type(layout)(layout.coding, layout.entries)  # no carrier: a checkpoint may hold any values
         if {*layout.entries} != {*known.entries} or (layout.carrier is None and known.carrier is not None):
-            record.arrange({part: layout})
+            record.relayout({part: layout})
         record.allocate()
         places = record.rows(part)
         for key, value in rows.items():
@@ -100,24 +103,25 @@ class Entries:
         self.write_master(record, part, master)
 
     def _history(self, record: Record, part: Part, values: Mapping[str, Any]) -> History:
-        """One that was loaded with the same, or a new one."""
-        told = ((k, v.dtype, float(v)) if isinstance(v, Tensor) and not v.dim() else (k, v) for k, v in values.items())
-        origin: Any = (part.coding, *told)
-        known = (
-            record.histories.get(origin) if all(isinstance(one[-1], (int, float, str)) for one in origin[1:]) else None
+        """The history that other parts loaded with equal values, or a new one."""
+        origin: Any = (
+            part.coding,
+            *((k, v.dtype, float(v)) if isinstance(v, Tensor) and not v.dim() else (k, v) for k, v in values.items()),
         )
+        sharable = all(isinstance(one[-1], (int, float, str)) for one in origin[1:])
+        known = record.histories.get(origin) if sharable else None
         if known is not None and known.origin == origin:
             known.parts += 1
             return known
         adopted = {k: adopt_entry(part.owner.schema.get(k), v, part.owner) for k, v in values.items()}
         history = History(adopted, 1, origin)
-        if all(isinstance(one[-1], (int, float, str)) for one in origin[1:]):
+        if sharable:
             record.histories[origin] = history
         return history
 
     def write_master(self, record: Record, part: Part, master: Tensor | None) -> None:
-        """``master`` (local shape) into the record; without one the parameter's value."""
-        part.codes = None
+        """Write ``master`` (local shape) to the record; without one, the weight's value."""
+        part.expected_weight = None
         if part.coding == "own":
             return
         rows = record.rows(part)
@@ -131,33 +135,35 @@ class Entries:
         else:
             carrier = rows[part.block.layout.carrier or "bitmap"]
             extra = carrier if part.block.layout.carrier is None else carrier.float()  # itself, unless it is bf16
-            self._splitter_on(device).split(loaded, rounded, rows["low half"], extra)
+            self._splitter_for(device).split(loaded, rounded, rows["low half"], extra)
             if extra is not carrier:
                 carrier.copy_(extra)
-        if self._marks is not None:
+        if self._fingerprints is not None:
             mark = torch.zeros(1, dtype=torch.int32, device=device)
-            self._splitter_on(device).fingerprints(rounded, part.first, [(0, part.elements)], mark)
-            self._marks[record][part.index].copy_(mark[0])
-            if not self._has(part, rounded):
-                part.codes = rounded.view(torch.int16).to(_CPU)
+            self._splitter_for(device).fingerprints(rounded, part.first, [(0, part.elements)], mark)
+            self._fingerprints[record][part.index].copy_(mark[0])
+            if not self._weight_is(part, rounded):
+                part.expected_weight = rounded.view(torch.int16).to(_CPU)
 
-    def was_written(self, record: Record, part: Part) -> bool:
-        """Whether somebody else wrote to the weight (on the host); one that is still to be loaded is not meant."""
-        known = None if self._marks is None else self._marks.get(record)
-        if part.codes is not None or part.coding == "own" or known is None:
+    def was_edited(self, record: Record, part: Part) -> bool:
+        """Whether somebody else wrote to the weight, which is on the host. One still to be loaded does not count."""
+        known = None if self._fingerprints is None else self._fingerprints.get(record)
+        if part.expected_weight is not None or part.coding == "own" or known is None:
             return False
         found = torch.zeros(1, dtype=torch.int32, device=_CPU)
-        self._splitter_on(_CPU).fingerprints(part.flat_weight(), part.first, [(0, part.elements)], found)
+        self._splitter_for(_CPU).fingerprints(part.flat_weight(), part.first, [(0, part.elements)], found)
         return bool(found[0] != known[part.index])
 
-    def waits_for_its_weight(self, part: Part) -> bool:
-        """Whether the weight still is another one than the one that was loaded for this part."""
-        if part.codes is not None and self._has(part, part.codes.view(part.owner.local.dtype)):
-            part.codes = None
-        return part.codes is not None
+    def awaits_weight(self, part: Part) -> bool:
+        """Whether the weight still differs from the one that the loaded state belongs to."""
+        if part.expected_weight is not None and self._weight_is(
+            part, part.expected_weight.view(part.owner.local.dtype)
+        ):
+            part.expected_weight = None
+        return part.expected_weight is not None
 
-    def _has(self, part: Part, rounded: Tensor) -> bool:
-        """Whether the weight is this one (flat); NaN get its payload, splitting and ``copy_`` differ."""
+    def _weight_is(self, part: Part, rounded: Tensor) -> bool:
+        """Whether the weight equals ``rounded`` (flat); if so, NaNs get the payloads of ``rounded``."""
         weight = part.flat_weight().to(rounded.device)
         same = weight.view(torch.int16) == rounded.view(torch.int16)
         if not bool((same | (weight.isnan() & rounded.isnan())).all()):
@@ -167,14 +173,14 @@ class Entries:
         return True
 
     def _weight(self, part: Part, device: torch.device) -> Tensor:
-        """The 16-bit weight that the record belongs to, flat, where the record lives."""
-        codes = None if part.codes is None else part.codes.view(part.owner.local.dtype)
-        return (part.flat_weight() if codes is None else codes).to(device)
+        """The 16-bit weight that the record belongs to, flat, on ``device``."""
+        expected = None if part.expected_weight is None else part.expected_weight.view(part.owner.local.dtype)
+        return (part.flat_weight() if expected is None else expected).to(device)
 
     def _row(self, part: Part, key: str, value: Tensor) -> Tensor:
         spec = part.owner.schema.get(key)
         dtype = None if spec is None else entry_dtype(spec, part.owner)
-        # Other shapes than the parameter's are whole-tensor optimizers' own; such a part is whole.
+        # Only optimizers of whole tensors have entries of other shapes, and there `of` returns the tensor itself.
         return part.of(value.detach()).to(dtype=dtype or value.dtype)
 
 
@@ -182,5 +188,5 @@ def _new(like: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.empty_like(like, dtype=dtype)
 
 
-def _is_negative(spec: EntrySpec | None, value: Tensor) -> bool:
+def _has_negative(spec: EntrySpec | None, value: Tensor) -> bool:
     return spec is not None and spec.never_negative and bool((value < 0).any())

@@ -1,8 +1,8 @@
-"""Host memory for optimizer state: slabs of exactly the size asked for, page-locked where a CUDA device will read them.
+"""Host memory for optimizer state: slabs of exact size, page-locked if a CUDA device will read them.
 
 `pin_memory=True` and torch's pinned allocator round up to powers of two (up to twice the memory); mapping pages and
-registering them with `cudaHostRegister` does not. Whoever allocates asks `require()` first, so that too little memory
-is a sentence before anything happened and not the kernel's out-of-memory killer in the middle of it.
+registering them with `cudaHostRegister` does not. Call `require()` before allocating: it raises an error if there is
+too little memory, before the kernel's out-of-memory killer ends the process halfway.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from lightstep.state.interrupts import uninterrupted
 __all__ = ["CHECK_VARIABLE", "HostMemoryError", "HostSlab", "available_bytes", "require"]
 
 CHECK_VARIABLE = "LIGHTSTEP_HOST_MEMORY_CHECK"
-"""Environment variable for `require()`: `off` switches the check off, a number is taken as the free memory in GiB."""
+"""Environment variable for `require()`: `off` disables the check, a number is used as the free memory in GiB."""
 
 _GIB = 1 << 30
 _ADVICE = (
@@ -40,18 +40,18 @@ _TOUCH_CHUNK = 64 << 20
 
 
 class HostMemoryError(MemoryError):
-    """The host does not have the memory that optimizer state needs."""
+    """The host has too little memory for the optimizer state."""
 
 
 def require(nbytes: int, what: str, advice: str = _ADVICE) -> None:
-    """Raise `HostMemoryError` when `nbytes` more bytes of host memory are not to be had.
+    """Raise `HostMemoryError` if the host does not have `nbytes` more bytes of memory for each rank on it.
 
-    Every rank on this host is taken to need as much: they all ask before one of them has taken anything. Free is the
-    smaller of `MemAvailable` and what the process's memory cgroups (v1 and v2, each level) still allow; where neither
-    can be read the check passes. Some virtual machines are given more memory as they use it, and a few report no useful
-    figure at all: the environment variable `LIGHTSTEP_HOST_MEMORY_CHECK` overrules the check (`off`, or the free GiB).
+    The ranks are assumed to need the same and to check before any of them allocates. Free memory is the smaller of
+    `MemAvailable` and what the process's memory cgroups (v1 and v2, each level) still allow. If neither can be read,
+    the check passes. Some virtual machines grow as they use memory, and a few report no useful figure: the environment
+    variable `LIGHTSTEP_HOST_MEMORY_CHECK` overrides the check (`off`, or the free GiB).
     """
-    free = _free_by_decree()
+    free = _free_from_environment()
     if free is None:
         free = available_bytes()
     ranks = ranks_on_this_host()
@@ -65,8 +65,8 @@ def require(nbytes: int, what: str, advice: str = _ADVICE) -> None:
     )
 
 
-def _free_by_decree() -> float | None:
-    """Bytes that `LIGHTSTEP_HOST_MEMORY_CHECK` says are free; infinite for `off`, None when it is not set."""
+def _free_from_environment() -> float | None:
+    """The free bytes that `LIGHTSTEP_HOST_MEMORY_CHECK` states; infinite for `off`, None if it is not set."""
     value = os.environ.get(CHECK_VARIABLE, "").strip().lower()
     if not value:
         return None
@@ -79,7 +79,7 @@ def _free_by_decree() -> float | None:
 
 
 def available_bytes(proc: str | Path = "/proc", cgroup: str | Path = "/sys/fs/cgroup") -> int | None:
-    """Bytes of host memory this process can still take, or None where the system does not say."""
+    """Bytes of host memory that this process can still allocate, or None if the system does not say."""
     limits = [
         limit
         for limit in (_mem_available(Path(proc)), *_cgroup_headrooms(Path(proc), Path(cgroup)))
@@ -97,7 +97,7 @@ def _mem_available(proc: Path) -> int | None:
 
 
 def _cgroup_headrooms(proc: Path, root: Path) -> Iterator[int | None]:
-    """What each memory cgroup of this process has left, from its own up to the root's (v2 and v1)."""
+    """What each memory cgroup of this process still allows, from its own up to the root (v2 and v1)."""
     try:
         lines = (proc / "self" / "cgroup").read_text().splitlines()
     except OSError:
@@ -105,15 +105,15 @@ def _cgroup_headrooms(proc: Path, root: Path) -> Iterator[int | None]:
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if controllers == "":
-            yield from _headrooms_upwards(root, path, ("memory.max", "memory.current", "inactive_file"))
+            yield from _headrooms_to_root(root, path, ("memory.max", "memory.current", "inactive_file"))
         elif "memory" in controllers.split(","):
             names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-            yield from _headrooms_upwards(root / "memory", path, names)
+            yield from _headrooms_to_root(root / "memory", path, names)
 
 
-def _headrooms_upwards(root: Path, path: str, names: tuple[str, str, str]) -> Iterator[int | None]:
-    # In a container the path is often the host's and does not exist here: the mount's root is then the container's
-    # own group.
+def _headrooms_to_root(root: Path, path: str, names: tuple[str, str, str]) -> Iterator[int | None]:
+    # In a container the path is often the host's and does not exist here. The mount's root is then the container's own
+    # group.
     folder = root / path.strip("/")
     for level in (folder, *folder.parents):
         yield _headroom(level, *names)
@@ -142,14 +142,14 @@ def _statistic(path: Path, name: str) -> int:
 
 
 class HostSlab:
-    """One contiguous piece of zeroed host memory, rounded up to whole pages and to nothing else.
+    """Contiguous zeroed host memory, rounded up to whole pages.
 
-    `device`: where the bytes will travel. For a CUDA device the pages are locked in place (`page_locked`), so that
-    copies reach link speed and run beside the host; where that is refused they stay pageable and one warning says
-    what it costs.
+    `device`: the device with which it is exchanged. For a CUDA device the pages are locked (`page_locked`), so that
+    copies reach link speed and are asynchronous. If locking is refused, the pages stay pageable, and one warning says
+    what that costs.
 
-    `close()` (also at exit and when the slab is collected) ends the page-locking. The memory itself lives until the
-    last view of it is gone, so a tensor from `tensor()` is never left dangling.
+    `close()` (also called at exit, and when the slab is collected) ends the page-locking. The memory itself lives as
+    long as any view of it, so a tensor from `tensor()` always stays valid.
     """
 
     def __init__(self, nbytes: int, *, device: torch.device | str | None = None, what: str = "optimizer state") -> None:
@@ -165,7 +165,7 @@ class HostSlab:
         )
 
     def tensor(self, dtype: torch.dtype, shape: Sequence[int] | int, offset: int = 0) -> Tensor:
-        """A view of the slab: `shape` elements of `dtype`, `offset` bytes in (a multiple of the element size)."""
+        """A view of the slab: `shape` elements of `dtype` from byte `offset` (a multiple of the element size)."""
         if self._bytes is None:
             raise RuntimeError("this host slab is closed")
         shape = (shape,) if isinstance(shape, int) else tuple(shape)
@@ -179,7 +179,7 @@ class HostSlab:
         return self._bytes is None
 
     def close(self) -> None:
-        """Unlock the pages and let go of them; waits for the device first. A second call does nothing."""
+        """Wait for the device, unlock the pages and drop the reference to them. A second call does nothing."""
         if self._finalizer is not None:
             self._finalizer()
         self.page_locked = False
@@ -187,7 +187,7 @@ class HostSlab:
 
 
 def _map_pages(nbytes: int, what: str, for_device: bool) -> Tensor:
-    """`nbytes` fresh bytes as a uint8 tensor that owns its mapping (unmapped when the last view dies)."""
+    """A new mapping of `nbytes` as a uint8 tensor, which owns it: it is unmapped with the last view."""
     try:
         if not hasattr(mmap, "MAP_PRIVATE"):
             return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
@@ -198,7 +198,7 @@ def _map_pages(nbytes: int, what: str, for_device: bool) -> Tensor:
         ) from error
     _advise(pages, "MADV_HUGEPAGE")
     if for_device:
-        # After fork() a write would move this process to a copy of the page while the device goes on with the old one.
+        # After fork() a write here would go to a copy of the page, while the device still used the old page.
         _advise(pages, "MADV_DONTFORK")
     return torch.frombuffer(pages, dtype=torch.uint8)
 
@@ -211,16 +211,16 @@ def _advise(pages: mmap.mmap, name: str) -> None:
 
 
 def _first_touch(pages: Tensor, processors: Collection[int] = ()) -> None:
-    """Make every page exist, with several threads (torchrun sets OMP_NUM_THREADS=1, so torch's own would be one).
+    """Touch every page, with several threads of our own: torchrun sets OMP_NUM_THREADS=1, so torch would use one.
 
-    A page lies on the NUMA node of the processor that touches it first: one of ``processors``, if there are any.
+    A page is allocated on the NUMA node of the processor that touches it first: one of ``processors``, if given.
     """
     chunks = pages.split(_TOUCH_CHUNK)
     threads = min(_TOUCH_THREADS, len(processors) or _processors(), len(chunks))
     if threads == 1 and not processors:
         pages.zero_()
         return
-    bind = partial(os.sched_setaffinity, 0, processors) if processors else None  # of the thread that calls it
+    bind = partial(os.sched_setaffinity, 0, processors) if processors else None  # binds the calling thread
     with ThreadPoolExecutor(threads, thread_name_prefix="lightstep-first-touch", initializer=bind) as pool:
         list(pool.map(Tensor.zero_, chunks))
 
@@ -235,9 +235,9 @@ _warned_pageable = False
 
 
 def _page_lock(pages: Tensor, device: torch.device) -> bool:
-    """Register the pages with the CUDA runtime; False, with one warning per process, when it refuses."""
+    """Register the pages with the CUDA runtime. If it refuses: False, and one warning per process."""
     if device.type != "cuda":
-        _warn_pageable(f"page-locking is not known for {device.type} devices")
+        _warn_pageable(f"page-locking is not supported for {device.type} devices")
         return False
     try:
         error = _register(pages.data_ptr(), pages.numel(), device)
@@ -249,18 +249,18 @@ def _page_lock(pages: Tensor, device: torch.device) -> bool:
 
 
 def _register(pointer: int, nbytes: int, device: torch.device) -> str:
-    """The empty string on success, else what the runtime says."""
+    """The runtime's error message; empty on success."""
     with torch.cuda.device(device):
         runtime = torch.cuda.cudart()
         code = runtime.cudaHostRegister(pointer, nbytes, 0)
         if int(code) == 0:
             return ""
-        _swallow_last_error(device)
+        _clear_last_error(device)
         return f"cudaHostRegister: {runtime.cudaGetErrorString(code)}"
 
 
-def _swallow_last_error(device: torch.device) -> None:
-    """The refusal stays behind as the runtime's last error, which the next kernel launch would raise as its own."""
+def _clear_last_error(device: torch.device) -> None:
+    """Clear the runtime's last error, which the next kernel launch would otherwise raise."""
     with contextlib.suppress(RuntimeError):
         torch.empty(1, device=device).fill_(0.0)
 
@@ -284,9 +284,9 @@ def _warn_pageable(reason: str) -> None:
     _warned_pageable = True
     warnings.warn(
         f"host memory for optimizer state could not be page-locked ({reason}); it stays pageable. Results are "
-        "the same, but copies then go through a bounce buffer and hold up the host: expect a fraction of link speed "
-        "and little overlap with compute. "
-        "Raise the lock limit (`ulimit -l unlimited`, in a container `--ulimit memlock=-1`) to get it back",
+        "the same, but copies go through a bounce buffer and block the host: expect a fraction of link speed and "
+        "little overlap with compute. Raise the lock limit (`ulimit -l unlimited`, in a container "
+        "`--ulimit memlock=-1`) to allow page-locking",
         RuntimeWarning,
         stacklevel=4,
     )

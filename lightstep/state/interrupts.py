@@ -1,4 +1,4 @@
-"""Ctrl-C while a finalizer runs: Python would print a traceback, drop the interrupt and go on, or exit with 0."""
+"""Delays Ctrl-C while a finalizer runs: Python would print a traceback and go on without it, or exit with 0."""
 
 from __future__ import annotations
 
@@ -13,21 +13,22 @@ from typing import cast
 __all__ = ["uninterrupted"]
 
 _AGAIN = 0.01
-"""Seconds until an interrupt is tried again that found a finalizer running."""
+"""Seconds until an interrupt that found a finalizer running is sent again."""
 
 
 def uninterrupted(work: Callable[[], object]) -> None:
-    """Do a finalizer's work to its end. The program is interrupted when no finalizer runs; at exit it ends at once."""
+    """Run a finalizer's work without interruption. An interrupt is raised afterwards, when no finalizer runs; during
+    exit it ends the process at once."""
     main, before = threading.main_thread(), signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not main or not callable(before):  # nothing is interrupted here
+    if threading.current_thread() is not main or not callable(before):  # nothing can be interrupted here
         work()
         return
-    came, instruction = False, _instruction(sys._getframe())
+    pending, instruction = False, _instruction(sys._getframe())
 
     def interrupt(number: int, frame: FrameType | None) -> None:
-        nonlocal came
-        came = True
-        if not main.is_alive():  # nobody would hear of an exception
+        nonlocal pending
+        pending = True
+        if not main.is_alive():  # an exception would be lost
             _end_as_interrupted()
         elif _in_finalizer(frame, instruction):
             threading.Timer(_AGAIN, again).start()
@@ -36,19 +37,19 @@ def uninterrupted(work: Callable[[], object]) -> None:
             before(number, frame)
 
     def again() -> None:
-        if signal.getsignal(signal.SIGINT) is interrupt:  # still to come
+        if signal.getsignal(signal.SIGINT) is interrupt:  # not raised yet
             signal.pthread_kill(cast(int, main.ident), signal.SIGINT)
 
     signal.signal(signal.SIGINT, interrupt)
     try:
         work()
     finally:
-        if not came and signal.getsignal(signal.SIGINT) is interrupt:
+        if not pending and signal.getsignal(signal.SIGINT) is interrupt:
             signal.signal(signal.SIGINT, before)
 
 
 def _instruction(frame: FrameType | None) -> tuple[int, int] | None:
-    """Where the object went that is finalized: the frame and its instruction. Others go there as well."""
+    """The frame and instruction at which the object was finalized; other objects may be finalized there, too."""
     while frame is not None and not _is_finalizer(frame):
         frame = frame.f_back
     caller = None if frame is None else frame.f_back
@@ -56,7 +57,8 @@ def _instruction(frame: FrameType | None) -> tuple[int, int] | None:
 
 
 def _in_finalizer(frame: FrameType | None, instruction: tuple[int, int] | None) -> bool:
-    """Whether Python would drop what is raised in this frame: in a finalizer, or in what is called in its place."""
+    """Whether Python would drop an exception raised in this frame: in a finalizer, or called at the same
+    instruction."""
     raising = frame
     while frame is not None:
         if _is_finalizer(frame) or (frame is not raising and (id(frame), frame.f_lasti) == instruction):

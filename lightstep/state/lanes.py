@@ -1,9 +1,9 @@
 """Three lanes of ordered work: host→device copies, compute, device→host copies.
 
-A lane does what it is given in the order it was given. Across lanes only events order anything: ``record`` marks a
-place in one lane, ``wait`` holds another back until that place is reached, and the host never waits. On an
-accelerator a lane is a stream (for copies two by turns), and jobs are queued by the calling thread. On the CPU a lane
-is a thread with the same rules, so that whatever is ordered wrongly there is ordered wrongly here.
+A lane runs its jobs in the order of submission. Only events order jobs of different lanes: ``record`` records an event
+in one lane, ``wait`` makes another lane wait for it, and the host never waits. On an accelerator a lane is a stream
+(two alternating ones for copies), and the calling thread queues the jobs. On the CPU a lane is a thread with the same
+rules, so that tests on the CPU find what is ordered wrongly.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Delay = Callable[[str], None]
 
 
 class LaneError(RuntimeError):
-    """A job in a lane failed (its exception is the cause), or lanes are used after such a failure."""
+    """A job in a lane failed (its exception is the cause), or lanes were used after such a failure."""
 
 
 class Lane(ABC):
@@ -41,10 +41,10 @@ class Lane(ABC):
 
     @abstractmethod
     def run(self, job: Callable[[], object], label: str = "") -> None:
-        """Submit ``job``; ``label`` names it in errors."""
+        """Submit ``job``; errors name it by ``label``."""
 
     def copy(self, target: Tensor, source: Tensor, label: str = "") -> None:
-        """Submit a copy between two flat tensors of as many bytes (uint8)."""
+        """Submit a copy between two flat uint8 tensors of the same size."""
         self.run(lambda: target.copy_(source, non_blocking=True), label)
 
     def copies(self, targets: Sequence[Tensor], sources: Sequence[Tensor], label: str = "") -> None:
@@ -53,41 +53,41 @@ class Lane(ABC):
 
     @abstractmethod
     def record(self, event: Event) -> Event:
-        """Mark this place in the lane; for waits made from now on an earlier mark of the event no longer counts."""
+        """Record the event after all jobs submitted so far. Later waits are for this record, not for earlier ones."""
 
     @abstractmethod
     def wait(self, event: Event) -> None:
-        """What is submitted from now on starts after the event's latest mark; nothing for an event without one."""
+        """Make later jobs wait for the latest record of the event; does nothing if it was never recorded."""
 
     @abstractmethod
     def synchronize(self) -> None:
-        """The calling thread waits until all submitted work is done."""
+        """Block the calling thread until all submitted jobs are done."""
 
 
 class Lanes:
-    """The three lanes of one device, made once and kept.
+    """The three lanes of one device, created once and kept.
 
-    ``delay`` is for tests: called with the lane's name in front of every job, in that lane.
+    ``delay`` is for tests: it is called in the lane, with the lane's name, before every job.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._fate = _Fate()
+        self._status = _Status()
         self.host_to_device, self.compute, self.device_to_host = (
             self._lane(name) for name in (HOST_TO_DEVICE, COMPUTE, DEVICE_TO_HOST)
         )
 
     @property
     def delay(self) -> Delay | None:
-        return self._fate.delay
+        return self._status.delay
 
     @delay.setter
     def delay(self, delay: Delay | None) -> None:
-        self._fate.delay = delay
+        self._status.delay = delay
 
     @property
     def in_own_thread(self) -> bool:
-        """Whether the calling thread is that of a lane: it cannot wait for what it has to do itself."""
+        """Whether the calling thread is a lane's own, which cannot wait for its own jobs."""
         return any(isinstance(lane, ThreadLane) and lane.is_this_thread for lane in self._all())
 
     def _lane(self, name: str) -> Lane:
@@ -97,19 +97,19 @@ class Lanes:
         return kind(name, torch.Stream(self.device), self)
 
     def event(self) -> Event:
-        """A new event for this device's lanes. Events are meant to be kept and recorded again."""
-        return self._fate.event() if self.device.type == "cpu" else torch.Event(self.device)
+        """A new event for this device's lanes. Keep it, and record it again in the next step."""
+        return self._status.event() if self.device.type == "cpu" else torch.Event(self.device)
 
     def caller(self) -> Lane:
-        """What the calling thread does itself, as a lane: its current stream; on the CPU the thread itself."""
+        """The caller's own work as a lane: its current stream, or on the CPU the calling thread."""
         if self.device.type == "cpu":
             return CallerLane(COMPUTE, self)
         return CallerStream(COMPUTE, torch.accelerator.current_stream(self.device), self)
 
-    def follow_caller(self) -> None:
-        """What is submitted from now on comes after what the caller has queued.
+    def wait_for_caller(self) -> None:
+        """Make later jobs of all lanes wait for what the caller has queued.
 
-        For fresh device memory: it may still be read by what was queued when its last owner let go of it.
+        Needed for newly allocated device memory: queued work may still read what its last owner freed.
         """
         queued = self.event()
         self.caller().record(queued)
@@ -117,30 +117,30 @@ class Lanes:
             lane.wait(queued)
 
     def synchronize(self) -> None:
-        """Wait for everything in all lanes; raises what failed there."""
+        """Wait for all jobs of all lanes; raises if one failed."""
         for lane in self._all():
             lane.synchronize()
         self.check()
 
     def check(self) -> None:
-        """Raise the failure of a job if there was one; once itself, and from then on as a refusal.
+        """Raise if a job has failed: its own failure first, later an error that refers to it.
 
-        A forked child is refused: threads and streams stay behind in the process that made them.
+        Raises in a forked child, too, which has neither the threads nor the streams of its parent.
         """
-        self._fate.check()
+        self._status.check()
 
     @property
     def failed(self) -> bool:
-        return self._fate.error is not None
+        return self._status.error is not None
 
     def reset(self) -> None:
-        """Forget a failure, and everything that was still waiting behind it."""
+        """Clear a failure, and drop the jobs submitted before."""
         for lane in self._all():
             lane.synchronize()
-        self._fate.reset()
+        self._status.reset()
 
     def close(self) -> None:
-        """Finish what is submitted and end the lanes' threads."""
+        """Finish all submitted jobs and end the threads."""
         for lane in self._all():
             lane.synchronize()
             if isinstance(lane, ThreadLane):
@@ -151,7 +151,7 @@ class Lanes:
 
 
 class StreamLane(Lane):
-    """A stream of an accelerator. Jobs are queued by the calling thread and raise there."""
+    """A stream of an accelerator. The calling thread queues the jobs, and errors are raised there."""
 
     def __init__(self, name: str, stream: torch.Stream, lanes: Lanes) -> None:
         super().__init__(name)
@@ -166,7 +166,7 @@ class StreamLane(Lane):
                     self._lanes.delay(self.name)
                 job()
         except Exception as error:
-            self._lanes._fate.fail(self.name, label, error)
+            self._lanes._status.fail(self.name, label, error)
             self._lanes.check()
 
     def record(self, event: Event) -> Event:
@@ -181,11 +181,11 @@ class StreamLane(Lane):
 
 
 class CopyLane(StreamLane):
-    """Large copies in one direction, on two streams by turns, so that those of others get in between.
+    """Large copies in one direction, in pieces on two alternating streams, so that small copies of others get through.
 
-    A device's copy engine stays with a stream for as long as that one has copies ready. A small copy of another stream
-    in the same direction (a number that a model reads on the host, the table by which FSDP2 unpacks gathered weights)
-    would come behind all that are queued. Here it comes behind one piece of one.
+    A device's copy engine stays with a stream as long as that stream has copies ready. A small copy in the same
+    direction on another stream (a number that the model reads on the host, FSDP2's table for unpacking weights) would
+    wait for all copies that are queued here. This way it waits for one piece.
     """
 
     PIECE: ClassVar[int] = 32 << 20
@@ -214,7 +214,7 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 class CallerStream(StreamLane):
-    """The calling thread's current stream: what fails is the caller's own and stops no lane."""
+    """The calling thread's current stream. A failure is raised there, and does not stop the lanes."""
 
     def run(self, job: Callable[[], object], label: str = "") -> None:
         self._lanes.check()
@@ -228,33 +228,33 @@ class CallerStream(StreamLane):
 
 
 class ThreadEvent:
-    """A mark in a thread's work that means what a stream's does: a wait is for the latest mark made before it."""
+    """An event for threads, with the meaning of a stream's event: a wait is for the latest record made before it."""
 
-    def __init__(self, fate: _Fate) -> None:
-        self._fate = fate
-        self.marks = 0  # made so far
-        self.reached = 0  # of them
+    def __init__(self, status: _Status) -> None:
+        self._status = status
+        self.recorded = 0  # number of records
+        self.completed = 0  # number of them that were reached
 
-    def reach(self, mark: int) -> None:
-        with self._fate.changed:
-            self.reached = max(self.reached, mark)
-            self._fate.changed.notify_all()
+    def complete(self, number: int) -> None:
+        with self._status.changed:
+            self.completed = max(self.completed, number)
+            self._status.changed.notify_all()
 
-    def hold(self, mark: int) -> None:
-        """Block the calling thread until ``mark`` is reached, or a lane has failed."""
-        with self._fate.changed:
-            self._fate.changed.wait_for(lambda: self.reached >= mark or self._fate.error is not None)
+    def wait(self, number: int) -> None:
+        """Block the calling thread until record ``number`` is reached, or a lane has failed."""
+        with self._status.changed:
+            self._status.changed.wait_for(lambda: self.completed >= number or self._status.error is not None)
 
     def synchronize(self) -> None:
         """As ``torch.Event.synchronize``."""
-        self.hold(self.marks)
-        self._fate.check()
+        self.wait(self.recorded)
+        self._status.check()
 
 
-class _Fate:
-    """What lanes of threads share: whether one has failed, and the condition on which they all wait.
+class _Status:
+    """Shared by the lanes of a device: whether one has failed, and the condition on which threads wait.
 
-    They refer to nothing else: the collector may have taken the rest from them when it deletes an optimizer.
+    Threads and events refer to this object alone, so that the lanes can be collected while jobs are pending.
     """
 
     def __init__(self) -> None:
@@ -295,11 +295,11 @@ class _Fate:
         with self.changed:
             self.error, self._raised = None, False
             for event in self._events:
-                event.reached = event.marks
+                event.completed = event.recorded
 
 
 class CallerLane(Lane):
-    """The calling thread on the CPU: jobs run at once, waits block it."""
+    """The calling thread on the CPU: jobs run at once, and waits block it."""
 
     def __init__(self, name: str, lanes: Lanes) -> None:
         super().__init__(name)
@@ -312,12 +312,12 @@ class CallerLane(Lane):
         job()
 
     def record(self, event: Event) -> Event:
-        event.marks += 1
-        event.reach(event.marks)
+        event.recorded += 1
+        event.complete(event.recorded)
         return event
 
     def wait(self, event: Event) -> None:
-        event.hold(event.marks)
+        event.wait(event.recorded)
         self._lanes.check()
 
     def synchronize(self) -> None:
@@ -325,36 +325,36 @@ class CallerLane(Lane):
 
 
 class ThreadLane(Lane):
-    """A thread on the CPU that does its jobs in order; after a failure in any lane the rest is dropped."""
+    """A thread on the CPU that runs its jobs in order. After a failure in any lane the remaining jobs are dropped."""
 
     def __init__(self, name: str, lanes: Lanes) -> None:
         super().__init__(name)
-        self._fate = lanes._fate
+        self._status = lanes._status
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        arguments = (self._jobs, self._fate, name)
-        # Started with nothing that refers to this lane, so that a forgotten lane is collected and its thread ends.
-        self._thread = threading.Thread(target=_work, args=arguments, name=f"lightstep-{name}", daemon=True)
+        arguments = (self._jobs, self._status, name)
+        # The thread must not refer to this lane: a lane without references is collected, and its thread then ends.
+        self._thread = threading.Thread(target=_thread_main, args=arguments, name=f"lightstep-{name}", daemon=True)
         self._thread.start()
         self._finalizer = weakref.finalize(self, self._jobs.put, None)
         self._finalizer.atexit = False  # the thread ends with the process
 
     def run(self, job: Callable[[], object], label: str = "") -> None:
-        self._fate.check()
-        delay, name = self._fate.delay, self.name
+        self._status.check()
+        delay, name = self._status.delay, self.name
         if delay is None:
             self._submit(_Job(job, label))
         else:
             self._submit(_Job(lambda: (delay(name), job()), label))
 
     def record(self, event: Event) -> Event:
-        event.marks += 1
-        mark = event.marks
-        self._submit(_Job(lambda: event.reach(mark)))
+        event.recorded += 1
+        number = event.recorded
+        self._submit(_Job(lambda: event.complete(number)))
         return event
 
     def wait(self, event: Event) -> None:
-        mark = event.marks
-        self._submit(_Job(lambda: event.hold(mark)))
+        number = event.recorded
+        self._submit(_Job(lambda: event.wait(number)))
 
     @property
     def is_this_thread(self) -> bool:
@@ -368,15 +368,15 @@ class ThreadLane(Lane):
         done.wait()
 
     def _submit(self, job: _Job) -> None:
-        """To the thread; to the caller behind it, once the thread was told to end.
+        """Queue the job, or run it here after all others if the thread is ending.
 
-        The collector does so before it deletes optimizers, whose last update may not have been submitted yet.
+        The collector ends the thread before it deletes an optimizer, which may still submit its last update.
         """
         if self._finalizer.alive:
             self._jobs.put(job)
         else:
             self._thread.join()
-            _do(job, self._fate, self.name)
+            _run(job, self._status, self.name)
 
     def close(self) -> None:
         self._finalizer()
@@ -385,7 +385,7 @@ class ThreadLane(Lane):
 
 
 class _Job:
-    """One thing for a lane's thread to do; ``always``: also after a failure."""
+    """A job of a lane's thread; with ``always`` it runs after a failure, too."""
 
     __slots__ = ("always", "do", "label")
 
@@ -393,17 +393,17 @@ class _Job:
         self.do, self.label, self.always = do, label, always
 
 
-def _work(jobs: queue.SimpleQueue[_Job | None], fate: _Fate, name: str) -> None:
+def _thread_main(jobs: queue.SimpleQueue[_Job | None], status: _Status, name: str) -> None:
     """The body of a lane's thread."""
     while (job := jobs.get()) is not None:
-        _do(job, fate, name)
-        del job  # a job refers to whoever submitted it, who may be waiting to be collected
+        _run(job, status, name)
+        del job  # a job refers to its submitter, which must be collectable while the thread waits
 
 
-def _do(job: _Job, fate: _Fate, name: str) -> None:
-    if fate.error is not None and not job.always:
+def _run(job: _Job, status: _Status, name: str) -> None:
+    if status.error is not None and not job.always:
         return
     try:
         job.do()
     except BaseException as error:
-        fate.fail(name, job.label, error)
+        status.fail(name, job.label, error)

@@ -1,4 +1,4 @@
-"""Which processors are near a GPU: host memory belongs on the node that the GPU's link is attached to."""
+"""Finds the processors near a GPU. Host memory should be on the NUMA node to which the GPU is attached."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _SYS = Path("/sys")
 
 
 def near(device: torch.device, sys: Path = _SYS) -> frozenset[int]:
-    """Processors of the NUMA node of a CUDA device that this process may use.
+    """Processors on the NUMA node of a CUDA device that this process may use.
 
-    Empty where there is one node only, where the system does not say, and where the process is bound to other nodes.
+    Empty if there is only one node, if the system does not say, or if the process is bound to other nodes.
     """
     node = _node_of(device, sys) if len(_nodes(sys)) > 1 else None
     return frozenset() if node is None else _processors(node, sys) & _allowed()
@@ -41,7 +41,7 @@ def _node_of(device: torch.device, sys: Path) -> int | None:
         return None
     with contextlib.suppress(OSError, ValueError):
         node = int((sys / "bus/pci/devices" / address / "numa_node").read_text())
-        return node if node >= 0 else None  # -1: the firmware does not say
+        return node if node >= 0 else None  # -1: unknown to the firmware
     return None
 
 

@@ -1,12 +1,12 @@
-"""The record of a unit: exactly the bytes that its state needs, in one stretch, so that one copy moves it.
+"""The record of a unit: the bytes of its state in one contiguous buffer, so that one copy moves them.
 
-A unit has a flat order: its parts one behind the other, each beginning at a multiple of :data:`ALIGNMENT` elements and
-staying there for good. Gathered weights, joined masters and scaled gradients stand in that order too.
+The parts of a unit have a fixed flat order. Each part starts at a multiple of :data:`ALIGNMENT` elements. Gathered
+weights, joined masters and scaled gradients use the same order.
 
-Parts with equal layouts that follow each other make a :class:`Block`, in the record field after field: ``low half or
-whole master [n] | entry [n] | entry [n] … | bitmap``. With Adam-like state that is 10 bytes per bf16 parameter, 12
-where the master is whole and 8 per fp32 parameter, and 4 less with moments in bf16. 0-dim entries (``step``) and plain
-values are not in the record: parts with one past share them in a :class:`History`.
+Consecutive parts with equal layouts form a :class:`Block`, which the record holds field by field: ``low half or whole
+master [n] | entry [n] | entry [n] … | bitmap``. With Adam-like state that is 10 bytes per bf16 parameter, 12 where
+the master is whole, and 8 per fp32 parameter; moments in bf16 save 4. The record does not hold 0-dim entries
+(``step``) and plain values: parts that had the same updates share those in a :class:`History`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from lightstep.state.backend import Managed, Schema, Unit, entry_dtype, kept_dtype
+from lightstep.state.backend import Managed, Schema, Unit, entry_dtype, storage_dtype
 from lightstep.state.host_memory import HostSlab
 
 if TYPE_CHECKING:
@@ -33,16 +33,16 @@ ALIGNMENT = 16  # elements; keeps vectorised kernels on their fast path, and bit
 _FIELD_ALIGNMENT = 16  # bytes
 
 Coding = Literal["own", "split", "whole"]
-"""The master is the parameter itself; its low half is in the record; all of it is."""
+"""Where the master is: ``own``: it is the parameter; ``split``: its low half is in the record; ``whole``: all of it."""
 
 
 def aligned(elements: int) -> int:
-    """Elements that a part takes up in its unit's flat order."""
+    """How much of its unit's flat order a part of so many elements takes up, in elements."""
     return -(-elements // ALIGNMENT) * ALIGNMENT
 
 
 def coding_of(owner: Managed) -> Coding:
-    """How a master that travels is kept: bf16 weights are its upper half."""
+    """How the master is stored on the host: that of a bf16 weight is split, because the weight is its upper half."""
     if owner.own_master:
         return "own"
     return "split" if owner.local.dtype == torch.bfloat16 else "whole"
@@ -53,8 +53,8 @@ class Layout:
     """The fields of a part.
 
     Attributes:
-        entries: name, dtype and shape of the base optimizer's entries; ``None`` is the shape of the parameter.
-        carrier: the entry whose signs hold the split master's extra bits; without one a bitmap holds them.
+        entries: name, dtype and shape of the base optimizer's entries; shape ``None``: that of the parameter.
+        carrier: the entry whose sign bits hold the split masters' extra bits; ``None``: a bitmap holds them.
     """
 
     coding: Coding
@@ -62,12 +62,12 @@ class Layout:
     carrier: str | None = None
 
     @property
-    def alone(self) -> bool:
-        """Whether an entry has a shape of its own: its part shares no field with others."""
+    def has_own_shapes(self) -> bool:
+        """Whether an entry has another shape than the parameter. Such a part shares no field with others."""
         return any(shape is not None for _, _, shape in self.entries)
 
     def fields(self, elements: int) -> Iterator[tuple[str, torch.dtype, int]]:
-        """Name, dtype and size of each for parts that take up ``elements``."""
+        """Name, dtype and number of elements of each field, for parts that take up ``elements``."""
         if self.coding == "split":
             yield "low half", torch.int16, elements
         if self.coding == "whole":
@@ -85,19 +85,19 @@ def _field_bytes(dtype: torch.dtype, size: int) -> int:
     return -(-dtype.itemsize * size // _FIELD_ALIGNMENT) * _FIELD_ALIGNMENT
 
 
-def lay_out(coding: Coding, entries: Mapping[str, Tensor], shape: Sequence[int], schema: Schema) -> Layout:
-    """The layout of parts whose entries look like these; ``shape`` is that of their master."""
-    kinds = tuple(_kind(k, v, shape, schema) for k, v in entries.items())
-    return Layout(coding, kinds, _carrier(coding, kinds, schema))
+def make_layout(coding: Coding, entries: Mapping[str, Tensor], shape: Sequence[int], schema: Schema) -> Layout:
+    """The layout of parts with entries like these; ``shape`` is that of their master."""
+    kinds = tuple(_entry_field(k, v, shape, schema) for k, v in entries.items())
+    return Layout(coding, kinds, _find_carrier(coding, kinds, schema))
 
 
-def _kind(key: str, value: Tensor, shape: Sequence[int], schema: Schema) -> tuple[str, torch.dtype, Any]:
+def _entry_field(key: str, value: Tensor, shape: Sequence[int], schema: Schema) -> tuple[str, torch.dtype, Any]:
     if value.shape != torch.Size(shape):
         return key, value.dtype, tuple(value.shape)
-    return key, kept_dtype(schema.get(key), value.dtype) or value.dtype, None
+    return key, storage_dtype(schema.get(key), value.dtype) or value.dtype, None
 
 
-def _carrier(coding: Coding, kinds: Iterable[tuple[str, torch.dtype, Any]], schema: Schema) -> str | None:
+def _find_carrier(coding: Coding, kinds: Iterable[tuple[str, torch.dtype, Any]], schema: Schema) -> str | None:
     able = (key for key, dtype, shape in kinds if dtype in (torch.float32, torch.bfloat16) and shape is None)
     if coding != "split":
         return None
@@ -105,67 +105,67 @@ def _carrier(coding: Coding, kinds: Iterable[tuple[str, torch.dtype, Any]], sche
 
 
 class ExpectedLayouts:
-    """Layouts as far as the probe at set-up tells: the same object for parts that are alike."""
+    """Layouts expected from the probes at set-up: one object for all parts that are alike."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[int, Coding, torch.dtype], tuple[Layout, Schema]] = {}
 
-    def of(self, owner: Managed, coding: Coding) -> Layout:
+    def layout_for(self, owner: Managed, coding: Coding) -> Layout:
         key = id(owner.schema), coding, owner.local.dtype
         if key not in self._known:
             found = ((name, entry_dtype(spec, owner)) for name, spec in owner.schema.items() if spec.like_parameter)
             kinds = tuple((name, dtype, None) for name, dtype in found if dtype is not None)
-            self._known[key] = Layout(coding, kinds, _carrier(coding, kinds, owner.schema)), owner.schema
+            self._known[key] = Layout(coding, kinds, _find_carrier(coding, kinds, owner.schema)), owner.schema
         return self._known[key][0]
 
     def record_bytes(self, owner: Managed, elements: int) -> int:
-        """Bytes that a part of ``elements`` elements will take up in a record that travels."""
-        return self.of(owner, coding_of(owner)).nbytes(aligned(elements))
+        """Bytes that a part of ``elements`` elements will take up in a record on the host."""
+        return self.layout_for(owner, coding_of(owner)).nbytes(aligned(elements))
 
 
-def kept_entries(owner: Managed) -> dict[str, int]:
-    """The entries that a record keeps in another dtype than the base optimizer has them, numbered."""
+def rounded_entries(owner: Managed) -> dict[str, int]:
+    """The entries that a record stores in a shorter dtype than the base optimizer uses, numbered."""
     if owner.own_master and owner.local.dtype != torch.float32:
         return {}
     listed = (key for key, spec in owner.schema.items() if spec.like_parameter and spec.kept is not None)
     return {key: number for number, key in enumerate(listed)}
 
 
-def is_row(key: str, value: Any, schema: Schema) -> bool:
-    """Whether an entry belongs into the record; 0-dim tensors do only for a 0-dim parameter."""
+def is_record_entry(key: str, value: Any, schema: Schema) -> bool:
+    """Whether an entry belongs in the record. A 0-dim tensor does only if the parameter is 0-dim."""
     if not isinstance(value, Tensor):
         return False
     return value.dim() > 0 or (key in schema and schema[key].like_parameter)
 
 
 class History:
-    """The entries that are not in the record, for all parts that had the same updates.
+    """The entries that are not in the record, shared by all parts that had the same updates.
 
     Attributes:
-        parts: how many share it.
-        origin: what was loaded into it, until an update changes it; parts loaded with the same share again.
+        parts: the number of parts that share it.
+        origin: the values that were loaded, until an update changes them. Parts that load equal values share it.
     """
 
     def __init__(self, values: dict[str, Any], parts: int, origin: object = None) -> None:
         self.values, self.parts, self.origin = values, parts, origin
 
-    def copied(self) -> dict[str, Any]:
-        """Nothing in it is the others'."""
+    def copy_values(self) -> dict[str, Any]:
+        """The values, independent of the other parts'."""
         return {k: v.clone() if isinstance(v, Tensor) else copy.deepcopy(v) for k, v in self.values.items()}
 
 
 @dataclass(eq=False)
 class Part:
-    """A parameter, or a contiguous range of one, as it stands in one unit.
+    """A parameter in one unit, or a contiguous range of one.
 
     Attributes:
-        index, first: its place among the unit's parts, and its first element in their flat order.
-        coding: how its master is kept.
+        index, first: its position among the unit's parts, and its first element in the flat order.
+        coding: how its master is stored.
         keys: names of the base optimizer's entries, in its order.
-        history: those of them that are not in the record; ``None`` until the part has state: its master is the
-            parameter itself until then, and its place in the record means nothing.
-        codes: the 16-bit weights (int16, on the host) that the record belongs to, while the parameter has others: state
-            was loaded before the model was.
+        history: the entries that are not in the record; ``None`` while the part has no state. Its master is the
+            parameter itself then, and the record's bytes for it are undefined.
+        expected_weight: the 16-bit weights (int16, on the host) that the record belongs to, while the parameter has
+            other values because its state was loaded before the model.
     """
 
     owner: Managed
@@ -177,13 +177,13 @@ class Part:
     block: Block = field(init=False, repr=False)
     keys: tuple[str, ...] = ()
     history: History | None = None
-    codes: Tensor | None = None
+    expected_weight: Tensor | None = None
 
-    def forget(self) -> None:
-        """Back to a part without state."""
+    def clear_state(self) -> None:
+        """Remove the part's state."""
         if self.history is not None:
             self.history.parts -= 1
-        self.keys, self.history, self.codes = (), None, None
+        self.keys, self.history, self.expected_weight = (), None, None
 
     @property
     def elements(self) -> int:
@@ -195,23 +195,23 @@ class Part:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of its master and of entries like it."""
+        """Shape of its master, and of the entries that have the parameter's shape."""
         return tuple(self.owner.local.shape) if self.whole else (self.elements,)
 
-    def of(self, tensor: Tensor) -> Tensor:
+    def slice(self, tensor: Tensor) -> Tensor:
         """This part of a tensor of the parameter's local shape."""
         return tensor if self.whole else tensor.reshape(-1)[self.start : self.stop]
 
     def flat_weight(self) -> Tensor:
-        """The parameter's part in one row: a copy where it is not so in memory."""
-        return self.of(self.owner.local).contiguous().view(-1)
+        """This part of the weight, flat; a copy if the weight is not contiguous."""
+        return self.slice(self.owner.local).contiguous().view(-1)
 
 
 class Block:
-    """Parts with one layout, and where their fields lie in the record."""
+    """Consecutive parts with one layout, and the offsets of their fields in the record."""
 
     def __init__(self, layout: Layout, parts: Sequence[Part], base: int) -> None:
-        self.layout = layout  # and not the parts, which refer to it
+        self.layout = layout  # but not the parts: they refer to the block
         self.first, self.stop = parts[0].first, parts[-1].first + aligned(parts[-1].elements)
         self._fields: dict[str, tuple[int, torch.dtype, int]] = {}
         self.base, cursor = base, base
@@ -221,7 +221,7 @@ class Block:
         self.end = cursor
 
     def rows(self, buffer: Tensor, first: int, stop: int) -> dict[str, Tensor]:
-        """Its fields in ``buffer`` (uint8), each as one row, from element ``first`` of the unit to ``stop``."""
+        """The fields in ``buffer`` (uint8), flat, from element ``first`` of the unit to ``stop``."""
         shapes = {key: shape for key, _, shape in self.layout.entries if shape is not None}
         a, b = first - self.first, stop - self.first
         found = {}
@@ -235,7 +235,7 @@ class Block:
 
 
 class Slot:
-    """Device memory that holds a record, and what segments look at in it."""
+    """Device memory that holds a record, and the segments' views of it."""
 
     def __init__(self, buffer: Tensor) -> None:
         self.buffer = buffer
@@ -243,12 +243,12 @@ class Slot:
 
 
 class Record:
-    """The state of one unit, and the memory in which it lives: on the host in a slab, or on the device.
+    """The state of one unit and its memory: a slab on the host, or device memory.
 
     Attributes:
-        bytes: all of it (uint8); ``None`` before :meth:`allocate`, and without a single byte.
-        landed: event of the last copy to ``bytes``; ``None`` before the first.
-        histories: those that were loaded and not updated since, by what was loaded.
+        bytes: the memory (uint8); ``None`` before :meth:`allocate`, and if the record is empty.
+        written_back: event of the last copy to ``bytes``; ``None`` before the first.
+        histories: those that were loaded and not updated since, by :attr:`History.origin`.
     """
 
     def __init__(self, unit: Unit, parts: Sequence[Part], layouts: Sequence[Layout], on_host: bool) -> None:
@@ -256,18 +256,18 @@ class Record:
         self.device = parts[0].owner.local.device
         self.slab: HostSlab | None = None
         self.bytes: Tensor | None = None
-        self.landed: Any = None
+        self.written_back: Any = None
         self.histories: dict[object, History] = {}
         self._segments: list[tuple[object, list[Segment]]] = []
-        self._place(layouts)
+        self._build_blocks(layouts)
 
     @property
     def elements(self) -> int:
-        """Length of the flat order."""
+        """Length of the flat order, in elements."""
         return self.parts[-1].first + aligned(self.parts[-1].elements)
 
     def segments(self, key: object, make: Callable[[], list[Segment]]) -> list[Segment]:
-        """Those that were made for this ``key`` in one of the last calls, or new ones."""
+        """The segments made for this ``key`` in one of the last two calls, or new ones."""
         for known, segments in self._segments:
             if known == key:
                 return segments
@@ -275,24 +275,24 @@ class Record:
         self._segments = [(key, make()), *current]
         return self._segments[0][1]
 
-    def _place(self, layouts: Sequence[Layout]) -> None:
-        """One block behind the other."""
+    def _build_blocks(self, layouts: Sequence[Layout]) -> None:
+        """Lay out the parts in blocks."""
         self.nbytes, self._segments = 0, []
-        neighbours = zip(self.parts, layouts, strict=True)
-        for _, run in groupby(neighbours, lambda one: (one[1], one[0].index if one[1].alone else -1)):
+        pairs = zip(self.parts, layouts, strict=True)
+        for _, run in groupby(pairs, lambda one: (one[1], one[0].index if one[1].has_own_shapes else -1)):
             parts, (layout, *_) = zip(*run, strict=True)
             block = Block(layout, parts, self.nbytes)
             self.nbytes = block.end
             for part in parts:
                 part.block = block
 
-    def arrange(self, layouts: Mapping[Part, Layout]) -> None:
-        """Give parts new layouts and keep the bytes of all others; nothing may be under way."""
+    def relayout(self, layouts: Mapping[Part, Layout]) -> None:
+        """Give parts new layouts; all other parts keep their values. Nothing may be under way."""
         if all(part.block.layout == layout for part, layout in layouts.items()):
             return
         others = [part for part in self.parts if part not in layouts and part.history and self.bytes is not None]
         kept = {part: {name: row.clone() for name, row in self.rows(part).items()} for part in others}
-        self._place([layouts.get(part, part.block.layout) for part in self.parts])
+        self._build_blocks([layouts.get(part, part.block.layout) for part in self.parts])
         self.bytes = None
         self.allocate()
         for part, rows in kept.items():
@@ -300,7 +300,7 @@ class Record:
                 row.copy_(rows[name])
 
     def allocate(self) -> None:
-        """Take the memory, unless it is there; a slab that is large enough is kept."""
+        """Allocate the memory if there is none. A slab that is large enough is reused."""
         if self.bytes is not None or not self.nbytes:
             return
         if not self.on_host:
@@ -316,14 +316,14 @@ class Record:
         buffer = torch.empty(0, dtype=torch.uint8, device="cpu") if self.bytes is None else self.bytes
         return part.block.rows(buffer, part.first, part.first + part.elements)
 
-    def twin(self) -> Record:
-        """One without parts that has the same memory now."""
-        twin = copy.copy(self)
-        twin.parts, twin.histories, twin._segments = (), {}, []
-        return twin
+    def shadow(self) -> Record:
+        """A record without parts that refers to the same memory."""
+        shadow = copy.copy(self)
+        shadow.parts, shadow.histories, shadow._segments = (), {}, []
+        return shadow
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         if self.slab is not None:
             self.slab.close()
         self.slab, self.bytes = None, None
@@ -332,10 +332,10 @@ class Record:
 def make_record(
     unit: Unit, layouts: ExpectedLayouts, coding: Callable[[Managed], Coding], large: int, *, on_host: bool = True
 ) -> Record:
-    """A record without state. Parts that can be one segment stand together: by coding and group, small ones first.
+    """A record without state. Parts that can form one segment are adjacent: ordered by coding, size and group.
 
     Args:
-        large: parts of so many elements or more are updated by themselves.
+        large: parts of at least so many elements are segments of their own.
     """
     groups = {key: number for number, key in enumerate(dict.fromkeys(id(owner.group) for owner, _, _ in unit.parts))}
 
@@ -349,4 +349,4 @@ def make_record(
     for owner, start, stop in sorted(unit.parts, key=order):
         parts.append(Part(owner, start, stop, len(parts), first, coding(owner)))
         first += aligned(stop - start)
-    return Record(unit, parts, [layouts.of(part.owner, part.coding) for part in parts], on_host)
+    return Record(unit, parts, [layouts.layout_for(part.owner, part.coding) for part in parts], on_host)

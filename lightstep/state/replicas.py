@@ -1,10 +1,10 @@
-"""Replicas share the work: each keeps and streams the state of its share of the parameters, and sends the weights on.
+"""State sharded over replicas: each updates its share of the parameters and broadcasts the new weights.
 
 Replicas (ranks under DDP, the copies of HSDP) have equal gradients and would all do the same update. Here each
-parameter has one owner among them. The owner alone keeps its masters and state, fetches, updates and writes them back;
-the others receive the new weight. So host memory and traffic over each link fall by the number of replicas.
+parameter has one owner among them. Only the owner has its masters and state, fetches them, updates them and writes them
+back; the other replicas receive the new weight. Host memory and traffic over each link fall by the number of replicas.
 
-All replicas must have gradients for the same parameters, as DDP and FSDP2 see to.
+All replicas must have gradients for the same parameters. DDP and FSDP2 ensure that.
 """
 
 from __future__ import annotations
@@ -24,39 +24,39 @@ from lightstep.state.kept_copies import KeptCopies
 from lightstep.state.lanes import Lanes
 from lightstep.state.record import ExpectedLayouts
 from lightstep.state.segment import Segment
-from lightstep.state.units import apart, group_by_layer
+from lightstep.state.units import group_by_layer, split_shared_updates
 
-__all__ = ["SharedByReplicas", "share_out"]
+__all__ = ["SharedByReplicas", "assign_owners"]
 
 Cost = Callable[[Managed], int]
 Owners = Mapping[Managed, int]
 
 
 class SharedByReplicas(StateBackend):
-    """``inner`` with this replica's share of the parameters; the others' weights are received.
+    """Gives ``inner`` this replica's share of the parameters, and receives the weights of the others.
 
-    A step communicates every parameter's weight once, whatever happened to it, in one order on all replicas. Set-up
-    communicates whether every replica could take its share; :meth:`gather` the state of one parameter.
+    A step broadcasts every parameter's weight once, updated or not, in the same order on all replicas. Set-up
+    communicates whether every replica could allocate its share, :meth:`gather` the state of one parameter.
 
     Args:
-        inner: keeps and updates the share.
+        inner: the backend that keeps and updates the share.
         replicas: the ranks that hold the same part of the model.
-        tries: units may be tried in backward. What was tried is sent when it counts.
+        speculates: updates may be speculative; their weights are sent when they are committed.
     """
 
     name: ClassVar[str] = "stream"
     hands_out_state = False
     awaited_by_others = True
 
-    def __init__(self, inner: StateBackend, replicas: Replicas, tries: bool = False) -> None:
+    def __init__(self, inner: StateBackend, replicas: Replicas, speculates: bool = False) -> None:
         self.inner, self.in_lanes = inner, inner.in_lanes
-        self._replicas, self._tries = replicas, tries
+        self._replicas, self._speculates = replicas, speculates
         self._owners: dict[Managed, int] = {}
         self._own: list[Managed] = []
-        self._exchange = _Exchange(replicas)
+        self._broadcasts = _WeightBroadcasts(replicas)
 
     def fresh(self) -> SharedByReplicas:
-        return type(self)(self.inner.fresh(), self._replicas.again(), self._tries)
+        return type(self)(self.inner.fresh(), self._replicas.again(), self._speculates)
 
     # -- set-up
 
@@ -64,14 +64,14 @@ class SharedByReplicas(StateBackend):
         layouts = ExpectedLayouts()
 
         def cost(item: Managed) -> int:
-            return layouts.record_bytes(item, item.planned)
+            return layouts.record_bytes(item, item.planned_elements)
 
-        self._owners = share_out(managed, cost, self._owners, self._replicas.size)
+        self._owners = assign_owners(managed, cost, self._owners, self._replicas.size)
         for item, owner in self._owners.items():
             item.elsewhere = owner != self._replicas.rank
         self._own = [item for item in managed if not item.elsewhere]
-        self._exchange.plan(managed, self._owners, cost)
-        self._together(self._register_own)
+        self._broadcasts.plan(managed, self._owners, cost)
+        self._run_on_all_replicas(self._register_own)
 
     def _register_own(self) -> None:
         if self._own:
@@ -79,8 +79,8 @@ class SharedByReplicas(StateBackend):
         else:
             self.inner.close()
 
-    def _together(self, step: Callable[[], None]) -> None:
-        """Run ``step``; when it fails on one replica all of them raise, and none waits for the weights of another."""
+    def _run_on_all_replicas(self, step: Callable[[], None]) -> None:
+        """Run ``step``. If it fails on one replica, all of them raise, so that none waits for another's weights."""
         failure: Exception | None = None
         try:
             step()
@@ -91,24 +91,24 @@ class SharedByReplicas(StateBackend):
             raise failure
         for rank, text in enumerate(texts):
             if text is not None:
-                raise RuntimeError(f"replica {rank} could not take its share of the optimizer state: {text}")
+                raise RuntimeError(f"replica {rank} could not allocate its share of the optimizer state: {text}")
 
     # -- one step
 
     @property
     def lanes(self) -> Lanes:
-        """This replica's."""
+        """The lanes of this replica."""
         return self.inner.lanes
 
     def units(self) -> Sequence[Unit]:
-        """Those of this replica's own parameters."""
+        """The units of this replica's own parameters."""
         return self.inner.units()
 
     def prepare(self) -> None:
-        """Left to ``begin``: one replica alone must not break off before the others have decided about the step."""
+        """Nothing: ``begin`` does it. A single replica must not fail before the others have decided on the step."""
 
     def begin(self, managed: Collection[Managed], order: Sequence[Unit] | None = None) -> None:
-        self._exchange.begin()
+        self._broadcasts.begin()
         if self._own:
             self.inner.begin([item for item in managed if not item.elsewhere], order)
 
@@ -118,10 +118,10 @@ class SharedByReplicas(StateBackend):
         return self.inner.acquire(unit, active, apart)
 
     def release(self, unit: Unit, updated: Sequence[Segment]) -> None:
-        tried = self.inner.tried(unit)
+        is_speculative = self.inner.is_speculative(unit)
         self.inner.release(unit, updated)
-        if not tried:
-            self._exchange.updated(unit)
+        if not is_speculative:
+            self._broadcasts.updated(unit)
 
     def ahead(self, managed: Collection[Managed], entry: str) -> int:
         return self.inner.ahead(managed, entry)
@@ -130,55 +130,55 @@ class SharedByReplicas(StateBackend):
         return self.inner.look_ahead(unit, active)
 
     def arriving_with(self, complete_with: Mapping[Managed, int], end: int) -> dict[Managed, int]:
-        return self._exchange.arriving_with(complete_with, end)
+        return self._broadcasts.arriving_with(complete_with, end)
 
     def receive(self, managed: Iterable[Managed]) -> None:
-        self._exchange.receive(managed)
+        self._broadcasts.receive(managed)
 
     def finish(self) -> None:
-        self._exchange.send_all()
+        self._broadcasts.send_all()
         if self._own:
             self.inner.finish()
-        self._exchange.arrive()
+        self._broadcasts.arrive()
 
     def can_try(self, units: Collection[Unit]) -> Sequence[Unit]:
-        return self.inner.can_try(units) if self._tries and units else ()
+        return self.inner.can_try(units) if self._speculates and units else ()
 
     def keep_first(self, units: Sequence[Unit]) -> None:
         self.inner.keep_first(units)
 
-    def attempt(self, unit: Unit) -> None:
-        self.inner.attempt(unit)
+    def speculate(self, unit: Unit) -> None:
+        self.inner.speculate(unit)
 
-    def tried(self, unit: Unit) -> bool:
-        return self.inner.tried(unit)
+    def is_speculative(self, unit: Unit) -> bool:
+        return self.inner.is_speculative(unit)
 
     def commit(self, unit: Unit) -> None:
         self.inner.commit(unit)
-        self._exchange.updated(unit)
+        self._broadcasts.updated(unit)
 
     def take_back(self, unit: Unit) -> None:
         self.inner.take_back(unit)
 
     def abandon(self) -> None:
-        """Send what the others wait for: their step ends, and the next collective means the same on all replicas."""
+        """Send what the others wait for, so that their step ends and the next collective matches on all replicas."""
         with contextlib.suppress(Exception):
-            self._exchange.send_all()
-            self._exchange.arrive()
+            self._broadcasts.send_all()
+            self._broadcasts.arrive()
 
     # -- state seen from outside
 
     def entries(self, managed: Managed) -> dict[str, Any]:
-        return {} if managed.elsewhere else self.inner.entries(managed)
+        return {} if managed.is_remote else self.inner.entries(managed)
 
     def describe(self, managed: Managed) -> dict[str, Any]:
-        return {} if managed.elsewhere else self.inner.describe(managed)
+        return {} if managed.is_remote else self.inner.describe(managed)
 
     def gather(self, managed: Managed) -> dict[str, Any]:
-        """Copies of the owner's :meth:`entries`; every replica calls this."""
+        """Copies of the owner's :meth:`entries`; a collective over the replicas."""
         owner = self._owners[managed]
-        kept = {} if managed.elsewhere else self.inner.gather(managed)
-        described = {key: _Description.of(value) for key, value in kept.items()}
+        kept = {} if managed.is_remote else self.inner.gather(managed)
+        described = {key: _Description.from_value(value) for key, value in kept.items()}
         described = self._replicas.broadcast_object(described, owner)
         found = kept or {key: description.make(managed.local.device) for key, description in described.items()}
         tensors = [found[key].contiguous() for key, description in described.items() if description.is_tensor]
@@ -194,32 +194,32 @@ class SharedByReplicas(StateBackend):
         return self.inner.pin({item: keys for item, keys in wanted.items() if not item.elsewhere}, weight_of, copies)
 
     def load(self, managed: Managed, entries: Mapping[str, Any]) -> None:
-        if not managed.elsewhere:
+        if not managed.is_remote:
             self.inner.load(managed, entries)
 
     def refresh(self, managed: Managed) -> None:
-        if not managed.elsewhere:
+        if not managed.is_remote:
             self.inner.refresh(managed)
 
     def start_from(self, managed: Managed, master: Tensor) -> None:
-        if not managed.elsewhere:
+        if not managed.is_remote:
             self.inner.start_from(managed, master)
 
     def changed(self, items: Iterable[Managed]) -> list[Managed]:
         return self.inner.changed([item for item in items if not item.elsewhere])
 
     def memory(self) -> dict[str, int]:
-        """This replica's."""
+        """Sizes on this replica."""
         held = self.inner.memory()
-        return {**held, "ring_bytes": held["ring_bytes"] + self._exchange.nbytes()}
+        return {**held, "ring_bytes": held["ring_bytes"] + self._broadcasts.nbytes()}
 
     def set_residency(self, gib: float | Literal["auto"]) -> None:
-        """This replica's: each may have its own."""
+        """Set it for this replica; each may have another size."""
         self.inner.set_residency(gib)
 
     def release_device_memory(self) -> None:
         self.inner.release_device_memory()
-        self._exchange.free()
+        self._broadcasts.free()
 
     def synchronize(self) -> None:
         self.inner.synchronize()
@@ -227,22 +227,22 @@ class SharedByReplicas(StateBackend):
     def close(self) -> None:
         self.inner.close()
         self._replicas.close()
-        self._owners, self._own, self._exchange = {}, [], _Exchange(self._replicas)
+        self._owners, self._own, self._broadcasts = {}, [], _WeightBroadcasts(self._replicas)
 
 
-def share_out(managed: Sequence[Managed], cost: Cost, known: Owners, replicas: int) -> dict[Managed, int]:
-    """The owner of each parameter, the same on all replicas: of the new ones the most costly goes to who has least.
+def assign_owners(managed: Sequence[Managed], cost: Cost, known: Owners, replicas: int) -> dict[Managed, int]:
+    """The owner of each parameter, the same on all replicas. The most costly new one goes to the least loaded replica.
 
-    Those that the ranks of one replica update together come first: what costs more on one of these ranks than on
-    another has no say in them.
+    Parameters that the ranks of one replica update together are assigned first, so that they do not depend on the
+    costs of others, which differ between these ranks.
 
     Args:
-        known: owners of parameters that have one already; they keep it.
-        replicas: how many there are.
+        known: owners of parameters that have one already, and keep it.
+        replicas: number of replicas.
     """
     shared = {item: known[item] for item in managed if item in known}
     loads = [0] * replicas
-    for listed in apart(managed)[::-1]:
+    for listed in split_shared_updates(managed)[::-1]:
         for item in (item for item in listed if item in known):
             loads[known[item]] += cost(item)
         for item in sorted((item for item in listed if item not in known), key=cost, reverse=True):
@@ -251,11 +251,11 @@ def share_out(managed: Sequence[Managed], cost: Cost, known: Owners, replicas: i
     return {item: shared[item] for item in managed}
 
 
-class _Exchange:
-    """The weights of one step on their way from their owners to everybody.
+class _WeightBroadcasts:
+    """Broadcasts of one step's weights from their owners.
 
-    They are sent in the order in which the replicas get done with them when all work equally fast. Others' weights wait
-    for the next one of this replica's own, so that on a GPU no receiving kernel stands waiting from the beginning.
+    Weights are broadcast in the order in which equally fast replicas complete them. Receiving starts with the next
+    weight that this replica sends, so that on a GPU no receiving kernel waits from the start of the step.
     """
 
     def __init__(self, replicas: Replicas) -> None:
@@ -269,7 +269,7 @@ class _Exchange:
         self._row_major: dict[Managed, Tensor] = {}
 
     def plan(self, managed: Sequence[Managed], owners: Owners, cost: Cost) -> None:
-        """These parameters from now on."""
+        """Plan the broadcasts of these parameters."""
         reached: list[tuple[int, int, Managed]] = []
         for replica in range(self._replicas.size):
             progress = 0
@@ -283,9 +283,9 @@ class _Exchange:
         self._row_major = {item: buffer for item, buffer in self._row_major.items() if item in owners}
 
     def arriving_with(self, complete_with: Mapping[Managed, int], end: int) -> dict[Managed, int]:
-        """Others' weights are sent with the next own one in the order, and that when all own ones before it are done.
+        """Others' weights are received with the next own one in the order, which waits for all own ones before it.
 
-        Row-major copies are put in their places at the end of the step.
+        Weights that are not contiguous arrive in row-major copies, and are copied at the end of the step.
         """
         found = {item: end for item, _ in self._order if item.elsewhere}
         waiting: list[Managed] = []
@@ -300,7 +300,7 @@ class _Exchange:
         return found
 
     def begin(self) -> None:
-        """A step begins; again in one that has begun in backward, where nothing changes."""
+        """Start a step; does nothing if it has already started in backward."""
         if self._begun:
             return
         self._begun, self._started = True, 0
@@ -309,7 +309,7 @@ class _Exchange:
         self._own_left, self._elements_left = deque(own), {item: item.local.numel() for _, item in own}
 
     def updated(self, unit: Unit) -> None:
-        """What is done with this unit is queued; send what is complete with it when it is its turn."""
+        """The unit's update is queued: send the weights that it completes, in order."""
         for item, start, stop in unit.parts:
             if item in self._elements_left:
                 self._elements_left[item] -= stop - start
@@ -317,27 +317,27 @@ class _Exchange:
             self._send(self._own_left.popleft()[0] + 1)
 
     def send_all(self) -> None:
-        """Whatever has not been sent yet, updated or not."""
+        """Send all weights that were not sent yet, updated or not."""
         self._send(len(self._order))
         self._begun = False
 
     def arrive(self) -> None:
-        """What is queued next finds all weights in their places."""
+        """Order the next work after the arrival of all weights."""
         self._replicas.wait(self._works.values())
         for item, buffer in self._row_major.items():
             if item.elsewhere:
                 item.local.copy_(buffer)
 
     def receive(self, items: Iterable[Managed]) -> None:
-        """The same as :meth:`arrive` for some whose sending has started."""
+        """:meth:`arrive` for some weights whose communication has started."""
         self._replicas.wait(self._works.get(item) for item in items)
 
     def nbytes(self) -> int:
-        """Device memory held between steps."""
+        """Size of the device memory between steps."""
         return sum(buffer.nbytes for buffer in self._row_major.values())
 
     def free(self) -> None:
-        """Give that memory back; the next step takes it again."""
+        """Free that memory; the next step allocates it again."""
         self._works.clear()
         self._row_major.clear()
 
@@ -348,7 +348,7 @@ class _Exchange:
             self._works[item] = self._replicas.broadcast(self._sendable(item), owner)
 
     def _sendable(self, item: Managed) -> Tensor:
-        """The weight itself, or a row-major copy that is kept for the next step."""
+        """The weight itself, or a row-major buffer for it, which is kept for the next step."""
         if item.local.is_contiguous():
             return item.local
         if item not in self._row_major:
@@ -359,7 +359,7 @@ class _Exchange:
 
 @dataclass(frozen=True)
 class _Description:
-    """A state entry as the owner tells of it: a tensor that follows, or a plain value."""
+    """The owner's description of a state entry: a tensor, which is sent next, or a plain value."""
 
     value: Any = None
     dtype: torch.dtype | None = None
@@ -367,7 +367,7 @@ class _Description:
     on_device: bool = False
 
     @classmethod
-    def of(cls, value: Any) -> _Description:
+    def from_value(cls, value: Any) -> _Description:
         if not isinstance(value, Tensor):
             return cls(value)
         return cls(None, value.dtype, tuple(value.shape), value.device.type != "cpu")

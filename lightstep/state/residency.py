@@ -1,8 +1,9 @@
-"""Records that stay on the device between steps: as many as fit a budget, from the front of the walk on.
+"""Records that stay on the device between steps: as many as fit a budget, in model order.
 
-A resident record keeps the layout and the coding that it has on the host, in a buffer of its own that takes the place
-of a ring slot: no fetch, no write-back, and the same bits. Its host memory stays allocated, so it can always be brought
-down. The front of the walk is what a forward needs first, and while it is updated the link is free for the others.
+A resident record has the same layout and coding as on the host, in a device buffer of its own that replaces the ring
+slot: it is neither fetched nor written back, and its bits are the same. Its host memory stays allocated, so it can
+always be evicted. The first records are those that a forward needs first; while they are updated, the link is free for
+the others.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ logger = logging.getLogger(__name__)
 class Residency:
     """The device buffers of resident records.
 
-    The newest bytes of a record are in its buffer after an update, until it is brought down (``_ahead``), and on the
-    host after an edit, until the next step (``_behind``).
+    After an update the buffer of a record is newer than its host memory until it is written back (``_dirty``). After an
+    edit the host memory is newer until the next step (``_stale``).
 
     Args:
-        memory: of the lanes' device, where it is known.
-        budget: bytes, or what decides about them before each step.
+        memory: of the lanes' device; ``None`` if it cannot be measured.
+        budget: in bytes, or an object that computes it before each step.
         before_write: called with a record before all of its host memory is written.
     """
 
@@ -46,43 +47,43 @@ class Residency:
         self._allowed = 0 if isinstance(budget, AutoBudget) else budget
         self._chosen: set[Record] = set()
         self._slots: dict[Record, Slot] = {}
-        self._ahead: set[Record] = set()
-        self._behind: set[Record] = set()
-        self._settled = False
-        self._ever = False  # anything was resident
+        self._dirty: set[Record] = set()
+        self._stale: set[Record] = set()
+        self._is_current = False
+        self._was_used = False  # some record has been resident
 
     def __contains__(self, record: Record) -> bool:
-        """Whether the record is, or is about to be, resident: it does not go through the ring."""
+        """Whether the record is resident or has been chosen to be: it does not go through the ring."""
         return record in self._chosen
 
     def nbytes(self) -> int:
-        """Device memory held."""
+        """Size of the buffers on the device."""
         return sum(slot.buffer.nbytes for slot in self._slots.values())
 
     # -- before a step, with no step under way
 
     def choose(self, records: Sequence[Record]) -> None:
-        """Decide which of ``records`` (all, in the order of the walk) shall be resident; the others leave."""
+        """Choose the resident ones among ``records`` (all of them, by priority), and evict the others."""
         state_exists = any(part.history is not None for record in records for part in record.parts)
         if isinstance(self._budget, AutoBudget) and state_exists:
             allowed = self._budget.before_step(self.nbytes())
-            self._settled = self._settled and allowed == self._allowed
+            self._is_current = self._is_current and allowed == self._allowed
             self._allowed = allowed
-        if not self._settled:
+        if not self._is_current:
             self.shrink(records)
             self._chosen = set(_front(records, self._allowed))
 
     def shrink(self, records: Sequence[Record]) -> None:
-        """What is over the budget leaves at once; before the next step others may come."""
+        """Evict what exceeds the budget. The next step may choose other records."""
         staying = _front(records, self._allowed)
         self.evict([record for record in self._slots if record not in staying])
 
-    def bring_up(self) -> None:
-        """Buffers for the chosen, filled from the host. Where the device has no room, fewer are chosen."""
-        if self._settled:
+    def reload(self) -> None:
+        """Allocate buffers for the chosen records and fill them from the host. If the device is full, fewer stay."""
+        if self._is_current:
             return
-        new = sorted((record for record in self._chosen if record not in self._slots), key=_place)
-        # So that no buffer lies in the middle of what activations will use again.
+        new = sorted((record for record in self._chosen if record not in self._slots), key=_unit_index)
+        # The cache is emptied first, so that no buffer splits a block that activations will use again.
         cached = self._empty_cache() if new else 0
         no_room = False
         for record in new:
@@ -91,98 +92,98 @@ class Residency:
             except torch.OutOfMemoryError:
                 no_room = True
                 break
-            self._behind.add(record)
+            self._stale.add(record)
         if no_room:
-            self._make_do(cached)
-        for record in sorted(self._chosen & self._behind, key=_place):
+            self._shrink_to_fit(cached)
+        for record in sorted(self._chosen & self._stale, key=_unit_index):
             self._fetch(record)
         if new:
-            self._ever = True
+            self._was_used = True
             if isinstance(self._budget, AutoBudget):
                 self._budget.changed()
-        self._settled = True
+        self._is_current = True
 
     def set_budget(self, budget: int | AutoBudget) -> None:
-        """From the next step on; see :meth:`shrink`."""
-        if isinstance(budget, AutoBudget) and self._ever:
-            budget.changed()  # the peak so far may be that of records which are gone
-        self._budget, self._settled = budget, False
+        """Set the budget from the next step on; see :meth:`shrink`."""
+        if isinstance(budget, AutoBudget) and self._was_used:
+            budget.changed()  # evicted records may have made the peak
+        self._budget, self._is_current = budget, False
         self._allowed = 0 if isinstance(budget, AutoBudget) else budget
 
-    def release(self) -> None:
-        """All of them leave, for the time being."""
+    def evict_all(self) -> None:
+        """Evict all records. The next step chooses again."""
         self.evict(list(self._slots))
         self._chosen.clear()
-        self._settled = False
+        self._is_current = False
         if isinstance(self._budget, AutoBudget):
-            self._budget.measure_again()
+            self._budget.remeasure()
 
     # -- in a step
 
-    def take(self, record: Record) -> Slot:
-        """The record's buffer, ready for what the caller does next."""
+    def acquire(self, record: Record) -> Slot:
+        """The record's buffer, ready for the caller's next work."""
         slot, caller = self._slots[record], self._lanes.caller()
         for event in (slot.staged, slot.updated, slot.drained):
             caller.wait(event)
         return slot
 
-    def give_back(self, record: Record) -> None:
-        """What the caller does with it is queued."""
+    def release(self, record: Record) -> None:
+        """The caller has queued its work on the buffer, which changes it."""
         self._lanes.caller().record(self._slots[record].updated)
-        self._ahead.add(record)
+        self._dirty.add(record)
 
-    # -- records in other hands, with no step under way
+    # -- reads and edits on the host, with no step under way
 
-    def bring_down(self, records: Iterable[Record]) -> None:
-        """The records' host memory becomes up to date; the host waits."""
-        newer = [record for record in records if record in self._ahead]
+    def write_back(self, records: Iterable[Record]) -> None:
+        """Bring the records' host memory up to date, and wait for the copies."""
+        newer = [record for record in records if record in self._dirty]
         lane = self._lanes.device_to_host
         for record in newer:
             self._before_write(record)
             slot, target = self._slots[record], record.bytes
             assert target is not None
             lane.wait(slot.updated)
-            lane.copy(target, slot.buffer, f"bringing down {record.unit.label}")
-            record.landed = lane.record(slot.drained)
+            lane.copy(target, slot.buffer, f"writing back {record.unit.label}")
+            record.written_back = lane.record(slot.drained)
         if newer:
             self._lanes.synchronize()
-            self._ahead.difference_update(newer)
+            self._dirty.difference_update(newer)
 
-    def edited(self, records: Iterable[Record]) -> None:
-        """The records' host memory was written to (after :meth:`bring_down`), or has another size now."""
+    def mark_stale(self, records: Iterable[Record]) -> None:
+        """The records' host memory was edited (after :meth:`write_back`), or has another size now."""
         resident = [record for record in records if record in self._slots]
-        self.forget(record for record in resident if self._slots[record].buffer.nbytes != record.nbytes)
-        self._behind.update(record for record in resident if record in self._slots)
-        self._settled = False
+        self.drop(record for record in resident if self._slots[record].buffer.nbytes != record.nbytes)
+        self._stale.update(record for record in resident if record in self._slots)
+        self._is_current = False
 
     def evict(self, records: Iterable[Record]) -> None:
-        """Back to the host."""
+        """Write the records back and free their buffers."""
         leaving = [record for record in records if record in self._slots]
         if not leaving:
             return
-        self.bring_down(leaving)
+        self.write_back(leaving)
         if self._lanes.device.type != "cpu":
-            torch.accelerator.synchronize(self._lanes.device)  # the memory may be given to other streams
-        self.forget(leaving)
+            torch.accelerator.synchronize(self._lanes.device)  # other streams may get the memory
+        self.drop(leaving)
         self._empty_cache()
 
-    def forget(self, records: Iterable[Record]) -> None:
-        """What the device holds of these is of no interest any more; nothing may be under way there."""
+    def drop(self, records: Iterable[Record]) -> None:
+        """Free the records' buffers without writing them back; nothing may be under way there."""
         for record in list(records):
             self._slots.pop(record, None)
             self._chosen.discard(record)
-            self._ahead.discard(record)
-            self._behind.discard(record)
-        self._settled = False
+            self._dirty.discard(record)
+            self._stale.discard(record)
+        self._is_current = False
 
     def reset(self) -> None:
-        """After a failure: what was on its way up may not have arrived."""
-        self._behind.update(self._slots.keys() - self._ahead)
-        self._settled = False
+        """After a failure: buffers that were being filled are filled again."""
+        self._stale.update(self._slots.keys() - self._dirty)
+        self._is_current = False
 
-    def unsettle(self) -> None:
-        """Records came, went, or have other sizes: the next step chooses anew."""
-        self._settled = False
+    def invalidate(self) -> None:
+        """Choose again before the next step: records were added or removed, or have other sizes."""
+        self._is_current = False
 
     # -- small parts
 
@@ -190,19 +191,19 @@ class Residency:
         slot, lane, source = self._slots[record], self._lanes.host_to_device, record.bytes
         assert source is not None
         target = slot.buffer
-        for event in (slot.updated, record.landed):
+        for event in (slot.updated, record.written_back):
             if event is not None:
                 lane.wait(event)
-        lane.copy(target, source, f"bringing up {record.unit.label}")
+        lane.copy(target, source, f"fetching {record.unit.label}")
         lane.record(slot.staged)
-        self._behind.discard(record)
+        self._stale.discard(record)
 
-    def _make_do(self, cached: int) -> None:
-        """The device is full: the last ones leave again until the margin is free and the ``cached`` bytes that the next
-        forward will want; no more are tried."""
+    def _shrink_to_fit(self, cached: int) -> None:
+        """The device is full: evict the last records until the margin is free, and the ``cached`` bytes that the next
+        forward will allocate again. The budget becomes what is left."""
         short = cached + (0 if self._memory is None else self._memory.margin)
         leaving = []
-        for record in sorted(self._slots, key=_place, reverse=True):
+        for record in sorted(self._slots, key=_unit_index, reverse=True):
             if short <= 0:
                 break
             leaving.append(record)
@@ -212,7 +213,7 @@ class Residency:
         self._chosen = set(self._slots)
         self._allowed = self.nbytes()
         if isinstance(self._budget, AutoBudget):
-            self._budget.settle_for(self._allowed)
+            self._budget.limit_to(self._allowed)
         logger.warning(
             "optimizer_state.resident_gib: %s has no room for more than %.2f GiB; that much stays on it",
             self._lanes.device,
@@ -220,8 +221,8 @@ class Residency:
         )
 
     def _empty_cache(self) -> int:
-        """The allocator's free blocks go back to the device: they may be in the pool of another stream. How many bytes
-        they were."""
+        """Return the allocator's free blocks to the device, because they may belong to another stream's pool. Returns
+        their size in bytes."""
         before = 0 if self._memory is None else self._memory.reserved()[0]
         if self._lanes.device.type != "cpu":
             torch.accelerator.memory.empty_cache()
@@ -229,7 +230,7 @@ class Residency:
 
 
 def _front(records: Sequence[Record], budget: int) -> list[Record]:
-    """Those from the front on that fit, whole ones only; one that does not is left out, and smaller ones may follow."""
+    """The first records that fit, whole. A record that does not fit is skipped, and smaller ones after it may fit."""
     chosen = []
     for record in records:
         if record.bytes is not None and record.nbytes <= budget:
@@ -238,11 +239,11 @@ def _front(records: Sequence[Record], budget: int) -> list[Record]:
     return chosen
 
 
-def _place(record: Record) -> int:
+def _unit_index(record: Record) -> int:
     return record.unit.index
 
 
 def _new_slot(nbytes: int, lanes: Lanes) -> Slot:
     slot = Slot(nbytes, lanes)
-    lanes.follow_caller()
+    lanes.wait_for_caller()
     return slot

@@ -1,8 +1,9 @@
-"""Masters and state stay on the device: nothing moves, the most memory."""
+"""Masters and state stay on the device: nothing is copied, and it takes the most device memory."""
 
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -18,7 +19,7 @@ from lightstep.state.kept_records import RecordBackend, same_rounding
 from lightstep.state.lanes import Lanes
 from lightstep.state.record import Coding, Part, Record, Slot, coding_of
 from lightstep.state.segment import MasterSplitter, Segment
-from lightstep.state.units import apart
+from lightstep.state.units import split_shared_updates
 
 __all__ = ["ResidentBackend"]
 
@@ -26,13 +27,13 @@ _CPU = torch.device("cpu")
 
 
 class ResidentBackend(RecordBackend):
-    """Records on the parameters' devices; what is handed out of them is live, but for masters that are split.
+    """Records on the parameters' devices. Entries that are read from them are live, except split masters.
 
-    Units are whole parameters, ``unit_elements`` together: they bound the memory for one unit's scaled gradients.
+    A unit is whole parameters of at most ``unit_elements`` together, which bounds the memory for scaled gradients.
 
     Args:
-        splitter: makes the splitter of bf16 masters for a device. With it masters are split where the update joins them
-            by itself: 10 bytes per parameter beside the weight with Adam instead of 12. Without it all are whole.
+        splitter: makes the splitter of bf16 masters for a device. With it, masters are split if a fused kernel updates
+            them: with Adam, 10 bytes per parameter in addition to the weight instead of 12. ``None``: all are whole.
     """
 
     name: ClassVar[str] = "resident"
@@ -45,29 +46,31 @@ class ResidentBackend(RecordBackend):
         self._splitters: dict[torch.device, MasterSplitter] = {}
         super().__init__()
         self._slots: dict[Record, Slot] = {}
-        self._handed_out: dict[Part, dict[str, Tensor]] = {}
+        self._live_tensors: dict[Part, dict[str, Tensor]] = {}
         self._slabs: dict[torch.device, HostSlab] = {}
-        self._away = False
-        self._lanes: dict[torch.device, Lanes] = {}  # of snapshots
+        self._is_offloaded = False
+        self._lanes: dict[torch.device, Lanes] = {}  # for snapshots
         self._snapshot: DeviceSnapshot | None = None
 
     def fresh(self) -> ResidentBackend:
         return type(self)(self._make_splitter)
 
     def register(self, managed: Sequence[Managed]) -> None:
-        self._return()
-        if not self._records and self._make_splitter is not None and any(map(_splits, managed)):
-            self._marks = {}
-        staying = self._undisturbed(managed)
+        self._reload()
+        if not self._records and self._make_splitter is not None and any(map(_has_split_master, managed)):
+            self._fingerprints = {}
+        staying = self._unaffected_records(managed)
         kept = {part.owner for record in staying for part in record.parts}
         new = [item for item in managed if item not in kept]
-        carried = {item: self._assembled(item) for item in new}
-        units = [unit for listed in apart(new) for unit in _pack(listed, self.unit_elements)]
-        for record in self._keep(managed, [*staying, *self._make_records(units, self._coding)]):
+        carried = {item: self._read_entries(item) for item in new}
+        units = [unit for listed in split_shared_updates(new) for unit in _pack(listed, self.unit_elements)]
+        for record in self._set_records(managed, [*staying, *self._make_records(units, self._coding)]):
             self._slots.pop(record, None)
             record.close()
-        self._handed_out = {part: views for part, views in self._handed_out.items() if part in self._home}
-        self._entries = Entries(functools.partial(_splitter_on, self._splitters, self._make_splitter), self._marks)
+        self._live_tensors = {part: views for part, views in self._live_tensors.items() if part in self._record_of}
+        self._entries = Entries(
+            functools.partial(_cached_splitter, self._splitters, self._make_splitter), self._fingerprints
+        )
         for item, entries in carried.items():
             if entries:
                 self.load(item, entries)
@@ -75,16 +78,16 @@ class ResidentBackend(RecordBackend):
     # -- one step
 
     def prepare(self) -> None:
-        self._return()
+        self._reload()
         super().prepare()
 
     def begin(self, managed: Collection[Managed], order: Sequence[Unit] | None = None) -> None:
         self.prepare()
 
     def abandon(self) -> None:
-        self._open = None
+        self._acquired = None
 
-    def _take(self, record: Record) -> Slot:
+    def _acquire_slot(self, record: Record) -> Slot:
         self._before_write([record])
         slot = self._slots.get(record)
         if slot is None or slot.buffer is not record.bytes:
@@ -94,28 +97,28 @@ class ResidentBackend(RecordBackend):
                 del self._slots[record]
         return slot
 
-    def _give_back(self, record: Record, slot: Slot, changed: bool) -> None:
-        """It lives there."""
+    def _release_slot(self, record: Record, slot: Slot, changed: bool) -> None:
+        """Nothing to do: the slot is the record's own memory."""
 
-    def _retake(self, record: Record, slot: Slot, arrange: Callable[[], None]) -> Slot:
-        arrange()
-        self._follow(record)
-        return self._take(record)
+    def _reacquire_slot(self, record: Record, slot: Slot, relayout: Callable[[], None]) -> Slot:
+        relayout()
+        self._rebind_live_tensors(record)
+        return self._acquire_slot(record)
 
     def _coding(self, owner: Managed) -> Coding:
         if owner.own_master:
             return "own"
-        return "split" if self._marks is not None and _splits(owner) else "whole"
+        return "split" if self._fingerprints is not None and _has_split_master(owner) else "whole"
 
-    def _splitter_of(self, device: torch.device) -> MasterSplitter:
-        if self._marks is None:
-            return None  # type: ignore[return-value]  # masters are whole
-        return _splitter_on(self._splitters, self._make_splitter, device)
+    def _splitter_for(self, device: torch.device) -> MasterSplitter:
+        if self._fingerprints is None:
+            return None  # type: ignore[return-value]  # all masters are whole
+        return _cached_splitter(self._splitters, self._make_splitter, device)
 
     # -- state seen from outside
 
     def gather(self, managed: Managed) -> dict[str, Any]:
-        self._before_write(self._home[part] for part in self._parts.get(managed, ()))  # whoever gets it may do so
+        self._before_write(self._record_of[part] for part in self._parts.get(managed, ()))  # the user may write to it
         found = self.entries(managed)
         if not found or not managed.updated:
             return found
@@ -123,14 +126,14 @@ class ResidentBackend(RecordBackend):
         rows = {key for key, _, _ in part.block.layout.entries} - {part.block.layout.carrier}
         if part.coding == "whole":
             rows.add("master")
-        known = self._handed_out.setdefault(part, {})
+        known = self._live_tensors.setdefault(part, {})
         for key in rows & found.keys():
             found[key] = known.setdefault(key, found[key])
         return found
 
     def is_live(self, managed: Managed, key: str) -> bool:
-        """Counters are not: the parameters of a record share them."""
-        return any(key in self._handed_out.get(part, ()) for part in self._parts.get(managed, ()))
+        """Whether the entry is live; counters are not, because the parameters of a record share them."""
+        return any(key in self._live_tensors.get(part, ()) for part in self._parts.get(managed, ()))
 
     def pin(
         self,
@@ -140,33 +143,33 @@ class ResidentBackend(RecordBackend):
     ) -> PinnedState | None:
         if copies is None or (self._snapshot is not None and not self._snapshot.closed):
             return None
-        splits = self._make_splitter is not None and self._marks is not None
+        splits = self._make_splitter is not None and self._fingerprints is not None
         snapshot, found = DeviceSnapshot(copies, self._make_splitter(_CPU) if splits else None), {}  # type: ignore[misc]
-        kept = self._kept_to_itself(wanted)
-        written = set(self.changed(item for items in kept.values() for item in items) if splits else ())
+        kept = self._without_live_tensors(wanted)
+        edited = set(self.changed(item for items in kept.values() for item in items) if splits else ())
         for record, items in kept.items():
-            entries = {item: self._as_it_is(item, wanted[item]) for item in items if item not in written}
+            entries = {item: self._raw_entries(item, wanted[item]) for item in items if item not in edited}
             if entries:
                 found[record] = entries
         copies.reserve(sum(value.nbytes for each in found.values() for one in each.values() for value in one.values()))
         try:
             for record, entries in found.items():
-                snapshot.add(record, entries, weight_of, self._lanes_of(record.device))
+                snapshot.add(record, entries, weight_of, self._lanes_for(record.device))
         except BaseException:
             snapshot.close()
             raise
         self._snapshot = snapshot
         return snapshot
 
-    def _as_it_is(self, item: Managed, wanted: Collection[str]) -> dict[str, Tensor]:
-        """Some entries, and instead of a split master its rows: joining them here would take memory."""
+    def _raw_entries(self, item: Managed, wanted: Collection[str]) -> dict[str, Tensor]:
+        """The wanted entries. A split master is returned as its rows, because joining it would take device memory."""
         (part,) = self._parts[item]
         if part.coding != "split":
             entries = self.entries(item)
             return {key: entries[key] for key in wanted}
-        rows, layout = self._home[part].rows(part), part.block.layout
+        rows, layout = self._record_of[part].rows(part), part.block.layout
         assert part.history is not None
-        others = {key: value for key, value in part.history.copied().items() if key in wanted}
+        others = {key: value for key, value in part.history.copy_values().items() if key in wanted}
         own = {key: rows[key].view(part.shape) for key, _, _ in layout.entries if key in wanted}
         coded = {*wanted} & {"master", layout.carrier}
         extra = "bitmap" if layout.carrier is None else layout.carrier
@@ -176,16 +179,20 @@ class ResidentBackend(RecordBackend):
             **({"low half": rows["low half"], extra: own.get(extra, rows[extra])} if coded else {}),
         }
 
-    def _kept_to_itself(self, wanted: Iterable[Managed]) -> dict[Record, list[Managed]]:
-        """Those with state of which nobody holds a tensor, who could write to it at any time; by record."""
+    def _without_live_tensors(self, wanted: Iterable[Managed]) -> dict[Record, list[Managed]]:
+        """The parameters with state whose record has no live tensors, to which a user could write at any time."""
         found: dict[Record, list[Managed]] = {}
         for item in wanted:
-            if item.updated and self._with_state(item) and self._home[self._parts[item][0]].bytes is not None:
-                found.setdefault(self._home[self._parts[item][0]], []).append(item)
-        held = {self._home[part] for part in self._handed_out}
+            if (
+                item.updated
+                and self._parts_with_state(item)
+                and self._record_of[self._parts[item][0]].bytes is not None
+            ):
+                found.setdefault(self._record_of[self._parts[item][0]], []).append(item)
+        held = {self._record_of[part] for part in self._live_tensors}
         return {record: items for record, items in found.items() if record not in held}
 
-    def _lanes_of(self, device: torch.device) -> Lanes:
+    def _lanes_for(self, device: torch.device) -> Lanes:
         if device not in self._lanes or self._lanes[device].failed:
             self._lanes[device] = Lanes(device)
         return self._lanes[device]
@@ -195,32 +202,50 @@ class ResidentBackend(RecordBackend):
             self._snapshot.before_write(records)
 
     def _edit(self, managed: Managed, edit: Callable[[Record, Part], None]) -> None:
-        self._return()
+        self._reload()
         super()._edit(managed, edit)
         for part in self._parts[managed]:
-            if part.history is None:
-                self._handed_out.pop(part, None)
-            self._follow(self._home[part])
+            self._rebind_live_tensors(self._record_of[part])
 
-    def _follow(self, record: Record) -> None:
-        """What was handed out lies where the record lives now."""
+    def _rebind_live_tensors(self, record: Record) -> None:
+        """Point live tensors to the record's present memory."""
         for part in record.parts:
-            known = self._handed_out.get(part)
+            known = self._live_tensors.get(part)
             if known and part.history is not None:
                 now = record.rows(part)
                 for key in known.keys() & now.keys():
                     known[key].data = now[key].view(known[key].shape)
 
     def load(self, managed: Managed, entries: Mapping[str, Any]) -> None:
-        for part in self._parts[managed]:  # new tensors, as torch's own `load_state_dict` makes them
-            self._handed_out.pop(part, None)
+        self._reload()
+        parts = self._parts[managed]
+        self._before_edit(self._record_of[part] for part in parts)
+        for part in parts:
+            self._detach(part, entries)
         super().load(managed, entries)
 
-    def _compare(self, record: Record, segments: Sequence[Segment], parts: Sequence[Part]) -> list[Part]:
+    def _detach(self, part: Part, loaded: Mapping[str, Any]) -> None:
+        """Tensors that were read before a load keep their values, as with torch's own ``load_state_dict``.
+
+        An entry that is loaded from its own tensor (the user assigned another entry) stays live.
+        """
+        live = self._live_tensors.get(part, {})
+        for key in list(live):
+            value = loaded.get(key)
+            if isinstance(value, Tensor) and value.data_ptr() == live[key].data_ptr():
+                continue
+            reference = weakref.ref(live.pop(key))
+            held = reference()  # None, and no memory for a copy, unless the user still has it
+            if held is not None:
+                held.data = held.clone()
+        if not live:
+            self._live_tensors.pop(part, None)
+
+    def _differing_parts(self, record: Record, segments: Sequence[Segment], parts: Sequence[Part]) -> list[Part]:
         self._before_edit([record])
-        if self._marks is not None:
-            split = super()._compare(record, segments, parts)
-            if self._away:
+        if self._fingerprints is not None:
+            split = super()._differing_parts(record, segments, parts)
+            if self._is_offloaded:
                 self._staging_on(record.device).free()
             return split
         staging, wanted = self._staging_on(record.device), set(parts)
@@ -237,65 +262,64 @@ class ResidentBackend(RecordBackend):
     def memory(self) -> dict[str, int]:
         held = sum(record.nbytes for record in self._records.values() if record.bytes is not None)
         host = sum(slab.nbytes for slab in self._slabs.values())
-        return {"device_bytes": 0 if self._away else held, "host_bytes": host, "ring_bytes": self._ring_bytes()}
+        return {"device_bytes": 0 if self._is_offloaded else held, "host_bytes": host, "ring_bytes": self._ring_bytes()}
 
     def _ring_bytes(self) -> int:
         scratch = sum(splitter.nbytes() for device, splitter in self._splitters.items() if device.type != "cpu")
         return scratch + sum(staging.nbytes() for staging in self._staging.values())
 
-    # -- device memory that is lent
+    # -- releasing device memory
 
     def release_device_memory(self) -> None:
-        """Records are on the host until the next step, or until they are loaded; readers find them there, in the same
-        tensors."""
+        """Offload the records to the host until the next step or load. Live tensors stay the same and move along."""
         for staging in self._staging.values():
             staging.free()
         records = [record for record in self._records.values() if record.bytes is not None]
-        if self._away or not records:
+        if self._is_offloaded or not records:
             return
-        places = self._places_on_host(records)
+        places = self._host_buffers(records)
         for record, place in zip(records, places, strict=True):
             assert record.bytes is not None
             place.copy_(record.bytes, non_blocking=True)
         for device in {record.device for record in records}:
-            self._idle(device)
+            self._wait_until_idle(device)
         self._move(records, places)
         if self._snapshot is not None:
             self._snapshot.wait()
-        self._away = True
+        self._is_offloaded = True
 
-    def _return(self) -> None:
-        """Back to the device, ready for what is queued next on the current stream.
+    def _reload(self) -> None:
+        """Bring offloaded records back to the device, ready for the next work on the current stream.
 
         Raises:
-            torch.OutOfMemoryError: the device has no room for all of it now; nothing was changed.
+            torch.OutOfMemoryError: the device has no room for all of them; nothing has changed.
         """
-        if not self._away:
+        if not self._is_offloaded:
             return
         records = [record for record in self._records.values() if record.bytes is not None]
         places = [torch.empty_like(record.bytes, device=record.device) for record in records]  # type: ignore[arg-type]
         for record, place in zip(records, places, strict=True):
             place.copy_(record.bytes, non_blocking=True)  # type: ignore[arg-type]
         self._move(records, places)
-        self._away = False
+        self._is_offloaded = False
 
     def _move(self, records: Sequence[Record], places: Sequence[Tensor]) -> None:
         for record, place in zip(records, places, strict=True):
             record.bytes = place
             self._slots.pop(record, None)
-            self._follow(record)
+            self._rebind_live_tensors(record)
 
-    def _places_on_host(self, records: Sequence[Record]) -> list[Tensor]:
-        """One behind the other, in one slab per device that is kept: page-locking is slow."""
+    def _host_buffers(self, records: Sequence[Record]) -> list[Tensor]:
+        """Host memory for the records, in one slab per device. Slabs are reused, because page-locking is slow."""
         totals: dict[torch.device, int] = {}
         starts = []
         for record in records:
             starts.append(totals.get(record.device, 0))
             totals[record.device] = starts[-1] + -(-record.nbytes // 64) * 64
-        small = {d: size for d, size in totals.items() if d not in self._slabs or self._slabs[d].nbytes < size}
-        freed = sum(self._slabs[device].nbytes for device in small if device in self._slabs)
-        require(sum(small.values()) - freed, "releasing device memory: the optimizer state on the host")
-        for device, size in small.items():
+        too_small = {d: size for d, size in totals.items() if d not in self._slabs or self._slabs[d].nbytes < size}
+        freed = sum(self._slabs[device].nbytes for device in too_small if device in self._slabs)
+        require(sum(too_small.values()) - freed, "releasing device memory: the optimizer state on the host")
+        for device, size in too_small.items():
             if device in self._slabs:
                 self._slabs.pop(device).close()
             self._slabs[device] = HostSlab(size, device=device, what="released optimizer state")
@@ -308,11 +332,11 @@ class ResidentBackend(RecordBackend):
         for slab in self._slabs.values():
             slab.close()
         self._lanes, self._snapshot = {}, None
-        self._slots, self._handed_out, self._slabs, self._away = {}, {}, {}, False
-        self._forget_everything()
+        self._slots, self._live_tensors, self._slabs, self._is_offloaded = {}, {}, {}, False
+        self._reset()
 
 
-def _splitter_on(
+def _cached_splitter(
     known: dict[torch.device, MasterSplitter],
     make: Callable[[torch.device], MasterSplitter] | None,
     device: torch.device,
@@ -323,16 +347,16 @@ def _splitter_on(
     return known[device]
 
 
-def _splits(owner: Managed) -> bool:
+def _has_split_master(owner: Managed) -> bool:
     return owner.joined_in_update and coding_of(owner) == "split"
 
 
 def _pack(managed: Sequence[Managed], limit: int) -> list[Unit]:
-    """Consecutive parameters of one device, together at most ``limit`` elements, at least one each."""
+    """Units of consecutive parameters on one device: at most ``limit`` elements, or one larger parameter."""
     units: list[list[Managed]] = []
     filled = 0
     for item in managed:
-        size = item.planned
+        size = item.planned_elements
         fits = units and filled + size <= limit and units[-1][0].local.device == item.local.device
         if fits:
             units[-1].append(item)

@@ -1,8 +1,7 @@
-"""The ring: a few device buffers through which the records of all units pass, fetched ahead and written back behind.
+"""The ring: a few device buffers through which the records of all units pass. They are prefetched and written back.
 
-The host only submits. What may touch a slot when is said by three events per slot: ``staged`` (host→device),
-``updated`` (compute) and ``drained`` (device→host). A slot is refilled as soon as it is drained, for the next step
-too.
+The host only submits work. Three events per slot order it: ``staged`` (host→device), ``updated`` (compute) and
+``drained`` (device→host). A slot is refilled as soon as it has been written back, also for the next step.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ class Slot(record.Slot):
     def __init__(self, nbytes: int, lanes: Lanes) -> None:
         super().__init__(torch.empty(nbytes, dtype=torch.uint8, device=lanes.device))
         self.staged, self.updated, self.drained = lanes.event(), lanes.event(), lanes.event()
-        self.in_work = False  # written to before it was taken
+        self.modified_early = False  # its record was modified before it was acquired
 
 
 class Ring:
-    """``count`` slots of ``slot_bytes``. One unit at a time is out of the ring: taken, and not yet given back.
+    """``count`` slots of ``slot_bytes``. One unit at a time is acquired.
 
     Raises:
         torch.OutOfMemoryError: the device has no room for it.
@@ -42,10 +41,10 @@ class Ring:
         self._upcoming: deque[Record] = deque()
         self._free: deque[Slot] = deque()
         self.slots: list[Slot] = []
-        self._make_slots(count, slot_bytes)
+        self._allocate(count, slot_bytes)
 
-    def _make_slots(self, count: int, slot_bytes: int) -> None:
-        """New slots in place of the old ones; nothing may be under way on the device."""
+    def _allocate(self, count: int, slot_bytes: int) -> None:
+        """Replace the slots; nothing may be under way on the device."""
         self._free.clear()
         self.slots.clear()
         self.slot_bytes = slot_bytes
@@ -56,76 +55,76 @@ class Ring:
                 f"no room on {self._lanes.device} for a ring of {count} × {slot_bytes / 2**20:.0f} MiB; "
                 "lower optimizer_state.ring_mib"
             ) from error
-        self._lanes.follow_caller()
+        self._lanes.wait_for_caller()
         self._free.extend(self.slots)
 
     def nbytes(self) -> int:
         return sum(slot.buffer.nbytes for slot in self.slots)
 
     def staged(self) -> list[Record]:
-        """The records that are fetched or being fetched, next one first."""
+        """The records that are fetched or being fetched, the next one first."""
         return [record for record, _ in self._staged]
 
-    def expect(self, records: Sequence[Record]) -> None:
-        """These will be taken or looked at next, in this order: fetch as many as there are free slots."""
+    def prefetch(self, records: Sequence[Record]) -> None:
+        """Fetch these records, which will be acquired or peeked at in this order, as slots become free."""
         ahead = self.staged()
         if ahead != list(records[: len(ahead)]):
-            self.drop()
+            self.drop_prefetched()
             ahead = []
         self._upcoming = deque(records[len(ahead) :])
-        self._fill()
+        self._fetch_next()
 
-    def take(self, record: Record) -> Slot:
-        """The slot with ``record``, ready for what the caller does next (on its current stream or thread)."""
+    def acquire(self, record: Record) -> Slot:
+        """The slot with ``record``, ready for the caller's next work (on its current stream or thread)."""
         self._lanes.check()
         staged = self._find(record)
         if staged is None:
-            self.drop()
+            self.drop_prefetched()
             if record in self._upcoming:
                 self._upcoming.remove(record)
-            self._stage(record, self._free.popleft())
+            self._fetch(record, self._free.popleft())
             staged = self._staged[0]
         slot = staged[1]
         caller = self._lanes.caller()
         caller.wait(slot.staged)
         caller.wait(slot.drained)
-        self._staged.remove(staged)  # not before: an interrupt while waiting would lose the slot
-        slot.in_work = False
+        self._staged.remove(staged)  # only now: an interrupt during the waits would lose the slot
+        slot.modified_early = False
         return slot
 
-    def look_at(self, record: Record) -> Slot:
-        """The slot of one that will be taken soon, ready for what the caller does next with it."""
+    def peek(self, record: Record) -> Slot:
+        """The slot of a record that will be acquired soon, ready for the caller's next work."""
         self._lanes.check()
         staged = self._find(record)
-        assert staged is not None, f"{record.unit.label} is looked at, and stands in no slot of the ring"
+        assert staged is not None, f"{record.unit.label} was not prefetched"
         slot = staged[1]
         caller = self._lanes.caller()
         caller.wait(slot.staged)
         caller.wait(slot.drained)
-        slot.in_work = True
+        slot.modified_early = True
         return slot
 
     def _find(self, record: Record) -> tuple[Record, Slot] | None:
         return next((staged for staged in self._staged if staged[0] is record), None)
 
     def grow(self, count: int, slot_bytes: int) -> Slot:
-        """Larger slots; what stood in the old ones is gone, in a taken one too. Returns a new one to go on with."""
-        self.drop()
-        self._make_slots(count, slot_bytes)
+        """Replace the slots by larger ones, and return one of them. The contents of all old slots are lost."""
+        self.drop_prefetched()
+        self._allocate(count, slot_bytes)
         return self._free.popleft()
 
-    def lend(self, count: int, slot_bytes: int) -> Slot:
-        """A slot of at least this size for a record that is in none, larger ones if need be (see :meth:`grow`);
-        nothing may be under way on the device."""
+    def acquire_empty(self, count: int, slot_bytes: int) -> Slot:
+        """A free slot of at least this size, after :meth:`grow` if necessary; nothing may be under way on the
+        device."""
         if slot_bytes > self.slot_bytes or not self.slots:
             return self.grow(count, slot_bytes)
-        self.drop()
+        self.drop_prefetched()
         return self._free.popleft()
 
     def write_back(self, slot: Slot, record: Record, to: Record | Version) -> None:
-        """The caller has updated what is in ``slot``: copy it to the host after that, then refill the slot.
+        """Copy ``slot``, which the caller has updated, to the host, then refill it.
 
-        So are the previous weights that stand behind it, where they travel.
+        The previous weights that follow the record in the slot are copied too, if they are kept on the host.
         """
         caller, lane = self._lanes.caller(), self._lanes.device_to_host
         caller.record(slot.updated)
@@ -134,23 +133,23 @@ class Ring:
         if target is not None:
             lane.copy(target, source, f"writing back {record.unit.label}")
         if isinstance(to, Version) and to.previous.host is not None:
-            behind = slot.buffer[record.nbytes : record.nbytes + to.previous.nbytes]
-            lane.copy(to.previous.host, behind, f"keeping the weights of {record.unit.label}")
-        to.landed = lane.record(slot.drained)
-        self._give_back(slot)
+            weights = slot.buffer[record.nbytes : record.nbytes + to.previous.nbytes]
+            lane.copy(to.previous.host, weights, f"saving the previous weights of {record.unit.label}")
+        to.written_back = lane.record(slot.drained)
+        self._recycle(slot)
 
     def discard(self, slot: Slot) -> None:
-        """Nothing in ``slot`` was changed: refill it once the caller is done reading."""
+        """Refill ``slot``, which the caller has not changed, once the caller has read it."""
         self._lanes.caller().record(slot.updated)
-        self._give_back(slot)
+        self._recycle(slot)
 
-    def drop(self) -> None:
-        """Forget what is fetched (the records were edited, or others are needed); it stands in line again.
+    def drop_prefetched(self) -> None:
+        """Drop what was fetched, because the records were edited or others are needed; it will be fetched again.
 
         Raises:
-            LaneError: a record was written to before it was taken.
+            LaneError: a record was modified before it was acquired.
         """
-        lost = next((record for record, slot in self._staged if slot.in_work), None)
+        lost = next((record for record, slot in self._staged if slot.modified_early), None)
         if lost is not None:
             raise LaneError(f"{lost.unit.label} would be fetched again in the middle of its update: load a checkpoint")
         while self._staged:
@@ -159,25 +158,25 @@ class Ring:
             self._free.append(slot)
 
     def reset(self) -> None:
-        """After a failure: every slot is free, nothing is expected."""
+        """After a failure: make every slot free, and fetch nothing."""
         self._free, self._staged, self._upcoming = deque(self.slots), deque(), deque()
         for slot in self.slots:
-            slot.in_work = False
+            slot.modified_early = False
 
-    def _give_back(self, slot: Slot) -> None:
+    def _recycle(self, slot: Slot) -> None:
         self._free.append(slot)
-        self._fill()
+        self._fetch_next()
 
-    def _fill(self) -> None:
+    def _fetch_next(self) -> None:
         while self._free and self._upcoming:
-            self._stage(self._upcoming.popleft(), self._free.popleft())
+            self._fetch(self._upcoming.popleft(), self._free.popleft())
 
-    def _stage(self, record: Record, slot: Slot) -> None:
-        """Queue the copy of ``record`` into ``slot``: after the slot's last user and the record's last write."""
+    def _fetch(self, record: Record, slot: Slot) -> None:
+        """Queue the copy of ``record`` to ``slot``, after the slot's last use and the record's last write-back."""
         lane = self._lanes.host_to_device
         source, target = record.bytes, slot.buffer[: record.nbytes]
         if source is not None:
-            for event in (slot.updated, slot.drained, record.landed):
+            for event in (slot.updated, slot.drained, record.written_back):
                 if event is not None:
                     lane.wait(event)
             lane.copy(target, source, f"fetching {record.unit.label}")

@@ -1,9 +1,9 @@
-"""Segments: runs of a unit's parts that the base optimizer takes for one parameter.
+"""Segments: runs of a unit's parts that the base optimizer updates as one parameter.
 
-An element-wise class sees one flat fp32 tensor per segment, whatever number of parameters it is made of: their weights
-are gathered into one row, joined to masters, updated, split and scattered, each by one operation. A part is a segment
-of its own where it is large (its weight is read and written in place), where the class needs whole tensors, and where
-flat data would not give torch's own bits.
+An element-wise optimizer class sees one flat fp32 tensor per segment. The weights of its parts are gathered into one
+row, joined to masters, updated, split and scattered, each by one operation. A part is a segment of its own if it is
+large (its weight is then read and written in place), if the class needs whole tensors, or if a flat update would not
+give torch's own bits.
 """
 
 from __future__ import annotations
@@ -17,20 +17,31 @@ from torch import Tensor
 
 from lightstep.distributed import Window
 from lightstep.state.backend import Managed
-from lightstep.state.record import History, Layout, Part, Record, Slot, aligned, is_row, kept_entries, lay_out
+from lightstep.state.record import (
+    History,
+    Layout,
+    Part,
+    Record,
+    Slot,
+    aligned,
+    is_record_entry,
+    make_layout,
+    rounded_entries,
+)
 
 __all__ = ["LARGE", "MasterSplitter", "Segment", "Staging", "segments_of"]
 
 LARGE = 1 << 18
-"""Parts of so many elements cost a kernel more than they would cost a copy: they are updated by themselves."""
+"""Parts with at least so many elements are segments of their own: gathering them would cost more than a launch."""
 
 CPU_VECTOR = 16
-"""On the CPU torch's fused kernels compute what is left over from whole vectors with other instructions, and other
-bits: a part whose size is no multiple of this is the last of its segment."""
+"""A part whose size is not a multiple of this ends its segment on the CPU. torch's fused kernels compute the elements
+after the last whole vector with other instructions, which give other bits."""
 
 
 class MasterSplitter(Protocol):
-    """fp32 masters as bf16 weights and what is missing, and back; see ``lightstep.precision.split``."""
+    """Splits fp32 masters into bf16 weights and the remaining bits, and joins them; see
+    ``lightstep.precision.split``."""
 
     def split(self, master: Tensor, weight: Tensor, low: Tensor, extra: Tensor) -> None: ...
     def join(
@@ -42,7 +53,7 @@ class MasterSplitter(Protocol):
 
 
 class Views:
-    """A segment's fields in one slot."""
+    """Views of a segment's fields in one slot."""
 
     def __init__(self, segment: Segment, slot: Slot) -> None:
         rows = segment.parts[0].block.rows(slot.buffer, segment.first, segment.stop)
@@ -57,7 +68,7 @@ class Views:
 
 
 class Rows(NamedTuple):
-    """A segment's weights and masters, flat: the masters of bf16 weights in two parts, or whole."""
+    """A segment's weights and masters, flat. Split masters are ``weight`` and ``low``; whole ones are ``master``."""
 
     weight: Tensor | None
     low: Tensor | None
@@ -65,20 +76,20 @@ class Rows(NamedTuple):
 
 
 class Segment:
-    """A run of parts with one layout, group and history, while they are updated.
+    """A run of parts with one layout, group and history. It is open during an update.
 
     Attributes:
-        first, stop: where it stands in the unit's flat order.
-        shape: of its master: flat, or the parameter's for a class that needs whole tensors.
-        places: first element and shape of each part, counted from ``first``.
-        kept: entries that are rounded into the record after each update, and the numbers of their rows in the staging
-            memory, where the base optimizer has them in fp32.
+        first, stop: its range in the unit's flat order.
+        shape: of its master: flat, or the parameter's shape if the class needs whole tensors.
+        places: first element (counted from ``first``) and shape of each part.
+        kept: entries that are rounded when they are written to the record, and the index of the staging row in which
+            the base optimizer has each in fp32.
         group: the live entry of ``optimizer.param_groups``.
-        device: of all that is updated.
+        device: of weights, masters and entries.
         state: the base optimizer's entries; empty before the first update, which fills it.
-        fingerprints: the unit's (int32), while the segment is open, if the update is to write that of its 16-bit
-            weights at :attr:`index`; ``None`` where there are several of them, or nobody keeps them.
-        fingerprinted: the update has written it.
+        fingerprints: the unit's fingerprints (int32) while the segment is open, if the update is to write the one at
+            :attr:`index`. ``None`` if the segment has several parts, or if no fingerprints are kept.
+        fingerprinted: the update has written that fingerprint.
     """
 
     def __init__(self, parts: Sequence[Part]) -> None:
@@ -88,10 +99,10 @@ class Segment:
         self.first, self.stop = head.first, last.first + last.elements
         self.shape = head.shape if head.owner.whole_tensors else (self.stop - self.first,)
         self.places = [(part.first - self.first, part.shape) for part in parts]
-        self.kept = kept_entries(head.owner)
+        self.kept = rounded_entries(head.owner)
         self._known = [part.owner.local for part in parts]
         self.locals = [part.of(local) for part, local in zip(parts, self._known, strict=True)]
-        self.in_place = len(parts) == 1 and self.locals[0].is_contiguous() and updated_alone(head)
+        self.in_place = len(parts) == 1 and self.locals[0].is_contiguous() and is_own_segment(head)
         self.ranges: list[tuple[int, int]] = [
             (at, at + part.elements) for (at, _), part in zip(self.places, parts, strict=True)
         ]
@@ -108,12 +119,12 @@ class Segment:
 
     @property
     def outdated(self) -> bool:
-        """Whether a weight has other memory now: the old one is held on to here."""
+        """Whether a weight has been replaced by another tensor. The segment keeps the old one alive."""
         return any(part.owner.local is not known for part, known in zip(self.parts, self._known, strict=True))
 
     @property
     def index(self) -> int:
-        """Of its first part in the unit."""
+        """Index of its first part in the unit."""
         return self.parts[0].index
 
     @property
@@ -121,16 +132,16 @@ class Segment:
         return self.parts[0].history is not None
 
     def parts_of(self, row: Tensor) -> list[Tensor]:
-        """Each part's view of a row, in its shape."""
+        """A view of each part in a row, in the part's shape."""
         return [row[a:b].view(shape) for (a, b), (_, shape) in zip(self.ranges, self.places, strict=True)]
 
     # -- masters
 
     def weights(self, staging: Staging) -> Tensor:
-        """The weights in one row, in the parameters' dtype: their own memory, or gathered."""
+        """The weights in one row, in the parameters' dtype: the parameter's own memory, or a gathered copy."""
         if self._flat is not None:
             return self._flat
-        row, parts, gaps = staging.place_of(self)
+        row, parts, gaps = staging.gather_row(self)
         torch._foreach_copy_(parts, self.locals)
         if gaps:
             torch._foreach_zero_(gaps)
@@ -142,132 +153,134 @@ class Segment:
         staging: Staging,
         splitter: MasterSplitter,
         initial: Mapping[Managed, Tensor],
-        marks: Tensor | None,
+        fingerprints: Tensor | None,
         *,
-        apart: bool = False,
+        copy_history: bool = False,
     ) -> None:
-        """Masters and entries as the base optimizer wants them.
+        """Make masters and entries available to the base optimizer.
 
         Args:
-            marks: fingerprints of the unit's parts; ``None`` where none are kept.
-            apart: entries that are not in the record are copies; those of before stay as they are.
+            fingerprints: those of the unit's parts; ``None`` if none are kept.
+            copy_history: give the base optimizer copies of the entries that are not in the record, so that the update
+                can be rolled back.
         """
         views = slot.views.get(self)
         if views is None:
             views = slot.views[self] = Views(self, slot)
         self._views, history = views, self.parts[0].history
         self._master, self._written, self.fingerprinted = None, False, False
-        self.fingerprints = marks if len(self.parts) == 1 and self.coding != "own" else None
+        self.fingerprints = fingerprints if len(self.parts) == 1 and self.coding != "own" else None
         self._staging, self._to_join = staging, (views, staging, splitter, initial)
         self.state = {}
         if history is not None:
             if history.parts > len(self.parts):
-                history = self._own_history(history)
-            entries, values = views.entries, history.copied() if apart else history.values
-            entries = {**entries, **self._widened(views, staging)}
+                history = self._split_history(history)
+            entries, values = views.entries, history.copy_values() if copy_history else history.values
+            entries = {**entries, **self._widen_entries(views, staging)}
             self.state = {k: entries[k] if k in entries else values[k] for k in self.parts[0].keys}
 
-    def _widened(self, views: Views, staging: Staging) -> dict[str, Tensor]:
-        """fp32 copies of the entries that are kept shorter, with the signs that carry bits of masters."""
+    def _widen_entries(self, views: Views, staging: Staging) -> dict[str, Tensor]:
+        """fp32 copies of the entries that are stored in a shorter dtype; their signs still carry bits of masters."""
         keys = [key for key in self.kept if key in views.entries]
         if not keys:
             return {}
-        rows = [self._wide(key, staging).view(self.shape) for key in keys]
+        rows = [self._wide_row(key, staging).view(self.shape) for key in keys]
         torch._foreach_copy_(rows, [views.entries[key] for key in keys])
         return dict(zip(keys, rows, strict=True))
 
-    def _wide(self, key: str, staging: Staging) -> Tensor:
+    def _wide_row(self, key: str, staging: Staging) -> Tensor:
         return staging.moments[self.kept[key]][self.first : self.stop]
 
-    def _extra(self, views: Views, staging: Staging) -> Tensor:
-        """Where the last bits of split masters are while the segment is open."""
+    def _extra_bits(self, views: Views, staging: Staging) -> Tensor:
+        """The tensor with the extra bits of split masters while the segment is open."""
         carrier = self.layout.carrier
-        found = self._wide(carrier, staging) if carrier is not None and carrier in self.kept else views.extra
+        found = self._wide_row(carrier, staging) if carrier is not None and carrier in self.kept else views.extra
         assert found is not None
         return found
 
     @property
     def master(self) -> Tensor:
-        """fp32 on the device, while the segment is open; joined when it is first asked for."""
+        """The fp32 masters on the device while the segment is open; joined at the first access."""
         if self._master is None:
             assert self._to_join is not None, "the segment is not open"
-            self._master = self._joined(*self._to_join)
+            self._master = self._join_master(*self._to_join)
         return self._master
 
-    def _joined(
+    def _join_master(
         self, views: Views, staging: Staging, splitter: MasterSplitter, initial: Mapping[Managed, Tensor]
     ) -> Tensor:
         if self.coding == "own":
             return self.weights(staging).view(self.shape)
         if not self.has_state:
-            return self._first_master(staging, initial)
+            return self._initial_master(staging, initial)
         if self.coding == "whole":
             assert views.master is not None
             return views.master.view(self.shape)
-        flat = staging.masters_of(self)
-        splitter.join(self.weights(staging), views.low, self._extra(views, staging), flat)  # type: ignore[arg-type]
+        flat = staging.masters_for(self)
+        splitter.join(self.weights(staging), views.low, self._extra_bits(views, staging), flat)  # type: ignore[arg-type]
         return flat.view(self.shape)
 
     def rows(self, carrier: str) -> Rows | None:
-        """For an update that does not ask for :attr:`master`; it says :meth:`written` after it.
+        """Weights and masters for an update that does not use :attr:`master`, and calls :meth:`written` when done.
 
         Args:
-            carrier: the entry in whose signs it keeps the split masters' last bits.
+            carrier: the entry in whose signs that update keeps the extra bits of split masters.
 
         Returns:
-            ``None`` where those bits are elsewhere, or masters are no fp32.
+            ``None`` if those bits are somewhere else, or if the masters are not fp32.
         """
         views = self._views
         assert views is not None
         if self.coding == "split" and self.layout.carrier != carrier:
             return None
-        weight = self.weights(self._staging)  # also where it is only written to: with an overflow it is not
+        weight = self.weights(self._staging)  # gathered even if it is only written: an overflow leaves it as it is
         if self.coding == "own":
             return Rows(None, None, weight) if weight.dtype == torch.float32 else None
         return Rows(weight, views.low, views.master)
 
     @property
-    def touched(self) -> bool:
-        """Whether masters were asked for, or updated without that: if not, weights and record are as they were."""
+    def is_modified(self) -> bool:
+        """Whether the update may have changed weights and record: it used :attr:`master`, or called
+        :meth:`written`."""
         return self._written or self._master is not None
 
     def written(self) -> None:
-        """Weights, masters and entries of :meth:`rows` are updated, and one of :attr:`fingerprints`."""
+        """The update has written weights, masters and entries of :meth:`rows`, and its fingerprint."""
         self._written, self.fingerprinted = True, self.fingerprints is not None
 
-    def _first_master(self, staging: Staging, initial: Mapping[Managed, Tensor]) -> Tensor:
-        """fp32 of the weights, or what the masters are to start from."""
+    def _initial_master(self, staging: Staging, initial: Mapping[Managed, Tensor]) -> Tensor:
+        """The weights in fp32, or the masters that were given for the first update."""
         master = self.weights(staging).float()
         for part, (a, b) in zip(self.parts, self.ranges, strict=True):
             if part.owner in initial:
                 master[a:b].copy_(part.of(initial[part.owner]).reshape(-1))
         return master.view(self.shape)
 
-    def _own_history(self, shared: History) -> History:
-        """Others that share the history are not updated now, or not with these."""
+    def _split_history(self, shared: History) -> History:
+        """A history for these parts alone, because others that share it are not updated with them."""
         shared.parts -= len(self.parts)
-        own = History(shared.copied(), len(self.parts))
+        own = History(shared.copy_values(), len(self.parts))
         for part in self.parts:
             part.history = own
         return own
 
     # -- after the update
 
-    def note(self) -> dict[Part, Layout]:
-        """Take over what is not in the record; new layouts for the parts whose entries no longer fit theirs."""
-        if self._written:  # nothing but values has changed
+    def update_history(self) -> dict[Part, Layout]:
+        """Store the entries that are not in the record. Returns new layouts for parts whose entries do not fit."""
+        if self._written:  # only values have changed
             history = self.parts[0].history
             assert history is not None
             history.values, history.origin = {key: self.state[key] for key in history.values}, None
             return {}
         schema = self.parts[0].owner.schema
-        rows = {k: v for k, v in self.state.items() if is_row(k, v, schema)}
-        layout = lay_out(self.coding, rows, self.shape, schema)
-        if layout.alone and (len(self.parts) > 1 or not self.parts[0].whole):
+        rows = {k: v for k, v in self.state.items() if is_record_entry(k, v, schema)}
+        layout = make_layout(self.coding, rows, self.shape, schema)
+        if layout.has_own_shapes and (len(self.parts) > 1 or not self.parts[0].whole):
             key, shape = next((key, shape) for key, _, shape in layout.entries if shape is not None)
             raise ValueError(
                 f"state {key!r} of {self.parts[0].owner.name} has shape {shape} for a piece of "
-                f"{self.stop - self.first} elements: this optimizer needs whole tensors; let its class say so "
+                f"{self.stop - self.first} elements: this optimizer needs whole tensors; declare that in its class "
                 "(whole_tensors = True)"
             )
         values = {k: v for k, v in self.state.items() if k not in rows}
@@ -279,11 +292,11 @@ class Segment:
             part.keys, part.history = tuple(self.state), history
         return {} if layout.entries == self.layout.entries else dict.fromkeys(self.parts, layout)
 
-    def leave(self) -> None:
-        """Copy everything out of the slot, which is about to be arranged anew."""
+    def copy_out(self) -> None:
+        """Copy everything out of the slot: the record is about to get another layout."""
         assert self._views is not None
         if self._written:
-            for weight, updated in zip(*self._unwritten_weights(), strict=True):
+            for weight, updated in zip(*self._pending_weight_copies(), strict=True):
                 weight.copy_(updated)
             self._written = False
         self._master = self.master.clone() if self.coding == "whole" else self.master
@@ -291,24 +304,30 @@ class Segment:
             if self.state.get(key) is view:
                 self.state[key] = view.clone()
 
-    def enter(self, slot: Slot) -> None:
-        """After the record was arranged anew; :meth:`write` does the rest."""
+    def rebind(self, slot: Slot) -> None:
+        """Use the record's new layout in ``slot``; :meth:`write` copies the values there."""
         self.layout = self.parts[0].block.layout
         self._views = Views(self, slot)
 
     def write(self, staging: Staging, splitter: MasterSplitter) -> tuple[list[Tensor], list[Tensor]]:
-        """Masters and entries to the record, where the base optimizer has put them elsewhere. Returns weights, and what
-        is left to be copied to them."""
+        """Write masters, and entries that the base optimizer has replaced, to the record; close the segment.
+
+        Returns:
+            Weights, and the tensors that remain to be copied to them.
+        """
         views = self._views
         assert views is not None
         if self.has_state:
             for key, view in views.entries.items():
-                value, place = self.state[key], self._wide(key, staging).view(self.shape) if key in self.kept else view
+                value, place = (
+                    self.state[key],
+                    self._wide_row(key, staging).view(self.shape) if key in self.kept else view,
+                )
                 if value is not place and value.data_ptr() != place.data_ptr():
                     place.copy_(value)
         left = self._write_master(views, staging, splitter)
         if self.has_state:
-            self._round(views, staging)
+            self._round_entries(views, staging)
         self.state, self._views, self._master, self._to_join = {}, None, None, None
         return left
 
@@ -317,8 +336,8 @@ class Segment:
     ) -> tuple[list[Tensor], list[Tensor]]:
         master = self._master
         if self._written:
-            return self._unwritten_weights()
-        if master is None or not self.has_state:  # nobody asked for it
+            return self._pending_weight_copies()
+        if master is None or not self.has_state:  # the update did not use it
             return [], []
         if self.coding == "whole":
             assert views.master is not None
@@ -327,52 +346,55 @@ class Segment:
             return self.locals, views.masters
         row, parts = self._row(staging)
         if self.coding == "split":
-            splitter.split(master.view(-1), row, views.low, self._extra(views, staging))  # type: ignore[arg-type]
+            splitter.split(master.view(-1), row, views.low, self._extra_bits(views, staging))  # type: ignore[arg-type]
         return (self.locals, parts) if parts else ([], [])
 
-    def _unwritten_weights(self) -> tuple[list[Tensor], list[Tensor]]:
-        """After :meth:`written`, which leaves the weights of small parameters in a row."""
+    def _pending_weight_copies(self) -> tuple[list[Tensor], list[Tensor]]:
+        """The copies that remain after :meth:`written`: the new weights of small parameters are still in a row."""
         parts = self._row(self._staging)[1]
         return (self.locals, parts) if parts else ([], [])
 
-    def _round(self, views: Views, staging: Staging) -> None:
-        """Entries into the record that it keeps shorter. Their signs stay what they are."""
+    def _round_entries(self, views: Views, staging: Staging) -> None:
+        """Round entries into the record. Their signs, which may carry bits of masters, do not change."""
         schema = self.parts[0].owner.schema
         for key in self.kept:
             if key not in views.entries:
                 continue
-            rounding, value, out = schema[key].rounding, self._wide(key, staging), views.entries[key].view(-1)
+            rounding, value, out = schema[key].rounding, self._wide_row(key, staging), views.entries[key].view(-1)
             if rounding is None:
                 out.copy_(value)
             else:
-                rounding.round(value, out, key, self.state["step"], staging.numbers_of(self))
+                rounding.round(value, out, key, self.state["step"], staging.element_numbers(self))
 
-    def mark(self, staging: Staging, splitter: MasterSplitter, marks: Tensor) -> None:
-        """Fingerprints of the 16-bit weights into the unit's ``marks``; after :meth:`write`, or :meth:`weights`."""
+    def write_fingerprints(self, staging: Staging, splitter: MasterSplitter, fingerprints: Tensor) -> None:
+        """Write fingerprints of the 16-bit weights to those of the unit; after :meth:`write` or :meth:`weights`."""
         row = self.weights(staging) if self.coding == "whole" else self._row(staging)[0]
-        splitter.fingerprints(row, self.first, self.ranges, marks[self.parts[0].index : self.parts[-1].index + 1])
+        splitter.fingerprints(
+            row, self.first, self.ranges, fingerprints[self.parts[0].index : self.parts[-1].index + 1]
+        )
 
     def _row(self, staging: Staging) -> tuple[Tensor, list[Tensor]]:
-        """Where :meth:`weights` are, and the parts of it that are copies."""
+        """The row that :meth:`weights` returns, and its parts if they are copies."""
         if self._flat is not None:
             return self._flat, []
-        return staging.place_of(self)[:2]
+        return staging.gather_row(self)[:2]
 
 
-def updated_alone(part: Part) -> bool:
-    """Large ones; and 16-bit numbers that are their own masters: torch's CPU kernels round them in vectors."""
+def is_own_segment(part: Part) -> bool:
+    """Whether a part must be a segment of its own: it is large, or a 16-bit parameter that is its own master, which
+    torch's CPU kernels round vector by vector."""
     return part.elements >= LARGE or (part.coding == "own" and part.owner.local.dtype != torch.float32)
 
 
 def segments_of(record: Record, active: Collection[Managed], apart: Mapping[Managed, object] | None) -> list[Segment]:
-    """The active parts of a record in segments: made once, for as long as the same ones are active."""
+    """The segments of a record's active parts; reused as long as the same parts are active."""
     key = [
         part.owner in active
         and (
             id(part.owner.group),
             id(part.owner.local),
             id(part.history),
-            part.codes is None,
+            part.expected_weight is None,
             None if apart is None else id(apart[part.owner]),
         )
         for part in record.parts
@@ -383,7 +405,7 @@ def segments_of(record: Record, active: Collection[Managed], apart: Mapping[Mana
 def _runs(record: Record, key: Sequence[Any]) -> Iterator[list[Part]]:
     run: list[Part] = []
     for part, kind in zip(record.parts, key, strict=True):
-        if run and not (kind and _joins(part, kind, run[-1], key[run[-1].index])):
+        if run and not (kind and _can_merge(part, kind, run[-1], key[run[-1].index])):
             yield run
             run = []
         if kind:
@@ -392,9 +414,9 @@ def _runs(record: Record, key: Sequence[Any]) -> Iterator[list[Part]]:
         yield run
 
 
-def _joins(part: Part, kind: Any, last: Part, last_kind: Any) -> bool:
-    """Whether a part and the one before it can be updated as one."""
-    if part.owner.whole_tensors or updated_alone(part) or updated_alone(last) or part.block is not last.block:
+def _can_merge(part: Part, kind: Any, last: Part, last_kind: Any) -> bool:
+    """Whether a part can join the segment that ends with ``last``."""
+    if part.owner.whole_tensors or is_own_segment(part) or is_own_segment(last) or part.block is not last.block:
         return False
     if last.owner.local.dtype != part.owner.local.dtype:
         return False
@@ -405,20 +427,21 @@ def _joins(part: Part, kind: Any, last: Part, last_kind: Any) -> bool:
 
 
 class Staging:
-    """Device memory for one unit in its flat order: joined masters, weights that were gathered, and fp32 copies of
-    entries that are kept shorter."""
+    """Device memory for one unit in its flat order: joined masters, gathered weights, and fp32 copies of entries that
+    are stored in a shorter dtype."""
 
     def __init__(self) -> None:
         self.masters = torch.empty(0, dtype=torch.float32, device="cpu")
         self.moments: Sequence[Tensor] = ()
         self._numbers: WeakKeyDictionary[Part, Tensor] = WeakKeyDictionary()
         self._rows: dict[torch.dtype, Tensor] = {}
-        self._places: WeakKeyDictionary[Segment, tuple[Tensor, list[Tensor], list[Tensor]]] = WeakKeyDictionary()
+        self._gather_rows: WeakKeyDictionary[Segment, tuple[Tensor, list[Tensor], list[Tensor]]] = WeakKeyDictionary()
 
-    def needs(
+    def required_sizes(
         self, records: Collection[Record], masters: bool = True
     ) -> tuple[int, dict[torch.dtype, int], tuple[int, int]]:
-        """Elements of masters, if they are wanted, and of gathered weights; rows of moments, and elements of each."""
+        """Elements of masters (0 if they are not wanted), of gathered weights by dtype, and the number and length of
+        rows for moments."""
         joined, rows = 0, dict.fromkeys((torch.bfloat16, torch.float16, torch.float32), 0)
         count = length = 0
         for record in records:
@@ -426,14 +449,14 @@ class Staging:
                 end = part.first + aligned(part.elements)
                 if part.coding == "split" and masters:
                     joined = max(joined, end)
-                if kept := kept_entries(part.owner):
+                if kept := rounded_entries(part.owner):
                     count, length = max(count, len(kept)), max(length, end)
-                if not (updated_alone(part) and part.owner.local.is_contiguous()):
+                if not (is_own_segment(part) and part.owner.local.is_contiguous()):
                     rows[part.owner.local.dtype] = max(rows[part.owner.local.dtype], end)
         return joined, rows, (count, length)
 
-    def fits(self, needs: tuple[int, dict[torch.dtype, int], tuple[int, int]]) -> bool:
-        masters, rows, (count, length) = needs
+    def fits(self, sizes: tuple[int, dict[torch.dtype, int], tuple[int, int]]) -> bool:
+        masters, rows, (count, length) = sizes
         return (
             self.masters.numel() >= masters
             and len(self.moments) >= count
@@ -441,15 +464,16 @@ class Staging:
             and all(not n or (dtype in self._rows and self._rows[dtype].numel() >= n) for dtype, n in rows.items())
         )
 
-    def take(self, needs: tuple[int, dict[torch.dtype, int], tuple[int, int]], device: torch.device) -> None:
-        masters, rows, (count, length) = needs
+    def allocate(self, sizes: tuple[int, dict[torch.dtype, int], tuple[int, int]], device: torch.device) -> None:
+        masters, rows, (count, length) = sizes
         self.free()
         self.masters = torch.empty(masters, dtype=torch.float32, device=device)
         self.moments = [torch.zeros(length, dtype=torch.float32, device=device) for _ in range(count)]
         self._rows = {dtype: torch.zeros(n, dtype=dtype, device=device) for dtype, n in rows.items() if n}
 
-    def numbers_of(self, segment: Segment) -> Tensor | Window:
-        """Where its elements are in their whole parameters: of several small ones listed (int32, modulo 2^32)."""
+    def element_numbers(self, segment: Segment) -> Tensor | Window:
+        """The positions of its elements in their whole parameters: a window for one part, a list (int32, modulo 2^32)
+        for several."""
         head = segment.parts[0]
         if len(segment.parts) == 1:
             return head.owner.window._replace(first=head.start)
@@ -461,21 +485,21 @@ class Staging:
             known = self._numbers[head] = row.to(segment.device)
         return known[:length]
 
-    def masters_of(self, segment: Segment) -> Tensor:
-        """Where a segment's masters are joined."""
+    def masters_for(self, segment: Segment) -> Tensor:
+        """The row for a segment's joined masters."""
         if self.masters.numel() < segment.stop:
             self.masters = torch.empty(segment.stop, dtype=torch.float32, device=segment.device)
         return self.masters[segment.first : segment.stop]
 
-    def place_of(self, segment: Segment) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-        """Where its weights are gathered: the row, its parts, and what lies between them."""
-        place = self._places.get(segment)
+    def gather_row(self, segment: Segment) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+        """The row for a segment's gathered weights, views of its parts, and of the padding between them."""
+        place = self._gather_rows.get(segment)
         if place is None:
             local = segment.locals[0]
-            rows = self._rows.get(local.dtype)  # none where all shards of a dtype are empty
+            rows = self._rows.get(local.dtype)  # None if all shards of this dtype are empty
             row = local.new_empty(0) if rows is None else rows[segment.first : segment.stop]
             gaps = [row[b : a + aligned(b - a)] for a, b in segment.ranges[:-1] if b - a != aligned(b - a)]
-            place = self._places[segment] = row, segment.parts_of(row), gaps
+            place = self._gather_rows[segment] = row, segment.parts_of(row), gaps
         return place
 
     def nbytes(self) -> int:
@@ -483,7 +507,7 @@ class Staging:
         return sum(row.nbytes for row in held)
 
     def free(self) -> None:
-        """Give it back."""
+        """Free the memory."""
         self.masters, self._rows, self.moments = self.masters.new_empty(0), {}, ()
-        self._places.clear()
+        self._gather_rows.clear()
         self._numbers.clear()

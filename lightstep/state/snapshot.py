@@ -1,8 +1,8 @@
-"""The state of parameters as it was at one moment, read later by another thread, whatever is updated meanwhile.
+"""The state of parameters at one moment, for another thread to read while updates go on.
 
-A snapshot is made of twins of records and parts. A twin has the record's bytes, which ``versions.py`` keeps everybody
-from writing to, and copies of what is not in the record: counters. The 16-bit weights whose masters' lower halves the
-record has are asked for when a master is put together. Twins are read like any record, and let go of record by record.
+A snapshot holds copies of the ``Record`` and ``Part`` objects. They refer to the records' memory, which is pinned: see
+``versions.py``. Only what is not in the records is copied: counters. A split master is joined when it is read, with the
+16-bit weight of that moment. Records are unpinned one by one as they have been read.
 """
 
 from __future__ import annotations
@@ -27,28 +27,28 @@ __all__ = ["Snapshot"]
 
 
 class Snapshot:
-    """Entries of parameters, each of which is taken once, by one thread. While it is made, nothing is under way.
+    """Entries of parameters, each of which is taken once, by one thread. It is made while nothing is under way.
 
     Args:
-        versions: keep the records from being written to.
-        splitter: of bf16 masters on the host, used by nobody else; ``None``: masters are whole in the records, and show
-            themselves whether somebody else wrote to a weight.
+        versions: the pool that pins slabs.
+        splitter: of bf16 masters on the host, used by nobody else; ``None``: the records have whole masters, and a
+            comparison with them shows whether somebody else wrote to a weight.
     """
 
     def __init__(self, versions: Versions, splitter: MasterSplitter | None) -> None:
-        self._versions, self._masters_show = versions, splitter is None
-        self._marks: dict[Record, Tensor] = {}
+        self._versions, self._has_whole_masters = versions, splitter is None
+        self._fingerprints: dict[Record, Tensor] = {}
         self._buffers = _Buffers()
-        self._entries = Entries(lambda device: splitter, self._marks, self._buffers.like)  # type: ignore[return-value,arg-type]
-        self._wanted: dict[Tensor, set[str]] = {}  # and not taken
+        self._entries = Entries(lambda device: splitter, self._fingerprints, self._buffers.like)  # type: ignore[return-value,arg-type]
+        self._wanted: dict[Tensor, set[str]] = {}  # not taken yet
         self._unwritten: Counter[Tensor] = Counter()
         self._weights: dict[Tensor, Callable[[], Tensor]] = {}
         self._parts: dict[Tensor, list[Part]] = {}
-        self._home: dict[Part, Record] = {}
-        self._twins: dict[Record, Record] = {}
+        self._record_of: dict[Part, Record] = {}
+        self._copies: dict[Record, Record] = {}
         self._histories: dict[History, History] = {}
-        self._readers: Counter[Record] = Counter()  # parts of it that are still to be read
-        self._read: tuple[Tensor, dict[str, Any]] | None = None
+        self._readers: Counter[Record] = Counter()  # parts that are still to be read
+        self._current: tuple[Tensor, dict[str, Any]] | None = None
         self._taken: dict[tuple[Tensor, str], Tensor] = {}
         self._lock = threading.Lock()
 
@@ -57,14 +57,15 @@ class Snapshot:
         item: Managed,
         wanted: Collection[str],
         parts: Sequence[Part],
-        home: Mapping[Part, Record],
+        record_of: Mapping[Part, Record],
         weight: Callable[[], Tensor] | None,
     ) -> None:
-        """A parameter, and which of its entries will be taken.
+        """Add a parameter and the entries of it that will be taken.
 
         Args:
-            parts, home: where they are, in order.
-            weight: later, its local weight of this moment on the host; ``None``: it is its own master.
+            parts: those of the parameter, in order.
+            record_of: the record of each part.
+            weight: returns its local weight of this moment on the host, later; ``None``: it is its own master.
         """
         owner = copy.copy(item)
         owner.local = item.local.to("meta")
@@ -72,76 +73,78 @@ class Snapshot:
         self._unwritten[item.param] = len(wanted)
         if weight is not None:
             self._weights[item.param] = weight
-        self._parts[item.param] = [self._twin(part, owner) for part in parts]
-        for part, twin in zip(parts, self._parts[item.param], strict=True):
-            record = home[part]
-            if record not in self._twins:
-                self._twins[record] = record.twin()
-            self._home[twin] = self._twins[record]
-            self._readers[self._twins[record]] += 1
+        self._parts[item.param] = [self._copy_part(part, owner) for part in parts]
+        for part, copied in zip(parts, self._parts[item.param], strict=True):
+            record = record_of[part]
+            if record not in self._copies:
+                self._copies[record] = record.shadow()
+            self._record_of[copied] = self._copies[record]
+            self._readers[self._copies[record]] += 1
 
-    def _twin(self, part: Part, owner: Managed) -> Part:
+    def _copy_part(self, part: Part, owner: Managed) -> Part:
         assert part.history is not None
         if part.history not in self._histories:
-            self._histories[part.history] = History(part.history.copied(), 1)
-        twin = copy.copy(part)
-        twin.owner, twin.history = owner, self._histories[part.history]
-        return twin
+            self._histories[part.history] = History(part.history.copy_values(), 1)
+        copied = copy.copy(part)
+        copied.owner, copied.history = owner, self._histories[part.history]
+        return copied
 
-    def pin(self, marks: Mapping[Record, Tensor] | None) -> None:
-        """From now on nobody writes to what was added.
+    def pin(self, fingerprints: Mapping[Record, Tensor] | None) -> None:
+        """Pin the records of all parameters that were added.
 
         Args:
-            marks: fingerprints of the records' weights; ``None``: nobody else has written to those, as far as whole
-                masters do not show it.
+            fingerprints: those of the records' weights, to find edits by others; ``None``: there are no edits, or whole
+                masters show them.
         """
-        if marks is not None:
-            self._marks.update((twin, marks[record].to("cpu", copy=True)) for record, twin in self._twins.items())
-        for twin in self._twins.values():
-            assert twin.slab is not None
-            self._versions.pin(twin.slab)
-        self._twins, self._histories = {}, {}
+        if fingerprints is not None:
+            self._fingerprints.update(
+                (copied, fingerprints[record].to("cpu", copy=True)) for record, copied in self._copies.items()
+            )
+        for copied in self._copies.values():
+            assert copied.slab is not None
+            self._versions.pin(copied.slab)
+        self._copies, self._histories = {}, {}
 
     def __contains__(self, parameter: object) -> bool:
         return parameter in self._wanted
 
     def take(self, parameter: Tensor, key: str) -> Tensor:
-        """One entry of the parameter's local shape, on the host: the record's own bytes, or put together."""
-        if self._read is None or self._read[0] is not parameter:
-            self._read = parameter, self._entries_of(parameter)
-        value: Tensor = self._read[1].pop(key)
+        """One entry on the host, in the parameter's local shape: a view of the record, or assembled from parts."""
+        if self._current is None or self._current[0] is not parameter:
+            self._current = parameter, self._entries_of(parameter)
+        value: Tensor = self._current[1].pop(key)
         self._taken[parameter, key] = value
         self._wanted[parameter].remove(key)
         if not self._wanted[parameter]:
-            self._drop(self._read[1].values())
-            self._read = None
+            self._recycle(self._current[1].values())
+            self._current = None
         return value
 
     def written(self, parameter: Tensor, key: str) -> None:
-        """What was taken is not read any more; called by any thread."""
+        """The reader is done with an entry that it took. Any thread may call this."""
         with self._lock:
-            self._drop([self._taken.pop((parameter, key))])
+            self._recycle([self._taken.pop((parameter, key))])
             self._unwritten[parameter] -= 1
             if not self._unwritten[parameter]:
-                self._let_go(parameter)
+                self._unpin(parameter)
 
     def _entries_of(self, parameter: Tensor) -> dict[str, Any]:
-        """A weight that somebody else wrote is the master."""
+        """All entries; the master of a weight that somebody else wrote to is that weight."""
         parts = self._parts[parameter]
         if parameter in self._weights:
-            parts[0].owner.local = self._weights.pop(parameter)()  # the twins' own owner
-        found = self._entries.read(self._home[parts[0]], parts[0]) if len(parts) == 1 else self._joined(parts)
-        if "master" in found and self._was_written(parts, found["master"]):
-            self._drop([found["master"]])
+            parts[0].owner.local = self._weights.pop(parameter)()  # the owner is a copy, too
+        found = self._entries.read(self._record_of[parts[0]], parts[0]) if len(parts) == 1 else self._assemble(parts)
+        if "master" in found and self._was_edited(parts, found["master"]):
+            self._recycle([found["master"]])
             found["master"] = parts[0].owner.local.to(torch.float32, memory_format=torch.contiguous_format)
         return found
 
-    def _joined(self, parts: Sequence[Part]) -> dict[str, Any]:
-        """Of a parameter that was cut."""
+    def _assemble(self, parts: Sequence[Part]) -> dict[str, Any]:
+        """The entries of a parameter that was cut into several parts."""
         local, whole = parts[0].owner.local, {}
         for part in parts:
             assert part.history is not None
-            found = self._entries.read(self._home[part], part)
+            found = self._entries.read(self._record_of[part], part)
             for key, value in found.items():
                 if key in part.history.values:
                     whole[key] = value
@@ -149,32 +152,32 @@ class Snapshot:
                 if key not in whole:
                     whole[key] = self._buffers.like(local, value.dtype)
                 whole[key].view(-1)[part.start : part.stop].copy_(value.view(-1))
-                self._drop([value])
+                self._recycle([value])
         return whole
 
-    def _was_written(self, parts: Sequence[Part], master: Tensor) -> bool:
+    def _was_edited(self, parts: Sequence[Part], master: Tensor) -> bool:
         """Whether somebody else wrote to the weight before the snapshot was made."""
-        if self._masters_show:
+        if self._has_whole_masters:
             return not same_rounding(parts[0].owner.local, master)
-        return any(self._entries.was_written(self._home[part], part) for part in parts)
+        return any(self._entries.was_edited(self._record_of[part], part) for part in parts)
 
-    def _drop(self, values: Collection[Any]) -> None:
+    def _recycle(self, values: Collection[Any]) -> None:
         for value in values:
             if isinstance(value, Tensor):
-                self._buffers.give_back(value)
+                self._buffers.release(value)
 
     def close(self) -> None:
-        """Let go of what nobody has taken; nobody reads what was."""
+        """Unpin all records. Nobody reads what was taken any more."""
         with self._lock:
-            self._read, self._taken, self._weights = None, {}, {}
+            self._current, self._taken, self._weights = None, {}, {}
             for parameter in list(self._parts):
-                self._let_go(parameter)
+                self._unpin(parameter)
             self._buffers.free()
 
-    def _let_go(self, parameter: Tensor) -> None:
+    def _unpin(self, parameter: Tensor) -> None:
         for part in self._parts.pop(parameter):
             part.owner.local = part.owner.local.to("meta")
-            record = self._home.pop(part)
+            record = self._record_of.pop(part)
             self._readers[record] -= 1
             if not self._readers[record]:
                 assert record.slab is not None
@@ -182,15 +185,15 @@ class Snapshot:
 
 
 class _Buffers:
-    """Memory for what is put together, used again: fresh pages cost more than what is written to them."""
+    """Reusable memory for assembled entries: touching fresh pages would cost more than the copies."""
 
     def __init__(self) -> None:
         self._free: list[Tensor] = []
-        self._lent: dict[int, Tensor] = {}
+        self._in_use: dict[int, Tensor] = {}
         self._lock = threading.Lock()
 
     def like(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        """Contiguous, on the host."""
+        """A contiguous tensor on the host, with the shape of ``tensor``."""
         nbytes = tensor.numel() * dtype.itemsize
         with self._lock:
             fitting = [buffer for buffer in self._free if buffer.nbytes >= nbytes]
@@ -198,18 +201,18 @@ class _Buffers:
                 buffer = min(fitting, key=lambda buffer: buffer.nbytes)
                 self._free = [other for other in self._free if other is not buffer]
             else:
-                self._free = sorted(self._free, key=lambda buffer: buffer.nbytes)[:-1]  # a larger one takes its place
+                self._free = sorted(self._free, key=lambda buffer: buffer.nbytes)[:-1]  # replaced by a larger one
                 buffer = torch.empty(max(nbytes, 1), dtype=torch.uint8, device="cpu")
-            self._lent[buffer.data_ptr()] = buffer
+            self._in_use[buffer.data_ptr()] = buffer
         return buffer[:nbytes].view(dtype).view(tensor.shape)
 
-    def give_back(self, tensor: Tensor) -> None:
-        """Nothing happens for memory of others."""
+    def release(self, tensor: Tensor) -> None:
+        """Make the memory free again; does nothing if it is not from here."""
         with self._lock:
-            buffer = self._lent.pop(tensor.data_ptr(), None)
+            buffer = self._in_use.pop(tensor.data_ptr(), None)
             if buffer is not None:
                 self._free.append(buffer)
 
     def free(self) -> None:
         with self._lock:
-            self._free, self._lent = [], {}
+            self._free, self._in_use = [], {}

@@ -1,4 +1,4 @@
-"""How much device memory nobody needs, and what ``resident_gib: auto`` makes of it."""
+"""Measures how much device memory is spare, for ``resident_gib: auto``."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ GIB = 1 << 30
 
 
 class DeviceMemory(Protocol):
-    """What a device's memory is in use for. In bytes."""
+    """The use of a device's memory, in bytes."""
 
     margin: int
-    """To be left free: for fragments, and for libraries that allocate on their own."""
+    """Memory to leave free, for fragmentation and for libraries that allocate on their own."""
 
     def reserved(self) -> tuple[int, int]:
-        """What this process's caching allocator holds now, and has held at its peak; the driver is not asked."""
+        """What this process's caching allocator has reserved now, and at its peak. Does not call the driver."""
 
     def available(self) -> int:
-        """What this process has or could have: other processes count as they are now."""
+        """What this process has reserved or could allocate, given the present use by other processes."""
 
 
 class _CudaMemory:
@@ -40,67 +40,67 @@ class _CudaMemory:
 
 
 def device_memory(device: torch.device) -> DeviceMemory | None:
-    """``None`` where it is the host's, and under an allocator that is not torch's own and counts nothing."""
+    """``None`` on the CPU, and under an allocator that is not torch's own, which has no counters."""
     if device.type != "cuda" or torch.cuda.get_allocator_backend() not in ("native", "cudaMallocAsync"):
         return None
     return _CudaMemory(device)
 
 
 class AutoBudget:
-    """Bytes for resident records: what is left when everything else has had the most that it ever needed.
+    """The budget for resident records, in bytes: what the peak of everything else leaves free.
 
-    Everything else is the allocator's reserved memory less the resident records. Its peak is followed from the first
-    step on; the budget is made of it once, and again when the margin is half used up. Between those it is steady,
-    and a step only reads the allocator's counters.
+    Everything else is the allocator's reserved memory less the resident records. Its peak is tracked from the first
+    step on. The budget is computed once, and again when half of the margin is used up. In other steps it stays the
+    same, and only the allocator's counters are read.
 
     Args:
-        memory: of the device; ``None``: the budget is 0.
+        memory: that of the device; ``None``: the budget is 0.
     """
 
     first_steps = 3
-    """Steps with state, streamed as a whole, that are watched before anything stays."""
+    """Number of steps with all state streamed that are observed before any state stays."""
 
     def __init__(self, memory: DeviceMemory | None) -> None:
         self._memory = memory
         self._watched = 0
-        self._others = 0
+        self._other_bytes = 0
         self._peak: int | None = None
         self._available = 0
         self._size: int | None = None
 
     def before_step(self, held: int) -> int:
-        """The budget from now on, between a step's backward and its update; ``held`` bytes are resident so far."""
+        """The budget from now on; called between a step's backward and its update, with ``held`` bytes resident."""
         if self._memory is None:
             return 0
         self._watch(held)
         self._watched += 1
         if self._watched < self.first_steps:
             return 0
-        if self._size is None or self._available - self._others - held < self._memory.margin // 2:
+        if self._size is None or self._available - self._other_bytes - held < self._memory.margin // 2:
             self._available = self._memory.available()
-            self._size = max(self._available - self._others - self._memory.margin, 0)
+            self._size = max(self._available - self._other_bytes - self._memory.margin, 0)
         return self._size
 
     def _watch(self, held: int) -> None:
-        """Take note of what everything but the ``held`` bytes has needed.
+        """Update the peak of everything but the ``held`` bytes.
 
-        A peak that is the same as last time says nothing new: it was reached when other records were resident. The
-        user may set it back at any time.
+        A peak that has not changed since the last call is ignored: it was reached when other records were resident.
+        The user may reset it at any time.
         """
         assert self._memory is not None
         reserved, peak = self._memory.reserved()
-        self._others = max(self._others, (peak if peak != self._peak else reserved) - held, reserved - held)
+        self._other_bytes = max(self._other_bytes, (peak if peak != self._peak else reserved) - held, reserved - held)
         self._peak = peak
 
     def changed(self) -> None:
-        """Records came or went, and the peak that this has made is not the others'."""
+        """Records were loaded or evicted: ignore the peak that this made."""
         if self._memory is not None:
             _, self._peak = self._memory.reserved()
 
-    def settle_for(self, nbytes: int) -> None:
-        """No more than this could be had."""
+    def limit_to(self, nbytes: int) -> None:
+        """Limit the budget to what could be allocated."""
         self._size = nbytes
 
-    def measure_again(self) -> None:
-        """Before the next step: the device has been in other hands."""
+    def remeasure(self) -> None:
+        """Compute the budget again before the next step: something else has used the device."""
         self._size = None

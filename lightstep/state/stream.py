@@ -1,10 +1,10 @@
-"""Masters and state on the host, streamed through a small ring on the device while the step goes on.
+"""Masters and state on the host, streamed through a small ring of device buffers during the step.
 
-Each unit's record makes one trip each way: fetched while the units before it are being updated, written back while the
-ones behind it are. The bf16 weight on the device is the upper half of its master, so only the lower half travels.
+Each unit's record is copied once each way: it is fetched while earlier units are updated, and written back while later
+ones are. The bf16 weight on the device is the upper half of its master, so only the lower half is copied.
 
-``acquire``, ``release``, ``begin`` and ``finish`` work for whatever stream (on the CPU: thread) they are called on. For
-updates beside the caller's own work, submit a unit's whole walk to the compute lane::
+``acquire``, ``release``, ``begin`` and ``finish`` may be called on any stream (on the CPU: thread). For updates that
+run concurrently with the caller's own work, submit all work on a unit to the compute lane::
 
     backend.lanes.compute.run(lambda: update(unit))    # acquire → arithmetic → release, in there
 """
@@ -26,7 +26,7 @@ from lightstep.state.host_memory import require
 from lightstep.state.kept_copies import KeptCopies
 from lightstep.state.kept_records import RecordBackend
 from lightstep.state.lanes import LaneError, Lanes
-from lightstep.state.record import ExpectedLayouts, Part, Record, Slot, aligned, coding_of, kept_entries
+from lightstep.state.record import ExpectedLayouts, Part, Record, Slot, aligned, coding_of, rounded_entries
 from lightstep.state.residency import Residency
 from lightstep.state.ring import Ring
 from lightstep.state.segment import LARGE, MasterSplitter, Segment, Staging
@@ -45,20 +45,23 @@ _CPU = torch.device("cpu")
 
 
 class StreamBackend(RecordBackend):
-    """State on the host; device memory is the ring, whatever the size of the model.
+    """State on the host. On the device it takes only the ring, whatever the size of the model.
 
     Args:
-        splitter: makes the splitter of bf16 masters for a device. prefetch_layers: units fetched ahead; the ring has
-        two slots more, for the one being updated and the one draining. ring_mib: device memory of the ring, scratch
-        for joined masters included. A unit takes at most one slot. slots: number of slots instead of
-        ``prefetch_layers + 2``. resident_gib: see :meth:`set_residency`. spare_host_gib: host memory for
-        second versions of records: of :meth:`attempt`, taken by :meth:`can_try`, and while a :meth:`pin` lasts.
-        previous_weights: where :meth:`attempt` keeps the weights as they were; ``auto``: on the host if state stays on
-        the device, else on the device while it has room.
+        splitter: makes the splitter of bf16 masters for a device.
+        prefetch_layers: number of units that are prefetched. The ring has two more slots, for the unit that is updated
+            and the one that is written back.
+        ring_mib: device memory of the ring, including scratch for joined masters. A unit takes at most one slot.
+        slots: number of slots, instead of ``prefetch_layers + 2``.
+        resident_gib: see :meth:`set_residency`.
+        spare_host_gib: host memory for second versions of records: for speculative updates, allocated by
+            :meth:`can_try`, and while a snapshot is read.
+        previous_weights: where speculative updates save the previous weights; ``auto``: on the host if some state stays
+            on the device, else on the device while it has room.
 
     Raises:
-        RingError: at ``register``, when the ring is too small for the smallest possible piece.
-        HostMemoryError: at ``register``, when the host has not enough memory.
+        RingError: at ``register``, if the ring is too small for the smallest possible piece.
+        HostMemoryError: at ``register``, if the host does not have enough memory.
     """
 
     name: ClassVar[str] = "stream"
@@ -92,7 +95,7 @@ class StreamBackend(RecordBackend):
         self._start()
 
     def _start(self) -> None:
-        self._forget_everything()
+        self._reset()
         self._lanes: Lanes | None = None
         self._splitter = self._host_splitter
         self._ring: Ring | None = None
@@ -101,9 +104,9 @@ class StreamBackend(RecordBackend):
         self._resident: Residency | None = None
         settings = self._settings
         self._versions = Versions(
-            settings["spare_host_gib"], settings["previous_weights"], state_stays=settings["resident_gib"] != 0
+            settings["spare_host_gib"], settings["previous_weights"], has_resident_state=settings["resident_gib"] != 0
         )
-        self._keep_first: Sequence[Record] = ()
+        self._preferred_resident: Sequence[Record] = ()
         self._scratch_bytes = 0.0
         self._prepared = False
 
@@ -123,8 +126,9 @@ class StreamBackend(RecordBackend):
 
     @property
     def failed(self) -> bool:
-        """A step broke off, here or between ``acquire`` and ``release``: ``begin`` refuses until state is loaded."""
-        return self._open is not None or (self._lanes is not None and self._lanes.failed)
+        """Whether a step failed, in the lanes or between ``acquire`` and ``release``. State must then be loaded before
+        the next ``begin``."""
+        return self._acquired is not None or (self._lanes is not None and self._lanes.failed)
 
     # -- set-up
 
@@ -135,7 +139,7 @@ class StreamBackend(RecordBackend):
                 f"parameters moved from {self._lanes.device} to {device} after set-up; make a new optimizer"
             )
         self._layouts = ExpectedLayouts()
-        staying = self._undisturbed(managed)
+        staying = self._unaffected_records(managed)
         kept = {part.owner for record in staying for part in record.parts}
         new = [item for item in managed if item not in kept]
         units = plan_units(new, self._bytes_of, self._capacity(new))
@@ -145,30 +149,30 @@ class StreamBackend(RecordBackend):
         if self._lanes is None:
             self._lanes = Lanes(device)
             memory = device_memory(device)
-            self._resident = Residency(self._lanes, memory, self._budget(device), self._versions.leave)
+            self._resident = Residency(self._lanes, memory, self._budget(device), self._versions.move_if_pinned)
             if device.type == "cpu":
                 self._splitter = self._host_splitter = ChecksummedWeights(self._make_splitter(_CPU))
             else:
                 self._splitter = self._make_splitter(device)
-            self._computed, self._marks = self._lanes.event(), {}
-        self._settle()
-        carried = {item: self._assembled(item) for item in new}
-        for record in self._keep(managed, [*staying, *records]):
-            self._residency.forget([record])
+            self._computed, self._fingerprints = self._lanes.event(), {}
+        self._reset_pipeline()
+        carried = {item: self._read_entries(item) for item in new}
+        for record in self._set_records(managed, [*staying, *records]):
+            self._residency.drop([record])
             record.close()
-        self._residency.unsettle()
+        self._residency.invalidate()
         on_host = self._host_splitter
-        self._entries, self._walk = Entries(lambda _: on_host, self._marks), []
+        self._entries, self._walk = Entries(lambda _: on_host, self._fingerprints), []
         for item, entries in carried.items():
             if entries:
                 self.load(item, entries)
 
     def _bytes_of(self, owner: Managed, elements: int) -> int:
-        """Of a record; at least of the weights, so that units of stateless optimizers have an end too."""
+        """Size in a record; at least that of the weights, which bounds the units of stateless optimizers too."""
         return max(self._layouts.record_bytes(owner, elements), aligned(elements) * owner.local.itemsize)
 
     def _capacity(self, managed: Sequence[Managed]) -> int:
-        """Bytes of a slot, such that all slots and the scratch for one unit's masters fit the ring."""
+        """Bytes of a slot, such that all slots and the scratch memory for one unit fit into the ring."""
         if not managed:
             return 1
         scratch = max(self._scratch_ratio(item) for item in managed)
@@ -200,29 +204,29 @@ class StreamBackend(RecordBackend):
         sample = 1 << 20
         gathered = 0 if item.local.numel() >= LARGE else item.local.itemsize
         joined = 4 if coding_of(item) == "split" else 0
-        widened = 4 * len(kept_entries(item))
-        travelling = self._bytes_of(item, sample)
-        return (joined + gathered + widened) * sample / travelling if travelling else 0.0
+        widened = 4 * len(rounded_entries(item))
+        record_bytes = self._bytes_of(item, sample)
+        return (joined + gathered + widened) * sample / record_bytes if record_bytes else 0.0
 
     # -- one step
 
     def prepare(self) -> None:
         if self._lanes is None or self.failed:
-            return  # `begin` says so
-        self._residency.choose(self._in_order_of_staying())
+            return  # `begin` raises the error
+        self._residency.choose(self._by_residency_priority())
         new = any(record.bytes is None and record.nbytes for record in self._records.values())
         super().prepare()
         self._ensure_ring()
-        self._residency.bring_up()
-        self._ensure_ring()  # more go through it where the device had no room for all that was chosen
+        self._residency.reload()
+        self._ensure_ring()  # larger if the device had no room for all records that were chosen to stay
         if new:
-            self._residency.unsettle()
+            self._residency.invalidate()
         self._prepared = True
 
     def begin(self, managed: Collection[Managed], order: Sequence[Unit] | None = None) -> None:
         self.lanes.check()
-        if self._open is not None:
-            raise LaneError(f"the last step broke off at {self._open[0].unit.label}; load a checkpoint to go on")
+        if self._acquired is not None:
+            raise LaneError(f"the last step broke off at {self._acquired[0].unit.label}; load a checkpoint to go on")
         if not self._prepared:
             self.prepare()
         wanted = frozenset(managed)
@@ -231,12 +235,12 @@ class StreamBackend(RecordBackend):
             for record in (self._records.values() if order is None else map(self._records.__getitem__, order))
             if record not in self._residency and any(part.owner in wanted for part in record.parts)
         ]
-        self._walk = list(self._as_looked_at(self._walk))
-        self._ensure_ring().expect(self._walk)
-        self.lanes.caller().wait(self._computed)  # the scratch, should the caller be on another stream than last time
+        self._walk = list(self._fetch_order(self._walk))
+        self._ensure_ring().prefetch(self._walk)
+        self.lanes.caller().wait(self._computed)  # the last step may have used the scratch memory on another stream
 
-    def _as_looked_at(self, walk: Sequence[Record]) -> Iterator[Record]:
-        """In the order in which :meth:`look_ahead` and :meth:`acquire` ask for them first."""
+    def _fetch_order(self, walk: Sequence[Record]) -> Iterator[Record]:
+        """The records in the order in which :meth:`look_ahead` or :meth:`acquire` first needs them."""
         together = [record for record in walk if record.parts[0].owner.rows is not None]
         places = {record: place for place, record in enumerate(together)}
         asked = 0
@@ -244,39 +248,41 @@ class StreamBackend(RecordBackend):
             if record not in places:
                 yield record
                 continue
-            stop = places[record] + self._room_ahead + 1
+            stop = places[record] + self._lookahead + 1
             yield from together[asked:stop]
             asked = max(asked, stop)
 
     def finish(self) -> None:
         self.lanes.caller().record(self._computed)
         self._prepared = False
-        self._live_ring().expect(self._walk)  # warm slots for the next step
+        self._live_ring().prefetch(self._walk)  # for the next step
 
-    # -- updates that are tried
+    # -- speculative updates
 
     def can_try(self, units: Collection[Unit]) -> Sequence[Unit]:
-        waiting = {record for part, record in self._home.items() if part.codes is not None}  # for weights
+        waiting = {
+            record for part, record in self._record_of.items() if part.expected_weight is not None
+        }  # for weights
         records = [record for record in self._streamed() if record.unit in units and record not in waiting]
-        ready = self._versions.reserve(records, self._marks is not None)
+        ready = self._versions.reserve(records, self._fingerprints is not None)
         try:
             self._ensure_ring()
         except torch.OutOfMemoryError:
-            self._versions.stay_on_device()
+            self._versions.keep_on_device()
             self._ensure_ring()
-            ready = self._versions.reserve(records, self._marks is not None)
+            ready = self._versions.reserve(records, self._fingerprints is not None)
         return [record.unit for record in ready]
 
     def keep_first(self, units: Sequence[Unit]) -> None:
         wanted = [self._records[unit] for unit in units]
-        if wanted != self._keep_first:
-            self._keep_first = wanted
-            self._residency.unsettle()
+        if wanted != self._preferred_resident:
+            self._preferred_resident = wanted
+            self._residency.invalidate()
 
-    def attempt(self, unit: Unit) -> None:
-        self._versions.open(self._records[unit])
+    def speculate(self, unit: Unit) -> None:
+        self._versions.begin(self._records[unit])
 
-    def tried(self, unit: Unit) -> bool:
+    def is_speculative(self, unit: Unit) -> bool:
         return self._records[unit] in self._versions
 
     def commit(self, unit: Unit) -> None:
@@ -284,62 +290,62 @@ class StreamBackend(RecordBackend):
 
     def take_back(self, unit: Unit) -> None:
         record = self._records[unit]
-        version, marks = self._versions.close(record), None if self._marks is None else self._marks[record]
-        if version.landed is not None:
-            self.lanes.caller().wait(version.landed)
-        self._run(lambda: version.take_back(marks))
+        version = self._versions.discard(record)
+        fingerprints = None if self._fingerprints is None else self._fingerprints[record]
+        if version.written_back is not None:
+            self.lanes.caller().wait(version.written_back)
+        self._run(lambda: version.take_back(fingerprints))
 
-    def _version_of(self, record: Record) -> Version | None:
-        return self._versions.of(record)
+    def _speculative_version(self, record: Record) -> Version | None:
+        return self._versions.get(record)
 
-    def _give_up(self, record: Record, slot: Any) -> None:
-        version, marks = self._versions.close(record), None if self._marks is None else self._marks[record]
-        self._run(lambda: version.take_back(marks))
+    def _cancel_speculation(self, record: Record, slot: Any) -> None:
+        self.take_back(record.unit)
         self._live_ring().discard(slot)
-        self._open = None
+        self._acquired = None
 
     def _run(self, job: Callable[[], object]) -> None:
         self.lanes.caller().run(job)
 
-    def _splitter_of(self, device: torch.device) -> MasterSplitter:
+    def _splitter_for(self, device: torch.device) -> MasterSplitter:
         return self._host_splitter if device.type == "cpu" else self._splitter
 
-    def _take(self, record: Record) -> Slot:
-        return self._residency.take(record) if record in self._residency else self._live_ring().take(record)
+    def _acquire_slot(self, record: Record) -> Slot:
+        return self._residency.acquire(record) if record in self._residency else self._live_ring().acquire(record)
 
     @property
-    def _room_ahead(self) -> int:
-        """Beside the slot that is updated and the one that drains."""
+    def _lookahead(self) -> int:
+        """All slots except the one that is updated and the one that is written back."""
         return min(max(self._slots - 2, 0), AHEAD)
 
-    def _look_at(self, record: Record) -> Slot:
-        return self._take(record) if record in self._residency else self._live_ring().look_at(record)
+    def _peek_slot(self, record: Record) -> Slot:
+        return self._acquire_slot(record) if record in self._residency else self._live_ring().peek(record)
 
-    def _give_back(self, record: Record, slot: Any, changed: bool) -> None:
+    def _release_slot(self, record: Record, slot: Any, changed: bool) -> None:
         if record in self._residency:
-            self._residency.give_back(record)
+            self._residency.release(record)
         elif changed:
-            version = self._versions.of(record)
+            version = self._versions.get(record)
             if version is None:
-                self._versions.leave(record)
+                self._versions.move_if_pinned(record)
             self._live_ring().write_back(slot, record, version or record)
         else:
             self._live_ring().discard(slot)
 
-    def _only_copy(self, record: Record) -> bool:
+    def _slot_is_only_copy(self, record: Record) -> bool:
         return record in self._residency
 
-    def _retake(self, record: Record, slot: Slot, arrange: Callable[[], None]) -> Slot:
-        self._residency.bring_down([record])
-        self._idle(self.lanes.device)
-        self._versions.leave(record, keep=True)
-        arrange()
+    def _reacquire_slot(self, record: Record, slot: Slot, relayout: Callable[[], None]) -> Slot:
+        self._residency.write_back([record])
+        self._wait_until_idle(self.lanes.device)
+        self._versions.move_if_pinned(record, keep=True)
+        relayout()
         if record in self._residency:
-            self._residency.forget([record])  # until the next step, which finds room for it or does not
-            slot = self._live_ring().lend(self._slots_of(record.nbytes), record.nbytes)
+            self._residency.drop([record])  # the next step may choose it again
+            slot = self._live_ring().acquire_empty(self._slot_count(record.nbytes), record.nbytes)
         elif record.nbytes > self._live_ring().slot_bytes:
-            slot = self._live_ring().grow(self._slots_of(self._slot_bytes()), self._slot_bytes())
-        self._residency.unsettle()
+            slot = self._live_ring().grow(self._slot_count(self._slot_bytes()), self._slot_bytes())
+        self._residency.invalidate()
         if record.bytes is not None:
             slot.buffer[: record.nbytes].copy_(record.bytes)
         return slot
@@ -347,8 +353,8 @@ class StreamBackend(RecordBackend):
     # -- state seen from outside
 
     def gather(self, managed: Managed) -> dict[str, Any]:
-        """Copies: an edit could not follow what is cut, coded, or already fetched for the next step."""
-        entries, home = self.entries(managed), self._home[self._parts[managed][0]].bytes
+        """Copies of the entries. Live tensors are impossible: records are cut, coded, or fetched for the next step."""
+        entries, home = self.entries(managed), self._record_of[self._parts[managed][0]].bytes
         live = None if home is None else home.untyped_storage().data_ptr()
         return {
             key: value.clone() if isinstance(value, Tensor) and value.untyped_storage().data_ptr() == live else value
@@ -356,18 +362,18 @@ class StreamBackend(RecordBackend):
         }
 
     def load(self, managed: Managed, entries: Mapping[str, Any]) -> None:
-        self._settle()
+        self._reset_pipeline()
         super().load(managed, entries)
 
     def refresh(self, managed: Managed) -> None:
         if not managed.own_master:
             self.synchronize()
-            self._drop_staged()
+            self._drop_prefetched()
         super().refresh(managed)
 
     def _before_write(self, records: Iterable[Record]) -> None:
         for record in records:
-            self._versions.leave(record, keep=True)
+            self._versions.move_if_pinned(record, keep=True)
 
     def pin(
         self,
@@ -378,40 +384,42 @@ class StreamBackend(RecordBackend):
         if self._lanes is None or self._versions.pinned:
             return None
         self.synchronize()
-        kept = {item: keys for item, keys in wanted.items() if item.updated and self._in_slabs(item)}
-        looked = self._lanes.device.type != "cpu"  # for edits: a device takes no time, the CPU a thread's
-        for item in self.changed(kept) if looked else ():
+        kept = {item: keys for item, keys in wanted.items() if item.updated and self._is_on_host(item)}
+        compared = self._lanes.device.type != "cpu"  # a device finds edits now; on the CPU the reader's thread does
+        for item in self.changed(kept) if compared else ():
             del kept[item]
         if not kept:
             return None
-        self._residency.bring_down({self._home[part]: None for item in kept for part in self._parts[item]})
-        snapshot = Snapshot(self._versions, ChecksummedWeights(self._make_splitter(_CPU)))  # compared on the CPU alone
+        self._residency.write_back({self._record_of[part]: None for item in kept for part in self._parts[item]})
+        snapshot = Snapshot(self._versions, ChecksummedWeights(self._make_splitter(_CPU)))
         for item, keys in kept.items():
-            snapshot.add(item, keys, self._parts[item], self._home, None if item.own_master else weight_of(item.param))
-        snapshot.pin(None if looked else self._marks)
+            snapshot.add(
+                item, keys, self._parts[item], self._record_of, None if item.own_master else weight_of(item.param)
+            )
+        snapshot.pin(None if compared else self._fingerprints)
         return snapshot
 
-    def _in_slabs(self, managed: Managed) -> bool:
-        parts = self._with_state(managed)
-        return bool(parts) and all(self._home[part].slab is not None for part in parts)
+    def _is_on_host(self, managed: Managed) -> bool:
+        parts = self._parts_with_state(managed)
+        return bool(parts) and all(self._record_of[part].slab is not None for part in parts)
 
     def _before_edit(self, records: Iterable[Record]) -> None:
-        self._residency.bring_down(records)
+        self._residency.write_back(records)
 
-    def _edited(self, records: Iterable[Record]) -> None:
-        self._residency.edited(records)
+    def _after_edit(self, records: Iterable[Record]) -> None:
+        self._residency.mark_stale(records)
 
-    def _staging_on(self, device: torch.device, needs: Any = None) -> Staging:
+    def _staging_on(self, device: torch.device, sizes: Any = None) -> Staging:
         try:
-            return super()._staging_on(device, needs)
+            return super()._staging_on(device, sizes)
         except torch.OutOfMemoryError as error:
             raise torch.OutOfMemoryError(
                 f"no room on {device} for the masters of one unit beside the ring; lower optimizer_state.ring_mib"
             ) from error
 
-    def _compare(self, record: Record, segments: Sequence[Segment], parts: Sequence[Part]) -> list[Part]:
-        changed = super()._compare(record, segments, parts)
-        if self._ring is None:  # between steps, with the device memory given back
+    def _differing_parts(self, record: Record, segments: Sequence[Segment], parts: Sequence[Part]) -> list[Part]:
+        changed = super()._differing_parts(record, segments, parts)
+        if self._ring is None:  # device memory was released
             self._staging_on(record.device).free()
         return changed
 
@@ -430,10 +438,10 @@ class StreamBackend(RecordBackend):
         if self._lanes is not None:
             self.synchronize()
         self._settings["resident_gib"] = gib
-        self._versions.state_stays = gib != 0
+        self._versions.has_resident_state = gib != 0
         if self._lanes is not None:
             self._residency.set_budget(self._budget(self._lanes.device))
-            self._residency.shrink(self._in_order_of_staying())
+            self._residency.shrink(self._by_residency_priority())
             if self._ring is not None:
                 self._ensure_ring()
             self._prepared = False
@@ -446,10 +454,10 @@ class StreamBackend(RecordBackend):
         if self._lanes is None:
             return
         self.synchronize()
-        self._residency.release()
-        self._idle(self._lanes.device)
+        self._residency.evict_all()
+        self._wait_until_idle(self._lanes.device)
         self._ring = None
-        self._versions.forget_weights()
+        self._versions.free_device_memory()
         for staging in self._staging.values():
             staging.free()
         self._splitter.free()
@@ -472,47 +480,47 @@ class StreamBackend(RecordBackend):
     # -- small parts
 
     def _ensure_ring(self) -> Ring:
-        """The ring, made (again) when units need another size, or more or fewer go through it."""
+        """The ring; replaced if slots must be larger, or if another number of records goes through it."""
         size, ring = self._slot_bytes(), self._ring
-        if ring is None or ring.slot_bytes < size or len(ring.slots) != self._slots_of(ring.slot_bytes):
-            self._idle(self.lanes.device)
+        if ring is None or ring.slot_bytes < size or len(ring.slots) != self._slot_count(ring.slot_bytes):
+            self._wait_until_idle(self.lanes.device)
             ring = self._ring = None
-            self._ring = ring = Ring(self.lanes, self._slots_of(size), max(size, 1))
+            self._ring = ring = Ring(self.lanes, self._slot_count(size), max(size, 1))
         return ring
 
     def _live_ring(self) -> Ring:
         return self._ensure_ring() if self._ring is None else self._ring
 
-    def _slots_of(self, size: int) -> int:
-        """How many slots of ``size`` bytes: no more than records for them, and than fit the ring; at least one, and as
-        many as ranks look into that update parameters together."""
-        streamed, needed = len(self._streamed()), self._room_ahead + 1 if self.awaited_by_others else 1
-        room = int(self._ring_mib * _MIB - self._scratch_bytes + self._slots)  # and what a capacity is rounded by
+    def _slot_count(self, size: int) -> int:
+        """Number of slots of ``size`` bytes: as many as records and ``ring_mib`` allow, and at least one; at least as
+        many as :meth:`look_ahead` needs if ranks update parameters together."""
+        streamed, needed = len(self._streamed()), self._lookahead + 1 if self.awaited_by_others else 1
+        room = int(self._ring_mib * _MIB - self._scratch_bytes + self._slots)  # capacities were rounded down
         return min(streamed, max(min(self._slots, room // max(size, 1)), needed))
 
     def _slot_bytes(self) -> int:
-        """Of the largest record that goes through the ring, with what travels behind it."""
+        """Size of the largest record that goes through the ring, with the previous weights that follow it."""
         return max(map(self._versions.slot_bytes, self._streamed()), default=0)
 
     def _streamed(self) -> list[Record]:
         """The records that go through the ring."""
         return [record for record in self._records.values() if record not in self._residency]
 
-    def _idle(self, device: torch.device) -> None:
+    def _wait_until_idle(self, device: torch.device) -> None:
         self.lanes.synchronize()
-        super()._idle(device)
+        super()._wait_until_idle(device)
 
-    def _in_order_of_staying(self) -> list[Record]:
-        """The records, first those that stay on the device before others do."""
+    def _by_residency_priority(self) -> list[Record]:
+        """The records, in the order in which they are chosen to stay on the device."""
         listed = dict.fromkeys(self._records.values())
-        return list(dict.fromkeys([*(one for one in self._keep_first if one in listed), *listed]))
+        return list(dict.fromkeys([*(one for one in self._preferred_resident if one in listed), *listed]))
 
-    def _drop_staged(self) -> None:
+    def _drop_prefetched(self) -> None:
         if self._ring is not None:
-            self._ring.drop()
+            self._ring.drop_prefetched()
 
-    def _settle(self) -> None:
-        """Nothing under way, nothing fetched: records may be edited. Ends a failure too."""
+    def _reset_pipeline(self) -> None:
+        """Wait for all work and drop what was fetched, so that records may be edited. Clears a failure."""
         if self._lanes is None:
             return
         if self._lanes.failed:
@@ -520,7 +528,7 @@ class StreamBackend(RecordBackend):
             self._residency.reset()
         else:
             self._lanes.synchronize()
-        self._open, self._prepared = None, False
+        self._acquired, self._prepared = None, False
         if self._ring is not None:
             self._ring.reset()
 
@@ -528,5 +536,7 @@ class StreamBackend(RecordBackend):
 def _common_device(managed: Sequence[Managed]) -> torch.device:
     devices = sorted({str(item.local.device) for item in managed})
     if len(devices) != 1:
-        raise ValueError(f"parameters are on {', '.join(devices) or 'no device'}; the stream backend serves one device")
+        raise ValueError(
+            f"parameters are on {', '.join(devices) or 'no device'}; the stream backend needs all of them on one device"
+        )
     return managed[0].local.device

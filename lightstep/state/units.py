@@ -1,4 +1,4 @@
-"""What is staged together: the parameters of one layer, cut so that no unit needs more than one ring slot."""
+"""Divides parameters into units: a unit is one layer, cut into pieces that fit into a slot of the ring."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ CUT_ELEMENTS = 128
 """Tensors are cut at multiples of this many elements: every part then starts on a 128-byte boundary or better."""
 
 SMALL_UNIT = 4 << 20
-"""Bytes: layers with less are staged together, up to this size. Below it copies do not reach link speed."""
+"""Bytes: consecutive smaller layers form one unit of at most this size, because smaller copies are slow."""
 
-_WORTH_A_CUT = 16  # the rest of a unit is filled with a piece of the next tensor only from 1/16 of a slot on
+_MIN_FILL = 16  # the rest of a unit is filled with a piece of the next tensor only if it is 1/16 of a slot or more
 
-Part = tuple[Managed, int, int]
+ParameterRange = tuple[Managed, int, int]
 Bytes = Callable[[Managed, int], int]
-"""``bytes_of(managed, elements)``: what a part of that many elements takes up in a slot; grows with ``elements``."""
+"""``bytes_of(managed, elements)``: the size of such a part in a slot; grows with ``elements``."""
 
 
 class RingError(ValueError):
-    """The ring of device buffers is too small for what has to go through it."""
+    """The ring of device buffers is too small for the smallest possible pieces."""
 
 
 def group_by_layer(managed: Iterable[Managed]) -> list[list[Managed]]:
-    """Parameters with equal ``layer`` together, layers in order of first appearance, each parameter once.
+    """Groups parameters by ``layer``, in order of first appearance; each parameter is listed once.
 
-    Layers are gathered also when they are not consecutive (one parameter group for weights and one for biases).
-    Parameters without a layer form the remainder: each run of them is a group, so that what stands before the first
-    block (the embedding) and what stands behind the last (norm, head) stay apart.
+    A layer need not be consecutive: there may be one parameter group for weights and one for biases. Each run of
+    parameters without a layer is a group, which separates those before the first block (the embedding) from those after
+    the last (norm, head).
     """
     groups: dict[Hashable, list[Managed]] = {}
     seen: set[int] = set()
@@ -49,34 +49,37 @@ def group_by_layer(managed: Iterable[Managed]) -> list[list[Managed]]:
 
 
 def plan_units(managed: Sequence[Managed], bytes_of: Bytes, capacity: int) -> list[Unit]:
-    """Units of at most ``capacity`` bytes each, in model order; every element of every parameter in exactly one part.
+    """Units of at most ``capacity`` bytes, in model order. Each element of each parameter is in exactly one part.
 
-    A layer that needs several units is divided into ones of about equal size. Cuts inside a tensor fall on multiples of
-    :data:`CUT_ELEMENTS`; tensors that their optimizer needs whole, and those that are not contiguous, are not cut.
+    A layer that needs several units is divided into about equal ones. Tensors are cut at multiples of
+    :data:`CUT_ELEMENTS`. Those that their optimizer needs whole, and non-contiguous ones, are not cut.
 
     Raises:
-        RingError: a piece that cannot be cut any smaller needs more than ``capacity``.
+        RingError: the smallest piece of some parameter needs more than ``capacity``.
     """
     units = [
         parts
-        for listed in apart(managed)
-        for group in _small_ones_together(group_by_layer(listed), bytes_of, min(SMALL_UNIT, capacity // 4))
-        for parts in _divide(group, bytes_of, capacity)
+        for listed in split_shared_updates(managed)
+        for group in _merge_small_layers(group_by_layer(listed), bytes_of, min(SMALL_UNIT, capacity // 4))
+        for parts in _divide_layer(group, bytes_of, capacity)
     ]
     return [Unit(index, tuple(parts)) for index, parts in enumerate(units)]
 
 
-def apart(managed: Sequence[Managed]) -> list[list[Managed]]:
-    """Parameters that ranks update together have units of their own, the same on all of them."""
+def split_shared_updates(managed: Sequence[Managed]) -> list[list[Managed]]:
+    """Two lists: parameters that this rank updates alone, and those that ranks update together.
+
+    The latter get units of their own, which are the same on all ranks.
+    """
     return [[item for item in managed if (item.rows is None) is alone] for alone in (True, False)]
 
 
-def _small_ones_together(layers: list[list[Managed]], bytes_of: Bytes, limit: int) -> list[list[Managed]]:
-    """Layers that follow each other and need at most ``limit`` bytes together, as one."""
+def _merge_small_layers(layers: list[list[Managed]], bytes_of: Bytes, limit: int) -> list[list[Managed]]:
+    """Merges consecutive layers that need at most ``limit`` bytes together."""
     together: list[list[Managed]] = []
     filled = limit + 1
     for layer in layers:
-        size = sum(bytes_of(item, item.planned) for item in layer)
+        size = sum(bytes_of(item, item.planned_elements) for item in layer)
         if filled + size <= limit:
             together[-1].extend(layer)
             filled += size
@@ -87,61 +90,64 @@ def _small_ones_together(layers: list[list[Managed]], bytes_of: Bytes, limit: in
 
 
 def smallest_piece(item: Managed, bytes_of: Bytes) -> int:
-    """Bytes that a slot must have at the least for this parameter."""
-    elements = item.planned
-    return bytes_of(item, elements if _uncut(item) else min(elements, CUT_ELEMENTS))
+    """Bytes of the smallest slot for this parameter."""
+    elements = item.planned_elements
+    return bytes_of(item, elements if _must_stay_whole(item) else min(elements, CUT_ELEMENTS))
 
 
-def _uncut(item: Managed) -> bool:
+def _must_stay_whole(item: Managed) -> bool:
     return item.whole_tensors or not item.local.is_contiguous()
 
 
-def _divide(group: list[Managed], bytes_of: Bytes, capacity: int) -> list[list[Part]]:
+def _divide_layer(group: list[Managed], bytes_of: Bytes, capacity: int) -> list[list[ParameterRange]]:
     """One layer as units of at most ``capacity`` bytes, about equal where tensors may be cut."""
     for item in group:
         needed = smallest_piece(item, bytes_of)
         if needed > capacity:
-            raise RingError(f"{item.name} needs {needed} bytes in one piece, and a slot of the ring has {capacity}")
-    total = sum(bytes_of(item, item.planned) for item in group)
+            raise RingError(
+                f"{item.name} needs {needed} bytes in one piece, and a slot of the ring has {capacity}; raise "
+                "optimizer_state.ring_mib"
+            )
+    total = sum(bytes_of(item, item.planned_elements) for item in group)
     slack = max(bytes_of(item, min(item.local.numel(), CUT_ELEMENTS)) for item in group)
     size = min(capacity, -(-total // -(-max(total, 1) // capacity)) + slack)
-    filling = _Filling(bytes_of, size, capacity)
+    packer = _UnitPacker(bytes_of, size, capacity)
     for item in group:
-        if _uncut(item):
-            filling.add_whole(item)
+        if _must_stay_whole(item):
+            packer.add_whole(item)
         else:
-            filling.add_in_parts(item)
-    return filling.units()
+            packer.add_in_parts(item)
+    return packer.units()
 
 
-class _Filling:
-    """Fills one unit after the other."""
+class _UnitPacker:
+    """Packs parameters into units."""
 
     def __init__(self, bytes_of: Bytes, size: int, capacity: int) -> None:
         self._bytes_of, self._size, self._capacity = bytes_of, size, capacity
-        self._units: list[list[Part]] = []
-        self._open: list[Part] = []
+        self._units: list[list[ParameterRange]] = []
+        self._open: list[ParameterRange] = []
         self._used = 0
 
     def add_whole(self, item: Managed) -> None:
-        if self._used + self._bytes_of(item, item.planned) > self._capacity:
+        if self._used + self._bytes_of(item, item.planned_elements) > self._capacity:
             self._close()
         self._append(item, 0, item.local.numel())
 
     def add_in_parts(self, item: Managed) -> None:
         start, end = 0, item.local.numel()
-        # An empty unit has room for CUT_ELEMENTS of any of its tensors, so that this comes to an end.
+        # This ends, because an empty unit has room for CUT_ELEMENTS of any tensor.
         while self._used + self._bytes_of(item, end - start) > self._size:
             room = max(self._size - self._used, 0)
             fitting = self._fitting(item, end - start, room)
-            if fitting and (not self._open or room * _WORTH_A_CUT >= self._size):
+            if fitting and (not self._open or room * _MIN_FILL >= self._size):
                 self._append(item, start, start + fitting)
                 start += fitting
             self._close()
         self._append(item, start, end)
 
     def _fitting(self, item: Managed, elements: int, room: int) -> int:
-        """The most elements, a multiple of the cut, whose bytes fit ``room``."""
+        """The largest multiple of CUT_ELEMENTS, less than ``elements``, that fits into ``room`` bytes."""
         low, high = 0, (elements - 1) // CUT_ELEMENTS
         while low < high:
             middle = (low + high + 1) // 2
@@ -153,13 +159,13 @@ class _Filling:
 
     def _append(self, item: Managed, start: int, stop: int) -> None:
         self._open.append((item, start, stop))
-        self._used += self._bytes_of(item, stop - start if item.rows is None else item.planned)
+        self._used += self._bytes_of(item, stop - start if item.rows is None else item.planned_elements)
 
     def _close(self) -> None:
         if self._open:
             self._units.append(self._open)
         self._open, self._used = [], 0
 
-    def units(self) -> list[list[Part]]:
+    def units(self) -> list[list[ParameterRange]]:
         self._close()
         return self._units

@@ -29,7 +29,7 @@ def check_fetches(rank: int, world_size: int, update: str, max_norm: float | Non
     """Once the order is known, each record is fetched once in a step, before somebody waits for it."""
     fetched: Counter[str] = Counter()
     missed: list[str] = []
-    stage, take = Ring._stage, Ring.take
+    stage, take = Ring._fetch, Ring.acquire
 
     def staged(self: Ring, record: Record, slot: Slot) -> None:
         fetched[record.unit.label] += 1
@@ -42,7 +42,7 @@ def check_fetches(rank: int, world_size: int, update: str, max_norm: float | Non
     state: dict[str, Any] = {"backend": "stream", "update": update, "ring_mib": 0.01, "prefetch_layers": 0}
     values = {"sharding": {"kind": "fsdp2"}, "clipping": {"max_norm": max_norm}, "optimizer_state": state}
     training = Training(rank, world_size, values, LargeHead)
-    with mock.patch.multiple(Ring, _stage=staged, take=taken):
+    with mock.patch.multiple(Ring, _fetch=staged, acquire=taken):
         for steps in (2, 2):  # the first two show the order: with overlap nothing is tried in the very first one
             fetched.clear()
             missed.clear()

@@ -98,7 +98,7 @@ def check_parts(rank: int, world_size: int) -> None:
         partly += any(owner in left for unit in chosen for owner, _, _ in unit.parts)
     assert partly and tested.optimizer.engine.schedule.redone == 0
     last = tested.optimizer.engine.schedule._arrivals.complete_last()
-    assert [record.unit for record in tested.backend.inner._keep_first] == last != []
+    assert [record.unit for record in tested.backend.inner._preferred_resident] == last != []
     expected.train(5)
     same_runs(f"rank {rank}", tested, expected)
 

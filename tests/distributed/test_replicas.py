@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 import lightstep
 from lightstep.distributed import Replicas, local_tensor
 from lightstep.state.backend import Managed
-from lightstep.state.replicas import SharedByReplicas, _Exchange, share_out
+from lightstep.state.replicas import SharedByReplicas, _WeightBroadcasts, assign_owners
 from lightstep.state.ring import Ring
 from lightstep.state.units import RingError
 from tests.distributed.collectives import collectives
@@ -287,13 +287,13 @@ def check_share(rank: int, world_size: int, sharding: dict[str, Any], replicas: 
     run = Run(sharding, STREAM, make_model=lambda: TinyTransformer(width=64))
     run.train(2)
     fetched: list[int] = []
-    stage = Ring._stage
+    stage = Ring._fetch
 
     def counting(ring: Ring, record: Any, slot: Any) -> None:
         fetched.append(record.nbytes)
         stage(ring, record, slot)
 
-    with replaced(Ring, "_stage", counting):
+    with replaced(Ring, "_fetch", counting):
         run.train(3)
     kept, report = _record_bytes(run.backend.inner), run.optimizer.memory_report()
     assert sum(fetched) == 3 * kept > 0
@@ -364,14 +364,14 @@ def test_share_out() -> None:
         return item.local.numel()
 
     items = items_of([4, 4, 9, 1, 0, 6, 6])
-    shared = share_out(items, cost, {}, 3)
+    shared = assign_owners(items, cost, {}, 3)
     assert list(shared) == items
     assert list(shared.values()) == [1, 2, 0, 0, 0, 1, 2]
     assert _loads(shared, cost, 3) == [10, 10, 10]
     more = items_of([30, 5])
-    grown = share_out([*items[1:], *more], cost, shared, 3)
+    grown = assign_owners([*items[1:], *more], cost, shared, 3)
     assert all(grown[item] == shared[item] for item in items[1:])
-    assert _loads(share_out(items_of([7]), cost, {}, 2), cost, 2) == [7, 0]
+    assert _loads(assign_owners(items_of([7]), cost, {}, 2), cost, 2) == [7, 0]
 
 
 def _loads(shared: dict[Managed, int], cost: Callable[[Managed], int], replicas: int) -> list[int]:
@@ -383,7 +383,7 @@ def test_others_weights_wait_for_all_that_is_sent_before() -> None:
     items = items_of([4] * 6)
     for number, item in enumerate(items):
         item.elsewhere = number % 2 == 1
-    sending = _Exchange(SimpleNamespace(size=2, rank=0))  # type: ignore[arg-type]
+    sending = _WeightBroadcasts(SimpleNamespace(size=2, rank=0))  # type: ignore[arg-type]
     sending.plan(items, {item: int(item.elsewhere) for item in items}, lambda item: item.local.numel())
     numbers = sending.arriving_with({items[0]: 2, items[2]: 0, items[4]: 3}, 9)
     assert numbers == {items[1]: 2, items[3]: 3, items[5]: 9}

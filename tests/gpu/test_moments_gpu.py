@@ -24,8 +24,8 @@ DEVICE = torch.device("cuda", 0)
 
 
 def test_the_fused_kernels_are_in_use() -> None:
-    assert split._checked_twin(DEVICE) is not None
-    assert moments._checked_twin(DEVICE) is not None
+    assert split._checked_kernels(DEVICE) is not None
+    assert moments._checked_kernels(DEVICE) is not None
 
 
 @pytest.mark.parametrize("window", WINDOWS)

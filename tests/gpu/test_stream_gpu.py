@@ -327,7 +327,7 @@ def fused_and_plain() -> tuple[Any, Splitter]:
     device = torch.device("cuda", torch.cuda.current_device())
     if not split_triton.available:
         pytest.skip("Triton is not installed")
-    assert split._checked_twin(device) is split_triton, "the fused kernels differ from the torch version"
+    assert split._checked_kernels(device) is split_triton, "the fused kernels differ from the torch version"
     return split_triton, split._plain(device)
 
 
@@ -335,7 +335,7 @@ def test_checking_the_fused_kernels_draws_no_random_numbers() -> None:
     fused_and_plain()
     device = torch.device("cuda", torch.cuda.current_device())
     random_state = torch.cuda.get_rng_state()
-    split._checked_twin.cache_clear()
+    split._checked_kernels.cache_clear()
     Splitter(device)
     assert torch.equal(torch.cuda.get_rng_state(), random_state)
 

@@ -117,7 +117,7 @@ def test_a_kernel_with_other_bits_steps_aside(
     monkeypatch.setattr(stream, "ChecksummedWeights", lambda splitter: splitter)
     for module in (arithmetic, one_pass):
         monkeypatch.setattr(module, "twin_on", lambda device: OffByOne)
-    monkeypatch.setattr(adam_kernel, "_agrees", functools.cache(adam_kernel._agrees.__wrapped__))
+    monkeypatch.setattr(adam_kernel, "_matches_torch", functools.cache(adam_kernel._matches_torch.__wrapped__))
     pair = Pair(torch.optim.AdamW, {"lr": 1e-2}, {}, parameters="bfloat16", backend=backend, max_norm=0.35)
     pair.train(3)
     pair.check()

@@ -525,6 +525,54 @@ def test_a_state_dict_is_a_snapshot(name: str, parameters: str, backend: str) ->
     pair.train(3)
 
 
+def assert_load_leaves_read_tensors(optimizer: Optimizer, parameter: torch.Tensor, step: Callable[[], Any]) -> None:
+    """Tensors that were read before ``load_state_dict`` keep their values, and the optimizer does not read them."""
+    step()
+    saved = copy.deepcopy(optimizer.state_dict())
+    step()
+    read = {key: value for key, value in optimizer.state[parameter].items() if isinstance(value, torch.Tensor)}
+    frozen = copy.deepcopy(read)
+    optimizer.load_state_dict(saved)
+    loaded = copy.deepcopy(optimizer.state_dict()["state"][0])
+    same_tree("read before loading", read, frozen)
+    for key in ("exp_avg", "exp_avg_sq"):
+        assert not torch.equal(read[key], optimizer.state[parameter][key])
+        read[key].fill_(7.0)
+    same_tree("loaded", optimizer.state_dict()["state"][0], loaded)
+
+
+def test_torchs_own_optimizer_leaves_read_tensors_at_a_load() -> None:
+    parameter = torch.nn.Parameter(torch.randn(5))
+    optimizer = torch.optim.AdamW([parameter])
+
+    def step() -> None:
+        parameter.grad = torch.randn(5)
+        optimizer.step()
+
+    assert_load_leaves_read_tensors(optimizer, parameter, step)
+
+
+@every_value(parameters=DTYPES, backend=["resident", "bulk"])
+def test_a_load_leaves_tensors_that_were_read_before(parameters: str, backend: str) -> None:
+    pair = build(parameters, backend)
+    parameter = pair.optimizer.param_groups[0]["params"][0]
+    assert_load_leaves_read_tensors(pair.optimizer, parameter, lambda: pair.train(1))
+
+
+@pytest.mark.parametrize("backend", ["resident", "bulk"])
+def test_assigning_one_entry_keeps_the_others_live(backend: str) -> None:
+    pair = build(backend=backend)
+    pair.train(1)
+    entries = pair.optimizer.state[pair.optimizer.param_groups[0]["params"][0]]
+    replaced, kept = entries["exp_avg"], entries["exp_avg_sq"]
+    before, square = replaced.clone(), kept.clone()
+    entries["exp_avg"] = torch.zeros_like(replaced)
+    same("replaced", replaced, before)
+    pair.step()
+    same("replaced", replaced, before)
+    assert not torch.equal(kept, square)
+
+
 @every_value(parameters=DTYPES, backend=BACKENDS)
 def test_loading_copies(parameters: str, backend: str) -> None:
     """One state dict, two optimizers: neither reaches the other through it."""

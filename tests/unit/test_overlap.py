@@ -123,7 +123,7 @@ def test_random_delays_in_every_lane(
 
 
 @pytest.mark.parametrize(
-    ("what", "state"), [("keep_weights", OVERLAP), ("keep_weights", ON_HOST), ("keep_histories", OVERLAP)]
+    ("what", "state"), [("save_weights", OVERLAP), ("save_weights", ON_HOST), ("save_histories", OVERLAP)]
 )
 @pytest.mark.usefixtures("no_pause")
 def test_the_delays_find_a_version_that_is_not_kept(
@@ -134,7 +134,7 @@ def test_the_delays_find_a_version_that_is_not_kept(
 
     def forgets(self: Version, *args: Any) -> None:
         original(self, *args)
-        if what == "keep_weights":
+        if what == "save_weights":
             for row in self._rows.values():
                 row.zero_()
         else:
@@ -547,14 +547,14 @@ def test_where_the_ring_has_no_room_for_weights_they_do_not_travel(
 ) -> None:
     tested, expected = pair(LOOSE)
     assert tested.train(1) == expected.train(1)
-    most, made = tested.optimizer._backend._ring.slot_bytes, Ring._make_slots
+    most, made = tested.optimizer._backend._ring.slot_bytes, Ring._allocate
 
     def make_slots(self: Ring, count: int, slot_bytes: int) -> None:
         if slot_bytes > most:
             raise torch.OutOfMemoryError("no room")
         made(self, count, slot_bytes)
 
-    monkeypatch.setattr(Ring, "_make_slots", make_slots)
+    monkeypatch.setattr(Ring, "_allocate", make_slots)
     monkeypatch.setattr(versions, "torch", FullDevice())
     assert tested.train(4) == expected.train(4)
     assert not verdicts and tested.optimizer._backend._ring.slot_bytes == most
@@ -586,7 +586,7 @@ def test_what_is_complete_last_stays_on_the_device_first() -> None:
     tested.train(3)
     backend = tested.optimizer._backend
     last = tested.optimizer.engine.schedule._arrivals.complete_last()
-    assert last and [record.unit for record in backend._in_order_of_staying()][: len(last)] == last
+    assert last and [record.unit for record in backend._by_residency_priority()][: len(last)] == last
     backend.keep_first(backend.units()[-1:])
     backend.set_residency(backend._records[backend.units()[-1]].nbytes / 2**30)
     backend.prepare()
@@ -600,15 +600,15 @@ def test_updates_in_backward_say_what_stays_first_too(monkeypatch: pytest.Monkey
     backend = tested.optimizer._backend
     monkeypatch.setattr(Arrivals, "complete_last", lambda self: backend.units()[-1:])
     tested.train(1)
-    assert [record.unit for record in backend._keep_first] == list(backend.units()[-1:])
+    assert [record.unit for record in backend._preferred_resident] == list(backend.units()[-1:])
 
 
 def test_a_copied_pool_keeps_weights_where_its_own_does() -> None:
     tested = Training({**OVERLAP, "previous_weights": "auto", "resident_gib": 1})
     versions = tested.optimizer._backend._versions
-    assert versions._travel and copy.deepcopy(versions)._travel
+    assert versions._goes_to_host and copy.deepcopy(versions)._goes_to_host
     tested.optimizer._backend.set_residency(0)
-    assert not versions._travel and not copy.deepcopy(versions)._travel
+    assert not versions._goes_to_host and not copy.deepcopy(versions)._goes_to_host
 
 
 def test_a_checkpoint_in_the_middle(tmp_path: Path) -> None:

@@ -333,7 +333,7 @@ def test_after_a_release_the_device_is_measured_again() -> None:
     steps = Steps(Allocator(80, 4))
     steps.run(40, 4)
     steps.held = 0
-    steps.budget.measure_again()
+    steps.budget.remeasure()
     steps.allocator.elsewhere = 10  # the engine kept something
     assert steps.run(40, 3) == [26] * 3
 
@@ -443,7 +443,7 @@ def test_no_room_after_all(
     assert len(training.optimizer._backend._residency._slots) == 2, "the margin is free again"
     assert room.refused == 1, "it is not tried again in every step"
     budget = training.optimizer._backend._residency._budget
-    assert gib == 1.0 or budget._others == allocator.others, "what was tried and given back is not counted"
+    assert gib == 1.0 or budget._other_bytes == allocator.others, "what was tried and given back is not counted"
     (said,) = [record.message for record in caplog.records if "resident_gib" in record.message]
     assert said.endswith(f"cpu has no room for more than {held(training) / GIB:.2f} GiB; that much stays on it")
     assert_same(training.snapshot(), wanted.snapshot())
@@ -531,7 +531,7 @@ def test_a_failure_while_records_come_up_leaves_the_others_whole() -> None:
 
     tested.backend.lanes.delay = fail
     tested.backend.prepare()
-    with pytest.raises(LaneError, match=r"bringing up .* failed"):
+    with pytest.raises(LaneError, match=r"fetching .* failed"):
         tested.backend.synchronize()
     tested.backend.lanes.delay = None
     tested.items[3].local.copy_(weight)

@@ -45,14 +45,14 @@ def small_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
 def moved(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """For each write to a pinned record: whether it went to a spare slab; otherwise it has waited."""
     found: list[bool] = []
-    exchanged = Versions._exchanged
+    exchanged = Versions._replacement_slab
 
     def counted(self: Versions, record: Any) -> Any:
         slab = exchanged(self, record)
         found.append(slab is not None)
         return slab
 
-    monkeypatch.setattr(Versions, "_exchanged", counted)
+    monkeypatch.setattr(Versions, "_replacement_slab", counted)
     return found
 
 
@@ -117,7 +117,7 @@ def check_saved(folder: Path) -> None:
 
 def hold_copies(training: Any) -> None:
     """Copies of state on the device begin when an update that did not wait for them would be over."""
-    training.optimizer._backend._lanes_of(torch.device("cpu")).delay = lambda _: time.sleep(0.1)
+    training.optimizer._backend._lanes_for(torch.device("cpu")).delay = lambda _: time.sleep(0.1)
 
 
 def settings(update: str) -> dict[str, Any]:
@@ -183,7 +183,7 @@ def test_state_on_the_device_and_in_bulk_is_that_of_the_moment_too(
         reader.go.set()
         pending.result(60)
         check_saved(tmp_path / str(number))
-        assert not kept._handed_out
+        assert not kept._live_tensors
     assert reader.taken and all(moved) and bool(moved) == (backend == "bulk")
     expected.train(8)
     assert_same(tested.snapshot(), expected.snapshot())
@@ -395,8 +395,8 @@ def test_the_records_are_not_copied(tmp_path: Path, reader: Reader, monkeypatch:
     training = Training(STREAM)
     training.train(2)
     copied: list[Tensor] = []
-    room = KeptCopies.room
-    monkeypatch.setattr(KeptCopies, "room", lambda self, tensor: copied.append(tensor) or room(self, tensor))
+    allocate = KeptCopies.allocate
+    monkeypatch.setattr(KeptCopies, "allocate", lambda self, tensor: copied.append(tensor) or allocate(self, tensor))
     pending = training.strategy.save_checkpoint(tmp_path / "a", training.model, training.optimizer, asynchronous=True)
     assert sum(tensor.dtype == torch.bfloat16 for tensor in copied) == len(list(training.model.parameters()))
     beside = {tuple(tensor.shape) for tensor in copied if tensor.dtype == torch.float32}

@@ -254,7 +254,7 @@ def test_a_fingerprint_notices_edits_that_undo_each_other_in_a_linear_one() -> N
 
 def test_a_twin_that_agrees_is_accepted() -> None:
     random_state = torch.get_rng_state()
-    assert split._agrees(split._plain(CPU), CPU)
+    assert split._matches_torch(split._plain(CPU), CPU)
     assert torch.equal(torch.get_rng_state(), random_state), "a run's dropout depends on nothing of this"
 
 
@@ -269,7 +269,7 @@ def test_a_twin_that_differs_in_one_bit_is_refused(wrong: str) -> None:
 
     twin = SimpleNamespace(split=plain.split, join=plain.join, fingerprints=plain.fingerprints)
     setattr(twin, wrong, off_by_one_bit)
-    assert not split._agrees(twin, CPU)
+    assert not split._matches_torch(twin, CPU)
 
 
 @pytest.mark.parametrize("failure", ["absent", "differs", "raises"])
@@ -282,10 +282,10 @@ def test_without_a_usable_twin_the_torch_version_works_and_says_so(
         return False
 
     monkeypatch.setattr(split_triton, "available", failure != "absent")
-    monkeypatch.setattr(split, "_agrees", agrees)
-    split._checked_twin.cache_clear()
+    monkeypatch.setattr(split, "_matches_torch", agrees)
+    split._checked_kernels.cache_clear()
     splitter = Splitter(torch.device("cuda"))  # makes no CUDA tensor before its first use
-    split._checked_twin.cache_clear()
+    split._checked_kernels.cache_clear()
     assert splitter._fused is None
     expected = {"absent": "Triton is not installed", "differs": "they differ", "raises": "RuntimeError: no compiler"}
     assert expected[failure] in caplog.text

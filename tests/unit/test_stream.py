@@ -414,7 +414,7 @@ def test_entries_are_on_the_host_live_where_they_can_be_and_counters_on_the_devi
     run.backend.synchronize()
     entries = run.backend.entries(run.items[0])
     assert set(entries) == {"step", "exp_avg", "exp_avg_sq", "master"}
-    record = run.backend._home[run.backend._parts[run.items[0]][0]]
+    record = run.backend._record_of[run.backend._parts[run.items[0]][0]]
     inside = range(record.bytes.data_ptr(), record.bytes.data_ptr() + record.nbytes)
     assert entries["exp_avg"].data_ptr() in inside
     assert entries["exp_avg_sq"].data_ptr() not in inside  # its signs are in use: a copy without them
@@ -564,7 +564,7 @@ def test_the_ring_stays_within_its_size() -> None:
     run.step(0)
     scratch_of_the_splitter = run.backend._splitter.nbytes()
     held = run.backend.memory()["ring_bytes"] - scratch_of_the_splitter
-    assert 0.7 * 4 * 2**20 < held <= 4 * 2**20 + 4 * len(run.backend._home)
+    assert 0.7 * 4 * 2**20 < held <= 4 * 2**20 + 4 * len(run.backend._record_of)
 
 
 class Allocations(TorchDispatchMode):
@@ -678,7 +678,9 @@ def test_too_little_host_memory_is_refused_before_anything_changes(monkeypatch: 
 def test_parameters_on_two_devices_are_refused() -> None:
     run = Run(streamed(3))
     other = torch.empty(3, device="meta")
-    with pytest.raises(ValueError, match="parameters are on cpu, meta; the stream backend serves one device"):
+    with pytest.raises(
+        ValueError, match="parameters are on cpu, meta; the stream backend needs all of them on one device"
+    ):
         run.register([*run.items, Managed(other, other, run.group, "other")])
 
 

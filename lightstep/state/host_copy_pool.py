@@ -1,7 +1,7 @@
-"""Copies of tensors on the host, in memory that is page-locked once and kept for the next time.
+"""Copies of tensors on the host, in page-locked memory that is kept and reused.
 
-On an accelerator a copy is queued on the current stream: the caller goes on, and whatever is queued behind it may write
-to the tensor. On the CPU it is made at once.
+On an accelerator a copy is queued on the current stream: the caller goes on, and later work on that stream may write to
+the tensor. On the CPU the copy is made at once.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from lightstep.state.host_memory import HostSlab, require
 __all__ = ["KeptCopies"]
 
 _SMALLEST, _LARGEST = 1 << 20, 256 << 20
-"""Bytes of a slab; one tensor may need more. Slabs grow with what is there already."""
+"""Bytes of a new slab: as many as all slabs so far, within these limits; more if one tensor needs more."""
 
 _ALIGNMENT = 64
-_WHAT = "a copy of what is saved while training goes on"
-_ADVICE = "A save that is waited for (asynchronous=False) needs no copy"
+_WHAT = "copying what is saved while training goes on"
+_ADVICE = "A synchronous save (asynchronous=False) needs no copy"
 
 
 class KeptCopies:
-    """Copies of one moment at a time: :meth:`start_over` gives the memory of the last ones to the next."""
+    """Copies of the tensors of one moment at a time; :meth:`reset` reuses their memory for the next."""
 
     def __init__(self) -> None:
         self._slabs: dict[torch.device, list[HostSlab]] = {}
@@ -34,25 +34,25 @@ class KeptCopies:
 
     @property
     def nbytes(self) -> int:
-        """Host memory held."""
+        """Size of the host memory."""
         return sum(slab.nbytes for slab in self._used)
 
-    def start_over(self) -> None:
-        """Nobody reads the copies of before."""
+    def reset(self) -> None:
+        """Drop all copies, and reuse their memory. Nobody may read them any more."""
         self._used = dict.fromkeys(self._used, 0)
         self._made, self._expected = {}, 0
 
     def reserve(self, nbytes: int) -> None:
-        """So much more will be asked for.
+        """Check that there is memory for ``nbytes`` more, which will be needed.
 
         Raises:
-            HostMemoryError: there is not enough; nothing has been taken.
+            HostMemoryError: there is not enough; nothing has been allocated.
         """
         self._expected += nbytes
         if self._expected > self.nbytes:
             require(self._expected - self.nbytes, _WHAT, _ADVICE)
 
-    def room(self, tensor: Tensor) -> Tensor:
+    def allocate(self, tensor: Tensor) -> Tensor:
         """Host memory for a copy of ``tensor``, contiguous.
 
         Raises:
@@ -74,25 +74,25 @@ class KeptCopies:
         return HostSlab(nbytes, device=tensor.device, what=_WHAT)
 
     def copy(self, tensor: Tensor) -> Tensor:
-        """A copy of its local part as the current stream has it; see :meth:`arrived`."""
+        """Copy a tensor's local part, in the order of the current stream; read the copy with :meth:`wait_for`."""
         local = local_tensor(tensor).detach()
-        return self.room(local).copy_(local, non_blocking=True)
+        return self.allocate(local).copy_(local, non_blocking=True)
 
-    def of(self, tensor: Tensor) -> Tensor:
-        """The same, made once until :meth:`start_over`."""
+    def copy_once(self, tensor: Tensor) -> Tensor:
+        """:meth:`copy`, made once per tensor until :meth:`seal`."""
         if tensor not in self._made:
             self._made[tensor] = self.copy(tensor)
         return self._made[tensor]
 
     def seal(self) -> None:
-        """No more copies are made of this moment."""
+        """End the copies of this moment, and record events after them."""
         self._made = {}
         for device in self._slabs:
             if device.type != "cpu":
                 self._queued.setdefault(device, torch.Event(device)).record(torch.accelerator.current_stream(device))
 
-    def arrived(self, copy: Tensor) -> Tensor:
-        """``copy``, once it is there: for a thread that reads; after :meth:`seal`."""
+    def wait_for(self, copy: Tensor) -> Tensor:
+        """Wait for the copies, and return ``copy``; for the thread that reads, after :meth:`seal`."""
         for event in self._queued.values():
             event.synchronize()
         return copy
