@@ -157,7 +157,7 @@ def check_exact(
     train(strategy, model, optimizer, rank, range(1, 2), loop)
     optimizer.synchronize()
     for exchange in optimizer.engine.classes.exchanges.values():
-        exchange.keep(frozenset(optimizer.engine.managed))  # as for new parameters
+        exchange.retain(frozenset(optimizer.engine.managed))  # as for new parameters
     train(strategy, model, optimizer, rank, range(2, 4), loop)
     optimizer.synchronize()
     if world_size > 1:
@@ -225,7 +225,7 @@ def check_tensor_parallel(rank: int, world_size: int, state: dict[str, Any]) -> 
         inputs = torch.randn(4, 6, generator=torch.Generator().manual_seed(step)).to(device, torch.bfloat16)
         optimizer.accumulating = False  # the last backward of the step: units are tried in it
         optimizer.backward(model(inputs).float().square().mean())
-        assert bool(optimizer.engine.schedule._together) == (step > 0)
+        assert bool(optimizer.engine.schedule._has_shared) == (step > 0)
         for whole_one, parameter in zip(expected, matrices, strict=True):
             whole_one.grad = parameter.grad.full_tensor().float()
         assert optimizer.step()

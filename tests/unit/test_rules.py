@@ -262,14 +262,14 @@ def test_kinds_of_a_transformers_model() -> None:
 @pytest.mark.parametrize(
     ("rules", "message"),
     [
-        ([Rule(torch.optim.AdamW, names="mix")], r"scale of shape \(8,\) \(rest\) is trained, and no rule means it"),
+        ([Rule(torch.optim.AdamW, names="mix")], r"scale of shape \(8,\) \(rest\) is trained, and matches no rule"),
         (
             [Rule(torch.optim.AdamW), Rule(torch.optim.Muon, dims=2)],
-            r"tokens.weight of shape \(11, 8\) is meant by Rule\(AdamW\) and by Rule\(Muon, dims=2\)",
+            r"tokens.weight of shape \(11, 8\) matches Rule\(AdamW\) and Rule\(Muon, dims=2\)",
         ),
         (
             [Rule(torch.optim.AdamW, kinds="rest"), Rule(torch.optim.Muon, names=r"\.mux\.")],
-            r"Rule\(Muon, names='\\\\.mux\\\\.'\) means no parameter",
+            r"Rule\(Muon, names='\\\\.mux\\\\.'\) matches no parameter",
         ),
         ([], "rules are empty"),
     ],
