@@ -97,21 +97,21 @@ class GroupClasses:
             )
         return known.defaults
 
-    def of(self, group: Group) -> BaseArithmetic:
+    def arithmetic_for(self, group: Group) -> BaseArithmetic:
         """The arithmetic of a group's class."""
         name = group.get(CLASS)
         return self.own if name is None else self._named[name]
 
     def keeps_other_shapes(self, group: Group) -> bool:
         """Whether the group's state may have shapes of its own, such as row sums; Muon's has none."""
-        arithmetic = self.of(group)
+        arithmetic = self.arithmetic_for(group)
         return arithmetic.whole_tensors and not arithmetic.sends_directions
 
     def by_class(self, groups: Iterable[Group]) -> dict[BaseArithmetic, list[Group]]:
         """The groups of each class that has any."""
         found: dict[BaseArithmetic, list[Group]] = {}
         for group in groups:
-            found.setdefault(self.of(group), []).append(group)
+            found.setdefault(self.arithmetic_for(group), []).append(group)
         return found
 
     def close(self) -> None:
@@ -129,7 +129,7 @@ class GroupClasses:
 
     def check_parameter(self, name: str, parameter: Tensor, local: Tensor, group: Group) -> Rows | None:
         """See :meth:`BaseArithmetic.check_parameter`."""
-        arithmetic = self.of(group)
+        arithmetic = self.arithmetic_for(group)
         rows = arithmetic.check_parameter(name, parameter, local)
         if rows is not None and self.in_backward:
             raise ValueError(
@@ -142,14 +142,14 @@ class GroupClasses:
         """Find out how the classes run on the parameters' devices, and set each parameter's schema."""
         schemas = {}
         for arithmetic, own in self.by_class(groups).items():
-            updated = [item for item in items if self.of(item.group) is arithmetic]
+            updated = [item for item in items if self.arithmetic_for(item.group) is arithmetic]
             for device in {item.local.device for item in items}:  # each class is prepared for all devices
                 low = any(item.own_master and item.local.dtype != torch.float32 for item in updated)
                 arithmetic.prepare(device, low_precision=low)
             if updated:
                 schemas[arithmetic] = arithmetic.schema(updated[0].local.device, own)  # type: ignore[arg-type]
         for item in items:
-            arithmetic = self.of(item.group)
+            arithmetic = self.arithmetic_for(item.group)
             item.schema, item.whole_tensors = schemas[arithmetic], arithmetic.whole_tensors
             item.joined_in_update = arithmetic.has_one_pass_kernel(item.local.device)
         for exchange in self.exchanges.values():
@@ -174,7 +174,7 @@ class GroupClasses:
         """Update each segment by its class; see :meth:`BaseArithmetic.apply`."""
         batches: dict[BaseArithmetic, tuple[list[Segment], list[Tensor]]] = {}
         for segment, gradient in zip(segments, gradients, strict=True):
-            batch = batches.setdefault(self.of(segment.group), ([], []))
+            batch = batches.setdefault(self.arithmetic_for(segment.group), ([], []))
             batch[0].append(segment)
             batch[1].append(gradient)
         for arithmetic, batch in batches.items():

@@ -55,7 +55,7 @@ class Moments:
         """
         if self.dtype == "float32":
             return
-        schemas = {classes.of(item.group).optimizer_class: item.schema for item in items}
+        schemas = {classes.arithmetic_for(item.group).optimizer_class: item.schema for item in items}
         found = {owner: _moments_of(owner, schema) for owner, schema in schemas.items()}
         self._check(schemas, found)
         for owner, specs in found.items():

@@ -91,7 +91,7 @@ class OnePass:
 
     def _settings(self, segment: Segment, values: GroupValues) -> AdamSettings | None:
         """The settings of the segment's group; ``None`` if the kernel does not support them."""
-        arithmetic = self._classes.of(segment.group)
+        arithmetic = self._classes.arithmetic_for(segment.group)
         group = arithmetic.resolved(values.settings(segment.group), segment.device)
         if arithmetic.optimizer_class not in ADAMS or not group.get("fused"):
             return None

@@ -64,7 +64,7 @@ class SharedUpdates:
         self.units = [unit for unit in units if any(owner in wanted for owner, _, _ in unit.parts)]
         self._positions = {unit: position for position, unit in enumerate(self.units)}
         has_state = bool(self.units) and all(item.updated for item in managed)
-        with_momentum = [item for item in wanted if self._classes.of(item.group).sends_directions]
+        with_momentum = [item for item in wanted if self._classes.arithmetic_for(item.group).sends_directions]
         self._ahead = self._backend.ahead(with_momentum, MOMENTUM) if ahead and has_state and with_momentum else 0
         self._num_started, self._num_orthogonalized, self._started = 0, 0, {}
         for exchange in self._exchanges.values():
@@ -85,7 +85,10 @@ class SharedUpdates:
             owners = [owner for owner, _, _ in unit.parts]
             if all(owner.rows is None for owner in owners):
                 local.append(unit)
-            elif all(owner.rows is not None and self._classes.of(owner.group).sends_directions for owner in owners):
+            elif all(
+                owner.rows is not None and self._classes.arithmetic_for(owner.group).sends_directions
+                for owner in owners
+            ):
                 shared.append(unit)
         return local, shared
 
@@ -134,12 +137,12 @@ class SharedUpdates:
                 started.transfer.release()
         by_class: dict[BaseArithmetic, list[Segment]] = {}
         for segment in (segment for segment in acquired if not self._is_muon(segment)):
-            by_class.setdefault(self._classes.of(segment.group), []).append(segment)
+            by_class.setdefault(self._classes.arithmetic_for(segment.group), []).append(segment)
         for arithmetic, own in by_class.items():
             self._gathered.apply(arithmetic, own, scaled(own), overflow, values)
 
     def _is_muon(self, segment: Segment) -> bool:
-        return self._classes.of(segment.group).sends_directions
+        return self._classes.arithmetic_for(segment.group).sends_directions
 
     def _start(
         self,

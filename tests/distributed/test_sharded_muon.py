@@ -20,7 +20,7 @@ from lightstep.bench.llama import LlamaShape
 from lightstep.bench.peers import TorchFsdp2
 from lightstep.bench.step import StepTask, random_gradients
 from lightstep.bench.strategies import StrategyContender
-from lightstep.distributed.matrices import cost_of, owners_of
+from lightstep.distributed.matrices import assign_owners, orthogonalization_cost
 from lightstep.state.backend import AHEAD
 from tests.distributed.models import TinyTransformer, loss_of
 from tests.distributed.ranks import Pool, device_of
@@ -483,7 +483,7 @@ def test_experts_that_are_cut_are_refused(pool: Pool, optimizer_class: Any) -> N
 def test_the_work_is_shared_evenly() -> None:
     shapes = [torch.Size(shape) for shape in ((8, 8), (8, 8), (4, 4), (32, 8), (32, 8), (8, 32))]
     loads = [0, 0]
-    owners = [owners_of(shapes, loads) for _ in range(4)]  # of four units
-    assert sum(loads) == 4 * sum(map(cost_of, shapes)) and max(loads) <= 1.05 * min(loads)
+    owners = [assign_owners(shapes, loads) for _ in range(4)]  # of four units
+    assert sum(loads) == 4 * sum(map(orthogonalization_cost, shapes)) and max(loads) <= 1.05 * min(loads)
     assert owners[0] != owners[1], "who had more in one unit has less in the next"
-    assert owners_of(shapes, [0]) == [0] * 6
+    assert assign_owners(shapes, [0]) == [0] * 6
