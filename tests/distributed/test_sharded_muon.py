@@ -450,9 +450,13 @@ def check_refusal(rank: int, world_size: int, optimizer_class: Any, state: dict[
 @pytest.mark.parametrize(
     ("optimizer_class", "update", "message"),
     [
-        (torch.optim.Muon, "in_backward", "in_backward cannot: set at_step"),
+        (torch.optim.Muon, "in_backward", "in_backward cannot do: set at_step"),
         (CountingLamb, "at_step", "CountingLamb counts in its groups .* only the rank"),
-        (OddLamb, "at_step", r"keeps 'odd' of 0.weight, which is sharded, in shape \(3, 6\), which a rank's part"),
+        (
+            OddLamb,
+            "at_step",
+            r"keeps 'odd' of 0.weight, which is sharded, in shape \(3, 6\), which is also the shape of a rank's part",
+        ),
         (DoubleLamb, "at_step", "keeps 'double' of 0.weight, which is sharded, in torch.float64"),
     ],
 )
