@@ -11,24 +11,24 @@ from torch import Tensor
 from lightstep.distributed import NormReduction, local_gradient, local_tensor
 
 LARGEST_POWER = 8
-"""Of the finite norms."""
+"""The largest finite p of a norm."""
 
 
 class GradientNorm:
-    """The norm of all gradients together, planned once for a list of parameters.
+    """The global norm of gradients, planned once for a list of parameters.
 
-    Where ``torch.nn.utils.clip_grad_norm_`` is defined for such parameters (:attr:`NormReduction.as_torch`) it has that
-    function's bits: each gradient's norm in fp32, and the norm of these. Elsewhere the powers are added up in fp64.
+    If ``torch.nn.utils.clip_grad_norm_`` is defined for these parameters (:attr:`NormReduction.as_torch`), the norm has
+    that function's bits: each gradient's norm in fp32, then the norm of these. Otherwise powers are added up in fp64.
 
     Args:
-        parameters: plain tensors and DTensors on any meshes, in the order of ``model.parameters()``, on which the last
-            bits depend; the same on all ranks of a mesh.
+        parameters: plain tensors and DTensors on any meshes, in the order of ``model.parameters()`` (the last bits
+            depend on it), the same on all ranks of a mesh.
         norm_type: p of the norm, 1 to 8; ``math.inf`` is the largest element.
         everywhere: agree on overflow over all ranks of the default process group; ``None`` decides by the parameters.
 
     Attributes:
-        device: where the norm is.
-        dtype: of each gradient's own norm.
+        device: the device of the norm.
+        dtype: the dtype of each gradient's own norm.
     """
 
     def __init__(self, parameters: Sequence[Tensor], norm_type: float = 2.0, everywhere: bool | None = None) -> None:
@@ -39,12 +39,12 @@ class GradientNorm:
         self.dtype = torch.float32 if self._reduction.as_torch else torch.float64
 
     def __call__(self, gradients: Sequence[Tensor | None]) -> tuple[Tensor, Tensor]:
-        """``(norm, overflow)``: 0-dim fp32; ``overflow`` is 1 where the norm is not finite on some rank, else 0.
+        """``(norm, overflow)``: 0-dim fp32; ``overflow`` is 1 if the norm is not finite on some rank, else 0.
 
         Args:
-            gradients: each parameter's local gradient, ``None`` where it has none.
+            gradients: each parameter's local gradient; ``None`` if it has none.
         """
-        return self.of_norms(self.tensor_norms(gradients))
+        return self.combine(self.tensor_norms(gradients))
 
     def norm(self, gradients: Sequence[Tensor | None]) -> Tensor:
         """The norm alone, 0-dim fp32."""
@@ -54,44 +54,45 @@ class GradientNorm:
         return self._root(self._reduction.total(self._partial_sums(norms), self.norm_type))
 
     def tensor_norms(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Each gradient's own norm, 0-dim and on its device; ``None`` where nothing has a norm."""
-        found: list[Tensor | None] = [None] * len(gradients)
-        alike: dict[tuple[torch.device, torch.dtype], list[tuple[int, Tensor]]] = {}
+        """Each gradient's own norm, 0-dim and on its device; ``None`` without a gradient."""
+        norms: list[Tensor | None] = [None] * len(gradients)
+        groups: dict[tuple[torch.device, torch.dtype], list[tuple[int, Tensor]]] = {}
         for number, gradient in enumerate(gradients):
             if gradient is None:
                 continue
             if gradient.numel():
-                alike.setdefault((gradient.device, gradient.dtype), []).append((number, gradient))
-            else:  # another rank has all of it
-                found[number] = gradient.new_zeros((), dtype=self.dtype)
-        for listed in alike.values():
-            for (number, _), norm in zip(listed, self._norms([gradient for _, gradient in listed]), strict=True):
-                found[number] = norm
-        return found
+                groups.setdefault((gradient.device, gradient.dtype), []).append((number, gradient))
+            else:  # an empty shard
+                norms[number] = gradient.new_zeros((), dtype=self.dtype)
+        for group in groups.values():
+            for (number, _), norm in zip(group, self._norms([gradient for _, gradient in group]), strict=True):
+                norms[number] = norm
+        return norms
 
     def _norms(self, gradients: list[Tensor]) -> Sequence[Tensor]:
         if self._reduction.as_torch and gradients[0].is_cuda:
-            gradients = [self._as_allocated(gradient) for gradient in gradients]
+            gradients = [self._aligned(gradient) for gradient in gradients]
         return torch._foreach_norm(gradients, self.norm_type, dtype=self.dtype)
 
-    def _as_allocated(self, gradient: Tensor) -> Tensor:
-        """The gradient as torch's loop has it: the kernel's order of additions depends on the address.
+    def _aligned(self, gradient: Tensor) -> Tensor:
+        """The gradient at an aligned address, as in a plain loop: the kernel's order of additions depends on it.
 
-        It adds four elements at a time where the first one is aligned to four. DDP's buckets hold gradients at any
-        address, a plain loop in tensors of their own; shards are the same views of FSDP2's buffer in both.
+        The kernel adds four elements at a time if the first one is aligned to four. In a plain loop each gradient is a
+        tensor of its own; DDP's buckets hold gradients at any address. Shards are the same views of FSDP2's buffer in
+        both cases.
         """
-        if self.norm_type not in (1.0, 2.0, math.inf):  # no kernel for the list, and one for each dtype
+        if self.norm_type not in (1.0, 2.0, math.inf):  # torch has no foreach kernel, and one kernel per dtype
             gradient = gradient.float()
-        own = self._reduction.sharded or gradient.data_ptr() % (4 * gradient.element_size()) == 0
-        return gradient if own else gradient.clone()
+        aligned = self._reduction.sharded or gradient.data_ptr() % (4 * gradient.element_size()) == 0
+        return gradient if aligned else gradient.clone()
 
-    def of_norms(self, norms: Sequence[Tensor | None]) -> tuple[Tensor, Tensor]:
-        """:meth:`__call__` from each gradient's :meth:`tensor_norms`: the gradients may be gone.
+    def combine(self, norms: Sequence[Tensor | None]) -> tuple[Tensor, Tensor]:
+        """:meth:`__call__` from the :meth:`tensor_norms`; the gradients are not needed any more.
 
         Raises:
-            ValueError: in the first call, on all ranks: parameters on slices of a mesh are no copies of each other.
+            ValueError: in the first call, on all ranks: parameters on slices of a mesh are not copies of each other.
         """
-        self._reduction.refuse_unequal_copies()
+        self._reduction.check_copies()
         if self._reduction.as_torch:
             norm = self._as_torch(norms)
             return norm, self._reduction.anywhere(~norm.isfinite())
@@ -102,21 +103,22 @@ class GradientNorm:
     def _as_torch(self, norms: Sequence[Tensor | None]) -> Tensor:
         """The bits of ``torch.nn.utils.get_total_norm``, in one reduction over the shards."""
         listed = [norm for norm in norms if norm is not None]
-        own = torch.stack(listed) if listed else torch.zeros(0)
-        own = own.to(self.device, torch.float32)
+        local = torch.stack(listed) if listed else torch.zeros(0)
+        local = local.to(self.device, torch.float32)
         if math.isinf(self.norm_type):
-            largest = torch.linalg.vector_norm(own, self.norm_type) if listed else own.new_zeros(())
-            return self._reduction.largest_of_shards(largest)
-        expected = zip(self._parameters, norms, strict=True)
-        present = [norm is not None for parameter, norm in expected if norm is not None or parameter.requires_grad]
-        return torch.linalg.vector_norm(self._reduction.over_shards(own, present, self.norm_type), self.norm_type)
+            largest = torch.linalg.vector_norm(local, self.norm_type) if listed else local.new_zeros(())
+            return self._reduction.max_over_shards(largest)
+        pairs = zip(self._parameters, norms, strict=True)
+        has_gradient = [norm is not None for parameter, norm in pairs if norm is not None or parameter.requires_grad]
+        whole = self._reduction.sum_over_shards(local, has_gradient, self.norm_type)
+        return torch.linalg.vector_norm(whole, self.norm_type)
 
     def _partial_sums(self, norms: Sequence[Tensor | None]) -> list[Tensor]:
-        """This rank's ``sum |g|^p`` for each sum of the reduction, 0-dim fp64 on the reduction's device."""
-        parts: list[list[Tensor]] = [[] for _ in range(self._reduction.sums)]
-        for norm, place in zip(norms, self._reduction.places, strict=True):
+        """This rank's ``sum |g|^p`` for each partial sum of the reduction, 0-dim fp64 on its device."""
+        parts: list[list[Tensor]] = [[] for _ in range(self._reduction.num_sums)]
+        for norm, index in zip(norms, self._reduction.sum_of, strict=True):
             if norm is not None:
-                parts[place].append(norm.to(self.device))
+                parts[index].append(norm.to(self.device))
         return [self._sum(part) for part in parts]
 
     def _sum(self, norms: list[Tensor]) -> Tensor:
@@ -130,17 +132,17 @@ class GradientNorm:
 
 
 def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
-    """``min(1, max_norm / (norm + 1e-6))``, 0-dim fp32: torch's ``clip_grad_norm_`` rule."""
+    """``min(1, max_norm / (norm + 1e-6))``, 0-dim fp32, as in torch's ``clip_grad_norm_``."""
     return (max_norm / (norm + 1e-6)).clamp_(max=1.0)
 
 
 def global_grad_norm(parameters: Tensor | Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
     """The norm of all ``p.grad`` together, as if the model were on one device.
 
-    Correct on any mix of plain tensors and DTensors on different meshes; replicated parameters count once. For fp32
+    Correct for any mix of plain tensors and DTensors on different meshes; replicated parameters count once. For fp32
     gradients of plain tensors on one device, or of shards on one mesh, it has the bits of torch's own
-    ``clip_grad_norm_`` on the same list. Sharded parameters make this a collective call: every rank calls it with its
-    parameters in the same order. One all-reduce over each mesh that shards something.
+    ``clip_grad_norm_`` on the same list. With sharded parameters this is a collective: every rank calls it with its
+    parameters in the same order. It costs one all-reduce per mesh that shards a parameter.
 
     Args:
         parameters: a tensor or tensors; those without ``.grad`` count as zero.
@@ -165,7 +167,7 @@ def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float, norm
     Only for plain torch optimizers: a lightstep optimizer clips by itself, in ``step()``.
 
     Returns:
-        The norm before clipping, 0-dim fp32. Where it is not finite the gradients become so too, as in torch.
+        The norm before clipping, 0-dim fp32. If it is not finite, the gradients are not finite afterwards, as in torch.
 
     Raises:
         ValueError: ``max_norm`` is not a positive number, or ``norm_type`` not one from 1 to 8 or ``math.inf``.
@@ -185,19 +187,19 @@ def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float, norm
 
 
 def check_max_norm(max_norm: float) -> float:
-    """``max_norm`` itself; raises ValueError when it is not a positive number."""
+    """``max_norm`` as a float; raises ``ValueError`` if it is not a positive number."""
     if isinstance(max_norm, bool) or not isinstance(max_norm, (int, float)) or not max_norm > 0:
         raise ValueError(f"max_norm is {max_norm!r}; a positive number is needed (leave clipping out to turn it off)")
     return float(max_norm)
 
 
 def check_norm_type(norm_type: float) -> float:
-    """``norm_type`` itself as a float; raises ValueError when it is below 1, above 8 and finite, or no number."""
-    known = isinstance(norm_type, (int, float)) and not isinstance(norm_type, bool)
-    if not known or not (1 <= norm_type <= LARGEST_POWER or norm_type == math.inf):
+    """``norm_type`` as a float; raises ``ValueError`` if it is neither a number from 1 to 8 nor ``math.inf``."""
+    is_number = isinstance(norm_type, (int, float)) and not isinstance(norm_type, bool)
+    if not is_number or not (1 <= norm_type <= LARGEST_POWER or norm_type == math.inf):
         raise ValueError(
             f"norm_type is {norm_type!r}; a number from 1 to {LARGEST_POWER} or math.inf is needed (2 is Euclidean, "
-            "math.inf the largest element; higher powers of fp32 gradients leave the range of fp64)"
+            "math.inf the largest element; higher powers of fp32 gradients overflow fp64)"
         )
     return float(norm_type)
 

@@ -1,8 +1,8 @@
 """DTensors, device meshes and process groups: the only folder below sharding/ that knows them.
 
-``groups`` has the process groups, ``tensors`` what a DTensor is on this rank, ``norms`` the reduction of a norm over
-meshes, ``replicas`` what ranks with the same part of the model send each other, ``matrices`` what those send that share
-matrices, ``windows`` where the elements of a shard are in the whole tensor.
+``groups`` has the process groups, ``tensors`` the local parts of DTensors, ``norms`` the reduction of a norm over
+meshes, ``replicas`` the collectives of ranks with the same part of the model, ``matrices`` those of ranks that share
+matrices, and ``windows`` the positions of a shard's elements in the whole tensor.
 """
 
 from torch.distributed.tensor import DTensor
@@ -17,7 +17,7 @@ from lightstep.distributed.groups import (
     role_group,
     world_size,
 )
-from lightstep.distributed.matrices import Journey, MatrixExchange, Rows, rows_of
+from lightstep.distributed.matrices import MatrixExchange, MatrixTransfer, Rows, rows_of
 from lightstep.distributed.norms import NormReduction
 from lightstep.distributed.replicas import Replicas
 from lightstep.distributed.tensors import (
@@ -32,8 +32,8 @@ from lightstep.distributed.windows import Window, window_of
 
 __all__ = [
     "DTensor",
-    "Journey",
     "MatrixExchange",
+    "MatrixTransfer",
     "NormReduction",
     "Replicas",
     "Rows",

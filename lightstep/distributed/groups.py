@@ -1,4 +1,4 @@
-"""Process groups: the default one, that of the ranks which work together, and those that had to be made."""
+"""Process groups: the default one, that of this process's role, and those that are made on demand."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def rank() -> int:
 
 
 def world_size() -> int:
-    """How many ranks train together; 1 without a process group."""
+    """How many ranks this process's role has; 1 without a process group."""
     return len(role_ranks())
 
 
@@ -32,10 +32,10 @@ def ranks_on_this_host() -> int:
 
 
 def end_process_group() -> None:
-    """End the default process group and all others.
+    """Destroy the default process group and all others.
 
-    gloo's threads still let go of the last tensors they sent, for which they need the interpreter: should it end
-    before they are done, the process aborts (https://github.com/pytorch/pytorch/pull/179291). They are given a moment.
+    gloo's threads may still be freeing the last tensors that they sent, for which they need the interpreter. If it ends
+    before they are done, the process aborts (https://github.com/pytorch/pytorch/pull/179291). So this waits a moment.
     """
     dist.destroy_process_group()
     time.sleep(0.1)
@@ -44,23 +44,25 @@ def end_process_group() -> None:
 # -- the ranks of this process's role ---------------------------------------------------------------------------------
 
 _role: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
-"""The default group for which roles were given out, and the group of this process's role."""
+"""The default group at the time of :func:`form_role_group`, and the group of this process's role."""
 
 
 def form_role_group(ranks: Sequence[int]) -> None:
-    """From now on these are the ranks that work together, this one among them, as long as the default group lives.
+    """Make these ranks, this one among them, one role; it lasts as long as the default group.
 
-    Called by these ranks; those of other roles have a group of their own. Whatever spans "all ranks" in lightstep
-    (meshes, norms, overflow flags, checkpoints) spans these.
+    Called by these ranks alone; other roles have groups of their own. "All ranks" means the ranks of the role
+    everywhere in lightstep: in meshes, norms, overflow flags and checkpoints.
 
     Raises:
-        ValueError: this process is in another role's group already.
+        ValueError: this process is in the group of another role already.
     """
     global _role
     ranks = tuple(ranks)
     known = role_group()
     if known is not None and ranks != role_ranks():
-        raise ValueError(f"the ranks {list(ranks)} cannot work together: {list(role_ranks())} do so already")
+        raise ValueError(
+            f"the ranks {list(ranks)} cannot form a role: this process is in that of {list(role_ranks())} already"
+        )
     if known is None and len(ranks) < dist.get_world_size():
         world = dist.group.WORLD
         assert world is not None
@@ -68,12 +70,12 @@ def form_role_group(ranks: Sequence[int]) -> None:
 
 
 def role_group() -> dist.ProcessGroup | None:
-    """The group of :func:`form_role_group`; where all ranks are alike ``None``, torch's word for the default group."""
+    """The group of :func:`form_role_group`; ``None``, torch's value for the default group, if there are no roles."""
     return _role[1] if _role is not None and initialized() and _role[0] is dist.group.WORLD else None
 
 
 def role_ranks() -> tuple[int, ...]:
-    """The numbers in the default group of the ranks that work together, this one among them."""
+    """The ranks (in the default group) of this process's role, this one among them."""
     if not initialized():
         return (0,)
     group = role_group()
@@ -81,7 +83,7 @@ def role_ranks() -> tuple[int, ...]:
 
 
 def make_mesh(device_type: str, sizes: Mapping[str, int]) -> DeviceMesh:
-    """A mesh over the ranks that work together; called by all of them.
+    """A mesh over the ranks of this process's role; called by all of them.
 
     Args:
         sizes: name and size of one or two dimensions, the outer one first.
@@ -92,37 +94,41 @@ def make_mesh(device_type: str, sizes: Mapping[str, int]) -> DeviceMesh:
     ranks = torch.tensor(role_ranks()).view(shape)
     place = (ranks == rank()).nonzero()[0].tolist()
     lines = [tuple(ranks.movedim(dim, -1)[tuple(place[:dim] + place[dim + 1 :])].tolist()) for dim in range(len(shape))]
-    groups = [made_group(line, torch.device(device_type)) for line in lines]
+    groups = [get_or_make_group(line, torch.device(device_type)) for line in lines]
     return DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=names)
 
 
-# -- groups that had to be made, once each -----------------------------------------------------------------------------
+# -- groups that are made on demand, once each -------------------------------------------------------------------------
 
-_made_groups: dict[tuple[tuple[int, ...], str | None, int], tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
+_groups: dict[tuple[tuple[int, ...], str | None, int], tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
 
 
 def world_group(device: torch.device) -> dist.ProcessGroup:
+    """A group over the ranks of this process's role that supports tensors of this device."""
     group = role_group() or dist.group.WORLD
     assert group is not None
-    return group if carries(group, device) else made_group(role_ranks(), device)
+    return group if supports(group, device) else get_or_make_group(role_ranks(), device)
 
 
-def made_group(ranks: tuple[int, ...], device: torch.device, sender: int = 0) -> dist.ProcessGroup:
-    """A new group over ``ranks``, made by these ranks alone and kept as long as the default group lives.
+def get_or_make_group(ranks: tuple[int, ...], device: torch.device, number: int = 0) -> dist.ProcessGroup:
+    """The group over ``ranks`` that supports ``device``: made by these ranks alone, and kept with the default group.
 
-    One for everybody who needs such a group, and one for each sender of replicas' weights that has a number.
+    Callers with the same arguments share it.
+
+    Args:
+        number: 0, or the number of the :class:`~lightstep.distributed.replicas.Replicas` with a group of its own.
     """
     world = dist.group.WORLD
     assert world is not None
-    backend = None if carries(world, device) else "gloo" if device.type == "cpu" else "nccl"
-    owner, group = _made_groups.get((ranks, backend, sender), (None, None))
+    backend = None if supports(world, device) else "gloo" if device.type == "cpu" else "nccl"
+    owner, group = _groups.get((ranks, backend, number), (None, None))
     if owner is not world or group is None:
         group = dist.new_group(list(ranks), backend=backend, use_local_synchronization=True)
-        _made_groups[ranks, backend, sender] = (world, group)
+        _groups[ranks, backend, number] = (world, group)
     return group
 
 
-def carries(group: dist.ProcessGroup, device: torch.device) -> bool:
+def supports(group: dist.ProcessGroup, device: torch.device) -> bool:
     """Whether the group has a backend for tensors of this device."""
     backends = dist.get_backend_config(group)
     return f"{device.type}:" in backends or (":" not in backends and (backends == "gloo") == (device.type == "cpu"))

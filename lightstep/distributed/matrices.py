@@ -1,7 +1,7 @@
-"""Matrices that are divided among ranks, brought together on one rank each and sent back.
+"""Matrices that are divided among ranks: each is gathered on one rank, its owner, and the result scattered back.
 
-The matrices of a unit travel together, in two all-to-alls: blocks to the owners, results back. They are started and
-waited for apart, so that other work goes on beside them.
+The matrices of a unit are sent together, in two all-to-alls: blocks to the owners, results back. Starting and waiting
+are separate calls, so that other work can overlap them.
 """
 
 from __future__ import annotations
@@ -16,38 +16,38 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from lightstep.distributed.groups import made_group
+from lightstep.distributed.groups import get_or_make_group
 from lightstep.distributed.replicas import Replicas
 
-__all__ = ["Journey", "MatrixExchange", "Rows", "rows_of"]
+__all__ = ["MatrixExchange", "MatrixTransfer", "Rows", "rows_of"]
 
 
 class Block(NamedTuple):
-    """Rows ``row`` to ``last_row`` and, of these, columns ``column`` to ``last_column``."""
+    """Rows ``row`` to ``row_stop`` and columns ``column`` to ``column_stop`` of a matrix, stops excluded."""
 
     row: int
-    last_row: int
+    row_stop: int
     column: int
-    last_column: int
+    column_stop: int
 
     @property
     def shape(self) -> tuple[int, int]:
-        return self.last_row - self.row, self.last_column - self.column
+        return self.row_stop - self.row, self.column_stop - self.column
 
     def numel(self) -> int:
         return self.shape[0] * self.shape[1]
 
     def of(self, matrix: Tensor) -> Tensor:
-        return matrix[self.row : self.last_row, self.column : self.last_column]
+        return matrix[self.row : self.row_stop, self.column : self.column_stop]
 
 
 @dataclass(frozen=True)
 class Rows:
-    """How a tensor is divided among the ranks of a process group: by rows, and under tensor parallelism by columns too.
+    """How a tensor is divided among the ranks of a process group: by rows, and with tensor parallelism by columns too.
 
     Attributes:
         shape: of the whole tensor.
-        blocks: of each rank, in their order; some may be empty. Further dimensions count as columns.
+        blocks: one per rank, in rank order; some may be empty. Further dimensions count as columns.
     """
 
     shape: torch.Size
@@ -60,14 +60,14 @@ class Rows:
         return max(block.numel() for block in self.blocks)
 
     def local_shapes(self) -> set[tuple[int, ...]]:
-        """Of the ranks' parts."""
+        """The shapes of the ranks' parts."""
         if len(self.shape) == 2:
             return {block.shape for block in self.blocks}
         return {(block.shape[0], *self.shape[1:]) for block in self.blocks}
 
 
 def rows_of(parameter: Tensor, local: Tensor) -> Rows | None:
-    """``None`` where it is whole on every rank, or divided in a way that is not known here.
+    """How a parameter is divided; ``None`` if it is whole on every rank, or divided in another way than :class:`Rows`.
 
     Args:
         local: this rank's part of it.
@@ -92,17 +92,17 @@ def rows_of(parameter: Tensor, local: Tensor) -> Rows | None:
 
 
 def _group_of(mesh: DeviceMesh, dims: Sequence[int], coordinates: Sequence[int]) -> dist.ProcessGroup:
-    """The ranks that differ from this one along these dimensions of the mesh alone."""
+    """The ranks whose coordinates differ from this rank's only in these dimensions of the mesh."""
     if len(dims) == 1:
         return mesh.get_group(dims[0])
     index = tuple(slice(None) if dim in dims else place for dim, place in enumerate(coordinates))
     ranks = sorted(mesh.mesh[index].flatten().tolist())
-    return made_group(tuple(ranks), torch.device(mesh.device_type))
+    return get_or_make_group(tuple(ranks), torch.device(mesh.device_type))
 
 
 def _block(parameter: DTensor, sharded: Sequence[int], place: Sequence[int]) -> Block:
-    """Of the rank at this place in the mesh. Strided placements divide what those behind them have left: FSDP2 comes
-    before tensor parallelism in the mesh."""
+    """The block of the rank at this place in the mesh. Strided placements divide what the placements behind them have
+    left: FSDP2 comes before tensor parallelism in the mesh."""
     rows, columns = [0, parameter.shape[0]], [0, parameter.shape[1:].numel()]
     strided = [dim for dim in sharded if hasattr(parameter.placements[dim], "split_factor")]
     for dim in [*(dim for dim in sharded if dim not in strided), *reversed(strided)]:
@@ -115,59 +115,59 @@ def _block(parameter: DTensor, sharded: Sequence[int], place: Sequence[int]) -> 
 
 @dataclass(eq=False)
 class _Plan:
-    """Which matrices of a unit go where.
+    """Which rank owns which matrices of a unit.
 
     Attributes:
-        of_rank: numbers of the matrices that each rank is the owner of.
-        sent, arriving: elements that go to each rank, and that come from each.
+        of_rank: the numbers of the matrices that each rank owns.
+        sent, received: elements sent to each rank, and received from each.
     """
 
     rows: Sequence[Rows]
     rank: int
     of_rank: list[list[int]]
     sent: list[int] = field(init=False)
-    arriving: list[int] = field(init=False)
+    received: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
-        def travelling(numbers: list[int], source: int) -> int:
+        def elements(numbers: list[int], source: int) -> int:
             return sum(self.rows[number].blocks[source].numel() for number in numbers)
 
         self.own = self.of_rank[self.rank]
-        self.sent = [travelling(numbers, self.rank) for numbers in self.of_rank]
-        self.arriving = [travelling(self.own, source) for source in range(len(self.of_rank))]
+        self.sent = [elements(numbers, self.rank) for numbers in self.of_rank]
+        self.received = [elements(self.own, source) for source in range(len(self.of_rank))]
 
 
 class _Buffers:
-    """Memory for one unit under way: this rank's blocks, and the matrices that it owns in blocks of all ranks."""
+    """Memory for the transfer of one unit: this rank's blocks, and the matrices that it owns as blocks of all ranks."""
 
     def __init__(self) -> None:
         self.blocks, self.matrices = (torch.empty(0, dtype=torch.uint8, device="cpu") for _ in range(2))
         self._views: dict[tuple[_Plan, torch.dtype], tuple[Any, ...]] = {}
 
     def views(self, plan: _Plan, like: torch.dtype, device: torch.device) -> tuple[Any, ...]:
-        """Both, flat; this rank's block of each matrix; and of each matrix that it owns the blocks of all ranks."""
+        """Both buffers, flat; this rank's block of each matrix; and for each owned matrix the blocks of all ranks."""
         if (plan, like) not in self._views:
-            self._reserve(sum(plan.sent) * like.itemsize, sum(plan.arriving) * like.itemsize, device)
+            self._reserve(sum(plan.sent) * like.itemsize, sum(plan.received) * like.itemsize, device)
             blocks = self.blocks[: sum(plan.sent) * like.itemsize].view(like)
-            matrices = self.matrices[: sum(plan.arriving) * like.itemsize].view(like)
+            matrices = self.matrices[: sum(plan.received) * like.itemsize].view(like)
             numbers = [number for own in plan.of_rank for number in own]
             found = dict(zip(numbers, _cut(blocks, [plan.rows[n].blocks[plan.rank] for n in numbers]), strict=True))
             own = [plan.rows[number] for number in plan.own]
-            arrived = _cut(matrices, [rows.blocks[source] for source in range(len(plan.sent)) for rows in own])
-            pieces = [arrived[place :: len(own)] for place in range(len(own))]
+            received = _cut(matrices, [rows.blocks[source] for source in range(len(plan.sent)) for rows in own])
+            pieces = [received[first :: len(own)] for first in range(len(own))]
             self._views[plan, like] = blocks, matrices, [found[n] for n in range(len(plan.rows))], pieces
         return self._views[plan, like]
 
     def _reserve(self, blocks: int, matrices: int, device: torch.device) -> None:
         if self.blocks.nbytes >= blocks and self.matrices.nbytes >= matrices and self.blocks.device == device:
             return
-        self.leave()
+        self._record_use()
         blocks, matrices = max(blocks, self.blocks.nbytes), max(matrices, self.matrices.nbytes)
         self.blocks, self.matrices = (torch.empty(n, dtype=torch.uint8, device=device) for n in (blocks, matrices))
         self._views.clear()
 
-    def leave(self) -> None:
-        """They may be in use on a stream to which they will not be given back."""
+    def _record_use(self) -> None:
+        """Tell the allocator before the buffers are freed: they may be in use on another stream than their own."""
         for memory in (self.blocks, self.matrices):
             if memory.device.type != "cpu":
                 memory.record_stream(torch.accelerator.current_stream(memory.device))
@@ -177,22 +177,22 @@ class _Buffers:
 
 
 def _cut(flat: Tensor, blocks: Sequence[Block]) -> list[Tensor]:
-    """One behind the other."""
+    """Consecutive parts of ``flat`` as views in the shapes of the blocks."""
     parts = flat.split([block.numel() for block in blocks])
     return [part.view(block.shape) for part, block in zip(parts, blocks, strict=True)]
 
 
 class MatrixExchange:
-    """What the ranks of one group send each other to compute with whole matrices.
+    """The transfers of one group of ranks that compute with whole matrices.
 
-    All of them start the same units in the same order, and go on with them in the same order. It has process groups of
-    its own. Memory for as many units as are under way at a time is kept.
+    All ranks start the same units in the same order, and continue them in the same order. The exchange has process
+    groups of its own. It keeps memory for the largest number of simultaneous transfers so far.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._ranks = Replicas(group, apart=True)
+        self._ranks = Replicas(group, own_groups=True)
         self._loads = [0] * self._ranks.size
-        self._owners: dict[Hashable, tuple[int, int]] = {}  # and the cost
+        self._owners: dict[Hashable, tuple[int, int]] = {}  # owner and cost, by key
         self._plans: dict[Hashable, _Plan] = {}
         self._free: list[_Buffers] = []
         self._all: list[_Buffers] = []
@@ -200,38 +200,38 @@ class MatrixExchange:
 
     def open(self, device: torch.device) -> None:
         """Make the process group; all ranks call this at the same time."""
-        self._ranks.carrier(device)
+        self._ranks.group_for(device)
 
     def start(
         self, keys: Sequence[Hashable], rows: Sequence[Rows], dtype: torch.dtype, device: torch.device, each: int = 1
-    ) -> Journey:
-        """Memory for the blocks of these matrices, to be filled and sent.
+    ) -> MatrixTransfer:
+        """A new transfer, with memory for the blocks of these matrices.
 
         Args:
             keys: one for each of ``rows``. A matrix keeps its owner.
-            each: of each matrix, so many like it travel, one behind the other.
+            each: the number of tensors of this division that are sent for each key, one after the other.
         """
-        named = tuple(keys), each
-        if named not in self._plans:
-            self._find_owners(keys, rows)
+        plan_key = tuple(keys), each
+        if plan_key not in self._plans:
+            self._assign_owners(keys, rows)
             of_rank: list[list[int]] = [[] for _ in self._loads]
             for number, key in enumerate(key for key in keys for _ in range(each)):
                 of_rank[self._owners[key][0]].append(number)
-            everything = [one for one in rows for _ in range(each)]
-            self._plans[named] = _Plan(everything, self._ranks.rank, of_rank)
+            repeated = [divided for divided in rows for _ in range(each)]
+            self._plans[plan_key] = _Plan(repeated, self._ranks.rank, of_rank)
         if not self._free:
             self._free.append(_Buffers())
             self._all.append(self._free[0])
-        return Journey(self, self._plans[named], self._free.pop(), dtype, device)
+        return MatrixTransfer(self, self._plans[plan_key], self._free.pop(), dtype, device)
 
-    def _find_owners(self, keys: Sequence[Hashable], rows: Sequence[Rows]) -> None:
+    def _assign_owners(self, keys: Sequence[Hashable], rows: Sequence[Rows]) -> None:
         new = [number for number, key in enumerate(keys) if key not in self._owners]
         shapes = [rows[number].shape for number in new]
-        for number, shape, owner in zip(new, shapes, owners_of(shapes, self._loads), strict=True):
-            self._owners[keys[number]] = owner, cost_of(shape)
+        for number, shape, owner in zip(new, shapes, assign_owners(shapes, self._loads), strict=True):
+            self._owners[keys[number]] = owner, orthogonalization_cost(shape)
 
-    def keep(self, keys: Collection[Hashable]) -> None:
-        """No other matrices will come; all ranks call this with the same ones. Nothing may be under way."""
+    def retain(self, keys: Collection[Hashable]) -> None:
+        """Forget all other matrices. All ranks call this with the same keys; no transfer may be under way."""
         self._owners = {key: owned for key, owned in self._owners.items() if key in keys}
         self._loads = [
             sum(cost for owner, cost in self._owners.values() if owner == rank) for rank in range(len(self._loads))
@@ -239,16 +239,16 @@ class MatrixExchange:
         self._plans.clear()
         self.free()
 
-    def tell(self, value: Any) -> list[Any]:
-        """Everybody's ``value``, which can be pickled, by rank. The host waits."""
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """Every rank's ``value`` (picklable), by rank. The host waits."""
         return self._ranks.gather_objects(value)
 
-    def least(self, numbers: Sequence[int]) -> list[int]:
-        """The smallest that any rank has given, of each. The host waits."""
-        return self._ranks.least(numbers)
+    def all_reduce_min(self, numbers: Sequence[int]) -> list[int]:
+        """The minimum over the ranks of each number. The host waits."""
+        return self._ranks.all_reduce_min(numbers)
 
     def reset(self) -> None:
-        """Nothing is under way, or what was has broken off."""
+        """Reclaim the buffers of all transfers, completed or failed."""
         self._free = list(self._all)
 
     def nbytes(self) -> int:
@@ -256,29 +256,29 @@ class MatrixExchange:
         return self._whole.nbytes + sum(buffers.nbytes() for buffers in self._all)
 
     def free(self) -> None:
-        """Give it back; nothing may be under way."""
+        """Free it; no transfer may be under way."""
         self._free, self._all = [], []
         self._whole = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def close(self) -> None:
-        """Others may use the process groups; all ranks call this at the same time."""
+        """Release the process groups for others; all ranks call this at the same time."""
         self.free()
         self._ranks.close()
 
-    def _send(self, target: Tensor, source: Tensor, arriving: Sequence[int], sent: Sequence[int]) -> dist.Work | None:
-        """Bytes: gloo does not know all dtypes."""
+    def _send(self, target: Tensor, source: Tensor, received: Sequence[int], sent: Sequence[int]) -> dist.Work | None:
+        """One all-to-all, of bytes: gloo does not know all dtypes."""
         size = source.itemsize
         return dist.all_to_all_single(
             target.view(torch.uint8),
             source.view(torch.uint8),
-            [size * n for n in arriving],
+            [size * n for n in received],
             [size * n for n in sent],
-            group=self._ranks.carrier(source.device),
+            group=self._ranks.group_for(source.device),
             async_op=True,
         )
 
     def _matrix(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Scratch in which one is put together."""
+        """Scratch memory in which a matrix is assembled."""
         nbytes = shape.numel() * dtype.itemsize
         if self._whole.nbytes < nbytes or self._whole.device != device:
             if self._whole.device.type != "cpu":
@@ -287,13 +287,14 @@ class MatrixExchange:
         return self._whole[:nbytes].view(dtype).view(shape)
 
 
-class Journey:
-    """The matrices of one unit on their way: :meth:`send`, :meth:`compute`, :meth:`arrive`, :meth:`end`.
+class MatrixTransfer:
+    """The transfer of one unit's matrices: :meth:`send`, :meth:`compute`, :meth:`wait`, :meth:`release`, in this order.
 
-    Nothing but :meth:`compute` and :meth:`arrive` waits: on an accelerator the current stream, on the CPU the caller.
+    Only :meth:`compute` and :meth:`wait` wait: on an accelerator the current stream, on the CPU the caller.
 
     Attributes:
-        blocks: this rank's block [rows, columns] of each matrix: to be filled before, the results after.
+        blocks: this rank's block [rows, columns] of each matrix. The caller fills them before :meth:`send`; after
+            :meth:`wait` they hold the results.
     """
 
     def __init__(
@@ -304,72 +305,72 @@ class Journey:
         self._work: dist.Work | None = None
 
     def send(self) -> None:
-        """The blocks are filled: send them to the owners."""
-        self._work = self._exchange._send(self._matrices, self._flat, self._plan.arriving, self._plan.sent)
+        """Send the blocks to the owners."""
+        self._work = self._exchange._send(self._matrices, self._flat, self._plan.received, self._plan.sent)
 
     def compute(self, function: Callable[[int, Tensor], Tensor]) -> None:
-        """``function(i, matrix)`` of each matrix that this rank owns; the result has its shape, and is sent back."""
+        """Send back ``function(i, matrix)`` for each matrix that this rank owns; the result has the same shape."""
         Replicas.wait([self._work])
         for number, pieces in zip(self._plan.own, self._pieces, strict=True):
             rows = self._plan.rows[number]
             matrix = self._exchange._matrix(rows.shape, self._flat.dtype, self._flat.device)
-            _put_together(matrix, rows, pieces)
-            _divide(function(number, matrix), rows, pieces)
+            _assemble(matrix, rows, pieces)
+            _disassemble(function(number, matrix), rows, pieces)
         self._send_back()
 
     def compute_together(self, each: int, function: Callable[[int, list[Tensor]], None]) -> None:
-        """:meth:`compute` for ``each`` that follow each other: ``function(n, tensors)`` changes those of the nth."""
+        """:meth:`compute` for keys of ``each`` tensors: ``function(n, tensors)`` changes those of the nth key."""
         Replicas.wait([self._work])
         own = list(zip(self._plan.own, self._pieces, strict=True))
         for first in range(0, len(own), each):
             group = [(self._plan.rows[number], pieces) for number, pieces in own[first : first + each]]
             wholes = [torch.empty(rows.shape, dtype=self._flat.dtype, device=self._flat.device) for rows, _ in group]
             for whole, (rows, pieces) in zip(wholes, group, strict=True):
-                _put_together(whole, rows, pieces)
+                _assemble(whole, rows, pieces)
             function(own[first][0] // each, wholes)
             for whole, (rows, pieces) in zip(wholes, group, strict=True):
-                _divide(whole, rows, pieces)
+                _disassemble(whole, rows, pieces)
         self._send_back()
 
     def _send_back(self) -> None:
-        self._work = self._exchange._send(self._flat, self._matrices, self._plan.sent, self._plan.arriving)
+        self._work = self._exchange._send(self._flat, self._matrices, self._plan.sent, self._plan.received)
 
-    def arrive(self) -> None:
-        """What the caller does next finds the results in :attr:`blocks`."""
+    def wait(self) -> None:
+        """What the caller does next sees the results in :attr:`blocks`."""
         Replicas.wait([self._work])
 
-    def end(self) -> None:
-        """The results were read, by work that is queued."""
+    def release(self) -> None:
+        """Release the buffers; the work that reads the results has been queued."""
         self._exchange._free.append(self._buffers)
 
 
-def _put_together(whole: Tensor, rows: Rows, pieces: Sequence[Tensor]) -> None:
+def _assemble(whole: Tensor, rows: Rows, pieces: Sequence[Tensor]) -> None:
     matrix = whole.view(whole.shape[0], -1)
     for block, piece in zip(rows.blocks, pieces, strict=True):
         block.of(matrix).copy_(piece)
 
 
-def _divide(whole: Tensor, rows: Rows, pieces: Sequence[Tensor]) -> None:
+def _disassemble(whole: Tensor, rows: Rows, pieces: Sequence[Tensor]) -> None:
     matrix = whole.reshape(whole.shape[0], -1)
     for block, piece in zip(rows.blocks, pieces, strict=True):
         piece.copy_(block.of(matrix))
 
 
-def owners_of(shapes: Sequence[torch.Size], loads: list[int]) -> list[int]:
-    """The rank that computes with each matrix: the most costly goes to who has least.
+def assign_owners(shapes: Sequence[torch.Size], loads: list[int]) -> list[int]:
+    """The owner of each matrix: the most costly one goes to the rank with the smallest load, and so on.
 
     Args:
-        loads: what each rank has already; what it gets is added.
+        loads: the load of each rank; increased in place.
     """
     owners = [0] * len(shapes)
-    costs = [cost_of(shape) for shape in shapes]
+    costs = [orthogonalization_cost(shape) for shape in shapes]
     for number in sorted(range(len(shapes)), key=lambda n: -costs[n]):
         owners[number] = loads.index(min(loads))
         loads[owners[number]] += costs[number]
     return owners
 
 
-def cost_of(shape: torch.Size) -> int:
-    """Of its products with itself: an iteration of Newton-Schulz has two of them, and a square one."""
+def orthogonalization_cost(shape: torch.Size) -> int:
+    """The cost of an iteration of Newton-Schulz: two products with the matrix, and one of small square matrices."""
     short = min(shape)
     return short * (2 * shape.numel() + short * short)

@@ -1,9 +1,9 @@
-"""Partial norms, added up over the ranks that hold different parts of the parameters.
+"""Reduction of partial norms over the ranks that hold different parts of the parameters.
 
-One :class:`NormReduction` is planned from the parameters (never from which of them have gradients), so every rank
-issues the same collectives in the same order: one all-reduce over each mesh that shards something, one over all ranks
-for the overflow flag, and none where nothing is sharded. On one mesh it is the all-reduce that torch's own norm of
-DTensors makes, and another one where trainable parameters have no gradient on any rank.
+A :class:`NormReduction` is planned from the parameters, whichever of them have gradients. So every rank issues the same
+collectives in the same order: one all-reduce per mesh that shards a parameter, one over all ranks for the overflow
+flag, and none if nothing is sharded. On a single mesh it is the all-reduce of torch's own norm of DTensors, and a
+second one if trainable parameters have no gradient on any rank.
 """
 
 from __future__ import annotations
@@ -18,41 +18,42 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from lightstep.distributed.groups import carries, initialized, made_group, role_ranks, world_group, world_size
+from lightstep.distributed.groups import get_or_make_group, initialized, role_ranks, supports, world_group, world_size
 from lightstep.distributed.tensors import differs_across_ranks, is_slice, local_tensor, root_mesh
 
 
 class NormReduction:
     """Adds partial norms over the ranks that hold different parts of the parameters.
 
-    Made once from the parameters (all ranks of a mesh at the same time, because process groups may be created);
-    then :meth:`total` and :meth:`total_and_overflow` create nothing and never wait for the device.
+    Made once from the parameters, by all ranks of a mesh at the same time, because process groups may be created. After
+    that :meth:`total` and :meth:`total_and_overflow` create nothing and never wait for the device.
 
     A plain tensor and a replicated DTensor are the same on all ranks and count once. A DTensor counts once on its own
     mesh; slices of one mesh along the same dimension (``mesh["tp"]`` of a ``dp × tp`` mesh) hold copies of each other.
-    A DTensor on a mesh of its own that does not cover all ranks (experts), and any parameter that carries a true
-    attribute ``differs_across_ranks``, is a different one on the other ranks, and is added up over all of them. What
-    is taken for copies is compared once, in the first :meth:`refuse_unequal_copies`.
+    A DTensor on a mesh of its own that does not cover all ranks (experts), and any parameter whose attribute
+    ``differs_across_ranks`` is true, is a different parameter on the other ranks, and is added up over all of them.
+    Assumed copies are compared once, in the first :meth:`check_copies`.
 
     Args:
         parameters: the optimizer's parameters, in one order on all ranks that share a mesh.
-        everywhere: whether the overflow flag is agreed upon by all ranks that work together. ``None``: if some
-            parameter is a DTensor on more than one rank.
+        everywhere: whether all ranks of this process's role share the overflow flag. ``None``: if some parameter is a
+            DTensor on more than one rank.
 
     Attributes:
-        device: where norms are added up.
-        as_torch: whether torch defines the norm of such parameters: plain tensors on one device, or DTensors of one
-            mesh with one dimension that shards. Then :meth:`over_shards` takes the place of :meth:`total`.
-        sharded: whether they are DTensors.
-        places: for each parameter the index of the partial sum that its gradient on this rank belongs to.
-        sums: how many partial sums there are: what is alike on all ranks, one for each mesh, what differs on all ranks,
-            and copies. A copy (of ranks that hold the same, all but the first) is looked at for overflow only.
+        device: the device on which norms are added up.
+        as_torch: whether torch defines the norm of these parameters: plain tensors on one device, or DTensors on one
+            mesh that is sharded along one dimension. Then :meth:`sum_over_shards` replaces :meth:`total`.
+        sharded: whether any of them is a DTensor.
+        sum_of: for each parameter, the index of the partial sum to which its local gradient belongs.
+        num_sums: the number of partial sums. The first is of parameters that are equal on all ranks. Then follow one
+            per mesh, one of parameters that differ on all ranks, and one of copies. Copies (on all but the first of the
+            ranks that hold the same part) count for overflow only.
     """
 
     def __init__(self, parameters: Sequence[Tensor], everywhere: bool | None = None) -> None:
         meshes = _meshes(parameters)
-        self._taken_for_copies = [p for p in parameters if _on_a_slice(p)]
-        self._own_parts = any(differs_across_ranks(p) for p in parameters)
+        self._assumed_copies = [p for p in parameters if _on_a_slice(p)]
+        self._differing = any(differs_across_ranks(p) for p in parameters)
         self.everywhere = (
             initialized()
             and world_size() > 1
@@ -66,23 +67,23 @@ class NormReduction:
         }
         self._groups = [_group(key[0], mesh, self.device) for key, mesh in reduced.items()]
         index = {key: number for number, key in enumerate(reduced, start=1)}
-        self.sums = len(reduced) + 3
-        self.places = [self._place(parameter, index) for parameter in parameters]
+        self.num_sums = len(reduced) + 3
+        self.sum_of = [self._sum_index(parameter, index) for parameter in parameters]
         self.sharded = any(isinstance(parameter, DTensor) for parameter in parameters)
-        self.as_torch, self._shards = self._torchs_way(parameters)
-        self._world = world_group(self.device) if self.everywhere or self._own_parts else None
+        self.as_torch, self._shards = self._plan_as_torch(parameters)
+        self._world = world_group(self.device) if self.everywhere or self._differing else None
 
-    def _place(self, parameter: Tensor, index: dict[_MeshKey, int]) -> int:
-        own_part, copy = self.sums - 2, self.sums - 1
+    def _sum_index(self, parameter: Tensor, index: dict[_MeshKey, int]) -> int:
+        differing, copy = self.num_sums - 2, self.num_sums - 1
         if differs_across_ranks(parameter):
-            return own_part if _first_copy(parameter) else copy
+            return differing if _first_copy(parameter) else copy
         if not isinstance(parameter, DTensor) or parameter.device_mesh.get_coordinate() is None:
             return 0
         number = index.get(_mesh_key(parameter.device_mesh), 0)
         return number if number == 0 or _first_copy(parameter) else copy
 
-    def _torchs_way(self, parameters: Sequence[Tensor]) -> tuple[bool, dist.ProcessGroup | None]:
-        """:attr:`as_torch`, and the ranks that hold different shards of one parameter."""
+    def _plan_as_torch(self, parameters: Sequence[Tensor]) -> tuple[bool, dist.ProcessGroup | None]:
+        """:attr:`as_torch`, and the group of ranks that hold different shards of one parameter."""
         kinds = {
             (_mesh_key(p.device_mesh), tuple(placed.is_replicate() for placed in p.placements))
             if isinstance(p, DTensor)
@@ -90,7 +91,7 @@ class NormReduction:
             for p in parameters
         }
         devices = {local_tensor(parameter).device for parameter in parameters}
-        if self._own_parts or len(kinds) > 1 or len(devices) > 1:
+        if self._differing or len(kinds) > 1 or len(devices) > 1:
             return False, None
         if not self.sharded:
             return True, None
@@ -103,17 +104,17 @@ class NormReduction:
             return True, None
         group = mesh.get_group(dims[0])
         ranks = tuple(dist.get_process_group_ranks(group))
-        return True, group if carries(group, self.device) else made_group(ranks, self.device)
+        return True, group if supports(group, self.device) else get_or_make_group(ranks, self.device)
 
-    def over_shards(self, norms: Tensor, present: Sequence[bool], norm_type: float) -> Tensor:
-        """Norms of whole parameters from those of this rank's shards, as DTensor's ``_NormPartial`` reduces them.
+    def sum_over_shards(self, norms: Tensor, present: Sequence[bool], norm_type: float) -> Tensor:
+        """The norms of whole parameters from those of this rank's shards, reduced as by DTensor's ``_NormPartial``.
 
-        1-dim, for each parameter that has a gradient on some rank. The last bits depend on how many are reduced
-        together, and torch reduces just these.
+        The result is 1-dim, with one norm for each parameter that has a gradient on some rank. torch reduces exactly
+        these together, and the last bits depend on their number.
 
         Args:
             norms: 1-dim fp32, one for each gradient.
-            present: of each parameter that may have a gradient on some rank, whether it has one here.
+            present: for each parameter that may have a gradient on some rank, whether it has one here.
             norm_type: p, finite.
         """
         if self._shards is None:
@@ -122,13 +123,15 @@ class NormReduction:
         if all(present):
             dist.all_reduce(powers, group=self._shards)
         else:
-            powers = self._over_shards_of_some(powers, present)
+            powers = self._sum_over_shards_with_missing(powers, present)
         return powers ** (1.0 / norm_type)
 
-    def _over_shards_of_some(self, powers: Tensor, present: Sequence[bool]) -> Tensor:
-        """Ranks that have all gradients take part in the first reduction only, and know so: nothing is missing then.
+    def _sum_over_shards_with_missing(self, powers: Tensor, present: Sequence[bool]) -> Tensor:
+        """The same if this rank lacks some gradients; the host waits.
 
-        -0.0 stands for a gradient that is not here: the sum is -0.0 where it is missing on every rank. The host waits.
+        A missing gradient counts as -0.0, so that the sum is -0.0 exactly if it is missing on every rank. A second
+        reduction leaves out such gradients. If some rank has all gradients, none is missing everywhere: there is no
+        second reduction, on any rank.
         """
         here = [number for number, found in enumerate(present) if found]
         padded = powers.new_full((len(present),), -0.0)
@@ -143,69 +146,69 @@ class NormReduction:
             dist.all_reduce(reduced, group=self._shards)
         return reduced
 
-    def largest_of_shards(self, largest: Tensor) -> Tensor:
-        """The same for ``p = inf``, from the 0-dim largest element of this rank's gradients."""
+    def max_over_shards(self, largest: Tensor) -> Tensor:
+        """The norm for ``p = inf``, from the largest element of this rank's gradients (0-dim)."""
         if self._shards is None:
             return largest
-        # The largest of a NaN and a number is either one, depending on the backend.
+        # The maximum of NaN and a number is either of them, depending on the backend.
         largest = largest.nan_to_num(nan=math.inf, posinf=math.inf)
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._shards)
         return largest
 
     def anywhere(self, overflow: Tensor) -> Tensor:
-        """0-dim fp32: 1 if it is true on any of the ranks that agree, else 0."""
+        """The overflow flag, 0-dim fp32: 1 if ``overflow`` is true on any rank that shares the flag, else 0."""
         flag = overflow.float()
         if self._world is not None:
             dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._world)
         return flag
 
-    def refuse_unequal_copies(self) -> None:
-        """In the first call: compare what is taken for copies.
+    def check_copies(self) -> None:
+        """In the first call, compare assumed copies.
 
         Raises:
-            ValueError: on all ranks: parameters on slices of a mesh are no copies of each other.
+            ValueError: on all ranks: parameters on slices of a mesh are not copies of each other.
         """
-        if self._taken_for_copies:
-            _refuse_unequal(self._taken_for_copies, self.device)
-            self._taken_for_copies = []
+        if self._assumed_copies:
+            _check_equal(self._assumed_copies, self.device)
+            self._assumed_copies = []
 
     def total(self, sums: Sequence[Tensor], norm_type: float) -> Tensor:
         """``sum_i |g_i| ** p`` over all ranks (the largest ``|g_i|`` for ``p = inf``), 0-dim fp64.
 
         Args:
-            sums: this rank's partial sums, :attr:`sums` 0-dim fp64 tensors on :attr:`device`; consumed.
+            sums: this rank's partial sums, :attr:`num_sums` 0-dim fp64 tensors on :attr:`device`; consumed.
             norm_type: p.
         """
-        parts, own, _ = self._over_meshes(sums, norm_type)
-        if self._own_parts and self._world is not None:
-            dist.all_reduce(own, op=_operation(norm_type), group=self._world)
-        return _combined([*parts, own], norm_type)
+        parts, differing, _ = self._reduce_over_meshes(sums, norm_type)
+        if self._differing and self._world is not None:
+            dist.all_reduce(differing, op=_operation(norm_type), group=self._world)
+        return _combined([*parts, differing], norm_type)
 
     def total_and_overflow(self, sums: Sequence[Tensor], norm_type: float) -> tuple[Tensor, Tensor]:
-        """:meth:`total`, and a 0-dim bool tensor: whether anything is not finite, the total included, on any rank."""
-        parts, own, copies = self._over_meshes(sums, norm_type)
-        overflow = ~_combined([*parts, own, copies], norm_type).isfinite()
+        """:meth:`total`, and whether it or any part of it is not finite on any rank (0-dim bool)."""
+        parts, differing, copies = self._reduce_over_meshes(sums, norm_type)
+        overflow = ~_combined([*parts, differing, copies], norm_type).isfinite()
         if self._world is None:
-            return _combined([*parts, own], norm_type), overflow
-        everywhere = torch.stack([overflow.to(own.dtype), own])
+            return _combined([*parts, differing], norm_type), overflow
+        everywhere = torch.stack([overflow.to(differing.dtype), differing])
         dist.all_reduce(everywhere, op=_operation(norm_type), group=self._world)
         return _combined([*parts, everywhere[1]], norm_type), everywhere[0] > 0
 
-    def _over_meshes(self, sums: Sequence[Tensor], norm_type: float) -> tuple[list[Tensor], Tensor, Tensor]:
-        """What this rank knows now in full, each mesh's sum among it; its part of what all ranks add up; its copies."""
-        if math.isinf(norm_type):  # the largest of a NaN and a number is either one, depending on the backend
+    def _reduce_over_meshes(self, sums: Sequence[Tensor], norm_type: float) -> tuple[list[Tensor], Tensor, Tensor]:
+        """Reduce each mesh's partial sum; returns these with the first one, the differing part, and the copies."""
+        if math.isinf(norm_type):  # as in `max_over_shards`
             sums = [part.nan_to_num(nan=math.inf, posinf=math.inf) for part in sums]
-        *parts, own, copies = sums
+        *parts, differing, copies = sums
         for part, group in zip(parts[1:], self._groups, strict=True):
             dist.all_reduce(part, op=_operation(norm_type), group=group)
-        return parts, own, copies
+        return parts, differing, copies
 
 
 _MeshKey = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def _mesh_key(mesh: DeviceMesh) -> _MeshKey:
-    """Ranks and shape: equal on all ranks of the mesh, and an order in which all of them reduce."""
+    """Ranks and shape: equal on all ranks of the mesh, and sortable, so that all ranks reduce in one order."""
     return tuple(mesh.mesh.flatten().tolist()), tuple(mesh.mesh.shape)
 
 
@@ -215,7 +218,7 @@ def _meshes(parameters: Sequence[Tensor]) -> dict[_MeshKey, DeviceMesh]:
 
 
 def _sharded_on(parameter: Tensor, key: _MeshKey) -> bool:
-    """Whether ranks of this mesh hold different parts of the parameter, to be added up over it."""
+    """Whether ranks of this mesh hold different parts of the parameter, whose norms are added up."""
     if not isinstance(parameter, DTensor) or _mesh_key(parameter.device_mesh) != key or differs_across_ranks(parameter):
         return False
     return any(size > 1 for size in _sharded_sizes(parameter))
@@ -244,36 +247,36 @@ def _first_copy(parameter: Tensor) -> bool:
 
 
 def _on_a_slice(parameter: Tensor) -> bool:
-    """Whether ranks outside the parameter's mesh are taken to hold copies of it."""
+    """Whether ranks outside the parameter's mesh are assumed to hold copies of it."""
     if not isinstance(parameter, DTensor) or differs_across_ranks(parameter):
         return False
     return parameter.device_mesh.get_coordinate() is not None and is_slice(parameter.device_mesh)
 
 
-def _refuse_unequal(parameters: Sequence[Tensor], device: torch.device) -> None:
-    """One gathering of checksums over each root mesh; the host waits."""
+def _check_equal(parameters: Sequence[Tensor], device: torch.device) -> None:
+    """Gather checksums over each root mesh and compare them; the host waits."""
     by_root: dict[tuple[int, ...], list[DTensor]] = {}
     for parameter in cast(Sequence[DTensor], parameters):
         by_root.setdefault(tuple(root_mesh(parameter.device_mesh).mesh.flatten().tolist()), []).append(parameter)
     for ranks, listed in sorted(by_root.items()):
         group = _group(ranks, root_mesh(listed[0].device_mesh), device)
-        everybody: list[Any] = [None] * len(ranks)
-        dist.all_gather_object(everybody, _parts(listed), group=group)
+        gathered: list[Any] = [None] * len(ranks)
+        dist.all_gather_object(gathered, _checksums(listed), group=group)
         first: dict[Any, tuple[int, int]] = {}
-        for at, parts in zip(dist.get_process_group_ranks(group), everybody, strict=True):
+        for at, parts in zip(dist.get_process_group_ranks(group), gathered, strict=True):
             for place, (shape, checksum) in parts.items():
                 other, expected = first.setdefault(place, (at, checksum))
                 if checksum != expected:
                     raise ValueError(
                         f"a parameter of shape {shape} on a slice of a device mesh differs between ranks {other} and "
-                        f"{at}, which are taken to hold copies of it: if each slice has a parameter of its own (an "
+                        f"{at}, which are assumed to hold copies of it: if each slice has a parameter of its own (an "
                         "expert), set parameter.differs_across_ranks = True on all ranks before the optimizer is "
                         "built; else start from equal weights"
                     )
 
 
-def _parts(parameters: Sequence[DTensor]) -> dict[Any, tuple[tuple[int, ...], int]]:
-    """Number, slice and place in it, by which copies find each other -> shape, and the sum of the local bits."""
+def _checksums(parameters: Sequence[DTensor]) -> dict[Any, tuple[tuple[int, ...], int]]:
+    """Number, slice, and place in the slice (equal for copies) -> shape, and the sum of the local bits."""
     sums = torch.stack([_bits(local_tensor(parameter)).sum(dtype=torch.int64) for parameter in parameters]).tolist()
     meshes = [parameter.device_mesh for parameter in parameters]
     places = [(i, mesh.mesh_dim_names, tuple(mesh.get_coordinate() or ())) for i, mesh in enumerate(meshes)]
@@ -287,7 +290,7 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 def _reduction_device(parameters: Sequence[Tensor]) -> torch.device:
-    """Where norms are added up: the accelerator if any parameter is there."""
+    """The device on which norms are added up: the accelerator if any parameter is there."""
     devices = {local_tensor(p).device for p in parameters}
     return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
 
@@ -302,9 +305,9 @@ def _combined(parts: Sequence[Tensor], norm_type: float) -> Tensor:
 
 
 def _group(ranks: tuple[int, ...], mesh: DeviceMesh, device: torch.device) -> dist.ProcessGroup:
-    """One group over all ranks of the mesh that can reduce tensors of this device."""
+    """A group over all ranks of the mesh that supports tensors of this device."""
     if ranks == role_ranks():
         return world_group(device)
-    if mesh.ndim == 1 and carries(mesh.get_group(), device):
+    if mesh.ndim == 1 and supports(mesh.get_group(), device):
         return mesh.get_group()
-    return made_group(ranks, device)
+    return get_or_make_group(ranks, device)

@@ -1,4 +1,4 @@
-"""DTensors as their local parts, and back."""
+"""DTensors to local tensors, and back."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ def is_sharded(tensor: Tensor) -> bool:
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """This rank's part of a DTensor, sharing its storage and outside autograd; any other tensor as it is."""
+    """This rank's part of a DTensor, with the same storage and outside autograd; any other tensor as it is."""
     if not isinstance(tensor, DTensor):
         return tensor
     if torch.is_grad_enabled():
         with torch.no_grad():
             return local_tensor(tensor)
-    local = _arrived(tensor.to_local())
+    local = _waited_for(tensor.to_local())
     return local.detach() if local.requires_grad else local
 
 
@@ -37,7 +37,7 @@ def mesh_ranks(tensor: Tensor) -> tuple[int, ...]:
 def like(parameter: Tensor, local: Tensor) -> Tensor:
     """``local`` as a DTensor placed like ``parameter`` (global shape and stride too); itself for a plain parameter.
 
-    Nothing is sent or copied, and shards may be uneven or empty. State of GPU shards may lie on the host.
+    Nothing is communicated or copied, and shards may be uneven or empty. State of GPU shards may be on the host.
     """
     if not isinstance(parameter, DTensor):
         return local
@@ -54,7 +54,7 @@ def like(parameter: Tensor, local: Tensor) -> Tensor:
 
 
 def _on_another_device(parameter: DTensor, local: Tensor) -> DTensor:
-    """What FSDP2 makes for offloaded shards; ``from_local`` would copy the tensor to the mesh's device."""
+    """As FSDP2 does for offloaded shards; ``from_local`` would copy the tensor to the mesh's device."""
     meta = TensorMeta(parameter.size(), parameter.stride(), local.dtype)
     spec = DTensorSpec(parameter.device_mesh, tuple(parameter.placements), tensor_meta=meta)
     return DTensor(local, spec, requires_grad=False)
@@ -63,8 +63,8 @@ def _on_another_device(parameter: DTensor, local: Tensor) -> DTensor:
 def local_gradient(parameter: Tensor, dtype: torch.dtype | None = None) -> Tensor | None:
     """``parameter.grad`` as the plain tensor that belongs to ``local_tensor(parameter)``.
 
-    A gradient that is not placed like its parameter is brought there first: a partial one (tensor parallel norms and
-    biases) is summed over its mesh, in ``dtype`` when that is given, so that nothing is rounded on the way.
+    A gradient that is not placed like its parameter is redistributed first. A partial one (tensor-parallel norms and
+    biases) is summed over its mesh in ``dtype``, if that is given, so that the sum is not rounded.
     """
     if not isinstance(parameter.grad, DTensor):
         return None if parameter.grad is None else parameter.grad.detach()
@@ -84,17 +84,15 @@ def _same_placements(gradient: DTensor, parameter: DTensor) -> bool:
     return gradient.device_mesh == parameter.device_mesh and tuple(gradient.placements) == tuple(parameter.placements)
 
 
-def _arrived(tensor: Tensor) -> Tensor:
-    """The tensor itself, waited for when a functional collective is still filling it."""
-    return (
-        torch.ops._c10d_functional.wait_tensor(tensor.elem)
-        if hasattr(tensor, "elem") and hasattr(tensor, "wait")
-        else tensor
-    )
+def _waited_for(tensor: Tensor) -> Tensor:
+    """The tensor itself; if a functional collective is still filling it, after waiting for that."""
+    if hasattr(tensor, "elem") and hasattr(tensor, "wait"):
+        return torch.ops._c10d_functional.wait_tensor(tensor.elem)
+    return tensor
 
 
 def differs_across_ranks(parameter: Tensor) -> bool:
-    """Whether ranks outside the parameter's mesh (other ranks, of a plain one) hold other parameters in its place."""
+    """Whether ranks outside the parameter's mesh (for a plain parameter: all other ranks) hold different parameters."""
     if not initialized() or world_size() == 1:
         return False
     if getattr(parameter, "differs_across_ranks", False):
@@ -105,7 +103,7 @@ def differs_across_ranks(parameter: Tensor) -> bool:
 
 
 def is_slice(mesh: DeviceMesh) -> bool:
-    """Whether the mesh was cut out of a larger one. DeviceMesh has no public word for it."""
+    """Whether the mesh is a slice of a larger one. DeviceMesh has no public attribute for it."""
     return root_mesh(mesh) is not mesh and root_mesh(mesh).size() > mesh.size()
 
 

@@ -1,4 +1,4 @@
-"""Where the elements of a shard are in the whole tensor."""
+"""Positions of a shard's elements in the whole tensor."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ __all__ = ["Window", "window_of"]
 class Window(NamedTuple):
     """Element ``e`` of a shard (row-major) is element ``start + e + e // inner * jump`` of the whole tensor.
 
-    ``jump`` is 0 for what is divided along its first dimension, and where nothing is divided.
+    ``jump`` is 0 for a tensor that is sharded along its first dimension, or not at all.
     """
 
     start: int = 0
     inner: int = 1
     jump: int = 0
     first: int = 0
-    """The element with which what is looked at begins."""
+    """The first element of the range in question."""
 
     def at(self, elements: int) -> tuple[int, int]:
-        """The number in the whole tensor of the element so far behind the first one, and its place in its row."""
+        """The position in the whole tensor of the element that many behind ``first``, and its offset in its row."""
         rows, rest = divmod(self.first + elements, self.inner)
         return self.start + self.first + elements + rows * self.jump, rest
 
     def numbers(self, first: int, stop: int) -> Tensor:
-        """In the whole tensor, of the elements from ``first`` to ``stop``: int32 on the host, modulo 2^32."""
+        """The positions in the whole tensor of elements ``first`` to ``stop``: int32 on the host, modulo 2^32."""
         elements = torch.arange(first, stop, dtype=torch.int64, device="cpu")
         return (elements + self.start + elements // self.inner * self.jump).to(torch.int32)
 
 
 def window_of(parameter: Tensor) -> Window:
-    """The window of this rank's shard; of a plain tensor all of it.
+    """The window of this rank's shard; for a plain tensor the whole.
 
     Raises:
-        ValueError: more than one dimension behind the first is divided.
+        ValueError: it is sharded along more than one dimension behind the first.
     """
     if not isinstance(parameter, DTensor):
         return Window()
@@ -50,7 +50,7 @@ def window_of(parameter: Tensor) -> Window:
         return Window()
     divided = [dim for dim in range(1, len(shape)) if local[dim] != shape[dim] and math.prod(local[:dim]) > 1]
     if len(divided) > 1:
-        raise ValueError(f"its shape {tuple(shape)} is divided along {len(divided)} dimensions behind the first")
+        raise ValueError(f"its shape {tuple(shape)} is sharded along {len(divided)} dimensions behind the first")
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     start = sum(offset * stride for offset, stride in zip(offsets, strides, strict=True))
     if not divided:

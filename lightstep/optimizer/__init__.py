@@ -1,4 +1,4 @@
-"""The optimizer contract and the mixed-precision optimizer that keeps it."""
+"""The optimizer interface and the mixed-precision optimizer."""
 
 from lightstep.optimizer.base import BaseOptimizer
 from lightstep.optimizer.optimizer import MixedPrecisionOptimizer

@@ -1,7 +1,7 @@
 """The base optimizer's own arithmetic, run on segments of staged memory.
 
-lightstep computes no update itself: the installed optimizer class does, on fp32 tensors that are handed to it for the
-duration of one call. So every element-wise torch optimizer works, and stays exact when torch changes.
+lightstep computes no update itself. The installed optimizer class does, on fp32 tensors that it is given for one call.
+So every element-wise torch optimizer works, and stays exact when torch changes.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from lightstep.distributed import Rows, rows_of
 from lightstep.optimizer.group_values import GroupValues, equal_settings, settings_of
 from lightstep.optimizer.matrix_stack import MatrixStack
 from lightstep.optimizer.param_groups import plain_numbers
-from lightstep.optimizer.sharded_muon import is_known
+from lightstep.optimizer.sharded_muon import is_installed_muon
 from lightstep.optimizer.whole_tensors import counts_steps, is_torchs_own, needs_whole_tensors, undecorated_step
 from lightstep.precision.adam_kernel import twin_on
 from lightstep.state.backend import EntrySpec, Schema
 from lightstep.state.segment import Segment
 
 ADAMS = (torch.optim.AdamW, torch.optim.Adam)
-_CPU = torch.device("cpu")  # said wherever tensors are made: torch's defaults are the user's to set
+_CPU = torch.device("cpu")  # explicit everywhere: users may change torch's default device and dtype
 _SQUARES = frozenset({"exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum"})
 
 
-class Updated(Protocol):
-    """What the base optimizer takes for a parameter: a segment, or a matrix of one."""
+class ParameterLike(Protocol):
+    """What the base optimizer sees as a parameter: a segment, or a matrix of one."""
 
     @property
     def master(self) -> Tensor: ...
@@ -43,7 +43,7 @@ class Updated(Protocol):
 
 
 class BaseArithmetic:
-    """An optimizer class with its hyper-parameters, applied to whatever segments it is given.
+    """An optimizer class with its hyper-parameters, applied to segments.
 
     Args:
         optimizer_class: a ``torch.optim.Optimizer`` subclass.
@@ -53,9 +53,9 @@ class BaseArithmetic:
         whole_tensors: the class is not element-wise: segments are whole parameters.
 
     Raises:
-        TypeError: not an optimizer class, or one that cannot work piece by piece (it needs closures, sparse gradients,
-            something over all parameters).
-        ValueError: what the class itself says of its hyper-parameters.
+        TypeError: not an optimizer class, or one that cannot update units one by one (it needs closures, sparse
+            gradients, or something computed over all parameters).
+        ValueError: the class refuses its hyper-parameters.
     """
 
     def __init__(self, optimizer_class: type[torch.optim.Optimizer], hyperparameters: dict[str, Any]) -> None:
@@ -63,7 +63,7 @@ class BaseArithmetic:
         self.optimizer_class = optimizer_class
         self.hyperparameters = plain_numbers(hyperparameters)
         self.whole_tensors = needs_whole_tensors(optimizer_class, self.hyperparameters, {})
-        self._considered: list[dict[str, Any]] = []
+        self._inspected: list[dict[str, Any]] = []
         self.defaults: dict[str, Any] = self._construct([self._probe()], fused=False).defaults
         self.defaults.update(
             {key: self.hyperparameters.get(key) for key in ("fused", "foreach") if key in self.defaults}
@@ -77,12 +77,12 @@ class BaseArithmetic:
         """The optimizer class's name."""
         return self.optimizer_class.__name__
 
-    def consider(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Find out what these groups' settings mean for :attr:`whole_tensors`; called at set-up."""
+    def inspect_groups(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Update :attr:`whole_tensors` for these groups' settings; called at set-up."""
         for group in groups:
             settings = {key: value for key, value in settings_of(group).items() if key in self.defaults}
-            if not any(settings is known or equal_settings(settings, known) for known in self._considered):
-                self._considered.append(settings)
+            if not any(settings is known or equal_settings(settings, known) for known in self._inspected):
+                self._inspected.append(settings)
                 needs = needs_whole_tensors(self.optimizer_class, self.hyperparameters, settings)
                 self.whole_tensors = self.whole_tensors or needs
 
@@ -90,8 +90,8 @@ class BaseArithmetic:
         """Find out how this class runs on ``device``; called at set-up, so that ``step()`` does not have to.
 
         Args:
-            low_precision: some masters are 16-bit. torch's fused SGD then leaves random numbers in the momentum on the
-                CPU (seen in 2.13), so nothing is fused there unless it was asked for.
+            low_precision: some masters are 16-bit. On the CPU torch's fused SGD then leaves random numbers in the
+                momentum (seen in 2.13), so the class is fused there only on request.
         """
         unfused = low_precision and device.type == "cpu"
         if device not in self._inner or (unfused and self._default_fused[device]):
@@ -99,20 +99,20 @@ class BaseArithmetic:
             self._inner[device] = self._construct([self._probe(device)], self._default_fused[device])
 
     def skips_on_device(self, device: torch.device, groups: Sequence[dict[str, Any]]) -> bool:
-        """Whether the class takes ``found_inf`` in all these groups: skipping then needs no word from the host."""
+        """Whether the class takes ``found_inf`` in all these groups, and so can skip a step without the host."""
         inner = self._inner.get(device)
-        if inner is None:  # none of its parameters is there
+        if inner is None:  # it has no parameters there
             return True
         if not getattr(inner, "_step_supports_amp_scaling", False):
             return False
         return all(self.resolved(group, device).get("fused") for group in groups)
 
-    def one_pass(self, device: torch.device) -> bool:
-        """Whether there is a kernel for this class that replaces its step and what goes on around it."""
+    def has_one_pass_kernel(self, device: torch.device) -> bool:
+        """Whether a kernel replaces this class's step together with scaling, joining and splitting."""
         return self.optimizer_class in ADAMS and self._default_fused[device] and twin_on(device) is not None
 
     def schema(self, device: torch.device, groups: Sequence[dict[str, Any]]) -> Schema:
-        """The entries of the base optimizer's state under any of ``groups``, read off one update of small probes."""
+        """The entries of the base optimizer's state under any of ``groups``, found by one update of small probes."""
         settings = [copy.deepcopy(self.resolved(group, device)) for group in groups]  # a class may change them
         probed = [{**setting, "params": [self._probe(device)]} for setting in settings]
         optimizer = self._construct(probed, self._default_fused[device])
@@ -127,37 +127,40 @@ class BaseArithmetic:
     def apply(
         self, segments: Sequence[Segment], gradients: Sequence[Tensor], overflow: Tensor, values: GroupValues
     ) -> None:
-        """One update of ``segments`` (all on one device) by ``gradients`` (fp32, unscaled, clipped, in their shapes).
+        """One update of ``segments``, all on one device.
 
-        Those that ranks update together are not among them (:mod:`~lightstep.optimizer.shared_updates`).
-        ``overflow`` (0-dim fp32) is handed to classes that take ``found_inf``: with 1 they change nothing.
+        Segments that ranks update together are not among them (:mod:`~lightstep.optimizer.shared_updates`).
+
+        Args:
+            gradients: fp32, unscaled and clipped, in the segments' shapes.
+            overflow: 0-dim fp32, for classes that take ``found_inf``: if it is 1, they change nothing.
         """
-        updated: list[tuple[Updated, Tensor]] = []
+        pairs: list[tuple[ParameterLike, Tensor]] = []
         stacks = []
         for segment, gradient in zip(segments, gradients, strict=True):
             if segment.master.dim() == 3 and self._takes_matrices_only:
                 stacks.append(MatrixStack(segment))
-                updated.extend(zip(stacks[-1].matrices, gradient.unbind(0), strict=True))
+                pairs.extend(zip(stacks[-1].matrices, gradient.unbind(0), strict=True))
             else:
-                updated.append((segment, gradient))
-        self.update(updated, overflow, values)
+                pairs.append((segment, gradient))
+        self.update(pairs, overflow, values)
         for stack in stacks:
-            stack.put_together()
+            stack.merge_state()
 
-    def update(self, updated: Sequence[tuple[Updated, Tensor]], overflow: Tensor, values: GroupValues) -> None:
-        """:meth:`apply` to what the class takes for parameters."""
-        self._create_eager_state([one for one, _ in updated], values)
-        batches: dict[bool, list[tuple[Updated, Tensor]]] = {}
-        for one, gradient in updated:
-            batches.setdefault(bool(one.state), []).append((one, gradient))
+    def update(self, pairs: Sequence[tuple[ParameterLike, Tensor]], overflow: Tensor, values: GroupValues) -> None:
+        """:meth:`apply` for pairs of what the class sees as a parameter and its gradient."""
+        self._create_eager_state([segment for segment, _ in pairs], values)
+        batches: dict[bool, list[tuple[ParameterLike, Tensor]]] = {}
+        for segment, gradient in pairs:
+            batches.setdefault(bool(segment.state), []).append((segment, gradient))
         for batch in batches.values():  # torch's fused SGD cannot take first and later updates in one call
             self._apply_batch(batch, overflow, values)
 
-    def _apply_batch(self, batch: list[tuple[Updated, Tensor]], overflow: Tensor, values: GroupValues) -> None:
+    def _apply_batch(self, batch: list[tuple[ParameterLike, Tensor]], overflow: Tensor, values: GroupValues) -> None:
         segments = [segment for segment, _ in batch]
         device = segments[0].master.device
         inner = self._inner[device]
-        values.attributes_at_start(inner)
+        values.restore_attributes(inner)
         groups = self._groups(segments, device, values)
         inner.param_groups = [inner_group for _, inner_group in groups]
         inner.state = defaultdict(dict, {segment.master: segment.state for segment in segments})
@@ -174,16 +177,16 @@ class BaseArithmetic:
                 segment.master.grad = None
             inner.param_groups, inner.state = [], defaultdict(dict)
         for live, seen in groups:
-            values.note(live, seen)
+            values.record_writes(live, seen)
 
     def check_parameter(self, name: str, parameter: Tensor, local: Tensor) -> Rows | None:
-        """Refuse what an optimizer that needs whole tensors cannot update.
+        """Check that a class that needs whole tensors can update this parameter.
 
         Args:
-            local: the part of it on this rank.
+            local: this rank's part of it.
 
         Returns:
-            How the ranks that update it together share it; ``None``: this one updates what it has by itself.
+            How it is divided among the ranks that update it together; ``None``: this rank updates its part alone.
 
         Raises:
             ValueError: the parameter is sharded, or the class itself refuses its shape.
@@ -201,7 +204,7 @@ class BaseArithmetic:
         if rows is not None and not stack and not self.sends_directions and self._counts:
             raise ValueError(
                 f"{name} is sharded, and {self.name} counts in its groups or in attributes of its own: only the rank "
-                "that has a tensor whole takes its step. Use sharding.kind single or ddp"
+                "that gathers a tensor takes its step. Use sharding.kind single or ddp"
             )
         try:
             self._construct([torch.empty(self._updated_shape(shape), device="meta")], fused=False)
@@ -211,15 +214,15 @@ class BaseArithmetic:
 
     @property
     def sends_directions(self) -> bool:
-        """Ranks that share a tensor send each other what has to be whole of it; for other classes all of it."""
-        return is_known(self.optimizer_class)
+        """Whether ranks that share a tensor send only update directions (Muon), not gradient, master and state."""
+        return is_installed_muon(self.optimizer_class)
 
     @functools.cached_property
     def _counts(self) -> bool:
         return counts_steps(self.optimizer_class, self.hyperparameters, self._probe_shape)
 
     def _probe(self, device: torch.device | None = None) -> Tensor:
-        """A small tensor to try the class out with; a matrix for classes that take no other."""
+        """A small tensor to run the class on; a matrix if the class takes nothing else."""
         return torch.zeros(self._probe_shape, dtype=torch.float32, device=device or _CPU)
 
     @functools.cached_property
@@ -236,7 +239,7 @@ class BaseArithmetic:
         return self._probe_shape == (2, 2)
 
     def _updated_shape(self, shape: torch.Size) -> torch.Size:
-        """Of what the class is handed of a parameter: of experts one matrix after the other."""
+        """The shape that the class sees of a parameter: that of one matrix for stacked experts."""
         return torch.Size(shape[1:]) if len(shape) == 3 and self._takes_matrices_only else shape
 
     def _entry_spec(self, key: str, value: Any, probe: Tensor) -> EntrySpec:
@@ -253,10 +256,10 @@ class BaseArithmetic:
         return self.optimizer_class(params, **{**self.hyperparameters, **chosen})
 
     def _prefers_fused(self, device: torch.device) -> bool:
-        """Fused where torch has it for this class and device and neither ``fused`` nor ``foreach`` was asked for."""
-        asked = [self.hyperparameters.get(key) for key in ("fused", "foreach")]
+        """Whether torch has a fused version for this class and device, and neither ``fused`` nor ``foreach`` is set."""
+        chosen = [self.hyperparameters.get(key) for key in ("fused", "foreach")]
         accepts = "fused" in inspect.signature(self.optimizer_class).parameters
-        if not accepts or any(value is not None for value in asked):
+        if not accepts or any(value is not None for value in chosen):
             return False
         probe = self._probe(device)
         probe.grad = torch.zeros_like(probe)
@@ -269,14 +272,14 @@ class BaseArithmetic:
         return True
 
     def _groups(
-        self, segments: Sequence[Updated], device: torch.device, values: GroupValues
+        self, segments: Sequence[ParameterLike], device: torch.device, values: GroupValues
     ) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-        """``(live group, what the base optimizer sees of it)`` for each group that has segments here."""
+        """``(live group, the group as the base optimizer sees it)`` for each group that has segments here."""
         groups: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}
         for segment in segments:
             live = segment.group
             if id(live) not in groups:
-                groups[id(live)] = (live, self.resolved(values.of(live), device))
+                groups[id(live)] = (live, self.resolved(values.settings(live), device))
             groups[id(live)][1]["params"].append(segment.master)
         return list(groups.values())
 
@@ -288,8 +291,8 @@ class BaseArithmetic:
         group["params"] = []
         return group
 
-    def _create_eager_state(self, segments: Sequence[Updated], values: GroupValues) -> None:
-        """Classes that create state in their constructor (Adagrad) do so here, for segments that have none yet."""
+    def _create_eager_state(self, segments: Sequence[ParameterLike], values: GroupValues) -> None:
+        """Create the state of segments that have none, for classes that do so in their constructor (Adagrad)."""
         new = [segment for segment in segments if not segment.state]
         if not (new and self._creates_state_eagerly):
             return
@@ -304,8 +307,8 @@ class BaseArithmetic:
         return bool(self._construct([self._probe()], fused=False).state)
 
 
-def _adopt_state(inner: torch.optim.Optimizer, segments: Sequence[Updated]) -> None:
-    """Classes may replace a parameter's state dictionary instead of filling the one they were given."""
+def _adopt_state(inner: torch.optim.Optimizer, segments: Sequence[ParameterLike]) -> None:
+    """Copy state back if the class has replaced a parameter's state dictionary instead of filling it."""
     for segment in segments:
         state = inner.state[segment.master]
         if state is not segment.state:

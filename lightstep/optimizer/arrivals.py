@@ -1,4 +1,4 @@
-"""Layers whose gradients arrive while backward runs, and the units that are updated with each."""
+"""Layers whose gradients arrive during backward, and the units to update when each layer is complete."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ Take = Callable[[Managed], Tensor | None]
 class Arrivals:
     """Counts gradients as they arrive, layer by layer.
 
-    Small layers that a backend stages together are a *batch*, and are updated when all of them are complete.
+    Layers that share a unit (small layers that a backend stages together) form a *batch*. A batch is updated when all
+    of its layers are complete. A batch has the index of its first layer.
 
     Attributes:
-        layers: the parameters that are complete together, in the order of the model.
+        layers: the parameters of each layer, in the order of the model.
     """
 
     def __init__(self) -> None:
@@ -31,124 +32,127 @@ class Arrivals:
         self._units: list[Unit] = []
         self._items: dict[Tensor, Managed] = {}
         self._layer_of: dict[Managed, int] = {}
-        self._batch_of: list[int] = []  # of each layer: the first one in its batch
-        self._units_of: list[list[Unit]] = []  # of each batch, under its first layer
+        self._batch_of: list[int] = []  # by layer
+        self._units_of: list[list[Unit]] = []  # by batch; empty for a layer that is not the first of its batch
         self._hooks = LeafHooks()
-        self._hooked = False  # for these layers
-        self._listeners: list[Callable[[Tensor], None]] = []  # called by the hooks, while a backward of ours runs
-        self._left: list[int] = []  # parameters of each layer
-        self._layers_left: Counter[int] = Counter()  # layers of each batch
-        self._completed: list[int] = []  # batches, in the order of this backward
-        self._completed_before: list[int] = []  # of the one before it
+        self._hooked = False  # the hooks are on the parameters of these layers
+        self._listeners: list[Callable[[Tensor], None]] = []  # called by the hooks; empty outside of `listening`
+        self._missing: list[int] = []  # gradients missing, by layer
+        self._missing_layers: Counter[int] = Counter()  # incomplete layers, by batch
+        self._completed: list[int] = []  # batches, in the order in which this backward completed them
+        self._previously_completed: list[int] = []  # the same for the backward before
 
-    def lay_out(self, layers: Sequence[Sequence[Managed]], units: Sequence[Unit], together: bool) -> None:
-        """Which layers there are; ``together``: those that share a unit are a batch."""
+    def set_layers(self, layers: Sequence[Sequence[Managed]], units: Sequence[Unit], batched: bool) -> None:
+        """Set the layers and units of the next backward.
+
+        Args:
+            batched: layers that share a unit form a batch; otherwise each layer is its own batch.
+        """
         listed = [list(layer) for layer in layers]
         if listed != self.layers or list(units) != self._units:
             self.layers, self._units = listed, list(units)
-            self._layer_of = {item: number for number, layer in enumerate(listed) for item in layer}
+            self._layer_of = {item: layer for layer, items in enumerate(listed) for item in items}
             self._items = {item.param: item for item in self._layer_of}
             self._hooked = False
             in_unit = [sorted({self._layer_of[owner] for owner, _, _ in unit.parts}) for unit in units]
-            self._batch_of = _batches(len(listed), in_unit if together else ())
+            self._batch_of = _batches(len(listed), in_unit if batched else ())
             self._units_of = [[] for _ in listed]
-            self._completed, self._completed_before = [], []
-            for unit, layers_in_it in zip(units, in_unit, strict=True):
-                for batch in dict.fromkeys(self._batch_of[number] for number in layers_in_it):
+            self._completed, self._previously_completed = [], []
+            for unit, layers_in_unit in zip(units, in_unit, strict=True):
+                for batch in dict.fromkeys(self._batch_of[layer] for layer in layers_in_unit):
                     self._units_of[batch].append(unit)
-        self.await_gradients(frozenset())
+        self.start_backward()
 
-    def await_gradients(self, absent: Collection[Managed]) -> None:
-        """A backward begins; of those that are ``absent`` no gradient is expected."""
+    def start_backward(self, without_gradient: Collection[Managed] = frozenset()) -> None:
+        """Start counting; no gradient is expected for the parameters in ``without_gradient``."""
         if self._completed:
-            self._completed_before, self._completed = self._completed, []
-        self._left = [sum(item not in absent for item in layer) for layer in self.layers]
-        self._layers_left = Counter(batch for batch, left in zip(self._batch_of, self._left, strict=True) if left)
+            self._previously_completed, self._completed = self._completed, []
+        self._missing = [sum(item not in without_gradient for item in layer) for layer in self.layers]
+        self._missing_layers = Counter(
+            batch for batch, missing in zip(self._batch_of, self._missing, strict=True) if missing
+        )
 
     @contextlib.contextmanager
-    def listening(self, arrive: Callable[[Managed], None]) -> Iterator[None]:
-        """``arrive`` is called with each parameter when autograd is done with its gradient."""
+    def listening(self, on_gradient: Callable[[Managed], None]) -> Iterator[None]:
+        """Call ``on_gradient`` with each parameter whose gradient autograd has finished in the body."""
         if not self._hooked:
-            self._hooks.carry(self._items, after=lambda _: _telling(self._listeners))
+            self._hooks.carry(self._items, after=lambda _: _make_hook(self._listeners))
             self._hooked = True
-        self._listeners.append(torch.no_grad()(lambda parameter: arrive(self._items[parameter])))
+        self._listeners.append(torch.no_grad()(lambda parameter: on_gradient(self._items[parameter])))
         try:
             yield
         finally:
             self._listeners.clear()
 
-    def number_of(self, item: Managed) -> int:
-        """Of its layer."""
+    def layer_of(self, item: Managed) -> int:
         return self._layer_of[item]
 
-    def batch_of(self, number: int) -> int:
-        """Of a layer."""
-        return self._batch_of[number]
+    def batch_of(self, layer: int) -> int:
+        return self._batch_of[layer]
 
     def units_of(self, batch: int) -> list[Unit]:
-        """In the order of the model."""
+        """The units of a batch, in the order of the model."""
         return self._units_of[batch]
 
-    def in_order(self) -> list[Unit]:
-        """All units in the order in which this backward will complete them: that of the one before it.
+    def backward_order(self) -> list[Unit]:
+        """All units in the order in which this backward is expected to complete them: that of the previous backward.
 
-        The reversed order of the model, which the first one goes by, is not always that: the parameters outside of
-        FSDP2's blocks come at the end of backward, in the order of the model.
+        The first backward is expected in the reverse order of the model. That is not always right: under FSDP2 the
+        parameters outside the blocks come at the end of backward, in the order of the model.
         """
-        batches = dict.fromkeys([*self._completed_before, *reversed(range(len(self.layers)))])
+        batches = dict.fromkeys([*self._previously_completed, *reversed(range(len(self.layers)))])
         return list(dict.fromkeys(unit for batch in batches for unit in reversed(self._units_of[batch])))
 
-    def complete_last(self) -> list[Unit]:
-        """The units of the layers that this backward will complete at its very end and a forward needs first, in the
-        order of their use: an embedding, what FSDP2 reduces with the outermost module.
+    def last_in_backward(self) -> list[Unit]:
+        """The units that backward completes at its very end and the next forward needs first, in forward order.
 
-        What is complete at one time comes in the order of the model, unlike all before it.
+        Examples: an embedding, or what FSDP2 reduces with the outermost module. Batches that backward completes at the
+        same time arrive in the order of the model, all others in the reverse order.
         """
-        completed = self._completed_before or list(reversed(range(len(self.layers))))
-        used = dict.fromkeys(self.batch_of(self.number_of(unit.parts[0][0])) for unit in self._units)
+        completed = self._previously_completed or list(reversed(range(len(self.layers))))
+        used = dict.fromkeys(self._batch_of[self._layer_of[unit.parts[0][0]]] for unit in self._units)
         first = [batch for batch in used if batch in completed]
         last = [batch for batch in completed if batch in used]
         count = next((n for n in range(len(first), 0, -1) if first[:n] == last[-n:]), 0)
         return list(dict.fromkeys(unit for batch in first[:count] for unit in self._units_of[batch]))
 
-    def is_last(self, number: int) -> bool:
-        """Counts one gradient of a layer; whether it was the last that was missing."""
-        self._left[number] -= 1
-        return self._left[number] == 0
+    def count_gradient(self, layer: int) -> bool:
+        """Count one gradient of a layer; returns whether the layer is complete with it."""
+        self._missing[layer] -= 1
+        return self._missing[layer] == 0
 
-    def is_complete(self, number: int) -> bool:
-        """Whether all gradients of a layer were counted."""
-        return self._left[number] <= 0
+    def is_complete(self, layer: int) -> bool:
+        return self._missing[layer] <= 0
 
-    def is_last_of_batch(self, number: int) -> bool:
-        """Counts a complete layer; whether it was the last that its batch was waiting for."""
-        batch = self._batch_of[number]
-        self._layers_left[batch] -= 1
-        if self._layers_left[batch] != 0:
+    def count_layer(self, layer: int) -> bool:
+        """Count one complete layer; returns whether its batch is complete with it."""
+        batch = self._batch_of[layer]
+        self._missing_layers[batch] -= 1
+        if self._missing_layers[batch] != 0:
             return False
         self._completed.append(batch)
         return True
 
-    def forget(self) -> None:
-        """Nothing is waited for."""
-        self._left, self._layers_left = [], Counter()
+    def reset(self) -> None:
+        """Stop waiting for gradients."""
+        self._missing, self._missing_layers = [], Counter()
 
     def close(self) -> None:
-        """Take the hooks off."""
+        """Remove the hooks."""
         self._hooks.carry(())
 
 
 def _batches(layers: int, in_unit: Iterable[Sequence[int]]) -> list[int]:
-    """For each layer the first one of those that share units with it."""
+    """For each layer, the first of the layers that share units with it."""
     first = list(range(layers))
     for numbers in in_unit:
         joined = {first[number] for number in numbers}
         if len(joined) > 1:
-            first = [min(joined) if own in joined else own for own in first]
+            first = [min(joined) if batch in joined else batch for batch in first]
     return first
 
 
-def _telling(listeners: list[Callable[[Tensor], None]]) -> Callable[[Tensor], None]:
+def _make_hook(listeners: list[Callable[[Tensor], None]]) -> Callable[[Tensor], None]:
     def hook(parameter: Tensor) -> None:
         if listeners:
             listeners[0](parameter)

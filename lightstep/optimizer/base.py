@@ -1,4 +1,4 @@
-"""The contract every lightstep optimizer keeps, whatever does the work behind it."""
+"""The interface of every lightstep optimizer."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from lightstep.precision.loss_scale import LossScale
 
 
 class BaseOptimizer(torch.optim.Optimizer):
-    """A ``torch.optim.Optimizer`` that also owns backward, loss scaling, clipping and the place of its state.
+    """A ``torch.optim.Optimizer`` that also does backward, loss scaling and clipping, and places its state.
 
     ``param_groups[*]["params"]`` are the model's own parameters. Schedulers, hooks, ``zero_grad``, ``deepcopy`` and
     ``torch.distributed.checkpoint.state_dict`` work on it as on any torch optimizer.
     """
 
     loss_scale: LossScale
-    """What the loss is multiplied with; ``optimizer.loss_scale.scale`` reads it."""
+    """Multiplies the loss; ``optimizer.loss_scale.scale`` is its value."""
 
     @abstractmethod
     def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
@@ -31,13 +31,13 @@ class BaseOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> StepResult:  # type: ignore[override]
         """Consume the gradients (``p.grad is None`` afterwards) and update the weights, or skip on overflow.
 
-        Never waits for the device unless the result is read: see :class:`~lightstep.optimizer.result.StepResult`, and
-        ``docs/how-a-step-works.md`` for the exceptions.
+        Does not wait for the device; reading the result does (:class:`~lightstep.optimizer.result.StepResult`). For
+        exceptions see ``docs/how-a-step-works.md``.
         """
 
     accumulating: bool | None = None
-    """Whether the micro-batch that is running is not its step's last one. ``strategy.accumulate`` says so to those that
-    ``strategy.create_optimizer`` made; ``None``: nobody does, and updates wait for ``step()``."""
+    """Whether more micro-batches of the step follow the one that is running. ``strategy.accumulate`` sets it on
+    optimizers that ``strategy.create_optimizer`` made. ``None``: not known, so that updates wait for ``step()``."""
 
     unreduced: bool = False
     """Whether the last backward left gradients on their ranks that a step would miss; ``strategy.accumulate`` takes it
@@ -45,7 +45,7 @@ class BaseOptimizer(torch.optim.Optimizer):
 
     @abstractmethod
     def wait_for_update(self, parameters: Iterable[Tensor] | None = None) -> None:
-        """What is done next sees these parameters updated (``None``: all of them) when a step's updates are deferred.
+        """Wait for deferred updates of these parameters; ``None``: of all.
 
         On an accelerator the current stream waits and the host does not. Forwards, ``state_dict`` and checkpoints call
         this by themselves.
@@ -54,21 +54,21 @@ class BaseOptimizer(torch.optim.Optimizer):
     @property
     @abstractmethod
     def has_deferred_updates(self) -> bool:
-        """Whether updates of the last step may still be under way."""
+        """Whether updates of the last step may still be pending."""
 
     def wait_for_step(self) -> None:
-        """:meth:`wait_for_update` of all that ``step()`` has decided; what began since then goes on."""
+        """:meth:`wait_for_update` for the updates of the last ``step()`` only: those that began since then go on."""
         self.wait_for_update()
 
-    def tell_of_updates(self, listener: Callable[[], object]) -> None:
-        """``listener`` is called when weights have changed outside of ``step()``."""
+    def add_update_listener(self, listener: Callable[[], object]) -> None:
+        """Call ``listener`` when weights may change before ``step()``."""
 
     @abstractmethod
     def wait_on_stream(self, parameters: Iterable[Tensor]) -> None:
         """The current stream waits for these parameters' updates, and no other does.
 
-        For a stream that reads weights beside the one that computes (FSDP2 gathers on its own), which calls
-        :meth:`wait_for_update` in its turn.
+        For a stream that reads weights beside the one that computes (FSDP2 gathers on its own stream). The one that
+        computes calls :meth:`wait_for_update` itself.
         """
 
     def land(self, parameters: Iterable[Tensor] | None = None) -> None:
@@ -81,22 +81,26 @@ class BaseOptimizer(torch.optim.Optimizer):
 
     @abstractmethod
     def synchronize(self) -> None:
-        """Wait until all deferred work has landed in the parameters and the state."""
+        """Wait until all deferred work is done, in the parameters and in the state. The host waits."""
 
     @abstractmethod
     def memory_report(self) -> dict[str, float]:
-        """Bytes held by this process between steps: ``device_bytes``, ``host_bytes``, ``ring_bytes``,
-        ``gradient_stage_bytes``, ``exchange_bytes`` (matrices on their way between ranks), ``saving_bytes`` (copies on
-        the host for asynchronous saves, kept for the next one; spare records are in ``host_bytes``), ``parameters``
-        (elements of its local shards), ``device_bytes_per_parameter`` and ``host_bytes_per_parameter``: per local
-        element, so that replicas that share the state hold less of it each."""
+        """Bytes that this process holds between steps.
+
+        The keys are ``device_bytes``, ``host_bytes``, ``ring_bytes``, ``gradient_stage_bytes``, ``exchange_bytes``
+        (matrices sent between ranks), ``saving_bytes`` (copies on the host for asynchronous saves, kept for the next
+        one; spare records are in ``host_bytes``), ``parameters`` (elements of the local shards),
+        ``device_bytes_per_parameter`` and ``host_bytes_per_parameter``. The last two are per local element: replicas
+        that share the state hold less of it each.
+        """
 
     @abstractmethod
     def set_residency(self, gib: float | Literal["auto"]) -> None:
-        """Keep this much optimizer state on the device, in GiB. A surplus leaves now, what fits comes next step.
+        """Set how much optimizer state stays on the device, in GiB.
 
-        No result changes; a step gets shorter with each GiB that is not streamed. ``"auto"`` measures what is spare at
-        the peak of the next steps. In a strategy file it is ``optimizer_state.resident_gib``.
+        A surplus is offloaded at once; what there is room for is loaded by the next step. No result changes; a step
+        gets shorter with each GiB that is not streamed. ``"auto"`` measures the memory that is free at the peak of the
+        next steps. In a strategy file this is ``optimizer_state.resident_gib``.
 
         Raises:
             ValueError: not a number of at least 0 or ``"auto"``, or a state backend other than ``stream``.
@@ -104,15 +108,15 @@ class BaseOptimizer(torch.optim.Optimizer):
 
     @abstractmethod
     def release_device_memory(self) -> None:
-        """Give back what the optimizer holds on the device: state, masters, ring, scratch, and the allocator's cache.
+        """Free what the optimizer holds on the device: state, masters, ring, scratch, and the allocator's cache.
 
-        For a phase in which something else needs the memory (a rollout engine). It comes back by itself with the next
-        step. If the device has no room then, ``step()`` raises ``torch.OutOfMemoryError`` before it has changed
-        anything, and may be called again. Meanwhile the state can be read, on the host. Weights, gradients and 0-dim
-        counters stay on the device. The host waits.
+        For a phase in which something else needs the memory (a rollout engine). The next step allocates it again. If
+        the device has no room then, ``step()`` raises ``torch.OutOfMemoryError`` before it has changed anything, and
+        may be called again. Meanwhile the state can be read, on the host. Weights, gradients and 0-dim counters stay on
+        the device. The host waits.
 
         Raises:
-            HostMemoryError: the host has no room for the state of ``resident``; nothing was changed.
+            HostMemoryError: the host has no room for the state of ``resident``; nothing has been changed.
         """
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""A step that broke off: some parameters are updated and others are not, until state is loaded for all of them."""
+"""A step that failed halfway: some parameters are updated and others are not, until all state is loaded again."""
 
 from __future__ import annotations
 
@@ -11,66 +11,71 @@ from lightstep.state.backend import Managed, StateBackend
 
 
 class BrokenStep:
-    """What broke a step off, if one did; true until every parameter has been given its state again.
+    """The reason why a step failed, if one did. It is true until state has been loaded for every parameter.
 
     Args:
         managed: all parameters.
-        backend: abandoned after a failure: nobody will wait for the rest of the step.
+        backend: abandons the step after a failure.
     """
 
     def __init__(self, managed: Iterable[Managed], backend: StateBackend) -> None:
         self._managed, self._backend = managed, backend
-        self._what: str | None = None
-        self._left: set[Tensor] = set()
+        self._reason: str | None = None
+        self._not_loaded: set[Tensor] = set()
         self._weights_only = False
 
     def __bool__(self) -> bool:
-        return self._what is not None
+        return self._reason is not None
 
     @contextlib.contextmanager
-    def guard(self, what: str, then: str = "") -> Iterator[None]:
-        """After an error in here some units are updated and others are not.
+    def guard(self, what: str, consequence: str = "") -> Iterator[None]:
+        """Mark the step as broken if the body fails.
 
         Args:
-            then: what else follows from it.
+            what: names the body in the message.
+            consequence: appended to the message.
 
         Raises:
-            RuntimeError: what failed, from the error itself. Interrupts go on as they are.
+            RuntimeError: what failed, chained to the error itself. Interrupts are raised as they are.
         """
         try:
             yield
         except Exception as error:
-            message = self.because(self.note(what, error) + then)
+            message = self.mark(self.mark_failed(what, error) + consequence)
             self._backend.abandon()
             raise RuntimeError(message) from error
-        except BaseException as interruption:
-            self.note(what, interruption)
+        except BaseException as interrupt:
+            self.mark_failed(what, interrupt)
             self._backend.abandon()
             raise
 
-    def note(self, what: str, error: BaseException) -> str:
-        """From now on nothing goes on; returns what failed."""
-        return self.because(f"{what} failed ({type(error).__name__}: {error})")
+    def mark_failed(self, what: str, error: BaseException) -> str:
+        """:meth:`mark` with a reason made of ``what`` and the error."""
+        return self.mark(f"{what} failed ({type(error).__name__}: {error})")
 
-    def because(self, reason: str, weights_only: bool = False) -> str:
-        """:meth:`note` in other words; ``weights_only``: the state is what it was, and would do for other weights."""
-        self._weights_only = weights_only and (self._what is None or self._weights_only)
-        self._what = reason
-        self._left = {item.param for item in self._managed}
+    def mark(self, reason: str, weights_only: bool = False) -> str:
+        """Mark the step as broken; returns ``reason``.
+
+        Args:
+            weights_only: only weights are affected; masters rebuilt from other weights repair it, too.
+        """
+        self._weights_only = weights_only and (self._reason is None or self._weights_only)
+        self._reason = reason
+        self._not_loaded = {item.param for item in self._managed}
         return reason
 
-    def repaired(self, parameter: Tensor) -> None:
-        """This one has been given its state."""
-        self._left.discard(parameter)
-        if not self._left:
-            self._what = None
+    def mark_loaded(self, parameter: Tensor) -> None:
+        """State has been loaded for this parameter."""
+        self._not_loaded.discard(parameter)
+        if not self._not_loaded:
+            self._reason = None
 
-    def refreshed(self) -> None:
-        """Masters were made of the weights."""
+    def mark_masters_rebuilt(self) -> None:
+        """All masters have been rebuilt from the weights."""
         if self._weights_only:
-            self._what = None
+            self._reason = None
 
     def refuse(self, remedy: str) -> None:
-        """Raises ``RuntimeError`` with what failed and ``remedy``, if something has."""
-        if self._what is not None:
-            raise RuntimeError(f"{self._what}; weights and state may be half updated. {remedy}")
+        """Raise ``RuntimeError`` with the reason and ``remedy`` if a step is broken."""
+        if self._reason is not None:
+            raise RuntimeError(f"{self._reason}; weights and state may be half updated. {remedy}")

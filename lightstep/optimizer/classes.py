@@ -1,7 +1,7 @@
 """The optimizer classes of an optimizer's groups: usually one, or one for each group that names its own.
 
-A group names its class by ``"optimizer_class"``: a class when it is handed over, its name from then on, so that groups
-can be saved and compared.
+A group names its class by ``"optimizer_class"``. Users give the class itself; it is replaced by its name, so that
+groups can be saved and compared.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ class GroupClasses:
 
     Args:
         optimizer_class: the optimizer's own.
-        hyperparameters: its keyword arguments. Groups of other classes have the defaults of theirs.
+        hyperparameters: its keyword arguments. Groups of other classes have the defaults of those.
 
     Attributes:
         own: the arithmetic of the optimizer's own class.
         in_backward: updates run in backward, where ranks cannot update a parameter together.
-        exchanges: between ranks that do, by process group; they exist from the set-up on.
+        exchanges: between ranks that do so, by process group; they exist from the set-up on.
 
     Raises:
         TypeError, ValueError: see :class:`~lightstep.optimizer.arithmetic.BaseArithmetic`.
@@ -58,21 +58,23 @@ class GroupClasses:
 
     @property
     def classes(self) -> list[tuple[type[torch.optim.Optimizer], dict[str, Any]]]:
-        """Each with its keyword arguments; the optimizer's own first."""
+        """Each class with its keyword arguments; the optimizer's own first."""
         return [(arithmetic.optimizer_class, arithmetic.hyperparameters) for arithmetic in self._named.values()]
 
-    def know(self, optimizer_class: type[torch.optim.Optimizer], hyperparameters: dict[str, Any]) -> BaseArithmetic:
-        """The arithmetic of a class that groups may name."""
+    def add_class(
+        self, optimizer_class: type[torch.optim.Optimizer], hyperparameters: dict[str, Any]
+    ) -> BaseArithmetic:
+        """Add a class that groups may name; returns its arithmetic."""
         name = class_name(optimizer_class)
         if name not in self._named:
             self._named[name] = BaseArithmetic(optimizer_class, hyperparameters)
         return self._named[name]
 
-    def adopt(self, group: dict[str, Any]) -> dict[str, Any]:
-        """The defaults for a new group, whose class is replaced by its name.
+    def defaults_for(self, group: dict[str, Any]) -> dict[str, Any]:
+        """The defaults for a new group. A class in it is added, and replaced by its name.
 
         Raises:
-            TypeError: what it names is no optimizer class.
+            TypeError: it names something that is no optimizer class.
             ValueError: a hyper-parameter without a default is missing.
         """
         given = group.get(CLASS)
@@ -86,72 +88,72 @@ class GroupClasses:
                 "for example torch.optim.Muon (the class, not an instance)"
             )
         group[CLASS], arguments = class_name(given), constructor_arguments(given, group)
-        kept, known = kept_by_class(given, group), self.know(given, arguments)
+        kept, known = kept_by_class(given, group), self.add_class(given, arguments)
         theirs = {key: value for key, value in known.hyperparameters.items() if key not in known.defaults}
         if kept != theirs and (kept or known is not self.own):
             raise ValueError(
-                f"two parameter groups of {given.__name__} differ in what the class keeps for all its groups ({theirs} "
-                f"and {kept}): give both the same"
+                f"two parameter groups of {given.__name__} differ in settings that the class has for all its groups "
+                f"({theirs} and {kept}): give both the same"
             )
         return known.defaults
 
-    def of(self, group: Group) -> BaseArithmetic:
+    def arithmetic_for(self, group: Group) -> BaseArithmetic:
         """The arithmetic of a group's class."""
         name = group.get(CLASS)
         return self.own if name is None else self._named[name]
 
     def keeps_other_shapes(self, group: Group) -> bool:
-        """Whether the state of the group's parameters may have row sums and the like; Muon's has not."""
-        arithmetic = self.of(group)
+        """Whether the group's state may have shapes of its own, such as row sums; Muon's has none."""
+        arithmetic = self.arithmetic_for(group)
         return arithmetic.whole_tensors and not arithmetic.sends_directions
 
     def by_class(self, groups: Iterable[Group]) -> dict[BaseArithmetic, list[Group]]:
         """The groups of each class that has any."""
         found: dict[BaseArithmetic, list[Group]] = {}
         for group in groups:
-            found.setdefault(self.of(group), []).append(group)
+            found.setdefault(self.arithmetic_for(group), []).append(group)
         return found
 
     def close(self) -> None:
-        """Give process groups back."""
+        """Release the process groups."""
         for exchange in self.exchanges.values():
             exchange.close()
         self.exchanges.clear()
 
     # -- set-up
 
-    def consider(self, groups: Sequence[Group]) -> None:
-        """See :meth:`BaseArithmetic.consider`."""
+    def inspect_groups(self, groups: Sequence[Group]) -> None:
+        """See :meth:`BaseArithmetic.inspect_groups`."""
         for arithmetic, own in self.by_class(groups).items():
-            arithmetic.consider(own)
+            arithmetic.inspect_groups(own)
 
     def check_parameter(self, name: str, parameter: Tensor, local: Tensor, group: Group) -> Rows | None:
         """See :meth:`BaseArithmetic.check_parameter`."""
-        arithmetic = self.of(group)
+        arithmetic = self.arithmetic_for(group)
         rows = arithmetic.check_parameter(name, parameter, local)
         if rows is not None and self.in_backward:
             raise ValueError(
-                f"{name} is sharded, and {arithmetic.name} brings it together from all ranks, which "
-                "optimizer_state.update in_backward cannot: set at_step, next_forward or overlap"
+                f"{name} is sharded, and {arithmetic.name} gathers it from all ranks, which optimizer_state.update "
+                "in_backward cannot do: set at_step, next_forward or overlap"
             )
         return rows
 
     def prepare(self, items: Sequence[Managed], groups: Sequence[Group]) -> None:
-        """Find out how the classes run where these parameters are, and tell each of them what its state will be."""
+        """Find out how the classes run on the parameters' devices, and set each parameter's schema."""
         schemas = {}
         for arithmetic, own in self.by_class(groups).items():
-            updated = [item for item in items if self.of(item.group) is arithmetic]
-            for device in {item.local.device for item in items}:  # all know all devices, whoever is on them
+            updated = [item for item in items if self.arithmetic_for(item.group) is arithmetic]
+            for device in {item.local.device for item in items}:  # each class is prepared for all devices
                 low = any(item.own_master and item.local.dtype != torch.float32 for item in updated)
                 arithmetic.prepare(device, low_precision=low)
             if updated:
                 schemas[arithmetic] = arithmetic.schema(updated[0].local.device, own)  # type: ignore[arg-type]
         for item in items:
-            arithmetic = self.of(item.group)
+            arithmetic = self.arithmetic_for(item.group)
             item.schema, item.whole_tensors = schemas[arithmetic], arithmetic.whole_tensors
-            item.joined_in_update = arithmetic.one_pass(item.local.device)
+            item.joined_in_update = arithmetic.has_one_pass_kernel(item.local.device)
         for exchange in self.exchanges.values():
-            exchange.keep(frozenset(items))
+            exchange.retain(frozenset(items))
         for item in items:
             if item.rows is not None and item.rows.group not in self.exchanges:
                 self.exchanges[item.rows.group] = MatrixExchange(item.rows.group)
@@ -160,7 +162,7 @@ class GroupClasses:
     # -- one step
 
     def skips_on_device(self, device: torch.device, groups: Sequence[Group]) -> bool:
-        """Whether all of them can leave out a step without a word from the host."""
+        """Whether all classes can skip a step on the device, without the host."""
         return all(
             arithmetic.skips_on_device(device, own)  # type: ignore[arg-type]
             for arithmetic, own in self.by_class(groups).items()
@@ -169,10 +171,10 @@ class GroupClasses:
     def apply(
         self, segments: Sequence[Segment], gradients: Sequence[Tensor], overflow: Tensor, values: GroupValues
     ) -> None:
-        """Each segment's update by its class; see :meth:`BaseArithmetic.apply`."""
+        """Update each segment by its class; see :meth:`BaseArithmetic.apply`."""
         batches: dict[BaseArithmetic, tuple[list[Segment], list[Tensor]]] = {}
         for segment, gradient in zip(segments, gradients, strict=True):
-            batch = batches.setdefault(self.of(segment.group), ([], []))
+            batch = batches.setdefault(self.arithmetic_for(segment.group), ([], []))
             batch[0].append(segment)
             batch[1].append(gradient)
         for arithmetic, batch in batches.items():
@@ -180,19 +182,19 @@ class GroupClasses:
 
 
 def class_name(optimizer_class: type) -> str:
-    """``torch.optim.Muon``: the name under which it is imported, whatever file of torch's it is in."""
+    """The name under which a class is imported: ``torch.optim.Muon``, whatever file of torch's it is in."""
     module = optimizer_class.__module__
     public = getattr(torch.optim, optimizer_class.__name__, None) is optimizer_class
     return f"{'torch.optim' if public else module}.{optimizer_class.__qualname__}"
 
 
 def constructor_arguments(optimizer_class: type[torch.optim.Optimizer], group: Group) -> dict[str, Any]:
-    """Of a group's settings those that a class is constructed with: what has no default, and what no group holds.
+    """Those of a group's settings that the class's constructor needs: without a default, or not stored in groups.
 
     Raises:
         ValueError: one without a default is missing.
     """
-    required = [one.name for one in _parameters_of(optimizer_class) if one.default is one.empty]
+    required = [p.name for p in _parameters_of(optimizer_class) if p.default is p.empty]
     missing = [name for name in required if name not in group]
     if missing:
         name = optimizer_class.__name__
@@ -204,13 +206,13 @@ def constructor_arguments(optimizer_class: type[torch.optim.Optimizer], group: G
 
 
 def kept_by_class(optimizer_class: type[torch.optim.Optimizer], group: Group) -> dict[str, Any]:
-    """Of a group's settings those that the class has once, for all its groups."""
+    """Those of a group's settings that the class stores once, for all its groups."""
     parameters = _parameters_of(optimizer_class)
-    required = {one.name: group[one.name] for one in parameters if one.default is one.empty and one.name in group}
+    required = {p.name: group[p.name] for p in parameters if p.default is p.empty and p.name in group}
     in_groups = optimizer_class([torch.zeros(2, 2, device="cpu")], **required).defaults
-    return {one.name: group[one.name] for one in parameters if one.name in group and one.name not in in_groups}
+    return {p.name: group[p.name] for p in parameters if p.name in group and p.name not in in_groups}
 
 
 def _parameters_of(optimizer_class: type[torch.optim.Optimizer]) -> list[inspect.Parameter]:
     parameters = list(inspect.signature(optimizer_class).parameters.values())[1:]
-    return [one for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
+    return [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]

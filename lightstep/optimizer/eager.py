@@ -1,4 +1,4 @@
-"""Keeping ``torch.compile`` out: the library's own work is nothing to trace."""
+"""Contexts and decorators that keep ``torch.compile`` and inference mode out of the library's own work."""
 
 from __future__ import annotations
 
@@ -10,32 +10,32 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-__all__ = ["eager", "eager_backward", "own_work"]
+__all__ = ["eager", "eager_backward", "no_grad_no_inference"]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def eager(function: Function) -> Function:
     """``torch.compiler.disable`` without importing ``torch._dynamo``, which takes as long as ``import torch``."""
-    untraced: list[Callable[..., Any]] = []
+    disabled: list[Callable[..., Any]] = []
 
     @functools.wraps(function)
     def call(*arguments: Any, **keywords: Any) -> Any:
         if "torch._dynamo" not in sys.modules:
             return function(*arguments, **keywords)
-        if not untraced:
-            untraced.append(torch.compiler.disable(function))
-        return untraced[0](*arguments, **keywords)
+        if not disabled:
+            disabled.append(torch.compiler.disable(function))
+        return disabled[0](*arguments, **keywords)
 
-    call._torchdynamo_disable = True  # type: ignore[attr-defined]  # what it asks of a function before it traces it
+    call._torchdynamo_disable = True  # type: ignore[attr-defined]  # what dynamo checks before it traces a function
     return cast(Function, call)
 
 
 @contextlib.contextmanager
 def eager_backward() -> Iterator[None]:
-    """Without compiled autograd, which can trace neither hooks nor gradients of another dtype than their parameter's.
+    """Switch compiled autograd off: it cannot trace hooks, or gradients with another dtype than their parameter's.
 
-    Backwards of compiled forwards stay compiled.
+    The backward of a compiled forward stays compiled.
     """
     compiled: Any = sys.modules.get("torch._dynamo.compiled_autograd")
     with contextlib.nullcontext() if compiled is None else compiled._disable():
@@ -43,11 +43,11 @@ def eager_backward() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def own_work() -> Iterator[None]:
-    """Without gradients; and what is made in here may be written to afterwards.
+def no_grad_no_inference() -> Iterator[None]:
+    """``torch.no_grad()`` with inference mode switched off.
 
-    Tensors made under ``torch.inference_mode()`` may not, outside of it. Evaluation and generation run under it, and
-    what they call takes memory that later steps use.
+    Tensors made under ``torch.inference_mode()`` cannot be written to outside of it. Evaluation and generation run
+    under it, and may call into the library, which then allocates memory that later steps write to.
     """
     with torch.inference_mode(False), torch.no_grad():
         yield

@@ -1,4 +1,4 @@
-"""One step: take all gradients → norm → skip? → run the update → adapt the loss scale."""
+"""One step: collect all gradients → norm → skip? → update the weights → update the loss scale."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lightstep.clipping import check_max_norm, check_norm_type
 from lightstep.distributed import local_tensor
 from lightstep.optimizer.broken_step import BrokenStep
 from lightstep.optimizer.classes import GroupClasses
-from lightstep.optimizer.eager import eager_backward, own_work
+from lightstep.optimizer.eager import eager_backward, no_grad_no_inference
 from lightstep.optimizer.group_values import GroupValues
 from lightstep.optimizer.in_backward import InBackward
 from lightstep.optimizer.managed_parameters import InitialMasters, ManagedParameters, Places
@@ -27,8 +27,8 @@ from lightstep.optimizer.overlap import Overlap
 from lightstep.optimizer.result import StepResult
 from lightstep.optimizer.scaling import Scaling
 from lightstep.optimizer.schedule import Schedule
-from lightstep.optimizer.settings import Fixed, Setting, check_loss_scale
-from lightstep.optimizer.walk import Gradients, UnitWalk, Update
+from lightstep.optimizer.settings import FixedSetting, Setting, check_loss_scale
+from lightstep.optimizer.unit_updater import Gradients, UnitUpdater, Update
 from lightstep.precision.gradients import GradientAccumulator, unshared
 from lightstep.precision.loss_scale import ConstantLossScale, LossScale
 from lightstep.precision.scaled_backward import ScaledBackward
@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 
 class Measured(NamedTuple):
-    """All gradients, their norm without the loss scale, and whether it overflows (0-dim fp32 tensors)."""
+    """All gradients, their unscaled norm, and the overflow flag (both 0-dim fp32)."""
 
     gradients: Gradients
     norm: Tensor
@@ -47,22 +47,22 @@ class Measured(NamedTuple):
 
 
 class Engine:
-    """What an optimizer does, without torch's face. It refers to nobody above it: gone when its optimizer is.
+    """What an optimizer does, apart from torch's interface. It holds no reference to its optimizer, and dies with it.
 
     Attributes:
         param_groups: torch's, with the model's own parameters.
         accumulating: see :attr:`BaseOptimizer.accumulating <lightstep.optimizer.base.BaseOptimizer.accumulating>`.
         unreduced: see :attr:`BaseOptimizer.unreduced <lightstep.optimizer.base.BaseOptimizer.unreduced>`.
-        managed: the parameters it has taken charge of.
-        gradients: where gradients are added up.
-        schedule: when updates run.
-        listeners: called when weights have changed before ``step()``.
+        managed: the parameters that it trains, from the set-up on.
+        gradients: accumulates gradients.
+        schedule: decides when updates run.
+        update_listeners: called when weights may change before ``step()``.
     """
 
     loss_scale = Setting(check_loss_scale)
     max_norm = Setting(lambda given: None if given is None else check_max_norm(given))
-    norm_type = Fixed(check_norm_type)
-    clip_layers = Fixed(bool)
+    norm_type = FixedSetting(check_norm_type)
+    clip_layers = FixedSetting(bool)
 
     def __init__(
         self,
@@ -89,15 +89,15 @@ class Engine:
         self._overflow_everywhere, self.update_time = overflow_everywhere, update_time
         self._initial_masters, classes.in_backward = initial_masters, update_time.in_backward
         self.moments = moments or Moments()
-        self.listeners: list[Callable[[], object]] = []
-        self.start(backend, reduce_float32, places)
+        self.update_listeners: list[Callable[[], object]] = []
+        self._build(backend, reduce_float32, places)
         self.loss_scale, self.max_norm = loss_scale, max_norm
         self.norm_type, self.clip_layers = norm_type, clip_layers
-        self._refuse_what_needs_all_gradients()
+        self._check_in_backward_settings()
         self.closed = False
 
-    def start(self, backend: StateBackend, reduce_float32: bool, places: Places | None) -> None:
-        """Everything that is built up while working and never saved."""
+    def _build(self, backend: StateBackend, reduce_float32: bool, places: Places | None) -> None:
+        """Make the parts that are never saved."""
         self.backend = backend
         self.gradients = GradientAccumulator(reduce_float32)
         self.scaled_backward = ScaledBackward()
@@ -105,21 +105,21 @@ class Engine:
             self.classes, backend, self.master_weights, places, self._initial_masters, self.moments
         )
         self.broken = BrokenStep(self.managed, backend)
-        self.walk = UnitWalk(self.classes, backend, self.broken, self.managed.record)
-        self.schedule = self.update_time(self.walk, backend)
-        listeners = self.listeners  # and not the engine, which has the schedule
-        self.schedule.announce = lambda: [listener() for listener in listeners]
+        self.updater = UnitUpdater(self.classes, backend, self.broken, self.managed.record)
+        self.schedule = self.update_time(self.updater, backend)
+        listeners = self.update_listeners  # not self: that would be a reference cycle
+        self.schedule.on_early_update = lambda: [listener() for listener in listeners]
         self._scaling: Scaling | None = None
         self._measured: Measured | None = None
 
     @property
     def is_set_up(self) -> bool:
-        """Whether parameters have been taken charge of: from the first step or loaded state on."""
+        """Whether it manages parameters: from the first step or loaded state on."""
         return len(self.managed) > 0
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The constructor's arguments that a copy is made with."""
+        """The constructor's arguments for a copy."""
         names = ("master_weights", "loss_scale", "max_norm", "norm_type", "clip_layers", "moments")
         return {
             **{name: getattr(self, name) for name in names},
@@ -129,11 +129,11 @@ class Engine:
         }
 
     def start_over(self, backend: StateBackend) -> None:
-        """Before the set-up: other parameters are in the groups now."""
-        self.take_hooks_off()
-        if type(backend) is type(self.backend):  # it may have been told something: set_residency
+        """Before the set-up: the groups have got other parameters, and state will live in ``backend``."""
+        self.remove_hooks()
+        if type(backend) is type(self.backend):  # it may have settings (set_residency)
             backend = self.backend
-        self.start(backend, self.gradients.float32, self.managed.places)
+        self._build(backend, self.gradients.float32, self.managed.places)
         self.watch_gradients()
 
     # -- backward
@@ -144,111 +144,114 @@ class Engine:
                 "backward() between grad_norm() and step(): the gradients have been added up; call step() or "
                 "zero_grad() first"
             )
-        self.schedule.wait_for_update()  # gradients that it still reads may stand where the next ones will be put
-        self.watch_gradients()  # parameters may have been cast, frozen or thawed
+        self.schedule.wait_for_update()  # it may still read gradients from memory that the next ones will be written to
+        self.watch_gradients()  # parameters may have been cast, frozen or unfrozen
         self.gradients.begin_backward()
         self.unreduced = self.accumulating is True and self._overflow_everywhere is True
-        self._notice_what_was_given_up()
+        self._allow_dropped_gradients()
         if not self.loss_scale.is_identity:
             loss = loss.float() * self.loss_scale.tensor(loss.device)
-        with self.scaled_backward.running(), self._updating(retain_graph), eager_backward():
+        with self.scaled_backward.running(), self._early_updates(retain_graph), eager_backward():
             loss.backward(retain_graph=retain_graph)
         self.gradients.end_backward()
 
-    def _updating(self, retain_graph: bool) -> contextlib.AbstractContextManager[None]:
-        """What the last micro-batch's backward does besides. Units are not tried where the graph stays: its weights may
-        be needed again."""
+    def _early_updates(self, retain_graph: bool) -> contextlib.AbstractContextManager[None]:
+        """Updates during the last micro-batch's backward. There are no speculative ones if the graph is retained: a
+        second backward would need the old weights."""
         if self.accumulating is False and isinstance(self.schedule, InBackward):
-            return self._running(self.schedule)
+            return self._updating(self.schedule)
         if self.accumulating is False and isinstance(self.schedule, Overlap) and not retain_graph:
-            return self._trying(self.schedule)
+            return self._speculating(self.schedule)
         return contextlib.nullcontext()
 
     @contextlib.contextmanager
-    def _running(self, schedule: InBackward) -> Iterator[None]:
-        """Layers are updated as backward completes them."""
+    def _updating(self, schedule: InBackward) -> Iterator[None]:
+        """Update layers as the body's backward completes them."""
         if schedule.started:
             raise RuntimeError(
                 "a second backward() before step(): the first one has updated the weights already "
                 "(optimizer_state.update: in_backward). Run all backwards of a step but the last under "
                 "strategy.accumulate(model, last=False)"
             )
-        self._refuse_what_needs_all_gradients()  # settings may have been changed
+        self._check_in_backward_settings()  # settings may have been changed
         self.refuse_unusable("Load a checkpoint before the next backward")
         with torch.no_grad():
-            scaling = self._make_ready()
+            scaling = self._prepare()
         if scaling is None:
             yield
             return
-        scaling.start()
-        with schedule.running(scaling.layers, self.param_groups, self._take, self._decide):
+        scaling.reset_norms()
+        with schedule.updating(scaling.layers, self.param_groups, self._take, self._make_layer_update):
             yield
 
     @contextlib.contextmanager
-    def _trying(self, schedule: Overlap) -> Iterator[None]:
-        """Units are tried as backward completes them."""
+    def _speculating(self, schedule: Overlap) -> Iterator[None]:
+        """Update units speculatively as the body's backward completes them."""
         if not self.is_set_up or self.clip_layers or self.broken:
             yield
             return
-        with own_work():
-            scaling = self._make_ready()
+        with no_grad_no_inference():
+            scaling = self._prepare()
         if scaling is None:
             yield
             return
-        device = next(iter(self.managed)).local.device
-        divided = scaling.unclipped(self.loss_scale, device)
-        with schedule.trying(scaling.layers, self.param_groups, lambda item: self.gradients.peek(item.param), divided):
+        assumed = scaling.unclipped_factors(self.loss_scale, next(iter(self.managed)).local.device)
+
+        def peek(item: Managed) -> Tensor | None:
+            return self.gradients.peek(item.param)
+
+        with schedule.speculating(scaling.layers, self.param_groups, peek, assumed):
             yield
 
     def _take(self, item: Managed) -> Tensor | None:
         gradient = self.gradients.take(item.param)
         if gradient is not None and self._scaling is not None:
-            self._scaling.keep(item, gradient, self.loss_scale)
+            self._scaling.add_norm(item, gradient, self.loss_scale)
         return gradient
 
-    def _decide(self, layer: int, gradients: Gradients, values: GroupValues) -> Update | None:
-        """The update of one layer in backward. One that is not finite stays as it is."""
+    def _make_layer_update(self, layer: int, gradients: Gradients, values: GroupValues) -> Update | None:
+        """The update of one layer in backward; ``None`` if its norm is not finite."""
         assert self._scaling is not None
-        scaling = self._scaling.of_layer(layer, gradients, self.loss_scale, self.max_norm)
+        scaling = self._scaling.layer_factors(layer, gradients, self.loss_scale, self.max_norm)
         update = Update(gradients, *scaling, values)
         return None if self._skips(update) else update
 
     def watch_gradients(self) -> None:
-        """Frozen parameters too: they may be thawed before the next backward."""
+        """Watch all parameters: frozen ones may be unfrozen before the next backward."""
         parameters = [p for group in self.param_groups for p in group["params"]]
         self.gradients.watch(parameters)
         self.scaled_backward.watch(parameters, self.loss_scale)
 
-    def _notice_what_was_given_up(self) -> None:
-        """Gradients of a loss that was not scaled are gone after ``model.zero_grad()``."""
+    def _allow_dropped_gradients(self) -> None:
+        """Gradients of an unscaled loss do no harm once ``model.zero_grad()`` has dropped them."""
         if self.scaled_backward.unscaled and not self.gradients.delivered:
             left = any(p.grad is not None for group in self.param_groups for p in group["params"])
             self.scaled_backward.unscaled = left
 
     def drop_gradients(self) -> None:
-        """Those that reached the optimizer, those added up in fp32 too (``zero_grad``)."""
+        """Drop all gradients, the fp32 sums too (``zero_grad``)."""
         self.gradients.clear()
         self._measured, self.unreduced = None, False
         self.scaled_backward.clear()
-        self.schedule.drop()
+        self.schedule.drop_gradients()
 
     # -- step
 
-    def step(self, closure: Callable[[], Any] | None, makes_state: bool = False) -> StepResult:
-        loss = self._evaluate(closure)
+    def step(self, closure: Callable[[], Any] | None, init_state: bool = False) -> StepResult:
+        loss = self._run_closure(closure)
         self.refuse_unscaled()
         self._refuse_unreduced()
-        with own_work():
+        with no_grad_no_inference():
             if isinstance(self.schedule, InBackward) and self.schedule.started:
                 self.schedule.wait_for_update()
                 return self._complete(self.schedule, loss)
             gradients, norm, overflow = self._measure()
-            self.walk.make_room(gradients)  # without it the step may be called again
+            self.updater.reserve_stage_for(gradients)  # if that fails, step() may be called again
             self._consume()
             scale = self.loss_scale.tensor(norm.device).clone()
             result = StepResult(norm, overflow, scale, loss, self.schedule.redone)
-            if makes_state and not any(item.updated for item in self.managed):
-                self._make_state(gradients, overflow)
+            if init_state and not any(item.updated for item in self.managed):
+                self._init_state(gradients, overflow)
                 return result
             if self.is_set_up:
                 divisor, factor = self._factors(gradients, result.grad_norm, scale)
@@ -262,7 +265,7 @@ class Engine:
         else:
             self.schedule.start(update)
 
-    def _evaluate(self, closure: Callable[[], Any] | None) -> Any:
+    def _run_closure(self, closure: Callable[[], Any] | None) -> Any:
         self.refuse_unusable("Load a checkpoint before the next step")
         if closure is None:
             return None
@@ -275,12 +278,12 @@ class Engine:
             return closure()
 
     def _complete(self, schedule: InBackward, loss: Any) -> StepResult:
-        """The end of a step whose updates began in backward."""
+        """Complete a step whose updates began in backward."""
         assert self._scaling is not None
-        schedule.complete(list(self.managed), self._take, self._decide)
-        if not self._scaling.has_kept:
-            _warn_of_nothing(self.managed)
-        norm, overflow = self._scaling.kept_norm(self.loss_scale)
+        schedule.complete(list(self.managed), self._take, self._make_layer_update)
+        if not self._scaling.has_norms:
+            _warn_no_gradients(self.managed)
+        norm, overflow = self._scaling.total_norm(self.loss_scale)
         self.scaled_backward.clear()
         return StepResult(norm, overflow, self.loss_scale.tensor(norm.device).clone(), loss)
 
@@ -290,107 +293,112 @@ class Engine:
         self._refuse_unreduced()
         if self.update_time.in_backward:
             raise RuntimeError(
-                "grad_norm() before step(): optimizer_state.update is in_backward, and the layers' gradients went with "
-                "their updates; read it from the result of step()"
+                "grad_norm() before step(): optimizer_state.update is in_backward, and the layers' gradients have been "
+                "freed with their updates; read the norm from the result of step()"
             )
-        with own_work():
+        with no_grad_no_inference():
             self._measured = self._measure()
             self.gradients.consume()
             return self._measured.norm.clone()
 
     def _measure(self) -> Measured:
-        """Nothing is given up until :meth:`_consume`: after a failure in here all gradients are still there."""
+        """The gradients stay where they are until :meth:`_consume`: after an error here, nothing is lost."""
         if self._measured is not None:
-            return self._measured_before(self._measured)
-        gradients = self._collected() if self._may_hold() else {}
-        if self._holds(gradients):
+            return self._check_measured(self._measured)
+        gradients = self._collect_gradients() if self._may_use_speculation() else {}
+        if self._can_use_speculation(gradients):
             scaling = self._scaling
         else:
-            scaling, gradients = self._make_ready(), self._collected()
+            scaling, gradients = self._prepare(), self._collect_gradients()
         if not gradients:
-            _warn_of_nothing(self.managed)
+            _warn_no_gradients(self.managed)
         if scaling is None:
             return Measured({}, torch.zeros((), device="cpu"), torch.zeros((), device="cpu"))
         return Measured(gradients, *scaling.norm(gradients, self.loss_scale))
 
-    def _collected(self) -> Gradients:
+    def _collect_gradients(self) -> Gradients:
         items = list(self.managed)
         found = zip(items, self.gradients.collect([item.param for item in items]), strict=True)
         return unshared({item: gradient for item, gradient in found if gradient is not None})
 
-    def _may_hold(self) -> bool:
-        """Whether units were tried, and nothing but the gradients can speak against them."""
-        return self.schedule.undecided and self.managed.covers(self.param_groups)
+    def _may_use_speculation(self) -> bool:
+        """Whether there are speculative updates, of all parameters that are trained now."""
+        return self.schedule.has_open_speculation and self.managed.covers(self.param_groups)
 
-    def _holds(self, gradients: Gradients) -> bool:
-        """Whether :meth:`step` may decide about what was tried; if not, :meth:`_make_ready` waits for what is left."""
-        return bool(gradients) and self.schedule.holds(gradients, self.param_groups, self.managed.written)
+    def _can_use_speculation(self, gradients: Gradients) -> bool:
+        """Whether the speculative updates may count; if not, they are rolled back or :meth:`_prepare` does so."""
+        return bool(gradients) and self.schedule.validate_speculation(
+            gradients, self.param_groups, self.managed.find_written
+        )
 
-    def _measured_before(self, measured: Measured) -> Measured:
-        """What :meth:`grad_norm` has measured: weights may have been edited, cast or moved since."""
+    def _check_measured(self, measured: Measured) -> Measured:
+        """What :meth:`grad_norm` has measured; parameters may have been edited, cast or moved since."""
         if any(self.gradients.has_gradient(item.param) for item in self.managed):
             raise RuntimeError(
-                "gradients arrived between grad_norm() and step(), which have no part in the norm: call step() or "
-                "zero_grad() before the next backward"
+                "gradients arrived between grad_norm() and step(), and are not in the norm: call step() or zero_grad() "
+                "before the next backward"
             )
-        if self._may_hold() and self._holds(measured.gradients):
+        if self._may_use_speculation() and self._can_use_speculation(measured.gradients):
             return measured
-        self._make_ready()
+        self._prepare()
         items = ((self.managed.get(item.param), gradient) for item, gradient in measured.gradients.items())
         moved = {item: gradient.to(item.local.device) for item, gradient in items if item is not None}
         return measured._replace(gradients=moved)
 
     def _consume(self) -> None:
-        """The step takes place."""
+        """From here on the step owns the gradients."""
         self._measured = None
         self.gradients.consume()
         self.scaled_backward.clear()
 
     def _factors(self, gradients: Gradients, norm: Tensor, scale: Tensor) -> Any:
         assert self._scaling is not None
-        return self._scaling.of_all(gradients, norm, self.loss_scale, scale, self.max_norm)
+        return self._scaling.factors(gradients, norm, self.loss_scale, scale, self.max_norm)
 
     def _skips(self, update: Update) -> bool:
-        """Where the base optimizer cannot skip on the device, or has no state yet, the host reads the flag."""
+        """Whether to skip the update; the host reads the flag only if the base optimizer cannot skip on the device.
+
+        That is so for classes without ``found_inf``, and before there is state.
+        """
         devices = {item.local.device for item in update.gradients}
         on_device = all(item.updated for item in update.gradients) and all(
             self.classes.skips_on_device(device, self.param_groups) for device in devices
         )
         return not on_device and self.schedule.overflows(update)
 
-    def _make_state(self, gradients: Gradients, overflow: Tensor) -> None:
-        """State for a checkpoint to fill; without one, the first update starts afresh."""
+    def _init_state(self, gradients: Gradients, overflow: Tensor) -> None:
+        """Make state for a checkpoint to fill; without one, the first update starts from scratch."""
         initialised = list(gradients)
-        self.walk.run(Update(gradients, None, None, overflow, GroupValues(self.param_groups)))
+        self.updater.run(Update(gradients, None, None, overflow, GroupValues(self.param_groups)))
         self.backend.synchronize()
         self.managed.mark_provisional(initialised)
 
     # -- set-up
 
-    def _make_ready(self) -> Scaling | None:
-        """Parameters and memory, while the gradients are still there: without the memory nothing has happened.
+    def _prepare(self) -> Scaling | None:
+        """Set up parameters and allocate memory, before gradients are touched: if that fails nothing is lost.
 
-        ``None`` while everything is frozen.
+        ``None`` if all parameters are frozen.
         """
         self.set_up()
         if not self.is_set_up:
             return None
         self.managed.drop_provisional_state()
         if self.managed.adopt_outside_changes(self.param_groups):
-            self.follow_parameters()
+            self.on_parameters_changed()
         self.backend.prepare()
         return self._scaling
 
     def set_up(self, also: Collection[Tensor] = ()) -> None:
-        """Take charge of the trainable parameters of the groups, and of these frozen ones."""
+        """Manage the trainable parameters of the groups, and the frozen ones in ``also``."""
         self.refuse_if_closed()
-        with own_work():
+        with no_grad_no_inference():
             self.schedule.wait_for_update()
             if self.managed.set_up(self.param_groups, also):
-                self.follow_parameters()
+                self.on_parameters_changed()
 
-    def follow_parameters(self) -> None:
-        """The managed parameters are others than before, or new."""
+    def on_parameters_changed(self) -> None:
+        """Some of the managed parameters are new or have been replaced."""
         self._scaling = Scaling(
             self.managed,
             self.norm_type,
@@ -403,20 +411,20 @@ class Engine:
     # -- state
 
     def parameter_state(self, parameter: Tensor, kept_only: bool = False) -> dict[str, Any]:
-        """Live entries where they can be; ``kept_only``: without communication, what this process keeps."""
+        """Live entries if possible; ``kept_only``: what this process keeps, without communication."""
         self.refuse_if_closed()
         item = self.managed.get(parameter)
-        with own_work():
+        with no_grad_no_inference():
             if item is None:
-                return self.managed.given(parameter)
+                return self.managed.initial_state(parameter)
             self.schedule.wait_for_update()
             self.backend.synchronize()
             return self.managed.state_of(item, kept_only)
 
     def replace_state(self, parameter: Tensor, entries: Mapping[str, Any]) -> None:
-        """The parameter's state is this; ``{}`` removes it."""
-        if not self.is_set_up and [*entries] == ["master"]:  # whoever loads nothing else may shard the model yet
-            self.managed.give(parameter, local_tensor(entries["master"]))
+        """Replace the parameter's state; ``{}`` removes it."""
+        if not self.is_set_up and [*entries] == ["master"]:  # no set-up yet: the model may still be sharded
+            self.managed.keep_initial_master(parameter, local_tensor(entries["master"]))
             return
         self.set_up(also=[parameter] if entries else ())
         item = self.managed.get(parameter)
@@ -424,21 +432,21 @@ class Engine:
             return
         if item is None:
             raise ValueError(f"a parameter of shape {tuple(parameter.shape)} is not among the optimizer's groups")
-        with own_work():
+        with no_grad_no_inference():
             self.managed.load_state(item, entries)
 
     # -- refusals
 
-    def _refuse_what_needs_all_gradients(self) -> None:
+    def _check_in_backward_settings(self) -> None:
         if not self.update_time.in_backward:
             return
         if self.max_norm is not None and not self.clip_layers:
-            raise ValueError("updates in backward know no global norm: set clip_layers, or leave max_norm out")
+            raise ValueError("updates in backward have no global norm: set clip_layers, or leave max_norm out")
         if not isinstance(self.loss_scale, ConstantLossScale):
             raise ValueError("updates in backward cannot skip a whole step: a constant loss scale is needed")
 
     def refuse_unscaled(self) -> None:
-        self._notice_what_was_given_up()
+        self._allow_dropped_gradients()
         self.scaled_backward.refuse_unscaled()
 
     def _refuse_unreduced(self) -> None:
@@ -466,13 +474,13 @@ class Engine:
 
     # -- end
 
-    def take_hooks_off(self) -> None:
+    def remove_hooks(self) -> None:
         self.gradients.close()
         self.scaled_backward.close()
         self.schedule.close()
 
     def close(self) -> None:
-        """Finish what is under way, take the hooks off the parameters, and give all memory back."""
+        """Complete pending updates, remove the hooks from the parameters, and free all memory."""
         try:
             self._finish()
         finally:
@@ -480,48 +488,48 @@ class Engine:
             self.classes.close()
 
     def _finish(self) -> None:
-        with own_work():
+        with no_grad_no_inference():
             try:
                 self.schedule.wait_for_update()
             finally:
                 self.closed = True
-                self.take_hooks_off()
+                self.remove_hooks()
 
     def __del__(self) -> None:
-        """The last update is in the weights before the optimizer is gone."""
+        """The pending updates reach the weights before the optimizer is gone."""
         if not getattr(self, "closed", True):
-            self.end()
+            self.shut_down()
 
-    def end(self, then: Callable[[], object] = bool) -> None:
-        """Nobody will step any more: finish what is under way, and ``then`` do that."""
+    def shut_down(self, on_done: Callable[[], object] = bool) -> None:
+        """The optimizer is gone: complete pending updates, then call ``on_done``."""
         if sys.is_finalizing() or os.getpid() != self._process:
             return
-        if self.schedule.pending and self.backend.lanes.in_own_thread:  # the collector runs in any thread
-            threading.Thread(target=self._end, args=(then,), name="lightstep-end").start()
+        if self.schedule.pending and self.backend.lanes.in_own_thread:  # the garbage collector runs in any thread
+            threading.Thread(target=self._shut_down, args=(on_done,), name="lightstep-end").start()
         else:
-            self._end(then)
+            self._shut_down(on_done)
 
-    def _end(self, then: Callable[[], object]) -> None:
-        uninterrupted(self._finish_at_end)
-        then()
+    def _shut_down(self, on_done: Callable[[], object]) -> None:
+        uninterrupted(self._finish_or_warn)
+        on_done()
 
-    def _finish_at_end(self) -> None:
+    def _finish_or_warn(self) -> None:
         try:
             self._finish()
-            self.backend.synchronize()  # memory that other streams use may be given back
+            self.backend.synchronize()  # other streams may still use memory that is freed now
         except Exception as error:
-            logger.warning("an optimizer went away, and its last update failed: %s: %s", type(error).__name__, error)
+            logger.warning("the last update of a deleted optimizer failed: %s: %s", type(error).__name__, error)
 
     def finish_update(self) -> None:
-        """What the caller does next finds every parameter updated."""
-        with own_work():
+        """What the caller does next sees every parameter updated."""
+        with no_grad_no_inference():
             self.schedule.wait_for_update()
 
 
-def _warn_of_nothing(items: Collection[Managed] | ManagedParameters) -> None:
+def _warn_no_gradients(managed: ManagedParameters) -> None:
     warnings.warn(
-        f"step() found no gradient on any of {len(items)} parameters and changes nothing: backward was "
+        f"step() found no gradient on any of {len(managed)} parameters and changes nothing: backward was "
         "not called, its gradients were not reduced (strategy.accumulate(last=True)), or the model's "
-        "parameters were exchanged (load_state_dict(assign=True)) after the optimizer was made",
+        "parameters were replaced (load_state_dict(assign=True)) after the optimizer was made",
         stacklevel=7,
     )

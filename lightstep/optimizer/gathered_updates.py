@@ -1,8 +1,8 @@
-"""Updates by classes that need whole tensors, of tensors that are divided among ranks.
+"""Updates of sharded tensors by classes that need whole tensors.
 
-Gradient, master and state of a tensor are brought together on one rank. There the class takes its own step, and the
-blocks of master and state go back. What a class keeps beside (row sums, counters) all ranks have whole. The host takes
-part: it tells the others what the class has made of those.
+Gradient, master and state of a tensor are gathered on one rank. The class takes its own step there, and the blocks of
+master and state are scattered back. Other entries (row sums, counters) are replicated on all ranks. The hosts take
+part: they exchange the replicated entries after each update.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightstep.distributed import MatrixExchange, Rows
+from lightstep.distributed import MatrixExchange, MatrixTransfer, Rows
 from lightstep.optimizer.arithmetic import BaseArithmetic
 from lightstep.optimizer.group_values import GroupValues
 from lightstep.optimizer.matrix_stack import Matrix
@@ -21,28 +21,28 @@ from lightstep.state.segment import Segment
 
 __all__ = ["GatheredUpdates", "rows_of_segment"]
 
-_CARRIED = (torch.float32, torch.bfloat16, torch.float16)
-"""What fp32, in which everything travels, holds exactly."""
+_EXACT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""Dtypes that fp32, in which everything is sent, represents exactly."""
 
 
-class _Divided(NamedTuple):
-    """In the place of an entry that has the tensor's shape."""
+class _ShardedEntry(NamedTuple):
+    """An entry of the tensor's shape: its blocks are sent apart from this."""
 
     dtype: torch.dtype
 
 
-class _Kept(NamedTuple):
-    """An entry that all ranks keep, as it is sent."""
+class _ReplicatedEntry(NamedTuple):
+    """An entry that all ranks keep whole."""
 
     value: Any
     on_device: bool = False
 
 
-Told = dict[str, _Divided | _Kept]
+StateLayout = dict[str, _ShardedEntry | _ReplicatedEntry]
 
 
 class GatheredUpdates:
-    """Those of one optimizer.
+    """The gathered updates of one optimizer.
 
     Args:
         exchanges: by process group; they exist from the set-up on.
@@ -60,17 +60,17 @@ class GatheredUpdates:
         overflow: Tensor,
         values: GroupValues,
     ) -> None:
-        """One update of ``segments``, which are acquired; called by all ranks that share them, in the same order."""
+        """One update of acquired ``segments``; all ranks that share them call this in the same order."""
         alike: dict[tuple[Any, int], list[tuple[Segment, Tensor]]] = {}
         for segment, gradient in zip(segments, gradients, strict=True):
-            key = rows_of_segment(segment).group, len(_divided_keys(segment))
+            key = rows_of_segment(segment).group, len(_sharded_keys(segment))
             alike.setdefault(key, []).append((segment, gradient))
         for (group, _), pairs in alike.items():
             _Gathered(arithmetic, self._exchanges[group], pairs).update(overflow, values)
 
 
 class _Gathered:
-    """Some tensors of one unit, with as many divided entries each."""
+    """Tensors of one unit with the same number of sharded entries."""
 
     def __init__(
         self, arithmetic: BaseArithmetic, exchange: MatrixExchange, pairs: Sequence[tuple[Segment, Tensor]]
@@ -81,31 +81,32 @@ class _Gathered:
         self._owned: dict[int, dict[str, Any]] = {}
 
     def update(self, overflow: Tensor, values: GroupValues) -> None:
-        local = [self._travelling(segment, gradient) for segment, gradient in self._pairs]
+        local = [self._tensors_to_send(segment, gradient) for segment, gradient in self._pairs]
+        each = len(local[0])
 
         def step(number: int, wholes: list[Tensor]) -> None:
-            self._step(number, wholes, [one.dtype for one in local[number]], overflow, values)
+            self._step(number, wholes, [tensor.dtype for tensor in local[number]], overflow, values)
 
-        journey = self._journey(len(local[0]))
-        flat = [tensor for own in local for tensor in own]
-        for block, tensor in zip(journey.blocks, flat, strict=True):
+        transfer = self._start_transfer(each)
+        flat = [tensor for tensors in local for tensor in tensors]
+        for block, tensor in zip(transfer.blocks, flat, strict=True):
             block.copy_(tensor.reshape(block.shape))
-        journey.send()
-        journey.compute_together(len(local[0]), step)
-        told = self._tell()
-        journey.arrive()
-        for number, (block, tensor) in enumerate(zip(journey.blocks, flat, strict=True)):
-            if number % len(local[0]):  # the first of each is the gradient
+        transfer.send()
+        transfer.compute_together(each, step)
+        layouts = self._exchange_layouts()
+        transfer.wait()
+        for number, (block, tensor) in enumerate(zip(transfer.blocks, flat, strict=True)):
+            if number % each:  # the first of each is the gradient
                 tensor.copy_(block.view(tensor.shape))
-        journey.end()
-        made = [self._made(number, told[number]) for number in range(len(self._segments))]
-        for keys in sorted({tuple(keys) for keys in made if keys}):
-            self._bring_made([number for number, own in enumerate(made) if tuple(own) == keys], keys, told)
+        transfer.release()
+        new = [self._adopt_layout(number, layout) for number, layout in enumerate(layouts)]
+        for keys in sorted({tuple(keys) for keys in new if keys}):
+            self._scatter_new([number for number, own in enumerate(new) if tuple(own) == keys], keys, layouts)
 
-    def _travelling(self, segment: Segment, gradient: Tensor) -> list[Tensor]:
-        return [gradient, segment.master, *(segment.state[key] for key in _divided_keys(segment))]
+    def _tensors_to_send(self, segment: Segment, gradient: Tensor) -> list[Tensor]:
+        return [gradient, segment.master, *(segment.state[key] for key in _sharded_keys(segment))]
 
-    def _journey(self, each: int, numbers: Sequence[int] | None = None) -> Any:
+    def _start_transfer(self, each: int, numbers: Sequence[int] | None = None) -> MatrixTransfer:
         numbers = range(len(self._segments)) if numbers is None else numbers
         rows = [self._rows[number] for number in numbers]
         keys = [self._segments[number].parts[0].owner for number in numbers]
@@ -114,107 +115,102 @@ class _Gathered:
     def _step(
         self, number: int, wholes: list[Tensor], dtypes: list[torch.dtype], overflow: Tensor, values: GroupValues
     ) -> None:
-        """On the owner; what is sent back is left in ``wholes``."""
+        """The class's own step, on the owner; the results are left in ``wholes``."""
         segment = self._segments[number]
         gradient, master, *entries = (whole.to(dtype) for whole, dtype in zip(wholes, dtypes, strict=True))
-        divided = dict(zip(_divided_keys(segment), entries, strict=True))
-        state = {key: divided.get(key, value) for key, value in segment.state.items()}
-        one = Matrix(master, segment.group, state)
-        self._arithmetic.update([(one, gradient)], overflow, values)
-        for whole, tensor in zip(
-            wholes[1:], [master, *(one.state.get(key, old) for key, old in divided.items())], strict=True
-        ):
-            whole.copy_(tensor)
-        self._owned[number] = one.state
+        sharded = dict(zip(_sharded_keys(segment), entries, strict=True))
+        state = {key: sharded.get(key, value) for key, value in segment.state.items()}
+        self._arithmetic.update([(Matrix(master, segment.group, state), gradient)], overflow, values)
+        results = [master, *(state.get(key, old) for key, old in sharded.items())]
+        for whole, result in zip(wholes[1:], results, strict=True):
+            whole.copy_(result)
+        self._owned[number] = state
 
-    def _tell(self) -> list[Told]:
-        """What the states consist of now, by number.
+    def _exchange_layouts(self) -> list[StateLayout]:
+        """The state layout of each tensor, from its owner.
 
         Raises:
-            ValueError: an entry that cannot be told from a block, or that would be rounded on its way; on all ranks.
+            ValueError: on all ranks: an entry that cannot be told from a block, or that sending would round.
         """
-        mine = {number: _told(state, self._rows[number].shape) for number, state in self._owned.items()}
-        found: dict[int, Told] = {}
-        for own in self._exchange.tell(mine):
-            found.update(own)
-        for number, told in found.items():
-            self._check(number, told)
-        return [found[number] for number in range(len(self._segments))]
+        owned = {number: _layout_of(state, self._rows[number].shape) for number, state in self._owned.items()}
+        layouts: dict[int, StateLayout] = {}
+        for part in self._exchange.all_gather_object(owned):
+            layouts.update(part)
+        for number, layout in layouts.items():
+            self._check(number, layout)
+        return [layouts[number] for number in range(len(self._segments))]
 
-    def _check(self, number: int, told: Told) -> None:
+    def _check(self, number: int, layout: StateLayout) -> None:
         name, rows = self._segments[number].parts[0].owner.name, self._rows[number]
-        for key, entry in told.items():
+        for key, entry in layout.items():
             what = f"{self._arithmetic.name} keeps {key!r} of {name}, which is sharded, "
-            if isinstance(entry, _Divided) and entry.dtype not in _CARRIED:
-                raise ValueError(f"{what}in {entry.dtype}; float32, bfloat16 and float16 can be divided among ranks")
-            if (
-                isinstance(entry, _Kept)
-                and isinstance(entry.value, Tensor)
-                and entry.value.shape in rows.local_shapes()
-            ):
+            if isinstance(entry, _ShardedEntry):
+                if entry.dtype not in _EXACT_DTYPES:
+                    raise ValueError(f"{what}in {entry.dtype}; float32, bfloat16 and float16 can be sharded")
+            elif isinstance(entry.value, Tensor) and entry.value.shape in rows.local_shapes():
                 raise ValueError(
-                    f"{what}in shape {tuple(entry.value.shape)}, which a rank's part of it has too: nobody could tell "
-                    "them apart. Use another number of ranks, or sharding.kind single or ddp"
+                    f"{what}in shape {tuple(entry.value.shape)}, which is also the shape of a rank's part of it: the "
+                    "two could not be told apart. Use another number of ranks, or sharding.kind single or ddp"
                 )
 
-    def _made(self, number: int, told: Told) -> list[str]:
-        """Take over what all ranks keep; the divided entries that are new."""
+    def _adopt_layout(self, number: int, layout: StateLayout) -> list[str]:
+        """Store the replicated entries; returns the names of sharded entries that are new."""
         state, device = self._segments[number].state, self._segments[number].master.device
-        known, made = dict(state), []
+        before, new = dict(state), []
         state.clear()
-        for key, entry in told.items():
-            if isinstance(entry, _Divided):
-                if key not in known:
-                    made.append(key)
-                state[key] = known.get(key)  # in the order in which the class has them
+        for key, entry in layout.items():
+            if isinstance(entry, _ShardedEntry):
+                if key not in before:
+                    new.append(key)
+                state[key] = before.get(key)  # keeps the class's order of entries
             elif isinstance(entry.value, Tensor):
                 state[key] = entry.value.to(device) if entry.on_device else entry.value
             else:
                 state[key] = entry.value
-        return made
+        return new
 
-    def _bring_made(self, numbers: Sequence[int], keys: Sequence[str], told: Sequence[Told]) -> None:
-        """The blocks of entries that the class has just made: its first update."""
-        journey = self._journey(len(keys), numbers)
-        for block in journey.blocks:
+    def _scatter_new(self, numbers: Sequence[int], keys: Sequence[str], layouts: Sequence[StateLayout]) -> None:
+        """Scatter sharded entries that the class has just made, in its first update."""
+        transfer = self._start_transfer(len(keys), numbers)
+        for block in transfer.blocks:
             block.zero_()
-        journey.send()
+        transfer.send()
 
-        def fill(place: int, wholes: list[Tensor]) -> None:
+        def fill(position: int, wholes: list[Tensor]) -> None:
             for whole, key in zip(wholes, keys, strict=True):
-                whole.copy_(self._owned[numbers[place]][key])
+                whole.copy_(self._owned[numbers[position]][key])
 
-        journey.compute_together(len(keys), fill)
-        journey.arrive()
-        blocks = iter(journey.blocks)
+        transfer.compute_together(len(keys), fill)
+        transfer.wait()
+        blocks = iter(transfer.blocks)
         for number in numbers:
             segment = self._segments[number]
             for key in keys:
-                entry = told[number][key]
-                assert isinstance(entry, _Divided)
+                entry = layouts[number][key]
+                assert isinstance(entry, _ShardedEntry)
                 segment.state[key] = next(blocks).view(segment.master.shape).to(entry.dtype, copy=True)
-        journey.end()
+        transfer.release()
 
 
 def rows_of_segment(segment: Segment) -> Rows:
-    """How the one parameter of a segment is divided."""
+    """How the only parameter of a segment is divided among ranks."""
     rows = segment.parts[0].owner.rows
     assert rows is not None
     return rows
 
 
-def _divided_keys(segment: Segment) -> list[str]:
+def _sharded_keys(segment: Segment) -> list[str]:
     shape = segment.master.shape
     return [key for key, value in segment.state.items() if isinstance(value, Tensor) and value.shape == shape]
 
 
-def _told(state: Mapping[str, Any], shape: torch.Size) -> Told:
-    told: Told = {}
+def _layout_of(state: Mapping[str, Any], shape: torch.Size) -> StateLayout:
+    layout: StateLayout = {}
     for key, value in state.items():
         if not isinstance(value, Tensor):
-            told[key] = _Kept(value)
+            layout[key] = _ReplicatedEntry(value)
         elif value.shape == shape:
-            told[key] = _Divided(value.dtype)
+            layout[key] = _ShardedEntry(value.dtype)
         else:
-            told[key] = _Kept(value.detach().cpu(), value.device.type != "cpu")
-    return told
+            layout[key] = _ReplicatedEntry(value.detach().cpu(), value.device.type != "cpu")
+    return layout

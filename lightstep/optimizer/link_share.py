@@ -1,4 +1,4 @@
-"""How many units are tried in backward."""
+"""How many units are updated speculatively in backward."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from lightstep.state.backend import StateBackend, Unit
 
-__all__ = ["LinkShare", "spread"]
+__all__ = ["LinkShare", "evenly_spaced"]
 
 logger = logging.getLogger(__name__)
 
@@ -18,21 +18,23 @@ _STEP = 0.05
 
 
 class LinkShare:
-    """Which part of the units is tried: as many as the link carries while backward runs. The forward has the rest.
+    """The fraction of units to update in backward: as many as the link can carry meanwhile. The forward has the rest.
 
-    Towards the end of backward the lane should be just through with what is complete: what it is behind then, the next
-    forward waits for. What is complete with the very last layer crosses the link after backward in any case, and says
-    nothing about that. Nor does the first backward, in which kernels are compiled and memory is taken. On the CPU time
-    says nothing about a link, and all units are tried.
+    The fraction is adapted after each backward, by how far the compute lane was behind at its end: the next forward has
+    to wait for that. Three measurements are left out:
+
+    - units that are complete with the very last layer: they cross the link after backward in any case;
+    - the first backward, which compiles kernels and allocates memory;
+    - the CPU, where time says nothing about a link. All units are updated in backward there.
     """
 
     def __init__(self, backend: StateBackend) -> None:
         self._backend = backend
-        self.part = 1.0
+        self.fraction = 1.0
         self._step = _STEP
-        self._begun: Any = None
-        self._ready: list[Any] = []  # events: the gradients of a batch of units are complete
-        self._done: list[Any] = []  # they have been tried
+        self._begin_event: Any = None
+        self._ready_events: list[Any] = []  # the gradients of a batch of units are complete
+        self._done_events: list[Any] = []  # the units of that batch are updated
         self._batches = 0
         self._first = True
 
@@ -40,52 +42,54 @@ class LinkShare:
     def _timed(self) -> bool:
         return self._backend.lanes.device.type != "cpu"
 
-    def begin(self) -> None:
+    def record_begin(self) -> None:
         """Backward begins."""
         self._batches = 0
         if self._timed:
-            self._begun = self._begun or self._event()
-            self._backend.lanes.caller().record(self._begun)
+            self._begin_event = self._begin_event or self._event()
+            self._backend.lanes.caller().record(self._begin_event)
 
-    def ready(self) -> None:
-        """The gradients of some units are complete on the current stream."""
+    def record_ready(self) -> None:
+        """The gradients of a batch of units are complete on the current stream."""
         if self._timed:
-            if self._batches == len(self._ready):
-                self._ready.append(self._event())
-                self._done.append(self._event())
-            self._backend.lanes.caller().record(self._ready[self._batches])
+            if self._batches == len(self._ready_events):
+                self._ready_events.append(self._event())
+                self._done_events.append(self._event())
+            self._backend.lanes.caller().record(self._ready_events[self._batches])
 
-    def done(self) -> None:
-        """They are submitted."""
+    def record_done(self) -> None:
+        """The updates of that batch have been submitted."""
         if self._timed:
-            self._backend.lanes.compute.record(self._done[self._batches])
+            self._backend.lanes.compute.record(self._done_events[self._batches])
             self._batches += 1
 
     def _event(self) -> Any:
         return torch.Event(self._backend.lanes.device, enable_timing=True)
 
     def adapt(self) -> None:
-        """Before the next backward, when all of it has been waited for."""
+        """Adapt the fraction before the next backward, once all work of the last one has been waited for."""
         batches, self._batches = self._batches, 0
-        ready, done = self._ready[:batches], self._done[:batches]
+        ready, done = self._ready_events[:batches], self._done_events[:batches]
         if batches < 3 or not (ready[-1].query() and done[-1].query()):
             return
         if self._first:
             self._first = False
             return
-        span = self._begun.elapsed_time(ready[-1])
+        span = self._begin_event.elapsed_time(ready[-1])
         layer = span / batches
         last = next((n for n in range(batches - 2, 0, -1) if ready[n].elapsed_time(ready[-1]) > layer / 2), 1)
         late = ready[last].elapsed_time(done[last - 1])
-        logger.debug("tried in backward: %.2f of the units; the lane was %.1f ms behind %.1f", self.part, late, span)
+        logger.debug(
+            "updated in backward: %.2f of the units; the lane was %.1f ms behind %.1f", self.fraction, late, span
+        )
         if late > layer / 2:
-            self.part = max(self.part * max(span / (span + late), 0.5), 0.05)
+            self.fraction = max(self.fraction * max(span / (span + late), 0.5), 0.05)
             self._step = _STEP
         elif late < 0:
-            self.part = min(self.part + self._step, 1.0)
+            self.fraction = min(self.fraction + self._step, 1.0)
             self._step = min(2 * self._step, 0.4)
 
 
-def spread(units: Sequence[Unit], part: float) -> list[Unit]:
-    """A part of them, evenly spaced."""
-    return [unit for n, unit in enumerate(units) if int((n + 1) * part + 0.5) > int(n * part + 0.5)]
+def evenly_spaced(units: Sequence[Unit], fraction: float) -> list[Unit]:
+    """This fraction of the units, evenly spaced."""
+    return [unit for n, unit in enumerate(units) if int((n + 1) * fraction + 0.5) > int(n * fraction + 0.5)]

@@ -1,4 +1,4 @@
-"""Which parameters an optimizer is in charge of, and their state as the rest of the world sees it."""
+"""The parameters that an optimizer trains, and their state as it is seen from outside."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 InitialMasters = Callable[..., Tensor | None]
-"""Called with a parameter; with ``keep=True`` it is only asked, and will be again."""
+"""Called with a parameter; returns its fp32 values if they are known, and with ``keep=True`` keeps them."""
 
 
 class ManagedParameters:
     """The parameters of an optimizer's groups that are trained, or have been; set up as late as possible.
 
     Args:
-        classes: told about the parameters and their devices.
-        backend: told which parameters it is in charge of.
+        classes: the optimizer classes of the groups.
+        backend: keeps the parameters' state.
         master_weights: whether 16-bit parameters get fp32 masters.
         places: called at set-up for the name and layer of each parameter.
         initial_masters: called at set-up for the fp32 values (of the local shard) that a parameter was rounded from.
-        moments: in what they are kept.
+        moments: the dtype in which moments are kept.
     """
 
     def __init__(
@@ -56,11 +56,11 @@ class ManagedParameters:
         self._master_weights = master_weights
         self._places = places
         self._initial_masters = initial_masters
-        self._given: dict[Tensor, Tensor] = {}  # loaded before the set-up: nothing else was to be loaded
+        self._loaded_masters: dict[Tensor, Tensor] = {}  # loaded before the set-up, without other state
         self._watch = ModelWatch()
         self._items: dict[Tensor, Managed] = {}
-        self._checked: tuple[list[dict[str, Any]], list[Tensor]] = ([], [])
-        self._copies: weakref.ref[KeptCopies] | None = None  # of the last save; they are the model's
+        self._covered: tuple[list[dict[str, Any]], list[Tensor]] = ([], [])  # groups and parameters at the last set-up
+        self._copies: weakref.ref[KeptCopies] | None = None  # of the last save; the model owns them
 
     def __iter__(self) -> Iterator[Managed]:
         return iter(self._items.values())
@@ -69,44 +69,44 @@ class ManagedParameters:
         return len(self._items)
 
     def get(self, parameter: object) -> Managed | None:
-        """The record of one parameter, or ``None`` for one that is not managed (yet)."""
+        """The record of one parameter; ``None`` if it is not managed (yet)."""
         return self._items.get(parameter)  # type: ignore[call-overload]
 
-    def those_of(self, parameters: Iterable[Tensor]) -> list[Managed]:
-        """The records of those that are managed."""
+    def lookup(self, parameters: Iterable[Tensor]) -> list[Managed]:
+        """The records of those parameters that are managed."""
         return [item for item in map(self._items.get, parameters) if item is not None]
 
     @property
     def devices(self) -> set[torch.device]:
         return {item.local.device for item in self}
 
-    # -- who is in charge of what
+    # -- set-up
 
     def places(self) -> Mapping[Tensor, Place]:
-        """Name and layer of the model's parameters, in the order of their use; empty where nobody says."""
+        """Name and layer of the model's parameters, in the order of their use; empty if they are not known."""
         return self._places() if self._places is not None else {}
 
     def set_up(self, groups: Sequence[dict[str, Any]], also: Collection[Tensor] = ()) -> bool:
-        """Take charge of the groups' trainable parameters, and of these frozen ones; ``True`` when anything was new.
+        """Manage the groups' trainable parameters, and the frozen ones in ``also``; ``True`` if some of them are new.
 
-        A parameter that is frozen later keeps its state, and continues from it when it is thawed. One that was frozen
-        after its gradient had arrived is updated once more, as by torch.
+        A parameter that is frozen later keeps its state, and continues from it when it is unfrozen. One that is frozen
+        after its gradient has arrived is updated once more, as in torch.
         """
         if not also and self.covers(groups):
             return False
-        trained = [p for group in groups for p in group["params"] if _trains(p)]
-        new = self._take_charge(groups, {*self._items, *also})
-        self._checked = (list(groups), trained)
+        trained = [p for group in groups for p in group["params"] if _is_trained(p)]
+        new = self._manage_all(groups, {*self._items, *also})
+        self._covered = (list(groups), trained)
         return new
 
-    def _take_charge(self, groups: Sequence[dict[str, Any]], wanted: Collection[Tensor]) -> bool:
-        listed = [(p, group) for group in groups for p in group["params"] if _trains(p) or p in wanted]
-        for parameter, group in listed:  # groups are the user's to exchange
+    def _manage_all(self, groups: Sequence[dict[str, Any]], wanted: Collection[Tensor]) -> bool:
+        listed = [(p, group) for group in groups for p in group["params"] if _is_trained(p) or p in wanted]
+        for parameter, group in listed:  # users may replace groups
             if parameter in self._items:
                 self._items[parameter].group = group
         if not listed or (len(listed) == len(self._items) and all(p in self._items for p, _ in listed)):
             return False
-        self._classes.consider(groups)
+        self._classes.inspect_groups(groups)
         places = self.places()
         items = [self._items.get(p) or self._manage(p, group, places.get(p), i) for i, (p, group) in enumerate(listed)]
         _refuse_shared_memory((item.name, item.local) for item in items)
@@ -115,28 +115,28 @@ class ManagedParameters:
         self._moments.set_up(items, self._classes)
         place = {parameter: index for index, parameter in enumerate(places)}
         in_order_of_use = sorted(items, key=lambda item: place.get(item.param, len(place)))
-        self._backend.register(in_order_of_use)  # refuses, or takes them all
+        self._backend.register(in_order_of_use)  # all of them, or it raises
         items.sort(key=lambda item: places[item.param].number if item.param in places else len(places))
         self._items = {item.param: item for item in items}
         for item in new:
             self.record(item)
-            self._start_master(item)
+            self._init_master(item)
         return True
 
-    def _start_master(self, item: Managed) -> None:
-        """The master is what the weight was rounded from, if that is known and still so."""
-        kept = None if self._initial_masters is None else self._initial_masters(item.param)
-        given = self._given.pop(item.param, kept)
-        if not item.own_master and given is not None and same_rounding(item.local, given):
-            self._backend.start_from(item, given)
+    def _init_master(self, item: Managed) -> None:
+        """The master starts from the fp32 values that the weight was rounded from, if they are known and still fit."""
+        unrounded = None if self._initial_masters is None else self._initial_masters(item.param)
+        master = self._loaded_masters.pop(item.param, unrounded)
+        if not item.own_master and master is not None and same_rounding(item.local, master):
+            self._backend.start_from(item, master)
 
-    def give(self, parameter: Tensor, master: Tensor) -> None:
-        """Before the set-up: the parameter's master will start from this (local shard), if that is what it rounds."""
-        self._given[parameter] = master.detach().float().clone()
+    def keep_initial_master(self, parameter: Tensor, master: Tensor) -> None:
+        """Before the set-up: the parameter's master starts from ``master`` (local shard), if that rounds to it."""
+        self._loaded_masters[parameter] = master.detach().float().clone()
 
-    def given(self, parameter: Tensor) -> dict[str, Tensor]:
-        """The state of a parameter that is not managed yet: from what its master will start, if not from itself."""
-        local, master = local_tensor(parameter).detach(), self._given.get(parameter)
+    def initial_state(self, parameter: Tensor) -> dict[str, Tensor]:
+        """The state of a parameter that is not managed yet: its initial master, unless that is the weight itself."""
+        local, master = local_tensor(parameter).detach(), self._loaded_masters.get(parameter)
         if master is None and self._initial_masters is not None:
             master = self._initial_masters(parameter, keep=True)
         if master is None or not self._master_weights or local.dtype == torch.float32 or local.is_meta:
@@ -163,49 +163,51 @@ class ManagedParameters:
     # -- masters follow the model
 
     def record(self, item: Managed) -> None:
-        """The parameter is now as the optimizer left it: what it wrote to, should the storage be another by now."""
+        """Record that the optimizer has written the parameter (to ``item.local``, even if it has moved since)."""
         self._watch.record(item, item.local)
 
     def covers(self, groups: Sequence[dict[str, Any]]) -> bool:
-        """Whether all that the groups train is managed, in these groups."""
-        trained = [p for group in groups for p in group["params"] if _trains(p)]
-        return _identical(trained, self._checked[1]) and _identical(groups, self._checked[0])
+        """Whether all parameters that the groups train are managed, and the groups are the same."""
+        trained = [p for group in groups for p in group["params"] if _is_trained(p)]
+        return _identical(trained, self._covered[1]) and _identical(groups, self._covered[0])
 
-    def written(self, items: Iterable[Managed]) -> list[Managed]:
-        """Those that somebody else has written to since :meth:`record`, as far as :class:`ModelWatch` can tell."""
+    def find_written(self, items: Iterable[Managed]) -> list[Managed]:
+        """The parameters that somebody else has written to since :meth:`record`, as far as :class:`ModelWatch` can
+        tell."""
         items = list(items)
         found = [item for item in items if not self._watch.untouched(item, local_tensor(item.param))]
         return found or self._backend.changed(item for item in items if item.local.device.type == "cpu")
 
     def adopt_outside_changes(self, groups: Sequence[dict[str, Any]]) -> bool:
-        """Weights that somebody else wrote since the last step become the masters; ``True`` if items are others now."""
-        converted = self._take_over_converted(groups)
-        found = [(item, local_tensor(item.param)) for item in self]
-        touched = [(item, local) for item, local in found if not self._watch.untouched(item, local)]
+        """Rebuild the masters of weights that somebody else has written; ``True`` if some records were replaced."""
+        converted = self._convert(groups)
+        locals_now = [(item, local_tensor(item.param)) for item in self]
+        touched = [(item, local) for item, local in locals_now if not self._watch.untouched(item, local)]
         moved = {item: local for item, local in touched if self._watch.moved(item, local)}
         if moved:
-            _refuse_shared_memory((item.name, local) for item, local in found)
+            _refuse_shared_memory((item.name, local) for item, local in locals_now)
         for item, local in moved.items():
             item.local = local.detach()
             if item.own_master:
                 self._backend.refresh(item)
         for item, _ in touched:
             self.record(item)
-        known = dict(touched)
-        suspects = [item for item, local in found if local.device.type == "cpu" or item in known]
+        checked = dict(touched)
+        suspects = [item for item, local in locals_now if local.device.type == "cpu" or item in checked]
         for item in self._backend.changed(suspects) if suspects else ():
             self._backend.refresh(item)
         return converted
 
-    def _take_over_converted(self, groups: Sequence[dict[str, Any]]) -> bool:
-        """Parameters of another dtype or on another device now (``model.float()``, ``model.to(...)``) keep their state.
+    def _convert(self, groups: Sequence[dict[str, Any]]) -> bool:
+        """Carry state over to parameters whose dtype or device has changed (``model.float()``, ``model.to(...)``).
 
-        After a cast masters are made of the weights. They are other items then: ``True``.
+        After a cast, masters are made of the weights. Converted parameters get new records; returns whether there are
+        any.
 
         Raises:
-            ValueError: one with state has another shape; nothing has been changed then.
+            ValueError: a parameter with state has got another shape; nothing has been changed then.
         """
-        converted = [item for item in self if not _is_alike(local_tensor(item.param), item.local)]
+        converted = [item for item in self if not _has_same_form(local_tensor(item.param), item.local)]
         if not converted:
             return False
         for old in converted:
@@ -217,13 +219,13 @@ class ManagedParameters:
         for item in converted:
             self._watch.forget(item)
         try:
-            self._take_charge(groups, {*self._items, *(item.param for item in converted)})
+            self._manage_all(groups, {*self._items, *(item.param for item in converted)})
         except BaseException:
             self._items = before
             raise
         for old, entries in carried.items():
             new = self._items.get(old.param)
-            if new is None:  # it has left the groups
+            if new is None:  # no longer in the groups
                 continue
             if new.local.dtype != old.local.dtype:
                 entries.pop("master", None)
@@ -231,37 +233,38 @@ class ManagedParameters:
         return True
 
     def refresh(self, groups: Sequence[dict[str, Any]]) -> bool:
-        """All masters become the parameters' values; ``True`` when items are others now."""
-        converted = self._take_over_converted(groups)
+        """Rebuild all masters from the weights; ``True`` if some records were replaced."""
+        converted = self._convert(groups)
         for item in self:
             item.local = local_tensor(item.param).detach()
             self._backend.refresh(item)
             self.record(item)
         return converted
 
-    # -- state as the rest of the world sees it
+    # -- state as it is seen from outside
 
     def state_of(self, item: Managed, kept_only: bool = False) -> dict[str, Any]:
-        """Live entries where they can be, ``"master"`` among them; DTensors where the parameter is one.
+        """The entries, with ``"master"``: live if possible; DTensors if the parameter is one.
 
-        Where replicas share the work, all of them call this, unless ``kept_only``: what this process keeps.
+        If replicas share the work, all of them call this. With ``kept_only`` it returns what this process keeps,
+        without communication.
         """
         entries = self._backend.entries(item) if kept_only else self._backend.gather(item)
         if "master" in entries and self._was_edited(item, entries["master"]):
             entries["master"] = local_tensor(item.param).detach().float()
-        return {key: _placed_like(item, value) for key, value in entries.items()}
+        return {key: _as_parameter(item, value) for key, value in entries.items()}
 
     def _was_edited(self, item: Managed, master: Tensor) -> bool:
-        """Whether the weight is not its master rounded: what is read and saved follows it.
+        """Whether the weight is no longer its master rounded. What is read and saved then follows the weight.
 
-        Nothing is changed here: the weights may be others only while somebody looks (averages swapped in and out), or
-        state that was just loaded still waits for the weights that go with it.
+        The master itself is not changed: the weights may be replaced for a while only (averages swapped in and out), or
+        state has just been loaded and its weights come next.
         """
         local = local_tensor(item.param)
         if local.device.type != "cpu" and self._watch.untouched(item, local):
             return False
         if not self._backend.hands_out_state and local.data_ptr() == item.local.data_ptr():
-            return False  # the backend has looked itself, at the memory that it knows
+            return False  # the backend has compared them itself
         return not same_rounding(local, master)
 
     def pin(
@@ -270,26 +273,22 @@ class ManagedParameters:
         weight_of: Callable[[Tensor], Callable[[], Tensor]],
         copies: KeptCopies | None,
     ) -> PinnedState | None:
-        """See :meth:`StateBackend.pin`; not of parameters that were exchanged, moved or cast since the last step."""
+        """See :meth:`StateBackend.pin`; parameters replaced, moved or cast since the last step are left out."""
         found = ((self._items.get(parameter), keys) for parameter, keys in wanted.items())
-        kept = {item: keys for item, keys in found if item is not None and self._is_where_it_was(item)}
+        kept = {item: keys for item, keys in found if item is not None and _is_unmoved(item)}
         self._copies = self._copies if copies is None else weakref.ref(copies)
         return self._backend.pin(kept, weight_of, copies)
 
     def saving_bytes(self) -> int:
-        """Host memory for copies that :meth:`pin` was given, as long as it is kept."""
+        """Bytes of the host memory for copies that :meth:`pin` was given last, while it exists."""
         copies = None if self._copies is None else self._copies()
         return 0 if copies is None else copies.nbytes
-
-    def _is_where_it_was(self, item: Managed) -> bool:
-        local = local_tensor(item.param)
-        return _is_alike(local, item.local) and local.data_ptr() == item.local.data_ptr()
 
     def check_state(self, item: Managed, entries: Mapping[str, Any]) -> None:
         """Raises ``ValueError`` for an entry of another shape than the parameter's local shard."""
         for key, entry in entries.items():
             value = local_tensor(entry) if isinstance(entry, Tensor) else entry
-            if isinstance(value, Tensor) and not self.takes(item.group, key, value, item.local.shape):
+            if isinstance(value, Tensor) and not self.accepts(item.group, key, value, item.local.shape):
                 raise ValueError(
                     f"state {key!r} of {item.name} has shape {tuple(value.shape)}; the parameter's local shape is "
                     f"{tuple(item.local.shape)}"
@@ -298,8 +297,8 @@ class ManagedParameters:
     def load_state(self, item: Managed, entries: Mapping[str, Any]) -> None:
         """Replace one parameter's state; ``{}`` removes it.
 
-        Entries are kept in the order in which the base optimizer makes them, whatever order they arrive in: ranks walk
-        through them with collectives.
+        Entries are kept in the order in which the base optimizer makes them, whatever order they are given in: ranks
+        iterate over them with collectives.
 
         Raises:
             ValueError: an entry has another shape than the parameter's local shard; nothing has been changed then.
@@ -311,22 +310,22 @@ class ManagedParameters:
             item.local.copy_(local.pop("master"))
         if local and not item.updated:  # plain torch's state has no masters
             local = {**self._backend.entries(item), **local}
-        self._moments.tell_of_conversion(item, local)
-        # Of classes that have state, a master alone is that of a parameter which has never been updated.
-        start = local.pop("master") if item.schema and [*local] == ["master"] else None
+        self._moments.log_conversion(item, local)
+        # If the class has state, a master alone belongs to a parameter that has never been updated.
+        initial = local.pop("master") if item.schema and [*local] == ["master"] else None
         self._backend.load(item, local)
         item.updated, item.provisional = bool(local), False
-        if start is not None:
-            self._backend.start_from(item, start.detach().float().clone())
-        # The next step looks whether master and weight agree: the model may be loaded before or after its optimizer.
+        if initial is not None:
+            self._backend.start_from(item, initial.detach().float().clone())
+        # The next step compares master and weight: the model may be loaded before or after its optimizer.
         self._watch.forget(item)
 
-    def takes(self, group: Mapping[str, Any], key: str, entry: Tensor, shape: torch.Size) -> bool:
-        """Whether a state entry (local) can belong to a parameter of this group and local shape."""
+    def accepts(self, group: Mapping[str, Any], key: str, entry: Tensor, shape: torch.Size) -> bool:
+        """Whether a parameter of this group and local shape can have this (local) state entry."""
         return entry.dim() == 0 or entry.shape == shape or (key != "master" and self._classes.keeps_other_shapes(group))
 
     def mark_provisional(self, items: Sequence[Managed]) -> None:
-        """The state of these was made only for a checkpoint to fill; without one, the first update starts afresh."""
+        """The state of these was made for a checkpoint to fill; without one, the first update starts from scratch."""
         for item in items:
             entries = self.state_of(item, kept_only=True)
             if isinstance(entries.get("step"), Tensor):
@@ -340,19 +339,24 @@ class ManagedParameters:
                 self.load_state(item, _copied(master))
 
 
-def _trains(parameter: Tensor) -> bool:
+def _is_trained(parameter: Tensor) -> bool:
     return parameter.requires_grad or parameter.grad is not None
 
 
-def _placed_like(item: Managed, value: Any) -> Any:
-    """A local entry of the parameter's shape as a DTensor where the parameter is one; others as they are."""
+def _as_parameter(item: Managed, value: Any) -> Any:
+    """A local entry of the parameter's shape as a DTensor if the parameter is one; any other entry as it is."""
     if isinstance(value, Tensor) and value.dim() and value.shape == item.local.shape:
         return like(item.param, value)
     return value
 
 
-def _is_alike(local: Tensor, known: Tensor) -> bool:
+def _has_same_form(local: Tensor, known: Tensor) -> bool:
     return (local.shape, local.dtype, local.device) == (known.shape, known.dtype, known.device)
+
+
+def _is_unmoved(item: Managed) -> bool:
+    local = local_tensor(item.param)
+    return _has_same_form(local, item.local) and local.data_ptr() == item.local.data_ptr()
 
 
 def _refuse_new_shape(item: Managed) -> None:
@@ -360,7 +364,7 @@ def _refuse_new_shape(item: Managed) -> None:
     if item.updated and shape != item.local.shape:
         raise ValueError(
             f"{item.name} has shape {tuple(shape)} now (a resized embedding?), and its optimizer state has "
-            f"{tuple(item.local.shape)}: start it anew with `del optimizer.state[parameter]`, or make a new optimizer"
+            f"{tuple(item.local.shape)}: reset it with `del optimizer.state[parameter]`, or make a new optimizer"
         )
 
 
@@ -369,21 +373,21 @@ def _copied(entries: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _identical(now: Sequence[Any], before: Sequence[Any]) -> bool:
-    """The same objects; comparing tensors by ``==`` would compare their elements."""
+    """Whether these are the same objects; ``==`` would compare the elements of tensors."""
     return len(now) == len(before) and all(map(operator.is_, now, before))
 
 
 def _refuse_shared_memory(named: Iterable[tuple[str, Tensor]]) -> None:
-    """Parameters over one storage (``a.data = b.data``) would each be updated, and each undo the other's update.
+    """Refuse parameters that share memory (``a.data = b.data``): each update would undo the other's.
 
     Raises:
-        ValueError: naming two of them.
+        ValueError: with the names of two such parameters.
     """
-    held = [(local.data_ptr(), name, local) for name, local in named if local.numel() and local.device.type != "meta"]
-    placed = sorted(held, key=lambda entry: (str(entry[2].device), entry[0]))
-    for (start, one, first), (other_start, other, second) in pairwise(placed):
-        reached = first.device == second.device and other_start < start + first.nbytes
-        if reached and (start == other_start or (first.is_contiguous() and second.is_contiguous())):
+    entries = [(local.data_ptr(), name, local) for name, local in named if local.numel() and not local.is_meta]
+    entries.sort(key=lambda entry: (str(entry[2].device), entry[0]))
+    for (start, one, first), (other_start, other, second) in pairwise(entries):
+        overlaps = first.device == second.device and other_start < start + first.nbytes
+        if overlaps and (start == other_start or (first.is_contiguous() and second.is_contiguous())):
             raise ValueError(
                 f"{one} and {other} share memory (one's .data is the other's): each would have a master and undo the "
                 "other's update. Tie them by making them one parameter (b.weight = a.weight) before the optimizer is "

@@ -1,4 +1,4 @@
-"""Experts: parameters of three dimensions, as the matrices that they consist of."""
+"""Parameters of three dimensions (the experts of a layer) as stacks of matrices."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Matrix", "MatrixStack"]
 
 
 class Matrix(NamedTuple):
-    """What a class takes for a parameter."""
+    """One matrix, as the base optimizer sees it: like a segment."""
 
     master: Tensor
     group: dict[str, Any]
@@ -34,12 +34,13 @@ class MatrixStack:
         state = self._segment.state.items()
         return {k: v[number] if _has_shape(v, self._shape) else copy.deepcopy(v) for k, v in state}
 
-    def put_together(self) -> None:
-        """The matrices' state is the segment's."""
+    def merge_state(self) -> None:
+        """Make the segment's state from that of the matrices."""
         state = self._segment.state
-        if not self.matrices:  # this rank has no expert, and state like the others'
-            likes = (key for key, spec in self._segment.parts[0].owner.schema.items() if spec.like_parameter)
-            state.update({key: torch.zeros_like(self._segment.master) for key in likes if key not in state})
+        if not self.matrices:  # this rank has no expert; its empty state has the same entries as the others'
+            schema = self._segment.parts[0].owner.schema
+            missing = (key for key, spec in schema.items() if spec.like_parameter and key not in state)
+            state.update({key: torch.zeros_like(self._segment.master) for key in missing})
             return
         for key, value in self.matrices[0].state.items():
             rows = [matrix.state[key] for matrix in self.matrices]
@@ -47,7 +48,7 @@ class MatrixStack:
                 state[key] = value
             elif key not in state:
                 state[key] = torch.stack(rows)
-            elif any(row.data_ptr() != known.data_ptr() for row, known in zip(rows, state[key], strict=True)):
+            elif any(row.data_ptr() != current.data_ptr() for row, current in zip(rows, state[key], strict=True)):
                 torch.stack(rows, out=state[key])
 
 

@@ -1,6 +1,6 @@
-"""Updates of AdamW and Adam by one kernel for several segments, where that gives the bits of the class's own step.
+"""Updates of AdamW and Adam by one kernel for several segments, if that gives the bits of the class's own step.
 
-Everything else, and every first update, which makes the state, is left to :mod:`lightstep.optimizer.arithmetic`.
+All other updates, and every first update, which makes the state, are left to :mod:`lightstep.optimizer.arithmetic`.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ _LARGEST = "max_exp_avg_sq"
 
 
 class OnePass:
-    """The groups whose class is torch's own AdamW or Adam, fused.
+    """One-pass updates for groups whose class is torch's own AdamW or Adam, fused.
 
     Args:
-        classes: of the groups.
-        stage: where the gradients of small parameters are put together.
+        classes: the classes of the groups.
+        stage: memory in which the gradients of small parameters are gathered.
     """
 
     def __init__(self, classes: GroupClasses, stage: GradientStage) -> None:
@@ -53,34 +53,36 @@ class OnePass:
         scaling: Scaling,
         values: GroupValues,
     ) -> list[Segment]:
-        """Update what can be, and return the segments that cannot.
+        """Update the segments for which there is a kernel; returns the others.
 
         Args:
-            gradients: for each segment those of its parameters, not scaled; they stay what they are.
+            gradients: for each segment those of its parameters, not scaled; they are not changed.
             scaling: on the segments' device.
         """
         twin = twin_on(segments[0].device) if segments else None
         if twin is None:
             return list(segments)
-        known: dict[int, AdamSettings | None] = {}
-        alike: dict[tuple[int, Kind], tuple[AdamSettings, list[tuple[Segment, AdamRun]]]] = {}
+        settings_by_group: dict[int, AdamSettings | None] = {}
+        batches: dict[tuple[int, Kind], tuple[AdamSettings, list[tuple[Segment, AdamRun]]]] = {}
         left = []
         for segment, own in zip(segments, gradients, strict=True):
             key = id(segment.group)
-            if key not in known:
-                known[key] = self._settings(segment, values)
-            settings = known[key]
-            fits = settings is not None and (_LARGEST in segment.state) == bool(values.of(segment.group)["amsgrad"])
+            if key not in settings_by_group:
+                settings_by_group[key] = self._settings(segment, values)
+            settings = settings_by_group[key]
+            fits = settings is not None and (_LARGEST in segment.state) == bool(
+                values.settings(segment.group)["amsgrad"]
+            )
             run = _run(segment, self._stage, own) if fits else None
             kind = None if run is None or settings is None else kind_of(run, settings, scaling)
             if kind is None or not runs_in_one_pass(twin, kind, settings):  # type: ignore[arg-type]
                 left.append(segment)
             else:
-                alike.setdefault((key, kind), (settings, []))[1].append((segment, run))  # type: ignore[arg-type]
-        if alike:
-            steps = [run.step for _, pairs in alike.values() for _, run in pairs]
+                batches.setdefault((key, kind), (settings, []))[1].append((segment, run))  # type: ignore[arg-type]
+        if batches:
+            steps = [run.step for _, pairs in batches.values() for _, run in pairs]
             torch._foreach_add_(steps, 1)
-            for settings, pairs in alike.values():
+            for settings, pairs in batches.values():
                 update(twin, [run for _, run in pairs], settings, scaling)
                 for segment, _ in pairs:
                     segment.written()
@@ -88,9 +90,9 @@ class OnePass:
         return left
 
     def _settings(self, segment: Segment, values: GroupValues) -> AdamSettings | None:
-        """Of the segment's group, unless something in it is not for the kernel."""
-        arithmetic = self._classes.of(segment.group)
-        group = arithmetic.resolved(values.of(segment.group), segment.device)
+        """The settings of the segment's group; ``None`` if the kernel does not support them."""
+        arithmetic = self._classes.arithmetic_for(segment.group)
+        group = arithmetic.resolved(values.settings(segment.group), segment.device)
         if arithmetic.optimizer_class not in ADAMS or not group.get("fused"):
             return None
         lr, (beta1, beta2), decay, eps = group["lr"], group["betas"], group["weight_decay"], group["eps"]
@@ -99,7 +101,7 @@ class OnePass:
             return None
         decoupled = group.get("decoupled_weight_decay", arithmetic.optimizer_class is torch.optim.AdamW)
         rate = lr if on_device else float(lr)
-        beta1, beta2, decay, eps = map(float, (beta1, beta2, decay, eps))  # a kernel compiled for ints takes no others
+        beta1, beta2, decay, eps = map(float, (beta1, beta2, decay, eps))  # the kernel is compiled for floats
         return AdamSettings(rate, beta1, beta2, decay, eps, decoupled, group["maximize"])
 
 
@@ -108,7 +110,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _run(segment: Segment, stage: GradientStage, gradients: Sequence[Tensor]) -> AdamRun | None:
-    """What the kernel reads and writes of a segment, unless that is not all of it."""
+    """What the kernel reads and writes of a segment; ``None`` if the segment has something else, too."""
     if not segment.has_state or segment.stop == segment.first:
         return None
     if not _is_adams(segment.layout, segment.parts[0].keys, tuple(segment.kept)):

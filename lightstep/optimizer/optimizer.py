@@ -1,4 +1,4 @@
-"""torch's face of the engine: a ``torch.optim.Optimizer`` in every respect, and nothing else."""
+"""The engine as a ``torch.optim.Optimizer``: torch's interface, and nothing else."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightstep.optimizer.base import BaseOptimizer
 from lightstep.optimizer.classes import GroupClasses
-from lightstep.optimizer.eager import eager, own_work
+from lightstep.optimizer.eager import eager, no_grad_no_inference
 from lightstep.optimizer.engine import Engine
 from lightstep.optimizer.managed_parameters import InitialMasters, Places
 from lightstep.optimizer.moments import Moments
@@ -20,7 +20,7 @@ from lightstep.optimizer.param_groups import Place, plain_numbers
 from lightstep.optimizer.result import StepResult
 from lightstep.optimizer.schedule import AtStep, Schedule
 from lightstep.optimizer.serialization import load_torch_state_dict, snapshot
-from lightstep.optimizer.settings import OfEngine
+from lightstep.optimizer.settings import EngineAttribute
 from lightstep.optimizer.state_view import StateView
 from lightstep.precision.loss_scale import ConstantLossScale, LossScale
 from lightstep.precision.split import Splitter
@@ -33,13 +33,13 @@ class MixedPrecisionOptimizer(BaseOptimizer):
     """Any element-wise torch optimizer, run on fp32 masters of low-precision parameters.
 
     Usually made by ``strategy.create_optimizer``. Set-up is lazy: nothing is allocated, and the parameters may still be
-    moved, cast, sharded or exchanged, until the first ``step()`` or ``load_state_dict()``. When it is deleted, updates
-    that are still under way are completed first, and its memory and hooks go at once.
+    moved, cast, sharded or replaced, until the first ``step()`` or ``load_state_dict()``. When it is deleted, pending
+    updates are completed, and its memory and hooks are freed at once.
 
     Args:
         params: parameters or group dictionaries, as for any torch optimizer.
         optimizer_class: the class whose arithmetic updates the masters.
-        hyperparameters: its keyword arguments; with neither ``fused`` nor ``foreach`` it runs fused where torch can.
+        hyperparameters: its keyword arguments; with neither ``fused`` nor ``foreach`` it runs fused if torch can.
         master_weights: keep fp32 masters for bf16 and fp16 parameters, in ``state[p]["master"]``.
         reduce_float32: add micro-batches' gradients in fp32, not in the parameters' dtype.
         loss_scale: ``None`` is no scaling.
@@ -50,28 +50,28 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         places: called at set-up for the name and layer of each parameter.
         overflow_everywhere: whether all ranks of the process group skip a step together; ``None``: if any parameter is
             a DTensor.
-        update_time: when the updates that a step decides upon are done.
-        initial_masters: called at set-up with each 16-bit parameter: the fp32 values of its local shard that it was
-            rounded from, or ``None``. Its master starts from them, unless the weight was changed since. With
-            ``keep=True`` it is only asked: state is saved before the set-up.
-        moments: in what moments are kept between updates; ``None``: in fp32, as the class has them.
+        update_time: the schedule: when updates run.
+        initial_masters: called at set-up with each 16-bit parameter; returns the fp32 values that its local shard was
+            rounded from, or ``None``. The master starts from them, unless the weight has changed since. With
+            ``keep=True`` (state is saved before the set-up) it must return them again later.
+        moments: the dtype in which moments are kept between updates; ``None``: fp32, as the class has them.
 
     Raises:
         TypeError: ``optimizer_class`` is not a usable optimizer class.
-        ValueError: ``max_norm`` or ``norm_type`` is out of range; or from the class about its hyper-parameters, or from
-            torch about the groups.
+        ValueError: ``max_norm`` or ``norm_type`` is out of range; or the class refuses its hyper-parameters, or torch
+            the groups.
     """
 
-    loss_scale = OfEngine()
-    max_norm = OfEngine()
-    norm_type = OfEngine()
-    clip_layers = OfEngine()
-    master_weights = OfEngine()
-    accumulating = OfEngine()
-    unreduced = OfEngine()
-    gradients = OfEngine()
-    is_set_up = OfEngine()
-    param_groups = OfEngine()
+    loss_scale = EngineAttribute()
+    max_norm = EngineAttribute()
+    norm_type = EngineAttribute()
+    clip_layers = EngineAttribute()
+    master_weights = EngineAttribute()
+    accumulating = EngineAttribute()
+    unreduced = EngineAttribute()
+    gradients = EngineAttribute()
+    is_set_up = EngineAttribute()
+    param_groups = EngineAttribute()
 
     def __init__(
         self,
@@ -116,16 +116,16 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         return self.engine.backend
 
     def forget_parameters(self) -> None:
-        """Before the set-up: hold no parameter, until others are put into ``param_groups``."""
+        """Before the set-up: remove all parameters from ``param_groups``, until others are put there."""
         for group in self.param_groups:
             group["params"] = []
         self.engine.watch_gradients()
 
     def start_over(self, backend: StateBackend) -> None:
-        """Before the set-up: other parameters stand in ``param_groups`` now, and state will live in ``backend``.
+        """Before the set-up: ``param_groups`` have got other parameters, and state will live in ``backend``.
 
         Raises:
-            RuntimeError: it is too late.
+            RuntimeError: the optimizer has been set up.
         """
         if self.is_set_up:
             raise RuntimeError(
@@ -146,25 +146,25 @@ class MixedPrecisionOptimizer(BaseOptimizer):
 
     @eager
     def step(self, closure: Callable[[], Any] | None = None) -> StepResult:  # type: ignore[override]
-        return self.engine.step(closure, makes_state=_makes_state_exist(self))
+        return self.engine.step(closure, init_state=_is_state_initialization(self))
 
     @eager
     def grad_norm(self) -> Tensor:
-        """The norm that the next ``step()`` will report, already now: 0-dim fp32, unscaled, before clipping.
+        """The norm that the next ``step()`` will report: 0-dim fp32, unscaled, before clipping.
 
-        It is measured once. The gradients are the optimizer's from here on; ``step()`` or ``zero_grad()`` comes next.
+        It is measured once. The optimizer owns the gradients from here on: call ``step()`` or ``zero_grad()`` next.
 
         Raises:
-            RuntimeError: layers are updated in backward, and their gradients are gone.
+            RuntimeError: layers are updated in backward, and their gradients have been freed.
         """
         return self.engine.grad_norm()
 
     @eager
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients that reached the optimizer, those added up in fp32 too.
+        """Drop the gradients that have reached the optimizer, the fp32 sums too.
 
-        What micro-batches under ``strategy.accumulate(last=False)`` left inside FSDP2 is out of reach until it is
-        reduced: to drop a started accumulation, run one more with ``last=True`` first.
+        Gradients that micro-batches under ``strategy.accumulate(last=False)`` left inside FSDP2 cannot be reached
+        before they are reduced: to drop a started accumulation, run one more micro-batch with ``last=True`` first.
         """
         self.engine.drop_gradients()
         super().zero_grad(set_to_none)
@@ -173,40 +173,40 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         own = self.defaults
         if isinstance(param_group, dict):  # torch refuses anything else
             param_group.update(plain_numbers(param_group))
-            self.defaults = self.engine.classes.adopt(param_group)
+            self.defaults = self.engine.classes.defaults_for(param_group)
         try:
             super().add_param_group(param_group)
         finally:
             self.defaults = own
         self.engine.watch_gradients()
 
-    # -- updates that are under way
+    # -- deferred updates
 
     @eager
     def wait_for_update(self, parameters: Iterable[Tensor] | None = None) -> None:
         schedule = self.engine.schedule
         if not schedule.pending:
             return
-        with own_work():
-            schedule.wait_for_update(None if parameters is None else self.engine.managed.those_of(parameters))
+        with no_grad_no_inference():
+            schedule.wait_for_update(None if parameters is None else self.engine.managed.lookup(parameters))
 
     @eager
     def wait_for_step(self) -> None:
         if self.engine.schedule.pending:
-            with own_work():
+            with no_grad_no_inference():
                 self.engine.schedule.wait_for_step()
 
     @property
     def has_deferred_updates(self) -> bool:
         return self.engine.schedule.pending
 
-    def tell_of_updates(self, listener: Callable[[], object]) -> None:
-        self.engine.listeners.append(listener)
+    def add_update_listener(self, listener: Callable[[], object]) -> None:
+        self.engine.update_listeners.append(listener)
 
     @eager
     def wait_on_stream(self, parameters: Iterable[Tensor]) -> None:
-        with own_work():
-            self.engine.schedule.wait_on_stream(self.engine.managed.those_of(parameters))
+        with no_grad_no_inference():
+            self.engine.schedule.wait_on_stream(self.engine.managed.lookup(parameters))
 
     def synchronize(self) -> None:
         self.wait_for_update()
@@ -218,36 +218,36 @@ class MixedPrecisionOptimizer(BaseOptimizer):
     # -- memory
 
     def set_residency(self, gib: float | Literal["auto"]) -> None:
-        known = gib == "auto" or (isinstance(gib, (int, float)) and not isinstance(gib, bool) and 0 <= gib < math.inf)
-        if not known:
+        is_number = isinstance(gib, (int, float)) and not isinstance(gib, bool)
+        if gib != "auto" and not (is_number and 0 <= gib < math.inf):
             raise ValueError(f"set_residency({gib!r}): a number of GiB of at least 0 is needed, or 'auto'")
         self.engine.refuse_if_closed()
         self.wait_for_update()
-        with own_work():
+        with no_grad_no_inference():
             self._backend.set_residency(gib)
 
     def release_device_memory(self) -> None:
         self.engine.refuse_if_closed()
         self.synchronize()
-        with own_work():
-            self.engine.walk.stage.free()
-            self.engine.walk.shared.free()
+        with no_grad_no_inference():
+            self.engine.updater.stage.free()
+            self.engine.updater.shared.free()
             self._backend.release_device_memory()
         if any(device.type != "cpu" for device in self.engine.managed.devices):
             torch.accelerator.memory.empty_cache()
 
     def refresh_master_weights(self) -> None:
         self.wait_for_update()
-        with own_work():
+        with no_grad_no_inference():
             if self.engine.managed.refresh(self.param_groups):
-                self.engine.follow_parameters()
-        self.engine.broken.refreshed()
+                self.engine.on_parameters_changed()
+        self.engine.broken.mark_masters_rebuilt()
 
     def memory_report(self) -> dict[str, float]:
         parameters = sum(item.local.numel() for item in self.engine.managed)
-        stage = self.engine.walk.stage.nbytes()
+        stage = self.engine.updater.stage.nbytes()
         report: dict[str, float] = {**self._backend.memory(), "gradient_stage_bytes": stage}
-        report["exchange_bytes"] = self.engine.walk.shared.nbytes()
+        report["exchange_bytes"] = self.engine.updater.shared.nbytes()
         report["saving_bytes"] = self.engine.managed.saving_bytes()
         report["parameters"] = parameters
         for place in ("device", "host"):
@@ -268,16 +268,16 @@ class MixedPrecisionOptimizer(BaseOptimizer):
 
     @property
     def optimizer_class(self) -> type[torch.optim.Optimizer]:
-        """The class whose arithmetic updates the masters."""
+        """The class whose arithmetic updates the masters, unless a group names another one."""
         return self.engine.classes.own.optimizer_class
 
     @property
     def has_whole_tensors(self) -> bool:
-        """Whether a class of its groups is not element-wise: state may have other shapes than its parameter."""
+        """Whether a class of its groups is not element-wise: state may have another shape than its parameter."""
         return self.engine.classes.whole_tensors
 
     def managed(self, also: Collection[Tensor] = ()) -> list[Managed]:
-        """The trainable parameters with their names, in group order (set up if need be).
+        """The records of the trainable parameters, in group order; sets the optimizer up if necessary.
 
         Args:
             also: frozen parameters of the groups that are about to get state.
@@ -286,21 +286,21 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         return list(self.engine.managed)
 
     def parameter_state(self, parameter: Tensor) -> dict[str, Any]:
-        """``state[parameter]``: live entries where they can be; DTensors for a DTensor. ``{}`` without state.
+        """``state[parameter]``: live entries if possible; DTensors for a DTensor; ``{}`` without state.
 
-        Where replicas share the work, all of them call this, and those that do not keep the state get a copy.
+        If replicas share the work, all of them call this, and those that do not keep the state get a copy.
         """
         return self.engine.parameter_state(parameter)
 
     def kept_state(self, parameter: Tensor) -> dict[str, Any]:
-        """:meth:`parameter_state` without communication: ``{}`` where another replica keeps the state."""
+        """:meth:`parameter_state` without communication: ``{}`` if another replica keeps the state."""
         return self.engine.parameter_state(parameter, kept_only=True)
 
     def described_state(self, parameter: Tensor) -> dict[str, Any]:
-        """:meth:`kept_state` without numbers: local shapes and dtypes as meta tensors, and plain values."""
+        """:meth:`kept_state` without data: meta tensors of the local shapes and dtypes, and plain values."""
         self.engine.refuse_if_closed()
         item = self.engine.managed.get(parameter)
-        return self.engine.managed.given(parameter) if item is None else self._backend.describe(item)
+        return self.engine.managed.initial_state(parameter) if item is None else self._backend.describe(item)
 
     def pinned_state(
         self,
@@ -308,72 +308,72 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         weight_of: Callable[[Tensor], Callable[[], Tensor]],
         copies: KeptCopies | None = None,
     ) -> PinnedState | None:
-        """State entries as they are now, for another thread to read while steps go on.
+        """A snapshot of state entries, for another thread to read while steps go on.
 
-        Call :meth:`synchronize` first. What is not in the snapshot has to be read by other means.
+        Call :meth:`synchronize` first. Entries that are not in the snapshot have to be read by other means.
 
         Args:
             wanted: names of entries by parameter.
-            weight_of: what returns a parameter's local weight of this moment on the host, when it is called.
+            weight_of: returns, for a parameter, a function that returns its local weight of now, on the host.
             copies: host memory for copies; ``None``: there are no steps until the snapshot is closed.
         """
-        with own_work():
+        with no_grad_no_inference():
             return self.engine.managed.pin(wanted, weight_of, copies)
 
     def keeps_state(self, parameter: Tensor) -> bool:
-        """Whether this process keeps the parameter's state, and not another replica (set up if need be)."""
+        """Whether this process keeps the parameter's state, and no other replica; sets up if necessary."""
         if parameter.requires_grad:
             self.engine.set_up()
         item = self.engine.managed.get(parameter)
         return item is None or not item.elsewhere
 
     def takes_entry(self, group: Mapping[str, Any], key: str, entry: Tensor, shape: torch.Size) -> bool:
-        """Whether a state entry (local part) can belong to a parameter of this group and local shape."""
-        return self.engine.managed.takes(group, key, entry, shape)
+        """Whether a parameter of this group and local shape can have this state entry (local part)."""
+        return self.engine.managed.accepts(group, key, entry, shape)
 
     def load_parameter_state(self, parameter: Tensor, entries: Mapping[str, Any]) -> None:
-        """Replace one parameter's state; ``{}`` removes it. Shards must be this parameter's.
+        """Replace one parameter's state; ``{}`` removes it. Shards must be placed like the parameter.
 
-        Where replicas share the work, all of them call this; of a parameter whose state another one keeps
-        (:meth:`keeps_state`) only the entries' names count.
+        If replicas share the work, all of them call this. A replica that does not keep the parameter's state
+        (:meth:`keeps_state`) uses only the names of the entries.
 
         Raises:
-            ValueError: an entry has another shape than the parameter's local shard, or the parameter is a stranger.
+            ValueError: an entry has another shape than the parameter's local shard, or the parameter is in no group.
         """
         self.engine.replace_state(parameter, entries)
-        self.engine.broken.repaired(parameter)
+        self.engine.broken.mark_loaded(parameter)
 
     @property
     def half_updated(self) -> bool:
-        """Whether a step or a load broke off and no checkpoint was loaded since."""
+        """Whether a step or a load has failed halfway and no checkpoint has been loaded since."""
         return bool(self.engine.broken)
 
     def refuse_half_updated(self, remedy: str) -> None:
-        """Raise if a step broke off and no checkpoint was loaded since, or is under way.
+        """Raise if a step has failed halfway and no checkpoint has been loaded since, or if a step is under way.
 
         Raises:
-            RuntimeError: what failed, and ``remedy``; or that ``step()`` is missing.
+            RuntimeError: with what failed, and ``remedy``; or that ``step()`` has to be called first.
         """
         self.engine.broken.refuse(remedy)
         self.engine.refuse_unfinished()
 
     def refuse_until_loaded(self, reason: str, weights_only: bool = False) -> None:
-        """From now on ``step()``, ``backward()`` with updates and saving refuse, until all state has been loaded.
+        """Make ``step()``, ``backward()`` with updates, and saving raise until all state has been loaded.
 
         For a load that failed after it had changed something.
 
         Args:
             reason: what happened, as the beginning of a sentence: ``"loading runs/a/step-100 failed (...)"``.
-            weights_only: only weights were being loaded: ``refresh_master_weights()`` after a load of them does, too.
+            weights_only: only weights were being loaded: loading them and ``refresh_master_weights()`` suffices.
         """
-        self.engine.broken.because(reason, weights_only)
+        self.engine.broken.mark(reason, weights_only)
 
     @eager
     def state_dict(self) -> dict[str, Any]:
         """torch's layout: ``state`` by index, ``param_groups``, and ``loss_scale``; a snapshot.
 
-        Complete on every rank. Where replicas share the work (``optimizer_state.backend: stream`` under DDP and HSDP)
-        all of them call it, and each has all the state in memory then; ``strategy.save_checkpoint`` does without.
+        Complete on every rank. If replicas share the work (``optimizer_state.backend: stream`` under DDP and HSDP) all
+        of them call this, and each then has all the state in memory; ``strategy.save_checkpoint`` does not need that.
         """
         self.engine.refuse_if_closed()
         self.engine.refuse_unfinished()
@@ -382,15 +382,15 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         packed.setdefault("loss_scale", self.loss_scale.state_dict())
         packed["param_groups"] = [plain_numbers(group) for group in packed["param_groups"]]
         indices = [index for group in packed["param_groups"] for index in group["params"]]
-        masters = {index: self._start_of(p) for index, p in zip(indices, self._parameters(), strict=True)}
+        masters = {index: self._initial_state(p) for index, p in zip(indices, self._parameters(), strict=True)}
         states = {**masters, **packed["state"]}
         return snapshot({**packed, "state": {index: dict(own) for index, own in states.items() if own}})
 
     def _parameters(self) -> Iterator[Tensor]:
         return (parameter for group in self.param_groups for parameter in group["params"])
 
-    def _start_of(self, parameter: Tensor) -> dict[str, Any]:
-        """From what a parameter without state starts, if that is not its weight: ``{"master": ...}``."""
+    def _initial_state(self, parameter: Tensor) -> dict[str, Any]:
+        """``{"master": ...}`` for a parameter without state whose master does not start from its weight."""
         return {} if parameter in self.state else self.engine.parameter_state(parameter)
 
     @eager
@@ -400,7 +400,7 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         Raises:
             ValueError: groups or shapes do not match; nothing has been changed then.
         """
-        self.wait_for_update()  # the update under way may still write into its groups
+        self.wait_for_update()  # a pending update still writes to its groups
         load_torch_state_dict(self, state_dict)
 
     def __repr__(self) -> str:
@@ -408,7 +408,7 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         return super().__repr__().replace(name, f"{name}[{self.engine.classes.name}]", 1)
 
     def close(self) -> None:
-        """Give back the memory of the state backend and take the hooks off the parameters."""
+        """Free the memory of the state backend and remove the hooks from the parameters."""
         self.engine.close()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -431,14 +431,9 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         own, *named = state.pop("classes")
         classes = GroupClasses(*own)
         for optimizer_class, hyperparameters in named:
-            classes.know(optimizer_class, hyperparameters)
-        # No strategy makes forwards wait for a copy: it updates in step().
-        self.engine = Engine(
-            classes,
-            **state.pop("engine"),
-            places=lambda: known,
-            update_time=AtStep,
-        )
+            classes.add_class(optimizer_class, hyperparameters)
+        # A copy updates in step(): no strategy makes forwards wait for it.
+        self.engine = Engine(classes, **state.pop("engine"), places=lambda: known, update_time=AtStep)
         self.param_groups = state.pop("param_groups")
         super().__setstate__(state)
         self.engine.watch_gradients()
@@ -447,16 +442,16 @@ class MixedPrecisionOptimizer(BaseOptimizer):
                 self.load_parameter_state(parameter, values)
 
 
-def _makes_state_exist(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether ``torch.distributed.checkpoint`` calls: it makes state exist by a step with zero gradients and ``lr`` 0.
+def _is_state_initialization(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether ``torch.distributed.checkpoint`` calls ``step()`` to make state, with zero gradients and ``lr`` 0.
 
-    A user's own step may look just like that (warm-up from 0, advantages that are all zero) and counts, so that the
-    caller is looked for: a function of torch's that hands the groups it has set to 0 back after the step.
+    A user's own step may look just like that (warm-up from 0, advantages that are all zero) and must count. So the
+    caller is looked for among the frames: ``_init_optim_state``, which restores the groups after the step.
     """
     if any(item.updated for item in optimizer.engine.managed):  # type: ignore[attr-defined]
         return False
     frame: Any = sys._getframe(1)
-    for _ in range(20):  # hooks' and schedulers' wrappers, accelerate's and Fabric's are between
+    for _ in range(20):  # wrappers of hooks, schedulers, accelerate and Fabric come between
         if frame is None:
             return False
         if frame.f_code.co_name == "_init_optim_state":

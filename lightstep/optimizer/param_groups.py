@@ -1,4 +1,4 @@
-"""Parameters of a model by name and layer, and checks on the groups a user hands over."""
+"""Names and layers of a model's parameters, and checks of the groups that a user gives."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 
 
 class Place(NamedTuple):
-    """Where a parameter stands in the model: its name, the block it belongs to, its number in ``parameters()``."""
+    """A parameter's name, the layer that it belongs to, and its number in ``parameters()``."""
 
     name: str
     layer: str
@@ -20,15 +20,15 @@ class Place(NamedTuple):
 
 
 def clean_name(name: str) -> str:
-    """``name`` without what ``torch.compile``, activation checkpointing and FSDP1 put between the dots."""
+    """``name`` without the parts that ``torch.compile``, activation checkpointing and FSDP1 insert."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def places(model: nn.Module) -> dict[Tensor, Place]:
-    """Name and layer of every parameter; a tied parameter has the place of its first appearance.
+    """Name and layer of every parameter; for a tied parameter, those of its first appearance.
 
-    A layer is an element of an ``nn.ModuleList`` or ``nn.Sequential``-like run of blocks (the outermost one on the
-    path); what lies outside such a list belongs to its parent module.
+    A layer is an element of an ``nn.ModuleList``, ``nn.Sequential`` or the like (the outermost one on the path). A
+    parameter outside such a list belongs to its parent module.
     """
     inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
     return {
@@ -51,7 +51,7 @@ def check_param_groups(groups: Any, model: nn.Module) -> list[dict[str, Any]]:
 
     Raises:
         TypeError: not parameters, or not dictionaries with ``params``.
-        ValueError: a parameter stands in two places, is not the model's, or nothing is trainable.
+        ValueError: a parameter is given twice or is not the model's, or none is trainable.
     """
     names = {parameter: place.name for parameter, place in places(model).items()}
     listed = [_as_group(group) for group in _as_groups(groups, model)]
@@ -105,7 +105,7 @@ def _refuse_repeated(parameters: Sequence[Tensor], names: Mapping[Tensor, str]) 
 
 
 def plain_numbers(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Hyper-parameters with Python numbers in place of numpy's, which a weights-only load would refuse."""
+    """Hyper-parameters with numpy's numbers replaced by Python's: a weights-only load would refuse numpy's."""
     return {key: value if key == "params" else _plain(value) for key, value in settings.items()}
 
 

@@ -1,4 +1,4 @@
-"""What one ``step()`` did, read from the device only when somebody asks."""
+"""The result of one ``step()``, read from the device on demand."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from torch import Tensor
 class StepResult:
     """The outcome of one :meth:`BaseOptimizer.step`; true when the step was applied.
 
-    Making one waits for nothing. ``applied`` (also ``bool(result)``) and ``loss_scale`` make the host wait until the
-    device has measured the step's norm, and so does looking into ``grad_norm`` (``.item()``, ``print``): before that
-    the host may already be queuing the next iteration. A loop that never reads the result never waits.
+    Creating one waits for nothing. Reading ``applied`` (also ``bool(result)``), ``loss_scale`` or the value of
+    ``grad_norm`` (``.item()``, ``print``) makes the host wait until the device has measured the step's norm. A loop
+    that never reads the result never waits, so the host can queue the next iteration meanwhile.
 
     Attributes:
         grad_norm: 0-dim fp32 tensor on the gradients' device: the global norm, unscaled, before clipping.
         loss: what the closure returned, or ``None``.
-        redone: with ``optimizer_state.update: overlap``, how many steps before this one were updated in backward in
-            vain, since their gradients had to be clipped, and had to be updated again.
+        redone: with ``optimizer_state.update: overlap``, the number of steps before this one whose updates in backward
+            were rolled back and run again, because their gradients had to be clipped.
     """
 
     __slots__ = ("_loss_scale", "_overflow", "grad_norm", "loss", "redone")

@@ -17,14 +17,14 @@ from lightstep.optimizer.param_groups import clean_name
 __all__ = ["KINDS", "Rule", "described_parameters", "groups_by_rules", "own_class", "warn_of_muon_on_vocabularies"]
 
 KINDS = ("hidden_matrices", "embeddings", "head", "norms", "biases", "rest")
-"""What ``Rule(kinds=...)`` may name; every parameter is of one kind, and ``rest`` is all that no other rule names."""
+"""The values of ``Rule(kinds=...)``; every parameter has one kind, and ``rest`` is what no other rule matches."""
 
 
 class Rule:
-    """One optimizer class and its hyper-parameters, and which parameters they are for.
+    """An optimizer class with its hyper-parameters, and the parameters that it updates.
 
-    A parameter is meant when it fits all that is given: ``names``, ``kinds`` and ``dims``; with nothing given all are.
-    Of several rules exactly one must mean each trainable parameter.
+    A rule matches a parameter that fits all of ``names``, ``kinds`` and ``dims`` that are given; with none given, every
+    parameter. Each trainable parameter must match exactly one rule.
 
     ::
 
@@ -36,11 +36,11 @@ class Rule:
 
     Args:
         optimizer_class: a ``torch.optim.Optimizer`` subclass.
-        names: regular expressions, one or several; one of them is found in the parameter's name.
+        names: one or several regular expressions, one of which is found in the parameter's name.
         kinds: one or several of :data:`KINDS`. ``hidden_matrices`` are weights of two dimensions or more (experts:
             three) that are neither ``embeddings`` nor the ``head``, which maps to the vocabulary; ``norms`` are all
-            parameters of normalisation layers, ``biases`` the others that are called so; ``rest`` is what no other
-            rule means.
+            parameters of normalization layers, ``biases`` all others whose name ends in ``bias``; ``rest`` is what no
+            other rule matches.
         dims: one or several numbers of dimensions.
         hyperparameters: keyword arguments of the class.
 
@@ -74,18 +74,18 @@ class Rule:
 
     def __repr__(self) -> str:
         given = {"names": self.names, "kinds": self.kinds, "dims": self.dims}
-        told = [f"{key}={_shown(value)}" for key, value in given.items() if value is not None]
-        return f"Rule({', '.join([self.optimizer_class.__name__, *told])})"
+        shown = [f"{key}={_shown(value)}" for key, value in given.items() if value is not None]
+        return f"Rule({', '.join([self.optimizer_class.__name__, *shown])})"
 
-    def fits(self, name: str, parameter: Tensor, kind: str) -> bool:
-        """Whether it means this parameter, whatever the other rules mean."""
-        return self._fits(name, parameter) and (self.kinds is None or (kind in self.kinds and kind != "rest"))
+    def matches(self, name: str, parameter: Tensor, kind: str) -> bool:
+        """Whether it matches this parameter, whatever the other rules match."""
+        return self._matches(name, parameter) and (self.kinds is None or (kind in self.kinds and kind != "rest"))
 
-    def fits_the_rest(self, name: str, parameter: Tensor) -> bool:
-        """Whether it means this parameter if no other rule does."""
-        return self._fits(name, parameter) and "rest" in (self.kinds or ())
+    def matches_rest(self, name: str, parameter: Tensor) -> bool:
+        """Whether it matches this parameter if no other rule does."""
+        return self._matches(name, parameter) and "rest" in (self.kinds or ())
 
-    def _fits(self, name: str, parameter: Tensor) -> bool:
+    def _matches(self, name: str, parameter: Tensor) -> bool:
         found = self._patterns is None or any(pattern.search(name) for pattern in self._patterns)
         return found and (self.dims is None or parameter.dim() in self.dims)
 
@@ -107,13 +107,13 @@ class Rule:
 
 
 def groups_by_rules(rules: Sequence[Rule] | Rule, model: nn.Module) -> list[dict[str, Any]]:
-    """A parameter group for each rule, in their order; its parameters in the order of the model.
+    """A parameter group for each rule, in their order; its parameters are in the order of the model.
 
-    Frozen parameters go where the rules put them, and to none where they do not.
+    A frozen parameter may match no rule, and is then in no group.
 
     Raises:
         TypeError: not rules.
-        ValueError: a rule means no parameter, two mean the same one, or none means a trainable one.
+        ValueError: a rule matches no parameter, two match the same one, or a trainable parameter matches none.
     """
     listed = [rules] if isinstance(rules, Rule) else list(rules)
     if not listed:
@@ -121,48 +121,50 @@ def groups_by_rules(rules: Sequence[Rule] | Rule, model: nn.Module) -> list[dict
     for rule in listed:
         if not isinstance(rule, Rule):
             raise TypeError(f"rules hold {rule!r:.80}; lightstep.Rule(optimizer_class, kinds=..., lr=...) is needed")
-    _refuse_differences(listed)
+    _check_class_settings(listed)
     groups = [rule.group() for rule in listed]
     matched = [False] * len(listed)
     for name, parameter, kind in described_parameters(model):
-        found = [number for number, rule in enumerate(listed) if rule.fits(name, parameter, kind)]
-        found = found or [number for number, rule in enumerate(listed) if rule.fits_the_rest(name, parameter)]
+        found = [number for number, rule in enumerate(listed) if rule.matches(name, parameter, kind)]
+        found = found or [number for number, rule in enumerate(listed) if rule.matches_rest(name, parameter)]
         for number in found:
             matched[number] = True
         if len(found) > 1:
             raise ValueError(
-                f"{name} of shape {tuple(parameter.shape)} is meant by {listed[found[0]]} and by {listed[found[1]]}; "
-                "each parameter belongs to one rule (kinds='rest' is what no other rule means)"
+                f"{name} of shape {tuple(parameter.shape)} matches {listed[found[0]]} and {listed[found[1]]}; each "
+                "parameter belongs to one rule (kinds='rest' is what no other rule matches)"
             )
         if found:
             groups[found[0]]["params"].append(parameter)
         elif parameter.requires_grad:
             raise ValueError(
-                f"{name} of shape {tuple(parameter.shape)} ({kind}) is trained, and no rule means it; "
+                f"{name} of shape {tuple(parameter.shape)} ({kind}) is trained, and matches no rule; "
                 f"rules: {', '.join(map(str, listed))}. Add one with kinds='rest'"
             )
     for rule, hit in zip(listed, matched, strict=True):
         if not hit:
-            raise ValueError(f"{rule} means no parameter of this model; `lightstep params` lists their names and kinds")
+            raise ValueError(
+                f"{rule} matches no parameter of the model; `lightstep params` lists their names and kinds"
+            )
     return groups
 
 
-def _refuse_differences(rules: Sequence[Rule]) -> None:
+def _check_class_settings(rules: Sequence[Rule]) -> None:
     seen: dict[type, tuple[Rule, dict[str, Any]]] = {}
     for rule in rules:
         kept = kept_by_class(rule.optimizer_class, rule.hyperparameters)
         other, theirs = seen.setdefault(rule.optimizer_class, (rule, kept))
         if kept != theirs:
             raise ValueError(
-                f"{other} and {rule} differ in what {rule.optimizer_class.__name__} keeps for all its groups ({theirs} "
-                f"and {kept}): give both the same"
+                f"{other} and {rule} differ in settings that {rule.optimizer_class.__name__} has for all its groups "
+                f"({theirs} and {kept}): give both the same"
             )
 
 
 def warn_of_muon_on_vocabularies(
     groups: Sequence[Mapping[str, Any]], optimizer_class: type[torch.optim.Optimizer], model: nn.Module
 ) -> None:
-    """Muon makes all directions of a matrix equally strong; rows that stand for tokens are not directions of a map."""
+    """Warn of embeddings and heads under Muon, which treats a matrix as a linear map and orthogonalizes it."""
     classes = {p: group.get("optimizer_class", optimizer_class) for group in groups for p in group["params"]}
     if torch.optim.Muon not in classes.values():
         return
@@ -173,14 +175,14 @@ def warn_of_muon_on_vocabularies(
     ]
     if found:
         warnings.warn(
-            f"Muon will update {', '.join(found)}: it is meant for hidden matrices, and takes a row for each token "
-            "for a linear map. Give these to AdamW (kinds='hidden_matrices' leaves them out)",
+            f"Muon will update {', '.join(found)}: it is meant for hidden matrices, and treats these tables of "
+            "tokens as linear maps. Give them to AdamW (kinds='hidden_matrices' leaves them out)",
             stacklevel=3,
         )
 
 
 def own_class(groups: Sequence[Mapping[str, Any]]) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
-    """What an optimizer over groups by rules is constructed with: the class of the first, without its settings."""
+    """The class of the first group, and the arguments to construct an optimizer over all groups with it."""
     optimizer_class: type[torch.optim.Optimizer] = groups[0]["optimizer_class"]
     return optimizer_class, constructor_arguments(optimizer_class, groups[0])
 
@@ -210,17 +212,17 @@ def _kind(name: str, parameter: Tensor, owners: Sequence[nn.Module], head: nn.Mo
 
 
 def _is_norm(module: nn.Module, parameter: Tensor) -> bool:
-    """torch's, and what libraries call so (``LlamaRMSNorm``)."""
+    """torch's layers, and those of libraries whose class names say so (``LlamaRMSNorm``)."""
     return isinstance(module, nn.LayerNorm) or (parameter.dim() < 2 and "norm" in type(module).__name__.lower())
 
 
 def _head(model: nn.Module) -> nn.Module | None:
-    """What maps to the vocabulary: transformers say so; else the last linear layer outside of all blocks."""
-    told = getattr(model, "get_output_embeddings", None)
-    if callable(told):
-        found = told()
-        if isinstance(found, nn.Module):
-            return found
+    """The layer that maps to the vocabulary: as transformers say, else the last linear layer outside of all blocks."""
+    get_head = getattr(model, "get_output_embeddings", None)
+    if callable(get_head):
+        head = get_head()
+        if isinstance(head, nn.Module):
+            return head
     outside = [
         module
         for name, module in model.named_modules()
@@ -236,7 +238,7 @@ def _several(key: str, given: Any, kind: type) -> list[Any] | None:
     if given is None:
         return None
     listed = [given] if isinstance(given, kind) else given
-    if not isinstance(listed, list | tuple | set | frozenset) or not all(isinstance(one, kind) for one in listed):
+    if not isinstance(listed, list | tuple | set | frozenset) or not all(isinstance(value, kind) for value in listed):
         raise TypeError(f"a rule's {key} is {given!r}; {_CALLED[kind]} or a list of them is needed")
     return list(listed)
 

@@ -1,9 +1,9 @@
-"""By what gradients are multiplied before the update: the loss scale taken out, and clipped by a norm.
+"""The factors by which gradients are multiplied before the update: one over the loss scale, times the clip coefficient.
 
-Norms are those of the gradients without the loss scale, with the bits they have when it is divided out first.
+Norms are those of unscaled gradients, with the bits that they have if the scale is divided out first.
 
-The norm is that of all gradients together, or with ``layers`` each layer's own. A layer is what shares a place in the
-model (a transformer block, a module outside the blocks), however its state is cut for streaming.
+The norm is that of all gradients together, or with ``clip_layers`` that of each layer. A layer is a part of the model
+(a transformer block, or a module outside the blocks), however its state is cut into units.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lightstep.clipping import GradientNorm, clip_coefficient
-from lightstep.optimizer.walk import Gradients
+from lightstep.optimizer.unit_updater import Gradients
 from lightstep.precision.loss_scale import LossScale
 from lightstep.state.backend import Managed
 from lightstep.state.units import group_by_layer
@@ -26,17 +26,17 @@ Factor = Tensor | None
 
 
 class Scaling:
-    """Norms and factors of one optimizer's gradients; made anew when its parameters change.
+    """Norms and factors of one optimizer's gradients; a new object is made when its parameters change.
 
     Args:
         managed: the parameters, in the order of ``model.parameters()``: the last bits of the norm depend on it.
         norm_type: p of the norms.
         everywhere: whether all ranks of the process group agree on overflow; ``None`` decides by the parameters.
         clip_layers: clip each layer by its own norm.
-        layer_by_layer: gradients come and go by :meth:`keep` and :meth:`of_layer`.
+        layer_by_layer: gradients exist one layer at a time: :meth:`add_norm` and :meth:`layer_factors` are used.
 
     Attributes:
-        layers: the parameters layer by layer.
+        layers: the parameters of each layer.
     """
 
     def __init__(
@@ -50,103 +50,104 @@ class Scaling:
     ) -> None:
         self._managed = list(managed)
         self._norm_type, self._clip_layers = norm_type, clip_layers
-        self._norm = GradientNorm([item.param for item in self._managed], norm_type, everywhere)
+        self._global_norm = GradientNorm([item.param for item in self._managed], norm_type, everywhere)
         self._half = all(item.local.dtype == torch.float16 for item in self._managed)
         self.layers = group_by_layer(self._managed)
         by_layer = self.layers if clip_layers or layer_by_layer else []
         self._layer_norms = [GradientNorm([item.param for item in layer], norm_type, False) for layer in by_layer]
-        self._kept: dict[Managed, Tensor] = {}
+        self._norms: dict[Managed, Tensor] = {}
 
     # -- all gradients at once
 
     def norm(self, gradients: Gradients, loss_scale: LossScale) -> tuple[Tensor, Tensor]:
         """The global norm of the gradients divided by the loss scale, and the overflow flag: 0-dim fp32."""
-        norms = self._norms([gradients.get(item) for item in self._managed], loss_scale)
-        return self._of_norms(self._norm, norms, loss_scale)
+        norms = self._tensor_norms([gradients.get(item) for item in self._managed], loss_scale)
+        return self._combine(self._global_norm, norms, loss_scale)
 
-    def _norms(self, gradients: Sequence[Tensor | None], loss_scale: LossScale) -> Sequence[Tensor | None]:
-        """Each gradient's own norm, for :meth:`_of_norms`."""
+    def _tensor_norms(self, gradients: Sequence[Tensor | None], loss_scale: LossScale) -> Sequence[Tensor | None]:
+        """Each gradient's own norm, for :meth:`_combine`."""
         if loss_scale.is_identity or self._divided_later(loss_scale):
-            return self._norm.tensor_norms(gradients)
+            return self._global_norm.tensor_norms(gradients)
         divided = (None if g is None else g.float() / loss_scale.tensor(g.device) for g in gradients)
-        return [self._norm.tensor_norms([gradient])[0] for gradient in divided]  # none is kept beside the next
+        return [self._global_norm.tensor_norms([gradient])[0] for gradient in divided]  # one copy at a time
 
-    def _of_norms(
-        self, together: GradientNorm, norms: Sequence[Tensor | None], loss_scale: LossScale
+    def _combine(
+        self, norm_of: GradientNorm, norms: Sequence[Tensor | None], loss_scale: LossScale
     ) -> tuple[Tensor, Tensor]:
-        norm, overflow = together.of_norms(norms)
+        norm, overflow = norm_of.combine(norms)
         return norm / loss_scale.tensor(norm.device) if self._divided_later(loss_scale) else norm, overflow
 
     def _divided_later(self, loss_scale: LossScale) -> bool:
-        """Whether the norm is divided by the scale in the place of the gradients, because that is the same.
+        """Whether dividing the norm by the scale, not the gradients, gives the same bits.
 
-        Powers of two change no digit, and squares of what fitted fp16 stay in the range of fp32 with the scale and
-        without it. Those of other gradients may leave it, and other roots of powers of two are rounded.
+        Division by a power of two is exact, and squares of fp16 numbers stay in the range of fp32 with and without the
+        scale. Squares of other dtypes may leave it, and roots other than the first and second of a power of two are
+        rounded.
         """
         exact = self._half and self._norm_type in (1, 2, math.inf)
         return exact and loss_scale.power_of_two and not loss_scale.is_identity
 
-    def unclipped(self, loss_scale: LossScale, device: torch.device) -> tuple[Factor, Factor]:
-        """``(divisor, factor)`` where the norm clips nothing."""
-        return _scaled(loss_scale, loss_scale.tensor(device).clone(), None)
+    def unclipped_factors(self, loss_scale: LossScale, device: torch.device) -> tuple[Factor, Factor]:
+        """``(divisor, factor)`` of a step that clips nothing."""
+        return _factors(loss_scale, loss_scale.tensor(device).clone(), None)
 
-    def of_all(
+    def factors(
         self, gradients: Gradients, norm: Tensor, loss_scale: LossScale, scale: Tensor, max_norm: float | None
     ) -> tuple[Factor, Factor | Mapping[Managed, Tensor]]:
-        """``(divisor, factor)`` of :class:`~lightstep.optimizer.walk.Update`.
+        """``(divisor, factor)`` of :class:`~lightstep.optimizer.unit_updater.Update`.
 
         Args:
             norm: the global norm, unscaled.
-            loss_scale: by which the gradients are multiplied.
-            scale: its number in this step, 0-dim fp32.
+            loss_scale: the scale of the gradients.
+            scale: its value in this step, 0-dim fp32.
             max_norm: ``None`` clips nothing.
         """
         if max_norm is None or not self._clip_layers:
-            return _scaled(loss_scale, scale, None if max_norm is None else clip_coefficient(norm, max_norm))
+            return _factors(loss_scale, scale, None if max_norm is None else clip_coefficient(norm, max_norm))
         divisor, factors = None, {}
         for layer, norm_of_layer in zip(self.layers, self._layer_norms, strict=True):
-            norms = self._norms([gradients.get(item) for item in layer], loss_scale)
-            own = self._of_norms(norm_of_layer, norms, loss_scale)[0].to(scale.device)
-            divisor, factor = _scaled(loss_scale, scale, clip_coefficient(own, max_norm))
+            norms = self._tensor_norms([gradients.get(item) for item in layer], loss_scale)
+            layer_norm = self._combine(norm_of_layer, norms, loss_scale)[0].to(scale.device)
+            divisor, factor = _factors(loss_scale, scale, clip_coefficient(layer_norm, max_norm))
             assert factor is not None
             factors.update(dict.fromkeys(layer, factor))
         return divisor, factors
 
-    # -- gradients that come and go layer by layer
+    # -- one layer at a time
 
-    def start(self) -> None:
+    def reset_norms(self) -> None:
         """Forget the norms of an earlier step."""
-        self._kept.clear()
+        self._norms.clear()
 
-    def keep(self, item: Managed, gradient: Tensor, loss_scale: LossScale) -> None:
-        """Remember the norm of a gradient that will be gone at the end of the step."""
-        (norm,) = self._norms([gradient], loss_scale)
+    def add_norm(self, item: Managed, gradient: Tensor, loss_scale: LossScale) -> None:
+        """Store the norm of a gradient that will be freed before the end of the step."""
+        (norm,) = self._tensor_norms([gradient], loss_scale)
         assert norm is not None
-        self._kept[item] = norm
+        self._norms[item] = norm
 
     @property
-    def has_kept(self) -> bool:
-        """Whether any gradient has come since :meth:`start`."""
-        return bool(self._kept)
+    def has_norms(self) -> bool:
+        """Whether any norm has been stored since :meth:`reset_norms`."""
+        return bool(self._norms)
 
-    def kept_norm(self, loss_scale: LossScale) -> tuple[Tensor, Tensor]:
-        """:meth:`norm` of all that was kept."""
-        return self._of_norms(self._norm, [self._kept.get(item) for item in self._managed], loss_scale)
+    def total_norm(self, loss_scale: LossScale) -> tuple[Tensor, Tensor]:
+        """:meth:`norm` of all gradients whose norms have been stored."""
+        return self._combine(self._global_norm, [self._norms.get(item) for item in self._managed], loss_scale)
 
-    def of_layer(
+    def layer_factors(
         self, number: int, gradients: Gradients, loss_scale: LossScale, max_norm: float | None
     ) -> tuple[Factor, Factor, Tensor]:
-        """``(divisor, factor, overflow)`` of one layer whose norms were kept; all ranks that share it agree."""
+        """``(divisor, factor, overflow)`` of one layer whose norms are stored; the same on all ranks that share it."""
         device = next(iter(gradients.values())).device
-        kept = [self._kept.get(item) if item in gradients else None for item in self.layers[number]]
-        norm = self._of_norms(self._layer_norms[number], kept, loss_scale)[0].to(device)
+        norms = [self._norms.get(item) if item in gradients else None for item in self.layers[number]]
+        norm = self._combine(self._layer_norms[number], norms, loss_scale)[0].to(device)
         scale = loss_scale.tensor(device)
         coefficient = None if max_norm is None else clip_coefficient(norm, max_norm)
-        return *_scaled(loss_scale, scale, coefficient), (~norm.isfinite()).float()
+        return *_factors(loss_scale, scale, coefficient), (~norm.isfinite()).float()
 
 
-def _scaled(loss_scale: LossScale, scale: Tensor, coefficient: Factor) -> tuple[Factor, Factor]:
-    """One multiplication, unless dividing by the scale is inexact."""
+def _factors(loss_scale: LossScale, scale: Tensor, coefficient: Factor) -> tuple[Factor, Factor]:
+    """``(divisor, factor)``: one multiplication, unless dividing by the scale is inexact."""
     if loss_scale.is_identity:
         return None, coefficient
     if not loss_scale.power_of_two:

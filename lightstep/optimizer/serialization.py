@@ -1,4 +1,4 @@
-"""torch's state-dict layout, in and out."""
+"""Copying and loading state dicts in torch's layout."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def snapshot(packed: dict[str, Any]) -> dict[str, Any]:
-    """The same dictionary with every tensor copied, so that later steps do not reach into it."""
+    """The same dictionary with every tensor copied, so that later steps do not change it."""
     return tree_map(_copied, packed)
 
 
@@ -27,9 +27,9 @@ def _copied(value: Any) -> Any:
 
 
 def load_torch_state_dict(optimizer: MixedPrecisionOptimizer, state_dict: Mapping[str, Any]) -> None:
-    """``optimizer.load_state_dict``: hooks, checks, groups, state, loss scale; nothing is changed when it does not fit.
+    """``optimizer.load_state_dict``: hooks, checks, state, groups, loss scale; nothing is changed if a check fails.
 
-    torch's own would cast state to the parameter's dtype, which ruins fp32 masters of 16-bit parameters.
+    torch's own method would cast state to the parameter's dtype, which ruins fp32 masters of 16-bit parameters.
     """
     incoming = dict(state_dict)
     for pre_hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
@@ -52,10 +52,10 @@ def load_torch_state_dict(optimizer: MixedPrecisionOptimizer, state_dict: Mappin
 
 
 def refuse_nan(name: str, entries: Mapping[str, Any]) -> None:
-    """Optimizer state with NaN in it (masters aside) would turn the weights into NaN at the next step.
+    """Refuse state with NaN (masters aside), which would turn the weights into NaN at the next step.
 
     Raises:
-        ValueError: naming the entry and how much of it is NaN.
+        ValueError: with the entry and its number of NaN.
     """
     for key, value in entries.items():
         if key == "master" or not isinstance(value, Tensor) or not value.is_floating_point():
@@ -63,15 +63,15 @@ def refuse_nan(name: str, entries: Mapping[str, Any]) -> None:
         count = int(local_tensor(value).isnan().sum())
         if count:
             raise ValueError(
-                f"state {key!r} of {name} holds {count} NaN (of {value.numel()}): the run that wrote it had broken "
-                "down; load an earlier checkpoint, or only the weights"
+                f"state {key!r} of {name} holds {count} NaN (of {value.numel()}): the run that wrote it had "
+                "diverged; load an earlier checkpoint, or only the weights"
             )
 
 
 def _load_states(optimizer: MixedPrecisionOptimizer, states: Mapping[Tensor, Mapping[str, Any]]) -> None:
-    """All of it, or the optimizer refuses to go on."""
+    """Load all states; if that fails halfway, the optimizer refuses further steps."""
     if not optimizer.is_set_up and all([*entries] == ["master"] for entries in states.values()):
-        for parameter, entries in states.items():  # wrappers load it back before a model is sharded
+        for parameter, entries in states.items():  # wrappers load their state back before the model is sharded
             optimizer.load_parameter_state(parameter, entries)
         return
     frozen = [parameter for parameter, entries in states.items() if entries and not parameter.requires_grad]
@@ -87,10 +87,10 @@ def _load_states(optimizer: MixedPrecisionOptimizer, states: Mapping[Tensor, Map
 
 
 def matched_parameters(optimizer: Optimizer, saved: Sequence[Mapping[str, Any]]) -> dict[Any, Tensor]:
-    """The parameter that each index of a state dict with these groups stands for.
+    """The parameter for each index of a state dict with these groups.
 
     Raises:
-        ValueError: they are other groups.
+        ValueError: the groups do not match the optimizer's.
     """
     live = optimizer.param_groups
     if len(saved) != len(live):
@@ -98,7 +98,7 @@ def matched_parameters(optimizer: Optimizer, saved: Sequence[Mapping[str, Any]])
     matched: dict[Any, Tensor] = {}
     for index, (mine, theirs) in enumerate(zip(live, saved, strict=True)):
         own: list[Tensor] = mine["params"]
-        if len(own) != len(theirs["params"]):  # groups of earlier versions held no frozen parameters
+        if len(own) != len(theirs["params"]):  # groups of earlier versions had no frozen parameters
             own = [parameter for parameter in own if parameter.requires_grad]
         if len(own) != len(theirs["params"]):
             raise ValueError(
@@ -111,7 +111,7 @@ def matched_parameters(optimizer: Optimizer, saved: Sequence[Mapping[str, Any]])
 
 
 def _refuse_other_class(optimizer: Optimizer, index: int, mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
-    """A group that names no class is updated by the optimizer's own."""
+    """Refuse a group of another class; a group that names none has the optimizer's own."""
     own = class_name(getattr(optimizer, "optimizer_class", type(optimizer)))
     live, saved = (group.get("optimizer_class", own) for group in (mine, theirs))
     if live != saved:

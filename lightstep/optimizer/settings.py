@@ -1,4 +1,4 @@
-"""Settings that are checked whenever somebody assigns them."""
+"""Descriptors for settings of the engine, checked on assignment."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Any
 
 from lightstep.precision.loss_scale import LossScale
 
-__all__ = ["Fixed", "OfEngine", "Setting", "check_loss_scale"]
+__all__ = ["EngineAttribute", "FixedSetting", "Setting", "check_loss_scale"]
 
 
 class Setting:
-    """An attribute of the engine.
+    """A checked attribute of the engine.
 
     Args:
-        check: returns the value, or raises.
+        check: returns the value to store, or raises.
     """
 
     def __init__(self, check: Callable[[Any], Any]) -> None:
@@ -30,23 +30,23 @@ class Setting:
         vars(instance)[self._name] = self._check(value)
 
 
-class Fixed(Setting):
-    """One that cannot change any more once parameters have been taken charge of."""
+class FixedSetting(Setting):
+    """A setting that cannot change after the set-up."""
 
     def __set__(self, instance: Any, value: Any) -> None:
         if self._name in vars(instance) and instance.is_set_up:
             raise AttributeError(
-                f"{self._name} is {vars(instance)[self._name]!r} since the optimizer took charge of its parameters; "
-                "to train on with another one, make a new optimizer and load this one's state_dict()"
+                f"{self._name} is {vars(instance)[self._name]!r} and cannot change once the optimizer has been set up; "
+                "to continue with another value, make a new optimizer and load this one's state_dict()"
             )
         super().__set__(instance, value)
 
 
-class OfEngine:
-    """An attribute of the optimizer that is its engine's.
+class EngineAttribute:
+    """An attribute of the optimizer that is stored in its engine.
 
-    Lightning Fabric wraps an optimizer in an object that runs the optimizer's methods with itself as ``self``: the
-    engine is the same for both.
+    Lightning Fabric wraps an optimizer in an object that runs the optimizer's methods with itself as ``self``. Both
+    have the same engine.
     """
 
     def __set_name__(self, owner: type, name: str) -> None:
@@ -60,7 +60,7 @@ class OfEngine:
 
 
 def check_loss_scale(value: Any) -> LossScale:
-    """Raises :class:`TypeError` for anything else."""
+    """``value`` itself; raises ``TypeError`` if it is not a :class:`LossScale`."""
     if not isinstance(value, LossScale):
         raise TypeError(
             f"loss_scale is {value!r}; a lightstep.LossScale is needed, for example lightstep.DynamicLossScale()"

@@ -1,7 +1,7 @@
 """torch's Muon on matrices that are divided among ranks, bit for bit, in three parts.
 
-Momentum and the master's update are element-wise, so each rank does them on its block. Only what is orthogonalised has
-to be whole: in bf16, as torch does it, on one rank for each matrix.
+Momentum and the master's update are element-wise, so each rank does them on its block. Only the orthogonalization needs
+whole matrices: in bf16, as in torch, on one rank for each matrix.
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["MOMENTUM", "apply_direction", "direction_of", "is_known", "orthogonal"]
+__all__ = ["MOMENTUM", "apply_direction", "is_installed_muon", "orthogonalize", "update_momentum"]
 
 MOMENTUM = "momentum_buffer"
 
 
-def is_known(optimizer_class: type[torch.optim.Optimizer]) -> bool:
-    """Whether this is the installed torch's Muon, and what is done here gives its bits."""
-    return optimizer_class is getattr(torch.optim, "Muon", None) and _has_its_bits()
+def is_installed_muon(optimizer_class: type[torch.optim.Optimizer]) -> bool:
+    """Whether this is the installed torch's Muon, and the functions here have its bits."""
+    return optimizer_class is getattr(torch.optim, "Muon", None) and _is_bit_exact()
 
 
-def direction_of(momentum: Tensor, gradient: Tensor, group: Mapping[str, Any]) -> Tensor:
-    """Updates the momentum; what is to be orthogonalised, before it is rounded to bf16."""
+def update_momentum(momentum: Tensor, gradient: Tensor, group: Mapping[str, Any]) -> Tensor:
+    """Update the momentum; returns the update direction, to be rounded to bf16 and orthogonalized."""
     momentum.lerp_(gradient, 1 - group["momentum"])
     return gradient.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
 
 
-def orthogonal(direction: Tensor, group: Mapping[str, Any]) -> Tensor:
-    """Of a whole direction in bf16, which may be written to."""
+def orthogonalize(direction: Tensor, group: Mapping[str, Any]) -> Tensor:
+    """Orthogonalize a whole direction in bf16, which may be overwritten."""
     from torch.optim import _muon
 
     settings = (group[key] for key in ("ns_coefficients", "ns_steps", "eps"))
@@ -39,7 +39,8 @@ def orthogonal(direction: Tensor, group: Mapping[str, Any]) -> Tensor:
 
 
 def apply_direction(master: Tensor, direction: Tensor, group: Mapping[str, Any], shape: torch.Size) -> None:
-    """
+    """Weight decay, then a step of the master along the orthogonalized direction.
+
     Args:
         shape: of the whole matrix.
     """
@@ -51,8 +52,8 @@ def apply_direction(master: Tensor, direction: Tensor, group: Mapping[str, Any],
 
 
 @functools.cache
-def _has_its_bits() -> bool:
-    """Two updates of a wide and of a tall matrix, here and by the class."""
+def _is_bit_exact() -> bool:
+    """Compare two updates of a wide and of a tall matrix with those of the class."""
     numbers = torch.Generator().manual_seed(0)
     for shape in ((24, 40), (40, 24)):
         for changes in ({}, {"nesterov": False, "adjust_lr_fn": "match_rms_adamw"}):
@@ -64,9 +65,9 @@ def _has_its_bits() -> bool:
                 theirs.grad = gradient
                 muon.step()
                 try:
-                    direction = orthogonal(direction_of(momentum, gradient, group).bfloat16(), group)
+                    direction = orthogonalize(update_momentum(momentum, gradient, group).bfloat16(), group)
                     apply_direction(mine, direction, group, mine.shape)
-                except (AttributeError, TypeError, KeyError):  # another version's
+                except (AttributeError, TypeError, KeyError):  # another version of torch
                     return False
             if not torch.equal(theirs, mine):
                 return False

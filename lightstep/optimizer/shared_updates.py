@@ -1,12 +1,12 @@
-"""Updates that ranks do together: Muon's in three parts for each unit, of which two run ahead of the walk.
+"""Updates that ranks do together. Those of Muon run in three parts per unit, two of which run ahead of the unit.
 
-1. *start*: momentum, and this rank's blocks of what has to be whole, which are sent to the matrices' owners;
-2. *turn*: each owner makes its matrices orthogonal, and sends the blocks back;
-3. *apply*: they are added to the masters, when the walk has come to the unit.
+1. *start*: update the momentum, and send this rank's blocks of the directions to the matrices' owners;
+2. *orthogonalize*: each owner orthogonalizes its matrices, and sends the blocks back;
+3. *apply*: add the blocks to the masters, when it is the unit's turn.
 
-While one unit is turned, the blocks of the next one are on their way, and so are the results of the one before. Owners
-that have more to do in one unit than others do, and less in the next, wait for nobody. Tensors of other classes are
-gathered when the walk is there (:mod:`~lightstep.optimizer.gathered_updates`).
+While one unit is orthogonalized, the blocks of the next one are being sent, and so are the results of the one before.
+So owners that have more to do than others in one unit, and less in the next, make nobody wait. Tensors of other classes
+are gathered when it is their unit's turn (:mod:`~lightstep.optimizer.gathered_updates`).
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightstep.distributed import Journey, Rows
+from lightstep.distributed import MatrixTransfer, Rows
 from lightstep.optimizer.arithmetic import BaseArithmetic
 from lightstep.optimizer.classes import GroupClasses
 from lightstep.optimizer.gathered_updates import GatheredUpdates, rows_of_segment
 from lightstep.optimizer.group_values import GroupValues
-from lightstep.optimizer.sharded_muon import MOMENTUM, apply_direction, direction_of, orthogonal
+from lightstep.optimizer.sharded_muon import MOMENTUM, apply_direction, orthogonalize, update_momentum
 from lightstep.state.backend import Managed, StateBackend, Unit
 from lightstep.state.segment import Segment
 
@@ -34,116 +34,119 @@ Scaled = Callable[[Sequence[Segment]], Sequence[Tensor]]
 
 @dataclass
 class _Started:
-    """Some matrices of a unit, under way among the ranks of one group."""
+    """Matrices of one unit that the ranks of one group are exchanging."""
 
     segments: list[Segment]
     settings: list[dict[str, Any]]
     rows: list[Rows]
-    journey: Journey
+    transfer: MatrixTransfer
 
 
 class SharedUpdates:
-    """Those of one optimizer.
+    """The shared updates of one optimizer.
 
     Attributes:
-        units: of the step under way, in the order in which the walk comes to them.
+        units: the units of this step that ranks update together, in update order.
     """
 
     def __init__(self, classes: GroupClasses, backend: StateBackend) -> None:
         self._classes, self._exchanges, self._backend = classes, classes.exchanges, backend
         self._gathered = GatheredUpdates(classes.exchanges)
         self.units: list[Unit] = []
-        self._places: dict[Unit, int] = {}
-        self._ahead = self._begun = self._turned = 0
-        self._under_way: dict[int, list[_Started]] = {}
+        self._positions: dict[Unit, int] = {}  # in `units`
+        self._ahead = self._num_started = self._num_orthogonalized = 0
+        self._started: dict[int, list[_Started]] = {}  # by position
 
     def begin(self, managed: Collection[Managed], order: Sequence[Unit] | None, ahead: bool) -> None:
-        """The units of a step, in the order in which the walk will come to them; ``ahead``: see the walk."""
+        """Begin a step; for the arguments see :meth:`UnitUpdater.begin`."""
         wanted = frozenset(item for item in managed if item.rows is not None and not item.elsewhere)
         units = (self._backend.units() if order is None else order) if wanted else ()
         self.units = [unit for unit in units if any(owner in wanted for owner, _, _ in unit.parts)]
-        self._places = {unit: place for place, unit in enumerate(self.units)}
-        known = bool(self.units) and all(item.updated for item in managed)
-        momenta = [item for item in wanted if self._classes.of(item.group).sends_directions]
-        self._ahead = self._backend.ahead(momenta, MOMENTUM) if ahead and known and momenta else 0
-        self._begun, self._turned, self._under_way = 0, 0, {}
+        self._positions = {unit: position for position, unit in enumerate(self.units)}
+        has_state = bool(self.units) and all(item.updated for item in managed)
+        with_momentum = [item for item in wanted if self._classes.arithmetic_for(item.group).sends_directions]
+        self._ahead = self._backend.ahead(with_momentum, MOMENTUM) if ahead and has_state and with_momentum else 0
+        self._num_started, self._num_orthogonalized, self._started = 0, 0, {}
         for exchange in self._exchanges.values():
             exchange.reset()
 
     def __contains__(self, unit: Unit) -> bool:
-        return unit in self._places
+        return unit in self._positions
 
-    def divide(self, units: Sequence[Unit]) -> tuple[list[Unit], list[Unit]]:
-        """Those that this rank updates alone, and those that ranks may try together: the same on all of them.
+    def partition(self, units: Sequence[Unit]) -> tuple[list[Unit], list[Unit]]:
+        """The units that this rank updates alone, and the shared ones that can be updated speculatively.
 
-        Left out are those of classes that ask the other ranks' hosts how it went.
+        The second list is the same on all ranks. Units of classes whose updates need the host are in neither.
         """
         if not self._exchanges:
             return list(units), []
-        alone, together = [], []
+        local, shared = [], []
         for unit in units:
             owners = [owner for owner, _, _ in unit.parts]
             if all(owner.rows is None for owner in owners):
-                alone.append(unit)
-            elif all(owner.rows is not None and self._classes.of(owner.group).sends_directions for owner in owners):
-                together.append(unit)
-        return alone, together
+                local.append(unit)
+            elif all(
+                owner.rows is not None and self._classes.arithmetic_for(owner.group).sends_directions
+                for owner in owners
+            ):
+                shared.append(unit)
+        return local, shared
 
-    def least(self, numbers: Sequence[int]) -> list[int]:
-        """The smallest that any rank has given, of each; the host waits for those of all ranks."""
-        for exchange in self._exchanges.values():  # by one dimension of a mesh after the other: of all of it
-            numbers = exchange.least(numbers)
+    def all_reduce_min(self, numbers: Sequence[int]) -> list[int]:
+        """The minimum over all ranks of each number; the host waits."""
+        for exchange in self._exchanges.values():  # one per mesh dimension: together they span all ranks
+            numbers = exchange.all_reduce_min(numbers)
         return list(numbers)
 
-    def reach(self, unit: Unit, active: Collection[Managed], scaled: Scaled, values: GroupValues) -> None:
-        """The walk is about to acquire this one: start what is ahead.
+    def start_ahead(self, unit: Unit, active: Collection[Managed], scaled: Scaled, values: GroupValues) -> None:
+        """Before ``unit`` is acquired: start and orthogonalize the units behind it.
 
         Args:
             active: parameters with gradients.
-            scaled: the gradients of some segments as the optimizer sees them, in their shapes.
+            scaled: returns the scaled gradients of some segments, in their shapes.
         """
         if not self._ahead:
             return
-        stop = min(self._places[unit] + self._ahead, len(self.units) - 1) + 1
-        for place in range(self._begun, stop):
-            found = self._backend.look_ahead(self.units[place], active)
+        stop = min(self._positions[unit] + self._ahead, len(self.units) - 1) + 1
+        for position in range(self._num_started, stop):
+            found = self._backend.look_ahead(self.units[position], active)
             found = [(segment, entries) for segment, entries in found if self._is_muon(segment)]
             segments, momenta = [segment for segment, _ in found], [entries[MOMENTUM] for _, entries in found]
-            self._start(place, segments, momenta, scaled(segments), values)
-            self._turn(place)
-        self._turn(self._places[unit] + self._ahead)
+            self._start(position, segments, momenta, scaled(segments), values)
+            self._orthogonalize(position)
+        self._orthogonalize(self._positions[unit] + self._ahead)
 
     def apply(
         self, unit: Unit, acquired: Sequence[Segment], scaled: Scaled, overflow: Tensor, values: GroupValues
     ) -> None:
-        """Update the unit's segments, which are acquired."""
-        place, segments = self._places[unit], [segment for segment in acquired if self._is_muon(segment)]
+        """Update the unit's acquired segments."""
+        position, segments = self._positions[unit], [segment for segment in acquired if self._is_muon(segment)]
         if not self._ahead:
             for segment in segments:
                 if MOMENTUM not in segment.state:
                     segment.state[MOMENTUM] = torch.zeros_like(segment.master)
             momenta = [segment.state[MOMENTUM] for segment in segments]
-            self._start(place, segments, momenta, scaled(segments), values)
-        self._turn(place + 1)
+            self._start(position, segments, momenta, scaled(segments), values)
+        self._orthogonalize(position + 1)
         with torch.no_grad():
-            for started in self._under_way.pop(place):
-                started.journey.arrive()
-                parts = zip(started.segments, started.journey.blocks, started.settings, started.rows, strict=True)
+            for started in self._started.pop(position):
+                started.transfer.wait()
+                parts = zip(started.segments, started.transfer.blocks, started.settings, started.rows, strict=True)
                 for segment, block, settings, rows in parts:
                     apply_direction(segment.master, block, settings, rows.shape)
-                started.journey.end()
+                started.transfer.release()
         by_class: dict[BaseArithmetic, list[Segment]] = {}
         for segment in (segment for segment in acquired if not self._is_muon(segment)):
-            by_class.setdefault(self._classes.of(segment.group), []).append(segment)
+            by_class.setdefault(self._classes.arithmetic_for(segment.group), []).append(segment)
         for arithmetic, own in by_class.items():
             self._gathered.apply(arithmetic, own, scaled(own), overflow, values)
 
     def _is_muon(self, segment: Segment) -> bool:
-        return self._classes.of(segment.group).sends_directions
+        return self._classes.arithmetic_for(segment.group).sends_directions
 
     def _start(
         self,
-        place: int,
+        position: int,
         segments: Sequence[Segment],
         momenta: Sequence[Tensor],
         gradients: Sequence[Tensor],
@@ -151,39 +154,42 @@ class SharedUpdates:
     ) -> None:
         by_group: dict[Any, list[int]] = {}
         rows = [rows_of_segment(segment) for segment in segments]
-        for number, one in enumerate(rows):
-            by_group.setdefault(one.group, []).append(number)
+        for number, divided in enumerate(rows):
+            by_group.setdefault(divided.group, []).append(number)
         started: list[_Started] = []
-        self._under_way[place], self._begun = started, place + 1
+        self._started[position], self._num_started = started, position + 1
         for group, numbers in by_group.items():
             own, own_rows = [segments[n] for n in numbers], [rows[n] for n in numbers]
-            settings = [values.of(segment.group) for segment in own]
+            settings = [values.settings(segment.group) for segment in own]
             keys = [segment.parts[0].owner for segment in own]
-            journey = self._exchanges[group].start(keys, own_rows, torch.bfloat16, gradients[0].device)
+            transfer = self._exchanges[group].start(keys, own_rows, torch.bfloat16, gradients[0].device)
             with torch.no_grad():
-                for number, block, setting in zip(numbers, journey.blocks, settings, strict=True):
+                for number, block, setting in zip(numbers, transfer.blocks, settings, strict=True):
                     kept, gradient = momenta[number], gradients[number]
                     momentum = kept.to(gradient.dtype)  # a copy where moments are kept in bf16
-                    block.copy_(direction_of(momentum, gradient, setting))
+                    block.copy_(update_momentum(momentum, gradient, setting))
                     if momentum is not kept:
                         kept.copy_(momentum)
-                journey.send()
-            started.append(_Started(own, settings, own_rows, journey))
+                transfer.send()
+            started.append(_Started(own, settings, own_rows, transfer))
 
-    def _turn(self, stop: int) -> None:
-        """What was started before this place."""
-        for place in range(self._turned, min(stop, len(self.units))):
-            for started in self._under_way.get(place, ()):  # one that got no gradients was not started
-                settings = started.settings
+    def _orthogonalize(self, stop: int) -> None:
+        """Orthogonalize the units before this position that have been started."""
+        for position in range(self._num_orthogonalized, min(stop, len(self.units))):
+            for started in self._started.get(position, ()):  # a unit without gradients has not been started
+
+                def orthogonalized(n: int, matrix: Tensor, settings: Sequence[Any] = started.settings) -> Tensor:
+                    return orthogonalize(matrix, settings[n])
+
                 with torch.no_grad():
-                    started.journey.compute(lambda n, matrix, settings=settings: orthogonal(matrix, settings[n]))  # type: ignore[misc]
-            self._turned = place + 1
+                    started.transfer.compute(orthogonalized)
+            self._num_orthogonalized = position + 1
 
     def nbytes(self) -> int:
-        """Device memory held for what is under way."""
+        """Device memory held for exchanges."""
         return sum(exchange.nbytes() for exchange in self._exchanges.values())
 
     def free(self) -> None:
-        """Give it back; nothing may be under way."""
+        """Free that memory; no step may be under way."""
         for exchange in self._exchanges.values():
             exchange.free()

@@ -1,4 +1,4 @@
-"""``optimizer.state``: what is read from it, and what assigning to it does."""
+"""``optimizer.state``: reading and assigning state entries."""
 
 from __future__ import annotations
 
@@ -19,12 +19,11 @@ Change = Callable[[Mapping[str, Any], Collection[str]], None]
 
 
 class StateView(MutableMapping[Tensor, dict[str, Any]]):
-    """``optimizer.state``: parameter → entries, read from the state backend whenever somebody looks.
+    """``optimizer.state``: parameter → entries, read from the state backend at each access.
 
-    Assigning replaces a parameter's state, and so does assigning one of its entries. Whether a tensor that was read is
-    the state itself or a copy is the backend's affair: ``stream`` gives copies, ``resident`` and ``bulk`` give copies
-    of step counts alone, and those refuse to be written to. Like torch's own it answers ``{}`` for a parameter without
-    state.
+    Assigning replaces a parameter's state; assigning to an entry replaces that entry. A tensor that was read is the
+    state itself or a copy, depending on the backend: ``stream`` returns copies, ``resident`` and ``bulk`` return copies
+    of step counts only. Writing to a copy raises. As in torch, a parameter without state has ``{}``.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -35,7 +34,7 @@ class StateView(MutableMapping[Tensor, dict[str, Any]]):
         if item is not None:
             is_live = self._engine.backend.is_live
             entries = {key: value if is_live(item, key) else _read_only(value) for key, value in entries.items()}
-        return Entries(entries, _changing(weakref.ref(self._engine), parameter))
+        return Entries(entries, _make_writer(weakref.ref(self._engine), parameter))
 
     def __setitem__(self, parameter: Tensor, entries: Mapping[str, Any]) -> None:
         _replace(self._engine, parameter, entries)
@@ -58,10 +57,10 @@ def _replace(engine: Engine, parameter: Tensor, entries: Mapping[str, Any]) -> N
     engine.replace_state(parameter, {key: plain(value) for key, value in entries.items()})
 
 
-def _changing(
+def _make_writer(
     reference: weakref.ref[Engine], parameter: Tensor
 ) -> Callable[[Mapping[str, Any], Collection[str]], None]:
-    """Writes some of a parameter's entries to its state; does not keep the optimizer alive."""
+    """A function that writes entries to a parameter's state; it does not keep the optimizer alive."""
 
     def change(new: Mapping[str, Any], gone: Collection[str]) -> None:
         engine = reference()
@@ -72,8 +71,8 @@ def _changing(
     return change
 
 
-class _Guarded:
-    """Copies of entries. Writing to one would change nothing, and is refused."""
+class _ReadOnlyCopy:
+    """Copies of entries. Writing to one raises, since it would not change the state."""
 
     __slots__ = ()
 
@@ -87,7 +86,7 @@ class _Guarded:
             )
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*tree_map(plain, args), **tree_map(plain, kwargs))
-            copies = [value for value in tree_leaves(args) if isinstance(value, _Guarded)]
+            copies = [value for value in tree_leaves(args) if isinstance(value, _ReadOnlyCopy)]
             shares = isinstance(result, Tensor) and _storage(result) in map(_storage, copies)
             return _read_only(result) if shares else result
 
@@ -99,11 +98,11 @@ class _Guarded:
         return copied
 
 
-class ReadOnly(_Guarded, Tensor):
+class ReadOnly(_ReadOnlyCopy, Tensor):
     """A copy of an entry."""
 
 
-class ReadOnlyShard(_Guarded, DTensor):
+class ReadOnlyShard(_ReadOnlyCopy, DTensor):
     """A copy of an entry whose parameter is a DTensor."""
 
     def to_local(self, **options: Any) -> Tensor:
@@ -112,21 +111,21 @@ class ReadOnlyShard(_Guarded, DTensor):
 
 def plain(value: Any) -> Any:
     """A read-only copy as an ordinary tensor; anything else as it is."""
-    if not isinstance(value, _Guarded):
+    if not isinstance(value, _ReadOnlyCopy):
         return value
     with torch._C.DisableTorchFunctionSubclass():
         return value.detach() if isinstance(value, DTensor) else value.as_subclass(Tensor)  # type: ignore[attr-defined]
 
 
 def _read_only(value: Any) -> Any:
-    """``value``, which nobody else holds, or a view of it."""
+    """``value`` as a read-only copy; nobody else holds a reference to it."""
     if type(value) is DTensor:
         value.__class__ = ReadOnlyShard
     return value.as_subclass(ReadOnly) if type(value) is Tensor else value
 
 
 def _storage(value: Any) -> int:
-    """Address of the memory that a view of it shares."""
+    """Address of the tensor's storage, which its views share."""
     if not isinstance(value, Tensor):
         return -1
     with torch._C.DisableTorchFunctionSubclass():
@@ -145,14 +144,14 @@ _IN_PLACE_OPERATORS = {f"__i{name}__" for name in _OPERATORS.split()}
 
 
 def _any_read_only(target: Any) -> bool:
-    return isinstance(target, _Guarded) or (isinstance(target, (list, tuple)) and any(map(_any_read_only, target)))
+    return isinstance(target, _ReadOnlyCopy) or (isinstance(target, (list, tuple)) and any(map(_any_read_only, target)))
 
 
 class Entries(dict[str, Any]):
-    """One parameter's entries as they were read; what is assigned here is written to the state, and only that.
+    """One parameter's entries as they were read; assigning to an entry or deleting it changes the state.
 
     Args:
-        change: called with the entries that are new and the names of those that go.
+        change: called with new entries and the names of deleted ones.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""What became of the factor that was assumed."""
+"""Whether the speculative updates of a step were right: computed on the device, read by the host."""
 
 from __future__ import annotations
 
@@ -10,41 +10,47 @@ from torch import Tensor
 
 __all__ = ["Verdict"]
 
+_COMMIT, _REDO, _DROP = range(3)
+
 
 class Verdict:
-    """Whether the factor was the one that was assumed: written by the device, read by the host when it has to."""
+    """``commit`` (the assumed factor was right), ``redo`` (it was not) or ``drop`` (overflow) for one step."""
 
     def __init__(self) -> None:
-        self._host: Tensor | None = None
+        self._code: Tensor | None = None  # 0-dim int32 on the host
         self._event: Any = None
 
-    def ask(self, overflow: Tensor, factors: Sequence[tuple[Tensor | None, Tensor | None]]) -> None:
-        """``factors``: pairs of true and assumed ones; ``None`` is 1."""
-        alike = overflow == 0
+    def compute(self, overflow: Tensor, factors: Sequence[tuple[Tensor | None, Tensor | None]]) -> None:
+        """Queue the comparison on the current stream; nothing waits.
+
+        Args:
+            overflow: 0-dim fp32; not 0 if the step is to be dropped.
+            factors: pairs of the true and the assumed factor; ``None`` is 1.
+        """
+        right = overflow == 0
         for true, assumed in factors:
             if true is not None or assumed is not None:
-                alike = alike & ((1.0 if true is None else true) == (1.0 if assumed is None else assumed))
-        # 0: it was; 1: it was not; 2 and more: overflow
-        found = (~alike).to(torch.int32) + 2 * (overflow != 0).to(torch.int32)
-        if found.device.type == "cpu":
-            self._host, self._event = found, None
+                right = right & ((1.0 if true is None else true) == (1.0 if assumed is None else assumed))
+        overflowed = (overflow != 0).to(torch.int32)
+        code = (~right).to(torch.int32) + overflowed  # commit 0, redo 1, drop 2
+        if code.device.type == "cpu":
+            self._code, self._event = code, None
             return
-        if self._host is None or self._event is None:
-            self._host = torch.zeros((), dtype=torch.int32, device="cpu", pin_memory=True)
-            self._event = torch.Event(found.device)
-        self._host.copy_(found, non_blocking=True)
-        self._event.record(torch.accelerator.current_stream(found.device))
+        if self._code is None or self._event is None:
+            self._code = torch.zeros((), dtype=torch.int32, device="cpu", pin_memory=True)
+            self._event = torch.Event(code.device)
+        self._code.copy_(code, non_blocking=True)
+        self._event.record(torch.accelerator.current_stream(code.device))
 
-    def turn_down(self) -> None:
-        """It was not on another rank: a commit becomes a redo."""
+    def overrule(self) -> None:
+        """Another rank cannot commit: a commit becomes a redo."""
         if self.read() == "commit":
-            assert self._host is not None
-            self._host.fill_(1)
+            assert self._code is not None
+            self._code.fill_(_REDO)
 
     def read(self) -> str:
         """``commit``, ``redo`` or ``drop``; the host waits for the device."""
-        assert self._host is not None
+        assert self._code is not None
         if self._event is not None:
             self._event.synchronize()
-        found = int(self._host)
-        return "drop" if found >= 2 else "redo" if found else "commit"
+        return {_COMMIT: "commit", _REDO: "redo", _DROP: "drop"}[int(self._code)]

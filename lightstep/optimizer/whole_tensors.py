@@ -1,4 +1,4 @@
-"""Whether an optimizer class needs whole tensors: what it says itself, what is known, and else a trial."""
+"""Whether an optimizer class needs whole tensors: it says so, it is known, or it is tested on small tensors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightstep.optimizer.group_values import equal_settings, settings_of
 __all__ = ["counts_steps", "is_torchs_own", "needs_whole_tensors", "undecorated_step"]
 
 _NOT_ELEMENT_WISE = {"Adafactor", "Muon", "Shampoo", "SOAP", "Adam_mini"}
-_CPU = torch.device("cpu")  # said wherever tensors are made: torch's defaults are the user's to set
+_CPU = torch.device("cpu")  # explicit everywhere: users may change torch's default device and dtype
 
 
 def needs_whole_tensors(
@@ -22,27 +22,30 @@ def needs_whole_tensors(
 ) -> bool:
     """Whether an optimizer is not element-wise under the settings of one group.
 
-    A class says so by ``whole_tensors = True`` (or ``False``), a few are known, and others are tried out: a matrix and
-    its two halves, flattened, must come to the same.
+    A class says so by ``whole_tensors = True`` or ``False``. A few classes are known. Others are tested: updating a
+    matrix, and its two halves as flat tensors, must give the same bits.
 
     Raises:
-        TypeError: the class mixes parameters, and cannot be applied to one unit after the other.
+        TypeError: the update of a parameter depends on the others, so that units cannot be updated one by one.
     """
     declared = getattr(optimizer_class, "whole_tensors", None)
     if declared is not None:
         return bool(declared)
     if optimizer_class.__name__ in _NOT_ELEMENT_WISE:
         return True
-    return not is_torchs_own(optimizer_class) and _Trial(optimizer_class, hyperparameters, group).mixes_elements()
+    return (
+        not is_torchs_own(optimizer_class)
+        and _ElementWiseTest(optimizer_class, hyperparameters, group).mixes_elements()
+    )
 
 
 def counts_steps(
     optimizer_class: type[torch.optim.Optimizer], hyperparameters: Mapping[str, Any], shape: tuple[int, ...]
 ) -> bool:
-    """Whether a step changes the class's groups or numbers that it keeps on itself, and not parameters and state alone.
+    """Whether a step changes the optimizer's groups or numeric attributes, besides parameters and state.
 
     Args:
-        shape: of a parameter that it takes.
+        shape: the shape of a parameter that the class takes.
     """
     parameter = torch.zeros(shape, dtype=torch.float32, device=_CPU)
     parameter.grad = torch.ones_like(parameter)
@@ -61,8 +64,8 @@ def is_torchs_own(optimizer_class: type) -> bool:
     return optimizer_class.__module__.startswith("torch.optim.")
 
 
-class _Trial:
-    """Two updates of small matrices, whole and in pieces, apart and together."""
+class _ElementWiseTest:
+    """Two updates of small matrices: whole and in halves, in one optimizer and in two."""
 
     def __init__(
         self, optimizer_class: type[torch.optim.Optimizer], hyperparameters: Mapping[str, Any], group: Mapping[str, Any]
@@ -75,15 +78,15 @@ class _Trial:
         self._numbers = [list(own) for own in numbers]
 
     def mixes_elements(self) -> bool:
-        """``False`` where the class cannot be tried out, or draws random numbers."""
+        """Whether the class is not element-wise; ``False`` if it cannot be tested, or draws random numbers."""
         first, second = self._numbers
         try:
             whole = self._updated([first])
-            if self.keeps_other_shapes:  # row sums, a seed: flat data has no place for them
+            if self.keeps_other_shapes:  # such as row sums: flat data has no room for them
                 return True
             random = not torch.equal(whole[0], self._updated([first], seed=1)[0])
             together, apart = self._updated([first, second]), [*whole, *self._updated([second])]
-        except Exception:  # whatever it is that this class needs, set-up will say
+        except Exception:  # set-up raises whatever is wrong
             return False
         if random:
             return False
@@ -100,7 +103,7 @@ class _Trial:
         return not torch.equal(whole[0].view(-1), torch.cat(halves))
 
     def _updated(self, numbers: Sequence[Sequence[Tensor]], seed: int = 0) -> list[Tensor]:
-        """Each ``[value, gradient, gradient]``'s value after the updates, all in one optimizer."""
+        """The values after both updates, from ``[value, gradient, gradient]`` for each parameter of one optimizer."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             parameters = [value.clone() for value, *_ in numbers]
@@ -120,7 +123,7 @@ class _Trial:
 
 
 def undecorated_step(optimizer_class: type[torch.optim.Optimizer]) -> Callable[[torch.optim.Optimizer], Any]:
-    """``step`` without the wrapper that fires hooks: those belong to the outer optimizer, once per step."""
+    """``step`` without the wrapper that calls hooks: the outer optimizer calls them, once per step."""
     step: Any = optimizer_class.step
     while getattr(step, "hooked", False) and hasattr(step, "__wrapped__"):
         step = step.__wrapped__

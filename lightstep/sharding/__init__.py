@@ -1,1 +1,1 @@
-"""What preparing a model means: placement, units, gates in front of forwards and gathering, reduced gradients."""
+"""Preparing a model: placement, sharding units, hooks that wait for updates, reduced gradients."""

@@ -1,4 +1,4 @@
-"""Training forwards of the user's module itself, where nobody kept the ``DistributedDataParallel`` around it."""
+"""DDP for forwards that call the user's module, not the ``DistributedDataParallel`` around it."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ __all__ = ["DirectCalls"]
 
 
 class DirectCalls:
-    """Has ``replica`` reduce the gradients of forwards that call ``replica.module``, as torch's ``replicate`` does.
+    """Makes ``replica`` reduce the gradients of forwards that call ``replica.module``, as torch's ``replicate`` does.
 
-    Loops that drop what ``prepare_model`` returns are right under strategies that shard in place, and so they are here.
-    Forwards in evaluation mode, or without gradients, may be some ranks' alone: they communicate nothing.
+    Loops that ignore the return value of ``prepare_model`` work under strategies that shard in place, and so they do
+    here. Forwards in evaluation mode or without gradients communicate nothing: some ranks may run them alone.
     """
 
     def __init__(self, replica: DistributedDataParallel) -> None:
@@ -27,8 +27,8 @@ class DirectCalls:
         replica.module.register_forward_pre_hook(ModuleHook(self._before), with_kwargs=True)
         replica.module.register_forward_hook(ModuleHook(self._after))
 
-    def reach(self, replica: DistributedDataParallel | None) -> bool:
-        """Whether it is this replica that is told."""
+    def belongs_to(self, replica: DistributedDataParallel | None) -> bool:
+        """Whether forwards are passed on to this replica."""
         return self._replica() is replica
 
     def _before(self, module: nn.Module, arguments: Any, keywords: Any) -> Any:

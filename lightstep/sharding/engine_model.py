@@ -1,4 +1,4 @@
-"""What a DeepSpeed strategy hands out: the user's module, whose forward goes through the engine once there is one."""
+"""The model that a DeepSpeed strategy returns: its forward runs through the engine once there is one."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from torch import nn
 
 
 class EngineModel(nn.Module):
-    """Called like the module inside, whose attributes it passes on.
+    """Wraps the user's module, and has its attributes.
 
-    DeepSpeed makes its engine together with the optimizer, after the model was prepared.
+    DeepSpeed makes its engine together with the optimizer, after the model has been prepared.
 
     Args:
-        module: the user's.
-        partitioned: its weights are divided by the ranks already, and only an engine can gather them.
+        module: the user's module.
+        partitioned: its weights are divided among the ranks already, and only an engine can gather them.
     """
 
     def __init__(self, module: nn.Module, partitioned: bool = False) -> None:
@@ -31,7 +31,7 @@ class EngineModel(nn.Module):
         return self._hidden[0] if self._hidden else None
 
     def attach(self, engine: Any) -> None:
-        """Forwards go through ``engine`` from now on."""
+        """Run forwards through ``engine`` from now on."""
         self._hidden[:] = [engine]
 
     def forward(self, *arguments: Any, **keywords: Any) -> Any:
@@ -39,8 +39,8 @@ class EngineModel(nn.Module):
             return self.engine(*arguments, **keywords)
         if self.partitioned:
             raise RuntimeError(
-                "the model's weights are divided by the ranks (sharding.stage 3), and DeepSpeed gathers them once it "
-                "has an engine: call strategy.create_optimizer(model, ...) before the first forward"
+                "the model's weights are divided among the ranks (sharding.stage 3), and DeepSpeed gathers them once "
+                "it has an engine: call strategy.create_optimizer(model, ...) before the first forward"
             )
         return self.module(*arguments, **keywords)
 
@@ -54,9 +54,9 @@ class EngineModel(nn.Module):
 
 
 def tell_deepspeed_where_it_is() -> None:
-    """Before an import of DeepSpeed: without an accelerator it warns that it found nothing better than the CPU.
+    """Set DeepSpeed's accelerator to the CPU if there is no other; without this it warns on import.
 
-    transformers imports it, where it is installed, to save a model.
+    transformers imports an installed DeepSpeed when it saves a model.
     """
     if torch.accelerator.current_accelerator(check_available=True) is None:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")

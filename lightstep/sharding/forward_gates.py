@@ -1,12 +1,12 @@
-"""Forwards that wait for deferred updates: each transformer block for its own, so that the others' go on beside it.
+"""Forward hooks that wait for deferred updates: each transformer block waits only for its own.
 
-Units are updated in the order in which a forward reads them, so whoever waits for a block has waited for everything in
-front of it. What stands before the first block is waited for when the model is called, what stands behind the last one
-when that block is done. Modules outside the blocks that own parameters wait for those when they are called, whoever
-calls them. Reads wait by themselves (:mod:`lightstep.sharding.parameter_reads`): gates are for compiled code, and for
-modules that keep lists of their parameters (``nn.LSTM``).
+Units are updated in the order in which a forward reads them, so waiting for a block includes everything in front of it.
+A call of the model waits for the parameters before the first block; the end of the last block waits for the rest.
+Modules with parameters outside the blocks wait for these when they are called. Reads of parameters wait by themselves
+(:mod:`lightstep.sharding.parameter_reads`): gates are for compiled code, and for modules that keep lists of their
+parameters (``nn.LSTM``).
 
-FSDP2 reads a module's shards before the module is called, on a stream of its own: that one waits too
+FSDP2 reads a module's shards before the module is called, on a stream of its own: that stream waits, too
 (:mod:`lightstep.sharding.gathering_gates`).
 """
 
@@ -33,7 +33,7 @@ __all__ = ["Gates", "in_order_of_use"]
 
 
 def in_order_of_use(model: nn.Module, places: Mapping[Tensor, Place]) -> Mapping[Tensor, Place]:
-    """``places`` with what FSDP2's root gathers in front: all of it is read when a forward begins."""
+    """``places`` with the parameters that FSDP2's root gathers in front: all of them are read when a forward begins."""
     if not isinstance(model, FSDPModule):
         return places
     first = set(gathered_with(model))
@@ -41,9 +41,9 @@ def in_order_of_use(model: nn.Module, places: Mapping[Tensor, Place]) -> Mapping
 
 
 class Gates:
-    """What holds back readers of one model: its forwards, FSDP2's gathering, and reads of its parameters.
+    """Makes the readers of one model wait: its forwards, FSDP2's all-gathers, and reads of its parameters.
 
-    Gates keep neither the model nor its optimizers alive. With the last optimizer the hooks in front of forwards go.
+    Gates keep neither the model nor its optimizers alive. The forward hooks are removed with the last optimizer.
     """
 
     def __init__(self) -> None:
@@ -53,20 +53,20 @@ class Gates:
         self._gated: tuple[int, ...] = ()
 
     def guard(self, model: nn.Module, optimizer: BaseOptimizer, in_backward: bool) -> None:
-        """Readers of ``model`` (unwrapped) wait for what they read of ``optimizer``'s updates, from now on.
+        """Make readers of ``model`` (unwrapped) wait for ``optimizer``'s updates of what they read.
 
-        To be called again when the model has been sharded, or has got other modules.
+        Call this again after the model has been sharded, or has got other modules.
         """
         if optimizer not in self._updates.optimizers:
-            opening = weakref.finalize(optimizer, _open_without, self._updates.optimizers, self._handles)
-            opening.atexit = False
-        self._updates.follow(optimizer, in_backward)
+            finalizer = weakref.finalize(optimizer, _remove_if_unused, self._updates.optimizers, self._handles)
+            finalizer.atexit = False
+        self._updates.add_optimizer(optimizer, in_backward)
         sharded = sharded_modules(model)
         gated = (*map(id, model.modules()), -1, *map(id, model.parameters() if sharded else ()))
         if self._handles and gated == self._gated:
             return
         if not self._handles:
-            _forget_compiled()
+            _reset_compiler()
         _remove(self._handles)
         self._gated = gated
         await_reads(list(model.modules()), self._updates)
@@ -85,7 +85,7 @@ class Gates:
             yield self._before(block, awaited(block.modules()))
 
     def _before_units(self, model: nn.Module, sharded: Sequence[nn.Module]) -> Iterator[Any]:
-        """Each FSDP module waits for what is gathered with it; modules outside of them as elsewhere."""
+        """Each FSDP module waits for the parameters that are gathered with it, other modules for their own."""
         if self._gathering is None or not self._gathering.belongs_to(sharded[0]):
             self._gathering = GatheringGates(sharded)
         gathered = {module: gathered_with(module, sharded) for module in sharded}
@@ -94,7 +94,7 @@ class Gates:
         yield from self._outside(model, sharded)
 
     def _outside(self, model: nn.Module, units: Sequence[nn.Module], but: nn.Module | None = None) -> Iterator[Any]:
-        """Gates of what lies in no unit: for all that is read in there, but for the units'."""
+        """Gates of modules that are in no unit, for all parameters below them except the units'."""
         inside = {part for unit in units for part in unit.modules()}
         for module in model.modules():
             if module is not but and module not in inside:
@@ -104,7 +104,7 @@ class Gates:
     def _before(
         self, module: nn.Module, read: list[AwaitedParameters], shards: Collection[Tensor] | None = None
     ) -> Any:
-        """A hook that waits for the parameters ``read``, before FSDP2 reads shards."""
+        """A hook that waits for these parameters (``shards`` in their stead, under FSDP2) before the module runs."""
         updates = self._updates
 
         def wait(*_: Any) -> None:
@@ -115,13 +115,13 @@ class Gates:
         return module.register_forward_pre_hook(ModuleHook(wait), prepend=True)
 
 
-def _forget_compiled() -> None:
-    """Code that ``torch.compile`` made before there were gates would go on without them: it guards no hooks."""
+def _reset_compiler() -> None:
+    """Drop code that ``torch.compile`` made before there were gates: it has no guards on hooks, and would skip them."""
     if "torch._dynamo" in sys.modules:
         torch.compiler.reset()
 
 
-def _open_without(optimizers: Iterable[BaseOptimizer], handles: list[Any]) -> None:
+def _remove_if_unused(optimizers: Iterable[BaseOptimizer], handles: list[Any]) -> None:
     if next(iter(optimizers), None) is None:
         _remove(handles)
 

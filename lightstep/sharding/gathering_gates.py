@@ -1,12 +1,11 @@
-"""FSDP2 gathers shards that are up to date: each unit's gathering waits for the updates of its own shards.
+"""FSDP2's all-gathers wait for deferred updates: each unit's all-gather for those of its own shards.
 
-FSDP2 copies a unit's shards into the all-gather's input on a stream of its own, often before the unit is called. Torch
-lets that all-gather be exchanged, and asks it for memory just before the copy: that is where the copying stream is held
-back.
+FSDP2 copies a unit's shards into the all-gather's input on a stream of its own, often before the unit is called. torch
+lets users replace the all-gather, and asks it for memory just before that copy: there the stream is made to wait.
 
-Shards that are cast on the way (fp32 shards, bf16 compute) are read before that. Where that has been seen, and a
-forward begins with updates under way, its units are gathered from here: ``unshard(async_op=True)`` reads on the current
-stream, which then is one that has waited.
+Shards that are cast first (fp32 shards, bf16 compute) are read before that. If that has been observed, and a forward
+begins with updates pending, its units are gathered from here: ``unshard(async_op=True)`` reads on the current stream,
+which can be made to wait first.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ def gathered_with(module: nn.Module, sharded: Iterable[nn.Module] = ()) -> list[
     """The parameters that FSDP2 gathers for this FSDP module: those in no FSDP module below it.
 
     Args:
-        sharded: all FSDP modules. Those that were given to one ``fully_shard`` are gathered together (accelerate does
+        sharded: all FSDP modules. Those given to one call of ``fully_shard`` are gathered together (accelerate does
             that with the last norm and the head).
     """
     state_of: Any = fully_shard.state  # type: ignore[attr-defined]
@@ -47,7 +46,7 @@ def gathered_with(module: nn.Module, sharded: Iterable[nn.Module] = ()) -> list[
 
 
 def own_parts(module: nn.Module) -> Iterator[nn.Module]:
-    """The module and what is below it, but for FSDP modules and what is below those."""
+    """The module and those below it, without FSDP modules and what is below them."""
     yield module
     for child in module.children():
         if not isinstance(child, FSDPModule):
@@ -55,19 +54,19 @@ def own_parts(module: nn.Module) -> Iterator[nn.Module]:
 
 
 class GatheringGates:
-    """The all-gathers of one FSDP2 model, each behind the updates of its own shards.
+    """Makes the all-gathers of one FSDP2 model wait, each for the updates of its own shards.
 
     Args:
-        modules: :func:`sharded_modules` of the model, whose reads wait; the first one is what is called.
+        modules: :func:`sharded_modules` of the model; the first one is the root.
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._root = weakref.ref(modules[0])
-        self._units = weakref.WeakKeyDictionary({module: _gated(module, modules) for module in modules})
+        self._units = weakref.WeakKeyDictionary({module: _gate_all_gathers(module, modules) for module in modules})
         self._called_next: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = weakref.WeakKeyDictionary()
         self._last: nn.Module | None = None  # called in the forward that is running
-        self._running = self._from_here = False
-        self._ahead: tuple[nn.Module, UnshardHandle] | None = None
+        self._running = self._gathers_here = False
+        self._prefetched: tuple[nn.Module, UnshardHandle] | None = None
         self._stream: torch.Stream | None = None
         for module in modules:
             module.register_forward_pre_hook(ModuleHook(self._before_forward), prepend=True)
@@ -80,31 +79,31 @@ class GatheringGates:
     def _before_forward(self, module: nn.Module, *_: Any) -> None:
         if module is self._root():
             gates = (gate for unit in self._units.values() for gate in unit)
-            self._from_here = any(gate.reads_early and gate.pending for gate in gates)
+            self._gathers_here = any(gate.reads_early and gate.pending for gate in gates)
             self._running = True
         if not self._running:  # a block that is recomputed in backward, or called on its own
             return
         if self._last is not None:
             self._called_next[self._last] = weakref.ref(module)
         self._last = module
-        if self._from_here:
+        if self._gathers_here:
             self._gather(module)
 
     def _gather(self, module: nn.Module) -> None:
-        """Gather this unit if that has not begun, and while it computes the one that was called after it last time."""
-        if self._ahead is not None and self._ahead[0] is module:
-            self._ahead = None
+        """Gather this unit unless it is prefetched, and prefetch the one that was called after it last time."""
+        if self._prefetched is not None and self._prefetched[0] is module:
+            self._prefetched = None
         else:
-            self._reshard_ahead()
+            self._reshard_prefetched()
             self._unshard(module)
         called_next = self._called_next.get(module, lambda: None)()
         if called_next is not None:
-            self._ahead = (called_next, self._unshard(called_next))
+            self._prefetched = (called_next, self._unshard(called_next))
 
     def _unshard(self, module: nn.Module) -> UnshardHandle:
         assert isinstance(module, FSDPModule)
         gates = self._units[module]
-        with self._beside(gates[0].device):
+        with self._on_own_stream(gates[0].device):
             for gate in gates:
                 gate.wait_on_stream()
             handle = module.unshard(async_op=True)
@@ -112,8 +111,8 @@ class GatheringGates:
         return handle
 
     @contextlib.contextmanager
-    def _beside(self, device: torch.device) -> Iterator[None]:
-        """On a stream beside the current one, behind what that has been given: it may still read what is freed here."""
+    def _on_own_stream(self, device: torch.device) -> Iterator[None]:
+        """Run the body on another stream, which first waits for the current one: that may still read freed memory."""
         if device.type == "cpu":
             yield
             return
@@ -124,22 +123,22 @@ class GatheringGates:
             yield
 
     def _after_forward(self, *_: Any) -> None:
-        self._reshard_ahead()
-        self._running = self._from_here = False
+        self._reshard_prefetched()
+        self._running = self._gathers_here = False
         self._last = None
 
-    def _reshard_ahead(self) -> None:
-        """Another unit is called than the one that is being gathered: what it gathers is old at the next forward."""
-        if self._ahead is not None:
-            module, handle = self._ahead
-            self._ahead = None
+    def _reshard_prefetched(self) -> None:
+        """Reshard a unit that was prefetched but not called: its weights would be stale in the next forward."""
+        if self._prefetched is not None:
+            module, handle = self._prefetched
+            self._prefetched = None
             handle.wait()
             assert isinstance(module, FSDPModule)
             module.reshard()
 
 
-def _gated(module: nn.Module, sharded: Sequence[nn.Module]) -> list[_GatedAllGather]:
-    """The all-gathers of one FSDP module from now on: one, or one for each mesh that its parameters are on."""
+def _gate_all_gathers(module: nn.Module, sharded: Sequence[nn.Module]) -> list[_GatedAllGather]:
+    """Replace the all-gathers of one FSDP module: one, or one for each mesh that its parameters are on."""
     assert isinstance(module, FSDPModule)
     own = awaited(part for other in sharded for part in own_parts(other))
     groups: list[Any] = getattr(module._get_fsdp_state(), "_fsdp_param_groups", [])
@@ -148,17 +147,17 @@ def _gated(module: nn.Module, sharded: Sequence[nn.Module]) -> list[_GatedAllGat
         module.set_custom_all_gather(gate)  # type: ignore[arg-type]
         return [gate]
     gates = []
-    for group in groups:  # torch does not say which of them an all-gather of a user's would be for
+    for group in groups:  # torch does not tell a custom all-gather which of them it is for
         gates.append(_GatedAllGather([part.sharded_param for part in group.fsdp_params], own))
         group._all_gather_comm = gates[-1]
     return gates
 
 
 class _GatedAllGather:
-    """torch's default all-gather of some shards of one FSDP module, behind their updates.
+    """torch's default all-gather for some shards of one FSDP module, after their updates.
 
     Attributes:
-        reads_early: its shards are cast, and read before they can be held back.
+        reads_early: its shards are cast, and so read before :meth:`allocate` can make the stream wait.
     """
 
     def __init__(self, shards: Sequence[Tensor], own: Sequence[AwaitedParameters]) -> None:
@@ -168,9 +167,9 @@ class _GatedAllGather:
         self._dtypes = {local_tensor(shard).dtype for shard in shards}
         self._own = own
 
-    @torch._disable_dynamo  # as torch.compiler.disable, which would import dynamo here and now
+    @torch._disable_dynamo  # like torch.compiler.disable, which would import dynamo at once
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory for the gathered weights. The stream on which this is called reads the shards next."""
+        """Memory for the gathered weights. The stream on which FSDP2 calls this reads the shards next: it waits."""
         self.reads_early = self._dtypes != {dtype}
         self.wait_on_stream()
         return torch.empty(*size, dtype=dtype, device=device)
@@ -183,7 +182,7 @@ class _GatedAllGather:
 
     @property
     def pending(self) -> bool:
-        """Whether updates may be under way."""
+        """Whether updates may be pending."""
         return any(updates.pending for updates in updates_of(self._own))
 
     def __call__(

@@ -11,10 +11,10 @@ __all__ = ["ModuleHook"]
 
 
 class ModuleHook:
-    """A hook of any kind that runs outside of compiled graphs; in a copy of the module (pickled, too) it does nothing.
+    """A hook of any kind that runs outside of compiled graphs. In a copy (or pickle) of the module it does nothing.
 
     Args:
-        call: what it calls. It must hold the module by weak references only.
+        call: the function to call. It must refer to the module by weak references only.
     """
 
     def __init__(self, call: Callable[..., Any] | None = None) -> None:

@@ -1,4 +1,4 @@
-"""The names that a checkpoint gives to a model's tensors: the same however the model is wrapped."""
+"""The names of a model's tensors in checkpoints: the same however the model is wrapped."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class NamedTensor:
     """One distinct tensor of the model: a parameter or a persistent buffer.
 
     Attributes:
-        names: under which the model knows it; several when weights are tied. The first one is used for saving.
+        names: its names in the model, several if weights are tied. The first one is used for saving.
         tensor: the live (D)Tensor itself.
     """
 
@@ -50,8 +50,8 @@ def _inside(model: nn.Module) -> Any:
 def named_tensors(model: nn.Module) -> list[NamedTensor]:
     """Parameters and persistent buffers in the model's order, tied ones once.
 
-    Names are those of the unwrapped model: DDP, ``torch.compile`` and activation checkpointing leave no trace in them.
-    FSDP modules are resharded on the way, because ``state_dict`` does so.
+    Names are those of the unwrapped model, without the prefixes of DDP, ``torch.compile`` and activation checkpointing.
+    FSDP modules are resharded, because ``state_dict`` does so.
     """
     found: dict[int, tuple[list[str], Tensor]] = {}
     for key, value in unwrap_model(model).state_dict(keep_vars=True).items():
@@ -62,12 +62,12 @@ def named_tensors(model: nn.Module) -> list[NamedTensor]:
 
 
 def holders(tensors: Iterable[NamedTensor]) -> dict[str, tuple[int, ...]]:
-    """The ranks that hold a tensor together, by name, for those in whose place other ranks may hold another one."""
+    """The ranks that hold a tensor together, by name, for tensors that differ across ranks."""
     return {named.name: mesh_ranks(named.tensor) for named in tensors if differs_across_ranks(named.tensor)}
 
 
 def several_holders(everywhere: Iterable[Mapping[str, tuple[int, ...]]]) -> dict[str, list[tuple[int, ...]]]:
-    """From all ranks' :func:`holders`: names under which there is more than one tensor, and who holds each."""
+    """From all ranks' :func:`holders`: the names with more than one tensor, and the ranks that hold each of these."""
     found: dict[str, set[tuple[int, ...]]] = {}
     for names in everywhere:
         for name, ranks in names.items():
@@ -76,7 +76,7 @@ def several_holders(everywhere: Iterable[Mapping[str, tuple[int, ...]]]) -> dict
 
 
 def numbered(tensors: Iterable[NamedTensor], several: Mapping[str, list[tuple[int, ...]]]) -> list[NamedTensor]:
-    """The same tensors, where there are several of one name under a name for each: ``expert[0 of 2]``."""
+    """The same tensors; those that share a name get a name each: ``expert[0 of 2]``."""
     return [_numbered(named, several[named.name]) if named.name in several else named for named in tensors]
 
 
@@ -86,12 +86,12 @@ def _numbered(named: NamedTensor, parts: list[tuple[int, ...]]) -> NamedTensor:
 
 
 def extra_states(model: nn.Module) -> dict[str, Any]:
-    """What modules with ``get_extra_state`` want kept, by module name."""
+    """The extra state of modules with ``get_extra_state``, by module name."""
     return {name: module.get_extra_state() for name, module in _stateful_modules(model)}
 
 
 def set_extra_states(model: nn.Module, states: dict[str, Any]) -> None:
-    """Hand each module what :func:`extra_states` got from it."""
+    """Restore :func:`extra_states`."""
     for name, module in _stateful_modules(model):
         if name in states:
             module.set_extra_state(states[name])

@@ -1,4 +1,4 @@
-"""What every strategy does to a model before it is trained: real memory, initial weights, blocks, checkpointing."""
+"""Preparation that all strategies share: device memory, initial weights, dtypes, blocks, activation checkpointing."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def materialise(model: nn.Module, device: torch.device) -> nn.Module:
 
 
 def to_device(model: nn.Module, device: torch.device) -> None:
-    """Bring what is no shard yet to the device; what is on the meta device gets uninitialised memory, once if tied."""
+    """Move plain tensors to the device; those on the meta device get uninitialised memory, tied ones the same."""
     made: dict[Tensor, Tensor] = {}
     for module in model.modules():
         for name, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
@@ -59,10 +59,10 @@ def _empty_like(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
-    """Floating-point parameters to ``dtype``, the same objects with their attributes.
+    """Cast floating-point parameters to ``dtype``; they stay the same objects, with their attributes.
 
-    Buffers keep their dtype (rotary frequencies in bf16 would be wrong), but for those that torch computes with
-    parameters at once and wants alike: running statistics, what stands beside parameters, what parametrizes them.
+    Buffers keep their dtype (rotary frequencies in bf16 would be wrong), except those that torch combines with
+    parameters and needs in the same dtype: running statistics, buffers of modules with parameters, parametrizations.
     """
     with _keeping_attributes(model):
         for buffer in buffers_like_parameters(model):
@@ -70,7 +70,7 @@ def cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
         for parameter in model.parameters():
             if not parameter.is_floating_point() or parameter.dtype == dtype:
                 continue
-            if is_sharded(parameter):  # assigning .data changes what a DTensor says of itself, not its local tensor
+            if is_sharded(parameter):  # assigning .data would change a DTensor's metadata, not its local tensor
                 cast = nn.Parameter(parameter.detach().to(dtype), parameter.requires_grad)
                 torch.utils.swap_tensors(parameter, cast)
             else:
@@ -78,7 +78,7 @@ def cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def unrounded_values(model: nn.Module) -> list[tuple[nn.Parameter, Tensor]]:
-    """Trainable fp32 parameters with their values (local shards) as they are now, whatever is done to them later."""
+    """Trainable fp32 parameters with their present values (local shards), which later casts do not change."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad and not parameter.is_meta]
     return [(p, local_tensor(p).detach()) for p in trained if p.dtype == torch.float32]
 
@@ -98,7 +98,7 @@ def _with_parameters(module: nn.Module) -> list[Tensor]:
 
 @contextlib.contextmanager
 def _keeping_attributes(model: nn.Module) -> Iterator[None]:
-    """What users set on parameters (``differs_across_ranks``) stays when torch exchanges the insides of DTensors."""
+    """Restore attributes of parameters (``differs_across_ranks``), which torch loses when it swaps DTensors."""
     before = [(parameter, dict(vars(parameter))) for parameter in model.parameters()]
     yield
     for parameter, attributes in before:
@@ -106,13 +106,13 @@ def _keeping_attributes(model: nn.Module) -> Iterator[None]:
 
 
 def initialise_weights(model: nn.Module) -> None:
-    """Initial weights for a model whose memory is uninitialised, by the model's own rules.
+    """Initialise a model whose memory is uninitialised, by its own methods.
 
-    transformers models know how; other modules do if each that owns parameters or buffers has ``reset_parameters``.
+    That is ``init_weights`` (transformers), or ``reset_parameters`` of every module that owns parameters or buffers.
     """
-    own_rules = getattr(model, "init_weights", None)
-    if callable(own_rules):
-        own_rules()
+    init_weights = getattr(model, "init_weights", None)
+    if callable(init_weights):
+        init_weights()
         return
     for name, module in model.named_modules():
         owns = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
@@ -132,15 +132,15 @@ def transformer_blocks(model: nn.Module) -> list[nn.Module]:
     blocks = [module for module in model.modules() if type(module).__name__ in named]
     if blocks:
         return blocks
-    lists = [list(m) for m in model.modules() if isinstance(m, (nn.ModuleList, nn.Sequential)) and _alike(list(m))]
+    lists = [list(m) for m in model.modules() if isinstance(m, (nn.ModuleList, nn.Sequential)) and _same_type(list(m))]
     return max(lists, key=_size, default=[])
 
 
 def checkpoint_activations(model: nn.Module) -> None:
-    """Recompute each block in backward: by the model's own switch if it has one, else by wrapping its blocks.
+    """Recompute each block in backward: by ``gradient_checkpointing_enable`` if the model has it, else by wrapping.
 
     Raises:
-        ValueError: the model has neither the switch nor repeated blocks.
+        ValueError: the model has neither that method nor repeated blocks.
     """
     enable = getattr(model, "gradient_checkpointing_enable", None)
     if callable(enable):
@@ -154,7 +154,7 @@ def checkpoint_activations(model: nn.Module) -> None:
     apply_activation_checkpointing(model, checkpoint_wrapper_fn=checkpoint_wrapper, check_fn=blocks.__contains__)
 
 
-def _alike(modules: Sequence[nn.Module]) -> bool:
+def _same_type(modules: Sequence[nn.Module]) -> bool:
     return len(modules) > 1 and len({type(module) for module in modules}) == 1 and _size(modules) > 0
 
 

@@ -1,4 +1,4 @@
-"""All that lightstep keeps about one model: who wrapped it, what it is for, and what waits for what."""
+"""The record of one prepared model: its wrapper, role, optimizers, gates and initial masters."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ __all__ = ["PreparedModel"]
 
 
 class PreparedModel:
-    """The record of one model, found from the user's module and from whatever is wrapped around it.
+    """The record of one model, found from the user's module or any wrapper around it.
 
     It lives as long as the user's module, and keeps neither that nor its optimizers alive.
 
     Attributes:
-        role: for which ``prepare_model`` prepared it; ``None``: nobody did.
-        gates: what holds back its readers while updates are deferred.
-        gradients: what takes its gradients out of the reduction over ranks, if anything does.
-        direct_calls: how DDP hears of forwards of the user's module, where nobody kept what is around it.
-        optimizers: made for it by ``create_optimizer`` of any strategy, and still in use.
+        role: the role given to ``prepare_model``; ``None`` if the model has not been prepared.
+        gates: make its readers wait for deferred updates.
+        gradients: takes its gradients out of the reduction over ranks, if the strategy needs that.
+        direct_calls: passes forwards of the user's module on to DDP.
+        optimizers: those that ``create_optimizer`` of any strategy made for it, while they exist.
     """
 
     _records: ClassVar[weakref.WeakKeyDictionary[nn.Module, PreparedModel]] = weakref.WeakKeyDictionary()
@@ -49,16 +49,16 @@ class PreparedModel:
         self.optimizers: weakref.WeakSet[BaseOptimizer] = weakref.WeakSet()
         self._wrapper: weakref.ref[nn.Module] | None = None
         self._average: weakref.ref[WeightAverage] | None = None
-        self._given = WeakTensorKeyDictionary()
+        self._fp32_values = WeakTensorKeyDictionary()
 
     @classmethod
     def of(cls, model: nn.Module) -> PreparedModel:
-        """The record of ``model``, wrapped or not; an empty one when it is asked for the first time."""
+        """The record of ``model``, wrapped or not; made on the first call."""
         return cls._records.setdefault(unwrap_model(model), cls())
 
     @property
     def wrapper(self) -> nn.Module | None:
-        """What the strategy wrapped around the user's module, while somebody holds it."""
+        """The strategy's wrapper around the user's module, while it exists."""
         return None if self._wrapper is None else self._wrapper()
 
     @wrapper.setter
@@ -67,7 +67,7 @@ class PreparedModel:
 
     @property
     def average(self) -> WeightAverage | None:
-        """The average of its weights, while somebody holds one."""
+        """The average of its weights, while it exists."""
         return None if self._average is None else self._average()
 
     @average.setter
@@ -77,61 +77,61 @@ class PreparedModel:
         self._average = weakref.ref(average)
 
     def wait_for_updates(self) -> None:
-        """What is done next sees every deferred update of this model."""
+        """Wait for all deferred updates of this model."""
         for optimizer in self.optimizers:
             optimizer.wait_for_update()
 
-    # -- optimizers that were made first
+    # -- optimizers made before the model is sharded
 
     @contextlib.contextmanager
     def exchanging_parameters(self, model: nn.Module) -> Iterator[list[MixedPrecisionOptimizer]]:
-        """While the body exchanges the model's parameters, its optimizers hold none; then they hold the new ones.
+        """The body replaces the model's parameters; optimizers that are not set up get the new ones after it.
 
-        accelerate and the transformers Trainer build the optimizer before the model is sharded. The unsharded weights
-        would all stay in memory. Optimizers that have been set up are left alone; yields those that are not.
+        accelerate and the transformers Trainer make the optimizer before the model is sharded. In the body these
+        optimizers hold no parameters: otherwise all unsharded weights would stay in memory. Yields these optimizers.
         """
-        waiting = [o for o in self.optimizers if isinstance(o, MixedPrecisionOptimizer) and not o.is_set_up]
-        held = _names_in_groups(model, waiting)
-        for optimizer in waiting:
+        unready = [o for o in self.optimizers if isinstance(o, MixedPrecisionOptimizer) and not o.is_set_up]
+        names_by_group = _names_in_groups(model, unready)
+        for optimizer in unready:
             optimizer.forget_parameters()
         try:
-            yield waiting
+            yield unready
         finally:
             now = dict(_named(model))
-            for group, names in held:
+            for group, names in names_by_group:
                 group["params"] = [now[name] for name in names]
 
-    # -- masters start from what was given
+    # -- initial masters
 
     def keep_masters(self, values: Iterable[tuple[Tensor, Tensor | None]]) -> None:
-        """Keep the fp32 values (local shards) of parameters that are rounded, until an optimizer takes them."""
+        """Keep the fp32 values (local shards) of parameters that are being rounded, until an optimizer takes them."""
         for parameter, value in values:
-            self._given[parameter] = value
+            self._fp32_values[parameter] = value
 
     def kept_masters(self, model: nn.Module) -> Iterator[tuple[str, tuple[Tensor, Tensor]]]:
-        """Name -> parameter and fp32 values, where some are kept."""
+        """Name, parameter and fp32 values, for each parameter whose values are kept."""
         for name, parameter in unwrap_model(model).named_parameters():
-            value: Tensor | None = self._given.get(parameter)
+            value: Tensor | None = self._fp32_values.get(parameter)
             if value is not None:
                 yield name, (parameter, value)
 
     def unround(self, model: nn.Module) -> None:
-        """Put values that are kept back into their (unsharded) parameters, which are about to be rounded again."""
+        """Put kept values back into their (unsharded) parameters, which are about to be rounded again."""
         for _, (parameter, _) in list(self.kept_masters(model)):
-            given = None if is_sharded(parameter) else self.initial_master(parameter)
-            if given is not None:
-                parameter.data = given
+            value = None if is_sharded(parameter) else self.initial_master(parameter)
+            if value is not None:
+                parameter.data = value
 
     def initial_master(self, parameter: Tensor, keep: bool = False) -> Tensor | None:
-        """The fp32 local shard from which a parameter was rounded; without ``keep`` it is not kept here any longer.
+        """The fp32 local shard that a parameter was rounded from; without ``keep`` it is removed from here.
 
-        ``None`` where nothing was kept, or where the weight was changed since: then the weight counts.
+        ``None`` if no values are kept, or if the weight has been changed since: then the weight counts.
         """
-        given: Tensor | None = self._given.get(parameter) if keep else self._given.pop(parameter, None)
+        value: Tensor | None = self._fp32_values.get(parameter) if keep else self._fp32_values.pop(parameter, None)
         local = local_tensor(parameter).detach()
-        if given is None or given.shape != local.shape:
+        if value is None or value.shape != local.shape:
             return None
-        return given if torch.equal(given.to(local.dtype).to(local.device), local) else None
+        return value if torch.equal(value.to(local.dtype).to(local.device), local) else None
 
 
 def _names_in_groups(

@@ -1,4 +1,4 @@
-"""Which modules FSDP2 gathers and frees together: one unit per transformer block, the rest with the root."""
+"""The modules that FSDP2 gathers and frees as units: each transformer block; the rest belongs to the root."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _refuse_shared(model: nn.Module, chosen: set[nn.Module]) -> None:
         if module in chosen and (other := _shared_outside(model, module)):
             raise ConfigError(
                 f"sharding.wrap: {path} shares a weight with {other}, which is outside it; tied weights have to be in "
-                "one unit: leave it out of wrap, so that both stay with the root"
+                "one unit: remove it from wrap, so that both belong to the root"
             )
 
 
@@ -70,6 +70,6 @@ def _shared_outside(model: nn.Module, block: nn.Module) -> str | None:
 
 
 def _checkpointed(model: nn.Module) -> dict[nn.Module, nn.Module]:
-    """Block -> the activation checkpointing wrapper around it, which is what should be sharded then."""
+    """Block -> the activation checkpointing wrapper around it, which has to be sharded in its stead."""
     wrappers = [(module, getattr(module, "_checkpoint_wrapped_module", None)) for module in model.modules()]
     return {inner: wrapper for wrapper, inner in wrappers if isinstance(inner, nn.Module)}

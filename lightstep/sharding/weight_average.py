@@ -1,4 +1,4 @@
-"""An exponential moving average of a model's weights, whatever updates them and when.
+"""An exponential moving average of a model's weights, however and whenever they are updated.
 
 torch's ``AveragedModel`` copies the model, which FSDP2 does not allow, and averages in the weights' dtype: in bf16 most
 steps change nothing. The arithmetic here is torch's (:func:`torch.optim.swa_utils.get_ema_multi_avg_fn`), over fp32
@@ -24,20 +24,20 @@ from lightstep.sharding.prepared_model import PreparedModel
 class WeightAverage:
     """Averages of the trainable weights: ``average = decay * average + (1 - decay) * weight`` at each :meth:`update`.
 
-    They begin as the weights are now. Checkpoints of the model hold them, unless they are of the weights alone, and a
-    load restores them; from a checkpoint without averages they begin as the weights in it.
+    They start as the present weights. Checkpoints of the model hold them, except those of weights alone, and a load
+    restores them. After a load from a checkpoint without averages they start as the weights in it.
 
     Args:
         model: what ``prepare_model`` returned. It has one average at a time.
         decay: between 0 and 1.
 
     Attributes:
-        tensors: the averages by the parameters' names, fp32, DTensors where the parameters are. 4 bytes for each
-            element of this rank's part, on its device.
+        tensors: the averages by parameter name: fp32, DTensors if the parameters are. 4 bytes per element of this
+            rank's shards, on their device.
 
     Raises:
         ValueError: another decay, no trainable weights, or weights that DeepSpeed's engine keeps.
-        RuntimeError: of its methods: a parameter has been sharded, moved or given another shape since.
+        RuntimeError: from its methods: a parameter has been sharded, moved or given another shape since.
     """
 
     def __init__(self, model: nn.Module, decay: float = 0.999) -> None:
@@ -59,42 +59,42 @@ class WeightAverage:
         holders = {id(weight): (module, key) for module in modules for key, weight in module._parameters.items()}
         self._holders = {name: holders[id(weight)] for name, weight in self._weights.items() if id(weight) in holders}
         self.tensors = {name: _fp32_copy(weight) for name, weight in self._weights.items()}
-        self._take_in = get_ema_multi_avg_fn(decay)
+        self._update_average = get_ema_multi_avg_fn(decay)
         self._record.average = self
 
     def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """This rank's part of each average and of its weight."""
+        """This rank's shard of each average and of its weight."""
         self._record.wait_for_updates()
-        self._follow_exchanges()
+        self._find_replaced()
         for name, weight in self._weights.items():
             yield local_tensor(self.tensors[name]), local_tensor(weight).detach()
 
-    def _follow_exchanges(self) -> None:
-        """``load_state_dict(assign=True)`` puts other parameters into the model. Those of FSDP2 stay: while they are
-        gathered the model holds others, too."""
+    def _find_replaced(self) -> None:
+        """Find parameters that ``load_state_dict(assign=True)`` has replaced. FSDP2's shards are left out: while they
+        are gathered, the model holds other parameters in their place."""
         for name, (module, key) in self._holders.items():
             weight, now = self._weights[name], module._parameters.get(key)
             if now is weight or isinstance(weight, DTensor):
                 continue
             if now is None or isinstance(now, DTensor) or now.shape != weight.shape or now.device != weight.device:
                 raise RuntimeError(
-                    f"{name} was exchanged for another parameter after its average began; make the WeightAverage after "
-                    "prepare_model(), and a new one when the model's parameters change"
+                    f"{name} was replaced by another parameter after its average was made; make the WeightAverage "
+                    "after prepare_model(), and a new one when the model's parameters change"
                 )
             self._weights[name] = now
 
     @torch.no_grad()
     def update(self) -> None:
-        """Take in the weights as they are after the last step, whose deferred updates are waited for.
+        """Update the averages with the weights of the last step; waits for its deferred updates.
 
-        Between a forward and its backward nothing is left to wait for.
+        Between a forward and its backward there is nothing to wait for.
         """
         for average, weight in self._pairs():
-            self._take_in([average], [weight.float()], None)
+            self._update_average([average], [weight.float()], None)
 
     @torch.no_grad()
     def restart(self, names: Iterable[str] | None = None) -> None:
-        """These averages (default: all) begin again as the weights are now."""
+        """Set these averages (default: all) to the present weights."""
         chosen = self.tensors.keys() if names is None else set(names)
         for name, (average, weight) in zip(self.tensors, list(self._pairs()), strict=True):
             if name in chosen:
@@ -102,9 +102,9 @@ class WeightAverage:
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
-        """In the body the model has the averages, rounded to its dtype; after it its own weights, to the last bit.
+        """In the body the model has the averages, rounded to its dtype; afterwards its own weights again, bit for bit.
 
-        For evaluation and export, between steps. The weights are kept on their device meanwhile.
+        For evaluation and export, between steps. Meanwhile the weights are kept on their device.
         """
         pairs = list(self._pairs())
         kept = [weight.clone() for _, weight in pairs]

@@ -53,15 +53,15 @@ def check_memory(rank: int, world_size: int, state: dict[str, Any]) -> None:
     """Whenever a unit's gradients arrive, those of the unit before the last one are gone."""
     alive: list[tuple[str, weakref.ref[Tensor]]] = []
     layers: list[int] = []
-    arrived = InBackward.arrived
+    add_gradient = InBackward.add_gradient
 
     def counting(self: InBackward, item: Any, gradient: Tensor) -> None:
         alive.append((str(item.layer), weakref.ref(gradient)))
-        arrived(self, item, gradient)
+        add_gradient(self, item, gradient)
         del gradient
         layers.append(len({layer for layer, reference in alive if reference() is not None and "blocks" in layer}))
 
-    InBackward.arrived = counting  # type: ignore[method-assign]
+    InBackward.add_gradient = counting  # type: ignore[method-assign]
     try:
         values = {"sharding": LAYOUTS["fsdp2"][1], "clipping": {"max_norm": None}, "optimizer_state": state}
         training = Training(rank, world_size, values, TinyTransformer)
@@ -70,7 +70,7 @@ def check_memory(rank: int, world_size: int, state: dict[str, Any]) -> None:
             gc.collect()
             alive.clear()
     finally:
-        InBackward.arrived = arrived  # type: ignore[method-assign]
+        InBackward.add_gradient = add_gradient  # type: ignore[method-assign]
     assert layers and max(layers) <= 2
     assert torch.distributed.is_initialized()
 

@@ -108,7 +108,7 @@ def check_placements(
         train(optimizer, tested, [nn.Parameter(value) for value in expected])
         return
     tested[0].grad = placed_like(tested[0], expected[0])
-    with pytest.raises(ValueError, match=r"is stochastic, and .* is divided along 2 dimensions behind"):
+    with pytest.raises(ValueError, match=r"is stochastic, and .* is sharded along 2 dimensions behind"):
         optimizer.step()
 
 

@@ -33,16 +33,16 @@ def other_order(rank: int, overlap: Overlap) -> Iterator[None]:
     On the CPU: NCCL wants the operations of all communicators in one order on all ranks. FSDP2's own reductions, which
     follow the order of gradients, would hang there as well.
     """
-    collect, try_together, held = overlap._collect, overlap._try_together, []
+    on_gradient, speculate_shared, held = overlap._on_gradient, overlap._speculate_shared, []
 
-    def tried(trial: Any, rest: bool = False) -> None:
-        while rest and held:
-            collect(*held.pop())
-        try_together(trial, rest)
+    def speculated(speculation: Any, flush: bool = False) -> None:
+        while flush and held:
+            on_gradient(*held.pop())
+        speculate_shared(speculation, flush)
 
     if rank == 1 and overlap._backend.lanes.device.type == "cpu":
-        collecting = mock.patch.object(overlap, "_collect", lambda *one: held.append(one))
-        with collecting, mock.patch.object(overlap, "_try_together", tried):
+        collecting = mock.patch.object(overlap, "_on_gradient", lambda *one: held.append(one))
+        with collecting, mock.patch.object(overlap, "_speculate_shared", speculated):
             yield
         assert not held
     else:
@@ -52,16 +52,16 @@ def other_order(rank: int, overlap: Overlap) -> Iterator[None]:
 @contextlib.contextmanager
 def read_in_backward(rank: int, overlap: Overlap) -> Iterator[None]:
     """One rank reads what was tried, while all of them go on with more."""
-    submit, reads = overlap._try, []
+    speculate, reads = overlap._speculate, []
 
-    def tried(trial: Any, units: Any) -> None:
-        submit(trial, units)
-        if trial.line and trial.units:
-            overlap.wait_for_update(list(trial.used))
+    def speculated(speculation: Any, units: Any) -> None:
+        speculate(speculation, units)
+        if speculation.shared_queue and speculation.submitted:
+            overlap.wait_for_update(list(speculation.used))
             reads.append(units)
 
     if rank == 1:
-        with mock.patch.object(overlap, "_try", tried):
+        with mock.patch.object(overlap, "_speculate", speculated):
             yield
         assert reads
     else:
@@ -97,7 +97,7 @@ STEPS: list[tuple[Act, Any, float, str]] = [
     (nothing, read_before_step, 1e6, "redo"),
     (no_room, None, 1e6, ""),
     (some_room, None, 1e6, "any"),
-    (nothing, None, float("nan"), "withdrawn"),
+    (nothing, None, float("nan"), "rolled back"),
     (nothing, None, 1e6, "commit"),
 ]
 """What is done in backward, what before ``step()``, the largest norm (NaN: an overflow), and what becomes of units that
@@ -110,28 +110,28 @@ def check_tried(rank: int, world_size: int, moments: str, copies: int) -> None:
     strategy, model, optimizer, loop = beside_a_loop(rank, world_size, sharding, state)
     overlap: Overlap = optimizer.engine.schedule
     became: list[str] = []
-    decide, withdraw = overlap._decide, overlap.withdraw
+    apply_verdict, roll_back = overlap._apply_verdict, overlap.roll_back
 
-    def note(trial: Any, what: str) -> None:
-        if trial is not None and trial.together & set(trial.units):
+    def note(speculation: Any, what: str) -> None:
+        if speculation is not None and speculation.shared & set(speculation.submitted):
             became.append(what)
 
-    def decided(trial: Any, update: Any) -> None:
-        note(trial, overlap._verdict.read())
-        decide(trial, update)
+    def applied(speculation: Any, update: Any) -> None:
+        note(speculation, overlap._verdict.read())
+        apply_verdict(speculation, update)
 
-    def withdrawn() -> None:
-        note(overlap._trial, "withdrawn")
-        withdraw()
+    def rolled_back() -> None:
+        note(overlap._speculation, "rolled back")
+        roll_back()
 
     patches: dict[str, Any] = {
-        "at_once": 1,
-        "ahead": 0,
-        "_decide": decided,
-        "withdraw": withdrawn,
-        "_count_verdict": lambda: setattr(overlap, "_pause", 0),
+        "submit_in_step": 1,
+        "submit_ahead": 0,
+        "_apply_verdict": applied,
+        "roll_back": rolled_back,
+        "_update_pause": lambda: setattr(overlap, "_pause", 0),
     }
-    with mock.patch.multiple(overlap, **patches), mock.patch.object(overlap._share, "adapt"):
+    with mock.patch.multiple(overlap, **patches), mock.patch.object(overlap._link_share, "adapt"):
         for step, (in_backward, before_step, max_norm, expected) in enumerate(STEPS):
             overflow = max_norm != max_norm
             optimizer.max_norm = loop.max_norm = 1.0 if overflow else max_norm

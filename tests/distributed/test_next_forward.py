@@ -151,7 +151,7 @@ def check_same_bits(
         if prefetch:
             prefetch_forward(tested.inner)
         losses = [tested.step()]
-        tested.optimizer.engine.schedule.at_once = (1, 48)[seed % 2]
+        tested.optimizer.engine.schedule.submit_in_step = (1, 48)[seed % 2]
         if state["backend"] == "stream":
             tested.delay(seed * world_size + rank, 2e-2 if broken else 2e-3)
         if broken:
@@ -363,10 +363,10 @@ class Deep(TinyTransformer):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block(7) for _ in range(NextForward.at_once + 4))
+        self.blocks = nn.ModuleList(Block(7) for _ in range(NextForward.submit_in_step + 4))
 
 
-@mock.patch.multiple(NextForward, at_once=2, ahead=1)
+@mock.patch.multiple(NextForward, submit_in_step=2, submit_ahead=1)
 def check_one_alone(rank: int, world_size: int, sharding: dict[str, Any], does: str) -> None:
     """What one rank does by itself waits for no work of others that nobody has begun."""
     runs = [Training(rank, world_size, {"sharding": sharding, "optimizer_state": s}, Deep) for s in ({}, DEFERRED)]

@@ -22,24 +22,25 @@ STATE: dict[str, Any] = {"backend": "stream", "update": "overlap", "ring_mib": 0
 def check_verdicts(rank: int, world_size: int, expected: list[str], **settings: Any) -> None:
     """The bits of updates in ``step()``, and what became of what was tried."""
     found: Counter[str] = Counter()
-    decide, withdraw, count = Overlap._decide, Overlap.withdraw, Overlap._count_verdict
+    originals = Overlap._apply_verdict, Overlap.roll_back, Overlap._update_pause
+    apply_verdict, roll_back, _ = originals
 
-    def decided(self: Overlap, trial: Any, update: Any) -> None:
-        found[self._verdict.read()] += bool(trial.units)
-        decide(self, trial, update)
+    def applied(self: Overlap, speculation: Any, update: Any) -> None:
+        found[self._verdict.read()] += bool(speculation.submitted)
+        apply_verdict(self, speculation, update)
 
-    def withdrawn(self: Overlap) -> None:
-        found["withdrawn"] += bool(self._trial is not None and self._trial.units)
-        withdraw(self)
+    def rolled_back(self: Overlap) -> None:
+        found["rolled back"] += bool(self._speculation is not None and self._speculation.submitted)
+        roll_back(self)
 
     def never_pauses(self: Overlap) -> None:
         self._pause = 0
 
-    Overlap._decide, Overlap.withdraw, Overlap._count_verdict = decided, withdrawn, never_pauses  # type: ignore[method-assign]
+    Overlap._apply_verdict, Overlap.roll_back, Overlap._update_pause = applied, rolled_back, never_pauses  # type: ignore[method-assign]
     try:
         check_same_bits(rank, world_size, **settings, state=STATE, compute="parameters", seeds=[1])
     finally:
-        Overlap._decide, Overlap.withdraw, Overlap._count_verdict = decide, withdraw, count  # type: ignore[method-assign]
+        Overlap._apply_verdict, Overlap.roll_back, Overlap._update_pause = originals  # type: ignore[method-assign]
     assert [verdict for verdict, number in sorted(found.items()) if number] == expected, found
 
 
@@ -97,7 +98,7 @@ def check_parts(rank: int, world_size: int) -> None:
         left = {owner for unit in units if unit not in chosen for owner, _, _ in unit.parts}
         partly += any(owner in left for unit in chosen for owner, _, _ in unit.parts)
     assert partly and tested.optimizer.engine.schedule.redone == 0
-    last = tested.optimizer.engine.schedule._arrivals.complete_last()
+    last = tested.optimizer.engine.schedule._arrivals.last_in_backward()
     assert [record.unit for record in tested.backend.inner._preferred_resident] == last != []
     expected.train(5)
     same_runs(f"rank {rank}", tested, expected)

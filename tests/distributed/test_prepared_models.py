@@ -50,8 +50,8 @@ def evaluated(model: nn.Module) -> dict[str, Tensor]:
 
 def check_reads(rank: int, world_size: int, sharding: dict[str, Any]) -> None:
     """Units are updated only when somebody waits for them: who does not wait reads old weights."""
-    at_once, ahead = NextForward.at_once, NextForward.ahead
-    NextForward.at_once = NextForward.ahead = 0
+    at_once, ahead = NextForward.submit_in_step, NextForward.submit_ahead
+    NextForward.submit_in_step = NextForward.submit_ahead = 0
     readers: list[Callable[[nn.Module], dict[str, Tensor]]] = [
         local,
         evaluated,
@@ -78,7 +78,7 @@ def check_reads(rank: int, world_size: int, sharding: dict[str, Any]) -> None:
         for expected, tested in zip(*found, strict=True):
             same_weights(tested, expected)
     finally:
-        NextForward.at_once, NextForward.ahead = at_once, ahead
+        NextForward.submit_in_step, NextForward.submit_ahead = at_once, ahead
 
 
 @KINDS

@@ -20,7 +20,7 @@ from lightstep.bench.llama import LlamaShape
 from lightstep.bench.peers import TorchFsdp2
 from lightstep.bench.step import StepTask, random_gradients
 from lightstep.bench.strategies import StrategyContender
-from lightstep.distributed.matrices import cost_of, owners_of
+from lightstep.distributed.matrices import assign_owners, orthogonalization_cost
 from lightstep.state.backend import AHEAD
 from tests.distributed.models import TinyTransformer, loss_of
 from tests.distributed.ranks import Pool, device_of
@@ -157,7 +157,7 @@ def check_exact(
     train(strategy, model, optimizer, rank, range(1, 2), loop)
     optimizer.synchronize()
     for exchange in optimizer.engine.classes.exchanges.values():
-        exchange.keep(frozenset(optimizer.engine.managed))  # as for new parameters
+        exchange.retain(frozenset(optimizer.engine.managed))  # as for new parameters
     train(strategy, model, optimizer, rank, range(2, 4), loop)
     optimizer.synchronize()
     if world_size > 1:
@@ -225,7 +225,7 @@ def check_tensor_parallel(rank: int, world_size: int, state: dict[str, Any]) -> 
         inputs = torch.randn(4, 6, generator=torch.Generator().manual_seed(step)).to(device, torch.bfloat16)
         optimizer.accumulating = False  # the last backward of the step: units are tried in it
         optimizer.backward(model(inputs).float().square().mean())
-        assert bool(optimizer.engine.schedule._together) == (step > 0)
+        assert bool(optimizer.engine.schedule._has_shared) == (step > 0)
         for whole_one, parameter in zip(expected, matrices, strict=True):
             whole_one.grad = parameter.grad.full_tensor().float()
         assert optimizer.step()
@@ -450,9 +450,13 @@ def check_refusal(rank: int, world_size: int, optimizer_class: Any, state: dict[
 @pytest.mark.parametrize(
     ("optimizer_class", "update", "message"),
     [
-        (torch.optim.Muon, "in_backward", "in_backward cannot: set at_step"),
+        (torch.optim.Muon, "in_backward", "in_backward cannot do: set at_step"),
         (CountingLamb, "at_step", "CountingLamb counts in its groups .* only the rank"),
-        (OddLamb, "at_step", r"keeps 'odd' of 0.weight, which is sharded, in shape \(3, 6\), which a rank's part"),
+        (
+            OddLamb,
+            "at_step",
+            r"keeps 'odd' of 0.weight, which is sharded, in shape \(3, 6\), which is also the shape of a rank's part",
+        ),
         (DoubleLamb, "at_step", "keeps 'double' of 0.weight, which is sharded, in torch.float64"),
     ],
 )
@@ -483,7 +487,7 @@ def test_experts_that_are_cut_are_refused(pool: Pool, optimizer_class: Any) -> N
 def test_the_work_is_shared_evenly() -> None:
     shapes = [torch.Size(shape) for shape in ((8, 8), (8, 8), (4, 4), (32, 8), (32, 8), (8, 32))]
     loads = [0, 0]
-    owners = [owners_of(shapes, loads) for _ in range(4)]  # of four units
-    assert sum(loads) == 4 * sum(map(cost_of, shapes)) and max(loads) <= 1.05 * min(loads)
+    owners = [assign_owners(shapes, loads) for _ in range(4)]  # of four units
+    assert sum(loads) == 4 * sum(map(orthogonalization_cost, shapes)) and max(loads) <= 1.05 * min(loads)
     assert owners[0] != owners[1], "who had more in one unit has less in the next"
-    assert owners_of(shapes, [0]) == [0] * 6
+    assert assign_owners(shapes, [0]) == [0] * 6

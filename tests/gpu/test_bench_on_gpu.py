@@ -132,7 +132,7 @@ def test_whole_iterations_are_measured(device: torch.device, tmp_path: Path) -> 
 def test_a_timeline_shows_copies_beside_the_forward(
     device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for number in ("at_once", "ahead"):  # else all of a small model is updated before its forward begins
+    for number in ("submit_in_step", "submit_ahead"):  # else all of a small model is updated before its forward begins
         monkeypatch.setattr(NextForward, number, 2)
     ours = "stream-overlap:optimizer_state.ring_mib=32:optimizer_state.resident_gib=0"
     asked = {**SMALL, "tokens": "8192", "strategies": ours, "device": str(device)}

@@ -39,8 +39,8 @@ def test_sleep_kernels_in_every_lane(parameters: str, monkeypatch: pytest.Monkey
     expected = Training({"backend": "resident"}, parameters)
     losses, wanted = expected.train(6), expected.snapshot()
     for seed in range(67):
-        monkeypatch.setattr(NextForward, "at_once", (0, 1, 3, 48)[seed % 4])
-        monkeypatch.setattr(NextForward, "ahead", seed % 3)
+        monkeypatch.setattr(NextForward, "submit_in_step", (0, 1, 3, 48)[seed % 4])
+        monkeypatch.setattr(NextForward, "submit_ahead", seed % 3)
         tested = Training(OVERLAP, parameters)
         found = tested.train(1)
         tested.delays(seed)

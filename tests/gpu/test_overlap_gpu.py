@@ -26,16 +26,16 @@ def test_sleep_kernels_in_every_lane(
     parameters: str, clipping: dict[str, Any], monkeypatch: pytest.MonkeyPatch, verdicts: Counter[str]
 ) -> None:
     monkeypatch.setattr(overlap, "_LONGEST_PAUSE", 0)
-    monkeypatch.setattr(Overlap, "_count_verdict", lambda self: setattr(self, "_pause", 0))
+    monkeypatch.setattr(Overlap, "_update_pause", lambda self: setattr(self, "_pause", 0))
     half = parameters == "float16"
     scale = {"kind": "dynamic", "init_scale": 2.0**17, "growth_interval": 1} if half else None
     expected = Training(RESIDENT, parameters, clipping=clipping, loss_scale=scale)
     losses, wanted = expected.train(8), expected.snapshot()
     for seed in range(12):
-        monkeypatch.setattr(NextForward, "at_once", (0, 1, 3, 48)[seed % 4])
-        monkeypatch.setattr(NextForward, "ahead", seed % 3)
+        monkeypatch.setattr(NextForward, "submit_in_step", (0, 1, 3, 48)[seed % 4])
+        monkeypatch.setattr(NextForward, "submit_ahead", seed % 3)
         tested = Training(OVERLAP, parameters, clipping=clipping, loss_scale=scale)
-        tested.optimizer.engine.schedule._share.part = (1.0, 0.6, 0.3)[seed % 3]
+        tested.optimizer.engine.schedule._link_share.fraction = (1.0, 0.6, 0.3)[seed % 3]
         found = tested.train(1)
         tested.delays(seed)
         assert found + tested.train(7) == losses, seed

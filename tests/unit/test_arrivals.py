@@ -26,22 +26,22 @@ class Counted:
         """A backward begins, with these units; without any with those of before."""
         if units:
             self.units = [Unit(n, tuple((self.items[name], 0, 1) for name in u.split())) for n, u in enumerate(units)]
-        self.arrivals.lay_out([[item] for item in self.items.values()], self.units, together=True)
+        self.arrivals.set_layers([[item] for item in self.items.values()], self.units, batched=True)
 
     def backward(self, completed: list[str]) -> list[str]:
         """Layers are complete in this order; the units as the next backward expects them."""
         for name in completed:
-            number = self.arrivals.number_of(self.items[name])
-            assert self.arrivals.is_last(number)
-            self.arrivals.is_last_of_batch(number)
+            number = self.arrivals.layer_of(self.items[name])
+            assert self.arrivals.count_gradient(number)
+            self.arrivals.count_layer(number)
         self.lay_out()
         return self.expected()
 
     def expected(self) -> list[str]:
-        return [_told(unit) for unit in self.arrivals.in_order()]
+        return [_told(unit) for unit in self.arrivals.backward_order()]
 
-    def complete_last(self) -> list[str]:
-        return [_told(unit) for unit in self.arrivals.complete_last()]
+    def last_in_backward(self) -> list[str]:
+        return [_told(unit) for unit in self.arrivals.last_in_backward()]
 
 
 def _told(unit: Unit) -> str:
@@ -64,16 +64,16 @@ def test_units_are_expected_as_the_last_backward_completed_them() -> None:
 def test_what_is_complete_last_and_used_first() -> None:
     counted = Counted()
     counted.lay_out("embed", "a", "a", "b", "norm", "head")
-    assert counted.complete_last() == ["0 embed"], "of the first backward, the reversed order is expected"
+    assert counted.last_in_backward() == ["0 embed"], "of the first backward, the reversed order is expected"
     counted.backward(AS_FSDP2)
-    assert counted.complete_last() == [], "norm and head come last, but are not used first"
+    assert counted.last_in_backward() == [], "norm and head come last, but are not used first"
     counted.lay_out("embed", "norm", "head", "a", "a", "b")  # as FSDP2's root is gathered
     counted.backward(AS_FSDP2)
-    assert counted.complete_last() == ["0 embed", "1 norm", "2 head"]
+    assert counted.last_in_backward() == ["0 embed", "1 norm", "2 head"]
     counted.backward(["b", "norm", "a", "head"])
-    assert counted.complete_last() == [], "neither is used first nor comes with what is"
+    assert counted.last_in_backward() == [], "neither is used first nor comes with what is"
     counted.backward(["embed", "norm", "head", "a", "b"])
-    assert len(counted.complete_last()) == 6, "all of it, where one module is reduced as a whole"
+    assert len(counted.last_in_backward()) == 6, "all of it, where one module is reduced as a whole"
 
 
 def test_layers_that_are_staged_together_come_when_the_last_of_them_is_complete() -> None:

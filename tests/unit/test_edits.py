@@ -864,7 +864,7 @@ def test_a_step_that_fails_before_the_update_may_be_repeated(
         elif where == "norm":
             patch.setattr("lightstep.optimizer.scaling.Scaling.norm", raising)
         else:
-            patch.setattr("lightstep.optimizer.walk.UnitWalk.make_room", raising)
+            patch.setattr("lightstep.optimizer.unit_updater.UnitUpdater.reserve_stage_for", raising)
         with pytest.raises((TypeError, ZeroDivisionError)):
             setup.optimizer.step()
     if where == "sparse":

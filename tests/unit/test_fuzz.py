@@ -96,8 +96,8 @@ def small(at_once: int, one_pass: bool) -> Iterator[None]:
         for kind in (Snapshot, DeviceSnapshot):
             patch.setattr(kind, "take", _slowly(kind.take))
         patch.setattr(units_module, "CUT_ELEMENTS", 16)
-        patch.setattr(NextForward, "at_once", at_once)
-        patch.setattr(NextForward, "ahead", min(at_once, 1))
+        patch.setattr(NextForward, "submit_in_step", at_once)
+        patch.setattr(NextForward, "submit_ahead", min(at_once, 1))
         yield
 
 

@@ -230,15 +230,15 @@ class Chained:
 
     def hold_updates(self, until: Callable[[int], threading.Event]) -> None:
         """That of each layer stands still until the event for its number is set."""
-        walk = self.optimizer.engine.walk
-        update, numbers = walk.unit, {f"blocks.{n}.weight": n for n in range(len(self.model.blocks))}
+        updater = self.optimizer.engine.updater
+        update, numbers = updater.update, {f"blocks.{n}.weight": n for n in range(len(self.model.blocks))}
 
         def unit(unit: Any, of: Any) -> Any:
             number = numbers[unit.parts[0][0].name]
             assert until(number).wait(20), f"backward waits for layer {number}"
             return update(unit, of)
 
-        walk.unit = unit
+        updater.update = unit
 
 
 @pytest.fixture
@@ -246,15 +246,15 @@ def alive(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """How many gradients there are whenever one arrives."""
     gradients: list[weakref.ref[Tensor]] = []
     counts: list[int] = []
-    arrived = InBackward.arrived
+    add_gradient = InBackward.add_gradient
 
     def counting(self: InBackward, item: Any, gradient: Tensor) -> None:
         gradients.append(weakref.ref(gradient))
-        arrived(self, item, gradient)
+        add_gradient(self, item, gradient)
         del gradient
         counts.append(sum(reference() is not None for reference in gradients))
 
-    monkeypatch.setattr(InBackward, "arrived", counting)
+    monkeypatch.setattr(InBackward, "add_gradient", counting)
     yield counts
     gc.collect()
 
@@ -412,7 +412,7 @@ def test_settings_that_need_all_gradients_are_refused_later_too() -> None:
     for name, setting in (("max_norm", 0.1), ("loss_scale", DynamicLossScale())):
         own = getattr(training.optimizer, name)
         setattr(training.optimizer, name, setting)
-        with pytest.raises(ValueError, match=r"know no global norm|cannot skip a whole step"):
+        with pytest.raises(ValueError, match=r"have no global norm|cannot skip a whole step"):
             training.optimizer.backward(training.loss())
         setattr(training.optimizer, name, own)
     assert_same(training.snapshot(), before)

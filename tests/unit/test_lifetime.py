@@ -96,7 +96,7 @@ def trained(state: dict[str, Any], phases: int, seed: int | None = None) -> dict
 
 @pytest.mark.parametrize("phases", [1, 2])
 def test_the_last_update_is_in_the_weights(phases: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(NextForward, "at_once", 10)
+    monkeypatch.setattr(NextForward, "submit_in_step", 10)
     expected = trained({"backend": "stream", "ring_mib": 0.01}, phases)
     for seed in range(2):
         found = trained({"backend": "stream", "ring_mib": 0.01, "update": "next_forward"}, phases, seed)
@@ -164,7 +164,7 @@ train(delay=interrupt)
 """
 IN_SUBMISSION = """
 from lightstep.optimizer.schedule import NextForward
-NextForward.at_once = 0
+NextForward.submit_in_step = 0
 weight = model.weight
 train()
 old, compute = weight.detach().clone(), optimizer._backend.lanes.compute

@@ -39,11 +39,11 @@ class Lane:
 class Share(LinkShare):
     """On a device whose clock the test sets; one layer takes one unit of time."""
 
-    def __init__(self, part: float = 1.0, device: str = "cuda") -> None:
+    def __init__(self, fraction: float = 1.0, device: str = "cuda") -> None:
         self.main, self.compute = Lane(), Lane()
         lanes = SimpleNamespace(device=torch.device(device), caller=lambda: self.main, compute=self.compute)
         super().__init__(SimpleNamespace(lanes=lanes))  # type: ignore[arg-type]
-        self.part = part
+        self.fraction = fraction
         self.backward(LATE)  # the first one
 
     def _event(self) -> Any:
@@ -60,23 +60,23 @@ class Share(LinkShare):
             over: all of it was waited for.
         """
         self.main.now = 0.0
-        self.begin()
+        self.record_begin()
         for ready in range(1, layers + 1):
             self._batch(ready, ready + 1 + behind)
         for after in with_the_last:
             self._batch(layers + after, layers + 50)
         Event.reached = over
         self.adapt()
-        return self.part
+        return self.fraction
 
     def _batch(self, ready: float, done: float) -> None:
         self.main.now, self.compute.now = ready, done
-        self.ready()
-        self.done()
+        self.record_ready()
+        self.record_done()
 
 
 def test_the_first_backward_says_nothing() -> None:
-    assert Share().part == 1.0
+    assert Share().fraction == 1.0
 
 
 def test_less_is_tried_when_the_lane_is_behind() -> None:
@@ -95,7 +95,7 @@ def test_what_is_complete_with_the_last_layer_does_not_count(behind: float, part
 def test_more_and_more_is_tried_while_the_lane_is_early() -> None:
     share = Share(0.1)
     assert [share.backward(EARLY) for _ in range(5)] == pytest.approx([0.15, 0.25, 0.45, 0.85, 1.0])
-    share.part = 0.1
+    share.fraction = 0.1
     assert share.backward(EARLY) == pytest.approx(0.5), "in steps of 0.4 at the most"
     assert share.backward(ON_TIME) == pytest.approx(0.5)
     late = share.backward(LATE)

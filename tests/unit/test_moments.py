@@ -306,7 +306,7 @@ def test_a_class_says_what_its_moments_are() -> None:
     ("optimizer_class", "rounding", "message"),
     [
         (torch.optim.ASGD, "nearest", r"moments is bfloat16, and ASGD \(.*ax.*\) has no entry that is known"),
-        (torch.optim.Rprop, "nearest", "has no entry that is known for a moment"),
+        (torch.optim.Rprop, "nearest", "has no entry that is known to be a moment"),
         (torch.optim.SGD, "stochastic", r"SGD \(momentum_buffer\) counts no steps in its state"),
     ],
 )

@@ -96,21 +96,21 @@ class Held:
 
     def __init__(self, training: Training, name: str) -> None:
         training.optimizer.synchronize()
-        self.walk, self.name, self.free = training.optimizer.engine.walk, name, threading.Event()
+        self.updater, self.name, self.free = training.optimizer.engine.updater, name, threading.Event()
 
     def __enter__(self) -> Held:
-        update = self.walk.unit
+        update = self.updater.update
 
         def unit(unit: Any, of: Any) -> Any:
             if any(owner.name.startswith(self.name) for owner, _, _ in unit.parts):
                 assert self.free.wait(20)
             return update(unit, of)
 
-        self.walk.unit = unit
+        self.updater.update = unit
         return self
 
     def __exit__(self, *_: object) -> None:
-        del self.walk.unit
+        del self.updater.update
         self.release()
 
     def release(self) -> None:
@@ -130,8 +130,8 @@ def test_random_delays_in_every_lane(parameters: str, monkeypatch: pytest.Monkey
     expected = Training({"backend": "resident"}, parameters)
     losses, wanted = expected.train(6), expected.snapshot()
     for seed in range(6):
-        monkeypatch.setattr(NextForward, "at_once", (0, 1, 3, 48)[seed % 4])
-        monkeypatch.setattr(NextForward, "ahead", seed % 3)
+        monkeypatch.setattr(NextForward, "submit_in_step", (0, 1, 3, 48)[seed % 4])
+        monkeypatch.setattr(NextForward, "submit_ahead", seed % 3)
         tested = Training(OVERLAP, parameters)
         found = tested.train(1)
         tested.delays(seed)
@@ -227,15 +227,16 @@ READERS = [
 
 @pytest.mark.parametrize("ahead", [0, 2])
 def test_units_are_submitted_a_fixed_way_ahead(ahead: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(NextForward, "at_once", ahead)
-    monkeypatch.setattr(NextForward, "ahead", ahead)
+    monkeypatch.setattr(NextForward, "submit_in_step", ahead)
+    monkeypatch.setattr(NextForward, "submit_ahead", ahead)
     training = Training(OVERLAP)
     training.train(2)
     training.optimizer.synchronize()
     units = training.optimizer._backend.units()
     submitted: list[int] = []
-    update = training.optimizer.engine.walk.unit
-    training.optimizer.engine.walk.unit = lambda unit, of: (submitted.append(units.index(unit)), update(unit, of))[1]
+    updater = training.optimizer.engine.updater
+    update = updater.update
+    updater.update = lambda unit, of: (submitted.append(units.index(unit)), update(unit, of))[1]
     training.step()
     training.optimizer._backend.lanes.compute.synchronize()
     assert submitted == list(range(ahead))
@@ -407,8 +408,8 @@ def test_a_failure_is_raised_once_by_the_next_forward_and_needs_a_checkpoint() -
 @pytest.mark.parametrize("name", ["wait", "run"])
 def test_an_interrupt_loses_no_update_or_needs_a_checkpoint(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who waits may be interrupted; where units were being submitted nobody knows which are done."""
-    monkeypatch.setattr(NextForward, "at_once", 2)
-    monkeypatch.setattr(NextForward, "ahead", 0)
+    monkeypatch.setattr(NextForward, "submit_in_step", 2)
+    monkeypatch.setattr(NextForward, "submit_ahead", 0)
     training, expected = Training(OVERLAP), Training({"backend": "resident"})
     for one in (training, expected):
         one.train(3)

@@ -75,7 +75,7 @@ def test_lanes_with_random_delays(update: str, one_pass_on_cpu: Counter[str], mo
             apart.setattr(module, "twin_on", lambda device: None)
         losses = expected.train(6)
     for seed in range(3):
-        monkeypatch.setattr(NextForward, "at_once", (0, 1, 48)[seed])
+        monkeypatch.setattr(NextForward, "submit_in_step", (0, 1, 48)[seed])
         tested = Training({"backend": "stream", "update": update, "ring_mib": 0.02}, clipping=clipping)
         found = tested.train(1)
         tested.delays(seed)

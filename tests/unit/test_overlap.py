@@ -47,21 +47,21 @@ def small_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(name="verdicts")
 def counted_verdicts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """How often units were tried, and what became of them."""
+    """How often units were updated speculatively, and what became of it."""
     found: Counter[str] = Counter()
-    decide, withdraw = Overlap._decide, Overlap.withdraw
+    apply_verdict, roll_back = Overlap._apply_verdict, Overlap.roll_back
 
-    def decided(self: Overlap, trial: Any, update: Any) -> None:
-        if trial.units:
+    def applied(self: Overlap, speculation: Any, update: Any) -> None:
+        if speculation.submitted:
             found[self._verdict.read()] += 1
-        decide(self, trial, update)
+        apply_verdict(self, speculation, update)
 
-    def withdrawn(self: Overlap) -> None:
-        found["withdrawn"] += bool(self._trial is not None and self._trial.units)
-        withdraw(self)
+    def rolled_back(self: Overlap) -> None:
+        found["rolled back"] += bool(self._speculation is not None and self._speculation.submitted)
+        roll_back(self)
 
-    monkeypatch.setattr(Overlap, "_decide", decided)
-    monkeypatch.setattr(Overlap, "withdraw", withdrawn)
+    monkeypatch.setattr(Overlap, "_apply_verdict", applied)
+    monkeypatch.setattr(Overlap, "roll_back", rolled_back)
     return found
 
 
@@ -69,7 +69,7 @@ def counted_verdicts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     """Try every step, clipped or not."""
     monkeypatch.setattr(overlap, "_LONGEST_PAUSE", 0)
-    monkeypatch.setattr(Overlap, "_count_verdict", lambda self: setattr(self, "_pause", 0))
+    monkeypatch.setattr(Overlap, "_update_pause", lambda self: setattr(self, "_pause", 0))
 
 
 def pair(clipping: dict[str, Any] = NEVER, state: dict[str, Any] = OVERLAP, **settings: Any) -> tuple[Training, ...]:
@@ -108,15 +108,15 @@ def test_random_delays_in_every_lane(
     expected = Training(RESIDENT, parameters, clipping=clipping, loss_scale=scale)
     losses, wanted = expected.train(8), expected.snapshot()
     for seed in range(2):
-        monkeypatch.setattr(NextForward, "at_once", (0, 48)[seed])
-        monkeypatch.setattr(NextForward, "ahead", 1 - seed)
+        monkeypatch.setattr(NextForward, "submit_in_step", (0, 48)[seed])
+        monkeypatch.setattr(NextForward, "submit_ahead", 1 - seed)
         tested = Training((OVERLAP, ON_HOST)[seed], parameters, clipping=clipping, loss_scale=scale)
         found = tested.train(1)
         tested.delays(seed)
         assert found + tested.train(7) == losses, seed
         assert_same(tested.snapshot(), wanted)
         tested.optimizer.close()
-    assert verdicts["withdrawn"] == 0
+    assert verdicts["rolled back"] == 0
     assert (verdicts["commit"] > 0) == (clipping is not TIGHT)
     assert (verdicts["redo"] > 0) == (clipping is not NEVER)
     assert (verdicts["drop"] > 0) == half
@@ -196,13 +196,13 @@ def test_whole_matrices_are_tried(
 ) -> None:
     tested, expected = pair(clipping, make=WithMuon)
     tested.train(2)
-    attempt, tried = Overlap._try, set()
+    speculate, tried = Overlap._speculate, set()
 
-    def noted(self: Overlap, trial: Any, units: Any) -> None:
+    def noted(self: Overlap, speculation: Any, units: Any) -> None:
         tried.update(owner.name for unit in units for owner, _, _ in unit.parts)
-        attempt(self, trial, units)
+        speculate(self, speculation, units)
 
-    monkeypatch.setattr(Overlap, "_try", noted)
+    monkeypatch.setattr(Overlap, "_speculate", noted)
     backward(tested)
     matrices = {name for name, p in tested.named.items() if p.dim() == 2 and p.grad is not None}
     assert len(matrices) > 3 and matrices <= {*tried, "embed.weight"}, "all of them before step()"
@@ -306,15 +306,15 @@ BETWEEN: dict[Callable[[Training], None], str] = {
     nothing: "commit",
     ask_for_the_norm: "commit",
     clip_tighter: "redo",
-    change_lr: "withdrawn",
-    decay: "withdrawn",
-    edit_gradient: "withdrawn",
+    change_lr: "rolled back",
+    decay: "rolled back",
+    edit_gradient: "rolled back",
     edit_last_gradient: "commit",
-    exchange_gradient: "withdrawn",
-    another_backward: "withdrawn",
-    edit_a_weight: "withdrawn",
-    edit_the_last_weight: "withdrawn",
-    evaluate: "withdrawn",
+    exchange_gradient: "rolled back",
+    another_backward: "rolled back",
+    edit_a_weight: "rolled back",
+    edit_the_last_weight: "rolled back",
+    evaluate: "rolled back",
 }
 
 
@@ -354,7 +354,7 @@ def test_a_weight_that_is_not_tried_may_be_written_to(parameters: str, verdicts:
         backward(training)
         if training is tested:
             training.optimizer._backend.lanes.compute.synchronize()
-            tried = {owner.name for owner in training.optimizer.engine.schedule._trial.used}
+            tried = {owner.name for owner in training.optimizer.engine.schedule._speculation.used}
             assert TRIED in tried and "head.weight" not in tried
         with torch.no_grad():
             training.named["head.weight"].mul_(0.5)
@@ -362,7 +362,7 @@ def test_a_weight_that_is_not_tried_may_be_written_to(parameters: str, verdicts:
         training.steps += 1
         training.train(2)
         if training is tested:
-            assert verdicts["withdrawn"] == 1
+            assert verdicts["rolled back"] == 1
     assert_same(tested.snapshot(), expected.snapshot())
 
 
@@ -412,7 +412,7 @@ def test_weights_are_those_of_before_until_step(how: str, verdicts: Counter[str]
     tested.delays(0)
     backward(tested)
     READS[how](tested)
-    assert verdicts["withdrawn"] == 1
+    assert verdicts["rolled back"] == 1
     assert_same(weights(tested), before)
     if how not in ("delete", "zero_grad"):
         now = tested.optimizer.state_dict()["state"]
@@ -450,7 +450,7 @@ def test_an_error_in_backward_leaves_everything_as_it_was(verdicts: Counter[str]
     with pytest.raises(ZeroDivisionError):
         backward(tested)
     handle.remove()
-    assert verdicts["withdrawn"] == 1
+    assert verdicts["rolled back"] == 1
     assert_same(weights(tested), before)
     tested.optimizer.zero_grad()
     assert tested.train(3) == expected.train(3)
@@ -585,7 +585,7 @@ def test_what_is_complete_last_stays_on_the_device_first() -> None:
     tested = Training({**OVERLAP, "resident_gib": 1}, clipping=NEVER)
     tested.train(3)
     backend = tested.optimizer._backend
-    last = tested.optimizer.engine.schedule._arrivals.complete_last()
+    last = tested.optimizer.engine.schedule._arrivals.last_in_backward()
     assert last and [record.unit for record in backend._by_residency_priority()][: len(last)] == last
     backend.keep_first(backend.units()[-1:])
     backend.set_residency(backend._records[backend.units()[-1]].nbytes / 2**30)
@@ -598,7 +598,7 @@ def test_updates_in_backward_say_what_stays_first_too(monkeypatch: pytest.Monkey
     tested = Training(state, clipping={**NEVER, "scope": "unit"})
     tested.train(2)
     backend = tested.optimizer._backend
-    monkeypatch.setattr(Arrivals, "complete_last", lambda self: backend.units()[-1:])
+    monkeypatch.setattr(Arrivals, "last_in_backward", lambda self: backend.units()[-1:])
     tested.train(1)
     assert [record.unit for record in backend._preferred_resident] == list(backend.units()[-1:])
 
@@ -640,7 +640,7 @@ def test_recomputing_takes_nothing_back(verdicts: Counter[str]) -> None:
     tested, expected = pair(make=Checkpointed)
     assert tested.train(5) == expected.train(5)
     assert_same(tested.snapshot(), expected.snapshot())
-    assert verdicts["withdrawn"] == 0
+    assert verdicts["rolled back"] == 0
     assert verdicts["commit"] >= 2
 
 
@@ -649,15 +649,15 @@ class HeldAttempts:
 
     def __init__(self, training: Training) -> None:
         self.free, self.stood = threading.Event(), 0
-        walk = training.optimizer.engine.walk
-        attempt = walk.attempt
+        updater = training.optimizer.engine.updater
+        speculate = updater.speculate
 
         def held(unit: Any, update: Any) -> None:
             self.stood += 1
             assert self.free.wait(20)
-            attempt(unit, update)
+            speculate(unit, update)
 
-        walk.attempt = held
+        updater.speculate = held
 
 
 def test_backward_does_not_wait_for_what_is_tried() -> None:
@@ -692,7 +692,7 @@ def test_several_units_of_one_weight_count(verdicts: Counter[str]) -> None:
     backward(expected)
     expected.optimizer.step()
     assert_same(tested.snapshot(), expected.snapshot())
-    assert verdicts["commit"] == 1 and not verdicts["withdrawn"]
+    assert verdicts["commit"] == 1 and not verdicts["rolled back"]
 
 
 def test_a_weight_that_is_written_to_before_it_is_tried_is_updated_from_there() -> None:

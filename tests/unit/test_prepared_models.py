@@ -33,8 +33,8 @@ RESIDENT = {"backend": "resident"}
 @pytest.fixture
 def nothing_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """Units are updated when somebody waits for them, and no sooner: who does not wait reads old weights."""
-    monkeypatch.setattr(NextForward, "at_once", 0)
-    monkeypatch.setattr(NextForward, "ahead", 0)
+    monkeypatch.setattr(NextForward, "submit_in_step", 0)
+    monkeypatch.setattr(NextForward, "submit_ahead", 0)
 
 
 class EarlyExit(TinyTransformer):

@@ -85,7 +85,7 @@ def test_a_read_while_another_thread_collects_the_optimizer() -> None:
 def test_what_a_deleted_optimizer_has_left_is_done_before_a_forward_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """Behind the last block there may be compiled code, whose reads nobody sees."""
     model, optimizer = trained()
-    monkeypatch.setattr(DeferredUpdates, "end_engines", lambda self: None)  # another thread would do it
+    monkeypatch.setattr(DeferredUpdates, "shut_down_orphaned", lambda self: None)  # another thread would do it
     step(model, optimizer)
     weight, before = model[3].weight, optimizer.engine.schedule
     del optimizer

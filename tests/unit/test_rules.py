@@ -262,14 +262,14 @@ def test_kinds_of_a_transformers_model() -> None:
 @pytest.mark.parametrize(
     ("rules", "message"),
     [
-        ([Rule(torch.optim.AdamW, names="mix")], r"scale of shape \(8,\) \(rest\) is trained, and no rule means it"),
+        ([Rule(torch.optim.AdamW, names="mix")], r"scale of shape \(8,\) \(rest\) is trained, and matches no rule"),
         (
             [Rule(torch.optim.AdamW), Rule(torch.optim.Muon, dims=2)],
-            r"tokens.weight of shape \(11, 8\) is meant by Rule\(AdamW\) and by Rule\(Muon, dims=2\)",
+            r"tokens.weight of shape \(11, 8\) matches Rule\(AdamW\) and Rule\(Muon, dims=2\)",
         ),
         (
             [Rule(torch.optim.AdamW, kinds="rest"), Rule(torch.optim.Muon, names=r"\.mux\.")],
-            r"Rule\(Muon, names='\\\\.mux\\\\.'\) means no parameter",
+            r"Rule\(Muon, names='\\\\.mux\\\\.'\) matches no parameter",
         ),
         ([], "rules are empty"),
     ],
@@ -340,14 +340,16 @@ def test_a_group_without_what_its_class_needs_is_refused() -> None:
         {"params": [model.weight], "optimizer_class": NeedsDecay, "lr": 0.1, "decay": 0.1, "clamp": 2.0},
         {"params": [model.bias], "optimizer_class": NeedsDecay, "lr": 0.2, "decay": 0.1, "clamp": 3.0},
     ]
-    message = r"two parameter groups of NeedsDecay differ in what .* \({'clamp': 2.0} and {'clamp': 3.0}\)"
+    message = r"two parameter groups of NeedsDecay differ in settings .* \({'clamp': 2.0} and {'clamp': 3.0}\)"
     with pytest.raises(ValueError, match=message):
         strategy.create_optimizer(model, param_groups=groups)
     rules = [
         Rule(NeedsDecay, dims=2, lr=0.1, decay=0.1, clamp=2.0),
         Rule(NeedsDecay, dims=1, lr=0.1, decay=0.2),
     ]
-    with pytest.raises(ValueError, match=r"Rule\(NeedsDecay, dims=2\) and Rule\(NeedsDecay, dims=1\) differ in what"):
+    with pytest.raises(
+        ValueError, match=r"Rule\(NeedsDecay, dims=2\) and Rule\(NeedsDecay, dims=1\) differ in settings"
+    ):
         strategy.create_optimizer(model, rules=rules)
     with pytest.raises(TypeError, match=r"optimizer_class is 'Muon'; a subclass of torch.optim.Optimizer is needed"):
         strategy.create_optimizer(model, param_groups=[{"params": [model.weight], "optimizer_class": "Muon"}])

@@ -601,7 +601,7 @@ def test_rules_give_each_parameter_its_class_and_settings(
     [
         ([{"kinds": "norm"}], r"optimizer.rules\[0\]: .*'norm' is not a kind of parameter"),
         ([{"kinds": "rest", "arguments": {"beta": 1}}], r"optimizer.rules\[0\]: .*AdamW has no 'beta'"),
-        ([{"kinds": "norms"}], "optimizer: .* is trained, and no rule means it"),
+        ([{"kinds": "norms"}], "optimizer: .* is trained, and matches no rule"),
     ],
 )
 def test_rules_that_cannot_be_followed_are_refused(

@@ -153,8 +153,8 @@ def test_a_skipped_step_does_not_advance_the_scheduler(tmp_path: Path) -> None:
 def test_updates_in_backward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers are updated in the last micro-batch, and only there: the weights are those of updates at the step."""
     begun: list[int] = []
-    running = InBackward.running
-    monkeypatch.setattr(InBackward, "running", lambda self, *args: (begun.append(1), running(self, *args))[1])
+    updating = InBackward.updating
+    monkeypatch.setattr(InBackward, "updating", lambda self, *args: (begun.append(1), updating(self, *args))[1])
     values = {"sharding": {"kind": "single"}, "clipping": {"max_norm": None}}
     late = Ran(tmp_path, values | {"optimizer_state": {"backend": "resident"}})
     early = Ran(tmp_path, values | {"optimizer_state": {"backend": "resident", "update": "in_backward"}})

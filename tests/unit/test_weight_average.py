@@ -113,5 +113,5 @@ def test_parameters_that_are_exchanged_are_followed_or_refused() -> None:
     average.update()
     assert torch.equal(average.tensors["weight"], torch.lerp(before, model.weight.detach(), 0.5))
     model.weight = nn.Parameter(torch.ones(2, 3))
-    with pytest.raises(RuntimeError, match="weight was exchanged for another parameter after its average began"):
+    with pytest.raises(RuntimeError, match="weight was replaced by another parameter after its average was made"):
         average.update()
