@@ -28,10 +28,12 @@ with needs("train"):
     from accelerate.state import AcceleratorState
     from accelerate.utils import FullyShardedDataParallelPlugin, broadcast, gather_object
 
+from lightstep.checkpoint import CheckpointError
 from lightstep.checkpoint.export import full_weights
-from lightstep.checkpoint.layout import holds_checkpoint
+from lightstep.checkpoint.layout import holds_checkpoint, is_whole
 from lightstep.config import ConfigError, FSDP2Sharding
 from lightstep.distributed import local_tensor
+from lightstep.integrations.pending_folder import CHECKPOINT, PendingFolder, folder_kind, newest_whole
 from lightstep.integrations.refusals import (
     inner_optimizer,
     refuse_contradictions,
@@ -51,8 +53,11 @@ __all__ = ["LightstepAccelerator", "LightstepOptimizer", "connect", "prepare"]
 
 logger = logging.getLogger(__name__)
 
-CHECKPOINT = "lightstep"
-"""The folder beside accelerate's and the Trainer's own files."""
+_KIND = folder_kind(
+    "a state that save_state wrote",
+    patterns=("*.bin", "*.pkl", "*.safetensors", "*.safetensors.index.json", "scaler.pt"),
+    is_ours=lambda path: (path / CHECKPOINT).is_dir() or any(path.glob("random_states_*.pkl")),
+)
 
 
 def prepare(
@@ -157,10 +162,12 @@ class LightstepAccelerator(Accelerator):
     _model: weakref.ref[nn.Module] | None = None
     trainer: weakref.ref[Any] | None = None
     """The transformers Trainer whose accelerator this is."""
+    _save_under_way: PendingFolder | None = None
 
     def __reduce__(self) -> Any:
-        """The class was made by :func:`connect`. Weak references stay behind."""
-        state = {key: value for key, value in vars(self).items() if key not in ("_model", "trainer")}
+        """The class was made by :func:`connect`. Weak references and a save under way are left out."""
+        left_out = ("_model", "trainer", "_save_under_way")
+        state = {key: value for key, value in vars(self).items() if key not in left_out}
         return _unpickled, (type(self).__bases__[1],), state
 
     # -- prepare
@@ -350,9 +357,25 @@ class LightstepAccelerator(Accelerator):
             return cast(dict[str, Any], super().get_state_dict(model, unwrap=unwrap))
         return full_weights(self.strategy.unwrap_model(model), keep=self.is_main_process)
 
-    def save_state(self, output_dir: Any = None, safe_serialization: bool = True, **kwargs: Any) -> Any:
-        """accelerate's files, and the trained model with its optimizer as a lightstep checkpoint in ``lightstep/``."""
+    def save_state(
+        self, output_dir: Any = None, safe_serialization: bool = True, *, asynchronous: bool = False, **kwargs: Any
+    ) -> Any:
+        """accelerate's files, and the trained model with its optimizer as a lightstep checkpoint in ``lightstep/``.
+
+        Args:
+            asynchronous: train on while the checkpoint is written. The folder appears when it is whole. The next
+                ``save_state``, ``load_state`` and ``end_training`` wait for it.
+
+        Returns:
+            The folder's path; with ``asynchronous`` a handle with ``done()`` and ``result(timeout=None)``, the path.
+
+        Raises:
+            RuntimeError: ``asynchronous``, and no model and optimizer have been prepared.
+        """
+        self._finish_save()
         pair = self._pair()
+        if asynchronous:
+            return self._save_state_asynchronously(pair, output_dir, safe_serialization, **kwargs)
         with self._removing_old_ones_last(), self._without(pair):
             location = super().save_state(output_dir, safe_serialization, **kwargs)
             if pair is not None:
@@ -360,6 +383,46 @@ class LightstepAccelerator(Accelerator):
                 self.wait_for_everyone()
                 self.strategy.save_checkpoint(Path(location) / CHECKPOINT, model, optimizer.optimizer)
         return location
+
+    def _save_state_asynchronously(
+        self, pair: tuple[nn.Module, LightstepOptimizer] | None, output_dir: Any, *args: Any, **kwargs: Any
+    ) -> PendingFolder:
+        if pair is None:
+            raise RuntimeError("save_state(asynchronous=True) without a model and an optimizer: prepare them first")
+        project = self.project_configuration
+        naming, limit = project.automatic_checkpoint_naming, None
+        if naming:
+            path, limit = self._states_folder / f"checkpoint_{self.save_iteration}", project.total_limit
+            if path.exists():
+                raise ValueError(f"{path} exists; set accelerator.project_configuration.iteration to a free number")
+        elif output_dir is None:
+            raise ValueError(
+                "save_state() needs output_dir, or a ProjectConfiguration with automatic_checkpoint_naming"
+            )
+        else:
+            path = Path(os.path.expanduser(output_dir))
+        with PendingFolder(path, _KIND, lambda: self._remove_old_states(limit)) as pending, self._without(pair):
+            project.automatic_checkpoint_naming = False  # the folder is given
+            try:
+                super().save_state(str(pending.folder), *args, **kwargs)
+            finally:
+                project.automatic_checkpoint_naming = naming
+            pending.checkpoint = self.strategy.save_checkpoint(
+                pending.folder / CHECKPOINT, pair[0], pair[1].optimizer, asynchronous=True
+            )
+        self._save_under_way = pending
+        return pending
+
+    def _finish_save(self) -> None:
+        """Wait for the asynchronous save that is under way, and raise its error."""
+        pending, self._save_under_way = self._save_under_way, None
+        if pending is not None:
+            pending.finish()
+
+    def end_training(self) -> None:
+        """accelerate's, after a save that is under way."""
+        self._finish_save()
+        super().end_training()
 
     @contextlib.contextmanager
     def _removing_old_ones_last(self) -> Iterator[None]:
@@ -376,11 +439,20 @@ class LightstepAccelerator(Accelerator):
             project.total_limit = limit
         self.wait_for_everyone()
         if self.is_main_process:
-            for folder in self._saved_states()[: -max(limit, 1)]:
-                shutil.rmtree(folder)
+            self._remove_old_states(limit)
+
+    def _remove_old_states(self, limit: int | None) -> None:
+        for folder in [] if limit is None else self._saved_states()[: -max(limit, 1)]:
+            shutil.rmtree(folder)
 
     def load_state(self, input_dir: Any = None, load_kwargs: Any = None, **kwargs: Any) -> None:
-        """Continue from :meth:`save_state`, on any number of processes."""
+        """Continue from :meth:`save_state`, on any number of processes.
+
+        Without ``input_dir`` (automatic naming), from the newest state that is whole.
+        """
+        if self._save_under_way is not None:
+            self._save_under_way.exception()  # the next save_state or end_training raises it
+            self.wait_for_everyone()
         pair = self._pair()
         if pair is None:
             super().load_state(input_dir, load_kwargs, **kwargs)
@@ -435,12 +507,28 @@ class LightstepAccelerator(Accelerator):
         """What ``load_state()`` loads with automatic checkpoint naming."""
         if not self.project_configuration.automatic_checkpoint_naming:
             raise ValueError("load_state() needs input_dir, or a ProjectConfiguration with automatic_checkpoint_naming")
-        return str(self._saved_states()[-1])
+        states = self._saved_states()
+        newest = newest_whole(states, _is_complete)
+        if newest is None:
+            raise CheckpointError(f"{self._states_folder} holds no whole state among {len(states)}")
+        return str(newest)
+
+    @property
+    def _states_folder(self) -> Path:
+        """Of automatic checkpoint naming."""
+        return Path(self.project_dir) / "checkpoints"
 
     def _saved_states(self) -> list[Path]:
         """Under automatic checkpoint naming, the oldest first."""
-        folders = (Path(self.project_dir) / "checkpoints").glob("checkpoint_*")
+        folders = self._states_folder.glob("checkpoint_*")
         return sorted(folders, key=lambda folder: int(folder.name.rpartition("_")[2]))
+
+
+def _is_complete(folder: Path) -> bool:
+    """Whether ``save_state`` has ended, with lightstep or without."""
+    if holds_checkpoint(folder / CHECKPOINT):
+        return is_whole(folder / CHECKPOINT)
+    return any(folder.glob("random_states_*.pkl")) and any(folder.glob("optimizer*"))
 
 
 def _is_sharded(model: nn.Module) -> bool:

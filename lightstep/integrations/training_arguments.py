@@ -10,12 +10,13 @@ from typing import Any
 
 import torch
 from transformers import TrainingArguments
+from transformers.trainer_utils import HubStrategy
 
 from lightstep.config import ConfigError, DDPSharding, FSDP2Sharding
 from lightstep.optimizer.base import BaseOptimizer
 from lightstep.strategy import Strategy
 
-__all__ = ["max_norm", "norm_is_told", "refuse_class", "refuse_contradictions"]
+__all__ = ["max_norm", "norm_is_told", "refuse_asynchronous_saves", "refuse_class", "refuse_contradictions"]
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +50,19 @@ def refuse_contradictions(args: TrainingArguments, strategy: Strategy) -> None:
         )
     _refuse_other_clipping(args, strategy)
     _refuse_other_ddp(args, strategy)
+
+
+def refuse_asynchronous_saves(args: TrainingArguments) -> None:
+    if args.save_only_model:
+        raise ConfigError(
+            "asynchronous_saves=True and save_only_model=True: the Trainer writes weights itself, and waits for them; "
+            "leave one of the two out"
+        )
+    if args.push_to_hub and args.hub_strategy != HubStrategy.END:
+        raise ConfigError(
+            f"asynchronous_saves=True and push_to_hub with hub_strategy={args.hub_strategy.value!r}: the Trainer "
+            "uploads a checkpoint before it is written; set hub_strategy='end', or leave asynchronous_saves out"
+        )
 
 
 def norm_is_told(args: TrainingArguments) -> bool:

@@ -24,17 +24,28 @@ with needs("train"):
     from transformers import Trainer
     from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
     from transformers.trainer_callback import CallbackHandler
+    from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
 from lightstep import CheckpointError
+from lightstep.checkpoint.errors import DamagedError, is_damage
 from lightstep.checkpoint.export import full_weights
 from lightstep.checkpoint.layout import holds_checkpoint
 from lightstep.checkpoint.pretrained import load_pretrained
+from lightstep.checkpoint.ranks import Ranks
 from lightstep.config import ConfigError
 from lightstep.integrations import adapters
-from lightstep.integrations.accelerate import CHECKPOINT, LightstepOptimizer, connect
+from lightstep.integrations.accelerate import LightstepOptimizer, connect
 from lightstep.integrations.expectation import Expectation
+from lightstep.integrations.pending_folder import CHECKPOINT, PendingFolder
 from lightstep.integrations.refusals import inner_optimizer
-from lightstep.integrations.training_arguments import max_norm, norm_is_told, refuse_class, refuse_contradictions
+from lightstep.integrations.trainer_folders import KIND, is_read_on_save, newest_checkpoint, remove_leftovers
+from lightstep.integrations.training_arguments import (
+    max_norm,
+    norm_is_told,
+    refuse_asynchronous_saves,
+    refuse_class,
+    refuse_contradictions,
+)
 from lightstep.integrations.whole_state import fitted_to
 from lightstep.optimizer.base import BaseOptimizer
 from lightstep.optimizer.result import StepResult
@@ -67,18 +78,31 @@ class LightstepMixin(_AnyTrainer):
 
     Args:
         strategy: a :class:`lightstep.Strategy`, or what ``Strategy.load`` takes: a name, a path, a mapping.
+        asynchronous_saves: train on while a checkpoint is written. ``checkpoint-N`` appears when it is whole.
 
     Raises:
-        ConfigError: ``args`` contradict the strategy.
+        ConfigError: ``args`` contradict the strategy, or saves cannot be asynchronous with them.
         TypeError: ``optimizers`` holds another library's optimizer.
     """
 
     optimizer_cls_and_kwargs: Any
     _expectation: Expectation
+    _save_under_way: PendingFolder | None = None
+    _folder_being_made: PendingFolder | None = None
+    """While the Trainer writes its own files of an asynchronous save."""
 
-    def __init__(self, *args: Any, strategy: Strategy | str | Path | Mapping[str, Any], **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        strategy: Strategy | str | Path | Mapping[str, Any],
+        asynchronous_saves: bool = False,
+        **kwargs: Any,
+    ) -> None:
         self.strategy = strategy if isinstance(strategy, Strategy) else Strategy.load(strategy)
+        self.asynchronous_saves = asynchronous_saves
         super().__init__(*args, **kwargs)
+        if asynchronous_saves:
+            refuse_asynchronous_saves(self.args)
         self.callback_handler.__class__ = UpToDateCallbacks
         if self.optimizer is not None:
             self._adopt(self.optimizer)
@@ -164,6 +188,17 @@ class LightstepMixin(_AnyTrainer):
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> None:
         """Nothing yet: the step measures."""
 
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """As the Trainer's; ``resume_from_checkpoint=True`` continues from the newest checkpoint that is whole."""
+        if self._save_under_way is not None:  # of a call that an error has ended, and which raised it
+            self._save_under_way.exception()
+        folder = Path(self.args.output_dir)
+        Ranks().together(lambda: remove_leftovers(folder), only_first=True)
+        if resume_from_checkpoint is True:
+            newest = Ranks().together(lambda: newest_checkpoint(folder), only_first=True)
+            resume_from_checkpoint = True if newest is None else str(newest)
+        return super().train(resume_from_checkpoint, *args, **kwargs)
+
     def _maybe_log_save_evaluate(self, tr_loss: Any, grad_norm: Any, *args: Any, **kwargs: Any) -> None:
         result = self._result
         self._expectation.step_ends(self.state.global_step)
@@ -179,8 +214,9 @@ class LightstepMixin(_AnyTrainer):
     # -- weights and checkpoints
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
-        """Deferred updates land: callbacks at the end of training, and the caller behind it, may read parameters."""
+        """Deferred updates and a save under way end first: callbacks and the caller may read weights and folders."""
         self._lightstep_optimizer.synchronize()
+        self._finish_save()
         self._expectation.end()
         return super()._finalize_training(*args, **kwargs)
 
@@ -200,12 +236,55 @@ class LightstepMixin(_AnyTrainer):
             state_dict = full_weights(self.strategy.unwrap_model(self.model), keep=self.args.should_save)
         super()._save(output_dir, state_dict)
 
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        if not self.asynchronous_saves:
+            super()._save_checkpoint(model, trial)
+            return
+        self._finish_save()
+        run_dir, limit = super()._get_output_dir(trial), self.args.save_total_limit
+
+        def rotate() -> None:
+            """The best checkpoint stays the same until the next save, which waits for this one."""
+            rotate_checkpoints(run_dir, limit, self.state.best_model_checkpoint, use_mtime=True)
+
+        path = Path(run_dir) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        with PendingFolder(path, KIND, rotate) as pending:
+            self._folder_being_made = pending
+            try:
+                super()._save_checkpoint(model, trial)
+            finally:
+                self._folder_being_made = None
+        self._save_under_way = pending
+        readers = [type(one).__name__ for one in self.callback_handler.callbacks if is_read_on_save(one)]
+        if any(Ranks().gather(bool(readers))):
+            self._finish_save()
+
+    def _get_output_dir(self, trial: Any) -> str:
+        made = self._folder_being_made
+        return cast(str, super()._get_output_dir(trial)) if made is None else str(made.folder.parent)
+
+    def _finish_save(self) -> None:
+        """Wait for the save that is under way, on every rank, and raise its error."""
+        pending, self._save_under_way = self._save_under_way, None
+        if pending is not None:
+            pending.finish()
+
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        if self._has_own_files:
+        pending = self._folder_being_made
+        if self._has_own_files and pending is None:
             super()._save_optimizer_and_scheduler(output_dir)
             return
-        folder = Path(output_dir) / CHECKPOINT
-        self.strategy.save_checkpoint(folder, self.model, self._lightstep_optimizer, self.lr_scheduler)
+        if pending is not None and self.state.best_model_checkpoint == output_dir:  # where it is now
+            self.state.best_model_checkpoint = str(pending.path)
+        handle = self.strategy.save_checkpoint(
+            Path(output_dir) / CHECKPOINT,
+            self.model,
+            self._lightstep_optimizer,
+            self.lr_scheduler,
+            asynchronous=pending is not None,
+        )
+        if pending is not None:
+            pending.checkpoint = handle
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """
@@ -214,7 +293,18 @@ class LightstepMixin(_AnyTrainer):
         """
         if checkpoint is None:
             return
-        folder, optimizer = Path(checkpoint), self._lightstep_optimizer
+        try:
+            self._load_whole_state(Path(checkpoint))
+        except CheckpointError as error:
+            folder = Path(checkpoint).resolve()
+            older = newest_checkpoint(folder.parent, below=folder) if is_damage(error) else None
+            if older is None:
+                raise
+            text = str(error).removesuffix("; no older one beside it is whole")
+            raise type(error)(f"{text}; {older} is whole: resume_from_checkpoint={str(older)!r}") from error
+
+    def _load_whole_state(self, folder: Path) -> None:
+        optimizer = self._lightstep_optimizer
         if holds_checkpoint(folder / CHECKPOINT):
             self.strategy.load_checkpoint(folder / CHECKPOINT, self.model, optimizer, self.lr_scheduler)
         elif not self.is_fsdp_enabled and (folder / OPTIMIZER_NAME).is_file():
@@ -223,7 +313,7 @@ class LightstepMixin(_AnyTrainer):
                 self.optimizer.load_state_dict(_loaded(folder / OPTIMIZER_NAME))
             self.lr_scheduler.load_state_dict(_loaded(folder / SCHEDULER_NAME))
         else:
-            raise CheckpointError(
+            raise DamagedError(
                 f"{folder} has no optimizer state ({CHECKPOINT}/, or {OPTIMIZER_NAME} of a model that accelerate does "
                 "not shard), and resuming from it would start a new optimizer in the middle of a run. Resume from "
                 "another checkpoint, or start a new run from its weights (save_only_model=True saves no more)"
