@@ -111,5 +111,6 @@ def refuse_class(optimizer_class: Any, values: Mapping[str, Any], optim: str | N
         raise ConfigError(
             f"{source} is {getattr(optimizer_class, '__name__', optimizer_class)} of {library}, which does more than "
             "update one weight from its gradient; lightstep runs any element-wise torch.optim.Optimizer class on its "
-            "masters: 'adamw_torch', 'adamw_torch_fused', 'sgd', 'adagrad', 'rmsprop', or a class of your own"
+            "masters: 'adamw_torch', 'adamw_torch_fused', 'sgd', 'adagrad', 'rmsprop', or a class of your own; for "
+            "Muon give rules=[{'kinds': 'hidden_matrices', 'name': 'Muon', 'lr': 0.02}, {'kinds': 'rest'}]"
         )

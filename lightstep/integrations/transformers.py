@@ -6,10 +6,11 @@ any class made from the Trainer: ``class MyTrainer(LightstepMixin, SFTTrainer)``
 
 from __future__ import annotations
 
+import copy
 import functools
 import logging
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -39,6 +40,7 @@ from lightstep.integrations.expectation import Expectation
 from lightstep.integrations.pending_folder import CHECKPOINT, PendingFolder
 from lightstep.integrations.refusals import inner_optimizer
 from lightstep.integrations.trainer_folders import KIND, is_read_on_save, newest_checkpoint, remove_leftovers
+from lightstep.integrations.trainer_rules import GivenRules, make_rules, read_rules, split_optim_args
 from lightstep.integrations.training_arguments import (
     max_norm,
     norm_is_told,
@@ -49,6 +51,7 @@ from lightstep.integrations.training_arguments import (
 from lightstep.integrations.whole_state import fitted_to
 from lightstep.optimizer.base import BaseOptimizer
 from lightstep.optimizer.result import StepResult
+from lightstep.optimizer.rules import Rule
 from lightstep.strategy import Strategy
 
 __all__ = ["LightstepMixin", "LightstepTrainer"]
@@ -78,14 +81,19 @@ class LightstepMixin(_AnyTrainer):
 
     Args:
         strategy: a :class:`lightstep.Strategy`, or what ``Strategy.load`` takes: a name, a path, a mapping.
+        rules: which optimizer class and hyper-parameters each parameter gets: :class:`lightstep.Rule` objects, or
+            mappings or a YAML file as in ``lightstep train``. ``optim_args="rules=FILE"`` names such a file too. What
+            a rule leaves out is the Trainer's.
         asynchronous_saves: train on while a checkpoint is written. ``checkpoint-N`` appears when it is whole.
 
     Raises:
-        ConfigError: ``args`` contradict the strategy, or saves cannot be asynchronous with them.
+        ConfigError: ``args`` contradict the strategy, the rules or ``asynchronous_saves``; the rules cannot be used.
         TypeError: ``optimizers`` holds another library's optimizer.
     """
 
+    optimizer: Any
     optimizer_cls_and_kwargs: Any
+    rules: Sequence[Rule | Mapping[str, Any]] | None = None
     _expectation: Expectation
     _save_under_way: PendingFolder | None = None
     _folder_being_made: PendingFolder | None = None
@@ -95,6 +103,7 @@ class LightstepMixin(_AnyTrainer):
         self,
         *args: Any,
         strategy: Strategy | str | Path | Mapping[str, Any],
+        rules: GivenRules | None = None,
         asynchronous_saves: bool = False,
         **kwargs: Any,
     ) -> None:
@@ -103,6 +112,9 @@ class LightstepMixin(_AnyTrainer):
         super().__init__(*args, **kwargs)
         if asynchronous_saves:
             refuse_asynchronous_saves(self.args)
+        self.rules = read_rules(rules, self.args)
+        if self.rules is not None and self.optimizer is not None:
+            raise ConfigError("rules and optimizers=(optimizer, ...) both choose the optimizer; leave one out")
         self.callback_handler.__class__ = UpToDateCallbacks
         if self.optimizer is not None:
             self._adopt(self.optimizer)
@@ -126,13 +138,21 @@ class LightstepMixin(_AnyTrainer):
     # -- the optimizer
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """What the Trainer would build, of the same class and groups, made by the strategy."""
+        """What the Trainer would build, of the same class and groups, made by the strategy; or what the rules say."""
         if self.optimizer is not None:
             return self.optimizer
         trained = self.model if model is None else model
         given = self.optimizer_cls_and_kwargs
-        optimizer_class, values = given or self.get_optimizer_cls_and_kwargs(self.args, trained)
-        refuse_class(optimizer_class, values, None if given else self.args.optim)
+        args = copy.copy(self.args)
+        _, args.optim_args = split_optim_args(args.optim_args)
+        optimizer_class, values = given or self.get_optimizer_cls_and_kwargs(args, trained)
+        refuse_class(optimizer_class, values, None if given else args.optim)
+        if self.rules is not None:
+            rules = make_rules(self.rules, optimizer_class, values, args)
+            self.optimizer = self.strategy.create_optimizer(trained, rules=rules)
+            self.optimizer.defaults["lr"] = args.learning_rate  # schedules with a lowest rate divide it by this one
+            self._adopt(self.optimizer)
+            return cast(torch.optim.Optimizer, self.optimizer)
 
         def create(groups: Any, **hyperparameters: Any) -> BaseOptimizer:
             return self.strategy.create_optimizer(trained, optimizer_class, param_groups=groups, **hyperparameters)

@@ -33,7 +33,7 @@ from transformers import (
     TrainerCallback,
 )
 
-from lightstep import CheckpointError, ConfigError, Strategy
+from lightstep import CheckpointError, ConfigError, Rule, Strategy
 from lightstep.checkpoint import save
 from lightstep.checkpoint.export import full_weights
 from lightstep.integrations.accelerate import prepare
@@ -232,10 +232,11 @@ def asynchronous(rank: int, world_size: int, kind: str, state: dict[str, Any], f
         return write(*arguments)
 
     def made(name: str, seed: int = 0, **options: Any) -> LightstepTrainer:
-        chosen = {"asynchronous_saves": options.pop("asynchronous_saves", False), "callbacks": None}
-        chosen |= {"callbacks": options.pop("callbacks", None)}
+        chosen = {key: options.pop(key, None) for key in ("asynchronous_saves", "callbacks")}
         arguments = {"save_strategy": "steps", "save_steps": 1, "max_steps": 3, "use_cpu": CPU} | options
-        args = training_arguments(f"{folder}/{name}", per_device_train_batch_size=1, **arguments)
+        arguments |= {"fsdp": True if kind == "accelerate" else None, "per_device_train_batch_size": 1}
+        args = training_arguments(f"{folder}/{name}", **arguments)
+        pass_for_accelerators(kind)
         return LightstepTrainer(make_llama(seed), args, strategy=strategy, train_dataset=Rows(), **chosen)
 
     loaded: dict[tuple[str, int], list[dict[str, Tensor]]] = {}
@@ -255,12 +256,8 @@ def asynchronous(rank: int, world_size: int, kind: str, state: dict[str, Any], f
             with fresh_state(kind):
                 at_start = Loaded()
                 resumed = made(name, 1, callbacks=[at_start], save_strategy="no")
-                if step == 3:
-                    resumed.train(resume_from_checkpoint=True)
-                    same(whole(resumed.model), weights)
-                else:
-                    resumed.train(resume_from_checkpoint=f"{folder}/{name}/checkpoint-2")
-                    same(whole(resumed.model), weights)
+                resumed.train(resume_from_checkpoint=True if step == 3 else f"{folder}/{name}/checkpoint-2")
+                same(whole(resumed.model), weights)
                 loaded[name, step] = at_start.state
     for step in (2, 3):
         for tested, expected in zip(loaded["asked", step], loaded["waited", step], strict=True):
@@ -275,10 +272,45 @@ ASYNCHRONOUS = {
 
 
 @pytest.mark.parametrize("state", ASYNCHRONOUS)
-@pytest.mark.parametrize("kind", ["ddp", "strategy"])
+@pytest.mark.parametrize("kind", STRATEGIES)
 def test_asynchronous_saves(pool: Pool, tmp_path: Path, kind: str, state: str) -> None:
     pool.run(asynchronous, 2, kind=kind, state=ASYNCHRONOUS[state], folder=str(tmp_path))
     assert len(list(tmp_path.glob("asked/checkpoint-3/rng_state_*.pth"))) == 2
+
+
+def rules(rank: int, world_size: int, kind: str, folder: str) -> None:
+    """Muon beside AdamW on shards: as with an optimizer that the strategy made; and continued."""
+    found = []
+    for spelling in ("rules", "optimizers", "resumed"):
+        with fresh_state(kind):
+            pass_for_accelerators(kind)
+            args = training_arguments(
+                folder,
+                per_device_train_batch_size=1,
+                use_cpu=CPU,
+                train_sampling_strategy="sequential",
+                max_steps=4,
+                save_strategy="steps" if spelling == "rules" else "no",
+                save_steps=2,
+                fsdp=True if kind == "accelerate" else None,
+                weight_decay=0.01,  # AdamW's own
+            )
+            strategy, model = Strategy.load(STRATEGIES[kind]), make_llama(spelling == "resumed")
+            muon = Rule(torch.optim.Muon, kinds="hidden_matrices", lr=0.02)
+            chosen: dict[str, Any] = {"rules": [muon, {"kinds": "rest"}]}
+            if spelling == "optimizers":
+                both = [muon, Rule(torch.optim.AdamW, kinds="rest", lr=3e-3)]
+                chosen = {"optimizers": (strategy.create_optimizer(model, rules=both), None)}
+            trainer = LightstepTrainer(model, args, strategy=strategy, train_dataset=Rows(), **chosen)
+            trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-2" if spelling == "resumed" else None)
+            found.append(whole(trainer.model))
+    same(found[1], found[0])
+    same(found[2], found[0])
+
+
+@pytest.mark.parametrize("kind", STRATEGIES)
+def test_rules(pool: Pool, tmp_path: Path, kind: str) -> None:
+    pool.run(rules, 2, kind=kind, folder=str(tmp_path))
 
 
 def full_disk(rank: int, world_size: int, folder: str) -> None:
