@@ -18,11 +18,13 @@ import torch
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import ProjectConfiguration
 from transformers import TrainerCallback
+from transformers.integrations import integration_utils
 from transformers.trainer_utils import get_last_checkpoint
 
 from lightstep import CheckpointError, ConfigError
 from lightstep.checkpoint import save
 from lightstep.checkpoint.pending import finish_pending
+from lightstep.integrations.trainer_folders import is_read_on_save
 from lightstep.integrations.transformers import LightstepTrainer
 from tests.python import python
 from tests.reference.tiny_llama import Rows, make_llama, training_arguments
@@ -204,6 +206,23 @@ def test_callbacks_that_read_the_folder_find_it_whole(tmp_path: Path, slow: None
 
     make(tmp_path, callbacks=[Reader()]).train()
     assert found == [True] * 4
+
+
+def test_reporting_callbacks_that_upload_nothing_are_not_waited_for() -> None:
+    """They are known by their names in transformers; with others' a save is waited for."""
+
+    def on_save(self: Any, *_: Any, **__: Any) -> None:
+        raise AssertionError
+
+    def named(name: str, module: str = integration_utils.__name__, **attributes: Any) -> TrainerCallback:
+        return type(name, (TrainerCallback,), {"on_save": on_save, "__module__": module, **attributes})()
+
+    assert not is_read_on_save(TrainerCallback())
+    assert not is_read_on_save(named("WandbCallback", _log_model=integration_utils.WandbLogModel.FALSE))
+    assert is_read_on_save(named("WandbCallback", _log_model=integration_utils.WandbLogModel.CHECKPOINT))
+    assert is_read_on_save(named("WandbCallback", module="mine"))
+    for name in ("WandbCallback", "MLflowCallback", "TrackioCallback", "SwanLabCallback"):
+        assert hasattr(integration_utils, name)
 
 
 @pytest.mark.parametrize("raised_by", ["step", "save", "end"])
