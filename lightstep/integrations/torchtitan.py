@@ -72,17 +72,17 @@ class OptimizersContainer(torch.optim.Optimizer, Stateful):
         param_groups: Sequence[Mapping[str, Any]] | None = None,
         **hyperparameters: Any,
     ) -> None:
-        self.model_parts, self.strategy = _checked(model_parts), strategy
+        self.model_parts, self.strategy = _checked_parts(model_parts), strategy
         if not isinstance(strategy, Strategy):
             raise TypeError(f"the strategy is {strategy!r:.80}; one from Strategy.load(...) is needed")
-        _refuse_for_parts(strategy, self.model_parts)
+        _check_for_parts(strategy, self.model_parts)
         self.model = self.model_parts[0] if len(self.model_parts) == 1 else ModelParts(self.model_parts)
-        names = _named(self.model_parts)
-        _mark_stages(names)
+        names = _trainable_parameters(self.model_parts)
+        _mark_pipeline_stages(names)
         optimizer = strategy.create_optimizer(
             self.model,
             optimizer_class,
-            param_groups=_groups(names, param_groups or [{"pattern": ""}]),
+            param_groups=_make_groups(names, param_groups or [{"pattern": ""}]),
             **hyperparameters,
         )
         self.optimizers: list[BaseOptimizer] = [optimizer]
@@ -114,7 +114,7 @@ class OptimizersContainer(torch.optim.Optimizer, Stateful):
         """Flat, under names of parameters; the loss scale too when there is one. Made to exist before a first step."""
         flat = get_optimizer_state_dict(self.model, self.optimizer, options=_FLAT)
         scale = {} if self.optimizer.loss_scale.is_identity else self.optimizer.loss_scale.state_dict()
-        named = {_outside(key): value for key, value in flat.items() if not key.endswith(".param_names")}
+        named = {_without_part(key): value for key, value in flat.items() if not key.endswith(".param_names")}
         return named | {f"loss_scale.{key}": value for key, value in scale.items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -123,14 +123,14 @@ class OptimizersContainer(torch.optim.Optimizer, Stateful):
         Raises:
             ValueError: hyper-parameters are missing, or shapes do not match; nothing has been changed then.
         """
-        found = _by_name(state_dict)
+        found = _unflatten(state_dict)
         state: dict[int, dict[str, Any]] = {}
         groups, first = [], 0
         for group in self.optimizer.param_groups:
             names = group["param_names"]
             numbers = range(first, first + len(names))
             first += len(names)
-            groups.append({**_settings(found["param_groups"], names), "params": list(numbers)})
+            groups.append({**_common_hyperparameters(found["param_groups"], names), "params": list(numbers)})
             state |= {number: found["state"].get(name, {}) for number, name in zip(numbers, names, strict=True)}
         loaded: dict[str, Any] = {"state": state, "param_groups": groups}
         self.optimizer.load_state_dict(
@@ -141,14 +141,14 @@ class OptimizersContainer(torch.optim.Optimizer, Stateful):
         """Nothing: asked for by torchtitan's fault-tolerant trainer."""
 
 
-def _checked(model_parts: Sequence[nn.Module]) -> list[nn.Module]:
+def _checked_parts(model_parts: Sequence[nn.Module]) -> list[nn.Module]:
     parts = [] if isinstance(model_parts, nn.Module) else list(model_parts)
     if not parts or not all(isinstance(part, nn.Module) for part in parts):
         raise TypeError(f"model_parts is {model_parts!r:.80}; a list of one or more modules is needed")
     return parts
 
 
-def _refuse_for_parts(strategy: Strategy, parts: Sequence[nn.Module]) -> None:
+def _check_for_parts(strategy: Strategy, parts: Sequence[nn.Module]) -> None:
     if len(parts) < 2:
         return
     if strategy.config.sharding.kind == "ddp":
@@ -163,7 +163,7 @@ def _refuse_for_parts(strategy: Strategy, parts: Sequence[nn.Module]) -> None:
         )
 
 
-def _named(parts: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
+def _trainable_parameters(parts: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
     """The trainable parameters of all parts under the names that the undivided model gives them."""
     named = [(clean_name(name), p) for part in parts for name, p in part.named_parameters() if p.requires_grad]
     found = dict(named)
@@ -173,12 +173,12 @@ def _named(parts: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
     return found
 
 
-def _outside(key: str) -> str:
+def _without_part(key: str) -> str:
     """``state.part1.layers.3.weight.exp_avg`` without the part."""
     return re.sub(r"^(state|param_groups)\.part\d+\.", r"\1.", key)
 
 
-def _by_name(flat: Mapping[str, Any]) -> dict[str, dict[str, dict[str, Any]]]:
+def _unflatten(flat: Mapping[str, Any]) -> dict[str, dict[str, dict[str, Any]]]:
     """``found["state"]["layers.0.weight"]["exp_avg"]``."""
     found: dict[str, dict[str, dict[str, Any]]] = {"state": {}, "param_groups": {}, "loss_scale": {}}
     for key, value in flat.items():
@@ -188,7 +188,7 @@ def _by_name(flat: Mapping[str, Any]) -> dict[str, dict[str, dict[str, Any]]]:
     return found
 
 
-def _settings(found: Mapping[str, Mapping[str, Any]], names: Sequence[str]) -> Mapping[str, Any]:
+def _common_hyperparameters(found: Mapping[str, Mapping[str, Any]], names: Sequence[str]) -> Mapping[str, Any]:
     """The hyper-parameters that all of these parameters had."""
     missing = [name for name in names if name not in found]
     if missing:
@@ -204,7 +204,7 @@ def _settings(found: Mapping[str, Mapping[str, Any]], names: Sequence[str]) -> M
     return found[names[0]]
 
 
-def _groups(names: Mapping[str, nn.Parameter], settings: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def _make_groups(names: Mapping[str, nn.Parameter], settings: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     left, groups = dict(names), []
     for given in settings:
         found = [name for name in left if re.search(given["pattern"], name)]
@@ -222,7 +222,7 @@ def _groups(names: Mapping[str, nn.Parameter], settings: Sequence[Mapping[str, A
     return groups
 
 
-def _mark_stages(names: Mapping[str, nn.Parameter]) -> None:
+def _mark_pipeline_stages(names: Mapping[str, nn.Parameter]) -> None:
     """Pipeline stages: parameters that not all ranks have are to be added up over them.
 
     Raises:
@@ -264,11 +264,11 @@ def optimizer_config(strategy: str, overrides: Mapping[str, Any] | None = None, 
         ModuleNotFoundError: torchtitan is not installed.
         ConfigError: when the trainer builds it: what the strategy asks for is torchtitan's to do.
     """
-    return _titan_container().Config(strategy=strategy, overrides=dict(overrides or {}), **fields)
+    return _torchtitan_container().Config(strategy=strategy, overrides=dict(overrides or {}), **fields)
 
 
 @functools.cache
-def _titan_container() -> Any:
+def _torchtitan_container() -> Any:
     """Our container as a subclass of torchtitan's, with the ``Config`` that its trainer builds."""
     from torchtitan.components import optimizer as titan
 
@@ -283,14 +283,14 @@ def _titan_container() -> Any:
 
         def __init__(self, config: Config, *, model_parts: list[nn.Module]) -> None:
             strategy = Strategy.load(config.strategy, config.overrides)
-            _refuse_what_torchtitan_does(strategy)
+            _check_for_torchtitan(strategy)
             optimizer_class, groups = _classes_and_groups(config)
             OptimizersContainer.__init__(self, strategy, model_parts, optimizer_class, param_groups=groups)
 
     return LightstepOptimizersContainer
 
 
-def _refuse_what_torchtitan_does(strategy: Strategy) -> None:
+def _check_for_torchtitan(strategy: Strategy) -> None:
     config = strategy.config
     found = {
         "sharding.kind": (config.sharding.kind, "single", "torchtitan shards the model"),
