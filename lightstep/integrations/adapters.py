@@ -1,7 +1,7 @@
-"""Adapters of a PEFT model from what ``save_pretrained`` wrote, into the parameters that are there.
+"""Loading the adapters of a PEFT model into its existing parameters.
 
-PEFT's own ``load_adapter`` may put others in their place, in another dtype: an optimizer would go on with the old ones.
-And it knows no shards.
+PEFT's own ``load_adapter`` may replace the parameters, in another dtype, and the optimizer would keep updating the old
+ones. It does not support shards.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from lightstep.distributed import local_tensor
-from lightstep.integrations.whole_state import part_of
+from lightstep.integrations.full_state import local_part
 
-__all__ = ["are_saved_in", "load_adapters"]
+__all__ = ["has_adapters", "load_adapters"]
 
 _FILE = "adapter_model.safetensors"
 
 
-def are_saved_in(folder: Path, model: nn.Module) -> bool:
-    """Whether ``model`` is PEFT's and ``folder`` has its adapters' weights (prompts that are learnt are none)."""
+def has_adapters(folder: Path, model: nn.Module) -> bool:
+    """Whether ``folder`` has the weights of all adapters of a PEFT ``model``. Learnt prompts are not adapters."""
     peft = sys.modules.get("peft")
     if peft is None or not isinstance(model, peft.PeftModel):
         return False
@@ -34,15 +34,17 @@ def are_saved_in(folder: Path, model: nn.Module) -> bool:
 
 @torch.no_grad()
 def load_adapters(model: nn.Module, folder: Path) -> None:
-    """Fill the adapters of a PEFT model, sharded or not; each process takes its shards' part.
+    """Load what ``save_pretrained`` wrote; each process reads its shards.
 
     Raises:
-        ValueError: the folder's are other adapters; nothing has been changed then.
+        ValueError: the folder has the weights of other adapters. Nothing has been changed then.
     """
     in_file: Callable[..., dict[str, Tensor]] = sys.modules["peft"].get_peft_model_state_dict
     state, found = model.state_dict(keep_vars=True), dict[Tensor, Tensor]()
     for adapter in model.peft_config:  # type: ignore[union-attr]
-        live = in_file(model, state, adapter, save_embedding_layers=True)  # the model's own tensors, by names in files
+        live = in_file(
+            model, state, adapter, save_embedding_layers=True
+        )  # the model's own tensors, under the names in the file
         for name, value in load_file(_file(folder, adapter)).items():
             if name not in live or live[name].shape != value.shape:
                 raise ValueError(f"{_file(folder, adapter)}: {name} {list(value.shape)} is not a weight of this model")
@@ -51,7 +53,7 @@ def load_adapters(model: nn.Module, folder: Path) -> None:
     if missing:
         raise ValueError(f"{folder} has no {', '.join(missing[:3])} ({len(missing)} of the trained parameters)")
     for parameter, value in found.items():
-        local_tensor(parameter).copy_(part_of(parameter, value))
+        local_tensor(parameter).copy_(local_part(parameter, value))
 
 
 def _file(folder: Path, adapter: str) -> Path:

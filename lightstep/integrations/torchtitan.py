@@ -1,7 +1,7 @@
 """torchtitan: its ``OptimizersContainer``, with one lightstep optimizer over all model parts.
 
 The container works without torchtitan, in any loop of that shape. :func:`optimizer_config` makes one for torchtitan's
-own trainer. Norms of several optimizers are no global norm: there is one optimizer, whatever the number of parts.
+own trainer. There is one optimizer for any number of model parts, because several could not share a global norm.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 class ModelParts(nn.Module):
-    """Parts of a model (pipeline stages) as one module, for what asks for the whole; it has no forward."""
+    """The parts of a model (pipeline stages) as one module without a forward."""
 
     def __init__(self, parts: Sequence[nn.Module]) -> None:
         super().__init__()
@@ -37,29 +37,29 @@ class ModelParts(nn.Module):
 
 
 class OptimizersContainer(torch.optim.Optimizer, Stateful):
-    """torchtitan's container of optimizers, holding one.
+    """torchtitan's container of optimizers, with one optimizer in it.
 
-    ``step``, ``zero_grad``, iteration, hooks, and ``state_dict`` for ``torch.distributed.checkpoint``: flat, under
-    names of parameters (``state.layers.0.weight.exp_avg``), so that it fits another division into parts. With fp32
-    weights the names and entries are those of torchtitan's own.
+    It has ``step``, ``zero_grad``, iteration, hooks, and a ``state_dict`` for ``torch.distributed.checkpoint``. That is
+    flat, by parameter names (``state.layers.0.weight.exp_avg``), so that it loads into another division into parts.
+    With fp32 weights it has the names and entries of torchtitan's own.
 
     Args:
-        strategy: under which the parts were prepared; ``sharding.kind: single`` when something else sharded them.
-        model_parts: this rank's parts. All ranks make their container at the same time.
+        strategy: the one that prepared the parts; with ``sharding.kind: single`` if something else sharded them.
+        model_parts: this rank's parts. All ranks create their container together.
         optimizer_class: any element-wise ``torch.optim.Optimizer`` subclass.
-        param_groups: ``{"pattern": regex, ...hyper-parameters}``, and ``"optimizer_class"`` for another class; each
-            trainable parameter belongs to the first whose pattern is found in its name; default: one group.
+        param_groups: ``{"pattern": regex, ...hyper-parameters}``, with ``"optimizer_class"`` for another class. Each
+            trainable parameter belongs to the first group whose pattern is found in its name. Default: one group.
         hyperparameters: keyword arguments of ``optimizer_class``.
 
     Attributes:
         optimizers: a list with the one optimizer.
         model_parts: as given.
-        model: the part, or all of them as one module: what ``strategy.accumulate`` takes.
+        model: the only part, or all of them as one module, for ``strategy.accumulate``.
 
     Raises:
         TypeError: not a strategy, or not a list of modules.
-        ConfigError: the strategy cannot do it for several parts.
-        ValueError: a pattern that matches nothing, parameters that no pattern matches, or pipeline stages whose ranks
+        ConfigError: the strategy does not support several parts.
+        ValueError: a pattern matches nothing, a parameter is matched by no pattern, or the ranks of a pipeline stage
             hold plain copies.
     """
 
@@ -72,17 +72,17 @@ class OptimizersContainer(torch.optim.Optimizer, Stateful):
         param_groups: Sequence[Mapping[str, Any]] | None = None,
         **hyperparameters: Any,
     ) -> None:
-        self.model_parts, self.strategy = _checked(model_parts), strategy
+        self.model_parts, self.strategy = _checked_parts(model_parts), strategy
         if not isinstance(strategy, Strategy):
             raise TypeError(f"the strategy is {strategy!r:.80}; one from Strategy.load(...) is needed")
-        _refuse_for_parts(strategy, self.model_parts)
+        _check_for_parts(strategy, self.model_parts)
         self.model = self.model_parts[0] if len(self.model_parts) == 1 else ModelParts(self.model_parts)
-        names = _named(self.model_parts)
-        _mark_stages(names)
+        names = _trainable_parameters(self.model_parts)
+        _mark_pipeline_stages(names)
         optimizer = strategy.create_optimizer(
             self.model,
             optimizer_class,
-            param_groups=_groups(names, param_groups or [{"pattern": ""}]),
+            param_groups=_make_groups(names, param_groups or [{"pattern": ""}]),
             **hyperparameters,
         )
         self.optimizers: list[BaseOptimizer] = [optimizer]
@@ -90,7 +90,7 @@ class OptimizersContainer(torch.optim.Optimizer, Stateful):
 
     @property
     def optimizer(self) -> BaseOptimizer:
-        """The one optimizer."""
+        """The optimizer of all parts."""
         return self.optimizers[0]
 
     def __iter__(self) -> Iterator[BaseOptimizer]:
@@ -100,37 +100,37 @@ class OptimizersContainer(torch.optim.Optimizer, Stateful):
         return len(self.optimizers)
 
     def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
-        """Scale ``loss`` and backpropagate; ``loss.backward()`` does as well without a loss scale."""
+        """Scale ``loss`` and backpropagate. Without a loss scale, ``loss.backward()`` does the same."""
         self.optimizer.backward(loss, retain_graph)
 
     def step(self, closure: Callable[[], Any] | None = None) -> StepResult:  # type: ignore[override]
-        """One norm over all parts (of all pipeline stages), one decision to skip, one update."""
+        """Take a step, with one norm over all parts of all pipeline stages."""
         return self.optimizer.step(closure)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.optimizer.zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        """Flat, under names of parameters; the loss scale too when there is one. Made to exist before a first step."""
+        """The state by parameter names, flat, with the loss scale if there is one. It exists before the first step."""
         flat = get_optimizer_state_dict(self.model, self.optimizer, options=_FLAT)
         scale = {} if self.optimizer.loss_scale.is_identity else self.optimizer.loss_scale.state_dict()
-        named = {_outside(key): value for key, value in flat.items() if not key.endswith(".param_names")}
+        named = {_without_part(key): value for key, value in flat.items() if not key.endswith(".param_names")}
         return named | {f"loss_scale.{key}": value for key, value in scale.items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue from :meth:`state_dict`; what belongs to parts of other ranks is left alone.
+        """Load what :meth:`state_dict` returned. Entries of other ranks' parts are ignored.
 
         Raises:
-            ValueError: hyper-parameters are missing, or shapes do not match; nothing has been changed then.
+            ValueError: hyper-parameters are missing, or shapes do not match. Nothing has been changed then.
         """
-        found = _by_name(state_dict)
+        found = _unflatten(state_dict)
         state: dict[int, dict[str, Any]] = {}
         groups, first = [], 0
         for group in self.optimizer.param_groups:
             names = group["param_names"]
             numbers = range(first, first + len(names))
             first += len(names)
-            groups.append({**_settings(found["param_groups"], names), "params": list(numbers)})
+            groups.append({**_common_hyperparameters(found["param_groups"], names), "params": list(numbers)})
             state |= {number: found["state"].get(name, {}) for number, name in zip(numbers, names, strict=True)}
         loaded: dict[str, Any] = {"state": state, "param_groups": groups}
         self.optimizer.load_state_dict(
@@ -138,17 +138,17 @@ class OptimizersContainer(torch.optim.Optimizer, Stateful):
         )
 
     def init_cache_state_dict(self) -> None:
-        """Nothing: asked for by torchtitan's fault-tolerant trainer."""
+        """Do nothing; torchtitan's fault-tolerant trainer calls it."""
 
 
-def _checked(model_parts: Sequence[nn.Module]) -> list[nn.Module]:
+def _checked_parts(model_parts: Sequence[nn.Module]) -> list[nn.Module]:
     parts = [] if isinstance(model_parts, nn.Module) else list(model_parts)
     if not parts or not all(isinstance(part, nn.Module) for part in parts):
         raise TypeError(f"model_parts is {model_parts!r:.80}; a list of one or more modules is needed")
     return parts
 
 
-def _refuse_for_parts(strategy: Strategy, parts: Sequence[nn.Module]) -> None:
+def _check_for_parts(strategy: Strategy, parts: Sequence[nn.Module]) -> None:
     if len(parts) < 2:
         return
     if strategy.config.sharding.kind == "ddp":
@@ -163,23 +163,23 @@ def _refuse_for_parts(strategy: Strategy, parts: Sequence[nn.Module]) -> None:
         )
 
 
-def _named(parts: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
-    """The trainable parameters of all parts under the names that the undivided model gives them."""
+def _trainable_parameters(parts: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
+    """The trainable parameters of all parts, by their names in the undivided model."""
     named = [(clean_name(name), p) for part in parts for name, p in part.named_parameters() if p.requires_grad]
     found = dict(named)
     if len(found) < len({parameter for _, parameter in named}):
         repeated = next(name for index, (name, _) in enumerate(named) if name in {n for n, _ in named[:index]})
-        raise ValueError(f"two model parts have a parameter {repeated!r}; the parts of one model have different ones")
+        raise ValueError(f"two model parts have a parameter {repeated!r}; parameter names must differ between parts")
     return found
 
 
-def _outside(key: str) -> str:
-    """``state.part1.layers.3.weight.exp_avg`` without the part."""
+def _without_part(key: str) -> str:
+    """``state.part1.layers.3.weight.exp_avg`` without ``part1``."""
     return re.sub(r"^(state|param_groups)\.part\d+\.", r"\1.", key)
 
 
-def _by_name(flat: Mapping[str, Any]) -> dict[str, dict[str, dict[str, Any]]]:
-    """``found["state"]["layers.0.weight"]["exp_avg"]``."""
+def _unflatten(flat: Mapping[str, Any]) -> dict[str, dict[str, dict[str, Any]]]:
+    """Make ``state.layers.0.weight.exp_avg`` into ``["state"]["layers.0.weight"]["exp_avg"]``."""
     found: dict[str, dict[str, dict[str, Any]]] = {"state": {}, "param_groups": {}, "loss_scale": {}}
     for key, value in flat.items():
         kind, _, rest = key.partition(".")
@@ -188,23 +188,25 @@ def _by_name(flat: Mapping[str, Any]) -> dict[str, dict[str, dict[str, Any]]]:
     return found
 
 
-def _settings(found: Mapping[str, Mapping[str, Any]], names: Sequence[str]) -> Mapping[str, Any]:
-    """The hyper-parameters that all of these parameters had."""
+def _common_hyperparameters(found: Mapping[str, Mapping[str, Any]], names: Sequence[str]) -> Mapping[str, Any]:
+    """The hyper-parameters of all these parameters.
+
+    Raises:
+        ValueError: they are missing, or differ.
+    """
     missing = [name for name in names if name not in found]
     if missing:
         raise ValueError(
-            f"the state has no hyper-parameters of {len(missing)} parameters (first: {missing[0]}): it is of another "
-            "model"
+            f"the state has no hyper-parameters of {len(missing)} parameters (first: {missing[0]}); it belongs to "
+            "another model"
         )
     other = [name for name in names if found[name] != found[names[0]]]
     if other:
-        raise ValueError(
-            f"{names[0]} and {other[0]} are in one group here, and had different hyper-parameters when they were saved"
-        )
+        raise ValueError(f"{names[0]} and {other[0]} are in one group, and were saved with different hyper-parameters")
     return found[names[0]]
 
 
-def _groups(names: Mapping[str, nn.Parameter], settings: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def _make_groups(names: Mapping[str, nn.Parameter], settings: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     left, groups = dict(names), []
     for given in settings:
         found = [name for name in left if re.search(given["pattern"], name)]
@@ -222,11 +224,11 @@ def _groups(names: Mapping[str, nn.Parameter], settings: Sequence[Mapping[str, A
     return groups
 
 
-def _mark_stages(names: Mapping[str, nn.Parameter]) -> None:
-    """Pipeline stages: parameters that not all ranks have are to be added up over them.
+def _mark_pipeline_stages(names: Mapping[str, nn.Parameter]) -> None:
+    """Mark parameters that only some ranks have: their norms are summed over the ranks.
 
     Raises:
-        ValueError: on all ranks, if some of them hold plain copies of a stage.
+        ValueError: on all ranks, if several ranks hold a stage as plain tensors.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
@@ -240,8 +242,8 @@ def _mark_stages(names: Mapping[str, nn.Parameter]) -> None:
             continue
         if len(ranks) > 1 and not all(everywhere[rank][name] for rank in ranks):
             raise ValueError(
-                f"{name} is on ranks {ranks} and on no others (a pipeline stage), as a plain tensor: whether these are "
-                "copies cannot be seen; apply fully_shard to the model parts (replicate them by a mesh of its own)"
+                f"{name} is on ranks {ranks} and on no others (a pipeline stage), as a plain tensor: these may be "
+                "copies, or different tensors; apply fully_shard to the model parts (a mesh of its own replicates them)"
             )
         if name in names:
             names[name].differs_across_ranks = True  # type: ignore[attr-defined]
@@ -256,20 +258,20 @@ def optimizer_config(strategy: str, overrides: Mapping[str, Any] | None = None, 
     Args:
         strategy: a name or file. ``sharding.kind`` is ``single``, because torchtitan shards; ``clipping.max_norm`` and
             ``precision.loss_scale`` are off, because it clips (``training.max_norm``) and calls ``backward`` itself.
-        overrides: of the strategy.
-        fields: those of ``OptimizersContainer.Config``: ``param_groups`` (``default_adamw(lr=...).param_groups``),
+        overrides: for the strategy.
+        fields: fields of ``OptimizersContainer.Config``: ``param_groups`` (``default_adamw(lr=...).param_groups``),
             ``implementation``.
 
     Raises:
         ModuleNotFoundError: torchtitan is not installed.
-        ConfigError: when the trainer builds it: what the strategy asks for is torchtitan's to do.
+        ConfigError: when the trainer builds the container, if the strategy shards, clips or scales the loss.
     """
-    return _titan_container().Config(strategy=strategy, overrides=dict(overrides or {}), **fields)
+    return _torchtitan_container().Config(strategy=strategy, overrides=dict(overrides or {}), **fields)
 
 
 @functools.cache
-def _titan_container() -> Any:
-    """Our container as a subclass of torchtitan's, with the ``Config`` that its trainer builds."""
+def _torchtitan_container() -> Any:
+    """lightstep's container as a subclass of torchtitan's, with the ``Config`` that its trainer builds."""
     from torchtitan.components import optimizer as titan
 
     class LightstepOptimizersContainer(OptimizersContainer, titan.OptimizersContainer):
@@ -283,14 +285,14 @@ def _titan_container() -> Any:
 
         def __init__(self, config: Config, *, model_parts: list[nn.Module]) -> None:
             strategy = Strategy.load(config.strategy, config.overrides)
-            _refuse_what_torchtitan_does(strategy)
+            _check_for_torchtitan(strategy)
             optimizer_class, groups = _classes_and_groups(config)
             OptimizersContainer.__init__(self, strategy, model_parts, optimizer_class, param_groups=groups)
 
     return LightstepOptimizersContainer
 
 
-def _refuse_what_torchtitan_does(strategy: Strategy) -> None:
+def _check_for_torchtitan(strategy: Strategy) -> None:
     config = strategy.config
     found = {
         "sharding.kind": (config.sharding.kind, "single", "torchtitan shards the model"),
@@ -303,7 +305,7 @@ def _refuse_what_torchtitan_does(strategy: Strategy) -> None:
 
 
 def _classes_and_groups(config: Any) -> tuple[type[torch.optim.Optimizer], list[dict[str, Any]]]:
-    """The class of the first group, and all groups, each with its own."""
+    """The class of the first group, and the groups, with their classes if these differ."""
     names = list(dict.fromkeys(group.optimizer_name for group in config.param_groups))
     unknown = [name for name in names if name not in ("Adam", "AdamW", "Muon")]
     if unknown or not names:
@@ -319,7 +321,7 @@ def _classes_and_groups(config: Any) -> tuple[type[torch.optim.Optimizer], list[
     groups = []
     for group in config.param_groups:
         chosen = getattr(torch.optim, group.optimizer_name)
-        asked = {} if chosen is torch.optim.Muon else how  # it has one implementation
+        asked = {} if chosen is torch.optim.Muon else how  # torch's Muon has one implementation
         named = {"optimizer_class": chosen} if len(names) > 1 else {}
         groups.append({"pattern": group.pattern, **named, **asked, **group.optimizer_kwargs})
     return getattr(torch.optim, names[0]), groups

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import inspect
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -13,6 +11,7 @@ from transformers import get_scheduler
 
 from lightstep.config import ConfigError
 from lightstep.config_errors import suggest
+from lightstep.integrations.optimizer_class import optimizer_class
 from lightstep.optimizer.base import BaseOptimizer
 from lightstep.optimizer.rules import Rule
 from lightstep.strategy import Strategy
@@ -81,22 +80,6 @@ def make_optimizer(strategy: Strategy, model: nn.Module, wanted: settings.Optimi
         return strategy.create_optimizer(model, optimizer_class(wanted.name), **_arguments(wanted))
     except (TypeError, ValueError) as error:
         raise _refusal("optimizer", error) from error
-
-
-def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
-    """The class of that name in ``torch.optim``, or at that import path."""
-    module, _, attribute = name.rpartition(".")
-    try:
-        found = getattr(importlib.import_module(module or "torch.optim"), attribute, None)
-    except ImportError as error:
-        raise ConfigError(f"optimizer.name is {name!r}: {error}") from error
-    if not (inspect.isclass(found) and issubclass(found, torch.optim.Optimizer)):
-        known = [key for key, value in vars(torch.optim).items() if inspect.isclass(value) and key != "Optimizer"]
-        raise ConfigError(
-            f"optimizer.name is {name!r}{suggest(name, known)}; a class of torch.optim or the import path of an "
-            "Optimizer class is needed"
-        )
-    return found
 
 
 def make_scheduler(optimizer: torch.optim.Optimizer, wanted: settings.Scheduler, steps: int) -> Any:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import math
 import os
+import random
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,7 +34,8 @@ from transformers import (
     TrainerCallback,
 )
 
-from lightstep import ConfigError, Strategy
+from lightstep import CheckpointError, ConfigError, Rule, Strategy
+from lightstep.checkpoint import save
 from lightstep.checkpoint.export import full_weights
 from lightstep.integrations.accelerate import prepare
 from lightstep.integrations.transformers import LightstepMixin, LightstepTrainer
@@ -218,6 +222,127 @@ def test_a_checkpoint_of_one_process_is_continued(pool: Pool, tmp_path: Path, ki
     pool.run(resume_plain, 2, kind=kind, folder=str(tmp_path))
 
 
+def asynchronous(rank: int, world_size: int, kind: str, state: dict[str, Any], folder: str) -> None:
+    """The ranks' writers begin at different moments, while training goes on; what is loaded is each saved step."""
+    strategy = STRATEGIES[kind] | {"optimizer_state": state}
+    write, moments = save.write_tensors, random.Random(rank)
+
+    def late(*arguments: Any) -> Any:
+        if threading.current_thread() is not threading.main_thread():
+            time.sleep(moments.uniform(0.0, 0.3))
+        return write(*arguments)
+
+    def made(name: str, seed: int = 0, **options: Any) -> LightstepTrainer:
+        chosen = {key: options.pop(key, None) for key in ("asynchronous_saves", "callbacks")}
+        arguments = {"save_strategy": "steps", "save_steps": 1, "max_steps": 3, "use_cpu": CPU} | options
+        arguments |= {"fsdp": True if kind == "accelerate" else None, "per_device_train_batch_size": 1}
+        args = training_arguments(f"{folder}/{name}", **arguments)
+        pass_for_accelerators(kind)
+        return LightstepTrainer(make_llama(seed), args, strategy=strategy, train_dataset=Rows(), **chosen)
+
+    loaded: dict[tuple[str, int], list[dict[str, Tensor]]] = {}
+    with mock.patch.object(save, "write_tensors", late):
+        for name in ("waited", "asked"):
+            with fresh_state(kind):
+                trainer = made(name, asynchronous_saves=name == "asked", save_total_limit=2)
+                trainer.train()
+                weights = whole(trainer.model)
+                assert sorted(path.name for path in Path(folder, name).glob("*checkpoint-*")) == [
+                    "checkpoint-2",
+                    "checkpoint-3",
+                ]
+                torch.distributed.barrier()
+    for name in ("waited", "asked"):
+        for step in (2, 3):
+            with fresh_state(kind):
+                at_start = Loaded()
+                resumed = made(name, 1, callbacks=[at_start], save_strategy="no")
+                resumed.train(resume_from_checkpoint=True if step == 3 else f"{folder}/{name}/checkpoint-2")
+                same(whole(resumed.model), weights)
+                loaded[name, step] = at_start.state
+    for step in (2, 3):
+        for tested, expected in zip(loaded["asked", step], loaded["waited", step], strict=True):
+            same(tested, expected)
+
+
+ASYNCHRONOUS = {
+    "resident": {"backend": "resident"},
+    "stream": {"backend": "stream", "ring_mib": 0.05},
+    "overlap": {"backend": "stream", "ring_mib": 0.05, "update": "overlap"},
+}
+
+
+@pytest.mark.parametrize("state", ASYNCHRONOUS)
+@pytest.mark.parametrize("kind", STRATEGIES)
+def test_asynchronous_saves(pool: Pool, tmp_path: Path, kind: str, state: str) -> None:
+    pool.run(asynchronous, 2, kind=kind, state=ASYNCHRONOUS[state], folder=str(tmp_path))
+    assert len(list(tmp_path.glob("asked/checkpoint-3/rng_state_*.pth"))) == 2
+
+
+def rules(rank: int, world_size: int, kind: str, folder: str) -> None:
+    """Muon beside AdamW on shards: as with an optimizer that the strategy made; and continued."""
+    found = []
+    for spelling in ("rules", "optimizers", "resumed"):
+        with fresh_state(kind):
+            pass_for_accelerators(kind)
+            args = training_arguments(
+                folder,
+                per_device_train_batch_size=1,
+                use_cpu=CPU,
+                train_sampling_strategy="sequential",
+                max_steps=4,
+                save_strategy="steps" if spelling == "rules" else "no",
+                save_steps=2,
+                fsdp=True if kind == "accelerate" else None,
+                weight_decay=0.01,  # AdamW's own
+            )
+            strategy, model = Strategy.load(STRATEGIES[kind]), make_llama(spelling == "resumed")
+            muon = Rule(torch.optim.Muon, kinds="hidden_matrices", lr=0.02)
+            chosen: dict[str, Any] = {"rules": [muon, {"kinds": "rest"}]}
+            if spelling == "optimizers":
+                both = [muon, Rule(torch.optim.AdamW, kinds="rest", lr=3e-3)]
+                chosen = {"optimizers": (strategy.create_optimizer(model, rules=both), None)}
+            trainer = LightstepTrainer(model, args, strategy=strategy, train_dataset=Rows(), **chosen)
+            trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-2" if spelling == "resumed" else None)
+            found.append(whole(trainer.model))
+    same(found[1], found[0])
+    same(found[2], found[0])
+
+
+@pytest.mark.parametrize("kind", STRATEGIES)
+def test_rules(pool: Pool, tmp_path: Path, kind: str) -> None:
+    pool.run(rules, 2, kind=kind, folder=str(tmp_path))
+
+
+def full_disk(rank: int, world_size: int, folder: str) -> None:
+    """On one rank; all of them raise, at the next save, and nothing is left behind."""
+    write = save.write_tensors
+
+    def fails(*arguments: Any) -> Any:
+        if rank == 1:
+            raise OSError(28, "No space left on device")
+        return write(*arguments)
+
+    with fresh_state("strategy"), mock.patch.object(save, "write_tensors", fails):
+        args = training_arguments(
+            folder, per_device_train_batch_size=1, use_cpu=CPU, save_strategy="steps", save_steps=2, max_steps=4
+        )
+        trainer = LightstepTrainer(
+            make_llama(), args, strategy=STRATEGIES["strategy"], train_dataset=Rows(), asynchronous_saves=True
+        )
+        with pytest.raises(CheckpointError, match="No space left on device"):
+            trainer.train()
+        assert trainer.state.global_step == 4
+        torch.distributed.barrier()
+    del trainer
+    gc.collect()  # the error's frames keep the trainer, and with it process groups, into the next test
+
+
+def test_a_full_disk_under_an_asynchronous_save(pool: Pool, tmp_path: Path) -> None:
+    pool.run(full_disk, 2, folder=str(tmp_path))
+    assert not list(tmp_path.glob("*checkpoint*"))
+
+
 # -- what stands in front of the Trainer
 
 
@@ -369,16 +494,18 @@ def accelerate(rank: int, world_size: int, kind: str, folder: str) -> None:
         accelerator, strategy, model, optimizer, scheduler = accelerated(kind, values)
         assert accelerator.mixed_precision == "no"
         assert accelerated_steps(accelerator, model, optimizer, scheduler, range(2)) == 1
-        accelerator.save_state(folder)
+        pending = accelerator.save_state(f"{folder}/state", asynchronous=True)
         accelerated_steps(accelerator, model, optimizer, scheduler, range(2, STEPS))
+        assert pending.result(60) == Path(folder, "state") and Path(folder, "state").is_dir()
         weights, rate = whole(strategy.unwrap_model(model)), scheduler.get_last_lr()
         given = accelerator.get_state_dict(model)
         if rank == 0:
             same({name: given[name].cpu() for name in weights}, weights)
     with fresh_state(kind):
         accelerator, strategy, model, optimizer, scheduler = accelerated(kind, values)
-        accelerator.load_state(folder)
+        accelerator.load_state(f"{folder}/state")
         accelerated_steps(accelerator, model, optimizer, scheduler, range(2, STEPS))
+        accelerator.save_state(f"{folder}/waited")
         same(whole(strategy.unwrap_model(model)), weights)
         assert scheduler.get_last_lr() == rate
         assert rate[0] == pytest.approx(3e-3 * 0.9 ** (world_size * (STEPS - 1)))  # accelerate counts per process

@@ -18,7 +18,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments, get_schedu
 import lightstep
 from lightstep import CheckpointError, ConfigError, Rule, Strategy
 from lightstep.integrations.accelerate import LightstepOptimizer
-from lightstep.integrations.expectation import Expectation
+from lightstep.integrations.step_report import StepReport
 from lightstep.integrations.transformers import LightstepMixin, LightstepTrainer
 from lightstep.optimizer.in_backward import InBackward
 from tests.reference import peft_stand_in
@@ -421,13 +421,15 @@ def test_a_crash_while_the_optimizer_s_files_are_replaced(tmp_path: Path, crash:
 def test_what_a_step_takes_is_said_before_and_after(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(Expectation, "_is_for", lambda self: True)
+    monkeypatch.setattr(StepReport, "_is_enabled", lambda self: True)
     ran = Ran(tmp_path, BF16)
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith(("planned:", "measured:", "no"))]
     assert [line.split(":")[0] for line in lines] == ["planned", "measured"]
     assert "of device memory at the peak" in lines[0] and re.search(r"\d ms per step$", lines[1])
-    assert "no plan: the batches have no input_ids" in ran.trainer._expectation._planned(ran.model, [{"prompt": "a"}])
-    assert list(ran.trainer._expectation._seconds) == list(range(1, ran.trainer.state.global_step + 1))
+    assert "no plan: the batches have no input_ids" in ran.trainer._step_report._plan_sentence(
+        ran.model, [{"prompt": "a"}]
+    )
+    assert list(ran.trainer._step_report._seconds) == list(range(1, ran.trainer.state.global_step + 1))
 
 
 # -- PEFT

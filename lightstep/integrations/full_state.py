@@ -1,4 +1,4 @@
-"""Optimizer state that the Trainer or accelerate saved as a whole, for a model that is sharded or of another dtype."""
+"""Full optimizer state, saved by the Trainer or accelerate, for a model that is sharded or has another dtype."""
 
 from __future__ import annotations
 
@@ -16,37 +16,37 @@ from lightstep.distributed import is_sharded, local_tensor
 from lightstep.optimizer.base import BaseOptimizer
 from lightstep.optimizer.serialization import matched_parameters
 
-__all__ = ["fitted_to", "part_of"]
+__all__ = ["local_part", "sharding_full_state"]
 
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 
 @contextlib.contextmanager
-def fitted_to(model: nn.Module, optimizer: BaseOptimizer, folder: Path) -> Iterator[None]:
-    """What ``optimizer.load_state_dict`` is given in the body is fitted to the model first.
+def sharding_full_state(model: nn.Module, optimizer: BaseOptimizer, folder: Path) -> Iterator[None]:
+    """Convert what ``optimizer.load_state_dict`` is given in the block to the model's shards and dtypes.
 
-    Each process takes its shards' parts. Between dtypes weights go through fp32, as in every checkpoint: masters become
-    the weights of another dtype, and fp32 weights in the folder's safetensors the masters of 16-bit ones.
+    Each process takes its shards. Weights change dtype through fp32, as in every checkpoint: masters become the weights
+    of another dtype, and fp32 weights in the folder's safetensors become the masters of 16-bit weights.
     """
 
-    def fit(_: torch.optim.Optimizer, packed: Mapping[str, Any]) -> dict[str, Any]:
+    def convert(_: torch.optim.Optimizer, packed: Mapping[str, Any]) -> dict[str, Any]:
         parameters = matched_parameters(optimizer, packed["param_groups"])
         state = {index: dict(packed["state"].get(index, {})) for index in parameters}
         by_parameter = {parameter: state[index] for index, parameter in parameters.items()}
         for parameter, entries in by_parameter.items():
-            entries.update({key: part_of(parameter, value) for key, value in entries.items()})
-        _follow_dtypes(model, folder, by_parameter)
+            entries.update({key: local_part(parameter, value) for key, value in entries.items()})
+        _convert_dtypes(model, folder, by_parameter)
         return {**packed, "state": {index: entries for index, entries in state.items() if entries}}
 
-    handle = optimizer.register_load_state_dict_pre_hook(fit)
+    handle = optimizer.register_load_state_dict_pre_hook(convert)
     try:
         yield
     finally:
         handle.remove()
 
 
-def part_of(parameter: Tensor, value: Any) -> Any:
-    """This process's part of an entry that is as large as the whole parameter."""
+def local_part(parameter: Tensor, value: Any) -> Any:
+    """This process's shard of an entry that has the shape of the whole parameter; other entries as they are."""
     whole = isinstance(value, Tensor) and value.shape == parameter.shape and not is_sharded(value)
     if not whole or not is_sharded(parameter):
         return value
@@ -58,7 +58,7 @@ def part_of(parameter: Tensor, value: Any) -> Any:
 
 
 @torch.no_grad()
-def _follow_dtypes(model: nn.Module, folder: Path, states: Mapping[Tensor, dict[str, Any]]) -> None:
+def _convert_dtypes(model: nn.Module, folder: Path, states: Mapping[Tensor, dict[str, Any]]) -> None:
     for parameter, part in parts_of_other_dtypes(model, folder):
         if parameter not in states or parameter.dtype not in _LOW_PRECISION:
             continue

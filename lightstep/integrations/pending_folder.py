@@ -1,0 +1,137 @@
+"""Folders that are written while training goes on, and appear when all of their files are whole."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+
+from lightstep.checkpoint.errors import reported
+from lightstep.checkpoint.layout import is_whole
+from lightstep.checkpoint.pending import PendingSave, own_group
+from lightstep.checkpoint.ranks import Ranks
+from lightstep.checkpoint.storage import FolderKind, new_folder_of_ranks, storage_of, sync
+
+logger = logging.getLogger(__name__)
+
+CHECKPOINT = "lightstep"
+"""The folder of lightstep's checkpoint beside the Trainer's or accelerate's own files."""
+
+
+class PendingFolder(PendingSave):
+    """A handle for a folder with a checkpoint in it: ``done()`` and ``result(timeout=None)``, the folder's path.
+
+    The files are written to ``folder``, in a hidden folder beside ``path``. Its checkpoint is written by a thread; when
+    that has ended, ``folder`` is renamed to ``path``. All ranks use it::
+
+        with PendingFolder(path, kind, rotate) as pending:
+            ...  # small files into pending.folder
+            pending.checkpoint = strategy.save_checkpoint(pending.folder / CHECKPOINT, ..., asynchronous=True)
+
+    Args:
+        path: where the folder appears. An older folder is replaced; files in it that no save wrote are kept.
+        kind: what may be replaced.
+        rotate: called on the first rank when the folder is in its place, by the thread.
+
+    Raises:
+        CheckpointError: another process is saving to ``path``, or something else is there.
+    """
+
+    checkpoint: PendingSave | None = None
+
+    def __init__(self, path: Path, kind: FolderKind, rotate: Callable[[], None]) -> None:
+        super().__init__()
+        self.path, self._place, self._kind, self._rotate = path, path.resolve(), kind, rotate
+        self._ranks = Ranks()
+        self._hidden_folder = ExitStack()
+
+    def __enter__(self) -> PendingFolder:
+        with reported(f"{self.path} was not saved"):
+            hidden = new_folder_of_ranks(self._place, self._kind, self._ranks)
+            self.folder = self._hidden_folder.enter_context(hidden) / self.path.name
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if error is not None or self.checkpoint is None:
+            self._hidden_folder.__exit__(kind, error, at)
+            return
+        self._ranks.gather(None)  # the small files of every rank are written
+        writers = own_group(self._ranks)
+        self.checkpoint.add_done_callback(lambda _: self._complete(writers))
+
+    def _complete(self, writers: Ranks) -> None:
+        """The checkpoint has been written, or has failed on every rank."""
+        assert self.checkpoint is not None
+        try:
+            with self._hidden_folder, reported(f"{self.path} was not saved"):
+                error = self.checkpoint.exception()
+                if error is not None:
+                    raise error
+                writers.together(self._commit, only_first=True)
+            self.set_result(self.path)
+        except BaseException as error:
+            if self.checkpoint.exception() is None:  # else the checkpoint reports it, at the latest when Python exits
+                logger.error("%s", error)
+            self.set_exception(error)
+
+    def _commit(self) -> None:
+        for file in self.folder.rglob("*"):
+            if file.is_file() and file.parent != self.folder / CHECKPOINT:  # those in there are on the disk
+                sync(file)
+        storage_of(self._place).commit(self.folder, self._place, self._kind)
+        self.folder.parent.rmdir()
+        self._rotate()
+
+    def result(self, timeout: float | None = None) -> Path:
+        try:
+            return super().result(timeout)
+        finally:
+            if self.done() and self.checkpoint is not None:
+                with suppress(Exception):
+                    self.checkpoint.result()  # its error has been raised
+
+    def finish(self) -> None:
+        """Wait on every rank; raise the error, unless ``result()`` or the optimizer's step has raised it already."""
+        self.exception()
+        self._ranks.together(self._raise_once)
+
+    def _raise_once(self) -> None:
+        if self.checkpoint is None or not self.checkpoint._told:
+            self.raise_if_failed()
+
+
+def folder_kind(name: str, patterns: tuple[str, ...], is_ours: Callable[[Path], bool]) -> FolderKind:
+    """Folders with a checkpoint in ``lightstep/`` and files that match ``patterns`` beside it.
+
+    Args:
+        name: for messages: ``"a checkpoint of the Trainer"``.
+        is_ours: whether a folder may be replaced.
+    """
+    return FolderKind(
+        name,
+        is_ours=is_ours,
+        is_whole=lambda path: is_whole(path / CHECKPOINT),
+        own_files=partial(_own_files, patterns=(f"{CHECKPOINT}/**/*", *patterns)),
+    )
+
+
+def _own_files(folder: Path, patterns: tuple[str, ...]) -> set[str]:
+    return {file.relative_to(folder).as_posix() for pattern in patterns for file in folder.glob(pattern)}
+
+
+def newest_whole(folders: Sequence[Path], is_complete: Callable[[Path], bool]) -> Path | None:
+    """The newest folder to continue from; a warning names newer ones, whose save was interrupted.
+
+    Args:
+        folders: the oldest first.
+    """
+    for number, folder in enumerate(reversed(folders)):
+        if is_complete(folder):
+            if number:
+                names = ", ".join(path.name for path in folders[-number:])
+                logger.warning("lightstep: the save of %s was interrupted; the newest whole one is %s", names, folder)
+            return folder
+    return None

@@ -1,0 +1,206 @@
+"""How the Trainer saves and resumes under a strategy."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
+
+from lightstep import CheckpointError
+from lightstep.checkpoint.errors import DamagedError, is_damage
+from lightstep.checkpoint.export import full_weights
+from lightstep.checkpoint.layout import holds_checkpoint
+from lightstep.checkpoint.pretrained import load_pretrained
+from lightstep.checkpoint.ranks import Ranks
+from lightstep.integrations import adapters
+from lightstep.integrations.checks import unwrap_optimizer
+from lightstep.integrations.full_state import sharding_full_state
+from lightstep.integrations.pending_folder import CHECKPOINT, PendingFolder
+from lightstep.integrations.trainer_folders import KIND, is_read_on_save, newest_checkpoint, remove_leftovers
+from lightstep.optimizer.base import BaseOptimizer
+from lightstep.strategy import Strategy
+
+__all__ = ["TrainerCheckpoints"]
+
+logger = logging.getLogger(__name__)
+
+_AnyTrainer: Any = object
+"""The class that follows in the method resolution order, made from ``transformers.Trainer``."""
+
+
+class TrainerCheckpoints(_AnyTrainer):
+    """Saving and loading for a class made from the Trainer.
+
+    Attributes:
+        asynchronous_saves: train on while a thread writes the optimizer's state.
+    """
+
+    strategy: Strategy
+    optimizer: Any
+    asynchronous_saves = False
+    _pending_save: PendingFolder | None = None
+    _open_folder: PendingFolder | None = None
+    """The folder of an asynchronous save, while the Trainer writes its own files into it."""
+
+    @property
+    def _lightstep_optimizer(self) -> BaseOptimizer:
+        return unwrap_optimizer(self.optimizer)
+
+    # -- saving
+
+    @property
+    def _sharded_by_strategy(self) -> bool:
+        return not self.is_fsdp_enabled and any(isinstance(module, FSDPModule) for module in self.model.modules())
+
+    @property
+    def _saves_optimizer_pt(self) -> bool:
+        """Whether a synchronous save writes ``optimizer.pt``: one process holds the full state on its device."""
+        config = self.strategy.config
+        return config.sharding.kind == "single" and config.optimizer_state.backend == "resident"
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        """As the Trainer's; called by every process if the strategy has sharded the model."""
+        if state_dict is None and self._sharded_by_strategy:
+            state_dict = full_weights(self.strategy.unwrap_model(self.model), keep=self.args.should_save)
+        super()._save(output_dir, state_dict)
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        if not self.asynchronous_saves:
+            super()._save_checkpoint(model, trial)
+            return
+        self._finish_save()
+        run_dir, limit = super()._get_output_dir(trial), self.args.save_total_limit
+
+        def rotate() -> None:
+            """``best_model_checkpoint`` changes with the next save only, which waits for this one."""
+            rotate_checkpoints(run_dir, limit, self.state.best_model_checkpoint, use_mtime=True)
+
+        path = Path(run_dir) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        with PendingFolder(path, KIND, rotate) as pending:
+            self._open_folder = pending
+            try:
+                super()._save_checkpoint(model, trial)
+            finally:
+                self._open_folder = None
+        self._pending_save = pending
+        if any(Ranks().gather(bool(self._callbacks_that_read_saves()))):
+            self._finish_save()
+
+    def _callbacks_that_read_saves(self) -> list[str]:
+        return [type(callback).__name__ for callback in self.callback_handler.callbacks if is_read_on_save(callback)]
+
+    def _get_output_dir(self, trial: Any) -> str:
+        """The hidden folder, while an asynchronous save writes to it."""
+        pending = self._open_folder
+        return cast(str, super()._get_output_dir(trial)) if pending is None else str(pending.folder.parent)
+
+    def _finish_save(self) -> None:
+        """Wait for the pending save on every rank, and raise its error."""
+        pending, self._pending_save = self._pending_save, None
+        if pending is not None:
+            pending.finish()
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        pending = self._open_folder
+        if self._saves_optimizer_pt and pending is None:
+            super()._save_optimizer_and_scheduler(output_dir)
+            return
+        if pending is not None and self.state.best_model_checkpoint == output_dir:  # the Trainer found it there
+            self.state.best_model_checkpoint = str(pending.path)
+        handle = self.strategy.save_checkpoint(
+            Path(output_dir) / CHECKPOINT,
+            self.model,
+            self._lightstep_optimizer,
+            self.lr_scheduler,
+            asynchronous=pending is not None,
+        )
+        if pending is not None:
+            pending.checkpoint = handle
+
+    # -- loading
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """As the Trainer's. ``resume_from_checkpoint=True`` continues from the newest checkpoint that is whole."""
+        if self._pending_save is not None:  # an error has ended the last call before its save was whole
+            self._pending_save.exception()
+        readers = self._callbacks_that_read_saves() if self.asynchronous_saves else []
+        if readers and self.args.should_log:
+            logger.warning("asynchronous_saves: training waits for each save, for on_save of %s", ", ".join(readers))
+        folder = Path(self.args.output_dir)
+        Ranks().together(lambda: remove_leftovers(folder), only_first=True)
+        if resume_from_checkpoint is True:
+            newest = Ranks().together(lambda: newest_checkpoint(folder), only_first=True)
+            resume_from_checkpoint = True if newest is None else str(newest)
+        return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """
+        Raises:
+            CheckpointError: there is no optimizer state to continue from, or it is damaged.
+        """
+        if checkpoint is None:
+            return
+        try:
+            self._load_training_state(Path(checkpoint))
+        except CheckpointError as error:
+            folder = Path(checkpoint).resolve()
+            older = newest_checkpoint(folder.parent, below=folder) if is_damage(error) else None
+            if older is None:
+                raise
+            text = str(error).removesuffix("; no older one beside it is whole")
+            raise type(error)(f"{text}; {older} is whole: resume_from_checkpoint={str(older)!r}") from error
+
+    def _load_training_state(self, folder: Path) -> None:
+        optimizer = self._lightstep_optimizer
+        if holds_checkpoint(folder / CHECKPOINT):
+            self.strategy.load_checkpoint(folder / CHECKPOINT, self.model, optimizer, self.lr_scheduler)
+        elif not self.is_fsdp_enabled and (folder / OPTIMIZER_NAME).is_file():
+            with sharding_full_state(self.model, optimizer, folder):
+                # The Trainer would load all of it onto the device of each process.
+                self.optimizer.load_state_dict(_load_on_cpu(folder / OPTIMIZER_NAME))
+            self.lr_scheduler.load_state_dict(_load_on_cpu(folder / SCHEDULER_NAME))
+        else:
+            raise DamagedError(
+                f"{folder} has no optimizer state ({CHECKPOINT}/, or {OPTIMIZER_NAME} of a model that accelerate does "
+                "not shard), and resuming from it would start a new optimizer in the middle of a run. Resume from "
+                "another checkpoint, or start a new run from its weights (save_only_model=True saves no more)"
+            )
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        folder = Path(resume_from_checkpoint)
+        if self.is_fsdp_enabled and holds_checkpoint(folder / CHECKPOINT):
+            return  # the weights are loaded with the optimizer
+        if not self._load_into_parameters(folder):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_best_model(self) -> None:
+        best, score = self.state.best_model_checkpoint, self.state.best_metric
+        logger.info("loading the best model from %s (score: %s)", best, score)
+        if holds_checkpoint(Path(best) / CHECKPOINT):
+            self.strategy.load_checkpoint(Path(best) / CHECKPOINT, self.model)
+        elif not self._load_into_parameters(Path(best)):
+            super()._load_best_model()
+
+    def _load_into_parameters(self, folder: Path) -> bool:
+        """Load adapters, or weights into shards, in place; the Trainer would replace parameters, or cannot.
+
+        Returns:
+            ``False`` if the Trainer can load these weights itself.
+        """
+        if not self.is_fsdp_enabled and adapters.has_adapters(folder, self.model):
+            adapters.load_adapters(self.model, folder)
+        elif self._sharded_by_strategy:
+            load_pretrained(self.model, folder)
+        else:
+            return False
+        return True
+
+
+def _load_on_cpu(file: Path) -> Any:
+    return torch.load(file, map_location="cpu", weights_only=True)

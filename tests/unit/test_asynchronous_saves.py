@@ -1,0 +1,414 @@
+"""Asynchronous saves of the Trainer and of accelerate: the bits of the step that was saved, whole folders only."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import ProjectConfiguration
+from transformers import TrainerCallback
+from transformers.integrations import integration_utils
+from transformers.trainer_utils import get_last_checkpoint
+
+from lightstep import CheckpointError, ConfigError
+from lightstep.checkpoint import save
+from lightstep.checkpoint.pending import finish_pending
+from lightstep.integrations.trainer_folders import is_read_on_save
+from lightstep.integrations.transformers import LightstepTrainer
+from tests.python import python
+from tests.reference.tiny_llama import Rows, make_llama, training_arguments
+from tests.unit.test_accelerate import VALUES, Training
+
+STATES: dict[str, dict[str, Any]] = {
+    "resident": {"backend": "resident"},
+    "stream": {"backend": "stream", "ring_mib": 0.05},
+    "stream-overlap": {"backend": "stream", "ring_mib": 0.05, "update": "overlap"},
+}
+
+
+@pytest.fixture(autouse=True)
+def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A GPU, if there is one, is left alone; accelerate keeps its state for the life of a process."""
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_, **__: None)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    yield
+    with contextlib.suppress(CheckpointError):
+        finish_pending()
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Writers begin after a moment, in which training goes on."""
+    write, moments = save.write_tensors, random.Random(0)
+
+    def late(*arguments: Any) -> Any:
+        if threading.current_thread() is not threading.main_thread():
+            time.sleep(moments.uniform(0.05, 0.3))
+        return write(*arguments)
+
+    monkeypatch.setattr(save, "write_tensors", late)
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Semaphore]:
+    """Each release lets one writer begin."""
+    write, go = save.write_tensors, threading.Semaphore(0)
+
+    def waits(*arguments: Any) -> Any:
+        assert threading.current_thread() is threading.main_thread() or go.acquire(timeout=60)
+        return write(*arguments)
+
+    monkeypatch.setattr(save, "write_tensors", waits)
+    yield go
+    go.release(100)
+
+
+@pytest.fixture
+def full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> Any:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(save, "write_tensors", fails)
+
+
+def make(folder: Path, backend: str = "stream", *, seed: int = 0, **options: Any) -> LightstepTrainer:
+    chosen = {"asynchronous_saves": True, "callbacks": None} | {
+        key: options.pop(key) for key in ("asynchronous_saves", "callbacks") if key in options
+    }
+    arguments = {"save_strategy": "steps", "save_steps": 1, "max_steps": 4} | options
+    data = Rows()
+    return LightstepTrainer(
+        make_llama(seed),
+        training_arguments(folder, **arguments),
+        strategy={"clipping": {"max_norm": 0.5}, "optimizer_state": STATES[backend]},
+        train_dataset=data,
+        eval_dataset=data,
+        **chosen,
+    )
+
+
+def content(trainer: LightstepTrainer) -> dict[str, Any]:
+    """All that a checkpoint has of a run."""
+    return {
+        "weights": {name: p.detach().clone() for name, p in trainer.model.named_parameters()},
+        "optimizer": trainer.optimizer.optimizer.state_dict(),
+        "scheduler": trainer.lr_scheduler.state_dict(),
+    }
+
+
+class AtStart(TrainerCallback):
+    """What a resumed run begins with."""
+
+    def __init__(self) -> None:
+        self.trainer: Any = None
+        self.found: dict[str, Any] = {}
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.found = self.found or {"step": state.global_step, **content(self.trainer)}
+
+
+def resumed(folder: Path, backend: str, checkpoint: Path) -> dict[str, Any]:
+    at_start = AtStart()
+    at_start.trainer = make(folder, backend, seed=1, callbacks=[at_start], save_strategy="no", max_steps=5)
+    at_start.trainer.train(resume_from_checkpoint=str(checkpoint))
+    return at_start.found
+
+
+def names(folder: Path) -> list[str]:
+    """Everything in a folder, hidden or not."""
+    return sorted(path.name for path in folder.iterdir() if path.name != "runs")
+
+
+# -- the Trainer
+
+
+@pytest.mark.parametrize("backend", STATES)
+def test_each_checkpoint_is_that_of_a_synchronous_save(tmp_path: Path, slow: None, backend: str) -> None:
+    make(tmp_path / "waited", backend, asynchronous_saves=False).train()
+    make(tmp_path / "asked", backend).train()
+    assert names(tmp_path / "asked") == [f"checkpoint-{step}" for step in range(1, 5)]
+    for step in range(1, 5):
+        folders = [tmp_path / name / f"checkpoint-{step}" for name in ("waited", "asked")]
+        expected, found = (resumed(folder.parent, backend, folder) for folder in folders)
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)  # bit for bit, nested
+        assert found["step"] == step
+        drawn = [torch.load(folder / "rng_state.pth", weights_only=False)["cpu"] for folder in folders]
+        assert torch.equal(*drawn)
+        weights = [(folder / "model.safetensors").read_bytes() for folder in folders]
+        assert weights[0] == weights[1]
+        own = ["model.safetensors", "rng_state.pth", "trainer_state.json", "training_args.bin"]
+        assert all((folders[1] / name).is_file() for name in own)
+        assert (folders[1] / "lightstep" / "lightstep.json").is_file()
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path, held: threading.Semaphore) -> None:
+    """The folder appears when it is whole; the older one stays until then; training ends when all is written."""
+    seen: dict[int, list[str]] = {}
+
+    class Look(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            seen[state.global_step] = [path.name for path in tmp_path.glob("checkpoint-*")]
+            last = get_last_checkpoint(tmp_path)
+            assert ([] if last is None else [Path(last).name]) == seen[state.global_step]
+            for _ in range({3: 1, 5: 1, 7: 2}.get(state.global_step, 0)):
+                held.release()
+
+    make(tmp_path, save_steps=2, max_steps=8, save_total_limit=1, callbacks=[Look()]).train()
+    whole = [[], [], [], [], ["checkpoint-2"], ["checkpoint-2"], ["checkpoint-4"], ["checkpoint-4"]]
+    assert seen == dict(enumerate(whole))
+    assert names(tmp_path) == ["checkpoint-8"]
+
+
+def test_the_best_checkpoint_is_kept_and_loaded(tmp_path: Path, slow: None) -> None:
+    found = []
+    for mode in (False, True):
+        trainer = make(
+            tmp_path / str(mode),
+            asynchronous_saves=mode,
+            eval_strategy="steps",
+            eval_steps=1,
+            load_best_model_at_end=True,
+            save_total_limit=1,
+            metric_for_best_model="loss",
+            greater_is_better=True,  # the first is the best
+        )
+        trainer.train()
+        best = tmp_path / str(mode) / "checkpoint-1"
+        assert trainer.state.best_model_checkpoint == str(best)
+        assert names(tmp_path / str(mode)) == ["checkpoint-1"]
+        saved = (best / "trainer_state.json").read_text()
+        assert f'"best_model_checkpoint": "{best}"' in saved
+        found.append(content(trainer)["weights"])
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
+
+
+def test_callbacks_that_read_the_folder_find_it_whole(tmp_path: Path, slow: None) -> None:
+    found: list[bool] = []
+
+    class Reader(TrainerCallback):
+        def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+            found.append((folder / "lightstep" / "lightstep.json").is_file())
+
+    make(tmp_path, callbacks=[Reader()]).train()
+    assert found == [True] * 4
+
+
+def test_reporting_callbacks_that_upload_nothing_are_not_waited_for() -> None:
+    """They are known by their names in transformers; with others' a save is waited for."""
+
+    def on_save(self: Any, *_: Any, **__: Any) -> None:
+        raise AssertionError
+
+    def named(name: str, module: str = integration_utils.__name__, **attributes: Any) -> TrainerCallback:
+        return type(name, (TrainerCallback,), {"on_save": on_save, "__module__": module, **attributes})()
+
+    assert not is_read_on_save(TrainerCallback())
+    assert not is_read_on_save(named("WandbCallback", _log_model=integration_utils.WandbLogModel.FALSE))
+    assert is_read_on_save(named("WandbCallback", _log_model=integration_utils.WandbLogModel.CHECKPOINT))
+    assert is_read_on_save(named("WandbCallback", module="mine"))
+    for name in ("WandbCallback", "MLflowCallback", "TrackioCallback", "SwanLabCallback"):
+        assert hasattr(integration_utils, name)
+
+
+@pytest.mark.parametrize("raised_by", ["step", "save", "end"])
+def test_an_error_of_the_writer_ends_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, raised_by: str) -> None:
+    """And leaves no folder; the next call trains on and saves."""
+    written = threading.Event()
+
+    def fails(*_: Any) -> Any:
+        assert raised_by == "step" or written.wait(60)
+        raise OSError(28, "No space left on device")
+
+    steps = {"step": {"save_steps": 1, "max_steps": 50}, "save": {"save_steps": 2}, "end": {"save_steps": 4}}[raised_by]
+
+    class Last(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 4:
+                written.set()
+
+    trainer = make(tmp_path, callbacks=[Last()], **steps)
+    with monkeypatch.context() as patch:
+        patch.setattr(save, "write_tensors", fails)
+        with pytest.raises(CheckpointError, match=r"checkpoint-\d.* was not saved: No space left on device"):
+            trainer.train()
+    assert names(tmp_path) == []
+    trainer.train()
+    assert "checkpoint-4" in names(tmp_path)
+
+
+def test_an_older_checkpoint_of_the_same_step_is_replaced(tmp_path: Path) -> None:
+    """With none of its files left behind, but for the user's."""
+    make(tmp_path, "resident", asynchronous_saves=False, max_steps=2, save_steps=2).train()
+    (tmp_path / "checkpoint-2" / "notes.txt").write_text("mine")
+    assert (tmp_path / "checkpoint-2" / "optimizer.pt").is_file()
+    make(tmp_path, "resident", max_steps=2, save_steps=2).train()
+    assert not (tmp_path / "checkpoint-2" / "optimizer.pt").exists()
+    assert (tmp_path / "checkpoint-2" / "notes.txt").read_text() == "mine"
+    assert names(tmp_path) == ["checkpoint-2"]
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from lightstep.checkpoint import save
+from tests.unit.test_asynchronous_saves import make
+write, folder = save.write_tensors, Path(sys.argv[1])
+def dies(path, *arguments):
+    index = write(path, *arguments)
+    if "checkpoint-4" in str(path):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return index
+save.write_tensors = dies
+make(folder, save_steps=2, max_steps=6, asynchronous_saves=sys.argv[2] == "asynchronous").train()
+"""
+
+
+@pytest.mark.parametrize("mode", ["asynchronous", "synchronous"])
+def test_a_run_that_was_killed_while_it_saved_is_continued(
+    tmp_path: Path, mode: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    root = str(Path(__file__).parents[2])
+    killed = python("-c", KILLED, str(tmp_path / "a"), mode, cwd=root, env=os.environ | {"PYTHONPATH": root})
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    hidden = [name for name in names(tmp_path / "a") if name.startswith(".")]
+    assert bool(hidden) is (mode == "asynchronous")
+    assert (tmp_path / "a" / "checkpoint-4").exists() is (mode == "synchronous")
+    if mode == "synchronous":
+        state = Path("trainer_state.json")
+        shutil.copy(tmp_path / "a" / "checkpoint-2" / state, tmp_path / "a" / "checkpoint-4" / state)
+        other = make(tmp_path / "a", seed=1)
+        with pytest.raises(CheckpointError, match=r"checkpoint-2 is whole: resume_from_checkpoint='.*checkpoint-2'"):
+            other.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-4"))
+    again = make(tmp_path / "a", seed=1, save_steps=2, max_steps=6)
+    again.train(resume_from_checkpoint=True)
+    assert ("checkpoint-4 was interrupted" in caplog.text) is (mode == "synchronous")
+    through = make(tmp_path / "b", save_steps=2, max_steps=6)
+    through.train()
+    torch.testing.assert_close(content(again), content(through), rtol=0, atol=0)
+    assert names(tmp_path / "a") == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"save_only_model": True}, r"asynchronous_saves=True and save_only_model=True"),
+        ({"push_to_hub": True}, r"hub_strategy='every_save'.* set hub_strategy='end'"),
+    ],
+)
+def test_what_cannot_be_asynchronous(
+    tmp_path: Path, arguments: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LightstepTrainer, "init_hf_repo", lambda *_, **__: None)
+    with pytest.raises(ConfigError, match=message):
+        make(tmp_path, **arguments)
+    make(tmp_path, push_to_hub=True, hub_strategy="end")
+
+
+# -- accelerate
+
+
+@pytest.mark.parametrize("backend", STATES)
+def test_save_state_goes_on_behind_training(tmp_path: Path, held: threading.Semaphore, backend: str) -> None:
+    values = VALUES | {"optimizer_state": STATES[backend]}
+    first = Training(values)
+    first.train(range(2))
+    first.accelerator.save_state(str(tmp_path / "waited"))
+    pending = first.accelerator.save_state(str(tmp_path / "asked"), asynchronous=True)
+    first.train(range(2, 5))
+    assert not pending.done() and not (tmp_path / "asked").exists()
+    held.release()
+    assert pending.result(60) == tmp_path / "asked"
+    assert names(tmp_path) == ["asked", "waited"]
+    loaded = []
+    for folder in ("waited", "asked"):
+        AcceleratorState._reset_state(reset_partial_state=True)
+        training = Training(values, seed=1)
+        training.accelerator.load_state(str(tmp_path / folder))
+        loaded.append(
+            (training.optimizer.optimizer.state_dict(), training.scheduler.state_dict(), torch.get_rng_state())
+        )
+        loaded[-1] += (dict(training.model.state_dict()),)
+    torch.testing.assert_close(loaded[1], loaded[0], rtol=0, atol=0)
+
+
+def test_total_limit_and_the_newest_state(tmp_path: Path, held: threading.Semaphore) -> None:
+    project = ProjectConfiguration(project_dir=str(tmp_path), automatic_checkpoint_naming=True, total_limit=1)
+    training = Training(VALUES | {"optimizer_state": STATES["stream"]}, project_config=project)
+    training.train(range(2))
+    training.accelerator.save_state()
+    pending = training.accelerator.save_state(asynchronous=True)
+    assert [path.name for path in (tmp_path / "checkpoints").glob("checkpoint_*")] == ["checkpoint_0"]
+    held.release()
+    assert pending.result(60).name == "checkpoint_1"
+    assert names(tmp_path / "checkpoints") == ["checkpoint_1"]
+    training.accelerator.save_state(asynchronous=True)
+    threading.Timer(0.2, held.release).start()
+    training.accelerator.load_state()  # waits
+    assert names(tmp_path / "checkpoints") == ["checkpoint_2"]
+    training.accelerator.end_training()
+
+
+def test_the_newest_whole_state_is_loaded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    project = ProjectConfiguration(project_dir=str(tmp_path), automatic_checkpoint_naming=True)
+    training = Training(VALUES | {"optimizer_state": STATES["stream"]}, project_config=project)
+    training.train(range(1))
+    training.accelerator.save_state()
+    training.accelerator.save_state()
+    (tmp_path / "checkpoints" / "checkpoint_1" / "lightstep" / "lightstep.json").unlink()
+    training.accelerator.load_state()
+    assert "checkpoint_1 was interrupted" in caplog.text
+    (tmp_path / "checkpoints" / "checkpoint_0" / "lightstep" / "lightstep.json").unlink()
+    with pytest.raises(CheckpointError, match="no whole state among 2"):
+        training.accelerator.load_state()
+
+
+@pytest.mark.parametrize("raised_by", ["step", "save", "result", "end"])
+def test_an_error_of_the_writer_reaches_accelerate_s_loop_once(
+    tmp_path: Path, full_disk: None, monkeypatch: pytest.MonkeyPatch, raised_by: str
+) -> None:
+    training = Training(VALUES | {"optimizer_state": STATES["stream"]})
+    training.train(range(1))
+    pending = training.accelerator.save_state(str(tmp_path / "a"), asynchronous=True)
+    assert isinstance(pending.exception(60), CheckpointError)
+    monkeypatch.undo()
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_, **__: None)
+    raises = {
+        "step": lambda: training.train(range(1, 2)),
+        "save": lambda: training.accelerator.save_state(str(tmp_path / "b")),
+        "result": pending.result,
+        "end": training.accelerator.end_training,
+    }
+    with pytest.raises(CheckpointError, match=r"a.* was not saved: No space left on device"):
+        raises[raised_by]()
+    training.accelerator.save_state(str(tmp_path / "b"), asynchronous=True)
+    training.accelerator.end_training()
+    assert names(tmp_path) == ["b"]
+
+
+def test_what_save_state_refuses(tmp_path: Path) -> None:
+    training = Training(VALUES)
+    training.train(range(1))
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(CheckpointError, match="is not a state that save_state wrote"):
+        training.accelerator.save_state(str(tmp_path), asynchronous=True)
+    with pytest.raises(ValueError, match="needs output_dir"):
+        training.accelerator.save_state(asynchronous=True)
+    training.accelerator.free_memory()
+    with pytest.raises(RuntimeError, match="without a model and an optimizer"):
+        training.accelerator.save_state(str(tmp_path / "a"), asynchronous=True)
+    assert names(tmp_path) == ["notes.txt"]

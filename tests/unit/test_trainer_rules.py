@@ -1,0 +1,155 @@
+"""Parameter-group rules of the Trainer: Muon beside AdamW, however they are spelled."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightstep import ConfigError, Rule, Strategy
+from lightstep.integrations.transformers import LightstepTrainer
+from tests.reference.tiny_llama import Rows, make_llama, training_arguments
+
+MAPPINGS: list[dict[str, Any]] = [
+    {"kinds": "hidden_matrices", "name": "Muon", "lr": 0.02, "arguments": {"momentum": 0.9}},
+    {"kinds": ["norms", "biases"], "weight_decay": 0.0},
+    {"kinds": "rest", "lr": "1e-3"},  # as YAML reads it
+]
+RULES = [
+    Rule(torch.optim.Muon, kinds="hidden_matrices", lr=0.02, momentum=0.9),
+    Rule(torch.optim.AdamW, kinds=["norms", "biases"], weight_decay=0.0),
+    Rule(torch.optim.AdamW, kinds="rest", lr=1e-3),
+]
+MINIMAL = [{"kinds": "hidden_matrices", "name": "Muon", "lr": 0.02}, {"kinds": "rest"}]
+
+
+@pytest.fixture(autouse=True)
+def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU, if there is one, is left alone."""
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_, **__: None)
+
+
+def make(folder: Path, *, seed: int = 0, options: Any = None, backend: str = "stream", **arguments: Any) -> Any:
+    args = training_arguments(folder, **{"adam_beta2": 0.95, "train_sampling_strategy": "sequential"} | arguments)
+    values = {"clipping": {"max_norm": 0.5}, "optimizer_state": {"backend": backend}}
+    return LightstepTrainer(make_llama(seed), args, strategy=values, train_dataset=Rows(), **(options or {}))
+
+
+def weights(trainer: Any) -> dict[str, torch.Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}
+
+
+@pytest.mark.parametrize("spelling", ["mappings", "rules", "file", "optim_args"])
+def test_rules_train_as_those_of_the_strategy(tmp_path: Path, spelling: str) -> None:
+    """What they leave out is the Trainer's: 3e-3, a weight decay of 0.1, betas of 0.9 and 0.95."""
+    strategy, model = (
+        Strategy.load({"clipping": {"max_norm": 0.5}, "optimizer_state": {"backend": "stream"}}),
+        make_llama(),
+    )
+    own = {"betas": (0.9, 0.95), "eps": 1e-8}
+    full = [
+        RULES[0],
+        Rule(torch.optim.AdamW, kinds=["norms", "biases"], lr=3e-3, weight_decay=0.0, **own),
+        Rule(torch.optim.AdamW, kinds="rest", lr=1e-3, weight_decay=0.1, **own),
+    ]
+    args = training_arguments(tmp_path, train_sampling_strategy="sequential")
+    optimizers = (strategy.create_optimizer(model, rules=full), None)
+    expected = LightstepTrainer(model, args, strategy=strategy, train_dataset=Rows(), optimizers=optimizers)
+    expected.train()
+
+    file = tmp_path / "rules.yaml"
+    file.write_text(json.dumps({"rules": MAPPINGS}))
+    given = {"mappings": MAPPINGS, "rules": RULES, "file": file}
+    found = (
+        make(tmp_path, optim_args=f"rules={file}")
+        if spelling == "optim_args"
+        else make(tmp_path, options={"rules": given[spelling]})
+    )
+    found.train()
+    torch.testing.assert_close(weights(found), weights(expected), rtol=0, atol=0)
+    groups = found.optimizer.param_groups
+    assert [group["initial_lr"] for group in groups] == [0.02, 3e-3, 1e-3]
+    assert [group["weight_decay"] for group in groups] == [0.1, 0.0, 0.1]  # Muon's own, torch's
+    assert [group["optimizer_class"] for group in groups] == ["torch.optim.Muon", *["torch.optim.AdamW"] * 2]
+
+
+@pytest.mark.parametrize("backend", ["resident", "stream"])
+@pytest.mark.parametrize("mode", [False, True], ids=["", "asynchronous_saves"])
+def test_a_run_with_rules_is_continued(tmp_path: Path, backend: str, mode: bool) -> None:
+    options = {"rules": MINIMAL, "asynchronous_saves": mode}
+    steps = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3, "warmup_steps": 2}
+    through = make(tmp_path, options=options, backend=backend, **steps)
+    through.train()
+    resumed = make(tmp_path, seed=1, options=options, backend=backend, **steps)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    torch.testing.assert_close(weights(resumed), weights(through), rtol=0, atol=0)
+    tested, expected = (one.optimizer.optimizer.state_dict() for one in (resumed, through))
+    torch.testing.assert_close(tested["state"], expected["state"], rtol=0, atol=0)
+    assert tested["param_groups"] == expected["param_groups"]
+    assert resumed.lr_scheduler.get_last_lr() == through.lr_scheduler.get_last_lr()
+
+
+def test_schedules_and_the_logged_rate(tmp_path: Path) -> None:
+    """The log has the first rule's. A lowest rate is in proportion to learning_rate, for every rule."""
+    arguments = {
+        "lr_scheduler_type": "cosine_with_min_lr",
+        "lr_scheduler_kwargs": {"min_lr": 3e-4},
+        "max_steps": 4,
+        "warmup_steps": 1,
+    }
+    trainer = make(tmp_path, options={"rules": MINIMAL}, **arguments)
+    trainer.train()
+    logged = [entry["learning_rate"] for entry in trainer.state.log_history if "grad_norm" in entry]
+    assert logged[:2] == [0.0, 0.02] and logged[1] > logged[2] > logged[3]
+    assert [group["lr"] for group in trainer.optimizer.param_groups] == pytest.approx([0.002, 3e-4])
+
+
+@pytest.mark.parametrize(
+    ("options", "arguments", "message"),
+    [
+        (
+            {"rules": MINIMAL},
+            {"optim_args": "rules=a.yaml"},
+            "given twice: as rules= and as optim_args='rules=a",
+        ),
+        ({}, {"optim_args": "rules=missing.yaml"}, r"rules=missing.yaml cannot be read: .*No such file"),
+        ({"rules": [{"kind": "rest"}]}, {}, r"rules\[0\] has 'kind'.*'kinds'.*; allowed: names, kinds"),
+        ({"rules": [{"kinds": "rest", "name": "Muno"}]}, {}, r"rules\[0\].name is 'Muno'.*Muon"),
+        ({"rules": [{"kinds": "rest", "lr": "much"}]}, {}, r"rules\[0\]: could not convert string to float: 'much'"),
+        ({"rules": [{"kinds": "rest", "arguments": {"beta": 1}}]}, {}, r"rules\[0\]: .*AdamW has no 'beta'"),
+        ({"rules": ["rest"]}, {}, r"rules\[0\] is 'rest'; a lightstep.Rule or a mapping"),
+        ({"rules": MINIMAL[:1]}, {}, "is trained, and no rule means it"),
+    ],
+    ids=str,
+)
+def test_rules_that_cannot_be_used(
+    tmp_path: Path, options: dict[str, Any], arguments: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        make(tmp_path, options=options, **arguments).train()
+
+
+def test_a_file_without_rules(tmp_path: Path) -> None:
+    for content in ("- {kinds: rest}", "rules: {kinds: rest}", "optimizer: {rules: []}"):
+        (tmp_path / "a.yaml").write_text(content)
+        with pytest.raises(ConfigError, match=r"a.yaml: one key is needed, rules, with a list"):
+            make(tmp_path, options={"rules": tmp_path / "a.yaml"})
+
+
+def test_rules_beside_an_optimizer(tmp_path: Path) -> None:
+    strategy, model = Strategy.load("resident"), make_llama()
+    optimizers = (strategy.create_optimizer(model, lr=1e-3), None)
+    with pytest.raises(ConfigError, match="both choose the optimizer"):
+        LightstepTrainer(model, training_arguments(tmp_path), strategy=strategy, optimizers=optimizers, rules=MINIMAL)
+
+
+def test_other_optim_args_still_count(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("rules: [{kinds: rest}]")
+    trainer = make(tmp_path, optim="sgd", optim_args=f"momentum=0.5, rules={tmp_path / 'a.yaml'}", max_steps=1)
+    trainer.train()
+    (group,) = trainer.optimizer.param_groups
+    assert (group["momentum"], group["weight_decay"], group["initial_lr"]) == (0.5, 0.1, 3e-3)
+    assert trainer.args.optim_args.startswith("momentum=0.5")
