@@ -87,7 +87,7 @@ def train(
     Ctrl-C or SIGTERM finishes the step, saves a checkpoint and exits. Several devices:
     torchrun --nproc-per-node 2 -m lightstep train CONFIG --strategy NAME
     """
-    with _one_sentence(debug):
+    with _reporting_errors(debug):
         from lightstep.trainer.config import load_config
 
         settings = load_config(config, strategy, assignments or ())
@@ -104,7 +104,7 @@ def strategies(
     debug: _Debug = False,
 ) -> None:
     """List the ready strategies, and the bytes per parameter that each takes with AdamW."""
-    with _one_sentence(debug):
+    with _reporting_errors(debug):
         from lightstep.config import parse_config
         from lightstep.plan.strategy_list import strategies_text
         from lightstep.strategy.presets import available_strategies, preset_text, read_source
@@ -119,7 +119,7 @@ def strategies(
 @app.command()
 def params(config: _Config, assignments: _Set = None, debug: _Debug = False) -> None:
     """Say which optimizer class and settings each parameter gets under CONFIG. No weights are loaded."""
-    with _one_sentence(debug):
+    with _reporting_errors(debug):
         from lightstep.trainer.config import load_config
         from lightstep.trainer.params import describe_params
 
@@ -172,10 +172,10 @@ def plan(
 ) -> None:
     """Say how much memory and time each strategy takes for a model, before anything runs. No weights are made."""
     options = {name: value for name, value in locals().items() if name != "debug"}
-    with _one_sentence(debug):
-        from lightstep.bench.plans import Asked, plan_text
+    with _reporting_errors(debug):
+        from lightstep.bench.plans import PlanOptions, plan_text
 
-        text = plan_text(Asked(**options))
+        text = plan_text(PlanOptions(**options))
     sys.stdout.write(text)
 
 
@@ -234,7 +234,7 @@ def convert(
     debug: _Debug = False,
 ) -> None:
     """Convert a checkpoint: weights, masters, optimizer state, groups, loss scale, scheduler and extra, bit for bit."""
-    with _one_sentence(debug):
+    with _reporting_errors(debug):
         from lightstep.checkpoint.formats import convert_checkpoint
         from lightstep.strategy import Strategy
 
@@ -253,7 +253,7 @@ def inspect(
     debug: _Debug = False,
 ) -> None:
     """Say what is in a checkpoint, and whether it is complete."""
-    with _one_sentence(debug):
+    with _reporting_errors(debug):
         from rich import box
         from rich.console import Console
         from rich.table import Table
@@ -273,7 +273,7 @@ def verify(
 ) -> None:
     """Read every byte of checkpoints and compare it with their checksums; exit code 1 if one is damaged."""
     damaged = False
-    with _one_sentence(debug):
+    with _reporting_errors(debug):
         from lightstep.checkpoint import verify_checkpoints
 
         for folder in folders:
@@ -294,7 +294,7 @@ def _verdict(verified: Verified) -> str:
 
 
 @contextmanager
-def _one_sentence(debug: bool = False) -> Iterator[None]:
+def _reporting_errors(debug: bool = False) -> Iterator[None]:
     """Errors that people can do something about become one sentence on stderr and an exit code."""
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     formatted, warnings.formatwarning = warnings.formatwarning, _warning
@@ -322,17 +322,17 @@ def _one_sentence(debug: bool = False) -> Iterator[None]:
 
 
 def _warning(message: Warning | str, *_: Any, **__: Any) -> str:
-    return f"warning: {message}\n" if _first_on_this_machine() else ""
+    return f"warning: {message}\n" if _is_local_main() else ""
 
 
 def _fail(sentence: str, code: int, debug: bool) -> None:
     """Under torchrun the ranks fail together, and one of each machine says why."""
     if debug:
         raise
-    if _first_on_this_machine():
+    if _is_local_main():
         sys.stderr.write(f"lightstep: {sentence}\n")
     raise typer.Exit(code)
 
 
-def _first_on_this_machine() -> bool:
+def _is_local_main() -> bool:
     return os.environ.get("LOCAL_RANK", "0") == "0"

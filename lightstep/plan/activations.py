@@ -94,16 +94,16 @@ def run_on_meta(
         checkpoint_activations(small)
     rows = max(tokens // sequence, 1)
     batch = torch.zeros(rows, min(sequence, tokens), dtype=torch.long, device="meta")
-    watch = _Watch(small)
+    tracker = _Tracker(small)
     try:
-        with watch:
+        with tracker:
             loss = _loss(small, batch, loss_chunk)
-            watch.backward()
+            tracker.backward()
             loss.backward()
     except (RuntimeError, NotImplementedError, TypeError, KeyError) as error:
         first = (str(error).splitlines() or [""])[0]
         raise ValueError(f"{type(model).__name__} cannot be run on the meta device: {first}") from error
-    return watch.seen(blocks)
+    return tracker.result(blocks)
 
 
 def _loss(model: Any, batch: Tensor, chunk: int | None) -> Tensor:
@@ -128,7 +128,7 @@ def _with_blocks(model: Any, count: int, dtype: torch.dtype) -> nn.Module:
             setattr(config, name, getattr(config, name)[:count])
     _register_attention()
     with torch.device("meta"):
-        small = type(model)._from_config(config, dtype=dtype, attn_implementation=_NAME)
+        small = type(model)._from_config(config, dtype=dtype, attn_implementation=_ATTENTION)
     with contextlib.suppress(ValueError, AttributeError):  # no experts
         small.set_experts_implementation("grouped_mm")
     return small.train()
@@ -136,7 +136,7 @@ def _with_blocks(model: Any, count: int, dtype: torch.dtype) -> nn.Module:
 
 # -- attention, as kernels that never hold the scores do it -----------------------------------------------------------
 
-_NAME = "lightstep_plan"
+_ATTENTION = "lightstep_plan"
 
 
 class _FusedAttention(torch.autograd.Function):
@@ -159,7 +159,7 @@ class _FusedAttention(torch.autograd.Function):
 def _count_attention(query: Tensor, key: Tensor, products: int) -> None:
     """Of the products over (queries, keys) half are masked."""
     mode = _get_current_dispatch_mode()
-    if isinstance(mode, _Watch):
+    if isinstance(mode, _Tracker):
         rows, heads, length, width = query.shape
         mode.attention(products * 2 * rows * heads * length * key.shape[2] * width / 2)
 
@@ -174,8 +174,8 @@ def _attention(
 def _register_attention() -> None:
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    AttentionInterface.register(_NAME, _attention)
-    AttentionMaskInterface.register(_NAME, lambda *_, **__: None)
+    AttentionInterface.register(_ATTENTION, _attention)
+    AttentionMaskInterface.register(_ATTENTION, lambda *_, **__: None)
 
 
 # -- watching ---------------------------------------------------------------------------------------------------------
@@ -209,7 +209,7 @@ class _Count:
         self.most = max(self.most, self.live)
 
 
-class _Watch(TorchDispatchMode):
+class _Tracker(TorchDispatchMode):
     """Storages made and dropped, operations counted, gradients taken as soon as they are complete."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -227,7 +227,7 @@ class _Watch(TorchDispatchMode):
         self._in_backward = False
         self._root = self._own = 0
         for parameter in model.parameters():
-            parameter.register_post_accumulate_grad_hook(self._arrive)
+            parameter.register_post_accumulate_grad_hook(self._record_gradient)
         for index, block in enumerate(self._blocks):
             block.register_forward_pre_hook(lambda *_, i=index: self._enter(i))
             block.register_forward_hook(lambda *_, i=index: self._leave(i))
@@ -280,7 +280,7 @@ class _Watch(TorchDispatchMode):
         self._segments.append(_Segment(FORWARD, None, self._count.most, flops=self._flops))
         self._flops, self._count.most, self._in_backward = 0.0, self._count.live, True
 
-    def _arrive(self, parameter: Tensor) -> None:
+    def _record_gradient(self, parameter: Tensor) -> None:
         block = self._block_of.get(parameter)
         seen_block = any(segment.block is not None for segment in self._segments)
         where = BLOCK if block is not None else TAIL if seen_block else HEAD
@@ -295,7 +295,7 @@ class _Watch(TorchDispatchMode):
         parameter.grad = None
         self._flops, self._count.most = 0.0, self._count.live
 
-    def seen(self, blocks: int) -> Activations:
+    def result(self, blocks: int) -> Activations:
         last = len(self._blocks) - 1
         kept = self._kept[1] - self._kept[0] if last else self._kept[0]
         middle = min(1, last)

@@ -37,7 +37,7 @@ class Sizes:
         return self.before + self.behind
 
 
-def sizes_of(model: nn.Module) -> Sizes:
+def model_sizes(model: nn.Module) -> Sizes:
     """Every parameter counts once."""
     blocks = list(transformer_blocks(model))
     inside = {parameter for block in blocks for parameter in block.parameters()}
@@ -92,20 +92,22 @@ def memory(
         activations: ``None`` when they are not known; they are then not in the peak.
         accumulates: several micro-batches for a step.
     """
-    return _Bytes(config, sizes, ranks, accumulates).memory(activations)
+    return _MemoryPlan(config, sizes, ranks, accumulates).memory(activations)
 
 
-class _Bytes:
+class _MemoryPlan:
     """The parts, before and after division by the ranks."""
 
     def __init__(self, config: StrategyConfig, sizes: Sizes, ranks: int, accumulates: bool) -> None:
         self.config, self.sizes, self.ranks = config, sizes, ranks
         self.width = _WIDTHS[config.precision.parameters]
-        self.shards = shards_of(config, ranks)
+        self.shards = shard_count(config, ranks)
         held = cost(config)
         self.state_width = max(held.device_state.count, held.host_state.count)
         divided = (held.device_state if held.device_state.count else held.host_state).divided_by
-        self.own = sizes.total / (ranks if divided == "ranks" else self.shards)  # elements whose state this rank keeps
+        self.owned = sizes.total / (
+            ranks if divided == "ranks" else self.shards
+        )  # elements whose state this rank keeps
         self.speculates = updates_in_backward(config)
         self.accumulates = accumulates
         self.gradient_width = self._gradient_width()
@@ -129,11 +131,11 @@ class _Bytes:
         total, state = self.sizes.total, self.config.optimizer_state
         weights = total * self.width / self.shards
         gradients = self._gradients(total)
-        all_state = self.own * self.state_width
-        resident, streamed = self._divided(all_state)
+        all_state = self.owned * self.state_width
+        resident, streamed = self._split_state(all_state)
         held = self._held_for_steps(all_state) + self._buckets()
-        tried = self._tried(resident, streamed)
-        previous = self.width * tried / self.state_width if tried else 0
+        speculated = self._speculative_bytes(resident, streamed)
+        previous = self.width * speculated / self.state_width if speculated else 0
         travel = state.previous_weights == "host" or (state.previous_weights == "auto" and state.resident_gib != 0)
         travelling = previous if travel else 0
         speculative = previous - travelling
@@ -142,7 +144,7 @@ class _Bytes:
         sums = 0 if self.config.sharding.kind == "fsdp2" else self._sums()
         during_step = base + gradients + moved + sums
         moments = activations.moments if activations else ()
-        during_backward = [base + self._at(moment) + self._sums(moment.blocks_done) for moment in moments]
+        during_backward = [base + self._live_at(moment) + self._sums(moment.blocks_done) for moment in moments]
         reduced = base + gradients + self._root_reduction()
         peak = max([during_step, reduced, *during_backward])
         most = max((moment.live for moment in activations.moments), default=0) if activations else 0
@@ -154,22 +156,22 @@ class _Bytes:
             activations=int(most),
             gathered=int(max(self._gathered(2) + self._reductions(2), self._root_reduction())),
             peak=int(peak),
-            host=int((all_state if state.backend != "resident" else 0) + self._limited(tried + travelling)),
+            host=int((all_state if state.backend != "resident" else 0) + self._limit_spare(speculated + travelling)),
             link=int(all_state if state.backend == "bulk" else streamed + travelling),
         )
 
-    def _tried(self, resident: float, streamed: float) -> float:
+    def _speculative_bytes(self, resident: float, streamed: float) -> float:
         """Bytes of records that are updated in backward: not of those that are complete last and used first."""
         if not self.speculates:
             return 0
         last = self.sizes.root if self.config.sharding.kind == "fsdp2" else self.sizes.before
         return streamed - max(last / self.sizes.total * (resident + streamed) - resident, 0)
 
-    def _limited(self, spare: float) -> float:
+    def _limit_spare(self, spare: float) -> float:
         limit = self.config.optimizer_state.spare_host_gib
         return spare if limit == "auto" or limit is None else min(spare, float(limit) * 2**30)
 
-    def _divided(self, all_state: float) -> tuple[float, float]:
+    def _split_state(self, all_state: float) -> tuple[float, float]:
         """State on the device between steps, and state that is streamed."""
         state = self.config.optimizer_state
         if state.backend == "resident":
@@ -200,7 +202,7 @@ class _Bytes:
 
     # -- one moment of backward
 
-    def _at(self, moment: Moment) -> float:
+    def _live_at(self, moment: Moment) -> float:
         blocks = sum(self.sizes.blocks[:1]) * moment.blocks_done
         if self.config.sharding.kind != "fsdp2":
             arrived = self._gradients(blocks + moment.arrived_root + moment.arrived_block)
@@ -239,7 +241,7 @@ def updates_in_backward(config: StrategyConfig) -> bool:
     return config.optimizer_state.update == "overlap" and not isinstance(config.sharding, DDPSharding)
 
 
-def shards_of(config: StrategyConfig, ranks: int) -> int:
+def shard_count(config: StrategyConfig, ranks: int) -> int:
     """Into how many shards weights are divided."""
     sharding = config.sharding
     if not isinstance(sharding, FSDP2Sharding):

@@ -12,9 +12,9 @@ from torch import nn
 
 from lightstep.config import FSDP2Sharding, StrategyConfig
 from lightstep.plan.activations import Activations, run_on_meta
-from lightstep.plan.memory import Memory, memory, shards_of, sizes_of
+from lightstep.plan.memory import Memory, memory, model_sizes, shard_count
 from lightstep.plan.profiles import Profile, find_profile, profile_of_device
-from lightstep.plan.strategy_list import in_order_of_choosing
+from lightstep.plan.strategy_list import sorted_for_choice
 from lightstep.plan.timing import Time, iteration_time
 from lightstep.plan.zero_memory import zero_memory
 
@@ -100,7 +100,7 @@ class Planner:
     ) -> None:
         """``model`` is on the meta device, or is left alone; memory in bytes: of one device, of the whole host."""
         self._model, self._workload, self._profile, self._ranks = model, workload, profile, ranks
-        self._sizes = sizes_of(model)
+        self._sizes = model_sizes(model)
         of_profile = profile.memory_gb * 1e9 if profile is not None and profile.memory_gb else None
         limit = gpu_memory if gpu_memory is not None else of_profile
         self._limit = None if limit is None else int(limit * (1 - MARGIN))
@@ -114,7 +114,7 @@ class Planner:
             ConfigError: DeepSpeed's own configuration, which the strategy names, cannot be used.
             ValueError: the model cannot be run on the meta device.
         """
-        workload, ranks = self._workload, self.ranks_of(config)
+        workload, ranks = self._workload, self.rank_count(config)
         checkpointed = workload.checkpointed
         if checkpointed is None:
             checkpointed = config.sharding.activation_checkpointing
@@ -133,7 +133,7 @@ class Planner:
         by_layer = config.clipping.scope == "unit"
         return Plan(name, self._sizes.total, ranks, workload, held, time, by_layer, self._limit, reason)
 
-    def ranks_of(self, config: StrategyConfig) -> int:
+    def rank_count(self, config: StrategyConfig) -> int:
         return 1 if config.sharding.kind == "single" else self._ranks
 
     def _activations(self, checkpointed: bool, dtype: str) -> Activations:
@@ -146,7 +146,7 @@ class Planner:
         return self._seen[key]
 
     def _reason(self, config: StrategyConfig, held: Memory, ranks: int) -> str | None:
-        if isinstance(config.sharding, FSDP2Sharding) and ranks % shards_of(config, ranks):
+        if isinstance(config.sharding, FSDP2Sharding) and ranks % shard_count(config, ranks):
             return f"its mesh does not divide the number of devices, {ranks}"
         if self._host_limit is not None and held.host * ranks > self._host_limit:
             return f"the host needs {held.host * ranks / 1e9:.0f} GB and has {self._host_limit / 1e9:.0f}"
@@ -193,14 +193,14 @@ def plan_one(
     return Planner(model, Workload(tokens, **work), named, ranks, gpu_memory).plan(name, config)
 
 
-def plannable(config: StrategyConfig, ranks: int) -> bool:
+def is_plannable(config: StrategyConfig, ranks: int) -> bool:
     """Whether a strategy is for so many devices."""
     return (config.sharding.kind == "single") == (ranks == 1)
 
 
 def plans(planner: Planner, configs: Mapping[str, StrategyConfig]) -> list[Plan]:
     """In the order of choosing."""
-    return [planner.plan(name, configs[name]) for name in in_order_of_choosing(configs)]
+    return [planner.plan(name, configs[name]) for name in sorted_for_choice(configs)]
 
 
 def first_that_fits(made: Sequence[Plan]) -> Plan | None:

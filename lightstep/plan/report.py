@@ -98,12 +98,10 @@ def _wrapped(text: str, indent: str) -> list[str]:
 
 def draw(model: str, made: Sequence[Plan], path: Path) -> None:
     """Device memory in parts, and the time of a step, as a PNG. The parts are not all there at the peak."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     timed = any(plan.time is not None for plan in made)
     figure = Figure(figsize=(11, 1.4 + 0.45 * len(made)), layout="constrained")
-    FigureCanvasAgg(figure)
     panels = list(figure.subplots(1, 2 if timed else 1, squeeze=False)[0])
     figure.suptitle(f"{model}: planned, not measured", fontsize="medium")
     _draw_memory(panels[0], made)

@@ -28,7 +28,7 @@ _NOTE = (
 
 def strategies_text(configs: Mapping[str, StrategyConfig]) -> str:
     """One line of figures for each, and one that says what it is."""
-    names = in_order_of_choosing(configs)
+    names = sorted_for_choice(configs)
     width = max(map(len, names)) + 2
     lines = [_row("", _HEADINGS, width)]
     for kind, title in _SECTIONS.items():
@@ -50,7 +50,7 @@ def _indented(text: str) -> list[str]:
     return textwrap.wrap(text, _WIDTH, initial_indent="    ", subsequent_indent="    ")
 
 
-def in_order_of_choosing(configs: Mapping[str, StrategyConfig]) -> list[str]:
+def sorted_for_choice(configs: Mapping[str, StrategyConfig]) -> list[str]:
     """Where the model is, then its precision, then where its state is: what moves least comes first."""
     return sorted(configs, key=lambda name: (*_place(configs[name]), name))
 

@@ -34,7 +34,7 @@ def iteration_time(
     config: StrategyConfig,
     sizes: Sizes,
     activations: Activations,
-    held: Memory,
+    memory: Memory,
     profile: Profile,
     ranks: int = 1,
     micro_batches: int = 1,
@@ -49,11 +49,11 @@ def iteration_time(
     compute = micro_batches * (one.forward + one.backward)
     state = config.optimizer_state
     if state.backend == "bulk":
-        link = 2 * held.link / profile.link.alone / 1e6
-        return Time(compute, link, link + _update(held, config, profile))
+        link = 2 * memory.link / profile.link.alone / 1e6
+        return Time(compute, link, link + _update(memory, config, profile))
     if state.backend == "resident":
-        return Time(compute, 0, _update(held, config, profile))
-    link = held.link / profile.link.each_way(ranks) / 1e6
+        return Time(compute, 0, _update(memory, config, profile))
+    link = memory.link / profile.link.each_way(ranks) / 1e6
     if state.update == "at_step":
         return Time(compute, link, link)
     pace = _Units(sizes, one, link)
@@ -63,9 +63,9 @@ def iteration_time(
     return Time(compute, link, pace.end_of_forward(early) - one.forward)
 
 
-def _update(held: Memory, config: StrategyConfig, profile: Profile) -> float:
+def _update(memory: Memory, config: StrategyConfig, profile: Profile) -> float:
     state = cost(config)
-    elements = (held.state or held.host) / (state.device_state.count or state.host_state.count)
+    elements = (memory.state or memory.host) / (state.device_state.count or state.host_state.count)
     return elements / 1e9 * profile.update_ms
 
 

@@ -52,7 +52,7 @@ class Model(_Frozen):
     """A local Hugging Face folder with weights and tokenizer."""
 
     @model_validator(mode="after")
-    def _one(self) -> Model:
+    def _check_source(self) -> Model:
         if (self.config is None) == (self.path is None):
             raise ValueError("give either config (a new model) or path (a local Hugging Face folder)")
         if self.config is not None and not isinstance(self.config.get("model_type"), str):
@@ -113,7 +113,7 @@ class Optimizer(_Frozen):
     rules: list[OptimizerRule] = []
     """Other classes and settings for some of the parameters; one rule must mean each."""
 
-    def of_rules(self) -> list[Self]:
+    def resolved_rules(self) -> list[Self]:
         """What each rule comes to, without the parameters that it is for."""
         found = []
         for rule in self.rules:
@@ -185,11 +185,11 @@ class Sample(_Frozen):
     """The most likely tokens that are drawn from; 0: all."""
 
 
-def _path_alone(value: Any) -> Any:
+def _path_from_string(value: Any) -> Any:
     return {"path": value} if isinstance(value, str) else value
 
 
-def _decay_alone(value: Any) -> Any:
+def _decay_from_number(value: Any) -> Any:
     return {"decay": value} if isinstance(value, int | float | str) and not isinstance(value, bool) else value
 
 
@@ -204,13 +204,13 @@ class TrainConfig(_Frozen):
     """A strategy's name, path or content; or one for each kind of device: ``{cuda: resident, cpu: fp32}``."""
     strategy_overrides: dict[str, Any] = {}
     """Dotted keys laid over the strategy: ``{clipping.max_norm: 0.5}``."""
-    model: Annotated[Model, BeforeValidator(_path_alone)]
-    data: Annotated[Data, BeforeValidator(_path_alone)] = Data()
+    model: Annotated[Model, BeforeValidator(_path_from_string)]
+    data: Annotated[Data, BeforeValidator(_path_from_string)] = Data()
     steps: Count = 1000
     batch: Batch = Batch()
     optimizer: Optimizer = Optimizer()
     scheduler: Scheduler = Scheduler()
-    ema: Annotated[Ema, BeforeValidator(_decay_alone)] | None = None
+    ema: Annotated[Ema, BeforeValidator(_decay_from_number)] | None = None
     validation: Validation = Validation()
     checkpoint: Checkpoint = Checkpoint()
     log_every: Count = 10
@@ -222,14 +222,14 @@ class TrainConfig(_Frozen):
 
     @field_validator("name")
     @classmethod
-    def _one_folder(cls, value: str) -> str:
+    def _check_name(cls, value: str) -> str:
         if not re.fullmatch(r"\w[\w.\-]*", value):
             raise ValueError("letters, digits, '_', '.' and '-' are allowed, and not '.' or '-' first")
         return value
 
     @field_validator("strategy")
     @classmethod
-    def _every_device(cls, value: str | dict[str, Any]) -> str | dict[str, Any]:
+    def _check_devices(cls, value: str | dict[str, Any]) -> str | dict[str, Any]:
         if per_device(value) and set(value) != set(DEVICES):
             raise ValueError(f"a strategy for each of {', '.join(DEVICES)} is needed")
         return value

@@ -13,8 +13,8 @@ from lightstep.config import ConfigError, what_it_holds
 from lightstep.trainer.config import STDLIB, Data
 
 STDLIB_SUFFIXES = (".py", ".pyi", ".rst", ".md", ".txt")
-_NOT_OURS = {"site-packages", "dist-packages", "__pycache__"}
-_LOOK_AT = 8192
+_SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__"}
+_SNIFFED_BYTES = 8192
 """Bytes at the start of a file that tell text from anything else, as git and grep do."""
 _HALF_CHARACTER = re.compile("[\ud800-\udfff]")
 """One half of a surrogate pair, which JSON can spell and UTF-8 cannot."""
@@ -35,7 +35,7 @@ def split_documents(data: Data) -> tuple[list[bytes], list[bytes]]:
     if len(documents) == 1:
         cut = int(len(documents[0]) * (1 - data.validation))
         return [documents[0][:cut]], [documents[0][cut:]]
-    places = [_place(document) for document in documents]
+    places = [_hash_fraction(document) for document in documents]
     known = sorted(set(places))
     if len(known) == 1:
         raise ConfigError(f"data.path {data.path} holds only copies of one text; nothing is left to validate with")
@@ -72,7 +72,7 @@ def _folder(root: Path, suffixes: Sequence[str] | None) -> Iterator[bytes]:
     """The text files under ``root`` by relative path; hidden ones and installed packages are left out."""
     for path in sorted(root.rglob("*"), key=lambda path: path.relative_to(root).as_posix()):
         parts = path.relative_to(root).parts
-        if any(part.startswith(".") or part in _NOT_OURS for part in parts):
+        if any(part.startswith(".") or part in _SKIPPED_FOLDERS for part in parts):
             continue
         if (suffixes is None or path.name.endswith(tuple(suffixes))) and path.is_file():
             content = _content(path)
@@ -84,7 +84,7 @@ def _content(path: Path) -> bytes | None:
     """A text file's bytes; ``None`` for any other file."""
     try:
         with path.open("rb") as stream:
-            start = stream.read(_LOOK_AT)
+            start = stream.read(_SNIFFED_BYTES)
             return None if b"\0" in start else start + stream.read()
     except OSError as error:
         raise ConfigError(f"data: {path} cannot be read: {error.strerror}") from error
@@ -109,6 +109,6 @@ def _json_lines(path: Path, key: str) -> Iterator[bytes]:
             yield _HALF_CHARACTER.sub("\ufffd", text).encode()
 
 
-def _place(document: bytes) -> float:
+def _hash_fraction(document: bytes) -> float:
     """A fixed number in [0, 1), evenly spread over documents."""
     return int.from_bytes(hashlib.sha256(document).digest()[:8], "big") / 2**64

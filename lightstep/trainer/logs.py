@@ -62,7 +62,7 @@ def _installed() -> list[str]:
     return [str(getattr(tracker, "value", tracker)) for tracker in get_available_trackers()]
 
 
-def _service(name: str, run: str, folder: Path, settings: Mapping[str, Any]) -> Tracker:
+def _start_service(name: str, run: str, folder: Path, settings: Mapping[str, Any]) -> Tracker:
     """accelerate's tracker of that name."""
     from accelerate import PartialState
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS
@@ -108,26 +108,26 @@ class Logs:
         self._folder, self._start = folder, start
         self._names, self._settings = trackers, settings or {}
         self._open: dict[str, Tracker] = {}
-        self._hook = threading.excepthook
+        self._previous_hook = threading.excepthook
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Scalars of one step (from 1)."""
         for name, tracker in list(self._open.items()):
-            with self._giving_up(name):
+            with self._dropping_on_error(name):
                 tracker.log(dict(values), step)
 
     def __enter__(self) -> Logs:
         if self._folder is not None:
-            self._hook, threading.excepthook = threading.excepthook, self._outside_writer
+            self._previous_hook, threading.excepthook = threading.excepthook, self._handle_thread_exception
             for name in self._names:
-                with self._giving_up(name):
-                    self._open[name] = self._started(name, self._folder)
+                with self._dropping_on_error(name):
+                    self._open[name] = self._start_tracker(name, self._folder)
         return self
 
-    def _started(self, name: str, folder: Path) -> Tracker:
+    def _start_tracker(self, name: str, folder: Path) -> Tracker:
         if name == TENSORBOARD:
             return TensorBoard(folder / TENSORBOARD, self._start)
-        return _service(name, folder.name, folder, self._settings)
+        return _start_service(name, folder.name, folder, self._settings)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -135,15 +135,15 @@ class Logs:
         if self._folder is None:
             return
         for name, tracker in list(self._open.items()):
-            with self._giving_up(name, silent=error is not None):  # a full disk has already been reported
+            with self._dropping_on_error(name, silent=error is not None):  # a full disk has already been reported
                 tracker.finish()
         if TENSORBOARD in self._names:
-            with self._giving_up("loss.png", silent=error is not None or TENSORBOARD not in self._open):
+            with self._dropping_on_error("loss.png", silent=error is not None or TENSORBOARD not in self._open):
                 draw_loss_curve(self._folder / TENSORBOARD, self._folder / "loss.png")
-        threading.excepthook = self._hook
+        threading.excepthook = self._previous_hook
 
     @contextmanager
-    def _giving_up(self, name: str, silent: bool = False) -> Iterator[None]:
+    def _dropping_on_error(self, name: str, silent: bool = False) -> Iterator[None]:
         """What fails in here is not used again."""
         try:
             yield
@@ -153,21 +153,19 @@ class Logs:
             if not silent:
                 logger.warning("warning: %s: %s: %s; nothing more is logged there", self._folder, name, reason)
 
-    def _outside_writer(self, arguments: threading.ExceptHookArgs) -> None:
+    def _handle_thread_exception(self, arguments: threading.ExceptHookArgs) -> None:
         """TensorBoard's thread hands its errors to ``add_scalar``; a traceback of them says nothing new."""
         if type(arguments.thread).__name__ != "_AsyncWriterThread":
-            self._hook(arguments)
+            self._previous_hook(arguments)
 
 
 def draw_loss_curve(logs: Path, image: Path) -> None:
     """Training and validation loss over steps, as the logs hold them."""
-    with _without_remarks("matplotlib"):  # of a home that it cannot write to
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
+    with _errors_only("matplotlib"):  # of a home that it cannot write to
         from matplotlib.figure import Figure
 
     curves = read_scalars(logs, (TRAINING, VALIDATION))
     figure = Figure(figsize=(8, 4.5), layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     if steps := curves[TRAINING]:
         axes.plot(*zip(*steps, strict=True), linewidth=0.8, alpha=0.6, color="tab:blue", label="training")
@@ -189,7 +187,7 @@ def read_scalars(logs: Path, names: tuple[str, ...]) -> dict[str, list[tuple[int
     """``(step, value)`` by name; of a step that was logged again after a resume the last value."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    with _without_remarks("tensorboard"):  # of every step that was logged again after a resume
+    with _errors_only("tensorboard"):  # of every step that was logged again after a resume
         events = EventAccumulator(str(logs), size_guidance={"scalars": 0}).Reload()
     known = events.Tags()["scalars"]
     return {
@@ -199,7 +197,7 @@ def read_scalars(logs: Path, names: tuple[str, ...]) -> dict[str, list[tuple[int
 
 
 @contextmanager
-def _without_remarks(library: str) -> Iterator[None]:
+def _errors_only(library: str) -> Iterator[None]:
     """Its errors alone are logged."""
     remarks = logging.getLogger(library)
     level = remarks.level

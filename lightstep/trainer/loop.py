@@ -27,11 +27,11 @@ from lightstep.trainer.config import TrainConfig
 from lightstep.trainer.display import Display, Figures
 from lightstep.trainer.interrupt import Interrupt
 from lightstep.trainer.logs import TRAINING, VALIDATION, Logs
-from lightstep.trainer.run_folder import checkpoint_path, clear_place, weights_path
+from lightstep.trainer.run_folder import checkpoint_path, move_incomplete, weights_path
 
 
 @dataclass
-class Pieces:
+class Components:
     """All that is trained and saved, and what it is trained on."""
 
     strategy: Strategy
@@ -49,7 +49,7 @@ class Pieces:
 
 
 @dataclass
-class _Unread:
+class _Unlogged:
     """A step whose figures are still on the device."""
 
     step: int
@@ -63,7 +63,7 @@ class Loop:
     """Trains from ``step`` to ``config.steps``."""
 
     config: TrainConfig
-    pieces: Pieces
+    components: Components
     logs: Logs
     display: Display
     step: int = 0
@@ -72,10 +72,10 @@ class Loop:
     saved: Path | None = None
     _saving: tuple[Path | None, PendingSave] | None = None
     """A save under way, and where its checkpoint is; ``None``: it is of weights alone."""
-    _unsettled: StepResult | None = None
-    _unaveraged: bool = False
+    _last_result: StepResult | None = None
+    _average_is_due: bool = False
     """The average has yet to take in the last step's weights."""
-    _unread: list[_Unread] = field(default_factory=list)
+    _unlogged: list[_Unlogged] = field(default_factory=list)
     _skipped: int = 0
     _timed: list[tuple[int, float]] = field(default_factory=list)
     _clock: float = 0.0
@@ -85,7 +85,7 @@ class Loop:
         """Train until the last step, or until a signal: the step is then finished and saved. Returns the signal."""
         config, stopped = self.config, None
         self._restart_clock()
-        with self.display.training(self.step, config.steps), self._saved_in_the_end():
+        with self.display.training(self.step, config.steps), self._finishing_saves():
             while self.step < config.steps and stopped is None:
                 self._train_step()
                 self.display.advance(self.step, saving=self._saving is not None and not self._saving[1].done())
@@ -93,13 +93,13 @@ class Loop:
                 ends = stopped is not None or self.step == config.steps
                 saves = ends or self._due(config.checkpoint.every)
                 if saves or self._due(config.log_every):  # a resumed run does not log what was before its checkpoint
-                    self._look()
+                    self._log_steps()
                 if not ends and self._due(config.validation.every):
-                    self._apart_from_the_clock(self._validate_and_say)
+                    self._untimed(self._validate_and_show)
                 if self._due(config.checkpoint.weights_every):  # first: the other waits for it, and they are less
-                    self._apart_from_the_clock(self.save_weights)
+                    self._untimed(self.save_weights)
                 if saves:
-                    self._apart_from_the_clock(self.save)
+                    self._untimed(self.save)
         return stopped
 
     def _due(self, every: int) -> bool:
@@ -108,39 +108,39 @@ class Loop:
     # -- one step
 
     def _train_step(self) -> None:
-        optimizer = self.pieces.optimizer
-        loss = self._accumulate(self.pieces.batches.step(self.step))
-        self._settle()
+        optimizer = self.components.optimizer
+        loss = self._accumulate(self.components.batches.step(self.step))
+        self._advance_scheduler()
         learning_rate = float(optimizer.param_groups[0]["lr"])
         result = optimizer.step()
         self.step += 1
-        self._unsettled = result
-        self._unaveraged = self.config.ema is not None and self._due(self.config.ema.every)
-        self._unread.append(_Unread(self.step, loss, learning_rate, result))
+        self._last_result = result
+        self._average_is_due = self.config.ema is not None and self._due(self.config.ema.every)
+        self._unlogged.append(_Unlogged(self.step, loss, learning_rate, result))
 
     def _accumulate(self, micro_batches: Tensor) -> Tensor:
         """Forward and backward of ``[accumulation, rows, length]``; the mean loss, still on the device."""
-        pieces = self.pieces
-        pieces.model.train()
-        total = torch.zeros((), device=pieces.strategy.device)
+        components = self.components
+        components.model.train()
+        total = torch.zeros((), device=components.strategy.device)
         for index, tokens in enumerate(micro_batches):
-            with pieces.strategy.accumulate(pieces.model, last=index == len(micro_batches) - 1):
-                loss = _loss(pieces.model, tokens.to(pieces.strategy.device)) / len(micro_batches)
+            with components.strategy.accumulate(components.model, last=index == len(micro_batches) - 1):
+                loss = _loss(components.model, tokens.to(components.strategy.device)) / len(micro_batches)
                 self._update_average()
-                pieces.optimizer.backward(loss)
+                components.optimizer.backward(loss)
             total += loss.detach()
         return total
 
-    def _settle(self) -> None:
+    def _advance_scheduler(self) -> None:
         """Advance the learning rate for the last step, if that was applied.
 
         Read as late as possible: right before the next step, when the device has that one's backward to work on.
         """
-        result, self._unsettled = self._unsettled, None
+        result, self._last_result = self._last_result, None
         if result is None:
             return
         if result:
-            self.pieces.scheduler.step()
+            self.components.scheduler.step()
         else:
             self._skipped += 1
 
@@ -149,28 +149,28 @@ class Loop:
 
         The forward has waited for them: the average adds no wait, whatever the update time.
         """
-        if self._unaveraged and self.pieces.average is not None:
-            self.pieces.average.update()
-        self._unaveraged = False
+        if self._average_is_due and self.components.average is not None:
+            self.components.average.update()
+        self._average_is_due = False
 
     # -- every so often
 
-    def _look(self) -> None:
+    def _log_steps(self) -> None:
         """Read the figures of all steps since the last look; the only place where training waits for the device."""
-        self._settle()
-        unread, self._unread = self._unread, []
-        losses = ranks.mean([value / self.pieces.bytes_per_token[0] for value in _read([u.loss for u in unread])])
-        norms = _read([u.result.grad_norm for u in unread])
+        self._advance_scheduler()
+        unlogged, self._unlogged = self._unlogged, []
+        losses = ranks.mean([value / self.components.bytes_per_token[0] for value in _read([u.loss for u in unlogged])])
+        norms = _read([u.result.grad_norm for u in unlogged])
         rate, memory = self._tokens_per_second(), self._memory_gib()
-        for seen, loss, norm in zip(unread, losses, norms, strict=True):
+        for seen, loss, norm in zip(unlogged, losses, norms, strict=True):
             self.losses[seen.step] = loss
             scalars = {TRAINING: loss, "step/gradient_norm": norm, "step/learning_rate": seen.learning_rate}
             self.logs.write(seen.step, scalars | {"step/loss_scale": seen.result.loss_scale})
         self.logs.write(self.step, {"speed/tokens_per_second": rate, "speed/memory_gib": memory})
-        scale = unread[-1].result.loss_scale
+        scale = unlogged[-1].result.loss_scale
         self.display.show(self.step, Figures(losses, norms, scale, rate, memory, self._skipped))
 
-    def _validate_and_say(self) -> None:
+    def _validate_and_show(self) -> None:
         loss = self.validate()
         self.display.say(f"step {self.step}/{self.config.steps}  validation loss {loss:.3f}")
 
@@ -178,49 +178,49 @@ class Loop:
         """Mean loss over the held-out windows, nats per byte; of the averaged weights where the file says so."""
         self._update_average()
         averaged = self.config.ema is not None and self.config.ema.validation
-        with self.pieces.average.applied() if averaged and self.pieces.average else nullcontext():
+        with self.components.average.applied() if averaged and self.components.average else nullcontext():
             return self._validate()
 
     @torch.no_grad()
     def _validate(self) -> float:
-        pieces = self.pieces
-        pieces.model.eval()
-        rows = pieces.validation_rows
-        size = max(self.config.batch.sequences // (self.config.batch.accumulation * pieces.strategy.world_size), 1)
-        losses = [_loss(pieces.model, part.to(pieces.strategy.device)) * len(part) for part in rows.split(size)]
-        total = ranks.mean([sum(_read(losses)) / len(rows)])[0] / pieces.bytes_per_token[1]
+        components = self.components
+        components.model.eval()
+        rows = components.validation_rows
+        size = max(self.config.batch.sequences // (self.config.batch.accumulation * components.strategy.world_size), 1)
+        losses = [_loss(components.model, part.to(components.strategy.device)) * len(part) for part in rows.split(size)]
+        total = ranks.mean([sum(_read(losses)) / len(rows)])[0] / components.bytes_per_token[1]
         self.logs.write(self.step, {VALIDATION: total})
         return total
 
     def save(self) -> None:
         """Begin a checkpoint of this step; older ones go as the settings say."""
-        self._settle()
+        self._advance_scheduler()
         self._update_average()
         path = checkpoint_path(self.config.folder, self.step)
-        moved = ranks.together(lambda: clear_place(path), only_first=True)
+        moved = ranks.together(lambda: move_incomplete(path), only_first=True)
         if moved is not None:
             self.display.say(f"{path} was no whole checkpoint; it is now {moved}")
         extra = {
             "step": self.step,
             "config": self.config.model_dump(mode="json"),
-            "text": self.pieces.fingerprint,
+            "text": self.components.fingerprint,
         }
         settings = self.config.checkpoint
         kept = {"keep_last": settings.keep, "keep_every": settings.keep_every}
-        self._begin_save(path, whole=True, scheduler=self.pieces.scheduler, extra=extra, **kept)
+        self._start_save(path, whole=True, scheduler=self.components.scheduler, extra=extra, **kept)
 
     def save_weights(self) -> None:
         """Begin to write the weights of this step alone."""
         path = weights_path(self.config.folder, self.step)
-        self._begin_save(path, whole=False, extra={"step": self.step}, weights_only=True)
+        self._start_save(path, whole=False, extra={"step": self.step}, weights_only=True)
 
-    def _begin_save(self, path: Path, whole: bool, **options: Any) -> None:
+    def _start_save(self, path: Path, whole: bool, **options: Any) -> None:
         """After the one before."""
         self._finish_save()
-        pieces = self.pieces
-        if self.config.checkpoint.asynchronous and pieces.strategy.config.sharding.kind != "deepspeed":
+        components = self.components
+        if self.config.checkpoint.asynchronous and components.strategy.config.sharding.kind != "deepspeed":
             options["asynchronous"] = True
-        pending = pieces.strategy.save_checkpoint(path, pieces.model, pieces.optimizer, **options)
+        pending = components.strategy.save_checkpoint(path, components.model, components.optimizer, **options)
         if pending is not None:
             self._saving = (path if whole else None), pending
         elif whole:
@@ -233,7 +233,7 @@ class Loop:
             self.saved = path or self.saved
 
     @contextmanager
-    def _saved_in_the_end(self) -> Iterator[None]:
+    def _finishing_saves(self) -> Iterator[None]:
         """The last save has ended with the block; an error of any save, which may come later, says what is kept."""
         try:
             yield
@@ -244,7 +244,7 @@ class Loop:
 
     # -- speed and memory
 
-    def _apart_from_the_clock(self, action: Callable[[], Any]) -> None:
+    def _untimed(self, action: Callable[[], Any]) -> None:
         started = time.perf_counter()
         action()
         self._clock += time.perf_counter() - started
@@ -273,7 +273,7 @@ class Loop:
 
     def _memory_gib(self) -> float:
         """The most so far: of the GPU's memory if there is one, else of this process's."""
-        device = self.pieces.strategy.device
+        device = self.components.strategy.device
         if device.type == "cuda":
             return torch.cuda.max_memory_allocated(device) / 2**30
         unit = 1 if sys.platform == "darwin" else 1024

@@ -25,7 +25,7 @@ def load_tokenizer(model: Model) -> Any:
     if model.path is None:
         return ByT5Tokenizer(extra_ids=0)
     folder = _folder(model.path)
-    if not any(_is_of_tokenizer(file.name) for file in folder.iterdir()):
+    if not any(_is_tokenizer_file(file.name) for file in folder.iterdir()):
         raise ConfigError(
             f"model.path {folder} has no tokenizer; save one there: tokenizer.save_pretrained({str(folder)!r})"
         )
@@ -53,7 +53,7 @@ def model_config(model: Model, tokenizer: Any, length: int) -> Any:
     return config
 
 
-def folder_of_weights(model: Model, config: Any) -> Path | None:
+def shardable_weights(model: Model, config: Any) -> Path | None:
     """The folder, if each rank can read its own part of it: safetensors under the names that the model has.
 
     From others (``pytorch_model.bin``, names that transformers converts) a model is read as a whole.
@@ -104,7 +104,7 @@ def _new_config(keys: dict[str, Any], tokenizer: Any, length: int) -> Any:
         return AutoConfig.for_model(kind, **{key: value for key, value in defaults.items() if key in known} | keys)
 
 
-def _is_of_tokenizer(name: str) -> bool:
+def _is_tokenizer_file(name: str) -> bool:
     """Without such a file transformers may make a tokenizer that knows no words."""
     return name.startswith(("tokenizer", "vocab", "tekken")) or name.endswith((".model", ".spm", ".tiktoken"))
 

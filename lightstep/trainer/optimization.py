@@ -40,23 +40,23 @@ def check_optimization(config: settings.TrainConfig, device: torch.device) -> No
         ConfigError: as :func:`make_optimizer` and :func:`make_scheduler` do.
     """
     weight = nn.Parameter(torch.zeros(2, 2, device=device))
-    _rules(config.optimizer)
-    for wanted in config.optimizer.of_rules() or [config.optimizer]:
+    _make_rules(config.optimizer)
+    for wanted in config.optimizer.resolved_rules() or [config.optimizer]:
         try:
             optimizer = optimizer_class(wanted.name)([weight], **_arguments(wanted))
         except (TypeError, ValueError) as error:
-            raise _refusal("optimizer", error) from error
+            raise _to_config_error("optimizer", error) from error
     make_scheduler(optimizer, config.scheduler, config.steps)
 
 
-def _rules(wanted: settings.Optimizer) -> list[Rule]:
+def _make_rules(wanted: settings.Optimizer) -> list[Rule]:
     found = []
-    for number, (rule, own) in enumerate(zip(wanted.rules, wanted.of_rules(), strict=True)):
+    for number, (rule, own) in enumerate(zip(wanted.rules, wanted.resolved_rules(), strict=True)):
         try:
             meant = {"names": rule.names, "kinds": rule.kinds, "dims": rule.dims}
             found.append(Rule(optimizer_class(own.name), **meant, **_arguments(own)))  # type: ignore[arg-type]
         except (TypeError, ValueError) as error:
-            raise _refusal(f"optimizer.rules[{number}]", error) from error
+            raise _to_config_error(f"optimizer.rules[{number}]", error) from error
     return found
 
 
@@ -67,7 +67,7 @@ def _arguments(wanted: settings.Optimizer) -> dict[str, Any]:
     return arguments
 
 
-def _refusal(key: str, error: Exception) -> ConfigError:
+def _to_config_error(key: str, error: Exception) -> ConfigError:
     if isinstance(error, ConfigError):
         return error
     return ConfigError(f"{key}: {str(error).replace('__init__() ', '')}")
@@ -77,10 +77,10 @@ def make_optimizer(strategy: Strategy, model: nn.Module, wanted: settings.Optimi
     """Raises :class:`ConfigError` for an unknown class, or arguments that it refuses."""
     try:
         if wanted.rules:
-            return strategy.create_optimizer(model, rules=_rules(wanted))
+            return strategy.create_optimizer(model, rules=_make_rules(wanted))
         return strategy.create_optimizer(model, optimizer_class(wanted.name), **_arguments(wanted))
     except (TypeError, ValueError) as error:
-        raise _refusal("optimizer", error) from error
+        raise _to_config_error("optimizer", error) from error
 
 
 def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
@@ -115,7 +115,7 @@ def make_scheduler(optimizer: torch.optim.Optimizer, wanted: settings.Scheduler,
             scheduler_specific_kwargs=wanted.arguments or None,
         )
     except (TypeError, ValueError) as error:
-        raise _refusal("scheduler", error) from error
+        raise _to_config_error("scheduler", error) from error
 
 
 def apply_changes(
@@ -133,11 +133,11 @@ def apply_changes(
     if meant[0] != meant[1]:
         yield "optimizer: the rules stay as in the checkpoint; others would need a new run"
         return
-    groups = zip(optimizer.param_groups, old.of_rules() or [old], new.of_rules() or [new], strict=True)
+    groups = zip(optimizer.param_groups, old.resolved_rules() or [old], new.resolved_rules() or [new], strict=True)
     learning_rates = False
     for number, (group, was, now) in enumerate(groups):
         label = f"optimizer.rules[{number}]" if new.rules else "optimizer"
-        changed = _differences(_given(was), _given(now))
+        changed = _differences(_settings_of(was), _settings_of(now))
         yield from _changed_group(group, optimizer.defaults, label, changed)
         if "lr" in changed:
             learning_rates = True
@@ -150,7 +150,7 @@ def apply_changes(
         _set_learning_rate(optimizer, scheduler)
 
 
-def _given(wanted: settings.Optimizer) -> dict[str, Any]:
+def _settings_of(wanted: settings.Optimizer) -> dict[str, Any]:
     return {"lr": wanted.lr, "weight_decay": wanted.weight_decay, **wanted.arguments}
 
 

@@ -15,7 +15,7 @@ from lightstep.trainer.model import load_tokenizer, make_model, model_config
 from lightstep.trainer.optimization import make_optimizer
 
 
-class Alike(NamedTuple):
+class SimilarParameters(NamedTuple):
     """Parameters of one shape and kind, whose names differ in numbers only.
 
     Attributes:
@@ -42,11 +42,11 @@ def describe_params(config: TrainConfig) -> Iterator[str]:
 
 def _lines(model: nn.Module, groups: list[dict[str, Any]], default: str) -> Iterator[str]:
     group_of = {parameter: number for number, group in enumerate(groups) for parameter in group["params"]}
-    found: dict[int, dict[Alike, int]] = {number: {} for number in range(len(groups))}
+    found: dict[int, dict[SimilarParameters, int]] = {number: {} for number in range(len(groups))}
     elements = dict.fromkeys(found, 0)
     for name, parameter, kind in described_parameters(model):
         number = group_of[parameter]
-        alike = Alike(re.sub(r"\d+", "*", name), tuple(parameter.shape), kind)
+        alike = SimilarParameters(re.sub(r"\d+", "*", name), tuple(parameter.shape), kind)
         found[number][alike] = found[number].get(alike, 0) + 1
         elements[number] += parameter.numel()
     for number, group in enumerate(groups):

@@ -91,7 +91,7 @@ def start_run(config: TrainConfig, resume: bool) -> Path | None:
     return moved
 
 
-def clear_place(path: Path) -> Path | None:
+def move_incomplete(path: Path) -> Path | None:
     """Move what stands where a checkpoint belongs aside, unless it is one: only a checkpoint is saved over.
 
     Returns:

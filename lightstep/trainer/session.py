@@ -30,15 +30,15 @@ from lightstep.trainer.config import TrainConfig
 from lightstep.trainer.display import Display
 from lightstep.trainer.interrupt import Interrupt
 from lightstep.trainer.logs import TENSORBOARD, Logs, check_trackers
-from lightstep.trainer.loop import Loop, Pieces
-from lightstep.trainer.model import folder_of_weights, load_tokenizer, make_model, model_config
+from lightstep.trainer.loop import Components, Loop
+from lightstep.trainer.model import load_tokenizer, make_model, model_config, shardable_weights
 from lightstep.trainer.optimization import apply_changes, check_optimization, make_optimizer, make_scheduler
 from lightstep.trainer.ranks import join, together
 from lightstep.trainer.run_folder import newest_checkpoint, newest_undamaged, start_run
 from lightstep.trainer.samples import write_samples
 from lightstep.trainer.tokens import Corpus, load_corpus
 
-_FREE_TO_CHANGE = {
+_CHANGEABLE = {
     *(
         "steps",
         "log_every",
@@ -93,14 +93,14 @@ def train(config: TrainConfig, resume: bool | Literal["auto"] = False, console: 
         display = Display(console or Console(), strategy.is_main, config.lines.seconds, config.lines.steps)
         find = newest_undamaged if resume == "auto" else newest_checkpoint
         checkpoint = together(lambda: find(config.folder), only_first=True) if resume else None
-        pieces, tokenizer = _assemble(config, strategy, display)
-        start = 0 if checkpoint is None else _resume(config, pieces, checkpoint, display)
+        components, tokenizer = _assemble(config, strategy, display)
+        start = 0 if checkpoint is None else _resume(config, components, checkpoint, display)
         moved = together(lambda: start_run(config, checkpoint is not None), only_first=True)
         if moved is not None:
             display.say(f"an earlier run was in {config.folder}; it is now {moved}")
         folder = config.folder if strategy.is_main else None
         with Logs(folder, start, config.trackers, config.model_dump(mode="json")) as logs:
-            loop = Loop(config, pieces, logs, display, step=start, saved=checkpoint)
+            loop = Loop(config, components, logs, display, step=start, saved=checkpoint)
             return _run(loop, tokenizer)
 
 
@@ -117,11 +117,11 @@ def load_strategy(config: TrainConfig) -> Strategy:
     return strategy
 
 
-def _assemble(config: TrainConfig, strategy: Strategy, display: Display) -> tuple[Pieces, Any]:
+def _assemble(config: TrainConfig, strategy: Strategy, display: Display) -> tuple[Components, Any]:
     tokenizer, architecture, corpus = together(lambda: _read_inputs(config, display))
     set_seed(config.seed)
     sharded = strategy.config.sharding.kind == "fsdp2"
-    folder = together(lambda: folder_of_weights(config.model, architecture), only_first=True) if sharded else None
+    folder = together(lambda: shardable_weights(config.model, architecture), only_first=True) if sharded else None
     empty = sharded and (folder is not None or not strategy.is_main)  # the others get rank 0's weights
     made = together(lambda: make_model(config.model, architecture, meta=empty))
     model = strategy.prepare_model(made, weights=folder)
@@ -131,7 +131,7 @@ def _assemble(config: TrainConfig, strategy: Strategy, display: Display) -> tupl
         display.say(expectation(config, strategy, architecture))
     optimizer = make_optimizer(strategy, model, config.optimizer)
     place = (strategy.rank, strategy.world_size)
-    pieces = Pieces(
+    components = Components(
         strategy,
         model,
         optimizer,
@@ -142,7 +142,7 @@ def _assemble(config: TrainConfig, strategy: Strategy, display: Display) -> tupl
         corpus.fingerprint,
         None if config.ema is None else WeightAverage(model, config.ema.decay),
     )
-    return pieces, tokenizer
+    return components, tokenizer
 
 
 def _read_inputs(config: TrainConfig, display: Display) -> tuple[Any, Any, Corpus]:
@@ -171,21 +171,23 @@ def expectation(config: TrainConfig, strategy: Strategy, architecture: Any, prof
     return planned_sentence(lambda: strategy.plan(shape, sequences * batch.length, profile=profile, **work))
 
 
-def _resume(config: TrainConfig, pieces: Pieces, checkpoint: Path, display: Display) -> int:
+def _resume(config: TrainConfig, components: Components, checkpoint: Path, display: Display) -> int:
     """Load everything; the step to continue from."""
     try:
-        extra = pieces.strategy.load_checkpoint(checkpoint, pieces.model, pieces.optimizer, pieces.scheduler)
+        extra = components.strategy.load_checkpoint(
+            checkpoint, components.model, components.optimizer, components.scheduler
+        )
     except CheckpointError as error:
         advice = "; --resume auto continues from the newest one that is whole" if is_damage(error) else ""
         raise ConfigError(f"--resume: {error}{advice}") from error
     if not isinstance(extra.get("step"), int):
         raise ConfigError(f"--resume: {checkpoint} was not written by lightstep train: it does not say its step")
     display.say(f"continuing from {checkpoint}")
-    if extra.get("text") != pieces.fingerprint:
+    if extra.get("text") != components.fingerprint:
         display.say("warning: the text is not the one that the checkpoint was trained on; batches will differ")
     if changed := _changes(extra.get("config") or {}, config.model_dump(mode="json")):
         display.say(f"warning: settings differ from the checkpoint's: {', '.join(changed)}")
-    for sentence in apply_changes(pieces.optimizer, pieces.scheduler, extra.get("config") or {}, config):
+    for sentence in apply_changes(components.optimizer, components.scheduler, extra.get("config") or {}, config):
         display.say(sentence)
     return int(extra["step"])
 
@@ -195,7 +197,7 @@ def _changes(before: Mapping[str, Any], after: Mapping[str, Any], prefix: str = 
     changed: list[str] = []
     for key in sorted(before.keys() | after.keys()):
         old, new = before.get(key), after.get(key)
-        if old == new or (not prefix and key in _FREE_TO_CHANGE):
+        if old == new or (not prefix and key in _CHANGEABLE):
             continue
         if isinstance(old, Mapping) and isinstance(new, Mapping):
             changed += _changes(old, new, f"{prefix}{key}.")
@@ -225,10 +227,10 @@ def _run(loop: Loop, tokenizer: Any) -> Outcome:
 
 def _finish(loop: Loop, tokenizer: Any) -> list[str]:
     """Export the model, and its average, and let it write."""
-    config, strategy, model = loop.config, loop.pieces.strategy, loop.pieces.model
+    config, strategy, model = loop.config, loop.components.strategy, loop.components.model
     strategy.export_model(config.folder / "model", model, tokenizer)
-    if loop.pieces.average is not None:
-        with loop.pieces.average.applied():
+    if loop.components.average is not None:
+        with loop.components.average.applied():
             strategy.export_model(config.folder / "model-ema", model, tokenizer)
     samples: list[str] = []
     if config.sample is not None:
@@ -236,7 +238,7 @@ def _finish(loop: Loop, tokenizer: Any) -> list[str]:
         for number, text in enumerate(samples, 1):
             loop.display.say(f"--- sample {number} of {len(samples)}\n{text}")
     logs = "tensorboard, loss.png" if TENSORBOARD in config.trackers else ", ".join(config.trackers)
-    models = "model" if loop.pieces.average is None else "model, model-ema"
+    models = "model" if loop.components.average is None else "model, model-ema"
     loop.display.say(f"--- {config.folder}: {loop.saved and loop.saved.name}, {models}, {logs}")
     return samples
 
