@@ -1,4 +1,4 @@
-"""Bytes: on the device at the peak of a step, on the host between steps, over the link in a step."""
+"""Plans bytes: device memory at the peak of a step, host memory between steps, link traffic of a step."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from lightstep.sharding.preparation import transformer_blocks
 
 _WIDTHS = {"bfloat16": 2, "float16": 2, "float32": 4}
 _UNIT = 128 * 2**20
-"""Elements that ``resident`` and ``bulk`` update together."""
+"""Largest number of elements that ``resident`` and ``bulk`` update together."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Elements of a model: in each block, and outside the blocks in model order."""
+    """Numbers of elements in a model: of each block, and outside the blocks in model order."""
 
     blocks: tuple[int, ...]
     before: int
-    """The embedding: what the first block waits for."""
+    """The embedding, which the first block waits for."""
     behind: int
-    """Last norm and head; nothing of a tied head."""
+    """The last norm and the head; a tied head counts as embedding."""
     tensors: tuple[int, ...]
 
     @property
@@ -38,7 +38,7 @@ class Sizes:
 
 
 def model_sizes(model: nn.Module) -> Sizes:
-    """Every parameter counts once."""
+    """The sizes of a model; a shared parameter counts once."""
     blocks = list(transformer_blocks(model))
     inside = {parameter for block in blocks for parameter in block.parameters()}
     before = behind = 0
@@ -56,16 +56,16 @@ def model_sizes(model: nn.Module) -> Sizes:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one device and its rank. ``peak`` is the largest sum at any time, so less than the parts together.
+    """Bytes of one rank, on its device unless noted. ``peak`` is at most the sum of the parts.
 
     Attributes:
-        gradients: when all of them are there.
+        gradients: when all gradients are complete.
         state: masters and optimizer state between steps.
-        step: fp32 memory for gradients that are being used, the ring, the second version of weights.
-        activations: the most beyond all the others.
-        gathered: weights and gradients of blocks that FSDP2 has put together.
+        step: fp32 copies of gradients in use, the ring, previous weights.
+        activations: their peak.
+        gathered: unsharded weights and gradients of FSDP2.
         host: page-locked, between steps.
-        link: each way in a step.
+        link: bytes each way in a step.
     """
 
     weights: int
@@ -86,17 +86,17 @@ def memory(
     ranks: int = 1,
     accumulates: bool = False,
 ) -> Memory:
-    """What a strategy takes.
+    """The memory of a strategy.
 
     Args:
-        activations: ``None`` when they are not known; they are then not in the peak.
-        accumulates: several micro-batches for a step.
+        activations: ``None`` if unknown; the peak then leaves them out.
+        accumulates: a step has several micro-batches.
     """
     return _MemoryPlan(config, sizes, ranks, accumulates).memory(activations)
 
 
 class _MemoryPlan:
-    """The parts, before and after division by the ranks."""
+    """Computes the parts of :class:`Memory`."""
 
     def __init__(self, config: StrategyConfig, sizes: Sizes, ranks: int, accumulates: bool) -> None:
         self.config, self.sizes, self.ranks = config, sizes, ranks
@@ -113,13 +113,13 @@ class _MemoryPlan:
         self.gradient_width = self._gradient_width()
 
     def _gradient_width(self) -> int:
-        """Of a gradient when its backward is done."""
+        """Bytes per element of a gradient after backward."""
         if self.width == 4 or self.config.precision.reduce == "parameters":
             return self.width
         return 4 if isinstance(self.config.sharding, FSDP2Sharding | DDPSharding) else self.width
 
     def _sums(self, blocks_done: int = 0) -> float:
-        """Of earlier micro-batches: in fp32 beside what arrives; under FSDP2 whole on each rank until it is reduced."""
+        """Bytes of gradients accumulated over micro-batches: fp32; under FSDP2 unsharded until they are reduced."""
         if not self.accumulates:
             return 0
         if self.config.sharding.kind == "fsdp2":
@@ -161,7 +161,7 @@ class _MemoryPlan:
         )
 
     def _speculative_bytes(self, resident: float, streamed: float) -> float:
-        """Bytes of records that are updated in backward: not of those that are complete last and used first."""
+        """Bytes of records that are updated in backward. Excludes those that are complete last and used first."""
         if not self.speculates:
             return 0
         last = self.sizes.root if self.config.sharding.kind == "fsdp2" else self.sizes.before
@@ -172,7 +172,7 @@ class _MemoryPlan:
         return spare if limit == "auto" or limit is None else min(spare, float(limit) * 2**30)
 
     def _split_state(self, all_state: float) -> tuple[float, float]:
-        """State on the device between steps, and state that is streamed."""
+        """Bytes of state that stays on the device, and of state that is streamed."""
         state = self.config.optimizer_state
         if state.backend == "resident":
             return all_state, 0
@@ -182,7 +182,7 @@ class _MemoryPlan:
         return staying, all_state - staying
 
     def _held_for_steps(self, all_state: float) -> float:
-        """Memory that the step keeps: the ring, or fp32 memory for the largest unit's gradients and bf16 moments."""
+        """Buffers kept between steps: the ring, or fp32 memory for the largest unit's gradients and bf16 moments."""
         state = self.config.optimizer_state
         if state.backend == "stream":
             return min(state.ring_mib * 2**20, all_state)
@@ -192,7 +192,7 @@ class _MemoryPlan:
         return width * largest_unit(self.sizes.tensors) / self.shards
 
     def _buckets(self) -> float:
-        """DDP keeps its own."""
+        """DDP's gradient buckets."""
         return self.sizes.total * self.width if isinstance(self.config.sharding, DDPSharding) else 0
 
     def _gradients(self, elements: float) -> float:
@@ -207,7 +207,7 @@ class _MemoryPlan:
         if self.config.sharding.kind != "fsdp2":
             arrived = self._gradients(blocks + moment.arrived_root + moment.arrived_block)
             return moment.live + arrived
-        whole = (moment.arrived_root + moment.arrived_block) * self._compute_width  # not reduced yet
+        whole = (moment.arrived_root + moment.arrived_block) * self._compute_width  # not yet reduced
         ahead = 1 if moment.where == TAIL else 2 if moment.blocks_below else 1
         reducing = 1 if moment.blocks_done else 0
         return moment.live + whole + self._gradients(blocks) + self._gathered(ahead) + self._reductions(reducing)
@@ -219,7 +219,7 @@ class _MemoryPlan:
         return self.width if compute == "parameters" else _WIDTHS[compute]
 
     def _gathered(self, blocks: int) -> float:
-        """Weights that are whole: of the root from the first forward to the end of backward, and of some blocks."""
+        """Unsharded weights: of ``blocks`` blocks, and of the root from the first forward to the end of backward."""
         if self.config.sharding.kind != "fsdp2":
             return 0
         return self._compute_width * (self.sizes.root + blocks * max(self.sizes.blocks, default=0))
@@ -230,19 +230,19 @@ class _MemoryPlan:
         return blocks * max(self.sizes.blocks, default=0) * self.gradient_width
 
     def _root_reduction(self) -> float:
-        """At the end of backward: the root's gradients as they came, and as they are reduced."""
+        """The root's gradients at the end of backward, before and during their reduction."""
         if self.config.sharding.kind != "fsdp2":
             return 0
         return self.sizes.root * (self._compute_width + self.gradient_width)
 
 
 def updates_in_backward(config: StrategyConfig) -> bool:
-    """Whether ``update: overlap`` updates units in backward: not under DDP, which reduces gradients at its end."""
+    """Whether ``update: overlap`` updates units in backward. Not under DDP, which reduces gradients at its end."""
     return config.optimizer_state.update == "overlap" and not isinstance(config.sharding, DDPSharding)
 
 
 def shard_count(config: StrategyConfig, ranks: int) -> int:
-    """Into how many shards weights are divided."""
+    """Number of shards of the weights."""
     sharding = config.sharding
     if not isinstance(sharding, FSDP2Sharding):
         return 1
@@ -253,7 +253,7 @@ def shard_count(config: StrategyConfig, ranks: int) -> int:
 
 
 def largest_unit(tensors: Sequence[int]) -> int:
-    """Elements of the most that is updated together: whole tensors, up to a limit or one at least."""
+    """Elements of the largest unit: whole tensors up to a limit, and at least one tensor."""
     most = filled = 0
     for size in tensors:
         filled = filled + size if filled + size <= _UNIT else size

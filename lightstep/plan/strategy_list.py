@@ -1,4 +1,4 @@
-"""The text of `lightstep strategies`: what there is, in the order of choosing, for terminals of 80 columns and more."""
+"""The text of `lightstep strategies`, at most 80 columns wide."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _NOTE = (
 
 
 def strategies_text(configs: Mapping[str, StrategyConfig]) -> str:
-    """One line of figures for each, and one that says what it is."""
+    """A line of figures and a description for each strategy."""
     names = sorted_for_choice(configs)
     width = max(map(len, names)) + 2
     lines = [_row("", _HEADINGS, width)]
@@ -51,7 +51,7 @@ def _indented(text: str) -> list[str]:
 
 
 def sorted_for_choice(configs: Mapping[str, StrategyConfig]) -> list[str]:
-    """Where the model is, then its precision, then where its state is: what moves least comes first."""
+    """Names sorted by sharding, then precision, then backend and update time: least traffic first."""
     return sorted(configs, key=lambda name: (*_place(configs[name]), name))
 
 

@@ -1,4 +1,4 @@
-"""The loop: batches through the model, steps of the optimizer, and what happens every so many of them."""
+"""The training loop: optimizer steps, and periodic logging, validation and saves."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from lightstep.trainer.run_folder import checkpoint_path, move_incomplete, weigh
 
 @dataclass
 class Components:
-    """All that is trained and saved, and what it is trained on."""
+    """Everything that is trained and saved, and the data."""
 
     strategy: Strategy
     model: nn.Module
@@ -42,9 +42,9 @@ class Components:
     validation_rows: Tensor
     """This rank's held-out windows, int64 ``[rows, length]``."""
     bytes_per_token: tuple[float, float]
-    """Of the training and of the validation text."""
+    """For the training text and for the validation text."""
     fingerprint: str
-    """Of the text."""
+    """Identifies the text."""
     average: WeightAverage | None = None
 
 
@@ -71,10 +71,10 @@ class Loop:
     """Mean loss over the ranks, nats per byte, by step (from 1)."""
     saved: Path | None = None
     _saving: tuple[Path | None, PendingSave] | None = None
-    """A save under way, and where its checkpoint is; ``None``: it is of weights alone."""
+    """The pending save, and the path of its checkpoint; ``None`` if it saves weights alone."""
     _last_result: StepResult | None = None
     _average_is_due: bool = False
-    """The average has yet to take in the last step's weights."""
+    """The average does not include the last step's weights yet."""
     _unlogged: list[_Unlogged] = field(default_factory=list)
     _skipped: int = 0
     _timed: list[tuple[int, float]] = field(default_factory=list)
@@ -82,7 +82,7 @@ class Loop:
     _seen: int = 0
 
     def run(self, interrupt: Interrupt) -> signal.Signals | None:
-        """Train until the last step, or until a signal: the step is then finished and saved. Returns the signal."""
+        """Train until the last step or a signal. On a signal, finish the step, save, and return the signal."""
         config, stopped = self.config, None
         self._restart_clock()
         with self.display.training(self.step, config.steps), self._finishing_saves():
@@ -92,11 +92,13 @@ class Loop:
                 stopped = interrupt.received()
                 ends = stopped is not None or self.step == config.steps
                 saves = ends or self._due(config.checkpoint.every)
-                if saves or self._due(config.log_every):  # a resumed run does not log what was before its checkpoint
+                if saves or self._due(config.log_every):  # a resumed run does not log earlier steps again
                     self._log_steps()
                 if not ends and self._due(config.validation.every):
                     self._untimed(self._validate_and_show)
-                if self._due(config.checkpoint.weights_every):  # first: the other waits for it, and they are less
+                if self._due(
+                    config.checkpoint.weights_every
+                ):  # first: a save waits for the one before, and weights are smaller
                     self._untimed(self.save_weights)
                 if saves:
                     self._untimed(self.save)
@@ -132,9 +134,9 @@ class Loop:
         return total
 
     def _advance_scheduler(self) -> None:
-        """Advance the learning rate for the last step, if that was applied.
+        """Advance the scheduler if the last step was applied.
 
-        Read as late as possible: right before the next step, when the device has that one's backward to work on.
+        The result is read as late as possible, right before the next step, while the device runs its backward.
         """
         result, self._last_result = self._last_result, None
         if result is None:
@@ -145,9 +147,9 @@ class Loop:
             self._skipped += 1
 
     def _update_average(self) -> None:
-        """After a step's weights are there and before the next one begins, which may do so in backward.
+        """Update the average with the last step's weights, before the next step, which may begin in backward.
 
-        The forward has waited for them: the average adds no wait, whatever the update time.
+        The forward has already waited for those weights, so the average adds no wait.
         """
         if self._average_is_due and self.components.average is not None:
             self.components.average.update()
@@ -156,7 +158,7 @@ class Loop:
     # -- every so often
 
     def _log_steps(self) -> None:
-        """Read the figures of all steps since the last look; the only place where training waits for the device."""
+        """Log the figures of all steps since the last call. Only here does training wait for the device."""
         self._advance_scheduler()
         unlogged, self._unlogged = self._unlogged, []
         losses = ranks.mean([value / self.components.bytes_per_token[0] for value in _read([u.loss for u in unlogged])])
@@ -175,7 +177,7 @@ class Loop:
         self.display.say(f"step {self.step}/{self.config.steps}  validation loss {loss:.3f}")
 
     def validate(self) -> float:
-        """Mean loss over the held-out windows, nats per byte; of the averaged weights where the file says so."""
+        """Mean loss over the held-out windows in nats per byte; with averaged weights if the file says so."""
         self._update_average()
         averaged = self.config.ema is not None and self.config.ema.validation
         with self.components.average.applied() if averaged and self.components.average else nullcontext():
@@ -193,13 +195,13 @@ class Loop:
         return total
 
     def save(self) -> None:
-        """Begin a checkpoint of this step; older ones go as the settings say."""
+        """Start a checkpoint of this step; older ones are removed as the settings say."""
         self._advance_scheduler()
         self._update_average()
         path = checkpoint_path(self.config.folder, self.step)
         moved = ranks.together(lambda: move_incomplete(path), only_first=True)
         if moved is not None:
-            self.display.say(f"{path} was no whole checkpoint; it is now {moved}")
+            self.display.say(f"{path} was not a whole checkpoint; it is now {moved}")
         extra = {
             "step": self.step,
             "config": self.config.model_dump(mode="json"),
@@ -210,12 +212,12 @@ class Loop:
         self._start_save(path, whole=True, scheduler=self.components.scheduler, extra=extra, **kept)
 
     def save_weights(self) -> None:
-        """Begin to write the weights of this step alone."""
+        """Start to save only the weights of this step."""
         path = weights_path(self.config.folder, self.step)
         self._start_save(path, whole=False, extra={"step": self.step}, weights_only=True)
 
     def _start_save(self, path: Path, whole: bool, **options: Any) -> None:
-        """After the one before."""
+        """Start a save after the previous one has finished."""
         self._finish_save()
         components = self.components
         if self.config.checkpoint.asynchronous and components.strategy.config.sharding.kind != "deepspeed":
@@ -234,7 +236,7 @@ class Loop:
 
     @contextmanager
     def _finishing_saves(self) -> Iterator[None]:
-        """The last save has ended with the block; an error of any save, which may come later, says what is kept."""
+        """Finish the last save at the end of the block. A failed save raises and names the checkpoint that is kept."""
         try:
             yield
             self._finish_save()
@@ -253,7 +255,7 @@ class Loop:
         self._clock, self._seen = time.perf_counter(), self.step
 
     def _tokens_per_second(self) -> float:
-        """Over all ranks, since the last look."""
+        """Over all ranks, since the last call."""
         batch = self.config.batch
         steps, seconds = self.step - self._seen, max(time.perf_counter() - self._clock, 1e-9)
         self._timed.append((steps, seconds))
@@ -262,17 +264,17 @@ class Loop:
 
     @property
     def step_ms(self) -> float:
-        """Mean of a step, validation and saving left out; and the first look's steps, which set things up."""
+        """Mean time of a step without validation and saves, or the first logged steps, which include set-up."""
         timed = self._timed[1:] or self._timed
         steps = sum(count for count, _ in timed)
         return 1e3 * sum(seconds for _, seconds in timed) / steps if steps else 0.0
 
     def most_memory_gb(self) -> float:
-        """10⁹ bytes, as plans have it."""
+        """Peak memory in 10⁹ bytes, the unit of plans."""
         return self._memory_gib() * 2**30 / 1e9
 
     def _memory_gib(self) -> float:
-        """The most so far: of the GPU's memory if there is one, else of this process's."""
+        """Peak memory so far: of the GPU, or of this process on a CPU."""
         device = self.components.strategy.device
         if device.type == "cuda":
             return torch.cuda.max_memory_allocated(device) / 2**30
@@ -286,5 +288,5 @@ def _loss(model: nn.Module, tokens: Tensor) -> Tensor:
 
 
 def _read(values: list[Tensor]) -> list[float]:
-    """Many 0-dim tensors in one transfer."""
+    """Read many 0-dim tensors in one transfer."""
     return torch.stack([value.float() for value in values]).tolist() if values else []

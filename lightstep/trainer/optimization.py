@@ -1,4 +1,4 @@
-"""Optimizer and learning rate, as the training file names them."""
+"""Makes the optimizer and the scheduler of a training file."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ _SCHEDULERS = (
     "cosine_warmup_with_min_lr",
     "warmup_stable_decay",
 )
-"""transformers' names, without those that need a metric at every step."""
+"""Names of transformers, except schedulers that need a metric at every step."""
 
 
 def check_optimization(config: settings.TrainConfig, device: torch.device) -> None:
-    """Try names and arguments on one small matrix, before the text is read.
+    """Check names and arguments with one small matrix, before the text is read.
 
     Raises:
         ConfigError: as :func:`make_optimizer` and :func:`make_scheduler` do.
@@ -121,17 +121,17 @@ def make_scheduler(optimizer: torch.optim.Optimizer, wanted: settings.Scheduler,
 def apply_changes(
     optimizer: BaseOptimizer, scheduler: Any, before: Mapping[str, Any], config: settings.TrainConfig
 ) -> Iterator[str]:
-    """After a resume, set what the file changed of the optimizer and the schedule; each change as a sentence.
+    """After a resume, apply changes of the optimizer and scheduler settings. Yields a sentence for each change.
 
     Args:
         before: the settings that the checkpoint was written with.
     """
-    if before.get("optimizer") is None:  # the checkpoint does not say
+    if before.get("optimizer") is None:  # unknown
         return
     old, new = settings.Optimizer.model_validate(before["optimizer"]), config.optimizer
     meant = [[(rule.names, rule.kinds, rule.dims) for rule in one.rules] for one in (old, new)]
     if meant[0] != meant[1]:
-        yield "optimizer: the rules stay as in the checkpoint; others would need a new run"
+        yield "optimizer: the rules stay as in the checkpoint; other rules need a new run"
         return
     groups = zip(optimizer.param_groups, old.resolved_rules() or [old], new.resolved_rules() or [new], strict=True)
     learning_rates = False
@@ -160,14 +160,14 @@ def _changed_group(
     for key, (was, now) in changed.items():
         value = defaults.get(key) if now is None else now
         if not _is_number(value):
-            yield f"{label}: {key} stays {was}, as in the checkpoint; {now} would need a new run"
+            yield f"{label}: {key} stays {was}, as in the checkpoint; {now} needs a new run"
             continue
         group[key] = tuple(value) if isinstance(value, list) else value
         yield f"{label}: {key} is {value} from here on; until the checkpoint it was {was}"
 
 
 def _is_number(value: Any) -> bool:
-    """A number, or some: what can change while a run goes on. Switches choose an implementation or more state."""
+    """Whether a value is a number or a list of numbers, which alone can change during a run."""
     values = value if isinstance(value, list | tuple) else [value]
     return all(isinstance(each, int | float) and not isinstance(each, bool) for each in values)
 
@@ -178,7 +178,7 @@ def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tu
 
 
 def _set_learning_rate(optimizer: BaseOptimizer, scheduler: Any) -> None:
-    """What the schedule says for the step that comes next."""
+    """Set the learning rates of the next step."""
     factors = (factor(scheduler.last_epoch) for factor in scheduler.lr_lambdas)
     for group, base, factor in zip(optimizer.param_groups, scheduler.base_lrs, factors, strict=True):
         group["lr"] = base * factor

@@ -1,4 +1,4 @@
-"""``lightstep params``: which parameter gets which optimizer class and settings."""
+"""``lightstep params``: the optimizer class and settings of each parameter."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from lightstep.trainer.optimization import make_optimizer
 
 
 class SimilarParameters(NamedTuple):
-    """Parameters of one shape and kind, whose names differ in numbers only.
+    """Parameters of one shape and kind, whose names differ only in numbers.
 
     Attributes:
-        names: with ``*`` for the numbers.
+        names: the common name, with ``*`` for numbers.
     """
 
     names: str
@@ -28,7 +28,7 @@ class SimilarParameters(NamedTuple):
 
 
 def describe_params(config: TrainConfig) -> Iterator[str]:
-    """What a training file makes of its model, which is not loaded: a line for each group, and for what is in it.
+    """Lines for each parameter group of a training file and its parameters. No weights are loaded.
 
     Raises:
         ConfigError: as ``lightstep train`` would.

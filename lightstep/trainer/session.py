@@ -1,4 +1,4 @@
-"""One run of `lightstep train`, from the file to the samples."""
+"""One run of `lightstep train`, from the training file to the samples."""
 
 from __future__ import annotations
 
@@ -51,17 +51,17 @@ _CHANGEABLE = {
         "sample",
         "trackers",
     ),
-    *("scheduler", "optimizer"),  # what changes in these two is said by itself
+    *("scheduler", "optimizer"),  # apply_changes reports these
 }
-"""Settings that a resumed run may change without a word."""
+"""Settings that a resumed run may change without a warning."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run did."""
+    """The result of a run."""
 
     step: int
-    """Steps done, those before a resume included."""
+    """Completed steps, including those before a resume."""
     losses: Mapping[int, float]
     """Training loss of each step of this run, nats per byte."""
     validation_before: float
@@ -73,16 +73,14 @@ class Outcome:
 
 
 def train(config: TrainConfig, resume: bool | Literal["auto"] = False, console: Console | None = None) -> Outcome:
-    """Train as ``config`` says, and report on ``console``.
-
-    Under torchrun it is called by every rank.
+    """Train as ``config`` says, and report on ``console``. Under torchrun, every rank calls it.
 
     Args:
-        resume: continue from the newest complete checkpoint in the run's folder. ``"auto"``: from the newest one that
-            is undamaged, all of which is read for it; without any checkpoint the run starts from the beginning.
+        resume: continue from the newest complete checkpoint in the run's folder. ``"auto"``: from the newest
+            undamaged one, which reads all its bytes; without any checkpoint, start from the beginning.
 
     Raises:
-        ConfigError: something in the file cannot be used.
+        ConfigError: a setting in the file is wrong.
         CheckpointError: a checkpoint could not be written; the one before it is kept.
     """
     with _quiet_transformers(), load_strategy(config) as strategy:
@@ -105,7 +103,7 @@ def train(config: TrainConfig, resume: bool | Literal["auto"] = False, console: 
 
 
 def load_strategy(config: TrainConfig) -> Strategy:
-    """The strategy for this machine's kind of device."""
+    """The strategy for this machine's device type."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     source = config.strategy_for("cpu" if accelerator is None else accelerator.type)
     strategy = Strategy.load(source, config.strategy_overrides)
@@ -122,7 +120,7 @@ def _assemble(config: TrainConfig, strategy: Strategy, display: Display) -> tupl
     set_seed(config.seed)
     sharded = strategy.config.sharding.kind == "fsdp2"
     folder = together(lambda: shardable_weights(config.model, architecture), only_first=True) if sharded else None
-    empty = sharded and (folder is not None or not strategy.is_main)  # the others get rank 0's weights
+    empty = sharded and (folder is not None or not strategy.is_main)  # other ranks get rank 0's weights
     made = together(lambda: make_model(config.model, architecture, meta=empty))
     model = strategy.prepare_model(made, weights=folder)
     set_seed(config.seed + strategy.rank)
@@ -146,7 +144,7 @@ def _assemble(config: TrainConfig, strategy: Strategy, display: Display) -> tupl
 
 
 def _read_inputs(config: TrainConfig, display: Display) -> tuple[Any, Any, Corpus]:
-    """Tokenizer, configuration of the model, text."""
+    """Tokenizer, model configuration and text."""
     tokenizer = load_tokenizer(config.model)
     architecture = model_config(config.model, tokenizer, config.batch.length)
     display.say(f"reading {config.data.path}")
@@ -163,7 +161,7 @@ def _introduction(config: TrainConfig, strategy: Strategy, model: nn.Module, cor
 
 
 def expectation(config: TrainConfig, strategy: Strategy, architecture: Any, profile: str | None = None) -> str:
-    """What a step will take, as far as it can be told."""
+    """A sentence with the planned memory and time of a step."""
     batch = config.batch
     sequences = max(batch.sequences // (batch.accumulation * strategy.world_size), 1)
     work = {"sequence": batch.length, "micro_batches": batch.accumulation, "gpus": strategy.world_size}
@@ -172,7 +170,7 @@ def expectation(config: TrainConfig, strategy: Strategy, architecture: Any, prof
 
 
 def _resume(config: TrainConfig, components: Components, checkpoint: Path, display: Display) -> int:
-    """Load everything; the step to continue from."""
+    """Load the checkpoint. Returns the step to continue from."""
     try:
         extra = components.strategy.load_checkpoint(
             checkpoint, components.model, components.optimizer, components.scheduler
@@ -181,10 +179,10 @@ def _resume(config: TrainConfig, components: Components, checkpoint: Path, displ
         advice = "; --resume auto continues from the newest one that is whole" if is_damage(error) else ""
         raise ConfigError(f"--resume: {error}{advice}") from error
     if not isinstance(extra.get("step"), int):
-        raise ConfigError(f"--resume: {checkpoint} was not written by lightstep train: it does not say its step")
+        raise ConfigError(f"--resume: {checkpoint} was not written by lightstep train: it has no step number")
     display.say(f"continuing from {checkpoint}")
     if extra.get("text") != components.fingerprint:
-        display.say("warning: the text is not the one that the checkpoint was trained on; batches will differ")
+        display.say("warning: the text differs from the one that the checkpoint was trained on, so batches will differ")
     if changed := _changes(extra.get("config") or {}, config.model_dump(mode="json")):
         display.say(f"warning: settings differ from the checkpoint's: {', '.join(changed)}")
     for sentence in apply_changes(components.optimizer, components.scheduler, extra.get("config") or {}, config):
@@ -226,7 +224,7 @@ def _run(loop: Loop, tokenizer: Any) -> Outcome:
 
 
 def _finish(loop: Loop, tokenizer: Any) -> list[str]:
-    """Export the model, and its average, and let it write."""
+    """Export the model and its average, and generate samples."""
     config, strategy, model = loop.config, loop.components.strategy, loop.components.model
     strategy.export_model(config.folder / "model", model, tokenizer)
     if loop.components.average is not None:
@@ -245,7 +243,7 @@ def _finish(loop: Loop, tokenizer: Any) -> list[str]:
 
 @contextmanager
 def _quiet_transformers() -> Iterator[None]:
-    """Its remarks and bars would break ours."""
+    """Hide messages and progress bars of transformers, which would break ours."""
     log = transformers.utils.logging
     level, bars = log.get_verbosity(), log.is_progress_bar_enabled()
     log.set_verbosity_error()

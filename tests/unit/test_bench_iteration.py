@@ -122,7 +122,7 @@ def test_the_json_says_what_was_trained_and_how(result: tuple[dict[str, Any], Pa
 def test_the_table_shows_labels_and_what_exposed_means(result: tuple[dict[str, Any], Path, str]) -> None:
     output = result[2]
     assert "stream ring_mib=4" in output and "no optimizer" in output
-    assert output.count("One iteration of") == 2 and "gradients dropped" in " ".join(output.split())
+    assert output.count("One iteration of") == 2 and "beyond forward and backward" in " ".join(output.split())
 
 
 def test_the_chart_is_a_png(result: tuple[dict[str, Any], Path, str], tmp_path: Path) -> None:
@@ -246,7 +246,7 @@ def test_overrides_lie_over_the_settings_of_the_bench() -> None:
         (["--iteration", "--strategies", "strem"], "did you mean 'stream'"),
         (["--iteration", "--strategies", "stream:optimizer_state.ring=4"], "unknown key 'optimizer_state.ring'"),
         (["--iteration", "--strategies", "stream:optimizer_state.ring_mib=-1"], "ring_mib"),
-        (["--iteration", "--strategies", ":a.b=4"], "name is needed in front"),
+        (["--iteration", "--strategies", ":a.b=4"], "strategy's name is missing"),
         (["--iteration", "--strategies", "stream:clipping.max_norm=[1"], "not a valid YAML value"),
         (["--iteration", "--peers", "torhc"], "allowed are all, none and torch, torch-fsdp2, cpu-adamw, fsdp2-offload"),
         (["--iteration", "--strategies", "none"], "nothing to measure"),
@@ -390,7 +390,7 @@ def test_copies_under_the_forward_are_added_up() -> None:
 
 
 def test_a_trace_without_a_gpu_is_refused() -> None:
-    with pytest.raises(ValueError, match="saw nothing of the device"):
+    with pytest.raises(ValueError, match="recorded nothing on the device"):
         read_timeline(TRACE[:2])
 
 
@@ -422,7 +422,7 @@ def test_contenders_are_recorded_in_turn(tmp_path: Path, monkeypatch: pytest.Mon
     measure_all(run, lambda sentence: None)
     recorded, absent = run.rows
     assert (recorded.note, absent.note) == (None, "ZeroDivisionError: division by zero")
-    picture = recorded.seen["picture"]
+    picture = recorded.extra["picture"]
     assert picture.name == "stream-optimizer_state.ring_mib=4-32-timeline.png"
     assert recorded.seen["said"][0].startswith("stream ring_mib=4, 32 tokens: 10 of 20 ms")
     assert picture.is_file() and picture.with_suffix(".json").is_file()
