@@ -424,6 +424,6 @@ def test_contenders_are_recorded_in_turn(tmp_path: Path, monkeypatch: pytest.Mon
     assert (recorded.note, absent.note) == (None, "ZeroDivisionError: division by zero")
     picture = recorded.extra["picture"]
     assert picture.name == "stream-optimizer_state.ring_mib=4-32-timeline.png"
-    assert recorded.seen["said"][0].startswith("stream ring_mib=4, 32 tokens: 10 of 20 ms")
+    assert recorded.extra["said"][0].startswith("stream ring_mib=4, 32 tokens: 10 of 20 ms")
     assert picture.is_file() and picture.with_suffix(".json").is_file()
     assert iterations == [2]

@@ -292,7 +292,7 @@ def test_resuming_with_other_settings_or_text_warns(
     text.write_text(text.read_text().replace("7", "8"))
     _, said = _train(configured(seed=1, validation={"sequences": 2}), resume=True)
     assert "settings differ from the checkpoint's: seed (0 → 1), validation.sequences (4 → 2)" in said
-    assert "the text is not the one" in said
+    assert "the text differs from the one that the checkpoint was trained on" in said
     assert loops[-1].components.scheduler.base_lrs == [0.01]
 
 
