@@ -113,7 +113,7 @@ class IterationTask(Task):
         return {
             "model": {**self.shape.values(), **how},
             "optimizer": {**OPTIMIZERS[self.optimizer], "max_norm": self.max_norm, "clip_every": self.clip_every},
-            **({} if self.optimizer == "adamw" else muon_bounds.head(run, self.shape)),
+            **muon_bounds.head(run, self.shape),
             "sequence": self.sequence,
             "tokens_per_rank": run.cases,
             "iterations": run.effort.steps,
@@ -152,8 +152,7 @@ class IterationTask(Task):
             shown["ms_without_optimizer"] = own if alone is None else alone["iteration_ms"]
             # The chart's grey bar: memory without an optimizer.
             shown["device_bytes_without_optimizer"] = (alone or {}).get("peak_device_bytes") or shown["weight_bytes"]
-        if self.optimizer == "muon":
-            muon_bounds.add_bounds(run, self.shape, values, "iteration_ms")
+        muon_bounds.add_bounds(run, self.shape, values, "iteration_ms")
 
 
 def token_counts(text: str, sequence: int) -> tuple[int, ...]:

@@ -66,7 +66,9 @@ def _exchange_ms(sent: torch.Tensor, received: torch.Tensor, ranks: Ranks) -> fl
 
 
 def head(run: Run, shape: LlamaShape) -> Values:
-    """The JSON values that belong to the whole run."""
+    """The JSON values that belong to the whole run; none without Muon."""
+    if run.task.optimizer != "muon":
+        return {}
     hidden, ranks = sum(rows * columns for rows, columns in shape.matrices), run.ranks.world_size
     return {
         "newton_schulz_tflop": newton_schulz_tflop(shape),
@@ -84,6 +86,8 @@ def add_bounds(run: Run, shape: LlamaShape, values: Sequence[Values], key: str) 
     One rank: the larger of the arithmetic (`resident`) and the bytes that crossed the link. Several: one rank's
     arithmetic for the whole model (`torch`) divided among them, and the all-to-all, or the link where that is longer.
     """
+    if run.task.optimizer != "muon":
+        return
     times = {shown["name"]: shown[key] for shown in values if key in shown}
     ranks = run.ranks.world_size
     by_hand = times.get("torch" if ranks == 1 else "torch-fsdp2")

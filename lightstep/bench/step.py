@@ -84,7 +84,7 @@ class StepTask(Task):
     def head(self, run: Run) -> Values:
         values = {"model": {**self.shape.values(), "weights": "bfloat16"}, "steps": run.effort.steps}
         values["optimizer"] = {**OPTIMIZERS[self.optimizer], "max_norm": self.max_norm}
-        return values if self.optimizer == "adamw" else {**values, **muon_bounds.head(run, self.shape)}
+        return {**values, **muon_bounds.head(run, self.shape)}
 
     def figures(self, run: Run, row: Row) -> Values:
         steps = [time for window in row.windows for time in window[1:] or window]
@@ -120,8 +120,7 @@ class StepTask(Task):
             sample = row.sample
             if "step_ms" in shown and reference is not None and sample is not None and sample.shape == reference.shape:
                 shown["largest_weight_difference"] = float((sample - reference).abs().max())
-        if self.optimizer == "muon":
-            muon_bounds.add_bounds(run, self.shape, values, "step_ms")
+        muon_bounds.add_bounds(run, self.shape, values, "step_ms")
 
 
 class _StrategySaver:

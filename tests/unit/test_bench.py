@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -180,6 +181,7 @@ def test_dion_is_given_the_same_work(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 def test_what_a_step_of_muon_cannot_do_without(ranks: int) -> None:
     shape = LlamaShape("two blocks", 8, 16, 4, 2, 64, 4)
     run = tiny_run({})
+    run.tasks = [replace(run.task, optimizer="muon")]
     run.link, run.exchange, run.ranks.world_size = Link(50.0, 50.0, 25.0, True), 100.0, ranks
     shown = {"kind": "lightstep", "parameters_per_rank": shape.parameters // ranks, "step_ms": 30.0}
     rows = [
