@@ -65,11 +65,11 @@ _MODULES = {
     "state.bulk": ["load_fsdp_optimizer", "offload_fsdp_optimizer"],
     "strategy": ["Strategy", "available_strategies"],
 }
-"""Where the names are defined. Each is imported when it is first used: torch's DTensors alone take a second."""
+"""The module that defines each name. It is imported on first use, because torch's DTensors alone take a second."""
 
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
 
-if not TYPE_CHECKING:  # a type checker would take any attribute for one that exists
+if not TYPE_CHECKING:  # hides missing attributes from type checkers otherwise
 
     def __getattr__(name: str) -> Any:
         if name not in _HOME:

@@ -1,4 +1,4 @@
-"""The `lightstep` command. What a command needs is imported when it runs, so that `--help` stays quick."""
+"""The `lightstep` command. Each command imports what it needs when it runs, so that `--help` is fast."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from lightstep.checkpoint.verify import Verified
 
 BAD_INPUT, FAILED = 2, 1
-"""Exit codes: something in the input is wrong; something went wrong on the way (a full disk)."""
+"""Exit codes: the input is wrong; the command failed later (for example because of a full disk)."""
 
 app = typer.Typer(
     name="lightstep",
@@ -33,19 +33,22 @@ _Resume = Annotated[
     bool,
     typer.Option(
         "--resume",
-        help="Continue from the newest complete checkpoint of the run. --resume auto: from the newest one that is "
-        "undamaged, and from the beginning where there is none.",
+        help="Continue from the newest complete checkpoint of the run. --resume auto: from the "
+        "newest undamaged one, or "
+        "from the beginning if there is none.",
     ),
 ]
 _ResumeAuto = Annotated[bool, typer.Option("--resume-auto", hidden=True)]
-_Strategy = Annotated[str | None, typer.Option(help="A strategy's name or file, instead of the one in CONFIG.")]
+_Strategy = Annotated[str | None, typer.Option(help="Name or file of a strategy, instead of the one in CONFIG.")]
 _Set = Annotated[
     list[str] | None,
     typer.Option(
-        "--set", metavar="KEY=VALUE", help="Override a key of CONFIG; strategy.KEY of its strategy. Repeatable."
+        "--set",
+        metavar="KEY=VALUE",
+        help="Override a key of CONFIG, or strategy.KEY for a key of its strategy. Repeatable.",
     ),
 ]
-_Debug = Annotated[bool, typer.Option("--debug", help="Show where an error comes from.")]
+_Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 
 
 def _version(asked: bool) -> None:
@@ -66,7 +69,7 @@ def _main(
 
 
 class _TrainCommand(TyperCommand):
-    """``--resume`` is a flag that one word may follow."""
+    """``--resume`` is a flag that accepts the optional value ``auto``."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         joined = "\0".join(args).replace("--resume\0auto", "--resume-auto").replace("--resume=auto", "--resume-auto")
@@ -87,7 +90,7 @@ def train(
     Ctrl-C or SIGTERM finishes the step, saves a checkpoint and exits. Several devices:
     torchrun --nproc-per-node 2 -m lightstep train CONFIG --strategy NAME
     """
-    with _one_sentence(debug):
+    with _reporting_errors(debug):
         from lightstep.trainer.config import load_config
 
         settings = load_config(config, strategy, assignments or ())
@@ -100,11 +103,11 @@ def train(
 
 @app.command()
 def strategies(
-    name: Annotated[str | None, typer.Argument(metavar="NAME", help="Show this strategy's file instead.")] = None,
+    name: Annotated[str | None, typer.Argument(metavar="NAME", help="Show the file of this strategy instead.")] = None,
     debug: _Debug = False,
 ) -> None:
-    """List the ready strategies, and the bytes per parameter that each takes with AdamW."""
-    with _one_sentence(debug):
+    """List the ready strategies and their bytes per parameter with AdamW."""
+    with _reporting_errors(debug):
         from lightstep.config import parse_config
         from lightstep.plan.strategy_list import strategies_text
         from lightstep.strategy.presets import available_strategies, preset_text, read_source
@@ -118,8 +121,8 @@ def strategies(
 
 @app.command()
 def params(config: _Config, assignments: _Set = None, debug: _Debug = False) -> None:
-    """Say which optimizer class and settings each parameter gets under CONFIG. No weights are loaded."""
-    with _one_sentence(debug):
+    """Show the optimizer class and settings of each parameter under CONFIG. No weights are loaded."""
+    with _reporting_errors(debug):
         from lightstep.trainer.config import load_config
         from lightstep.trainer.params import describe_params
 
@@ -137,45 +140,44 @@ def plan(
         ),
     ] = None,
     strategy: Annotated[
-        str | None, typer.Option(help="Names or files, separated by commas. Default: all for so many GPUs.")
+        str | None, typer.Option(help="Names or files, separated by commas. Default: all that fit the number of GPUs.")
     ] = None,
-    gpus: Annotated[int, typer.Option(min=1, help="GPUs, all of one host.")] = 1,
-    tokens: Annotated[int, typer.Option(min=2, help="Tokens of one micro-batch on one GPU.")] = 16_384,
-    sequence: Annotated[int, typer.Option(min=2, help="Tokens of one sequence.")] = 4096,
-    micro_batches: Annotated[int, typer.Option(min=1, help="Micro-batches of one optimizer step.")] = 1,
+    gpus: Annotated[int, typer.Option(min=1, help="Number of GPUs, all in one host.")] = 1,
+    tokens: Annotated[int, typer.Option(min=2, help="Tokens per micro-batch on each GPU.")] = 16_384,
+    sequence: Annotated[int, typer.Option(min=2, help="Tokens per sequence.")] = 4096,
+    micro_batches: Annotated[int, typer.Option(min=1, help="Micro-batches per optimizer step.")] = 1,
     no_checkpointing: Annotated[
-        bool, typer.Option("--no-checkpointing", help="Without activation checkpointing.")
+        bool, typer.Option("--no-checkpointing", help="Plan without activation checkpointing.")
     ] = False,
     fused_loss: Annotated[
-        bool, typer.Option("--fused-loss", help="The loss holds the logits of 1024 tokens at a time, not of all.")
+        bool, typer.Option("--fused-loss", help="The loss computes the logits of 1024 tokens at a time.")
     ] = False,
-    gpu_memory: Annotated[float | None, typer.Option(help="Of one GPU, GB. Default: the profile's.")] = None,
-    host_memory: Annotated[float | None, typer.Option(help="Of the host, GB. Default: no limit.")] = None,
+    gpu_memory: Annotated[float | None, typer.Option(help="Memory of each GPU in GB. Default: the profile's.")] = None,
+    host_memory: Annotated[float | None, typer.Option(help="Memory of the host in GB. Default: no limit.")] = None,
     profile: Annotated[
         str | None,
         typer.Option(
-            help="H100, H200, A100, B200, GH200; H100+pcie4: another link. Default: this machine's GPU, or H100."
+            help="H100, H200, A100, B200 or GH200; H100+pcie4 selects another link. Default: this "
+            "machine's GPU, or H100."
         ),
     ] = None,
     measure: Annotated[
-        bool, typer.Option("--measure", help="Measure this machine's rates first, and keep them. Under a minute.")
+        bool, typer.Option("--measure", help="Measure and save this machine's rates first. Takes less than a minute.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    plot: Annotated[Path | None, typer.Option(metavar="PNG", help="Also draw a picture.")] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="PNG", help="Also draw a chart.")] = None,
     against: Annotated[
         Path | None,
-        typer.Option(
-            metavar="DIR", help="Instead of a plan: compare plans with the results of bench --iteration in DIR."
-        ),
+        typer.Option(metavar="DIR", help="Compare plans with the results of bench --iteration in DIR instead."),
     ] = None,
     debug: _Debug = False,
 ) -> None:
-    """Say how much memory and time each strategy takes for a model, before anything runs. No weights are made."""
+    """Show how much memory and time each strategy needs for a model. No weights are loaded."""
     options = {name: value for name, value in locals().items() if name != "debug"}
-    with _one_sentence(debug):
-        from lightstep.bench.plans import Asked, plan_text
+    with _reporting_errors(debug):
+        from lightstep.bench.plans import PlanOptions, plan_text
 
-        text = plan_text(Asked(**options))
+        text = plan_text(PlanOptions(**options))
     sys.stdout.write(text)
 
 
@@ -192,14 +194,14 @@ def env() -> None:
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
 )
 def bench(context: typer.Context) -> None:
-    """Measure strategies and peers side by side on this machine."""
+    """Measure strategies and other libraries side by side on this machine."""
     from lightstep.extras import needs
 
     with needs("bench"):
         from lightstep.bench.command import bench as body
 
     command = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    paragraphs = (body.__doc__ or "").split("\n\n")  # typer keeps the ends of lines
+    paragraphs = (body.__doc__ or "").split("\n\n")  # typer keeps line ends
     command.command(help="\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs))(body)
     command(args=context.args, prog_name="lightstep bench")
 
@@ -212,10 +214,11 @@ _Source = Annotated[
 ]
 _Model = Annotated[
     Path | None,
-    typer.Option(help="Folder with the model's config.json, when the checkpoint does not name its parameters."),
+    typer.Option(help="Folder with the model's config.json, if the checkpoint does not name its parameters."),
 ]
 _Names = Annotated[
-    Path | None, typer.Option(help="JSON list of the parameters' names in the optimizer's order, for the same.")
+    Path | None,
+    typer.Option(help="JSON list of parameter names in the optimizer's order, if the checkpoint does not name them."),
 ]
 
 
@@ -228,13 +231,11 @@ def convert(
     ],
     model: _Model = None,
     names: _Names = None,
-    strategy: Annotated[
-        str | None, typer.Option(help="The run's strategy, for the settings of its dynamic loss scale.")
-    ] = None,
+    strategy: Annotated[str | None, typer.Option(help="The strategy of the run, for its dynamic loss scale.")] = None,
     debug: _Debug = False,
 ) -> None:
     """Convert a checkpoint: weights, masters, optimizer state, groups, loss scale, scheduler and extra, bit for bit."""
-    with _one_sentence(debug):
+    with _reporting_errors(debug):
         from lightstep.checkpoint.formats import convert_checkpoint
         from lightstep.strategy import Strategy
 
@@ -252,8 +253,8 @@ def inspect(
     names: _Names = None,
     debug: _Debug = False,
 ) -> None:
-    """Say what is in a checkpoint, and whether it is complete."""
-    with _one_sentence(debug):
+    """Show the contents of a checkpoint and whether it is complete."""
+    with _reporting_errors(debug):
         from rich import box
         from rich.console import Console
         from rich.table import Table
@@ -271,9 +272,9 @@ def verify(
     folders: Annotated[list[str], typer.Argument(metavar="DIR...", help="Checkpoints, or folders of checkpoints.")],
     debug: _Debug = False,
 ) -> None:
-    """Read every byte of checkpoints and compare it with their checksums; exit code 1 if one is damaged."""
+    """Compare every byte of checkpoints with their checksums. Exit code 1: one is damaged."""
     damaged = False
-    with _one_sentence(debug):
+    with _reporting_errors(debug):
         from lightstep.checkpoint import verify_checkpoints
 
         for folder in folders:
@@ -289,13 +290,13 @@ def _verdict(verified: Verified) -> str:
         return "\n    ".join(["damaged", *verified.damage])
     size = f"{verified.files} files, {verified.nbytes / 2**20:,.1f} MiB"
     if verified.unchecked:
-        return f"complete, {size}; it has no checksums, so more is not known"
+        return f"complete, {size}; not verified, because it has no checksums"
     return f"whole, {size}"
 
 
 @contextmanager
-def _one_sentence(debug: bool = False) -> Iterator[None]:
-    """Errors that people can do something about become one sentence on stderr and an exit code."""
+def _reporting_errors(debug: bool = False) -> Iterator[None]:
+    """Report expected errors as one sentence on stderr, with an exit code."""
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     formatted, warnings.formatwarning = warnings.formatwarning, _warning
     try:
@@ -322,17 +323,17 @@ def _one_sentence(debug: bool = False) -> Iterator[None]:
 
 
 def _warning(message: Warning | str, *_: Any, **__: Any) -> str:
-    return f"warning: {message}\n" if _first_on_this_machine() else ""
+    return f"warning: {message}\n" if _is_local_main() else ""
 
 
 def _fail(sentence: str, code: int, debug: bool) -> None:
-    """Under torchrun the ranks fail together, and one of each machine says why."""
+    """Exit with ``code``. Under torchrun all ranks fail, and one rank per machine reports why."""
     if debug:
         raise
-    if _first_on_this_machine():
+    if _is_local_main():
         sys.stderr.write(f"lightstep: {sentence}\n")
     raise typer.Exit(code)
 
 
-def _first_on_this_machine() -> bool:
+def _is_local_main() -> bool:
     return os.environ.get("LOCAL_RANK", "0") == "0"

@@ -1,4 +1,4 @@
-"""What Pydantic finds wrong with a file, in the file's own terms."""
+"""Turns Pydantic's errors into messages in the terms of the file."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _NEEDED = {
     **dict.fromkeys(("int_type", "int_parsing", "int_from_float"), "a whole number is needed"),
     **dict.fromkeys(("float_type", "float_parsing"), "a number is needed"),
 }
-"""What to say instead of Pydantic's words for Python's types."""
+"""Messages that replace Pydantic's, which name Python types."""
 
 
 def describe_errors(error: ValidationError, model: type[BaseModel], source: str) -> str:
-    """Pydantic's findings as one sentence per key: the value, what is allowed, the nearest name."""
+    """One sentence per wrong key: its value, what is allowed, and the nearest name."""
     findings: dict[str, list[Any]] = {}
     for item in error.errors():
         findings.setdefault(_walk(model, _location(item))[1], []).append(item)
@@ -39,7 +39,7 @@ def _location(item: Any) -> list[str]:
 
 
 def _describe(key: str, items: list[Any], model: type[BaseModel]) -> str:
-    """What is wrong with one key; a union has a finding for each of its members."""
+    """Describe the errors of one key; a union has one error for each member."""
     item, location = items[0], _location(items[0])
     if not location:
         return str(item["msg"]).removeprefix("Value error, ")
@@ -69,7 +69,7 @@ def _literals(item: Any) -> list[str]:
 
 
 def _need(item: Any, owner: type[BaseModel], location: list[str]) -> str:
-    """What the value should have been."""
+    """What kind of value is needed."""
     if item["type"] in _MAPPING and (kinds := _kinds(owner, location)):
         kind = item["input"] if item["input"] in kinds else kinds[0]
         return f"a mapping is needed, write {location[-1]}: {{kind: {kind}}}; allowed kinds: {', '.join(kinds)}"
@@ -83,7 +83,7 @@ def _need(item: Any, owner: type[BaseModel], location: list[str]) -> str:
 
 
 def _models(owner: type[BaseModel], key: str) -> list[type[BaseModel]]:
-    """The models that the value of a key may be."""
+    """The models that are allowed as the value of a key."""
     field = owner.model_fields.get(key)
     options = [field.annotation, *get_args(field.annotation)] if field is not None else []
     return [option for option in options if isinstance(option, type) and issubclass(option, BaseModel)]
@@ -102,7 +102,7 @@ def _walk(model: type[BaseModel], location: list[str]) -> tuple[type[BaseModel],
     """The model that owns the last key of ``location`` and the dotted key as it stands in the file.
 
     Pydantic puts the tag of a union into the location (``sharding.fsdp2.mesh``), and for a plain value the member of
-    its union (``mesh.shard.constrained-int``): those parts are no keys.
+    its union (``mesh.shard.constrained-int``): those parts are not keys.
     """
     keys: list[str] = []
     owner = model

@@ -1,6 +1,6 @@
-"""CRC-32 by isal where that is installed, at memory speed, or else by zlib.
+"""CRC-32 by isal if it is installed, or else by zlib.
 
-Both give the same number, and let other threads run meanwhile.
+Both give the same result and release the GIL.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ __all__ = ["crc32"]
 
 
 def crc32(data: Any, checksum: int = 0) -> int:
-    """Of bytes that follow those with ``checksum``."""
+    """The CRC-32 of ``data``, continued from ``checksum``."""
     return _fastest()(data, checksum)
 
 

@@ -1,4 +1,4 @@
-"""The text of `lightstep env`: what a bug report needs, and nothing that names a person, a machine or a folder."""
+"""The text of `lightstep env`: what a bug report needs, without names of people, machines or folders."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Libraries that only parts of lightstep need, and the extra of the distribution that installs them."""
+"""Optional libraries, and the extras of the distribution that install them."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ LIBRARIES = {
 
 
 class MissingLibraryError(ModuleNotFoundError):
-    """A library that is not installed; the message says which extra installs it."""
+    """A library is not installed; the message names the extra that installs it."""
 
 
 @contextmanager
 def needs(extra: str) -> Iterator[None]:
-    """What is imported in here may need a library of ``extra``.
+    """Context for imports that may need a library of ``extra``.
 
     Raises:
         MissingLibraryError: one of them is not installed.

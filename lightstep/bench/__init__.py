@@ -1,8 +1,8 @@
-"""`lightstep bench`: strategies and peers side by side on this machine, each doing the same work.
+"""`lightstep bench`: strategies and other libraries measured side by side on this machine, doing the same work.
 
-`command` is what the command line runs. `contender` says what a contender and a task are; `step`, `iteration`, `tiny`
-and `timeline` are the tasks, each with its figures and how they are shown; `strategies`, `peers`, `layer_stream` and
-`libraries` hold the contenders, `entries` their names, `llama` what they train. `run` measures every contender in turn
-with `probes`, `trace`, `link` and `disk`; `report` and `chart` show any result. `roles` measures memory in processes of
-its own. Nothing else in lightstep imports this package.
+`command` is the command line. `contender` defines `Contender` and `Task`. The tasks are `step`, `iteration`, `tiny` and
+`timeline`; each computes its own figures and says how to show them. `strategies`, `peers`, `layer_stream` and
+`libraries` hold the contenders, `entries` parses their names, and `llama` is the model they train. `run` measures the
+contenders in turn with `probes`, `trace`, `link` and `disk`. `report` and `chart` show the result of any task. `roles`
+measures memory in processes of its own. Only the command line imports this package.
 """

@@ -1,4 +1,4 @@
-"""A result as a picture: a line of panels for each section, a bar for each row, and how far its figures spread."""
+"""The result as a chart: a line of panels for each section, with a bar and a range for each row."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Okabe and Ito's colours, told apart with every common kind of colour blindness; the hatch tells them apart in grey.
+# The Okabe-Ito palette is safe for the common kinds of color blindness; the hatch also works in grayscale.
 _STYLE = {
     "lightstep": ("#0072B2", "", "lightstep"),
     "peer": ("#E69F00", "//", "others"),
@@ -21,7 +21,6 @@ _GREY = "#D0D0D0"
 
 def draw(values: Values, view: View, path: Path) -> None:
     """Write the chart as a PNG."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     measured = [row for row in values["rows"] if view.key in row]
@@ -29,7 +28,6 @@ def draw(values: Values, view: View, path: Path) -> None:
     sections = view.sections(values)
     height = len(sections) * 1.2 + 0.8 + 0.45 * max(1, len(measured))
     figure = Figure(figsize=(11, height), layout="constrained")
-    FigureCanvasAgg(figure)
     for line, (title, rows) in zip(figure.subplots(len(sections), len(panels), squeeze=False), sections, strict=True):
         line[0].set_title(title, loc="left", fontsize="medium")
         shown = [row for row in rows if view.key in row and row["kind"] != "baseline"]
@@ -69,7 +67,7 @@ def _draw_panel(axes: Axes, panel: Panel, shown: list[Values], values: Values) -
 
 
 def _add_legend(figure: Figure) -> None:
-    """One for all panels, below them, each label once."""
+    """Add one legend below all panels, with each label once."""
     entries = [entry for axes in figure.axes for entry in zip(*axes.get_legend_handles_labels(), strict=True)]
     unique = {name: handle for handle, name in reversed(entries)}
     if unique:

@@ -1,4 +1,4 @@
-"""The body of `lightstep bench`. torch is imported when it runs, so that `--help` stays quick."""
+"""The body of `lightstep bench`. torch is imported only when it runs, so that `--help` is fast."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ _DEFAULTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "timeline": (_ITERATION_CPU, {**_ITERATION_GPU, "tokens": "65536", "steps": 2}),
     "tensors": (_TINY, _TINY),
 }
-"""On a CPU and on a GPU."""
+"""Of each mode: on a CPU, and on a GPU."""
 
 _MEASURED = {"strategies", "peers", "steps", "warmup"}
-_USED = {
+_ALLOWED = {
     "step": {*_MEASURED, "rounds", "params", "layers", "optimizer", "checkpoints"},
     "iteration": {
         *_MEASURED,
@@ -53,197 +53,210 @@ _USED = {
     "tensors": {*_MEASURED, "rounds", "tensors"},
     "roles": {"params", "layers", "roles"},
 }
-_ANYWHERE = {"output", "device", "seed"}
+_COMMON = {"output", "device", "seed"}
 
 
 def bench(
     strategies: Annotated[
         str,
         typer.Option(
-            help="Names or paths, separated by commas; NAME:section.key=VALUE overrides a key. 'default': resident, "
-            "bulk and stream; with --iteration or --tensors resident, stream and stream-overlap; in iterations on "
-            "several ranks those of fsdp2. 'none': no strategy."
+            help="Names or paths, separated by commas; NAME:section.key=VALUE overrides a key. 'default' is resident, "
+            "bulk and stream; with --iteration or --tensors it is resident, stream and stream-overlap, and for "
+            "iterations on several ranks the fsdp2 ones. 'none' leaves strategies out."
         ),
     ] = "default",
     peers: Annotated[
         str | None,
         typer.Option(
-            help="Libraries to compare with, separated by commas; 'all' or 'none'. Default: all, in iterations none."
+            help="Libraries to compare with, separated by commas, or 'all' or 'none'. Default: all; "
+            "with --iteration none."
         ),
     ] = None,
     params: Annotated[
         float | None,
         typer.Option(
-            help="Size of the model, for example 1e9. Default: 2e6 on a CPU; on a GPU 1e9, in whole iterations 3e9."
+            help="Parameters of the model, for example 1e9. Default: 2e6 on a CPU, 1e9 on a GPU, 3e9 "
+            "for iterations on a GPU."
         ),
     ] = None,
     layers: Annotated[
-        int | None, typer.Option(help="Transformer blocks. Default: as many as Llamas of that width have.")
+        int | None, typer.Option(help="Transformer blocks. Default: the usual number for a Llama of that width.")
     ] = None,
     steps: Annotated[
         int | None,
         typer.Option(
-            min=1, help="Timed steps per round. Default: 8 on a GPU, 4 on a CPU; iterations: 4 and 2; in a timeline 2."
+            min=1,
+            help="Timed steps per round. Default: 8 on a GPU, 4 on a CPU; iterations 4 and 2; tensors 5; timeline 2.",
         ),
     ] = None,
     warmup: Annotated[
-        int | None, typer.Option(min=1, help="Untimed steps before them. Default: 2 on a GPU, 1 on a CPU.")
+        int | None,
+        typer.Option(min=1, help="Untimed steps before them. Default: 2 on a GPU, 1 on a CPU and with --tensors."),
     ] = None,
     rounds: Annotated[
         int | None,
         typer.Option(
             min=1,
-            help="How often each is built and timed, in turn. Default: 2, in iterations 1, with --tensors 3.",
+            help="How many times each contender is built and timed. Default: 2; iterations 1; tensors 3.",
         ),
     ] = None,
     optimizer: Annotated[
         str | None,
         typer.Option(
-            help="What everybody steps with: adamw, or muon on the hidden matrices and AdamW on the rest; peers that "
-            "cannot are skipped. Default: adamw."
+            help="adamw, or muon: Muon for the hidden matrices and AdamW for the rest. Peers without Muon are skipped. "
+            "Default: adamw."
         ),
     ] = None,
     output: Annotated[
         Path | None,
         typer.Option(
-            help="Folder for the JSON file and the chart, or the timelines. Default: a new one in runs/bench."
+            help="Folder for the JSON file and the chart, or for timelines. Default: a new one in runs/bench."
         ),
     ] = None,
     checkpoints: Annotated[
         Path | None,
-        typer.Option(help="Also save every strategy's checkpoint in this folder, timed beside plain files."),
+        typer.Option(
+            help="Also time saving each strategy's checkpoint to this folder, against plain files of the same size."
+        ),
     ] = None,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N. Default: the GPU if there is one.")] = None,
-    seed: Annotated[int, typer.Option(help="Of weights, and of gradients or tokens.")] = 0,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N. Default: a GPU if there is one.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed for weights, gradients and tokens.")] = 0,
     iteration: Annotated[
-        bool, typer.Option("--iteration", help="Whole training iterations of a Llama: forward, backward and step.")
+        bool,
+        typer.Option("--iteration", help="Measure whole training iterations of a Llama: forward, backward and step."),
     ] = False,
     timeline: Annotated[
         bool,
         typer.Option(
-            "--timeline", help="A profiler's trace of some iterations of each, and a picture of its lanes. Needs a GPU."
+            "--timeline",
+            help="Write a profiler trace of a few iterations of each, and a picture of its streams. Needs a GPU.",
         ),
     ] = False,
     tensors: Annotated[
         str | None,
         typer.Option(
-            help="The Python time of a step and of backward hooks: lora (448 small tensors), moe (9216), tiny (both)."
+            help="Measure the Python time of a step and of backward hooks: lora (448 small tensors), "
+            "moe (9216), tiny (both)."
         ),
     ] = None,
     tokens: Annotated[
         str | None,
         typer.Option(
-            help="Whole iterations: tokens per step and rank, separated by commas. "
-            "Default: 65536,16384 on a GPU, 512,128 on a CPU; in a timeline the first of them."
+            help="Iterations: tokens per step and rank, separated by commas. Default: 65536,16384 on a "
+            "GPU, 512,128 on a "
+            "CPU; timeline 65536."
         ),
     ] = None,
     sequence: Annotated[
         int | None,
-        typer.Option(min=1, help="Whole iterations: tokens per sequence. Default: 4096 on a GPU, 64 on a CPU."),
+        typer.Option(min=1, help="Iterations: tokens per sequence. Default: 4096 on a GPU, 64 on a CPU."),
     ] = None,
     max_norm: Annotated[
         float | None,
         typer.Option(
-            help="Whole iterations, without peers: limit of the global norm. Default: 1, which clips the first steps."
+            help="Iterations, without peers: the global norm to clip to. Default: 1, which clips the first steps."
         ),
     ] = None,
     clip_every: Annotated[
         int | None,
         typer.Option(
             min=1,
-            help="Whole iterations, without peers: every N-th step is clipped, whatever the limit of the others is.",
+            help="Iterations, without peers: clip every N-th step, whatever its norm.",
         ),
     ] = None,
     roles: Annotated[
-        bool, typer.Option("--roles", help="Memory of a worker that only generates, with the role for it and without.")
+        bool,
+        typer.Option(
+            "--roles", help="Measure the memory of a worker that only generates, with the rollout role and without it."
+        ),
     ] = False,
 ) -> None:
-    """Measure strategies and other libraries side by side on this machine: one optimizer step on a Llama-shaped stack.
+    """Measure strategies and other libraries side by side on this machine. Default: one optimizer step of a Llama.
 
-    All do the same work: global norm, clipping, AdamW in fp32, new bf16 weights. With --optimizer muon the matrices of
-    the blocks go to Muon. Under torchrun all ranks measure at once, and each has its share of the cores.
+    All of them do the same work: global norm, clipping, AdamW in fp32, new bf16 weights. Under torchrun all ranks
+    measure at the same time, and each gets its share of the cores.
 
-    With --iteration all train a Llama, with activation checkpointing, and the time and memory of whole iterations are
-    shown beside those without an optimizer. With --tensors the tensors are so small that only Python takes time. With
-    --roles the memory of one rollout worker is measured.
+    --iteration trains a Llama with activation checkpointing and compares time and memory with the same iterations
+    without an optimizer. --tensors uses tensors so small that only Python takes time. --roles measures the memory of
+    one rollout worker.
 
-    Exit code 1: a contender failed; the others have their figures.
+    Exit code 1: at least one contender failed; the figures of the others are complete.
     """
     options = dict(locals())
     from lightstep.config import ConfigError
 
     if strategies == "default":
         options["strategies"] = None
-    asked = {name: value for name, value in options.items() if value is not None and value is not False}
+    given = {name: value for name, value in options.items() if value is not None and value is not False}
     try:
-        values = _run(_mode(asked), asked)
+        values = _run(_mode(given), given)
     except (ConfigError, ValueError) as error:
         raise typer.BadParameter(str(error)) from error
     if any(row.get("note") and not row["skipped"] for row in values["rows"]):
         raise typer.Exit(FAILED)
 
 
-def _mode(asked: Mapping[str, Any]) -> str:
-    """What is measured.
+def _mode(given: Mapping[str, Any]) -> str:
+    """The mode that the options select.
 
     Raises:
-        ValueError: two things at once, or an option that would do nothing.
+        ValueError: two modes at once, or an option that has no effect in this mode.
     """
-    params = asked.get("params", 1.0)
+    params = given.get("params", 1.0)
     if not math.isfinite(params):
         raise ValueError(f"--params {params}: a number of parameters is needed, for example 1e9")
-    modes = [name for name in ("roles", "iteration", "timeline", "tensors") if name in asked]
+    modes = [name for name in ("roles", "iteration", "timeline", "tensors") if name in given]
     if len(modes) > 1 and modes[0] != "roles":
-        raise ValueError(f"--{modes[0]} and --{modes[1]} are two runs; give one of them")
+        raise ValueError(f"--{modes[0]} and --{modes[1]} cannot be combined; give one of them")
     mode = modes[0] if modes else "step"
-    for name in (name for name in asked if name not in _USED[mode] | _ANYWHERE):
+    for name in (name for name in given if name not in _ALLOWED[mode] | _COMMON):
         what = "one optimizer step" if mode == "step" else f"--{mode}"
-        also = "; it belongs to --iteration" if name in _USED["iteration"] and mode == "step" else ""
-        raise ValueError(f"--{name.replace('_', '-')} {asked[name]} does nothing for {what}{also}; leave it out")
+        also = "; it belongs to --iteration" if name in _ALLOWED["iteration"] and mode == "step" else ""
+        raise ValueError(f"--{name.replace('_', '-')} {given[name]} has no effect on {what}{also}; leave it out")
     return mode
 
 
-def _run(mode: str, asked: Mapping[str, Any]) -> Values:
+def _run(mode: str, given: Mapping[str, Any]) -> Values:
     from lightstep.bench.report import result_folder
 
     stem = {"step": "bench", "tensors": "tiny"}.get(mode, mode)
-    folder = result_folder(asked.get("output"), mode, stem)
+    folder = result_folder(given.get("output"), mode, stem)
     if mode == "roles":
         from lightstep.bench.roles import measure as measure_roles
 
-        return measure_roles(asked.get("params"), asked.get("layers"), folder, asked.get("device"), asked["seed"])
-    return measure(plan(mode, asked, folder), folder)
+        return measure_roles(given.get("params"), given.get("layers"), folder, given.get("device"), given["seed"])
+    return measure(plan(mode, given, folder), folder)
 
 
-def plan(mode: str, asked: Mapping[str, Any], folder: Path) -> Run:
-    """From the options that were given; others have their defaults. Nothing is measured yet.
+def plan(mode: str, given: Mapping[str, Any], folder: Path) -> Run:
+    """A run that has measured nothing yet, from the given options and the defaults of the others.
 
     Args:
         mode: `step`, `iteration`, `timeline` or `tensors`.
-        folder: for what a task itself writes.
+        folder: where the timeline task writes its files.
 
     Raises:
-        ConfigError, ValueError: an option is wrong; with what is allowed.
+        ConfigError, ValueError: an option is wrong; the message says what is allowed.
     """
-    from lightstep.bench.entries import chosen_peers, chosen_strategies
+    from lightstep.bench.entries import parse_peers, parse_strategies
     from lightstep.bench.ranks import Ranks, local_device, share_cores
     from lightstep.bench.run import Effort, Run
 
-    device = local_device(asked.get("device"))
-    options = {**_DEFAULTS[mode][device.type == "cuda"], **asked}
+    device = local_device(given.get("device"))
+    options = {**_DEFAULTS[mode][device.type == "cuda"], **given}
     tasks = _tasks(mode, options, device, folder)
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    ours = chosen_strategies(options.get("strategies", "default"), tasks[0], world_size)
-    entries = [*ours, *chosen_peers(options.get("peers"), tasks[0])]
+    ours = parse_strategies(options.get("strategies", "default"), tasks[0], world_size)
+    entries = [*ours, *parse_peers(options.get("peers"), tasks[0])]
     if not entries:
         raise ValueError("--strategies none and no --peers: nothing to measure")
     share_cores(tasks[0].threads)
     effort = Effort(int(options["steps"]), int(options["warmup"]), int(options["rounds"]))
-    return Run.of(tasks, effort, Ranks(device), entries, asked.get("checkpoints"))
+    return Run.create(tasks, effort, Ranks(device), entries, given.get("checkpoints"))
 
 
 def _tasks(mode: str, options: Mapping[str, Any], device: torch.device, folder: Path) -> Sequence[Task]:
-    """One for each size."""
+    """One task for each size."""
     seed = int(options.get("seed", 0))
     if mode == "tensors":
         from lightstep.bench.tiny import TinyTask, tensor_counts
@@ -256,7 +269,7 @@ def _tasks(mode: str, options: Mapping[str, Any], device: torch.device, folder: 
     from lightstep.bench.step import StepTask
     from lightstep.bench.timeline import TimelineTask
 
-    shape = LlamaShape.near(int(options["params"]), options.get("layers"), released=mode != "step")
+    shape = LlamaShape.nearest(int(options["params"]), options.get("layers"), released=mode != "step")
     optimizer = str(options.get("optimizer", "adamw"))
     if optimizer not in OPTIMIZERS:
         raise ValueError(f"--optimizer {optimizer}: allowed are {', '.join(OPTIMIZERS)}")
@@ -270,19 +283,19 @@ def _tasks(mode: str, options: Mapping[str, Any], device: torch.device, folder: 
     clip_every = int(options.get("clip_every", 0))
     if clip_every and options.get("peers", "none") != "none":
         raise ValueError(
-            f"--clip-every {clip_every} with --peers {options['peers']}: peers have one limit for all steps"
+            f"--clip-every {clip_every} with --peers {options['peers']}: peers clip to the same norm in every step"
         )
     settings: dict[str, Any] = {"max_norm": max_norm, "optimizer": optimizer}
     if mode == "iteration":
         settings["clip_every"] = clip_every
         return [IterationTask(device, seed, shape, sequence, case=count, **settings) for count in counts]
     if device.type != "cuda":
-        raise ValueError("--timeline needs a GPU: on a CPU there are no streams, and nothing crosses a link")
+        raise ValueError("--timeline needs a GPU: a CPU has no streams and no link")
     return [TimelineTask(device, seed, shape, sequence, folder, case=count, **settings) for count in counts]
 
 
 def measure(run: Run, folder: Path) -> Values:
-    """Measure what was planned, write it to `folder`, show it; returns the JSON's values."""
+    """Measure, write the result to `folder` and print it. Returns the values of the JSON file."""
     from lightstep.bench.report import as_json, progress, write_json
     from lightstep.bench.run import measure_all
 
@@ -293,15 +306,15 @@ def measure(run: Run, folder: Path) -> Values:
                 needed.mkdir(parents=True, exist_ok=True)
         with progress(is_main) as say:
 
-            def show(sentence: str) -> None:
-                """Also save the rows so far, so that an interrupted run keeps its figures."""
+            def report_progress(sentence: str) -> None:
+                """Report progress, and save the rows so far, so that an interrupted run keeps its figures."""
                 say(sentence)
                 values = as_json(run)
-                if is_main and run.task.stem != "timeline":
+                if is_main and run.task.view is not None:
                     write_json(values, file)
 
-            measure_all(run, show)
-            show("done")
+            measure_all(run, report_progress)
+            report_progress("done")
         values = as_json(run)
         if is_main:
             _publish(run, values, file)
@@ -315,13 +328,13 @@ def _publish(run: Run, values: Values, file: Path) -> None:
 
     from lightstep.bench.report import label, publish
 
-    if run.task.stem != "timeline":
+    if run.task.view is not None:
         publish(values, run.task.view, file)
         return
     console = Console()
     for row in (row for row in run.rows if row.note is None):
-        written = row.seen["picture"]
+        written = row.extra["picture"]
         console.print(f"{written.with_suffix('.json')} and {written} written", highlight=False)
-        console.print("\n".join(row.seen["said"]), highlight=False, markup=False)
+        console.print("\n".join(row.extra["said"]), highlight=False, markup=False)
     for shown in (shown for shown in values["rows"] if shown["note"] is not None):
         console.print(f"{label(shown)}: {shown['note']}", highlight=False, markup=False)

@@ -1,8 +1,8 @@
-"""What is measured: contenders, and the task that all of them have.
+"""What is measured: contenders, and the task that all of them do.
 
-A contender does one global gradient norm, clipping to `MAX_NORM`, AdamW in fp32 (`--optimizer` says what else), and
-leaves new bf16 weights on the device. What differs is where the state lives and how it gets there. One class serves
-single steps from given gradients (`step`) and whole iterations from a batch (`iterate`).
+A contender computes one global gradient norm, clips to `MAX_NORM`, updates with fp32 AdamW (or Muon, see `--optimizer`)
+and leaves new bf16 weights on the device. Contenders differ in where the state lives and how it gets there. The same
+class does single steps from given gradients (`step`) and whole iterations from a batch (`iterate`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MAX_NORM = 1.0
 ADAMW: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 
 FORWARD, STEP = "lightstep: forward", "lightstep: step"
-"""Ranges in traces; what lies between them is backward."""
+"""Names of the ranges in traces. Backward lies between them."""
 
 
 class Skipped(Exception):
@@ -39,9 +39,10 @@ class Contender(ABC):
     """One row of the table. Building it allocates what a step needs, except state that its optimizer creates lazily.
 
     Attributes:
-        model: what is trained; called with a batch it returns the loss.
-        optimizers: what `--optimizer` may be for it.
-        loss, grad_norm: of the last iteration, 0-dim on the device; the norm before clipping, None if nobody has it.
+        model: the model that is trained; called with a batch, it returns the loss.
+        optimizers: the values of `--optimizer` that it supports.
+        loss, grad_norm: of the last iteration, 0-dim on the device. The norm is the one before clipping, None if the
+            contender does not expose it.
     """
 
     name: str
@@ -56,10 +57,10 @@ class Contender(ABC):
 
     @abstractmethod
     def step(self, gradients: Sequence[Tensor]) -> None:
-        """One optimizer step from gradients shaped like `gradient_weights()`; may change them, keeps none of them."""
+        """One optimizer step. `gradients`, shaped like `gradient_weights()`, may be changed, but not kept."""
 
     def iterate(self, batch: Sequence[Tensor]) -> None:
-        """Forward, backward and step. Nothing waits for the device, unless the contender does."""
+        """Forward, backward and step. Waits for the device only if the contender itself does."""
         with self.accumulate():
             with record_function(FORWARD):
                 loss = self.model(*batch)
@@ -68,65 +69,65 @@ class Contender(ABC):
                 self.update()
         self.loss = loss.detach()
 
-    def limit_norm(self, max_norm: float) -> None:
-        """The limit of the global norm from the next step on."""
+    def set_max_norm(self, max_norm: float) -> None:
+        """Clip to this global norm from the next step on."""
         return
 
     def accumulate(self) -> AbstractContextManager[object]:
-        """Around each iteration."""
+        """Context of one iteration."""
         return contextlib.nullcontext()
 
     def backward(self, loss: Tensor) -> None:
         loss.backward()
 
     def update(self) -> None:
-        """One optimizer step from the gradients that backward left in the model; consumes them."""
+        """One optimizer step from the gradients in the model, which are cleared."""
         self.step([parameter.grad for parameter in self.model.parameters() if parameter.grad is not None])
         self.model.zero_grad()
 
     def weights(self) -> list[Tensor]:
-        """The weights a forward would use after the step (this rank's shards)."""
+        """The weights that the next forward uses (this rank's shards)."""
         return [local_tensor(parameter.detach()) for parameter in self.model.parameters()]
 
     def gradient_weights(self) -> list[Tensor]:
-        """Tensors whose shapes the gradients have."""
+        """Tensors with the shapes of the gradients."""
         return self.weights()
 
     def device_weights(self) -> list[Tensor]:
-        """What counts as weights on the device."""
+        """All tensors on the device that count as weights."""
         return self.weights()
 
     def host_tensors(self) -> list[Tensor]:
-        """What the contender keeps in host memory."""
+        """The tensors that the contender keeps in host memory."""
         return []
 
     def host_bytes(self) -> int:
         return nbytes(self.host_tensors())
 
     def finish(self) -> None:
-        """Wait (the host or the current stream) until the last step's weights and host state have landed."""
+        """Make the host or the current stream wait until the last step's weights and host state are written."""
         return
 
     def close(self) -> None:
-        """Let go of what garbage collection does not."""
+        """Release what garbage collection does not."""
         return
 
 
 @dataclass(frozen=True)
 class Task(ABC):
-    """What everybody does, how that is measured, and how the result is shown.
+    """What every contender does, how it is measured, and how the result is shown.
 
     Attributes:
-        case: the size at which it is done, where there are several.
-        stem: of the files that hold the result.
-        case_name: the key of a row's size.
-        gives_gradients: whether steps are given their gradients, without any backward.
-        max_norm: limit of the global norm; peers know :data:`MAX_NORM` alone.
+        case: the size (tokens or tensors), for tasks that are measured at several.
+        stem: file name of the result, without its suffix.
+        case_name: the JSON key of `case`.
+        provides_gradients: whether steps are given gradients instead of running backward.
+        max_norm: the global norm to clip to; peers always clip to :data:`MAX_NORM`.
         optimizer: `--optimizer`.
-        threads: of torch's CPU work; None for this rank's share of the cores.
-        peers: who may take part beside the strategies.
-        baseline: measured before all others.
-        view: the result as tables and a chart.
+        threads: torch's CPU threads; None: this rank's share of the cores.
+        peers: the contenders that `--peers` can name.
+        baseline: a contender that is measured before all others.
+        view: how tables and chart show the result; None: the task writes its own files instead.
     """
 
     device: torch.device
@@ -137,49 +138,49 @@ class Task(ABC):
     default_peers: ClassVar[str] = "all"
     max_norm: float = field(default=MAX_NORM, kw_only=True)
     optimizer: str = field(default="adamw", kw_only=True)
-    gives_gradients: ClassVar[bool] = False
+    provides_gradients: ClassVar[bool] = False
     threads: ClassVar[int | None] = None
     peers: ClassVar[tuple[type[Contender], ...]]
     baseline: ClassVar[type[Contender] | None] = None
-    view: ClassVar[View]
+    view: ClassVar[View | None] = None
 
     case: int = field(default=0, kw_only=True)
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Laid over every strategy."""
+        """Overrides for every strategy."""
         return {"clipping.max_norm": self.max_norm}
 
     def default_strategies(self, ranks: int) -> tuple[str, ...]:
-        """What `--strategies default` means on so many ranks."""
+        """The strategies of `--strategies default` on `ranks` ranks."""
         return ("resident", "stream", "stream-overlap")
 
     @abstractmethod
     def model(self, dtype: torch.dtype = torch.bfloat16) -> Any:
-        """A new one on the device; equal weights for equal seeds."""
+        """A new model on the device. Equal seeds give equal weights."""
 
-    def model_by_hand(self, dtype: torch.dtype = torch.bfloat16) -> Any:
-        """The same with what `settings` tell strategies to do to it."""
+    def model_for_peers(self, dtype: torch.dtype = torch.bfloat16) -> Any:
+        """The same model, changed as `settings` tells strategies to change theirs."""
         return self.model(dtype)
 
     @abstractmethod
     def measure(self, measurement: Measurement) -> None:
-        """One round of one contender."""
+        """Measure one round of one contender."""
 
     def probe(self, measurement: Measurement) -> None:
-        """What else is wanted of the last round."""
+        """Further measurements, after the last round."""
         return
 
     @abstractmethod
     def head(self, run: Run) -> Values:
-        """The result's values above the rows."""
+        """The JSON values that belong to the whole run."""
 
     @abstractmethod
     def figures(self, run: Run, row: Row) -> Values:
-        """One row's values. A collective: all ranks call it."""
+        """The JSON values of one row. A collective: all ranks call it."""
 
     def compare(self, run: Run, rows: Sequence[Row], values: Sequence[Values]) -> None:
-        """Add to the values of one case what follows from all of its rows."""
+        """Add values that compare the rows of one case with each other."""
         return
 
 
@@ -188,7 +189,7 @@ def nbytes(tensors: Iterable[Tensor]) -> int:
 
 
 def total_norm(gradients: Sequence[Tensor]) -> Tensor:
-    """The global 2-norm, 0-dim fp32, whatever the gradients' dtype."""
+    """The global 2-norm, 0-dim fp32, for gradients of any dtype."""
     norms = torch._foreach_norm(list(gradients), 2, dtype=torch.float32)
     norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
     return norm

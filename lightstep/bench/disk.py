@@ -1,6 +1,6 @@
-"""How fast a strategy saves a checkpoint, and how long training stands still for one that a thread writes.
+"""Measures how fast a strategy saves a checkpoint, and how long an asynchronous save blocks training.
 
-Beside plain files of as many bytes written by all ranks at once, and torch's own ``async_save`` of the same tensors.
+Compared with plain files of the same size that all ranks write at once, and with torch's ``async_save``.
 """
 
 from __future__ import annotations
@@ -27,45 +27,45 @@ _REPEATS = 3
 
 
 class Saver(Protocol):
-    """Who is measured. All ranks call each of these at once."""
+    """The object that is measured. All ranks call each method at the same time."""
 
     def save(self, path: Path) -> None:
-        """A whole checkpoint."""
+        """Save a whole checkpoint."""
 
-    def begin_save(self, path: Path) -> Any:
-        """The same by a thread: a handle with ``done()`` and ``result()``."""
+    def save_async(self, path: Path) -> Any:
+        """Start the same save in a thread. Returns a handle with ``done()`` and ``result()``."""
 
     def saved_tensors(self) -> dict[str, torch.Tensor]:
-        """What is in it, by name."""
+        """The tensors of the checkpoint, by name."""
 
-    def one_step(self) -> None:
-        """A step of training, waited for."""
+    def step(self) -> None:
+        """One training step; returns when it is finished."""
 
 
 @dataclass(frozen=True)
 class Stall:
-    """Seconds until training goes on, and how long steps take while a thread writes, over that without one."""
+    """Seconds for which a save blocks training, and the step time during the write relative to that without one."""
 
     seconds: float
-    steps: float
+    slowdown: float
 
 
 @dataclass(frozen=True)
 class DiskTime:
-    """Bytes of one checkpoint over all ranks, and the seconds that saving it and writing plain files took."""
+    """Bytes of one checkpoint over all ranks, and the seconds for saving it and for writing plain files."""
 
     nbytes: int
     save_s: float
     plain_s: float
     stall: Stall
-    torchs_stall: Stall
+    torch_stall: Stall
 
 
-def time_saving(saver: Saver, folder: Path, ranks: Ranks) -> DiskTime:
-    """Save and write plainly, three times in turn, into ``folder``; the faster of each counts. Then save by threads.
+def measure_saving(saver: Saver, folder: Path, ranks: Ranks) -> DiskTime:
+    """Save a checkpoint and write plain files in turn, three times; the fastest of each counts. Then save in threads.
 
-    All ranks call it, on a folder that they share, and nothing is left there. Everything ends with every byte flushed
-    to the disk.
+    All ranks call it with a ``folder`` that they share; nothing is left there. Every write ends when all bytes are
+    flushed to disk.
     """
     checkpoint, plain = folder / "bench-checkpoint", folder / f"bench-plain-{ranks.rank}"
     saving, writing, nbytes = [], [], 0
@@ -81,7 +81,7 @@ def time_saving(saver: Saver, folder: Path, ranks: Ranks) -> DiskTime:
             _remove(checkpoint, ranks)
             writing.append(_timed(write_plainly, ranks))
             plain.unlink()
-        ours = _stall(saver, saver.begin_save, checkpoint, ranks)
+        ours = _stall(saver, saver.save_async, checkpoint, ranks)
         with _torch_saving(saver, ranks) as begin:
             torchs = _stall(saver, begin, checkpoint, ranks)
     finally:
@@ -91,14 +91,14 @@ def time_saving(saver: Saver, folder: Path, ranks: Ranks) -> DiskTime:
 
 
 def _stall(saver: Saver, begin: Callable[[Path], Any], path: Path, ranks: Ranks) -> Stall:
-    """Of the best of some saves: the first one takes memory that the others find."""
-    quiet = statistics.median(_timed(saver.one_step, ranks) for _ in range(5))
+    """The shortest stall of several saves; the first one also allocates memory that the others reuse."""
+    quiet = statistics.median(_timed(saver.step, ranks) for _ in range(5))
     stalls, during = [], []
     for _ in range(_REPEATS):
         pending: list[Any] = []
         stalls.append(_timed(lambda pending=pending: pending.append(begin(path)), ranks))  # type: ignore[misc]
         while ranks.maximum([0.0 if pending[0].done() else 1.0])[0]:
-            during.append(_timed(saver.one_step, ranks))
+            during.append(_timed(saver.step, ranks))
         pending[0].result()
         ranks.barrier()
         _remove(path, ranks)
@@ -108,7 +108,7 @@ def _stall(saver: Saver, begin: Callable[[Path], Any], path: Path, ranks: Ranks)
 
 @contextmanager
 def _torch_saving(saver: Saver, ranks: Ranks) -> Iterator[Callable[[Path], Any]]:
-    """``torch.distributed.checkpoint.async_save``; its thread needs a process group that no step uses."""
+    """``torch.distributed.checkpoint.async_save``. Its thread needs a process group of its own."""
     ranks.ensure_group()
     group = dist.new_group(backend="gloo")
     tensors: dict[str, Any] = dict(saver.saved_tensors())

@@ -1,4 +1,4 @@
-"""Who takes part: what `--strategies` and `--peers` name, before it is built."""
+"""Parses `--strategies` and `--peers` into entries, which build their contenders later."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lightstep.config import ConfigError, merge_overrides, parse_config
 from lightstep.strategy import Strategy
 from lightstep.strategy.presets import read_source
 
-_SEPARATOR = re.compile(r":(?=[^:=/]+=)")  # in front of a key=; other colons belong to a path
+_SEPARATOR = re.compile(r":(?=[^:=/]+=)")  # a colon before key=; other colons belong to a path
 
 
 @dataclass(frozen=True)
@@ -25,10 +25,10 @@ class Entry:
 
     Attributes:
         name: as on the command line.
-        label: for people.
-        build: makes it, or raises.
-        resident: whether it is one that keeps all state on the device, which the others are compared with.
-        needs_group: whether it needs a process group even when it is alone.
+        label: as shown in tables and charts.
+        build: makes the contender, or raises.
+        resident: whether it is a strategy that keeps all state on the device; others are compared with it.
+        needs_group: whether it needs a process group even on one rank.
     """
 
     name: str
@@ -40,20 +40,18 @@ class Entry:
     needs_group: bool = False
 
     @classmethod
-    def of(cls, contender: type[Contender]) -> Entry:
+    def from_class(cls, contender: type[Contender]) -> Entry:
         def build(task: Task) -> Contender:
             if task.optimizer not in contender.optimizers:
-                raise Skipped(
-                    f"steps with {', '.join(contender.optimizers)} alone, not with --optimizer {task.optimizer}"
-                )
+                raise Skipped(f"supports --optimizer {', '.join(contender.optimizers)} only, not {task.optimizer}")
             return contender(task)  # type: ignore[call-arg]
 
         kind, about = contender.kind, contender.about
         return cls(contender.name, contender.name, kind, about, build, needs_group=contender.needs_group)
 
 
-def chosen_strategies(text: str, task: Task, ranks: int = 1) -> list[Entry]:
-    """From `--strategies`. Mistakes show at once; what this version cannot do fails when it is built.
+def parse_strategies(text: str, task: Task, ranks: int = 1) -> list[Entry]:
+    """The entries of `--strategies`. Wrong names and keys raise here; unsupported combinations raise when built.
 
     Raises:
         ConfigError: an unknown strategy, key or value.
@@ -63,7 +61,7 @@ def chosen_strategies(text: str, task: Task, ranks: int = 1) -> list[Entry]:
 
 
 def _strategy(text: str, settings: Mapping[str, Any]) -> Entry:
-    strategy, overrides = read_overrides(text, settings)
+    strategy, overrides = parse_overrides(text, settings)
     name, values = read_source(strategy)
     config = parse_config(merge_overrides(values, overrides), name)
 
@@ -76,19 +74,19 @@ def _strategy(text: str, settings: Mapping[str, Any]) -> Entry:
     return Entry(text, label, "lightstep", config.description or text, build, resident=resident)
 
 
-def read_overrides(text: str, settings: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """`stream:optimizer_state.ring_mib=256:precision.reduce=parameters` → the strategy, and what is laid over it.
+def parse_overrides(text: str, settings: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Split `stream:optimizer_state.ring_mib=256:precision.reduce=parameters` into the strategy and its overrides.
 
     Args:
-        settings: the bench's own, where the text has no others. They come last: an override of a `kind` would drop
-            those of its section.
+        settings: the bench's own overrides; the text wins. They come last, because overriding a section's `kind`
+            drops the section's other keys.
 
     Raises:
-        ConfigError: no name in front of the keys, or a value that is no YAML.
+        ConfigError: the strategy's name is missing, or a value is not valid YAML.
     """
     strategy, *assignments = _SEPARATOR.split(text)
     if not strategy or ("=" in strategy and not assignments):
-        raise ConfigError(f"--strategies {text}: a strategy's name is needed in front, NAME:section.key=VALUE")
+        raise ConfigError(f"--strategies {text}: the strategy's name is missing; write NAME:section.key=VALUE")
     own: dict[str, Any] = {}
     for key, _, value in (assignment.partition("=") for assignment in assignments):
         try:
@@ -98,8 +96,8 @@ def read_overrides(text: str, settings: Mapping[str, Any]) -> tuple[str, dict[st
     return strategy, {**own, **{key: value for key, value in settings.items() if key not in own}}
 
 
-def chosen_peers(text: str | None, task: Task) -> list[Entry]:
-    """From `--peers`: names separated by commas, `all` or `none`.
+def parse_peers(text: str | None, task: Task) -> list[Entry]:
+    """The entries of `--peers`: names separated by commas, `all` or `none`.
 
     Raises:
         ValueError: an unknown peer.
@@ -112,10 +110,10 @@ def chosen_peers(text: str | None, task: Task) -> list[Entry]:
             near = difflib.get_close_matches(name, known, 1)
             hint = f" (did you mean {near[0]}?)" if near else ""
             raise ValueError(f"--peers {name}: no such peer{hint}; allowed are all, none and {', '.join(known)}")
-    return [Entry.of(known[name]) for name in names]
+    return [Entry.from_class(known[name]) for name in names]
 
 
 def _split(text: str) -> list[str]:
-    """Names separated by commas, each once; `none` is none."""
+    """Names separated by commas, without duplicates; `none` gives an empty list."""
     names = [name.strip() for name in text.split(",") if name.strip()]
     return [] if names == ["none"] else list(dict.fromkeys(names))

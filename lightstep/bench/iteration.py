@@ -20,7 +20,7 @@ from lightstep.bench.peers import CpuAdamW, TorchFsdp2, TorchResident
 from lightstep.bench.report import Column, Panel, Values, View, size
 from lightstep.bench.run import Measurement, Row, Run
 from lightstep.bench.strategies import WithoutOptimizer
-from lightstep.bench.trace import watch
+from lightstep.bench.trace import profile_step
 from lightstep.sharding.preparation import checkpoint_activations
 
 
@@ -28,14 +28,14 @@ from lightstep.sharding.preparation import checkpoint_activations
 class IterationTask(Task):
     """Iterations of `case` tokens per step and rank, a multiple of `sequence`.
 
-    What a step leaves to be done beside the next forward counts in the next iteration, as far as that has to wait for
-    it: the first one of a round waits for the last one of the warm-up, and what the last one leaves is not counted.
+    Work that a step defers counts in the next iteration if that has to wait for it. The first iteration of a round
+    waits for the last one of the warm-up; what the last iteration defers is not counted.
     """
 
     shape: LlamaShape
     sequence: int
     clip_every: int = field(default=0, kw_only=True)
-    """Steps of which one is clipped, whatever the limit of the others is; 0: of none."""
+    """Clip every N-th step, whatever its norm; 0: none."""
 
     stem = "iteration"
     case_name = "tokens"
@@ -55,7 +55,7 @@ class IterationTask(Task):
     def model(self, dtype: torch.dtype = torch.bfloat16) -> Llama:
         return Llama.make(self.shape, self.device, dtype, self.seed, self.sequence)
 
-    def model_by_hand(self, dtype: torch.dtype = torch.bfloat16) -> Llama:
+    def model_for_peers(self, dtype: torch.dtype = torch.bfloat16) -> Llama:
         model = self.model(dtype)
         checkpoint_activations(model)
         return model
@@ -75,13 +75,13 @@ class IterationTask(Task):
         """
         contender, effort = measurement.contender, measurement.run.effort
         measurement.inputs = [self.batch(measurement.run.ranks.rank)]
-        seen: list[Tensor | None] = []  # read when all is timed, so that nothing waits for them
+        seen: list[Tensor | None] = []  # read after timing, so that no step waits for them
         limits: list[float] = []
 
         def iterate(batch: Sequence[Tensor]) -> None:
             limits.append(self._limit(len(limits)))
             if self.clip_every:
-                contender.limit_norm(limits[-1])
+                contender.set_max_norm(limits[-1])
             contender.iterate(batch)
             seen.append(contender.grad_norm)
 
@@ -89,22 +89,22 @@ class IterationTask(Task):
         timed = list(zip(seen, limits, strict=True))[-effort.steps :]
         norms = [(float(norm), limit) for norm, limit in timed if norm is not None]
         loss = float(contender.loss)
-        measurement.row.seen = {
+        measurement.row.extra = {
             "loss": loss,
             "grad_norm": norms[-1][0] if norms else None,
             "clipped_steps": sum(norm > limit for norm, limit in norms) if norms else None,
         }
         if not math.isfinite(loss):
-            raise FloatingPointError(f"the loss is {loss}: its steps are skipped, and their times mean nothing")
+            raise FloatingPointError(f"the loss is {loss}: its steps are skipped, so their times mean nothing")
 
     def _limit(self, step: int) -> float:
-        """Of the norm; every gradient is beyond the smallest one."""
+        """The norm to clip `step` to; a step that must be clipped gets one below any gradient's norm."""
         clipped = self.clip_every and step % self.clip_every == self.clip_every - 1
         return 1e-9 if clipped else self.max_norm
 
     def probe(self, measurement: Measurement) -> None:
         contender = measurement.contender
-        measurement.row.watched = watch(
+        measurement.row.profile = profile_step(
             partial(contender.iterate, measurement.inputs[0]), contender.finish, self.device
         )
 
@@ -113,18 +113,18 @@ class IterationTask(Task):
         return {
             "model": {**self.shape.values(), **how},
             "optimizer": {**OPTIMIZERS[self.optimizer], "max_norm": self.max_norm, "clip_every": self.clip_every},
-            **({} if self.optimizer == "adamw" else muon_bounds.head(run, self.shape)),
+            **muon_bounds.head(run, self.shape),
             "sequence": self.sequence,
             "tokens_per_rank": run.cases,
             "iterations": run.effort.steps,
         }
 
     def figures(self, run: Run, row: Row) -> Values:
-        """Times are means over all iterations, of the slowest rank."""
+        """Times are means over all iterations; the slowest rank counts."""
         iterations = [time for window in row.windows for time in window]
         own = [sum(iterations) / len(iterations), min(iterations), max(iterations)]
         mean, least, most = run.ranks.maximum(own)
-        seen = row.watched
+        seen = row.profile
         counts = [row.peak_bytes or 0, row.weight_bytes, row.host_bytes, seen.waits if seen else 0]
         peak, weights, host, syncs = (int(value) for value in run.ranks.maximum([float(count) for count in counts]))
         return {
@@ -138,7 +138,7 @@ class IterationTask(Task):
             "host_bytes": host,
             "host_syncs": None if seen is None else syncs,
             "first_sync": None if seen is None else seen.first_wait,
-            **row.seen,
+            **row.extra,
         }
 
     def compare(self, run: Run, rows: Sequence[Row], values: Sequence[Values]) -> None:
@@ -150,14 +150,13 @@ class IterationTask(Task):
             shown["times_resident"] = None if resident is None else own / resident
             shown["exposed_ms"] = None if alone is None else own - alone["iteration_ms"]
             shown["ms_without_optimizer"] = own if alone is None else alone["iteration_ms"]
-            # Most of what is taken is not the optimizer's.
+            # The chart's grey bar: memory without an optimizer.
             shown["device_bytes_without_optimizer"] = (alone or {}).get("peak_device_bytes") or shown["weight_bytes"]
-        if self.optimizer == "muon":
-            muon_bounds.add_bounds(run, self.shape, values, "iteration_ms")
+        muon_bounds.add_bounds(run, self.shape, values, "iteration_ms")
 
 
 def token_counts(text: str, sequence: int) -> tuple[int, ...]:
-    """`--tokens`: whole numbers of sequences, ascending, each once.
+    """Parse `--tokens`: multiples of `sequence`, ascending, without duplicates.
 
     Raises:
         ValueError: no numbers, or no multiples of `sequence`.
@@ -181,11 +180,11 @@ def _title(values: Values, tokens: Any) -> str:
     return f"One iteration of {tokens} tokens{ranks}: {what}"
 
 
-def _below(values: Values) -> list[str]:
+def _footnotes(values: Values) -> list[str]:
     base = "resident" if values["ranks"] == 1 else "fsdp2"
     return [
-        f"Mean of iterations that follow each other. exposed: beyond forward and backward of {base} with the gradients",
-        "dropped. Peak: largest during an iteration, on one rank. Host waits: in one iteration, the model's own too.",
+        f"Mean of back-to-back iterations. Exposed: time beyond forward and backward of {base}. Peak: device memory of",
+        "one rank during an iteration. Host waits: in one iteration, including the model's own.",
         *muon_bounds.sentences(values)[:1],
     ]
 
@@ -193,15 +192,15 @@ def _below(values: Values) -> list[str]:
 IterationTask.view = View(
     key="iteration_ms",
     columns=(
-        Column("iteration\nms", "iteration_ms", worth=9),
-        Column("from – to\nms", "iteration_ms_range", worth=8),
+        Column("iteration\nms", "iteration_ms", priority=9),
+        Column("from – to\nms", "iteration_ms_range", priority=8),
         Column("×\nresident", "times_resident", ".3f", 6),
         *muon_bounds.COLUMNS,
-        Column("exposed\nms", "exposed_ms", worth=5),
+        Column("exposed\nms", "exposed_ms", priority=5),
         Column("tokens/s", "tokens_per_s", ".0f", 1),
         Column("peak\nGB", "peak_device_bytes", ".2f", 7, unit=1e9),
         Column("beyond\nweights\nGB", "peak_device_bytes_beyond_weights", ".2f", 2, unit=1e9),
-        Column("host\nGB", "host_bytes", worth=4, unit=1e9),
+        Column("host\nGB", "host_bytes", priority=4, unit=1e9),
         Column("host\nwaits", "host_syncs", ".0f", 3),
     ),
     panels=(
@@ -221,6 +220,6 @@ IterationTask.view = View(
         ),
     ),
     title=_title,
-    below=_below,
+    footnotes=_footnotes,
     case="tokens",
 )

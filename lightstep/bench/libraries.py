@@ -13,13 +13,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
 from lightstep.bench.contender import ADAMW, MAX_NORM, Contender, Skipped, Task, clip_coefficient, total_norm
-from lightstep.bench.optimizers import MUON, matrices_and_rest
+from lightstep.bench.optimizers import MUON, split_matrices
 from lightstep.bench.peers import CpuAdamW, HostSlot, TorchResident
 from lightstep.distributed import local_tensor, world_size
 
 
-class _Hand(torch.autograd.Function):
-    """Identity whose backward hands prepared gradients to parameters: a backward pass without any arithmetic."""
+class _InjectGradients(torch.autograd.Function):
+    """Identity whose backward returns given gradients for the parameters: a backward pass without arithmetic."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, gradients: Sequence[Tensor], *parameters: Tensor) -> Tensor:
@@ -31,8 +31,8 @@ class _Hand(torch.autograd.Function):
         return grad, None, *ctx.gradients
 
 
-class HandedModule(nn.Module):
-    """Some parameters, whose backward is `_Hand`."""
+class InjectionModule(nn.Module):
+    """A module over the given parameters; backward gives them `gradients`."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         super().__init__()
@@ -41,15 +41,15 @@ class HandedModule(nn.Module):
         self.gradients: Sequence[Tensor] = ()
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = _Hand.apply(x, self.gradients, *self.parameters())
+        out: Tensor = _InjectGradients.apply(x, self.gradients, *self.parameters())
         return out
 
 
 class Fsdp2Offload(Contender):
     """FSDP2 with `CPUOffloadPolicy`: fp32 shards on the CPU, `clip_grad_norm_` and fused AdamW there.
 
-    FSDP moves weights and gradients in forward and backward. So these belong to what is timed in a single step too;
-    there the passes do no arithmetic.
+    FSDP moves weights and gradients in forward and backward, so a single step includes both passes, without their
+    arithmetic.
     """
 
     name = "fsdp2-offload"
@@ -57,7 +57,7 @@ class Fsdp2Offload(Contender):
     needs_group = True
 
     def __init__(self, task: Task) -> None:
-        self.model = model = task.model_by_hand(torch.float32)
+        self.model = model = task.model_for_peers(torch.float32)
         self._shard(task, list(model.layers), reshard_after_forward=True)
 
     def _shard(self, task: Task, units: Sequence[nn.Module], reshard_after_forward: bool) -> None:
@@ -73,7 +73,7 @@ class Fsdp2Offload(Contender):
         self._optimizer = torch.optim.AdamW(self.model.parameters(), fused=True, **ADAMW)
 
     def step(self, gradients: Sequence[Tensor]) -> None:
-        raise NotImplementedError("takes gradients from its own backward")
+        raise NotImplementedError("takes its gradients from backward only")
 
     def update(self) -> None:
         self.grad_norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), MAX_NORM)
@@ -89,16 +89,16 @@ class Fsdp2Offload(Contender):
 
 
 class Fsdp2OffloadStep(Fsdp2Offload):
-    """Single steps of it."""
+    """`Fsdp2Offload` for single steps."""
 
     def __init__(self, task: Task) -> None:
         model = task.model(torch.float32)
         parameters, layers = list(model.parameters()), model.layer_indices()
         self._shapes = [torch.empty_like(parameter, device="meta") for parameter in parameters]
         self._order = [i for layer in layers for i in layer]
-        self._units = [HandedModule([parameters[i] for i in layer]) for layer in layers]
+        self._units = [InjectionModule([parameters[i] for i in layer]) for layer in layers]
         self.model = nn.Sequential(*self._units).to("cpu")
-        self._shard(task, self._units, reshard_after_forward=False)  # weights make one trip
+        self._shard(task, self._units, reshard_after_forward=False)  # weights are copied once
         self._input = torch.zeros(1, device=task.device, requires_grad=True)
 
     def step(self, gradients: Sequence[Tensor]) -> None:
@@ -117,9 +117,9 @@ class Fsdp2OffloadStep(Fsdp2Offload):
 
 
 class TorchaoOffload(Contender):
-    """torchao's `CPUOffloadOptimizer` over fp32 weights: gradients leave in hooks, AdamW on the CPU, weights return.
+    """torchao's `CPUOffloadOptimizer` on fp32 weights: hooks copy gradients to the CPU, AdamW runs there.
 
-    Its hooks copy gradients before a global norm could be known, so they are clipped first and handed over after.
+    The hooks copy gradients before the global norm is known, so gradients are clipped before backward.
     """
 
     name = "torchao"
@@ -130,7 +130,7 @@ class TorchaoOffload(Contender):
         module = _installed("torchao.optim")
         if task.device.type != "cuda":
             raise Skipped("needs a GPU")
-        self._module = HandedModule(list(task.model(torch.float32).parameters()))
+        self._module = InjectionModule(list(task.model(torch.float32).parameters()))
         self._weights = [parameter.detach().bfloat16() for parameter in self._module.parameters()]
         parameters = list(self._module.parameters())
         self._optimizer = module.CPUOffloadOptimizer(parameters, torch.optim.AdamW, fused=True, **ADAMW)
@@ -157,7 +157,7 @@ class TorchaoOffload(Contender):
 
 
 class DeepSpeedCpuAdam(CpuAdamW):
-    """`CpuAdamW` with DeepSpeed's kernel, which takes no scale: clipping is a pass over the staged gradient."""
+    """`CpuAdamW` with DeepSpeed's kernel, which takes no scale, so clipping is a pass over the staged gradient."""
 
     name = "deepspeed"
     about = "DeepSpeed CPUAdam with the transfers of cpu-adamw"
@@ -167,7 +167,7 @@ class DeepSpeedCpuAdam(CpuAdamW):
         super().__init__(task)
 
     def make_optimizer(self, masters: list[nn.Parameter]) -> torch.optim.Optimizer:
-        """DeepSpeed compiles the kernel when it is first used."""
+        """Raises Skipped if the kernel, which DeepSpeed compiles on first use, cannot be built."""
         try:
             optimizer: torch.optim.Optimizer = self._library.DeepSpeedCPUAdam(masters, adamw_mode=True, **ADAMW)
         except RuntimeError as error:
@@ -181,10 +181,10 @@ class DeepSpeedCpuAdam(CpuAdamW):
 
 
 class Dion(TorchResident):
-    """dion's `Muon` on fp32 masters of bf16 weights; on several ranks on FSDP2's shards, each matrix turned once.
+    """dion's `Muon` on fp32 masters of bf16 weights; on several ranks on FSDP2's shards.
 
-    dion orthogonalises as it does by itself: five steps of Polar Express, compiled. torch's Muon has other
-    coefficients, so the weights come out slightly different.
+    Each matrix is orthogonalized once, with dion's default: five compiled steps of Polar Express. torch's Muon has
+    other coefficients, so the weights differ slightly.
     """
 
     name = "dion"
@@ -207,7 +207,7 @@ class Dion(TorchResident):
         return whole
 
     def make_optimizers(self, name: str) -> list[torch.optim.Optimizer]:
-        matrices, rest = matrices_and_rest(self.model, self._masters)
+        matrices, rest = split_matrices(self.model, self._masters)
         beta1, beta2 = ADAMW["betas"]
         adamw = {"lr": ADAMW["lr"], "beta1": beta1, "beta2": beta2, "epsilon": ADAMW["eps"]}
         groups = [
@@ -215,12 +215,12 @@ class Dion(TorchResident):
             {"params": rest, "algorithm": "adamw", "weight_decay": ADAMW["weight_decay"], **adamw},
         ]
         muon = {"lr": MUON["lr"], "mu": 0.95, "weight_decay": MUON["weight_decay"]}
-        muon |= {"nesterov": True, "adjust_lr": "rms_norm"}  # torch's default, and its match_rms_adamw
+        muon |= {"nesterov": True, "adjust_lr": "rms_norm"}  # as torch's default and its match_rms_adamw
         return [self._library.Muon(groups, distributed_mesh=self._mesh, **muon, **self.implementation)]
 
 
 class DionTriton(Dion):
-    """The same with dion's kernels for symmetric products, which compute half of each."""
+    """`Dion` with its Triton kernels, which compute half of each symmetric product."""
 
     name = "dion-triton"
     about = "the same with use_triton=True: half of each symmetric product"

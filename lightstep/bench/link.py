@@ -1,8 +1,8 @@
-"""How fast this machine's link between host and device is: each way alone, and both at once, with the same buffers.
+"""Measures the link between host and device: each direction alone, then both at once, with the same buffers.
 
-The host buffers are page-locked and exactly registered, as lightstep's own are. "Both at once" is what a streaming
-optimizer can reach: equal bytes each way, over the time until both ways are done. Under torchrun all ranks copy at the
-same time and the slowest counts.
+The host buffers are page-locked and registered at their exact size, like lightstep's own. The rate with both directions
+is what a streaming optimizer can reach: equal bytes each way, over the time until both are done. Under torchrun all
+ranks copy at the same time, and the slowest counts.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from torch import Tensor
 from lightstep.bench.ranks import Ranks
 from lightstep.state.host_memory import HostSlab
 
-_BYTES = 256 << 20  # per buffer: far more than any cache or queue, little against what is being stepped
-_COPIES = 4  # per sample and way
+_BYTES = 256 << 20  # per buffer: much larger than any cache, small next to the model
+_COPIES = 4  # per sample and direction
 _SAMPLES = 7
 
 
@@ -32,7 +32,7 @@ class Link:
     page_locked: bool
 
     def or_faster(self, other: Link) -> Link:
-        """The faster of two, figure by figure: percentages are given of the best the link was seen to do."""
+        """The faster of the two, figure by figure; percentages refer to the best rate measured."""
         return Link(
             max(self.to_device, other.to_device),
             max(self.to_host, other.to_host),
@@ -42,7 +42,7 @@ class Link:
 
 
 def measure_link(device: torch.device, ranks: Ranks, nbytes: int = _BYTES) -> Link | None:
-    """None on a CPU: there is no link."""
+    """The link's rates; None on a CPU, which has no link."""
     if device.type != "cuda":
         return None
     slab = HostSlab(2 * nbytes, device=device, what="the link measurement")
@@ -68,7 +68,7 @@ def _measure(slab: HostSlab, nbytes: int, device: torch.device, ranks: Ranks) ->
 def _rate(
     copies: Sequence[tuple[Tensor, Tensor]], streams: Sequence[torch.cuda.Stream], nbytes: int, ranks: Ranks
 ) -> float:
-    """GB/s each way from a common start until every way is done."""
+    """GB/s each way, from a common start until all directions are done."""
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize()
     ranks.barrier()

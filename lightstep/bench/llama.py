@@ -1,7 +1,7 @@
-"""Sizes of Llamas, and transformers' Llama, with a loss that never holds the logits of all tokens at once.
+"""Shapes of Llamas, and transformers' Llama with a chunked loss.
 
-The logits of 65 536 tokens over 128 256 words are 34 GB in fp32. Users of fused losses do not hold them either: the
-head and the cross entropy are computed chunk by chunk and recomputed in backward.
+The logits of 65 536 tokens over 128 256 words would be 34 GB in fp32. As in fused losses, head and cross entropy are
+computed chunk by chunk and recomputed in backward.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from transformers import LlamaConfig, LlamaForCausalLM
 _VOCABULARIES = (128_256, 32_000)  # Llama 3 and Llama 2; smaller models get a smaller one
 _WIDTHS = (*range(32, 256, 8), *range(256, 1024, 64), *range(1024, 16_384 + 1, 128))
 _HEADS = (128, 64, 32, 16, 8, 4, 2)
-_NEAR = 0.1  # of the parameters asked for
+_NEAR = 0.1  # relative to the requested number of parameters
 
 LOSS_CHUNK = 1024
-"""Tokens whose logits exist at the same time."""
+"""Tokens per chunk of the loss."""
 
 
 @dataclass(frozen=True)
 class LlamaShape:
-    """Sizes of a Llama; `key_value` is the width of keys and values, `head` of one head."""
+    """Sizes of a Llama. `key_value` is the width of keys and values, `head` the width of one head."""
 
     name: str
     hidden: int
@@ -38,11 +38,11 @@ class LlamaShape:
     tied_embeddings: bool = False
 
     @classmethod
-    def near(cls, parameters: int, layers: int | None = None, released: bool = False) -> LlamaShape:
-        """The shape whose size is nearest to `parameters`; without `layers`, as deep as Llamas of that width are.
+    def nearest(cls, parameters: int, layers: int | None = None, released: bool = False) -> LlamaShape:
+        """The shape whose size is nearest to `parameters`. Default depth: the usual one for a Llama of that width.
 
         Args:
-            released: a released Llama where there is one within a tenth of `parameters`, unless `layers` are given.
+            released: prefer a released Llama within 10 % of `parameters`, unless `layers` is given.
 
         Raises:
             ValueError: too few parameters or layers.
@@ -55,11 +55,11 @@ class LlamaShape:
             nearest = min(_RELEASED, key=lambda shape: abs(shape.parameters - parameters))
             if abs(nearest.parameters - parameters) <= _NEAR * parameters:
                 return nearest
-        shapes = (cls.of_width(hidden, parameters, layers) for hidden in _WIDTHS)
+        shapes = (cls.from_width(hidden, parameters, layers) for hidden in _WIDTHS)
         return min(shapes, key=lambda shape: abs(shape.parameters - parameters))
 
     @classmethod
-    def of_width(cls, hidden: int, parameters: int, layers: int | None = None) -> LlamaShape:
+    def from_width(cls, hidden: int, parameters: int, layers: int | None = None) -> LlamaShape:
         multiple = 256 if hidden >= 1024 else 32
         key_value = max(8, hidden // 4)
         return cls(
@@ -75,14 +75,14 @@ class LlamaShape:
     @property
     def parameters(self) -> int:
         """The exact total; tied embeddings count once."""
-        attention = 2 * self.hidden + 2 * self.key_value  # of queries and output, of keys and values
-        block = (attention + 3 * self.feed_forward + 2) * self.hidden  # 2: its norms
+        attention = 2 * self.hidden + 2 * self.key_value  # queries and output, keys and values
+        block = (attention + 3 * self.feed_forward + 2) * self.hidden  # 2: the norms
         tables = self.vocabulary * (1 if self.tied_embeddings else 2)
         return self.layers * block + (tables + 1) * self.hidden
 
     @property
     def matrices(self) -> list[tuple[int, int]]:
-        """Rows and columns of the matrices inside the blocks."""
+        """(rows, columns) of each matrix in the blocks."""
         attention = [(self.hidden, self.hidden)] * 2 + [(self.key_value, self.hidden)] * 2
         feed_forward = [(self.feed_forward, self.hidden)] * 2 + [(self.hidden, self.feed_forward)]
         return self.layers * [*attention, *feed_forward]
@@ -101,7 +101,7 @@ class LlamaShape:
         return {**asdict(self), **heads, "parameters": self.parameters}
 
     def config(self, **settings: Any) -> LlamaConfig:
-        """transformers' configuration of these sizes, with ``settings`` beside them."""
+        """The transformers configuration with these sizes and further ``settings``."""
         return LlamaConfig(
             hidden_size=self.hidden,
             intermediate_size=self.feed_forward,
@@ -122,13 +122,13 @@ _RELEASED = (
 
 
 def _vocabulary(parameters: int, hidden: int) -> int:
-    """A real vocabulary where embedding and head stay below a quarter of the parameters, else a small one that does."""
+    """A released vocabulary if embedding and head stay below a quarter of the parameters, else a smaller one."""
     limit = parameters // (8 * hidden)
     return next((size for size in _VOCABULARIES if size <= limit), max(64, limit // 64 * 64))
 
 
 class Llama(LlamaForCausalLM):
-    """`model(tokens, targets)` is the mean cross entropy, 0-dim fp32."""
+    """`model(tokens, targets)` returns the mean cross entropy, 0-dim fp32."""
 
     @classmethod
     def make(
@@ -139,7 +139,7 @@ class Llama(LlamaForCausalLM):
         seed: int = 0,
         length: int = 64,
     ) -> Llama:
-        """A new model on `device` for sequences up to `length`; the same weights for the same seed in every dtype."""
+        """A new model on `device` for sequences up to `length`. Equal seeds give equal weights in every dtype."""
         torch.manual_seed(seed)
         config = shape.config(max_position_embeddings=length)
         with device:
@@ -152,14 +152,14 @@ class Llama(LlamaForCausalLM):
         return self.model.layers
 
     def layer_indices(self) -> list[list[int]]:
-        """Positions in `list(parameters())` of each block's parameters, last those of the rest."""
+        """Indices into `list(parameters())` for each block, then for all other parameters."""
         position = {parameter: i for i, parameter in enumerate(self.parameters())}
         blocks = [[position[parameter] for parameter in block.parameters()] for block in self.layers]
         taken = {i for block in blocks for i in block}
         return [*blocks, [i for i in position.values() if i not in taken]]
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """`tokens`, `targets`: (sequences, length) of token numbers; `targets` are the tokens one place further on."""
+        """`tokens`, `targets`: [sequences, length] token ids; `targets` are the tokens shifted by one."""
         hidden = self.model(input_ids=tokens, use_cache=False).last_hidden_state
         chunks = zip(hidden.flatten(0, 1).split(LOSS_CHUNK), targets.flatten().split(LOSS_CHUNK), strict=True)
         losses = [checkpoint(self._loss, *chunk, use_reentrant=False, preserve_rng_state=False) for chunk in chunks]

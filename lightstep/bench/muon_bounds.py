@@ -1,6 +1,6 @@
-"""What a step of Muon must take: Newton-Schulz's products, the bytes on the link, and those between the ranks.
+"""Lower bounds for a Muon step: Newton-Schulz's products, the bytes over the link, the bytes between ranks.
 
-Each row that turns a matrix once is held against the sum or the larger of these, all of them measured in the same run.
+Rows that orthogonalize each matrix once are compared with a bound that combines these, measured in the same run.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from lightstep.bench.llama import LlamaShape
+from lightstep.bench.probes import Clock
 from lightstep.bench.ranks import Ranks
 from lightstep.bench.report import Column, Values, size
 
@@ -32,32 +33,30 @@ COLUMNS = (
 
 
 def newton_schulz_tflop(shape: LlamaShape) -> float:
-    """Of one step: in each iteration X Xᵀ, its square, and that times X, with X [short, long]."""
+    """TFLOP of one step. Each iteration computes A = X Xᵀ, A² and a product with X, for X [short, long]."""
     pairs = [(min(matrix), max(matrix)) for matrix in shape.matrices]
     return NS_STEPS * sum(4 * short**2 * long + 2 * short**3 for short, long in pairs) / 1e12
 
 
 def exchanged_gb(shape: LlamaShape, ranks: int) -> float:
-    """What one rank sends in a step: bf16 rows of others' matrices to their owners, and rows of its own ones back."""
+    """GB that one rank sends in a step: bf16 rows to the owners of matrices, and updated rows back."""
     elements = sum(rows * columns for rows, columns in shape.matrices)
     return 2 * 2 * elements * (ranks - 1) / ranks**2 / 1e9
 
 
 def measure_exchange(device: torch.device, ranks: Ranks, nbytes: int = _EXCHANGED_BYTES) -> float | None:
-    """GB/s that a rank sends to all others together in an all-to-all; `None` on one rank."""
+    """GB/s that a rank sends to all others together in an all-to-all; None on one rank."""
     if ranks.world_size == 1:
         return None
     ranks.ensure_group()
     sent = torch.zeros(nbytes // ranks.world_size * ranks.world_size, dtype=torch.uint8, device=device)
     received = torch.empty_like(sent)
     times = [_exchange_ms(sent, received, ranks) for _ in range(_SAMPLES + 1)]
-    milliseconds = ranks.maximum([statistics.median(times[1:])])[0]  # the first one makes the connections
+    milliseconds = ranks.maximum([statistics.median(times[1:])])[0]  # the first one opens the connections
     return sent.numel() * (ranks.world_size - 1) / ranks.world_size / milliseconds / 1e6
 
 
 def _exchange_ms(sent: torch.Tensor, received: torch.Tensor, ranks: Ranks) -> float:
-    from lightstep.bench.probes import Clock
-
     ranks.barrier()
     clock = Clock(sent.device)
     clock.lap()
@@ -67,7 +66,9 @@ def _exchange_ms(sent: torch.Tensor, received: torch.Tensor, ranks: Ranks) -> fl
 
 
 def head(run: Run, shape: LlamaShape) -> Values:
-    """The values above the rows."""
+    """The JSON values that belong to the whole run; none without Muon."""
+    if run.task.optimizer != "muon":
+        return {}
     hidden, ranks = sum(rows * columns for rows, columns in shape.matrices), run.ranks.world_size
     return {
         "newton_schulz_tflop": newton_schulz_tflop(shape),
@@ -80,11 +81,13 @@ def head(run: Run, shape: LlamaShape) -> Values:
 
 
 def add_bounds(run: Run, shape: LlamaShape, values: Sequence[Values], key: str) -> None:
-    """Add to the rows how they compare with the loop by hand, and in single steps with what they cannot do without.
+    """Compare the rows with the loop by hand and, for single steps, with the lower bound.
 
     One rank: the larger of the arithmetic (`resident`) and the bytes that crossed the link. Several: one rank's
     arithmetic for the whole model (`torch`) divided among them, and the all-to-all, or the link where that is longer.
     """
+    if run.task.optimizer != "muon":
+        return
     times = {shown["name"]: shown[key] for shown in values if key in shown}
     ranks = run.ranks.world_size
     by_hand = times.get("torch" if ranks == 1 else "torch-fsdp2")
@@ -93,7 +96,7 @@ def add_bounds(run: Run, shape: LlamaShape, values: Sequence[Values], key: str) 
         if key != "step_ms":
             continue
         sharded = ranks == 1 or shown["parameters_per_rank"] < shape.parameters
-        shares = sharded and shown["name"] != "torch-fsdp2"  # which turns every matrix on every rank
+        shares = sharded and shown["name"] != "torch-fsdp2"  # orthogonalizes every matrix on every rank
         shown["newton_schulz_tflops"] = newton_schulz_tflop(shape) / (ranks if shares else 1) / shown[key] * 1e3
         bound = _bound(run, shape, shown, times) if shares else None
         if bound is not None:
@@ -112,7 +115,7 @@ def _bound(run: Run, shape: LlamaShape, shown: Values, times: dict[str, float]) 
 
 
 def sentences(values: Values) -> list[str]:
-    """Below the table."""
+    """The footnotes for Muon."""
     if "newton_schulz_tflop" not in values:
         return []
     ranks = values["ranks"]

@@ -1,4 +1,4 @@
-"""`--optimizer`: what everybody steps with, AdamW alone or Muon on the hidden matrices and AdamW on the rest."""
+"""`--optimizer`: AdamW, or Muon for the hidden matrices and AdamW for the rest."""
 
 from __future__ import annotations
 
@@ -17,36 +17,38 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "adamw": {"class": "AdamW", **ADAMW},
     "muon": {"class": "Muon + AdamW", "muon": MUON, "adamw": ADAMW},
 }
-"""What the JSON file says of each."""
+"""Name: its entry in the JSON file."""
 
 
-def arguments(name: str) -> dict[str, Any]:
-    """Of `strategy.create_optimizer`."""
+def optimizer_arguments(name: str) -> dict[str, Any]:
+    """Keyword arguments of `strategy.create_optimizer`."""
     if name == "adamw":
         return {"optimizer_class": torch.optim.AdamW, **ADAMW}
     matrices = Rule(torch.optim.Muon, kinds="hidden_matrices", **MUON)
     return {"rules": [matrices, Rule(torch.optim.AdamW, kinds="rest", **ADAMW)]}
 
 
-def by_hand(name: str, model: nn.Module, updated: Sequence[Tensor], **adamw: Any) -> list[torch.optim.Optimizer]:
-    """torch's own on `updated`, which stand for the model's parameters in their order.
+def torch_optimizers(
+    name: str, model: nn.Module, updated: Sequence[Tensor], **adamw: Any
+) -> list[torch.optim.Optimizer]:
+    """torch's optimizers on `updated`, one tensor for each parameter of the model, in its order.
 
     Args:
-        adamw: which implementation of AdamW.
+        adamw: the implementation of AdamW, for example `fused=True`.
     """
     if name == "adamw":
         return [torch.optim.AdamW(updated, **adamw, **ADAMW)]
-    matrices, rest = matrices_and_rest(model, updated)
+    matrices, rest = split_matrices(model, updated)
     return [torch.optim.Muon(matrices, **MUON), torch.optim.AdamW(rest, **adamw, **ADAMW)]
 
 
-def matrices_and_rest(model: nn.Module, updated: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """What stands for hidden matrices, and for the other parameters."""
+def split_matrices(model: nn.Module, updated: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """Split `updated` into the tensors of hidden matrices and those of all other parameters."""
     pairs = list(zip(updated, hidden_matrices(model), strict=True))
     return [tensor for tensor, hidden in pairs if hidden], [tensor for tensor, hidden in pairs if not hidden]
 
 
 def hidden_matrices(model: nn.Module) -> list[bool]:
-    """Of each parameter, whether it is a matrix inside a block."""
+    """For each parameter, whether it is a matrix inside a block."""
     inside = {id(parameter) for parameter in model.layers.parameters()}  # type: ignore[union-attr]
     return [parameter.dim() == 2 and id(parameter) in inside for parameter in model.parameters()]

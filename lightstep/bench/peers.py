@@ -1,4 +1,4 @@
-"""Peers written by hand with what torch has: state on the GPU, whole or in shards, and AdamW on the CPU."""
+"""Peers written by hand with torch alone: state on the GPU, whole or sharded, and AdamW on the CPU."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from lightstep.bench.contender import ADAMW, MAX_NORM, Contender, Skipped, Task, clip_coefficient, total_norm
-from lightstep.bench.optimizers import OPTIMIZERS, by_hand, hidden_matrices
+from lightstep.bench.optimizers import OPTIMIZERS, hidden_matrices, torch_optimizers
 from lightstep.distributed import like, local_tensor, world_size
 
 
 class TorchResident(Contender):
-    """The loop that everybody writes: fp32 masters, `clip_grad_norm_`, AdamW (or two optimizers), copy back."""
+    """The usual loop: fp32 masters, `clip_grad_norm_`, AdamW (and Muon), copy to the bf16 weights."""
 
     name = "torch"
     about = "by hand: bf16 gradients cast to fp32, clip_grad_norm_, AdamW(fused=True), copy; all state on the device"
@@ -33,11 +33,11 @@ class TorchResident(Contender):
         self._optimizers = self.make_optimizers(task.optimizer)
 
     def make_model(self, task: Task) -> nn.Module:
-        model: nn.Module = task.model_by_hand()
+        model: nn.Module = task.model_for_peers()
         return model
 
     def make_optimizers(self, name: str) -> list[torch.optim.Optimizer]:
-        return by_hand(name, self.model, self._masters, **self.implementation)
+        return torch_optimizers(name, self.model, self._masters, **self.implementation)
 
     def step(self, gradients: Sequence[Tensor]) -> None:
         for master, gradient in zip(self._masters, gradients, strict=True):
@@ -51,7 +51,7 @@ class TorchResident(Contender):
 
 
 class TorchForeach(TorchResident):
-    """The same with torch's default implementation of AdamW on a GPU."""
+    """`TorchResident` with torch's default implementation of AdamW on a GPU."""
 
     name = "torch-foreach"
     about = "by hand: gradients cast to fp32, clip_grad_norm_, AdamW(foreach=True), copy; all state on the device"
@@ -59,7 +59,7 @@ class TorchForeach(TorchResident):
 
 
 class TorchResidentFloatGradients(TorchResident):
-    """The same when the gradients already are fp32 (`float()` then copies nothing)."""
+    """`TorchResident` with fp32 gradients, for which `float()` copies nothing."""
 
     name = "torch-fp32-grads"
     about = "the same loop given fp32 gradients"
@@ -67,9 +67,9 @@ class TorchResidentFloatGradients(TorchResident):
 
 
 class TorchFsdp2(Contender):
-    """What people write for FSDP2: fp32 shards, `clip_grad_norm_`, `AdamW(fused=True)`.
+    """The usual FSDP2 loop: fp32 shards, `clip_grad_norm_`, `AdamW(fused=True)`.
 
-    torch's Muon takes whole matrices. So every rank gathers every gradient of one, and updates all of it.
+    torch's Muon needs whole matrices, so every rank gathers the gradient of every matrix and updates all of it.
     """
 
     name = "torch-fsdp2"
@@ -79,8 +79,8 @@ class TorchFsdp2(Contender):
 
     def __init__(self, task: Task) -> None:
         if world_size() == 1:
-            raise Skipped("shards over several ranks; start the bench with torchrun")
-        self.model = stack = task.model_by_hand(torch.float32)
+            raise Skipped("needs several ranks; start the bench with torchrun")
+        self.model = stack = task.model_for_peers(torch.float32)
         hidden = hidden_matrices(stack) if task.optimizer == "muon" else [False] * len(list(stack.parameters()))
         wholes = [p.detach().clone() if inside else None for p, inside in zip(stack.parameters(), hidden, strict=True)]
         mesh = init_device_mesh(task.device.type, (world_size(),))
@@ -91,7 +91,7 @@ class TorchFsdp2(Contender):
         self._wholes = [(s, nn.Parameter(w)) for s, w in zip(self._shards, wholes, strict=True) if w is not None]
         matrices = iter([whole for _, whole in self._wholes])
         updated = [next(matrices) if inside else s for s, inside in zip(self._shards, hidden, strict=True)]
-        self._optimizers = by_hand(task.optimizer, stack, updated, fused=True)
+        self._optimizers = torch_optimizers(task.optimizer, stack, updated, fused=True)
 
     def step(self, gradients: Sequence[Tensor]) -> None:
         for shard, gradient in zip(self._shards, gradients, strict=True):
@@ -113,13 +113,13 @@ class TorchFsdp2(Contender):
 
 
 def pinned_like(tensor: Tensor) -> Tensor:
-    """A zeroed host tensor of that shape and dtype, from torch's pinned allocator when the tensor is on a GPU."""
+    """A zeroed host tensor of the same shape and dtype, pinned by torch if `tensor` is on a GPU."""
     return torch.zeros(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
 
 
 @dataclass(eq=False)
 class HostSlot:
-    """One parameter's buffers on the host."""
+    """Host buffers of one parameter."""
 
     gradient: Tensor  # bf16, page-locked
     weight: Tensor  # bf16, page-locked
@@ -128,13 +128,13 @@ class HostSlot:
 
 
 class CpuAdamW(Contender):
-    """Gradients to the host, fused AdamW there on each tensor as it arrives, weights back; page-locked copies."""
+    """Copies gradients to page-locked memory, runs fused AdamW there per tensor as it arrives, copies weights back."""
 
     name = "cpu-adamw"
     about = "torch's fused CPU AdamW, gradients and weights sent per tensor from page-locked memory, overlapped"
 
     def __init__(self, task: Task) -> None:
-        self.model = task.model_by_hand()
+        self.model = task.model_for_peers()
         self._weights = [parameter.detach() for parameter in self.model.parameters()]
         self._torch: Any = torch.get_device_module(task.device)  # on a CPU its streams do nothing
         self._to_host, self._to_device = self._torch.Stream(), self._torch.Stream()
@@ -161,7 +161,7 @@ class CpuAdamW(Contender):
         self._torch.current_stream().wait_stream(self._to_device)
 
     def _fetch(self, slot: HostSlot, gradient: Tensor) -> Any:
-        """The event of its arrival."""
+        """Start copying a gradient to the host; returns the event of its arrival."""
         arrival = self._torch.Event()
         with self._torch.stream(self._to_host):
             slot.gradient.copy_(gradient, non_blocking=True)
@@ -170,14 +170,14 @@ class CpuAdamW(Contender):
 
     @torch.no_grad()
     def _update(self, slot: HostSlot) -> None:
-        # One fp32 scratch for all tensors: fused AdamW refuses an fp32 parameter with a bf16 gradient.
+        # Fused AdamW refuses a bf16 gradient for an fp32 parameter; one fp32 scratch buffer serves all tensors.
         slot.master.grad = self._scratch[: slot.master.numel()].view_as(slot.master).copy_(slot.gradient)
         self.apply(slot)
         slot.master.grad = None
         slot.weight.copy_(slot.master)
 
     def apply(self, slot: HostSlot) -> None:
-        # The fused kernel divides by `grad_scale`: no extra pass to clip.
+        # The fused kernel divides by `grad_scale`, so clipping needs no extra pass.
         slot.optimizer.grad_scale = 1.0 / self._coefficient  # type: ignore[attr-defined]
         slot.optimizer.step()
 

@@ -1,4 +1,4 @@
-"""Planned against measured: for each row of `lightstep bench --iteration`'s results, what a plan says beside it."""
+"""Compares plans with measurements, for each row in the results of `lightstep bench --iteration`."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ MEMORY_GOAL, TIME_GOAL = 0.05, 0.10
 
 
 @dataclass(frozen=True)
-class Compared:
-    """One row: bytes and milliseconds, planned and measured."""
+class Comparison:
+    """One row: planned and measured bytes and milliseconds."""
 
     file: str
     device: str
@@ -48,25 +48,25 @@ class Compared:
 
 
 _OVERLAP_SINCE = "2026-11-22T09:00"
-"""The presets whose name ends in `-overlap` had `update: next_forward` before."""
+"""Before this date, presets whose name ends in `-overlap` had `update: next_forward`."""
 _WHOLE_MASTERS_UNTIL = "2026-11-22T15:30"
-"""`resident` kept masters whole in versions before: 2 bytes per bf16 parameter more than is planned now."""
+"""Until this date, `resident` kept whole fp32 masters: 2 bytes per bf16 parameter more than now."""
 
 _RESIDENT_SINCE = "2026-11-23T06:00"
-"""`stream-overlap` kept no state on the device before, and the previous weights were there in any case."""
+"""Before this date, `stream-overlap` kept previous weights, but no state, on the device."""
 
 
-def compare(folder: Path) -> list[Compared]:
-    """Every row of lightstep's own strategies in the JSON files of a folder that hold whole iterations on a GPU."""
-    rows: list[Compared] = []
+def compare(folder: Path) -> list[Comparison]:
+    """Compare every row of a lightstep strategy in the folder's JSON files of GPU iterations."""
+    rows: list[Comparison] = []
     for file in sorted(folder.glob("*.json")):
         values = json.loads(file.read_text(encoding="utf-8"))
         if "iterations" in values and "rows" in values and values["optimizer"]["class"] == "AdamW":
-            rows += _of_file(file.name, values)
+            rows += _compare_file(file.name, values)
     return rows
 
 
-def _of_file(file: str, values: Mapping[str, Any]) -> Iterator[Compared]:
+def _compare_file(file: str, values: Mapping[str, Any]) -> Iterator[Comparison]:
     profile = profile_of_device(values["hardware"]["device"])
     model = values["model"]
     if profile is None or model["name"] not in SHAPES:
@@ -76,7 +76,7 @@ def _of_file(file: str, values: Mapping[str, Any]) -> Iterator[Compared]:
     for row in values["rows"]:
         if row["kind"] != "lightstep" or not row.get("iteration_ms"):
             continue
-        tokens, clips = row["tokens"], _clips(row, values)
+        tokens, clips = row["tokens"], _was_clipped(row, values)
         work = Workload(tokens, values["sequence"], 1, True, model["loss_chunk_tokens"], clips)
         if (tokens, clips) not in planners:
             planners[tokens, clips] = Planner(shape, work, profile, values["ranks"])
@@ -87,7 +87,7 @@ def _of_file(file: str, values: Mapping[str, Any]) -> Iterator[Compared]:
         if "update=" not in label:
             before += " previous_weights=device"
         then = values["date"] < _RESIDENT_SINCE and "-overlap" in label
-        config = _of_label(label.replace("-overlap", f"-overlap {before}", 1) if then else label)
+        config = _parse_label(label.replace("-overlap", f"-overlap {before}", 1) if then else label)
         if config.sharding.kind == "deepspeed":
             continue
         if config.optimizer_state.backend == "resident" and values["date"] < _WHOLE_MASTERS_UNTIL:
@@ -96,19 +96,19 @@ def _of_file(file: str, values: Mapping[str, Any]) -> Iterator[Compared]:
         assert plan.time is not None
         ranks = f"{values['ranks']} × " if values["ranks"] > 1 else ""
         measured = row["peak_device_bytes"], plan.time.iteration, row["iteration_ms"]
-        yield Compared(file, ranks + profile.name, model["name"], tokens, label, plan.memory.peak, *measured)
+        yield Comparison(file, ranks + profile.name, model["name"], tokens, label, plan.memory.peak, *measured)
 
 
-def _clips(row: Mapping[str, Any], values: Mapping[str, Any]) -> bool | None:
-    """Whether the measured steps were clipped; ``None``: some of them. Older results have the last norm alone."""
+def _was_clipped(row: Mapping[str, Any], values: Mapping[str, Any]) -> bool | None:
+    """Whether the measured steps were clipped; ``None``: only some. Older results have only the last norm."""
     clipped = row.get("clipped_steps")
     if clipped is None:
         return bool(row["grad_norm"] > values["optimizer"]["max_norm"])
     return None if 0 < clipped < values["iterations"] else clipped > 0
 
 
-def _of_label(label: str) -> StrategyConfig:
-    """``stream scope=unit``: a strategy, and keys that are laid over it, each without its section."""
+def _parse_label(label: str) -> StrategyConfig:
+    """Parse a label such as ``stream scope=unit``: a strategy, and overrides without their sections."""
     name, *assignments = label.split()
     values = parse_config(read_source(name)[1], name).model_dump()
     for assignment in assignments:
@@ -118,8 +118,8 @@ def _of_label(label: str) -> StrategyConfig:
     return parse_config(values, label)
 
 
-def as_markdown(rows: list[Compared]) -> str:
-    """A table for the documentation."""
+def as_markdown(rows: list[Comparison]) -> str:
+    """A Markdown table for the documentation."""
     lines = [
         "| device | model | tokens | strategy | peak, GB: planned | measured | off by "
         "| step, ms: planned | measured | off by |",

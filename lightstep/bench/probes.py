@@ -1,4 +1,4 @@
-"""What is seen of a step from outside: its time, and page-locked memory."""
+"""Measures time and page-locked memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 
 class Clock:
-    """`lap()` marks a moment: in the current stream of a GPU, on a CPU by the host's clock; `read()`: ms between."""
+    """`lap()` marks a moment in the current stream of a GPU, or on the host for a CPU; `read()` gives ms."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
@@ -38,7 +38,7 @@ def pinned_bytes(device: torch.device) -> int:
     """Bytes of host memory that torch's pinned allocator holds, in use or kept for reuse, as it rounds them.
 
     0 on a CPU. `active_bytes` would be those in use, but torch 2.11 counts up and never down when a block is freed
-    (pytorch/pytorch#182404): buffers that every step frees and takes again would count once per step.
+    (pytorch/pytorch#182404): buffers that every step frees and allocates again would count once per step.
     """
     if device.type != "cuda":
         return 0
@@ -46,8 +46,8 @@ def pinned_bytes(device: torch.device) -> int:
 
 
 @contextlib.contextmanager
-def old_objects_left_alone() -> Iterator[None]:
-    """Python's cyclic collector looks at new objects only. Looking through all takes long, in one step of very many."""
+def gc_frozen() -> Iterator[None]:
+    """Hide existing objects from Python's cyclic collector, whose full pass would slow down a single step."""
     gc.collect()
     gc.freeze()
     try:
@@ -57,7 +57,7 @@ def old_objects_left_alone() -> Iterator[None]:
 
 
 def free_memory(device: torch.device) -> None:
-    """Give back what the last contender held, on the device and in torch's pinned allocator."""
+    """Free the last contender's memory on the device and in torch's pinned allocator."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.synchronize(device)

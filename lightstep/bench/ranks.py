@@ -1,4 +1,4 @@
-"""The bench under torchrun: every rank measures at the same time, the slowest counts, rank 0 reports."""
+"""Several ranks under torchrun: all measure at the same time, the slowest counts, and rank 0 reports."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from lightstep.distributed import end_process_group
 class Ranks:
     """The processes of this run; one without torchrun.
 
-    Starts the default process group if nobody did, and ends what it started. A group is
-    needed for one process too, when a contender shards: `ensure_group()` makes one without a network.
+    Starts the default process group if there is none, and ends the one it started. A single process needs a group too
+    if a contender shards: `ensure_group()` makes one without a network.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -42,7 +42,7 @@ class Ranks:
         self._started = True
 
     def maximum(self, values: list[float]) -> list[float]:
-        """Element by element the largest over the ranks."""
+        """Elementwise maximum over the ranks."""
         return self._reduce(values, dist.ReduceOp.MAX)
 
     def minimum(self, values: list[float]) -> list[float]:
@@ -51,7 +51,7 @@ class Ranks:
     def _reduce(self, values: list[float], operation: dist.ReduceOp.RedOpType) -> list[float]:
         if self.world_size == 1 or not values:
             return values
-        # On the CPU group: a collective on the GPU would be one more thing in the memory and the queues being measured.
+        # On the CPU group, because a collective on the GPU would disturb the memory and streams being measured.
         tensor = torch.tensor(values, dtype=torch.float64)
         dist.all_reduce(tensor, operation)
         return tensor.tolist()
@@ -59,8 +59,8 @@ class Ranks:
     def barrier(self) -> None:
         self.maximum([0.0])
 
-    def agree(self, error: str | None) -> str | None:
-        """None when no rank has an error, else this rank's error or a word about the others'."""
+    def first_error(self, error: str | None) -> str | None:
+        """This rank's error, or a note if only another rank has one; None if no rank has an error."""
         if self.maximum([float(error is not None)])[0] == 0.0:
             return None
         return error or "failed on another rank"
@@ -72,9 +72,9 @@ class Ranks:
 
 
 def share_cores(threads: int | None) -> None:
-    """Give every rank so many threads for torch's CPU work, or its share of the machine's cores.
+    """Set torch's CPU threads to `threads`, or to this rank's share of the machine's cores.
 
-    torchrun sets `OMP_NUM_THREADS=1` for several ranks, which slows those down that compute on the CPU.
+    torchrun sets `OMP_NUM_THREADS=1` for several ranks, which slows down contenders that compute on the CPU.
     """
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if threads is not None or ranks > 1:
@@ -85,7 +85,7 @@ def local_device(requested: str | None) -> torch.device:
     """The device to measure: `requested`, else this rank's GPU, else the CPU.
 
     Raises:
-        ValueError: it is none, or not here.
+        ValueError: the name is wrong, or the machine has no such device.
     """
     found = re.fullmatch(r"cpu|cuda(?::(\d+))?", requested or ("cuda" if torch.cuda.is_available() else "cpu"))
     if found is None:

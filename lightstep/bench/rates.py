@@ -1,10 +1,11 @@
-"""What this machine does per second, for plans: measured in under a minute, and kept."""
+"""Measures this machine's rates for `lightstep plan`, in under a minute, and caches them."""
 
 from __future__ import annotations
 
 import datetime
 import json
 import os
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
@@ -27,8 +28,8 @@ _CPU = LlamaShape("two blocks", 128, 384, 64, 2, 512, 32), 512, 256, 10**6
 _REPEATS = 3
 
 
-def kept_profile(device: torch.device | None = None) -> Profile | None:
-    """What was measured here before on this device."""
+def cached_profile(device: torch.device | None = None) -> Profile | None:
+    """The cached profile of this device, if there is one."""
     try:
         values = json.loads(_file(device or local_device(None)).read_text(encoding="utf-8"))
         return profile_from_values(values)
@@ -37,7 +38,7 @@ def kept_profile(device: torch.device | None = None) -> Profile | None:
 
 
 def measure_profile(device: torch.device | None = None) -> Profile:
-    """A training pass of two transformer blocks, AdamW, and the link; a GPU's are kept for the next plan."""
+    """Measure a training pass of two transformer blocks, AdamW, and the link. Results for a GPU are cached."""
     device = device or local_device(None)
     shape, tokens, sequence, elements = _GPU if device.type == "cuda" else _CPU
     when = f"{datetime.datetime.now():%Y-%m-%d %H:%M}"
@@ -53,7 +54,7 @@ def measure_profile(device: torch.device | None = None) -> Profile:
         f"measured here, {when}",
         _dtype(device),
     )
-    if device.type == "cuda":  # a CPU's say nothing of the GPUs that later plans are about
+    if device.type == "cuda":  # later plans are about GPUs
         file = _file(device)
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(asdict(profile), indent=2) + "\n", encoding="utf-8")
@@ -66,7 +67,7 @@ def _file(device: torch.device) -> Path:
 
 
 def _tflops(shape: LlamaShape, tokens: int, sequence: int, device: torch.device) -> float:
-    """All operations of forward and backward over their time, with activation checkpointing."""
+    """TFLOP/s of forward and backward, with activation checkpointing."""
     dtype = getattr(torch, _dtype(device))
     model = Llama.make(shape, device, dtype, length=sequence)
     checkpoint_activations(model)
@@ -95,9 +96,8 @@ def _update_ms(elements: int, device: torch.device) -> float:
     return _fastest(lambda: optimizer.step(), device) / elements * 1e9
 
 
-def _fastest(work: object, device: torch.device) -> float:
-    """Milliseconds, after one that warms up."""
-    assert callable(work)
+def _fastest(work: Callable[[], object], device: torch.device) -> float:
+    """The shortest time in ms, after one untimed run."""
     work()
     clock = Clock(device)
     clock.lap()

@@ -1,4 +1,4 @@
-"""The result as plain values (`as_json`), as files in a folder of its own, and as tables for people."""
+"""The result of a run: JSON values (`as_json`), files in a new folder, and tables."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ RUNS = Path("runs/bench")
 
 
 def as_json(run: Run) -> Values:
-    """Everything that is known, the slowest rank's times and the largest memory. A collective: all ranks call it."""
+    """All figures so far: the slowest rank's times and the largest memory. A collective: all ranks call it."""
     shown: list[Values] = []
     for task in run.tasks:
         rows = [row for row in run.rows if row.task is task]
@@ -59,7 +59,7 @@ def _values(run: Run, row: Row) -> Values:
 
 
 def conditions(device: torch.device) -> Values:
-    """What was asked for, when, on what and with what."""
+    """The command, the date, the hardware and the versions."""
     return {
         "command": shlex.join(["lightstep", *sys.argv[1:]]),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -128,7 +128,7 @@ def write_json(values: Values, path: Path) -> None:
 
 
 def publish(values: Values, view: View, file: Path) -> None:
-    """The result as JSON, as a chart beside it, and as tables on stdout."""
+    """Write the result as JSON and as a chart, and print its tables."""
     from lightstep.bench.chart import draw
 
     write_json(values, file)
@@ -143,34 +143,38 @@ def publish(values: Values, view: View, file: Path) -> None:
 
 @dataclass(frozen=True)
 class Column:
-    """Figures under a heading, in units. Where the terminal has no room for all columns, those of least `worth` go."""
+    """A column of figures. If the terminal is too narrow, columns of the lowest `priority` are left out first."""
 
     heading: str
     keys: str
-    """Of one figure, or of several with blanks between."""
-    how: str = ".1f"
-    worth: int = 0
+    """The JSON key of the figure, or several keys separated by blanks."""
+    format_spec: str = ".1f"
+    priority: int = 0
     unit: float = 1
     optional: bool = False
-    """Left out where no row has it."""
+    """Left out if no row has the figure."""
 
-    def known(self, row: Values) -> bool:
-        """Whether the row has all of it."""
+    def is_known(self, row: Values) -> bool:
+        """Whether the row has all of its figures."""
         return None not in map(row.get, self.keys.split())
 
     def cell(self, row: Values) -> str:
-        """A dash for what is not known; a list is a range."""
-        return " / ".join(self._shown(row[key]) for key in self.keys.split()) if self.known(row) else "–"
+        """The text of one cell: a dash for an unknown figure; a list is shown as a range."""
+        return " / ".join(self._shown(row[key]) for key in self.keys.split()) if self.is_known(row) else "–"
 
     def _shown(self, value: Any) -> str:
-        return " – ".join(map(self._shown, value)) if isinstance(value, list) else format(value / self.unit, self.how)
+        return (
+            " – ".join(map(self._shown, value))
+            if isinstance(value, list)
+            else format(value / self.unit, self.format_spec)
+        )
 
 
 @dataclass(frozen=True)
 class Panel:
-    """A chart's bars: for each row a grey part to its figure `base`, and a coloured one from there to `key`.
+    """One bar per row: grey up to the figure `base`, colored from there to the figure `key`.
 
-    A whisker shows the range of the figure `spread`. `mark` is a line across, and what it says.
+    A whisker shows the range of the figure `spread`. `mark` returns the position and label of a vertical line.
     """
 
     label: str
@@ -184,20 +188,20 @@ class Panel:
 
 @dataclass(frozen=True)
 class View:
-    """How values are shown, one table for each case and a line of panels in the chart.
+    """How values are shown: one table and one line of chart panels for each case.
 
     Attributes:
-        key: a row is shown as measured when it has it.
-        title: from all values and the case.
-        below: sentences under the tables.
-        case: the key of a row's size, where there are several.
+        key: the figure that every measured row has.
+        title: makes a title from all values and the case.
+        footnotes: makes the sentences below the tables.
+        case: the key of a row's size, for tasks that are measured at several.
     """
 
     key: str
     columns: tuple[Column, ...]
     panels: tuple[Panel, ...]
     title: Callable[[Values, Any], str]
-    below: Callable[[Values], list[str]]
+    footnotes: Callable[[Values], list[str]]
     case: str | None = None
 
     def sections(self, values: Values) -> list[tuple[str, list[Values]]]:
@@ -209,28 +213,28 @@ class View:
 
 WIDE = 140
 _NAME = 24
-"""Columns of the terminal for a name; a longer one is folded where room is short."""
+"""Width that names keep when the terminal is narrow; longer names are folded."""
 
 
 def print_table(values: Values, view: View, console: Console | None = None) -> None:
-    """One table for each section, as many columns as there is room for, and what there is to be said of the rows."""
+    """Print one table for each section, with as many columns as fit, then footnotes and notes."""
     console = console or Console()
     if not console.is_terminal and "COLUMNS" not in os.environ:  # a file has room for every column
         console.width = WIDE
     left_out: list[str] = []
     for title, rows in view.sections(values):
-        columns = [column for column in view.columns if not column.optional or any(map(column.known, rows))]
+        columns = [column for column in view.columns if not column.optional or any(map(column.is_known, rows))]
         wanted = list(columns)
         table = _table(title, rows, columns, view.key)
-        while len(columns) > 1 and _needs(table, rows, console) > console.width:
-            columns.remove(min(columns, key=lambda column: column.worth))
+        while len(columns) > 1 and _required_width(table, rows, console) > console.width:
+            columns.remove(min(columns, key=lambda column: column.priority))
             table = _table(title, rows, columns, view.key)
         left_out += [column.heading for column in wanted if column not in columns]
         console.print(table)
     if left_out:
         names = ", ".join(dict.fromkeys(heading.replace("\n", " ") for heading in left_out))
-        console.print(f"In the JSON file, for want of room here: {names}.", highlight=False, markup=False)
-    for sentence in view.below(values):
+        console.print(f"Left out here for lack of room, see the JSON file: {names}.", highlight=False, markup=False)
+    for sentence in view.footnotes(values):
         console.print(sentence, highlight=False, markup=False)
     for note in dict.fromkeys(f"  {label(row)}: {row['note']}" for row in values["rows"] if row.get("note")):
         console.print(note, highlight=False, markup=False)
@@ -248,8 +252,8 @@ def _table(title: str, rows: list[Values], columns: list[Column], key: str) -> T
     return table
 
 
-def _needs(table: Table, rows: list[Values], console: Console) -> int:
-    """Columns of the terminal; long names may be folded, numbers and headings not."""
+def _required_width(table: Table, rows: list[Values], console: Console) -> int:
+    """Width of the table when long names are folded; numbers and headings are never folded."""
     without_folding = console.measure(table, options=console.options.update_width(1000)).maximum
     return without_folding - max(0, _longest_name(rows) - _NAME)
 
@@ -263,13 +267,13 @@ def label(row: Values) -> str:
 
 
 def size(parameters: int) -> str:
-    """In words: 1.24 B, 1.81 M."""
+    """For example 1.24 B or 1.81 M."""
     return f"{parameters / 1e9:.3g} B" if parameters >= 1e8 else f"{parameters / 1e6:.3g} M"
 
 
 def link_sentence(link: Values | None) -> str:
     if link is None:
-        return "No GPU: nothing crosses a link here, and these times say nothing about one."
+        return "No GPU: nothing crosses a link here, so these times say nothing about one."
     pinned = "page-locked, exactly registered" if link["page_locked"] else "PAGEABLE: page-locking was refused"
     return (
         f"Link, {pinned}: {link['to_device']:.1f} GB/s ⇧ to the device alone, {link['to_host']:.1f} GB/s ⇩ to the host "

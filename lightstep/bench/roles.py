@@ -1,8 +1,8 @@
-"""`lightstep bench --roles`: what a worker that only generates holds in memory, with the role for it and without.
+"""`lightstep bench --roles`: memory of a worker that only generates, with the rollout role and without it.
 
-Without the role it prepares the model as a trainer does, and an inference copy beside it: what was reported in
-https://github.com/verl-project/verl/issues/4229. Each is measured in a fresh process: weights arrive, a few tokens are
-generated.
+Without the role, the worker prepares the model as a trainer does and keeps an inference copy as well, as reported in
+https://github.com/verl-project/verl/issues/4229. Each variant runs in a fresh process, which receives weights and
+generates a few tokens.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ REPORTED: dict[str, Any] = {
     "model": "Qwen2.5-3B",
     "gb": {WITHOUT: 22, WITH: 14},
 }
-"""Of one rollout worker, its inference engine included."""
+"""Memory of one rollout worker, including its inference engine."""
 
 
 @dataclass(frozen=True)
-class Task:
-    """What is measured. `device_name` is `cpu` or `cuda`."""
+class WorkerTask:
+    """The model and the device (`cpu` or `cuda`) of a worker."""
 
     shape: LlamaShape
     device_name: str
     seed: int
 
     def model(self) -> nn.Module:
-        """A Llama on the meta device: whoever prepares it makes its memory, once."""
+        """A Llama on the meta device; preparing it allocates its memory."""
         with torch.device("meta"):
             return LlamaForCausalLM(self.shape.config(pad_token_id=0))
 
@@ -51,9 +51,11 @@ class Task:
 def measure(
     params: float | None, layers: int | None, output: Path, device_name: str | None = None, seed: int = 0
 ) -> Values:
-    """Write roles.json and roles.png to `output`; returns the JSON's values."""
+    """Measure both variants, write roles.json and roles.png to `output`, and return the JSON values."""
     device = local_device(device_name)
-    task = Task(LlamaShape.near(int(params or _PARAMETERS[device.type]), layers, released=True), device.type, seed)
+    task = WorkerTask(
+        LlamaShape.nearest(int(params or _PARAMETERS[device.type]), layers, released=True), device.type, seed
+    )
     output.mkdir(parents=True, exist_ok=True)
     rows = []
     with progress(True) as say:
@@ -69,16 +71,16 @@ def measure(
 # -- the processes ----------------------------------------------------------------------------------------------------
 
 
-def _in_fresh_processes(task: Task, name: str) -> dict[str, int]:
-    """The worker's figures. With the role there is a trainer beside it."""
+def _in_fresh_processes(task: WorkerTask, name: str) -> dict[str, int]:
+    """The worker's figures. With the role, a trainer runs as a second process."""
     ranks = 2 if name == WITH else 1
     config = LaunchConfig(1, 1, ranks, run_id="roles", rdzv_backend="c10d", rdzv_endpoint="localhost:0", max_restarts=0)
     figures: dict[int, dict[str, int]] = elastic_launch(config, run_rank)(task, name)
     return figures[ranks - 1]
 
 
-def run_rank(task: Task, name: str) -> dict[str, int] | None:
-    """One of the processes, with torchrun's environment; the last one is the worker."""
+def run_rank(task: WorkerTask, name: str) -> dict[str, int] | None:
+    """Run one of the processes, in torchrun's environment. The last rank is the worker."""
     from lightstep import Strategy
 
     if task.device_name == "cpu":
@@ -94,10 +96,10 @@ def run_rank(task: Task, name: str) -> dict[str, int] | None:
         return None
 
 
-def _worker(task: Task, strategy: Any) -> dict[str, int]:
+def _worker(task: WorkerTask, strategy: Any) -> dict[str, int]:
     from lightstep import TransformersEngine
 
-    _generate(Task(LlamaShape.near(20_000, 1), task.device_name, 0).model().to_empty(device=strategy.device))
+    _generate(WorkerTask(LlamaShape.nearest(20_000, 1), task.device_name, 0).model().to_empty(device=strategy.device))
     memory = Memory(strategy.device)
     trained = strategy.prepare_model(task.model) if strategy.role == "trainer" else None
     engine = TransformersEngine(strategy.prepare_model(task.model, role="rollout"))
@@ -112,28 +114,28 @@ def _worker(task: Task, strategy: Any) -> dict[str, int]:
 
 @torch.no_grad()
 def _generate(model: Any) -> None:
-    """A few tokens. The first model of a process also loads what every other one shares."""
+    """Generate a few tokens. The first call in a process also loads libraries that later calls share."""
     prompt = torch.ones(1, _PROMPT, dtype=torch.long, device=next(model.parameters()).device)
     model.generate(input_ids=prompt, attention_mask=prompt, max_new_tokens=_NEW_TOKENS, do_sample=False)
 
 
 class Memory:
-    """What this process has taken since this was made: of its GPU, or of the host where there is none."""
+    """Memory that this process allocated since construction: on its GPU, or on the host if it has none."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         else:
-            Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+            Path("/proc/self/clear_refs").write_text("5")  # resets the peak
         self._before = self._now()
 
     def held(self) -> int:
-        """Bytes now."""
+        """Bytes allocated now."""
         return self._now() - self._before
 
     def peak(self) -> int:
-        """The most at any time."""
+        """Peak bytes."""
         most = torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else _status("VmHWM")
         return most - self._before
 
@@ -150,7 +152,7 @@ def _status(key: str) -> int:
 
 
 def row(name: str, figures: dict[str, int]) -> Values:
-    """One worker's figures, beside what was reported."""
+    """The JSON values of one worker, with the reported figure."""
     kind = "lightstep" if name == WITH else "peer"
     return {"name": name, "kind": kind, "reported_gb": REPORTED["gb"][name], **figures}
 
@@ -173,5 +175,5 @@ VIEW = View(
         Panel(f"GB, {REPORTED['model']}, reported for verl", "reported_gb"),
     ),
     title=_title,
-    below=lambda values: [f"Reported: {values['reported']['source']}"],
+    footnotes=lambda values: [f"Reported: {values['reported']['source']}"],
 )

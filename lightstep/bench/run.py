@@ -1,8 +1,8 @@
-"""One run: the link, then every contender in turn, in rounds of alternating direction, one at a time in memory.
+"""One run: the link, then the contenders one after another, in rounds of alternating order, one at a time in memory.
 
-Steps follow each other without a gap, and each is timed from the end of the one before, in the order of the device's
-main stream. So nothing a step leaves behind (copies still under way, buffers filled ahead, updates beside the next
-forward) is anybody's gain: it delays the next one. Whoever fails gets a note, and the run goes on.
+Steps run back to back, and each is timed from the end of the one before, on the device's main stream. So work that a
+step leaves behind (pending copies, prefetched buffers, updates during the next forward) is not free: it delays the
+next step. A contender that fails gets a note, and the run continues.
 """
 
 from __future__ import annotations
@@ -22,20 +22,24 @@ from lightstep.bench.disk import DiskTime
 from lightstep.bench.entries import Entry
 from lightstep.bench.link import Link, measure_link
 from lightstep.bench.muon_bounds import measure_exchange
-from lightstep.bench.probes import Clock, free_memory, old_objects_left_alone, pinned_bytes
+from lightstep.bench.probes import Clock, free_memory, gc_frozen, pinned_bytes
 from lightstep.bench.ranks import Ranks
-from lightstep.bench.trace import Watched
+from lightstep.bench.trace import StepProfile
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass
 class Row:
-    """One contender at one size, and what was seen of it on this rank, over all rounds.
+    """What was measured of one contender at one size on this rank, over all rounds. None: not measurable here.
 
-    `windows`: for each round the ms of its steps, and `remaining_ms` what came after the last of them. `peak_bytes`
-    leaves the inputs out. `seen` is for what one task alone looks at. None is: not measurable on this device. `note`
-    says why there is nothing, `skipped` that it cannot be measured here at all.
+    Attributes:
+        windows: for each round, the ms of each step.
+        remaining_ms: for each round, the ms from the end of the last step until everything was written.
+        peak_bytes: peak device memory, without the inputs.
+        extra: what only this row's task measures.
+        note: why there are no figures.
+        skipped: the contender cannot run here; otherwise a note means that it failed.
     """
 
     entry: Entry
@@ -47,17 +51,17 @@ class Row:
     input_bytes: int = 0
     peak_bytes: int | None = None
     host_bytes: int = 0
-    watched: Watched | None = None
+    profile: StepProfile | None = None
     sample: Tensor | None = None
     disk: DiskTime | None = None
-    seen: dict[str, Any] = field(default_factory=dict)
+    extra: dict[str, Any] = field(default_factory=dict)
     note: str | None = None
     skipped: bool = False
 
 
 @dataclass(frozen=True)
 class Effort:
-    """How much is measured: untimed steps before, timed steps in each round."""
+    """Timed steps in each round, untimed steps before them, and rounds."""
 
     steps: int
     warmup: int
@@ -66,9 +70,12 @@ class Effort:
 
 @dataclass
 class Run:
-    """Everything measured so far. `tasks` differ in their case alone; `checkpoints` is a folder to save them in.
+    """Everything measured so far.
 
-    `exchange`: GB/s that a rank sends in an all-to-all, where that matters.
+    Attributes:
+        tasks: one for each case, otherwise alike.
+        checkpoints: the folder for timed saves.
+        exchange: GB/s that a rank sends in an all-to-all; measured for Muon only.
     """
 
     tasks: Sequence[Task]
@@ -80,7 +87,7 @@ class Run:
     exchange: float | None = None
 
     @classmethod
-    def of(
+    def create(
         cls,
         tasks: Sequence[Task],
         effort: Effort,
@@ -90,12 +97,12 @@ class Run:
     ) -> Run:
         """A run that has measured nothing yet."""
         baseline = tasks[0].baseline
-        everybody = [*([] if baseline is None else [Entry.of(baseline)]), *entries]
-        return cls(tasks, effort, ranks, [Row(entry, task) for task in tasks for entry in everybody], checkpoints)
+        contenders = [*([] if baseline is None else [Entry.from_class(baseline)]), *entries]
+        return cls(tasks, effort, ranks, [Row(entry, task) for task in tasks for entry in contenders], checkpoints)
 
     @property
     def task(self) -> Task:
-        """For what is the same in all cases."""
+        """The first task, for what all cases have in common."""
         return self.tasks[0]
 
     @property
@@ -104,12 +111,12 @@ class Run:
 
 
 def measure_all(run: Run, progress: Callable[[str], None]) -> None:
-    """Fill the rows. `progress` is called with a sentence before each contender, and may save what is there."""
+    """Fill the rows. `progress` is called with a sentence before each contender, and may save the rows so far."""
     progress("the link")
     run.link = measure_link(run.task.device, run.ranks)
     run.exchange = measure_exchange(run.task.device, run.ranks) if run.task.optimizer == "muon" else None
     for number in range(run.effort.rounds):
-        for row in run.rows if number % 2 == 0 else reversed(run.rows):  # a machine that slows down favours nobody
+        for row in run.rows if number % 2 == 0 else reversed(run.rows):  # fair if the machine slows down
             if row.note is not None:
                 continue
             progress(f"round {number + 1} of {run.effort.rounds}: {row.entry.label}")
@@ -126,10 +133,10 @@ def measure_all(run: Run, progress: Callable[[str], None]) -> None:
 
 
 class Measurement:
-    """One contender in one round, from building it to letting go of it.
+    """One contender in one round, from building it to releasing it.
 
     Attributes:
-        inputs: what steps are given, gradients or batches, taken in turn.
+        inputs: gradients or batches, which steps use in turn.
     """
 
     contender: Contender
@@ -140,11 +147,11 @@ class Measurement:
         self.device = row.task.device
 
     def measure(self) -> None:
-        """All phases, each on all ranks; a failure on any of them becomes the row's note."""
+        """Run all phases on all ranks. A failure on any rank becomes the row's note."""
         for phase in self._phases():
             self.run.ranks.barrier()
             note, skipped = _failure(phase)
-            note = self.run.ranks.agree(note)
+            note = self.run.ranks.first_error(note)
             if note is not None:
                 self.row.note, self.row.skipped = note, skipped
                 return
@@ -165,13 +172,13 @@ class Measurement:
         self.row.parameters = sum(weight.numel() for weight in self.contender.weights())
 
     def time(self, work: Callable[[Any], None], warmup: int, synchronize: bool) -> None:
-        """Warm up, then time one window of steps, and note their memory.
+        """Warm up, then time one window of steps and record their memory.
 
         Args:
-            work: one step, given its inputs.
-            synchronize: begin on a quiet machine; else the first step waits for what the warm-up left to be done.
+            work: one step, called with its inputs.
+            synchronize: finish the warm-up first. Otherwise the first step includes what the warm-up left pending.
         """
-        with old_objects_left_alone():
+        with gc_frozen():
             self._time(work, warmup, synchronize)
 
     def _time(self, work: Callable[[Any], None], warmup: int, synchronize: bool) -> None:
@@ -192,20 +199,20 @@ class Measurement:
         *window, remaining = clock.read()
         row.windows.append(window)
         row.remaining_ms.append(remaining)
-        self._note_memory()
+        self._record_memory()
 
-    def _note_memory(self) -> None:
+    def _record_memory(self) -> None:
         given = sum(map(nbytes, self.inputs))
-        # What one step is given counts; that the bench holds a second set for the next one is its own affair.
+        # The inputs of one step count; the second set that the bench alternates with does not.
         self.row.input_bytes = given // len(self.inputs)
         pinned = pinned_bytes(self.device) - self._pinned_before
-        self.row.host_bytes = self.contender.host_bytes() + not_listed(self.contender, pinned)
+        self.row.host_bytes = self.contender.host_bytes() + unlisted_pinned_bytes(self.contender, pinned)
         if self.device.type == "cuda":
             peak = torch.cuda.max_memory_allocated(self.device) - self._device_before - given
             self.row.peak_bytes = max(peak, self.row.peak_bytes or 0)
 
     def synchronize(self) -> None:
-        """Wait until nothing is left to be done."""
+        """Wait until all work is done."""
         self.contender.finish()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
@@ -217,8 +224,8 @@ class Measurement:
         self.inputs = ()
 
 
-def not_listed(contender: Contender, pinned: int) -> int:
-    """What torch's pinned allocator took beyond the contender's tensors: what it rounds up, what steps reuse."""
+def unlisted_pinned_bytes(contender: Contender, pinned: int) -> int:
+    """Bytes of torch's pinned allocator beyond the contender's tensors: rounding, and blocks that steps reuse."""
     return max(0, pinned - nbytes(tensor for tensor in contender.host_tensors() if tensor.is_pinned()))
 
 

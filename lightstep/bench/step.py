@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightstep.bench import muon_bounds
 from lightstep.bench.contender import Task
-from lightstep.bench.disk import DiskTime, time_saving
+from lightstep.bench.disk import DiskTime, measure_saving
 from lightstep.bench.layer_stream import LayerStream
 from lightstep.bench.libraries import DeepSpeedCpuAdam, Dion, DionTriton, Fsdp2OffloadStep, TorchaoOffload
 from lightstep.bench.llama import Llama, LlamaShape
@@ -22,7 +22,7 @@ from lightstep.bench.peers import CpuAdamW, TorchFsdp2, TorchResident, TorchResi
 from lightstep.bench.report import Column, Panel, Values, View, link_sentence, size
 from lightstep.bench.run import Measurement, Row, Run
 from lightstep.bench.strategies import StrategyContender
-from lightstep.bench.trace import watch
+from lightstep.bench.trace import profile_step
 
 _SAMPLE = 2048  # weights per tensor that are compared between contenders
 _GRADIENT_STD = 0.01
@@ -33,14 +33,14 @@ _TRAFFIC = ("gb_to_device", "gb_to_host", "gb_per_s_to_device", "gb_per_s_to_hos
 class StepTask(Task):
     """One optimizer step.
 
-    The first step of a round starts on a quiet machine and is left out; the step time is the median of the others.
-    `block_ms` is the plain average of the whole round, until everything has landed.
+    The first step of a round starts on an idle machine and is left out; the step time is the median of the others.
+    `block_ms` is the mean over the whole round, until all its work is done.
     """
 
     shape: LlamaShape
 
     stem = "bench"
-    gives_gradients = True
+    provides_gradients = True
     peers = (
         TorchResident,
         TorchResidentFloatGradients,
@@ -67,22 +67,24 @@ class StepTask(Task):
         seed = self.seed + measurement.number + 1
         measurement.inputs = random_gradients(contender.gradient_weights(), contender.gradient_dtype, self.device, seed)
         measurement.time(contender.step, measurement.run.effort.warmup, synchronize=True)
-        # fp32 weights are compared as what a forward in bf16 sees.
+        # fp32 weights are rounded to bf16 first, as a forward in bf16 does.
         weights = contender.weights()
         measurement.row.sample = torch.cat([weight.flatten()[:_SAMPLE].bfloat16().float().cpu() for weight in weights])
 
     def probe(self, measurement: Measurement) -> None:
         contender = measurement.contender
         measurement.synchronize()
-        measurement.row.watched = watch(partial(contender.step, measurement.inputs[0]), contender.finish, self.device)
+        measurement.row.profile = profile_step(
+            partial(contender.step, measurement.inputs[0]), contender.finish, self.device
+        )
         if measurement.run.checkpoints is not None and isinstance(contender, StrategyContender):
-            saver = _Stepping(contender, measurement.inputs)
-            measurement.row.disk = time_saving(saver, measurement.run.checkpoints, measurement.run.ranks)
+            saver = _StrategySaver(contender, measurement.inputs)
+            measurement.row.disk = measure_saving(saver, measurement.run.checkpoints, measurement.run.ranks)
 
     def head(self, run: Run) -> Values:
         values = {"model": {**self.shape.values(), "weights": "bfloat16"}, "steps": run.effort.steps}
         values["optimizer"] = {**OPTIMIZERS[self.optimizer], "max_norm": self.max_norm}
-        return values if self.optimizer == "adamw" else {**values, **muon_bounds.head(run, self.shape)}
+        return {**values, **muon_bounds.head(run, self.shape)}
 
     def figures(self, run: Run, row: Row) -> Values:
         steps = [time for window in row.windows for time in window[1:] or window]
@@ -90,7 +92,7 @@ class StepTask(Task):
         block_ms = sum(blocks) / sum(map(len, row.windows))
         own_times = [statistics.median(steps), min(steps), max(steps), block_ms]
         median, least, most, block = run.ranks.maximum(own_times)
-        beyond, seen = max(0, (row.peak_bytes or 0) - row.weight_bytes), row.watched
+        beyond, seen = max(0, (row.peak_bytes or 0) - row.weight_bytes), row.profile
         memory = run.ranks.maximum([float(beyond), float(row.host_bytes), float(seen.waits if seen else 0)])
         given = (row.weight_bytes + row.input_bytes) / row.parameters
         return {
@@ -112,25 +114,24 @@ class StepTask(Task):
         }
 
     def compare(self, run: Run, rows: Sequence[Row], values: Sequence[Values]) -> None:
-        """How far each one's weights are from the hand-written loop's after the same gradients: the same work?"""
+        """Add how far the weights are from the hand-written loop's after the same gradients."""
         reference = next((row.sample for row in rows if row.entry.name == "torch"), None)
         for row, shown in zip(rows, values, strict=True):
             sample = row.sample
             if "step_ms" in shown and reference is not None and sample is not None and sample.shape == reference.shape:
                 shown["largest_weight_difference"] = float((sample - reference).abs().max())
-        if self.optimizer == "muon":
-            muon_bounds.add_bounds(run, self.shape, values, "step_ms")
+        muon_bounds.add_bounds(run, self.shape, values, "step_ms")
 
 
-class _Stepping:
-    """A strategy that can be told to step and to save."""
+class _StrategySaver:
+    """A strategy as the `Saver` of the disk measurement."""
 
     def __init__(self, contender: StrategyContender, gradients: Sequence[Sequence[Tensor]]) -> None:
         self._contender, self._gradients = contender, gradients
-        self.save, self.begin_save = contender.save, contender.begin_save
+        self.save, self.save_async = contender.save, contender.save_async
         self.saved_tensors = contender.saved_tensors
 
-    def one_step(self) -> None:
+    def step(self) -> None:
         self._contender.step(self._gradients[0])
         self._contender.finish()
 
@@ -138,9 +139,9 @@ class _Stepping:
 def random_gradients(
     weights: Sequence[Tensor], dtype: torch.dtype, device: torch.device, seed: int
 ) -> list[list[Tensor]]:
-    """Drawn from a normal distribution (zeros would run faster than real data does), the same in every dtype.
+    """Two sets of gradients from a normal distribution, with the same values in every dtype.
 
-    Two sets, so that steps can follow each other without a gap.
+    Zeros would run faster than real data. With two sets, steps can run back to back.
     """
     generator = torch.Generator(device).manual_seed(seed)
     draws = ([torch.empty(w.shape, dtype=torch.bfloat16, device=device) for w in weights] for _ in range(2))
@@ -156,17 +157,17 @@ def _checkpoint(disk: DiskTime) -> Values:
         "plain_files_gb_per_s": gigabytes / disk.plain_s,
         "stall_s": disk.stall.seconds,
         "stall_percent": 100 * disk.stall.seconds / disk.save_s,
-        "steps_meanwhile": disk.stall.steps,
-        "torch_async_save_stall_s": disk.torchs_stall.seconds,
-        "torch_async_save_steps_meanwhile": disk.torchs_stall.steps,
+        "steps_meanwhile": disk.stall.slowdown,
+        "torch_async_save_stall_s": disk.torch_stall.seconds,
+        "torch_async_save_steps_meanwhile": disk.torch_stall.slowdown,
     }
 
 
 def _traffic(run: Run, row: Row, step_ms: float) -> Values:
-    """Bytes over the link per step, the rates they make, and the busier way's share of the link's rate both ways."""
-    if row.watched is None:
+    """GB over the link per step, their rates, and the busier direction's share of the duplex rate."""
+    if row.profile is None:
         return dict.fromkeys(_TRAFFIC)
-    moved = [count / 1e9 for count in (row.watched.to_device, row.watched.to_host)]
+    moved = [count / 1e9 for count in (row.profile.to_device, row.profile.to_host)]
     rates = [amount / step_ms * 1e3 for amount in moved]
     percent = 100 * max(rates) / run.link.duplex if run.link is not None else None
     return dict(zip(_TRAFFIC, (*moved, *rates, percent), strict=True))
@@ -182,7 +183,7 @@ def _title(values: Values, case: Any) -> str:
     return f"One optimizer step: {what}{ranks}, torch {values['versions']['torch']}"
 
 
-def _below(values: Values) -> list[str]:
+def _footnotes(values: Values) -> list[str]:
     said = [link_sentence(values["link_gb_per_s"]), "Median of back-to-back steps.", *muon_bounds.sentences(values)]
     for row in values["rows"]:
         if row.get("host_syncs") and row["kind"] == "lightstep":
@@ -190,11 +191,11 @@ def _below(values: Values) -> list[str]:
         if saved := row.get("checkpoint"):
             rates = f"{saved['gb_per_s']:.2f} GB/s; plain files: {saved['plain_files_gb_per_s']:.2f} GB/s"
             said.append(f"  {row['name']}: checkpoint of {saved['gb']:.2f} GB saved at {rates}")
-            stall = f"{saved['stall_s']:.3f} s, {saved['stall_percent']:.1f} % of a save that is waited for"
+            stall = f"{saved['stall_s']:.3f} s, {saved['stall_percent']:.1f} % of a synchronous save"
             torchs = f"{saved['torch_async_save_stall_s']:.3f} s"
             steps = [f"{saved[key]:.2f}" for key in ("steps_meanwhile", "torch_async_save_steps_meanwhile")]
-            said.append(f"    by a thread: training goes on after {stall} (torch's async_save of the same: {torchs})")
-            said.append(f"    steps meanwhile take {steps[0]} times as long (torch's: {steps[1]})")
+            said.append(f"    asynchronous: training continues after {stall} (torch's async_save: {torchs})")
+            said.append(f"    during the write, steps take {steps[0]} times as long (torch's: {steps[1]})")
     return said
 
 
@@ -210,16 +211,16 @@ def _floor(values: Values) -> tuple[float, str] | None:
 StepTask.view = View(
     key="step_ms",
     columns=(
-        Column("step\nms", "step_ms", worth=9),
-        Column("from – to\nms", "step_ms_range", worth=8),
+        Column("step\nms", "step_ms", priority=9),
+        Column("from – to\nms", "step_ms_range", priority=8),
         *muon_bounds.COLUMNS,
-        Column("ms per 10⁹\nparameters", "ms_per_1e9_parameters", worth=5),
+        Column("ms per 10⁹\nparameters", "ms_per_1e9_parameters", priority=5),
         Column("GB moved\n⇧ / ⇩", "gb_to_device gb_to_host", ".2f", 1),
-        Column("GB/s\n⇧ / ⇩", "gb_per_s_to_device gb_per_s_to_host", worth=2),
+        Column("GB/s\n⇧ / ⇩", "gb_per_s_to_device gb_per_s_to_host", priority=2),
         Column("% of\nlink", "percent_of_duplex", ".0f", 4),
         Column("weights+\ngrads\nB/param", "weight_and_gradient_bytes_per_parameter", ".0f"),
         Column("peak\nbeyond\nMB", "peak_device_bytes_beyond", ".0f", 7, unit=1e6),
-        Column("host\nB/param", "host_bytes_per_parameter", worth=6),
+        Column("host\nB/param", "host_bytes_per_parameter", priority=6),
         Column("host\nwaits", "host_syncs", ".0f", 3),
     ),
     panels=(
@@ -232,5 +233,5 @@ StepTask.view = View(
         ),
     ),
     title=_title,
-    below=_below,
+    footnotes=_footnotes,
 )

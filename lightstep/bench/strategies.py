@@ -10,14 +10,14 @@ from typing import Any
 from torch import Tensor
 
 from lightstep.bench.contender import Contender, Skipped, Task
-from lightstep.bench.optimizers import OPTIMIZERS, arguments
+from lightstep.bench.optimizers import OPTIMIZERS, optimizer_arguments
 from lightstep.distributed import like, world_size
 from lightstep.optimizer import MixedPrecisionOptimizer
 from lightstep.strategy import Strategy
 
 
 class _Prepared(Contender):
-    """A strategy's model."""
+    """A model prepared by a strategy."""
 
     def __init__(self, task: Task, strategy: Strategy) -> None:
         if strategy.device.type != task.device.type:
@@ -36,12 +36,12 @@ class StrategyContender(_Prepared):
     kind = "lightstep"
 
     def __init__(self, task: Task, strategy: Strategy, name: str) -> None:
-        if task.gives_gradients and strategy.config.sharding.kind == "deepspeed":
-            raise Skipped("DeepSpeed takes gradients from its own backward only; measure it with --iteration")
+        if task.provides_gradients and strategy.config.sharding.kind == "deepspeed":
+            raise Skipped("DeepSpeed takes its gradients from backward only; measure it with --iteration")
         if task.optimizer != "adamw" and strategy.config.sharding.kind == "deepspeed":
-            raise Skipped("a DeepSpeed engine has one optimizer class, and --optimizer muon is two")
+            raise Skipped("a DeepSpeed engine has one optimizer class; --optimizer muon needs two")
         super().__init__(task, strategy)
-        self._optimizer = strategy.create_optimizer(self.model, **arguments(task.optimizer))
+        self._optimizer = strategy.create_optimizer(self.model, **optimizer_arguments(task.optimizer))
         self._parameters = list(self.model.parameters())
         self.name = name
         self.about = strategy.config.description or name
@@ -51,9 +51,9 @@ class StrategyContender(_Prepared):
             parameter.grad = like(parameter, gradient)
         self._optimizer.step()
 
-    def limit_norm(self, max_norm: float) -> None:
+    def set_max_norm(self, max_norm: float) -> None:
         if not isinstance(self._optimizer, MixedPrecisionOptimizer):
-            raise Skipped("DeepSpeed has one limit of the norm for all steps")
+            raise Skipped("DeepSpeed clips to the same norm in every step")
         self._optimizer.max_norm = max_norm
 
     def accumulate(self) -> AbstractContextManager[object]:
@@ -69,15 +69,15 @@ class StrategyContender(_Prepared):
         return int(self._optimizer.memory_report()["host_bytes"])
 
     def save(self, path: Path) -> None:
-        """A checkpoint of weights, masters and state."""
+        """Save weights, masters and state."""
         self._strategy.save_checkpoint(path, self.model, self._optimizer)
 
-    def begin_save(self, path: Path) -> Any:
-        """The same by a thread, while training goes on."""
+    def save_async(self, path: Path) -> Any:
+        """Start the same save in a thread."""
         return self._strategy.save_checkpoint(path, self.model, self._optimizer, asynchronous=True)
 
     def saved_tensors(self) -> dict[str, Tensor]:
-        """What is in it, each tensor by itself."""
+        """Copies of all tensors of the checkpoint, by name."""
         self._optimizer.synchronize()
         found: dict[str, Tensor] = {}
         for name, parameter in self.model.named_parameters():
@@ -97,7 +97,7 @@ class StrategyContender(_Prepared):
 
 
 class WithoutOptimizer(_Prepared):
-    """Forward and backward of `resident` (of `fsdp2` on several ranks), whose gradients are dropped."""
+    """Forward and backward of `resident`, or of `fsdp2` on several ranks; gradients are dropped."""
 
     name = "no optimizer"
     about = "forward and backward, and the gradients dropped"

@@ -34,12 +34,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TimelineTask(IterationTask):
-    """A trace and a picture, in `folder`; only the first rank writes."""
+    """Writes a trace and a picture to `folder`, on the first rank only."""
 
     folder: Path
 
     stem = "timeline"
     baseline = None
+    view = None
 
     def measure(self, measurement: Measurement) -> None:
         contender, effort, entry = measurement.contender, measurement.run.effort, measurement.row.entry
@@ -52,7 +53,10 @@ class TimelineTask(IterationTask):
             timeline = read_timeline(json.loads(trace.read_text())["traceEvents"])
             picture, name = trace.with_suffix(".png"), f"{entry.label}, {self.case} tokens"
             draw(timeline, picture, f"{name}, {device_name(self.device)}")
-            measurement.row.seen = {"picture": picture, "said": [f"{name}: {line}" for line in hidden_copies(timeline)]}
+            measurement.row.extra = {
+                "picture": picture,
+                "said": [f"{name}: {line}" for line in copies_in_forward(timeline)],
+            }
         else:
             for _ in range(effort.steps + 1):
                 contender.iterate(batch)
@@ -63,7 +67,7 @@ class TimelineTask(IterationTask):
 
 
 def _trace(contender: Contender, batch: tuple[torch.Tensor, torch.Tensor], iterations: int, path: Path) -> None:
-    """Write the Chrome trace of `iterations`, after one more that only starts the profiler."""
+    """Write the Chrome trace of `iterations`, after one untraced iteration that starts the profiler."""
     with profile(
         activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA],
         schedule=schedule(wait=0, warmup=1, active=iterations, repeat=1),
@@ -88,16 +92,14 @@ _COLORS = {  # Okabe and Ito
     COLLECTIVES: "#E69F00",
     OTHERS: "#999999",
 }
-_FINEST = 2000  # gaps below this part of the picture's width are not drawn
+_FINEST = 2000  # gaps narrower than 1/2000 of the picture are not drawn
 
 
 def draw(timeline: Timeline, path: Path, title: str) -> None:
     """Write the picture as a PNG."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(14, 1.8 + 0.5 * len(timeline.lanes)), layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.subplots()
     for row, (lane, spans) in enumerate(timeline.lanes.items()):
         bars = [(start, end - start) for start, end in merged(spans, timeline.end / _FINEST)]
@@ -111,12 +113,12 @@ def draw(timeline: Timeline, path: Path, title: str) -> None:
         _draw_phase(axes, name, span)
     for start, _ in timeline.forwards:
         axes.axvline(start, color="black", linestyle="--", linewidth=1)
-    figure.suptitle("\n".join([title, *hidden_copies(timeline)]))
+    figure.suptitle("\n".join([title, *copies_in_forward(timeline)]))
     figure.savefig(path, dpi=150, metadata={"Title": title})
 
 
 def phases(timeline: Timeline) -> list[tuple[str, Span]]:
-    """Forward, backward and step of every iteration that the trace holds whole, in order."""
+    """Forward, backward and step of every complete iteration in the trace, in order."""
     found: list[tuple[str, Span]] = []
     for forward in timeline.forwards:
         step = next((step for step in timeline.steps if step[0] >= forward[1]), None)
@@ -125,8 +127,8 @@ def phases(timeline: Timeline) -> list[tuple[str, Span]]:
     return found
 
 
-def hidden_copies(timeline: Timeline) -> list[str]:
-    """How much of the copies of each direction ran while the device was in a forward."""
+def copies_in_forward(timeline: Timeline) -> list[str]:
+    """How much of the copies in each direction ran during a forward."""
     return [
         f"{timeline.overlap(lane, timeline.forwards):.0f} of {timeline.busy(lane):.0f} ms of copies {lane} in a forward"
         for lane in (TO_DEVICE, TO_HOST)

@@ -1,4 +1,4 @@
-"""`lightstep bench --tensors`: models of many tiny tensors, where a step takes the time of its Python."""
+"""`lightstep bench --tensors`: models of many tiny tensors, whose steps measure the overhead of Python."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Expert(nn.Module):
 
 
 class Layers(nn.Module):
-    """Layers of equal parts, each used once in a forward, whose output is added up to a loss."""
+    """Layers of equal parts, each used once in a forward; the loss is the sum of the output."""
 
     def __init__(self, layers: int, parts: int, part: type[nn.Module]) -> None:
         super().__init__()
@@ -63,20 +63,20 @@ SIZES: dict[str, tuple[int, Callable[[], Layers]]] = {
     "lora": (448, lambda: Layers(32, 7, Adapter)),
     "moe": (9216, lambda: Layers(24, 128, Expert)),
 }
-"""Name: how many tensors, and the model: adapters at seven places of 32 layers; 24 layers of 128 experts."""
+"""Name: number of tensors and model. 32 layers with seven adapters each; 24 layers of 128 experts."""
 
 
 @dataclass(frozen=True)
 class TinyTask(Task):
     """Forward, backward and step of a model of `case` tensors; backward and step are timed by the host's clock.
 
-    A step's time is that until its weights and state have landed: what is left to the next forward counts. The same
-    backward is also done on a plain copy of the model each time, so that what hooks cost is seen in pairs.
+    The time of a step includes all its deferred work. Each time, the same backward also runs on a plain copy of the
+    model, so the cost of hooks is measured in pairs.
     """
 
     stem = "tiny"
     case_name = "tensors"
-    threads = 1  # the tensors are too small for more, which would only wait for each other
+    threads = 1  # the tensors are too small for more
     peers = (TorchForeach, TorchResident)
 
     def model(self, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
@@ -108,10 +108,10 @@ class TinyTask(Task):
                 steps.append(self._timed(update))
         measurement.row.windows.append(steps[1 + effort.warmup :])
         for key, times in (("first_ms", steps[:1]), ("backward_ms", hooked), ("plain_backward_ms", without)):
-            measurement.row.seen.setdefault(key, []).extend(times[-effort.steps :])
+            measurement.row.extra.setdefault(key, []).extend(times[-effort.steps :])
 
     def _timed(self, work: Callable[[], object]) -> float:
-        """ms until the device is done too."""
+        """ms until host and device are done."""
         self._wait()
         began = time.perf_counter()
         work()
@@ -128,7 +128,7 @@ class TinyTask(Task):
     def figures(self, run: Run, row: Row) -> Values:
         """Medians over all rounds, of the slowest rank."""
         steps = [time for window in row.windows for time in window]
-        medians = {key: statistics.median(times) for key, times in {"step_ms": steps, **row.seen}.items()}
+        medians = {key: statistics.median(times) for key, times in {"step_ms": steps, **row.extra}.items()}
         medians = dict(zip(medians, run.ranks.maximum(list(medians.values())), strict=True))
         hooks = medians["backward_ms"] / medians["plain_backward_ms"] - 1
         return {
@@ -169,11 +169,11 @@ def _title(values: Values, count: Any) -> str:
 TinyTask.view = View(
     key="step_ms",
     columns=(
-        Column("first\nstep, ms", "first_ms", worth=5),
-        Column("step\nms", "step_ms", worth=9),
-        Column("from – to\nms", "step_ms_range", worth=7),
+        Column("first\nstep, ms", "first_ms", priority=5),
+        Column("step\nms", "step_ms", priority=9),
+        Column("from – to\nms", "step_ms_range", priority=7),
         Column("×\nby hand", "times_by_hand", ".2f", 8),
-        Column("backward\nms", "backward_ms", worth=4),
+        Column("backward\nms", "backward_ms", priority=4),
         Column("hooks\n% of it", "hooks_percent", "+.1f", 6),
     ),
     panels=(
@@ -181,9 +181,9 @@ TinyTask.view = View(
         Panel("ms per backward", "backward_ms", base="plain_backward_ms", base_label="backward without hooks"),
     ),
     title=_title,
-    below=lambda values: [
-        f"Medians; a step until its weights and state have landed. By hand: {TorchForeach.name}. Hooks: how much",
-        "longer a backward takes than that of a plain copy of the model, done in turn with it.",
+    footnotes=lambda values: [
+        f"Medians. A step includes its deferred work. By hand: {TorchForeach.name}. Hooks: how much longer a",
+        "backward takes than that of a plain copy of the model.",
     ],
     case="tensors",
 )

@@ -1,4 +1,4 @@
-"""Chrome traces of torch.profiler: what one step did, and when each lane of the device was busy in which phase."""
+"""Reads Chrome traces of torch.profiler: the copies and waits of one step, and timelines of whole iterations."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ LANES = (MAIN, UPDATES, TO_DEVICE, TO_HOST, COLLECTIVES, OTHERS)
 """Top to bottom."""
 
 Span = tuple[float, float]
-"""Start and end in ms after the first thing in the trace."""
+"""Start and end, in ms after the first event of the trace."""
 Event = dict[str, Any]
 
 _COPY = "gpu_memcpy"
 _WORK = ("kernel", "gpu_memset", _COPY)
 _CALLS = ("cuda_runtime", "cuda_driver")
-WATCHED = "lightstep: watched"
-"""The range whose waits count."""
+PROFILED_RANGE = "lightstep: profiled step"
+"""Name of the range in which waits are counted."""
 
 
 # -- one step ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Watched:
-    """Bytes that the GPU's copy engines moved, how often the host waited for the device, and in what first."""
+class StepProfile:
+    """Bytes copied in each direction, the number of times the host waited for the device, and the first such call."""
 
     to_device: int
     to_host: int
@@ -44,42 +44,46 @@ class Watched:
     first_wait: str | None
 
 
-def watch(work: Callable[[], object], finish: Callable[[], object], device: torch.device) -> Watched | None:
-    """Do `work` once; all that it copies until `finish`, and every wait of any thread in it. None on a CPU."""
+def profile_step(work: Callable[[], object], finish: Callable[[], object], device: torch.device) -> StepProfile | None:
+    """Profile `work` once: its copies until `finish` returns, and the waits of all threads. None on a CPU."""
     if device.type != "cuda":
         return None
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
-        with record_function(WATCHED):
+        with record_function(PROFILED_RANGE):
             work()
         finish()
         torch.cuda.synchronize(device)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
-        return read_watched(json.loads(path.read_text())["traceEvents"])
+        return read_step_profile(json.loads(path.read_text())["traceEvents"])
 
 
-def read_watched(events: Sequence[Event]) -> Watched | None:
-    """From the trace's `traceEvents`; None when the trace holds nothing from the GPU at all."""
+def read_step_profile(events: Sequence[Event]) -> StepProfile | None:
+    """Read a trace's `traceEvents`; None if the trace has no GPU events."""
     if not any(event.get("cat") in _WORK or event.get("cat") in _CALLS for event in events):
         return None
     copies = [event for event in events if event.get("cat") == _COPY]
     to_device, to_host = (
         sum(int(copy["args"].get("bytes", 0)) for copy in copies if way in copy["name"]) for way in ("HtoD", "DtoH")
     )
-    ranges = [event for event in events if event.get("cat") == "user_annotation" and event["name"] == WATCHED]
+    ranges = [event for event in events if event.get("cat") == "user_annotation" and event["name"] == PROFILED_RANGE]
     calls = [event for event in events if event.get("cat") in _CALLS and "Synchronize" in event["name"]]
-    waits = sorted((call for call in calls if any(_in(call, outer) for outer in ranges)), key=lambda call: call["ts"])
-    return Watched(to_device, to_host, len(waits), _place(waits[0], events) if waits else None)
+    waits = sorted(
+        (call for call in calls if any(_starts_within(call, outer) for outer in ranges)), key=lambda call: call["ts"]
+    )
+    return StepProfile(to_device, to_host, len(waits), _describe_call(waits[0], events) if waits else None)
 
 
-def _in(event: Event, outer: Event) -> bool:
+def _starts_within(event: Event, outer: Event) -> bool:
     return bool(outer["ts"] <= event["ts"] <= outer["ts"] + outer["dur"])
 
 
-def _place(wait: Event, events: Sequence[Event]) -> str:
-    """The call, and the operator of torch that made it."""
-    around = [op for op in events if op.get("cat") == "cpu_op" and op["tid"] == wait["tid"] and _in(wait, op)]
+def _describe_call(wait: Event, events: Sequence[Event]) -> str:
+    """The call, and the torch operator that made it."""
+    around = [
+        op for op in events if op.get("cat") == "cpu_op" and op["tid"] == wait["tid"] and _starts_within(wait, op)
+    ]
     outermost = min(around, key=lambda op: float(op["ts"]), default=None)
     return str(wait["name"]) if outermost is None else f"{wait['name']} in {outermost['name']}"
 
@@ -89,7 +93,7 @@ def _place(wait: Event, events: Sequence[Event]) -> str:
 
 @dataclass(frozen=True)
 class Timeline:
-    """Busy spans by lane, ascending, of lanes in which something ran; `forwards` and `steps` as the device ran them."""
+    """Busy spans of each lane, ascending, without idle lanes; `forwards` and `steps` in device time."""
 
     lanes: dict[str, list[Span]]
     forwards: list[Span]
@@ -111,7 +115,7 @@ class Timeline:
 
 
 def merged(spans: Iterable[Span], gap: float) -> list[Span]:
-    """Ascending spans; those that overlap or are closer than `gap` ms as one."""
+    """Merge ascending spans that overlap or are closer than `gap` ms."""
     whole: list[Span] = []
     for start, end in spans:
         if whole and start - whole[-1][1] < gap:
@@ -122,11 +126,11 @@ def merged(spans: Iterable[Span], gap: float) -> list[Span]:
 
 
 def read_timeline(events: Sequence[Event]) -> Timeline:
-    """From the trace's `traceEvents`.
+    """Read a trace's `traceEvents`.
 
-    The main stream is the one that was busy longest, collectives left out. A stream beside it that runs Adam's kernels
-    is the one of the updates. Copies count by direction, whatever their stream. A phase is the time of what the host
-    launched on the main stream while it was in that phase.
+    The main stream is the one with the most busy time, without collectives. Other streams that run Adam kernels are
+    update streams. Copies count by direction, whatever their stream. A phase spans the main stream's work that the host
+    launched during that phase.
 
     Raises:
         ValueError: the trace holds no kernel.
@@ -134,7 +138,7 @@ def read_timeline(events: Sequence[Event]) -> Timeline:
     work = [event for event in events if event.get("cat") in _WORK]
     own = [event for event in work if event["cat"] == "kernel" and not _is_collective(event)]
     if not own:
-        raise ValueError("the trace holds no kernel of a GPU: the profiler saw nothing of the device")
+        raise ValueError("the trace has no GPU kernel: the profiler recorded nothing on the device")
     origin = min(float(event["ts"]) for event in work)
     main = _busiest(own)
     updating = {_stream(event) for event in own if "adam" in event["name"].lower()} - {main}
@@ -150,13 +154,13 @@ def read_timeline(events: Sequence[Event]) -> Timeline:
 
 
 def _launched(events: Sequence[Event], work: list[Event], origin: float) -> list[tuple[float, Span]]:
-    """When the host launched it (the trace's µs), and when the device did it."""
+    """For each event of `work`: the launch time on the host (the trace's µs), and its span on the device."""
     times = {_correlation(event): float(event["ts"]) for event in events if event.get("cat") in _CALLS}
     return [(times[_correlation(event)], _span(event, origin)) for event in work if _correlation(event) in times]
 
 
 def _phase(name: str, events: Sequence[Event], launched: list[tuple[float, Span]]) -> list[Span]:
-    """From the first to the last thing launched in each range of that name."""
+    """For each range called `name`: the span from the first to the last event launched in it."""
     found = []
     for event in events:
         if event.get("cat") == "user_annotation" and event["name"] == name:

@@ -1,6 +1,6 @@
-"""What forward and backward hold and compute, seen by running them on the meta device: shapes alone, no weights.
+"""Measures memory and FLOPs of forward and backward by running them on the meta device, without weights.
 
-The model is run with few blocks, which then stand for all of them: the blocks of one model are alike.
+The model runs with few blocks, which represent all of them, because the blocks of a model are alike.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from lightstep.sharding.preparation import checkpoint_activations, transformer_b
 
 HEAD, BLOCK, TAIL, FORWARD = "head", "block", "tail", "forward"
 _BLOCKS = 3
-"""Blocks that are run: the first, the last, and one between."""
+"""Number of blocks that run: the first, the last, and one between."""
 
 
 @dataclass(frozen=True)
 class Moment:
-    """The most that is held between the arrival of two gradients.
+    """Peak memory between two completed gradients.
 
     Attributes:
         where: ``forward``; in backward ``head`` (loss, head, last norm), ``block`` or ``tail`` (the embedding).
-        blocks_below: blocks whose forward is kept for backward.
+        blocks_below: blocks whose activations are still kept for backward.
         blocks_done: blocks whose gradients are complete.
-        live: bytes of activations and of gradients under way.
-        arrived_root, arrived_block: elements of the gradients that are complete: outside the blocks; in this block.
+        live: bytes of activations and of incomplete gradients.
+        arrived_root, arrived_block: elements of complete gradients, outside the blocks and in this block.
     """
 
     where: str
@@ -49,11 +49,11 @@ class Moment:
 
 @dataclass(frozen=True)
 class Activations:
-    """Of one micro-batch on one device.
+    """Memory and FLOPs of one micro-batch on one device.
 
     Attributes:
-        kept_per_block: bytes that each block's forward leaves for backward.
-        forward_flops, backward_flops: of one block, what is recomputed included in backward.
+        kept_per_block: bytes that each block's forward saves for backward.
+        forward_flops, backward_flops: of one block; backward includes recomputation.
         other_forward_flops, other_backward_flops: outside the blocks.
     """
 
@@ -74,11 +74,11 @@ def run_on_meta(
     loss_chunk: int | None = None,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Activations:
-    """Forward and backward of ``tokens`` tokens in sequences of ``sequence``.
+    """Run forward and backward of ``tokens`` tokens in sequences of ``sequence``.
 
     Args:
-        model: a causal language model of transformers. It is not changed, and none of its weights is read.
-        loss_chunk: the loss holds the logits of so many tokens at a time; ``None``: of all, as transformers' does.
+        model: a causal language model of transformers. It is not changed, and its weights are not read.
+        loss_chunk: tokens per chunk of the loss; ``None``: all logits at once, as in transformers' own loss.
         dtype: of forward and backward.
 
     Raises:
@@ -94,16 +94,16 @@ def run_on_meta(
         checkpoint_activations(small)
     rows = max(tokens // sequence, 1)
     batch = torch.zeros(rows, min(sequence, tokens), dtype=torch.long, device="meta")
-    watch = _Watch(small)
+    tracker = _Tracker(small)
     try:
-        with watch:
+        with tracker:
             loss = _loss(small, batch, loss_chunk)
-            watch.backward()
+            tracker.backward()
             loss.backward()
     except (RuntimeError, NotImplementedError, TypeError, KeyError) as error:
         first = (str(error).splitlines() or [""])[0]
         raise ValueError(f"{type(model).__name__} cannot be run on the meta device: {first}") from error
-    return watch.seen(blocks)
+    return tracker.result(blocks)
 
 
 def _loss(model: Any, batch: Tensor, chunk: int | None) -> Tensor:
@@ -120,7 +120,7 @@ def _loss(model: Any, batch: Tensor, chunk: int | None) -> Tensor:
 
 
 def _with_blocks(model: Any, count: int, dtype: torch.dtype) -> nn.Module:
-    """A new model of the same configuration with ``count`` blocks, on the meta device."""
+    """A new model with ``count`` blocks and otherwise the same configuration, on the meta device."""
     config = copy.deepcopy(model.config)
     config.num_hidden_layers = count
     for name in ("layer_types", "mlp_layer_types"):
@@ -128,19 +128,19 @@ def _with_blocks(model: Any, count: int, dtype: torch.dtype) -> nn.Module:
             setattr(config, name, getattr(config, name)[:count])
     _register_attention()
     with torch.device("meta"):
-        small = type(model)._from_config(config, dtype=dtype, attn_implementation=_NAME)
+        small = type(model)._from_config(config, dtype=dtype, attn_implementation=_ATTENTION)
     with contextlib.suppress(ValueError, AttributeError):  # no experts
         small.set_experts_implementation("grouped_mm")
     return small.train()
 
 
-# -- attention, as kernels that never hold the scores do it -----------------------------------------------------------
+# -- attention, like fused kernels that never store the scores --------------------------------------------------------
 
-_NAME = "lightstep_plan"
+_ATTENTION = "lightstep_plan"
 
 
 class _FusedAttention(torch.autograd.Function):
-    """Output and the sums of the softmax are kept; gradients have the shapes of their inputs."""
+    """Saves the inputs, the output and the softmax sums; computes shapes only."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -157,9 +157,9 @@ class _FusedAttention(torch.autograd.Function):
 
 
 def _count_attention(query: Tensor, key: Tensor, products: int) -> None:
-    """Of the products over (queries, keys) half are masked."""
+    """Count ``products`` matrix products over (queries, keys), half of which is masked."""
     mode = _get_current_dispatch_mode()
-    if isinstance(mode, _Watch):
+    if isinstance(mode, _Tracker):
         rows, heads, length, width = query.shape
         mode.attention(products * 2 * rows * heads * length * key.shape[2] * width / 2)
 
@@ -174,15 +174,15 @@ def _attention(
 def _register_attention() -> None:
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    AttentionInterface.register(_NAME, _attention)
-    AttentionMaskInterface.register(_NAME, lambda *_, **__: None)
+    AttentionInterface.register(_ATTENTION, _attention)
+    AttentionMaskInterface.register(_ATTENTION, lambda *_, **__: None)
 
 
-# -- watching ---------------------------------------------------------------------------------------------------------
+# -- tracking ---------------------------------------------------------------------------------------------------------
 
 
 def _grouped_flops(first: Tensor, second: Tensor) -> float:
-    """Each row of a 2-dim factor meets one expert."""
+    """FLOPs of a grouped product: each row of ``first`` meets one expert."""
     rows, inner = first.shape[-2:]
     return 2.0 * rows * inner * second.shape[-1]
 
@@ -199,7 +199,7 @@ class _Segment:
 
 @dataclass(eq=False)
 class _Count:
-    """Bytes that are alive, and the most of them since it was last asked."""
+    """Live bytes, and their maximum since the last reset."""
 
     live: int = 0
     most: int = 0
@@ -209,8 +209,8 @@ class _Count:
         self.most = max(self.most, self.live)
 
 
-class _Watch(TorchDispatchMode):
-    """Storages made and dropped, operations counted, gradients taken as soon as they are complete."""
+class _Tracker(TorchDispatchMode):
+    """Tracks live storages and counts FLOPs. Drops each gradient as soon as it is complete."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -227,7 +227,7 @@ class _Watch(TorchDispatchMode):
         self._in_backward = False
         self._root = self._own = 0
         for parameter in model.parameters():
-            parameter.register_post_accumulate_grad_hook(self._arrive)
+            parameter.register_post_accumulate_grad_hook(self._record_gradient)
         for index, block in enumerate(self._blocks):
             block.register_forward_pre_hook(lambda *_, i=index: self._enter(i))
             block.register_forward_hook(lambda *_, i=index: self._leave(i))
@@ -236,7 +236,7 @@ class _Watch(TorchDispatchMode):
         if func is torch.ops.aten._local_scalar_dense.default:  # "is nothing masked?"
             return True if args[0].dtype == torch.bool else 1
         if self._in_backward and func is torch.ops.aten.add.Tensor and self._adds_to_gradient(args):
-            return args[0]  # autograd adds in place to what nobody else holds
+            return args[0]  # autograd accumulates in place here
         out = func(*args, **(kwargs or {}))
         if (flops := flop_registry.get(func._overloadpacket)) is not None:
             self._flops += flops(*args, **(kwargs or {}), out_val=out)
@@ -276,11 +276,11 @@ class _Watch(TorchDispatchMode):
             self._kept[index] = self._count.live
 
     def backward(self) -> None:
-        """Forward is done."""
+        """Mark the end of forward."""
         self._segments.append(_Segment(FORWARD, None, self._count.most, flops=self._flops))
         self._flops, self._count.most, self._in_backward = 0.0, self._count.live, True
 
-    def _arrive(self, parameter: Tensor) -> None:
+    def _record_gradient(self, parameter: Tensor) -> None:
         block = self._block_of.get(parameter)
         seen_block = any(segment.block is not None for segment in self._segments)
         where = BLOCK if block is not None else TAIL if seen_block else HEAD
@@ -295,7 +295,7 @@ class _Watch(TorchDispatchMode):
         parameter.grad = None
         self._flops, self._count.most = 0.0, self._count.live
 
-    def seen(self, blocks: int) -> Activations:
+    def result(self, blocks: int) -> Activations:
         last = len(self._blocks) - 1
         kept = self._kept[1] - self._kept[0] if last else self._kept[0]
         middle = min(1, last)
@@ -314,7 +314,7 @@ class _Watch(TorchDispatchMode):
         )
 
     def _moments(self, blocks: int, kept: int) -> Iterator[Moment]:
-        """Of the first block, the last one, and what is outside; between them nothing is larger than at one end."""
+        """Moments of the first block, the last block and the rest; the blocks between never need more than these."""
         count = len(self._blocks)
         for segment in self._segments:
             if segment.block is not None and segment.block not in (0, count - 1):

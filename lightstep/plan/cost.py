@@ -1,4 +1,4 @@
-"""What a strategy takes per parameter with AdamW: weights, gradients, and the state with its master weights."""
+"""Bytes per parameter of a strategy with AdamW: weights, gradients, and state with master weights."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ _BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 _MOMENTS = {"float32": 8, "bfloat16": 4}
 _MASTER = 4
 _SPLIT_MASTER = 2
-"""The low half of a master whose high half is the bf16 weight; `bulk` alone keeps masters whole."""
+"""The low half of a master whose high half is the bf16 weight. Only `bulk` keeps whole masters."""
 
 
 @dataclass(frozen=True)
 class Bytes:
-    """Per parameter, on every rank."""
+    """Bytes per parameter on each rank."""
 
     count: float
     divided_by: str = ""
-    """``ranks`` or ``shards``; empty: every rank has all of it."""
+    """``ranks`` or ``shards``; empty if every rank holds everything."""
 
     def __str__(self) -> str:
         return f"{self.count:g}/{self.divided_by}" if self.count and self.divided_by else f"{self.count:g}"
@@ -27,18 +27,18 @@ class Bytes:
 
 @dataclass(frozen=True)
 class Cost:
-    """All but the activations, and what a step moves through the device."""
+    """Memory between steps and of gradients, without activations and the step's buffers."""
 
     weights: Bytes
     gradients: Bytes
     """From backward to the step, without accumulation."""
     device_state: Bytes
-    """Between steps; master weights included."""
+    """Between steps, including master weights."""
     host_state: Bytes
 
 
 def cost(config: StrategyConfig) -> Cost:
-    """Per parameter with AdamW on a GPU; on a CPU ``resident`` keeps masters whole."""
+    """Bytes per parameter with AdamW on a GPU. On a CPU, ``resident`` keeps whole masters."""
     sharding = config.sharding
     if isinstance(sharding, DeepSpeedSharding):
         on_host = sharding.offload == "cpu"
@@ -55,7 +55,7 @@ def cost(config: StrategyConfig) -> Cost:
 
 
 def _divisors(config: StrategyConfig) -> tuple[str, str, str]:
-    """What divides weights, gradients and state."""
+    """What weights, gradients and state are divided by."""
     sharding = config.sharding
     if isinstance(sharding, DeepSpeedSharding):
         return "ranks" if sharding.stage == 3 else "", "ranks" if sharding.stage > 1 else "", "ranks"
@@ -70,7 +70,7 @@ def _gradient_bytes(config: StrategyConfig) -> int:
     own = _BYTES[config.precision.parameters]
     if own == 4 or config.precision.reduce == "parameters" or isinstance(config.sharding, SingleSharding):
         return own
-    # DDP keeps its buckets beside the fp32 result, which under FSDP2 takes the place of what it would be rounded to.
+    # DDP keeps its buckets as well as the fp32 gradients. FSDP2 keeps only the fp32 gradients.
     return own + 4 if isinstance(config.sharding, DDPSharding) else 4
 
 
@@ -78,7 +78,7 @@ def _state_bytes(config: StrategyConfig) -> int:
     precision, backend = config.precision, config.optimizer_state.backend
     moments = _MOMENTS[config.optimizer_state.moments]
     if isinstance(config.sharding, DeepSpeedSharding):
-        return moments + _MASTER  # fp32 weights have masters beside them there too
+        return moments + _MASTER  # DeepSpeed keeps masters even for fp32 weights
     if precision.parameters == "float32" or not precision.master_weights:
         return moments
     split = backend != "bulk" and precision.parameters == "bfloat16"

@@ -1,4 +1,4 @@
-"""Bytes: on the device at the peak of a step, on the host between steps, over the link in a step."""
+"""Plans bytes: device memory at the peak of a step, host memory between steps, link traffic of a step."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from lightstep.sharding.preparation import transformer_blocks
 
 _WIDTHS = {"bfloat16": 2, "float16": 2, "float32": 4}
 _UNIT = 128 * 2**20
-"""Elements that ``resident`` and ``bulk`` update together."""
+"""Largest number of elements that ``resident`` and ``bulk`` update together."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Elements of a model: in each block, and outside the blocks in model order."""
+    """Numbers of elements in a model: of each block, and outside the blocks in model order."""
 
     blocks: tuple[int, ...]
     before: int
-    """The embedding: what the first block waits for."""
+    """The embedding, which the first block waits for."""
     behind: int
-    """Last norm and head; nothing of a tied head."""
+    """The last norm and the head; a tied head counts as embedding."""
     tensors: tuple[int, ...]
 
     @property
@@ -37,8 +37,8 @@ class Sizes:
         return self.before + self.behind
 
 
-def sizes_of(model: nn.Module) -> Sizes:
-    """Every parameter counts once."""
+def model_sizes(model: nn.Module) -> Sizes:
+    """The sizes of a model; a shared parameter counts once."""
     blocks = list(transformer_blocks(model))
     inside = {parameter for block in blocks for parameter in block.parameters()}
     before = behind = 0
@@ -56,16 +56,16 @@ def sizes_of(model: nn.Module) -> Sizes:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one device and its rank. ``peak`` is the largest sum at any time, so less than the parts together.
+    """Bytes of one rank, on its device unless noted. ``peak`` is at most the sum of the parts.
 
     Attributes:
-        gradients: when all of them are there.
+        gradients: when all gradients are complete.
         state: masters and optimizer state between steps.
-        step: fp32 memory for gradients that are being used, the ring, the second version of weights.
-        activations: the most beyond all the others.
-        gathered: weights and gradients of blocks that FSDP2 has put together.
+        step: fp32 copies of gradients in use, the ring, previous weights.
+        activations: their peak.
+        gathered: unsharded weights and gradients of FSDP2.
         host: page-locked, between steps.
-        link: each way in a step.
+        link: bytes each way in a step.
     """
 
     weights: int
@@ -86,38 +86,40 @@ def memory(
     ranks: int = 1,
     accumulates: bool = False,
 ) -> Memory:
-    """What a strategy takes.
+    """The memory of a strategy.
 
     Args:
-        activations: ``None`` when they are not known; they are then not in the peak.
-        accumulates: several micro-batches for a step.
+        activations: ``None`` if unknown; the peak then leaves them out.
+        accumulates: a step has several micro-batches.
     """
-    return _Bytes(config, sizes, ranks, accumulates).memory(activations)
+    return _MemoryPlan(config, sizes, ranks, accumulates).memory(activations)
 
 
-class _Bytes:
-    """The parts, before and after division by the ranks."""
+class _MemoryPlan:
+    """Computes the parts of :class:`Memory`."""
 
     def __init__(self, config: StrategyConfig, sizes: Sizes, ranks: int, accumulates: bool) -> None:
         self.config, self.sizes, self.ranks = config, sizes, ranks
         self.width = _WIDTHS[config.precision.parameters]
-        self.shards = shards_of(config, ranks)
+        self.shards = shard_count(config, ranks)
         held = cost(config)
         self.state_width = max(held.device_state.count, held.host_state.count)
         divided = (held.device_state if held.device_state.count else held.host_state).divided_by
-        self.own = sizes.total / (ranks if divided == "ranks" else self.shards)  # elements whose state this rank keeps
+        self.owned = sizes.total / (
+            ranks if divided == "ranks" else self.shards
+        )  # elements whose state this rank keeps
         self.speculates = updates_in_backward(config)
         self.accumulates = accumulates
         self.gradient_width = self._gradient_width()
 
     def _gradient_width(self) -> int:
-        """Of a gradient when its backward is done."""
+        """Bytes per element of a gradient after backward."""
         if self.width == 4 or self.config.precision.reduce == "parameters":
             return self.width
         return 4 if isinstance(self.config.sharding, FSDP2Sharding | DDPSharding) else self.width
 
     def _sums(self, blocks_done: int = 0) -> float:
-        """Of earlier micro-batches: in fp32 beside what arrives; under FSDP2 whole on each rank until it is reduced."""
+        """Bytes of gradients accumulated over micro-batches: fp32; under FSDP2 unsharded until they are reduced."""
         if not self.accumulates:
             return 0
         if self.config.sharding.kind == "fsdp2":
@@ -129,11 +131,11 @@ class _Bytes:
         total, state = self.sizes.total, self.config.optimizer_state
         weights = total * self.width / self.shards
         gradients = self._gradients(total)
-        all_state = self.own * self.state_width
-        resident, streamed = self._divided(all_state)
+        all_state = self.owned * self.state_width
+        resident, streamed = self._split_state(all_state)
         held = self._held_for_steps(all_state) + self._buckets()
-        tried = self._tried(resident, streamed)
-        previous = self.width * tried / self.state_width if tried else 0
+        speculated = self._speculative_bytes(resident, streamed)
+        previous = self.width * speculated / self.state_width if speculated else 0
         travel = state.previous_weights == "host" or (state.previous_weights == "auto" and state.resident_gib != 0)
         travelling = previous if travel else 0
         speculative = previous - travelling
@@ -142,7 +144,7 @@ class _Bytes:
         sums = 0 if self.config.sharding.kind == "fsdp2" else self._sums()
         during_step = base + gradients + moved + sums
         moments = activations.moments if activations else ()
-        during_backward = [base + self._at(moment) + self._sums(moment.blocks_done) for moment in moments]
+        during_backward = [base + self._live_at(moment) + self._sums(moment.blocks_done) for moment in moments]
         reduced = base + gradients + self._root_reduction()
         peak = max([during_step, reduced, *during_backward])
         most = max((moment.live for moment in activations.moments), default=0) if activations else 0
@@ -154,23 +156,23 @@ class _Bytes:
             activations=int(most),
             gathered=int(max(self._gathered(2) + self._reductions(2), self._root_reduction())),
             peak=int(peak),
-            host=int((all_state if state.backend != "resident" else 0) + self._limited(tried + travelling)),
+            host=int((all_state if state.backend != "resident" else 0) + self._limit_spare(speculated + travelling)),
             link=int(all_state if state.backend == "bulk" else streamed + travelling),
         )
 
-    def _tried(self, resident: float, streamed: float) -> float:
-        """Bytes of records that are updated in backward: not of those that are complete last and used first."""
+    def _speculative_bytes(self, resident: float, streamed: float) -> float:
+        """Bytes of records that are updated in backward. Excludes those that are complete last and used first."""
         if not self.speculates:
             return 0
         last = self.sizes.root if self.config.sharding.kind == "fsdp2" else self.sizes.before
         return streamed - max(last / self.sizes.total * (resident + streamed) - resident, 0)
 
-    def _limited(self, spare: float) -> float:
+    def _limit_spare(self, spare: float) -> float:
         limit = self.config.optimizer_state.spare_host_gib
         return spare if limit == "auto" or limit is None else min(spare, float(limit) * 2**30)
 
-    def _divided(self, all_state: float) -> tuple[float, float]:
-        """State on the device between steps, and state that is streamed."""
+    def _split_state(self, all_state: float) -> tuple[float, float]:
+        """Bytes of state that stays on the device, and of state that is streamed."""
         state = self.config.optimizer_state
         if state.backend == "resident":
             return all_state, 0
@@ -180,7 +182,7 @@ class _Bytes:
         return staying, all_state - staying
 
     def _held_for_steps(self, all_state: float) -> float:
-        """Memory that the step keeps: the ring, or fp32 memory for the largest unit's gradients and bf16 moments."""
+        """Buffers kept between steps: the ring, or fp32 memory for the largest unit's gradients and bf16 moments."""
         state = self.config.optimizer_state
         if state.backend == "stream":
             return min(state.ring_mib * 2**20, all_state)
@@ -190,7 +192,7 @@ class _Bytes:
         return width * largest_unit(self.sizes.tensors) / self.shards
 
     def _buckets(self) -> float:
-        """DDP keeps its own."""
+        """DDP's gradient buckets."""
         return self.sizes.total * self.width if isinstance(self.config.sharding, DDPSharding) else 0
 
     def _gradients(self, elements: float) -> float:
@@ -200,12 +202,12 @@ class _Bytes:
 
     # -- one moment of backward
 
-    def _at(self, moment: Moment) -> float:
+    def _live_at(self, moment: Moment) -> float:
         blocks = sum(self.sizes.blocks[:1]) * moment.blocks_done
         if self.config.sharding.kind != "fsdp2":
             arrived = self._gradients(blocks + moment.arrived_root + moment.arrived_block)
             return moment.live + arrived
-        whole = (moment.arrived_root + moment.arrived_block) * self._compute_width  # not reduced yet
+        whole = (moment.arrived_root + moment.arrived_block) * self._compute_width  # not yet reduced
         ahead = 1 if moment.where == TAIL else 2 if moment.blocks_below else 1
         reducing = 1 if moment.blocks_done else 0
         return moment.live + whole + self._gradients(blocks) + self._gathered(ahead) + self._reductions(reducing)
@@ -217,7 +219,7 @@ class _Bytes:
         return self.width if compute == "parameters" else _WIDTHS[compute]
 
     def _gathered(self, blocks: int) -> float:
-        """Weights that are whole: of the root from the first forward to the end of backward, and of some blocks."""
+        """Unsharded weights: of ``blocks`` blocks, and of the root from the first forward to the end of backward."""
         if self.config.sharding.kind != "fsdp2":
             return 0
         return self._compute_width * (self.sizes.root + blocks * max(self.sizes.blocks, default=0))
@@ -228,19 +230,19 @@ class _Bytes:
         return blocks * max(self.sizes.blocks, default=0) * self.gradient_width
 
     def _root_reduction(self) -> float:
-        """At the end of backward: the root's gradients as they came, and as they are reduced."""
+        """The root's gradients at the end of backward, before and during their reduction."""
         if self.config.sharding.kind != "fsdp2":
             return 0
         return self.sizes.root * (self._compute_width + self.gradient_width)
 
 
 def updates_in_backward(config: StrategyConfig) -> bool:
-    """Whether ``update: overlap`` updates units in backward: not under DDP, which reduces gradients at its end."""
+    """Whether ``update: overlap`` updates units in backward. Not under DDP, which reduces gradients at its end."""
     return config.optimizer_state.update == "overlap" and not isinstance(config.sharding, DDPSharding)
 
 
-def shards_of(config: StrategyConfig, ranks: int) -> int:
-    """Into how many shards weights are divided."""
+def shard_count(config: StrategyConfig, ranks: int) -> int:
+    """Number of shards of the weights."""
     sharding = config.sharding
     if not isinstance(sharding, FSDP2Sharding):
         return 1
@@ -251,7 +253,7 @@ def shards_of(config: StrategyConfig, ranks: int) -> int:
 
 
 def largest_unit(tensors: Sequence[int]) -> int:
-    """Elements of the most that is updated together: whole tensors, up to a limit or one at least."""
+    """Elements of the largest unit: whole tensors up to a limit, and at least one tensor."""
     most = filled = 0
     for size in tensors:
         filled = filled + size if filled + size <= _UNIT else size

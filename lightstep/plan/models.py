@@ -1,4 +1,4 @@
-"""A model's shape, on the meta device: from a name that is known here, a Hugging Face folder, or a function."""
+"""Loads a model on the meta device: from a known name, a Hugging Face folder, or a factory function."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def load_shape(source: str, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
 
 
 def from_values(values: dict[str, Any], dtype: torch.dtype) -> nn.Module:
-    """A causal language model of transformers from its configuration's values."""
+    """A causal language model of transformers, on the meta device, from its configuration's values."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     kind = values.get("model_type")
@@ -118,7 +118,7 @@ def _read(file: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ConfigError(f"{file} cannot be read: {error}") from error
     if not isinstance(values, dict):
-        raise ConfigError(f"{file} is not a model's configuration")
+        raise ConfigError(f"{file} is not a model's configuration; a JSON object is needed")
     return values
 
 

@@ -1,4 +1,4 @@
-"""A plan: what a strategy takes for one model, one batch and one machine, and whether it fits."""
+"""Plans memory and time of a strategy for one model, batch and machine, and decides whether it fits."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from torch import nn
 
 from lightstep.config import FSDP2Sharding, StrategyConfig
 from lightstep.plan.activations import Activations, run_on_meta
-from lightstep.plan.memory import Memory, memory, shards_of, sizes_of
+from lightstep.plan.memory import Memory, memory, model_sizes, shard_count
 from lightstep.plan.profiles import Profile, find_profile, profile_of_device
-from lightstep.plan.strategy_list import in_order_of_choosing
+from lightstep.plan.strategy_list import sorted_for_choice
 from lightstep.plan.timing import Time, iteration_time
 from lightstep.plan.zero_memory import zero_memory
 
 MARGIN = 0.05
-"""Of the device's memory, for CUDA itself and for what the allocator cannot use."""
+"""Share of device memory reserved for CUDA and for fragmentation."""
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What one optimizer step sees.
+    """The work of one optimizer step.
 
     Attributes:
-        tokens: of one micro-batch on one device.
+        tokens: tokens of one micro-batch on one device.
         sequence: tokens of one sequence.
-        micro_batches: for one step.
+        micro_batches: micro-batches of one step.
         checkpointed: activation checkpointing; ``None``: as the strategy says.
-        loss_chunk: tokens whose logits are held at a time; ``None``: all, as transformers' own loss does.
+        loss_chunk: tokens per chunk of the loss; ``None``: all logits at once, as in transformers' own loss.
         clips: whether steps are clipped, which costs time under ``overlap``; ``None``: the longer time.
     """
 
@@ -45,13 +45,13 @@ class Workload:
 
 @dataclass(frozen=True)
 class Plan:
-    """One strategy's.
+    """The plan of one strategy.
 
     Attributes:
-        time: ``None`` when nothing is known of the machine, and for DeepSpeed's engine.
-        clips_by_layer: it trains with another clipping than the others.
-        limit: bytes of device memory that may be used.
-        reason: why it does not fit; ``None`` when it does.
+        time: ``None`` if the machine's rates are unknown, and for DeepSpeed.
+        clips_by_layer: clips each unit by its own norm, so its training differs from that of other strategies.
+        limit: usable bytes of device memory.
+        reason: why it does not fit; ``None`` if it fits.
     """
 
     strategy: str
@@ -87,7 +87,7 @@ def _size(nbytes: int) -> str:
 
 
 class Planner:
-    """Plans of several strategies for one model: it is looked at once."""
+    """Plans several strategies for one model, whose sizes and activations are computed once."""
 
     def __init__(
         self,
@@ -98,9 +98,9 @@ class Planner:
         gpu_memory: float | None = None,
         host_memory: float | None = None,
     ) -> None:
-        """``model`` is on the meta device, or is left alone; memory in bytes: of one device, of the whole host."""
+        """``model`` may be on any device and is not changed. Memory in bytes: of one device, and of the whole host."""
         self._model, self._workload, self._profile, self._ranks = model, workload, profile, ranks
-        self._sizes = sizes_of(model)
+        self._sizes = model_sizes(model)
         of_profile = profile.memory_gb * 1e9 if profile is not None and profile.memory_gb else None
         limit = gpu_memory if gpu_memory is not None else of_profile
         self._limit = None if limit is None else int(limit * (1 - MARGIN))
@@ -108,13 +108,13 @@ class Planner:
         self._seen: dict[tuple[bool, str], Activations] = {}
 
     def plan(self, name: str, config: StrategyConfig) -> Plan:
-        """One strategy's.
+        """Plan one strategy.
 
         Raises:
-            ConfigError: DeepSpeed's own configuration, which the strategy names, cannot be used.
+            ConfigError: the DeepSpeed configuration that the strategy names cannot be used.
             ValueError: the model cannot be run on the meta device.
         """
-        workload, ranks = self._workload, self.ranks_of(config)
+        workload, ranks = self._workload, self.rank_count(config)
         checkpointed = workload.checkpointed
         if checkpointed is None:
             checkpointed = config.sharding.activation_checkpointing
@@ -133,7 +133,7 @@ class Planner:
         by_layer = config.clipping.scope == "unit"
         return Plan(name, self._sizes.total, ranks, workload, held, time, by_layer, self._limit, reason)
 
-    def ranks_of(self, config: StrategyConfig) -> int:
+    def rank_count(self, config: StrategyConfig) -> int:
         return 1 if config.sharding.kind == "single" else self._ranks
 
     def _activations(self, checkpointed: bool, dtype: str) -> Activations:
@@ -146,8 +146,8 @@ class Planner:
         return self._seen[key]
 
     def _reason(self, config: StrategyConfig, held: Memory, ranks: int) -> str | None:
-        if isinstance(config.sharding, FSDP2Sharding) and ranks % shards_of(config, ranks):
-            return f"its mesh does not divide the number of devices, {ranks}"
+        if isinstance(config.sharding, FSDP2Sharding) and ranks % shard_count(config, ranks):
+            return f"its mesh does not divide the number of devices ({ranks})"
         if self._host_limit is not None and held.host * ranks > self._host_limit:
             return f"the host needs {held.host * ranks / 1e9:.0f} GB and has {self._host_limit / 1e9:.0f}"
         if self._limit is None or held.peak <= self._limit:
@@ -158,14 +158,14 @@ class Planner:
             "gradients": held.gradients,
             "masters and optimizer state": held.state,
             "activations": held.activations,
-            "what the step keeps": held.step,
+            "buffers of the step": held.step,
         }
         largest = max(parts, key=lambda part: parts[part])
         return f"{over}; the largest part: {largest}, {parts[largest] / 1e9:.1f} GB"
 
 
 def compute_dtype(config: StrategyConfig) -> str:
-    """Of forward and backward."""
+    """The dtype of forward and backward."""
     sharding = config.sharding
     compute = sharding.compute if isinstance(sharding, FSDP2Sharding) else "parameters"
     return config.precision.parameters if compute == "parameters" else compute
@@ -181,7 +181,7 @@ def plan_one(
     gpu_memory: float | None = None,
     profile: str | None = None,
 ) -> Plan:
-    """One strategy's, on this machine's GPU where that is known and no profile is named.
+    """Plan one strategy. Default profile: this machine's GPU, if it is known.
 
     Raises:
         ConfigError: the profile is not known.
@@ -193,18 +193,18 @@ def plan_one(
     return Planner(model, Workload(tokens, **work), named, ranks, gpu_memory).plan(name, config)
 
 
-def plannable(config: StrategyConfig, ranks: int) -> bool:
-    """Whether a strategy is for so many devices."""
+def is_plannable(config: StrategyConfig, ranks: int) -> bool:
+    """Whether a strategy is for ``ranks`` devices."""
     return (config.sharding.kind == "single") == (ranks == 1)
 
 
 def plans(planner: Planner, configs: Mapping[str, StrategyConfig]) -> list[Plan]:
-    """In the order of choosing."""
-    return [planner.plan(name, configs[name]) for name in in_order_of_choosing(configs)]
+    """The plan of each strategy, in the order of :func:`sorted_for_choice`."""
+    return [planner.plan(name, configs[name]) for name in sorted_for_choice(configs)]
 
 
 def first_that_fits(made: Sequence[Plan]) -> Plan | None:
-    """The fastest of those that fit; where no time is known the first. One with another clipping only if need be."""
+    """The fastest plan that fits, or the first if no time is known. Plans that clip by layer are the last choice."""
     fitting = [plan for plan in made if plan.fits]
     fitting = [plan for plan in fitting if not plan.clips_by_layer] or fitting
     return min(fitting, key=lambda plan: plan.time.iteration if plan.time else math.inf, default=None)

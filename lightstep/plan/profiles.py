@@ -1,4 +1,4 @@
-"""What machines do per second, and where each figure comes from."""
+"""Rates of machines, and the source of each figure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _TOTAL_OF_TWO = 4 * 39.636
 
 @dataclass(frozen=True)
 class Link:
-    """Between host and device.
+    """The link between host and device.
 
     Attributes:
         alone: GB/s one way.
@@ -28,7 +28,7 @@ class Link:
     source: str
 
     def each_way(self, devices: int) -> float:
-        """GB/s each way, when so many devices of one host stream at once."""
+        """GB/s each way when ``devices`` devices of one host stream at once."""
         return self.both if self.host is None else min(self.both, self.host / 2 / devices)
 
 
@@ -37,10 +37,10 @@ class Profile:
     """A device and its link.
 
     Attributes:
-        tflops: that training in bf16 reaches, all operations of forward and backward taken together.
-        update_ms: of AdamW on the device, per 10⁹ parameters.
-        memory_gb: of the device.
-        computes_in: what ``tflops`` was measured in, 16 bits or ``float32``; for the other nothing is known.
+        tflops: TFLOP/s that training reaches, over all operations of forward and backward.
+        update_ms: ms of AdamW on the device per 10⁹ parameters.
+        memory_gb: device memory in GB.
+        computes_in: the dtype in which ``tflops`` was measured; ``bfloat16`` stands for all 16-bit dtypes.
     """
 
     name: str
@@ -97,10 +97,10 @@ PROFILES = {
 
 
 def find_profile(name: str) -> Profile:
-    """A profile of :data:`PROFILES`, with another link behind a ``+`` if need be: ``H100+pcie4``.
+    """A profile of :data:`PROFILES`; ``H100+pcie4`` selects another link.
 
     Raises:
-        ConfigError: neither is known; with what is allowed.
+        ConfigError: the GPU or the link is unknown; the message says what is allowed.
     """
     gpu, plus, link = name.partition("+")
     found = PROFILES.get(gpu.upper())
@@ -118,13 +118,13 @@ def find_profile(name: str) -> Profile:
 
 
 def profile_of_device(name: str) -> Profile | None:
-    """The profile of a GPU by the name that CUDA gives it, ``NVIDIA H100 80GB HBM3``."""
+    """The profile of a GPU by its CUDA name, for example ``NVIDIA H100 80GB HBM3``; None if unknown."""
     words = name.upper().replace("-", " ").split()
     return next((profile for key, profile in PROFILES.items() if key in words), None)
 
 
 def from_values(values: Mapping[str, object]) -> Profile:
-    """What was measured here and kept as JSON."""
+    """A profile from the JSON values of a cached measurement."""
     link = values.get("link")
     rest = {key: value for key, value in values.items() if key != "link"}
     return Profile(link=Link(**link), **rest)  # type: ignore[arg-type]

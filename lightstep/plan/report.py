@@ -1,4 +1,4 @@
-"""Plans as tables of 80 columns, and as a picture."""
+"""Shows plans as tables of 80 columns and as a chart."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _COLOURS = ("#0072B2", "#56B4E9", "#E69F00", "#999999", "#CC79A7", "#009E73")
 
 
 def planned_sentence(make: Callable[[], Plan]) -> str:
-    """A run's first words: what a step will take, as far as it can be told. No run ends because it cannot."""
+    """The first line of a run: the planned memory and time of a step. A plan that fails never ends a run."""
     try:
         return f"planned: {make()}"
     except Exception as error:
@@ -28,12 +28,12 @@ def planned_sentence(make: Callable[[], Plan]) -> str:
 
 
 def measured_sentence(peak_gb: float, step_ms: float) -> str:
-    """A run's last words: what a step took."""
+    """The last line of a run: the measured memory and time of a step."""
     return f"measured: {peak_gb:.1f} GB of memory at the peak, {step_ms:,.0f} ms per step"
 
 
 def report(model: str, made: Sequence[Plan], workload: Workload, profile: Profile | None) -> str:
-    """Memory, time, what does not fit and why, and what to take."""
+    """Tables of memory and time, the strategies that do not fit and why, and a recommendation."""
     lines = [*_heading(model, made[0], workload, profile), "", *_memory_table(made)]
     timed = any(plan.time is not None for plan in made)
     if timed:
@@ -44,7 +44,9 @@ def report(model: str, made: Sequence[Plan], workload: Workload, profile: Profil
             lines += _wrapped(f"{plan.strategy}: {plan.reason}", "  ")
     first = first_that_fits(made)
     how = "The fastest that fits" if timed else "The first that fits"
-    advice = f"{how}: {first.strategy}" if first else "None of these fits: more devices, or fewer tokens at a time"
+    advice = (
+        f"{how}: {first.strategy}" if first else "None of these fits; use more devices or fewer tokens per micro-batch"
+    )
     lines += ["", advice]
     if profile is not None:
         lines += [line for source in profile.sources for line in _wrapped(source, "  ")]
@@ -60,7 +62,7 @@ def _heading(model: str, plan: Plan, workload: Workload, profile: Profile | None
     count = plan.parameters
     size = f"{count / 1e9:.2f}·10⁹ parameters" if count >= 1e8 else f"{count / 1e6:.2f}·10⁶ parameters"
     each = " on each" if plan.ranks > 1 else ""
-    room = "" if plan.limit is None else f" ({plan.limit / 1e9:.1f} GB of memory may be used{each})"
+    room = "" if plan.limit is None else f" ({plan.limit / 1e9:.1f} GB of memory usable{each})"
     return _wrapped(f"{model}, {size}; a step of {batch} per device; {devices}{room}", "")
 
 
@@ -84,7 +86,7 @@ def _time_table(made: Iterable[Plan]) -> list[str]:
         figures = [f"{value:,.0f}" if value >= 10 else f"{value:.1f}" for value in known] or ["–"] * 4
         lines.append(_row(plan.strategy, [*figures, f"{plan.memory.link / 1e9:.1f}"], 10))
     if any(plan.time is None for plan in made):
-        lines.append("–: not planned. No rate is known for what it computes in, or it is DeepSpeed's.")
+        lines.append("–: not planned; it uses DeepSpeed, or the rate of its dtype is unknown.")
     return lines
 
 
@@ -97,13 +99,11 @@ def _wrapped(text: str, indent: str) -> list[str]:
 
 
 def draw(model: str, made: Sequence[Plan], path: Path) -> None:
-    """Device memory in parts, and the time of a step, as a PNG. The parts are not all there at the peak."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    """Draw device memory by part, and the time of a step, as a PNG. The parts may add up to more than the peak."""
     from matplotlib.figure import Figure
 
     timed = any(plan.time is not None for plan in made)
     figure = Figure(figsize=(11, 1.4 + 0.45 * len(made)), layout="constrained")
-    FigureCanvasAgg(figure)
     panels = list(figure.subplots(1, 2 if timed else 1, squeeze=False)[0])
     figure.suptitle(f"{model}: planned, not measured", fontsize="medium")
     _draw_memory(panels[0], made)
@@ -126,8 +126,8 @@ def _draw_memory(axes: Axes, made: Sequence[Plan]) -> None:
     peaks = [plan.memory.peak / 1e9 for plan in made]
     axes.plot(peaks, range(len(made)), "kD", markersize=5, label="peak")
     if made[0].limit is not None:
-        axes.axvline(made[0].limit / 1e9, color="black", linestyle=":", label="may be used")
-    axes.set_xlabel("device memory, GB: parts, and the most at one time")
+        axes.axvline(made[0].limit / 1e9, color="black", linestyle=":", label="usable")
+    axes.set_xlabel("device memory, GB: parts and peak")
 
 
 def _draw_time(axes: Axes, made: Sequence[Plan]) -> None:

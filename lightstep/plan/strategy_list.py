@@ -1,4 +1,4 @@
-"""The text of `lightstep strategies`: what there is, in the order of choosing, for terminals of 80 columns and more."""
+"""The text of `lightstep strategies`, at most 80 columns wide."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ _NOTE = (
 
 
 def strategies_text(configs: Mapping[str, StrategyConfig]) -> str:
-    """One line of figures for each, and one that says what it is."""
-    names = in_order_of_choosing(configs)
+    """A line of figures and a description for each strategy."""
+    names = sorted_for_choice(configs)
     width = max(map(len, names)) + 2
     lines = [_row("", _HEADINGS, width)]
     for kind, title in _SECTIONS.items():
@@ -50,8 +50,8 @@ def _indented(text: str) -> list[str]:
     return textwrap.wrap(text, _WIDTH, initial_indent="    ", subsequent_indent="    ")
 
 
-def in_order_of_choosing(configs: Mapping[str, StrategyConfig]) -> list[str]:
-    """Where the model is, then its precision, then where its state is: what moves least comes first."""
+def sorted_for_choice(configs: Mapping[str, StrategyConfig]) -> list[str]:
+    """Names sorted by sharding, then precision, then backend and update time: least traffic first."""
     return sorted(configs, key=lambda name: (*_place(configs[name]), name))
 
 

@@ -1,4 +1,4 @@
-"""How long an iteration takes: forward and backward, the link, and what of the link is left to see."""
+"""Plans the time of an iteration: forward and backward, the link, and the part of it that is exposed."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class Time:
 
     Attributes:
         compute: forward and backward.
-        link: that the copies take, both ways at once.
-        exposed: of the step, beyond forward and backward.
+        link: the copies, both directions at once.
+        exposed: the part of the step that forward and backward do not hide.
     """
 
     compute: float
@@ -34,26 +34,26 @@ def iteration_time(
     config: StrategyConfig,
     sizes: Sizes,
     activations: Activations,
-    held: Memory,
+    memory: Memory,
     profile: Profile,
     ranks: int = 1,
     micro_batches: int = 1,
     clips: bool | None = None,
 ) -> Time:
-    """One optimizer step with all its micro-batches. Communication between GPUs is taken to be hidden.
+    """The time of one optimizer step with all its micro-batches. Assumes that collectives are hidden.
 
     Args:
-        clips: whether steps are clipped; ``None``: take the slower.
+        clips: whether steps are clipped; ``None``: assume the slower case.
     """
     one = _Compute(activations, profile)
     compute = micro_batches * (one.forward + one.backward)
     state = config.optimizer_state
     if state.backend == "bulk":
-        link = 2 * held.link / profile.link.alone / 1e6
-        return Time(compute, link, link + _update(held, config, profile))
+        link = 2 * memory.link / profile.link.alone / 1e6
+        return Time(compute, link, link + _update(memory, config, profile))
     if state.backend == "resident":
-        return Time(compute, 0, _update(held, config, profile))
-    link = held.link / profile.link.each_way(ranks) / 1e6
+        return Time(compute, 0, _update(memory, config, profile))
+    link = memory.link / profile.link.each_way(ranks) / 1e6
     if state.update == "at_step":
         return Time(compute, link, link)
     pace = _Units(sizes, one, link)
@@ -63,14 +63,14 @@ def iteration_time(
     return Time(compute, link, pace.end_of_forward(early) - one.forward)
 
 
-def _update(held: Memory, config: StrategyConfig, profile: Profile) -> float:
+def _update(memory: Memory, config: StrategyConfig, profile: Profile) -> float:
     state = cost(config)
-    elements = (held.state or held.host) / (state.device_state.count or state.host_state.count)
+    elements = (memory.state or memory.host) / (state.device_state.count or state.host_state.count)
     return elements / 1e9 * profile.update_ms
 
 
 class _Compute:
-    """Milliseconds of one micro-batch."""
+    """Compute times of one micro-batch in ms."""
 
     def __init__(self, activations: Activations, profile: Profile) -> None:
         def ms(flops: float) -> float:
@@ -86,7 +86,7 @@ class _Compute:
 
 
 class _Units:
-    """Embedding, blocks, and what stands behind them, as the link carries their state; 0 is the end of forward."""
+    """The link time of each unit: embedding, blocks, norm and head. Time 0 is the end of forward."""
 
     def __init__(self, sizes: Sizes, compute: _Compute, link: float) -> None:
         self._compute = compute
@@ -97,11 +97,11 @@ class _Units:
         self._ready = [compute.backward, *ready[1:], compute.loss_backward]
 
     def end_of_updates(self) -> float:
-        """Every unit as soon as its gradients are complete."""
+        """When the last update ends if every unit is updated as soon as its gradients are complete."""
         return max(self._in_backward().values())
 
     def _in_backward(self, until: float = float("inf")) -> dict[int, float]:
-        """When the units are updated that begin before ``until``, last ones first."""
+        """The end time of each update that begins before ``until``, last unit first."""
         now, done = 0.0, {}
         for unit in reversed(range(len(self._link))):
             start = max(now, self._ready[unit])
@@ -110,7 +110,7 @@ class _Units:
         return done
 
     def end_of_forward(self, early: bool) -> float:
-        """Time from the end of backward to that of the next forward, each part of which waits for its own unit.
+        """Time from the end of backward to the end of the next forward, in which each part waits for its unit.
 
         Args:
             early: updates begin in backward. Otherwise the norm comes first.

@@ -1,4 +1,4 @@
-"""What DeepSpeed's ZeRO holds, from what its configuration documents. No measurement stands behind this arithmetic."""
+"""Plans the memory of DeepSpeed's ZeRO from its documented configuration. Not checked by measurements."""
 
 from __future__ import annotations
 
@@ -37,7 +37,9 @@ def zero_memory(
     gradients = gradient_width * sizes.total / (ranks if held.gradients.divided_by else 1)
     host = 0.0
     if offload:
-        copies = 2 if sharding.stage == 3 or accumulates else 1  # the sum, and what the update reads
+        copies = (
+            2 if sharding.stage == 3 or accumulates else 1
+        )  # the accumulated gradients, and the copy that the update reads
         host, state, gradients = state + own * gradient_width * copies, 0.0, 0.0
     if offload and sharding.stage == 3 and not sharding.superoffload:
         host, weights = host + weights, 0.0
@@ -46,7 +48,7 @@ def zero_memory(
     live = width * min(sizes.total, limit) if sharding.stage == 3 else 0.0
     moments = activations.moments if activations else ()
     under_way = max((moment.live + moment.arrived_block * width for moment in moments), default=0)
-    flat = 0.0 if offload else 4 * own  # the gradients once more, as one tensor for the update
+    flat = 0.0 if offload else 4 * own  # a flat copy of the gradients for the update
     return Memory(
         weights=int(weights),
         gradients=int(gradients),
@@ -63,7 +65,7 @@ def zero_memory(
 def _buckets(
     sharding: DeepSpeedSharding, given: Mapping[str, Any], sizes: Sizes, width: float, gradient_width: float
 ) -> float:
-    """Gradients on their way: as they came (twice if one is filled while another is reduced), and as reduced."""
+    """Gradient buckets: as computed (two if one is filled while another is reduced), and as reduced."""
     if sharding.stage == 1:
         return 0
     elements = max(given.get("reduce_bucket_size", _BUCKET), *sizes.tensors)
@@ -72,7 +74,7 @@ def _buckets(
 
 
 def _zero_section(sharding: DeepSpeedSharding, name: str) -> Mapping[str, Any]:
-    """Of DeepSpeed's own configuration, without what is left to it."""
+    """`zero_optimization` of DeepSpeed's own configuration, without `auto` values."""
     section = sharding.own_config(name).get("zero_optimization") or {}
     if not isinstance(section, Mapping):
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Which windows each step sees: a function of seed and step number alone, so that a resumed run needs no history."""
+"""Selects the windows of each step from seed and step number alone, so a resumed run needs no history."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from lightstep.trainer.tokens import Windows
 
 
 def check_batch(batch: Batch, world_size: int) -> None:
-    """
+    """Check that a step divides evenly over micro-batches and ranks.
+
     Raises:
-        ConfigError: a step's sequences do not divide into micro-batches and ranks.
+        ConfigError: the sequences of a step are not divisible by micro-batches × ranks.
     """
     parts = batch.accumulation * world_size
     if batch.sequences % parts:
@@ -26,9 +27,9 @@ def check_batch(batch: Batch, world_size: int) -> None:
 
 
 class Batches:
-    """Every window once per epoch, in an order of that epoch's own.
+    """Uses every window once per epoch, in a new order in each epoch.
 
-    The sequences of a step are the same for any number of ranks; each rank takes its rows of every micro-batch.
+    A step has the same sequences for any number of ranks; each rank takes its rows of every micro-batch.
     """
 
     def __init__(self, windows: Windows, batch: Batch, seed: int, rank: int, world_size: int) -> None:
@@ -51,7 +52,7 @@ class Batches:
 
 
 def validation_rows(windows: Windows, sequences: int, rank: int, world_size: int) -> Tensor:
-    """This rank's share of about ``sequences`` windows spread evenly over the text; equally many on every rank."""
+    """This rank's share of about ``sequences`` windows, spread evenly over the text. All ranks get the same number."""
     count = max(min(sequences, len(windows)) // world_size, 1)
     spread = np.linspace(0, len(windows) - 1, count * world_size).round().astype(np.int64)
     return windows.rows(spread[rank::world_size])

@@ -1,4 +1,4 @@
-"""The training file's schema: frozen models, unknown keys refused. Nothing here imports torch."""
+"""The schema of the training file: frozen models that refuse unknown keys. Does not import torch."""
 
 from __future__ import annotations
 
@@ -44,15 +44,15 @@ Arguments = Annotated[dict[str, Any], BeforeValidator(_numbers)]
 
 
 class Model(_Frozen):
-    """What is trained: a new model, or one from a folder. A plain string is ``path``."""
+    """The model: a new one, or one from a folder. A plain string is ``path``."""
 
     config: dict[str, Any] | None = None
-    """Of a new byte-level model: ``model_type`` and the keys of its transformers configuration."""
+    """A new byte-level model: ``model_type`` and keys of its transformers configuration."""
     path: str | None = None
     """A local Hugging Face folder with weights and tokenizer."""
 
     @model_validator(mode="after")
-    def _one(self) -> Model:
+    def _check_source(self) -> Model:
         if (self.config is None) == (self.path is None):
             raise ValueError("give either config (a new model) or path (a local Hugging Face folder)")
         if self.config is not None and not isinstance(self.config.get("model_type"), str):
@@ -61,44 +61,44 @@ class Model(_Frozen):
 
 
 class Data(_Frozen):
-    """What it is trained on. A plain string is ``path``."""
+    """The text. A plain string is ``path``."""
 
     path: str = STDLIB
     """A folder, a text file, a JSONL file, or ``stdlib``: sources and docs of the Python that runs this."""
     text_key: str = "text"
     """JSONL: the key that holds the text."""
     suffixes: list[str] | None = None
-    """Folder: the file names' ends, for example ``[.py, .md]``. Default: every file that is text."""
+    """Folder: suffixes of the files to read, for example ``[.py, .md]``. Default: all text files."""
     validation: Annotated[float, Field(gt=0, lt=1)] = 0.05
-    """Share of the documents that is held out."""
+    """Fraction of the documents held out for validation."""
 
 
 class Batch(_Frozen):
-    """What one optimizer step sees, over all ranks."""
+    """The batch of one optimizer step, over all ranks."""
 
     sequences: Count = 8
     length: Annotated[int, Field(ge=2)] = 256
     """Tokens per sequence."""
     accumulation: Count = 1
-    """Micro-batches that a step's sequences are cut into."""
+    """Micro-batches per step."""
 
 
 class OptimizerRule(_Frozen):
-    """What some of the parameters get (:class:`lightstep.Rule`). What is left out is the optimizer's."""
+    """Settings for some parameters (:class:`lightstep.Rule`). Omitted keys are taken from ``optimizer``."""
 
     names: str | list[str] | None = None
-    """Regular expressions; one of them is found in the parameter's name."""
+    """Regular expressions; a parameter matches if one of them is found in its name."""
     kinds: str | list[str] | None = None
-    """``hidden_matrices``, ``embeddings``, ``head``, ``norms``, ``biases``; ``rest``: what no other rule means."""
+    """``hidden_matrices``, ``embeddings``, ``head``, ``norms``, ``biases``; ``rest``: all others."""
     dims: int | list[int] | None = None
     """Numbers of dimensions."""
     name: str | None = None
-    """The class."""
+    """The optimizer class."""
     lr: Annotated[float, Field(gt=0)] | None = None
     weight_decay: Annotated[float, Field(ge=0)] | None = None
-    """The optimizer's counts for rules of its class."""
+    """Default: ``optimizer.weight_decay`` if the class is the same."""
     arguments: Arguments = {}
-    """Laid over the optimizer's in rules of its class."""
+    """Merged over ``optimizer.arguments`` if the class is the same."""
 
 
 class Optimizer(_Frozen):
@@ -107,14 +107,14 @@ class Optimizer(_Frozen):
     name: str = "AdamW"
     lr: Annotated[float, Field(gt=0)] = 1e-3
     weight_decay: Annotated[float, Field(ge=0)] | None = None
-    """Left to the class when not given."""
+    """Default: that of the class."""
     arguments: Arguments = {}
     """Further keyword arguments of the class."""
     rules: list[OptimizerRule] = []
-    """Other classes and settings for some of the parameters; one rule must mean each."""
+    """Other classes and settings for some parameters; exactly one rule must match each parameter."""
 
-    def of_rules(self) -> list[Self]:
-        """What each rule comes to, without the parameters that it is for."""
+    def resolved_rules(self) -> list[Self]:
+        """The complete optimizer settings of each rule."""
         found = []
         for rule in self.rules:
             own = rule.name is None or rule.name == self.name
@@ -158,43 +158,43 @@ class Checkpoint(_Frozen):
     every: CountOrZero = 500
     """Steps between checkpoints; 0: only at the end."""
     keep: Count = 2
-    """How many of the newest are kept."""
+    """Number of newest checkpoints to keep."""
     keep_every: CountOrZero = 0
-    """Checkpoints of steps that are multiples of this are kept besides; 0: none are."""
+    """Also keep the checkpoints of every so many steps; 0: none."""
     weights_every: CountOrZero = 0
-    """Steps between saves of the weights alone, all of which are kept; 0: none are made."""
+    """Steps between saves of the weights alone, all of which are kept; 0: none."""
     asynchronous: bool = True
-    """Train on while they are written. DeepSpeed's engine writes itself, and is waited for."""
+    """Continue training during the write. DeepSpeed's engine always saves synchronously."""
 
 
 class Lines(_Frozen):
-    """How often a line says where training stands, where there is no terminal for a progress bar."""
+    """How often a progress line is printed when there is no terminal for a progress bar."""
 
     seconds: Annotated[float, Field(ge=0)] = 10
     steps: CountOrZero = 0
-    """0: by time alone. The figures are there every ``log_every`` steps."""
+    """0: by time alone. Figures are available every ``log_every`` steps."""
 
 
 class Sample(_Frozen):
-    """Text that the model writes at the end."""
+    """Text that the model generates at the end."""
 
     prompts: Annotated[list[str], Field(min_length=1)] = ["def ", "import "]
     tokens: Count = 120
     temperature: Annotated[float, Field(gt=0)] = 0.8
     top_k: CountOrZero = 50
-    """The most likely tokens that are drawn from; 0: all."""
+    """Sample from so many of the most likely tokens; 0: all."""
 
 
-def _path_alone(value: Any) -> Any:
+def _path_from_string(value: Any) -> Any:
     return {"path": value} if isinstance(value, str) else value
 
 
-def _decay_alone(value: Any) -> Any:
+def _decay_from_number(value: Any) -> Any:
     return {"decay": value} if isinstance(value, int | float | str) and not isinstance(value, bool) else value
 
 
 class TrainConfig(_Frozen):
-    """Everything a training file says."""
+    """A training file."""
 
     name: str = "train"
     """The run's folder in ``output``."""
@@ -203,40 +203,40 @@ class TrainConfig(_Frozen):
     strategy: str | dict[str, Any] = "resident"
     """A strategy's name, path or content; or one for each kind of device: ``{cuda: resident, cpu: fp32}``."""
     strategy_overrides: dict[str, Any] = {}
-    """Dotted keys laid over the strategy: ``{clipping.max_norm: 0.5}``."""
-    model: Annotated[Model, BeforeValidator(_path_alone)]
-    data: Annotated[Data, BeforeValidator(_path_alone)] = Data()
+    """Overrides of the strategy by dotted keys: ``{clipping.max_norm: 0.5}``."""
+    model: Annotated[Model, BeforeValidator(_path_from_string)]
+    data: Annotated[Data, BeforeValidator(_path_from_string)] = Data()
     steps: Count = 1000
     batch: Batch = Batch()
     optimizer: Optimizer = Optimizer()
     scheduler: Scheduler = Scheduler()
-    ema: Annotated[Ema, BeforeValidator(_decay_alone)] | None = None
+    ema: Annotated[Ema, BeforeValidator(_decay_from_number)] | None = None
     validation: Validation = Validation()
     checkpoint: Checkpoint = Checkpoint()
     log_every: Count = 10
-    """Steps between looks at loss and norm; every step is recorded, but looking waits for the device."""
+    """Steps between reads of loss and norm, which wait for the device. Every step is logged."""
     lines: Lines = Lines()
     trackers: list[Tracker] = ["tensorboard"]
-    """Where the figures are recorded: files in the run's folder, or services, under the run's name, by accelerate."""
+    """``tensorboard`` writes to the run's folder; accelerate's other trackers log under the run's name."""
     sample: Sample | None = Sample()
 
     @field_validator("name")
     @classmethod
-    def _one_folder(cls, value: str) -> str:
+    def _check_name(cls, value: str) -> str:
         if not re.fullmatch(r"\w[\w.\-]*", value):
             raise ValueError("letters, digits, '_', '.' and '-' are allowed, and not '.' or '-' first")
         return value
 
     @field_validator("strategy")
     @classmethod
-    def _every_device(cls, value: str | dict[str, Any]) -> str | dict[str, Any]:
+    def _check_devices(cls, value: str | dict[str, Any]) -> str | dict[str, Any]:
         if per_device(value) and set(value) != set(DEVICES):
             raise ValueError(f"a strategy for each of {', '.join(DEVICES)} is needed")
         return value
 
     @property
     def folder(self) -> Path:
-        """Where this run writes."""
+        """The folder of this run."""
         return self.output / self.name
 
     def strategy_for(self, device: str) -> str | dict[str, Any]:
@@ -252,14 +252,14 @@ def per_device(strategy: str | Mapping[str, Any]) -> bool:
 
 
 def load_config(path: Path, strategy: str | None = None, assignments: Sequence[str] = ()) -> TrainConfig:
-    """A training file with what the command line lays over it.
+    """Read a training file and apply the overrides of the command line.
 
     Args:
         strategy: replaces the file's strategy and its overrides.
         assignments: ``key=value`` with dotted keys and YAML values; ``strategy.<key>`` overrides a key of the strategy.
 
     Raises:
-        ConfigError: no such file, no valid YAML, or an unknown or wrong key; with what is allowed.
+        ConfigError: the file is missing or not valid YAML, or a key is unknown or wrong.
     """
     values = _read(path)
     if strategy is not None:
@@ -310,7 +310,7 @@ def _assigned(values: dict[str, Any], assignment: str) -> dict[str, Any]:
 
 
 def _check_device(strategy: Any, rest: str, assignment: str) -> None:
-    """``strategy.cpu`` can be set where every kind of device has a strategy, keys in it where that is a mapping."""
+    """``strategy.cpu`` needs a strategy per device; ``strategy.cpu.KEY`` needs that strategy to be a mapping."""
     device, _, inner = rest.partition(".")
     if inner and not (isinstance(strategy, Mapping) and isinstance(strategy.get(device), Mapping)):
         raise ConfigError(

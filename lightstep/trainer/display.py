@@ -1,4 +1,4 @@
-"""What `lightstep train` shows: sentences, and a progress bar (lines now and then where there is no terminal)."""
+"""The output of `lightstep train`: sentences and a progress bar, or occasional lines without a terminal."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 @dataclass(frozen=True)
 class Figures:
-    """Where training stands: the steps since the last figures."""
+    """Figures of the steps since the last figures."""
 
     losses: Sequence[float]
-    """Nats per byte, of each step."""
+    """Of each step, nats per byte."""
     grad_norms: Sequence[float]
     loss_scale: float
     tokens_per_second: float
     memory_gib: float
     skipped: int = 0
-    """Steps of the run that were skipped because their gradients were not finite."""
+    """Steps of the run that were skipped because of non-finite gradients."""
 
 
 @dataclass
 class _Mean:
-    """Means over all steps since they were last shown."""
+    """Means over all steps since the last output."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
@@ -55,10 +55,10 @@ def _mean(values: Sequence[float]) -> float:
 
 
 class Display:
-    """Quiet on all ranks but the first.
+    """Prints on the first rank only.
 
     Args:
-        seconds, steps: without a terminal a line is shown when either has passed since the last one; 0 steps: by time
+        seconds, steps: without a terminal, print a line when either has passed since the last one; 0 steps: by time
             alone.
     """
 
@@ -73,7 +73,7 @@ class Display:
         self._mean = _Mean()
 
     def say(self, sentence: str) -> None:
-        """One line, above the progress bar."""
+        """Print one line above the progress bar."""
         self._console.print(sentence, highlight=False, markup=False, soft_wrap=True)
 
     @contextmanager
@@ -94,13 +94,13 @@ class Display:
             yield
 
     def advance(self, step: int, saving: bool = False) -> None:
-        """``step`` steps are done; ``saving``: while a checkpoint is being written."""
+        """Show that ``step`` steps are done, and whether a checkpoint is being written."""
         assert self._progress is not None
         self._saving = "  saving" if saving else ""
         self._progress.update(self._task, completed=step, saving=self._saving)
 
     def show(self, step: int, figures: Figures) -> None:
-        """New figures. The bar shows their means, a line those of all steps since the line before."""
+        """Show new figures: the progress bar at once, a line when it is due, with means since the last line."""
         assert self._progress is not None
         self._mean.add(figures)
         if self._console.is_terminal:

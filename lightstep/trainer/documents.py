@@ -1,4 +1,4 @@
-"""Where the text comes from: one document per file of a folder, per line of a JSONL file, or one text file."""
+"""Reads documents: one per file of a folder, one per line of a JSONL file, or one text file."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from lightstep.config import ConfigError, what_it_holds
 from lightstep.trainer.config import STDLIB, Data
 
 STDLIB_SUFFIXES = (".py", ".pyi", ".rst", ".md", ".txt")
-_NOT_OURS = {"site-packages", "dist-packages", "__pycache__"}
-_LOOK_AT = 8192
-"""Bytes at the start of a file that tell text from anything else, as git and grep do."""
+_SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__"}
+_SNIFFED_BYTES = 8192
+"""A file with a zero byte among its first bytes is not text (git and grep use the same rule)."""
 _HALF_CHARACTER = re.compile("[\ud800-\udfff]")
-"""One half of a surrogate pair, which JSON can spell and UTF-8 cannot."""
+"""An unpaired surrogate, which JSON can express and UTF-8 cannot."""
 
 
 def split_documents(data: Data) -> tuple[list[bytes], list[bytes]]:
     """All documents for training and for validation, in a fixed order.
 
-    Which side a document is on depends on its own bytes alone: it stays there when others come and go, and copies of it
-    go with it. A single document is cut in two.
+    The side of a document depends on its bytes alone: adding or removing others does not move it, and copies are on the
+    same side. A single document is cut in two.
 
     Raises:
-        ConfigError: nothing is there, or nothing that can be read.
+        ConfigError: there is no text, or it cannot be read.
     """
     documents = [document for document in _read(data) if document.strip()]
     if not documents:
@@ -35,10 +35,10 @@ def split_documents(data: Data) -> tuple[list[bytes], list[bytes]]:
     if len(documents) == 1:
         cut = int(len(documents[0]) * (1 - data.validation))
         return [documents[0][:cut]], [documents[0][cut:]]
-    places = [_place(document) for document in documents]
+    places = [_hash_fraction(document) for document in documents]
     known = sorted(set(places))
     if len(known) == 1:
-        raise ConfigError(f"data.path {data.path} holds only copies of one text; nothing is left to validate with")
+        raise ConfigError(f"data.path {data.path} holds only copies of one text; validation needs a different one")
     edge = min(max(data.validation, known[0]), known[-2])  # both sides get something
     training = [document for document, place in zip(documents, places, strict=True) if place > edge]
     validation = [document for document, place in zip(documents, places, strict=True) if place <= edge]
@@ -72,7 +72,7 @@ def _folder(root: Path, suffixes: Sequence[str] | None) -> Iterator[bytes]:
     """The text files under ``root`` by relative path; hidden ones and installed packages are left out."""
     for path in sorted(root.rglob("*"), key=lambda path: path.relative_to(root).as_posix()):
         parts = path.relative_to(root).parts
-        if any(part.startswith(".") or part in _NOT_OURS for part in parts):
+        if any(part.startswith(".") or part in _SKIPPED_FOLDERS for part in parts):
             continue
         if (suffixes is None or path.name.endswith(tuple(suffixes))) and path.is_file():
             content = _content(path)
@@ -84,14 +84,14 @@ def _content(path: Path) -> bytes | None:
     """A text file's bytes; ``None`` for any other file."""
     try:
         with path.open("rb") as stream:
-            start = stream.read(_LOOK_AT)
+            start = stream.read(_SNIFFED_BYTES)
             return None if b"\0" in start else start + stream.read()
     except OSError as error:
         raise ConfigError(f"data: {path} cannot be read: {error.strerror}") from error
 
 
 def _json_lines(path: Path, key: str) -> Iterator[bytes]:
-    """The texts; U+FFFD stands for what is no character. A byte order mark at the start is none of the text."""
+    """The texts. U+FFFD replaces invalid characters; a leading byte order mark is dropped."""
     with path.open(encoding="utf-8-sig", errors="replace") as lines:
         for number, line in enumerate(lines, 1):
             if not line.strip():
@@ -109,6 +109,6 @@ def _json_lines(path: Path, key: str) -> Iterator[bytes]:
             yield _HALF_CHARACTER.sub("\ufffd", text).encode()
 
 
-def _place(document: bytes) -> float:
-    """A fixed number in [0, 1), evenly spread over documents."""
+def _hash_fraction(document: bytes) -> float:
+    """A hash of the document as a number in [0, 1)."""
     return int.from_bytes(hashlib.sha256(document).digest()[:8], "big") / 2**64

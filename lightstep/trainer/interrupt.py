@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM, kept until the step is done."""
+"""Defers Ctrl-C and SIGTERM until the step is done."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Interrupt:
-    """Within this context a signal is noted instead of raised, so that no step and no save is cut in two.
+    """Within this context a signal is recorded instead of raised, so that steps and saves are not interrupted.
 
-    A second one ends the process at once, but for torchrun's: that passes on what its workers have got already.
+    A second signal ends the process at once, except under torchrun, which forwards signals its workers already got.
     """
 
     def __init__(self) -> None:
@@ -25,7 +25,7 @@ class Interrupt:
     def __enter__(self) -> Interrupt:
         try:
             self._previous = {number: signal.signal(number, self._note) for number in _SIGNALS}
-        except ValueError:  # not the main thread: signals go elsewhere
+        except ValueError:  # not the main thread, which alone receives signals
             self._previous = {}
         return self
 
@@ -43,6 +43,6 @@ class Interrupt:
         self._received = self._received or number
 
     def received(self) -> signal.Signals | None:
-        """The signal that any rank has got; every rank asks after every step."""
+        """The signal that any rank has received. A collective: all ranks call it after every step."""
         number = highest(self._received)
         return signal.Signals(number) if number else None

@@ -1,4 +1,4 @@
-"""What a run records: scalars, in TensorBoard or a service that tracks experiments, and the loss curve."""
+"""Records scalars in TensorBoard or experiment trackers, and draws the loss curve."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class Tracker(Protocol):
-    """The part of accelerate's ``GeneralTracker`` that is used here."""
+    """The methods of accelerate's ``GeneralTracker`` that are used here."""
 
     def log(self, values: dict[str, float], step: int) -> None: ...
 
@@ -29,10 +29,10 @@ class Tracker(Protocol):
 
 
 class TensorBoard:
-    """Scalars in a folder; what an interrupted run wrote after ``start`` is superseded.
+    """Writes scalars to a folder, and supersedes those that an interrupted run wrote after ``start``.
 
-    accelerate has such a tracker too. It starts a process group under torchrun even where the strategy needs none, and
-    flushes its file at every step.
+    accelerate's own tracker starts a process group under torchrun even if the strategy needs none, and flushes its file
+    at every step.
     """
 
     def __init__(self, folder: Path, start: int) -> None:
@@ -47,13 +47,13 @@ class TensorBoard:
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Whether the services' libraries are there.
+    """Check that the trackers' libraries are installed.
 
     Raises:
-        ConfigError: one is not.
+        ConfigError: one is missing.
     """
     if missing := [name for name in names if name != TENSORBOARD and name not in _installed()]:
-        raise ConfigError(f"trackers: {missing[0]} is not installed; install its library, or leave it out")
+        raise ConfigError(f"trackers: {missing[0]} is not installed; install its library, or remove it from trackers")
 
 
 def _installed() -> list[str]:
@@ -62,12 +62,12 @@ def _installed() -> list[str]:
     return [str(getattr(tracker, "value", tracker)) for tracker in get_available_trackers()]
 
 
-def _service(name: str, run: str, folder: Path, settings: Mapping[str, Any]) -> Tracker:
-    """accelerate's tracker of that name."""
+def _start_service(name: str, run: str, folder: Path, settings: Mapping[str, Any]) -> Tracker:
+    """Start accelerate's tracker of that name."""
     from accelerate import PartialState
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
-    PartialState()  # its trackers report to it
+    PartialState()  # required by its trackers
     made = LOGGER_TYPE_TO_CLASS[name]
     tracker: Any = made(run, folder) if made.requires_logging_directory else made(run)
     tracker.start()
@@ -76,7 +76,7 @@ def _service(name: str, run: str, folder: Path, settings: Mapping[str, Any]) -> 
 
 
 def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Plain values by dotted keys."""
+    """Flatten to plain values under dotted keys."""
     flat: dict[str, Any] = {}
     for key, value in settings.items():
         if isinstance(value, Mapping):
@@ -87,15 +87,15 @@ def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 class Logs:
-    """Scalars of every step, and ``<folder>/loss.png`` at the end.
+    """Logs the scalars of every step, and draws ``<folder>/loss.png`` at the end.
 
-    Training does not depend on them: what cannot be written is warned of once, and not tried again.
+    An error never stops training: the tracker that failed is dropped with one warning.
 
     Args:
-        folder: the run's; ``None`` on ranks that write nothing.
-        start: the step that the run continues from.
-        trackers: where to: ``tensorboard``, which writes to ``<folder>/tensorboard``, and names of accelerate's.
-        settings: of the run, for the services.
+        folder: the folder of the run; ``None`` on ranks that write nothing.
+        start: the step from which the run continues.
+        trackers: ``tensorboard``, which writes to ``<folder>/tensorboard``, and names of accelerate's trackers.
+        settings: the settings of the run, for accelerate's trackers.
     """
 
     def __init__(
@@ -108,26 +108,26 @@ class Logs:
         self._folder, self._start = folder, start
         self._names, self._settings = trackers, settings or {}
         self._open: dict[str, Tracker] = {}
-        self._hook = threading.excepthook
+        self._previous_hook = threading.excepthook
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Scalars of one step (from 1)."""
+        """Log the scalars of one step (from 1)."""
         for name, tracker in list(self._open.items()):
-            with self._giving_up(name):
+            with self._dropping_on_error(name):
                 tracker.log(dict(values), step)
 
     def __enter__(self) -> Logs:
         if self._folder is not None:
-            self._hook, threading.excepthook = threading.excepthook, self._outside_writer
+            self._previous_hook, threading.excepthook = threading.excepthook, self._handle_thread_exception
             for name in self._names:
-                with self._giving_up(name):
-                    self._open[name] = self._started(name, self._folder)
+                with self._dropping_on_error(name):
+                    self._open[name] = self._start_tracker(name, self._folder)
         return self
 
-    def _started(self, name: str, folder: Path) -> Tracker:
+    def _start_tracker(self, name: str, folder: Path) -> Tracker:
         if name == TENSORBOARD:
             return TensorBoard(folder / TENSORBOARD, self._start)
-        return _service(name, folder.name, folder, self._settings)
+        return _start_service(name, folder.name, folder, self._settings)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -135,16 +135,16 @@ class Logs:
         if self._folder is None:
             return
         for name, tracker in list(self._open.items()):
-            with self._giving_up(name, silent=error is not None):  # a full disk has already been reported
+            with self._dropping_on_error(name, silent=error is not None):  # a full disk has already been reported
                 tracker.finish()
         if TENSORBOARD in self._names:
-            with self._giving_up("loss.png", silent=error is not None or TENSORBOARD not in self._open):
+            with self._dropping_on_error("loss.png", silent=error is not None or TENSORBOARD not in self._open):
                 draw_loss_curve(self._folder / TENSORBOARD, self._folder / "loss.png")
-        threading.excepthook = self._hook
+        threading.excepthook = self._previous_hook
 
     @contextmanager
-    def _giving_up(self, name: str, silent: bool = False) -> Iterator[None]:
-        """What fails in here is not used again."""
+    def _dropping_on_error(self, name: str, silent: bool = False) -> Iterator[None]:
+        """Drop the tracker if the block raises."""
         try:
             yield
         except Exception as error:
@@ -153,21 +153,19 @@ class Logs:
             if not silent:
                 logger.warning("warning: %s: %s: %s; nothing more is logged there", self._folder, name, reason)
 
-    def _outside_writer(self, arguments: threading.ExceptHookArgs) -> None:
-        """TensorBoard's thread hands its errors to ``add_scalar``; a traceback of them says nothing new."""
+    def _handle_thread_exception(self, arguments: threading.ExceptHookArgs) -> None:
+        """Print no traceback for TensorBoard's writer thread, whose errors ``add_scalar`` raises again."""
         if type(arguments.thread).__name__ != "_AsyncWriterThread":
-            self._hook(arguments)
+            self._previous_hook(arguments)
 
 
 def draw_loss_curve(logs: Path, image: Path) -> None:
-    """Training and validation loss over steps, as the logs hold them."""
-    with _without_remarks("matplotlib"):  # of a home that it cannot write to
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
+    """Draw the logged training and validation loss over steps."""
+    with _errors_only("matplotlib"):  # it warns about a read-only home
         from matplotlib.figure import Figure
 
     curves = read_scalars(logs, (TRAINING, VALIDATION))
     figure = Figure(figsize=(8, 4.5), layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     if steps := curves[TRAINING]:
         axes.plot(*zip(*steps, strict=True), linewidth=0.8, alpha=0.6, color="tab:blue", label="training")
@@ -186,10 +184,10 @@ def draw_loss_curve(logs: Path, image: Path) -> None:
 
 
 def read_scalars(logs: Path, names: tuple[str, ...]) -> dict[str, list[tuple[int, float]]]:
-    """``(step, value)`` by name; of a step that was logged again after a resume the last value."""
+    """``(step, value)`` pairs by name. For a step that was logged twice because of a resume, the last value counts."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    with _without_remarks("tensorboard"):  # of every step that was logged again after a resume
+    with _errors_only("tensorboard"):  # it warns about every step that was logged twice
         events = EventAccumulator(str(logs), size_guidance={"scalars": 0}).Reload()
     known = events.Tags()["scalars"]
     return {
@@ -199,8 +197,8 @@ def read_scalars(logs: Path, names: tuple[str, ...]) -> dict[str, list[tuple[int
 
 
 @contextmanager
-def _without_remarks(library: str) -> Iterator[None]:
-    """Its errors alone are logged."""
+def _errors_only(library: str) -> Iterator[None]:
+    """Log only errors of ``library``."""
     remarks = logging.getLogger(library)
     level = remarks.level
     remarks.setLevel(logging.ERROR)

@@ -1,4 +1,4 @@
-"""The loop: batches through the model, steps of the optimizer, and what happens every so many of them."""
+"""The training loop: optimizer steps, and periodic logging, validation and saves."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from lightstep.trainer.config import TrainConfig
 from lightstep.trainer.display import Display, Figures
 from lightstep.trainer.interrupt import Interrupt
 from lightstep.trainer.logs import TRAINING, VALIDATION, Logs
-from lightstep.trainer.run_folder import checkpoint_path, clear_place, weights_path
+from lightstep.trainer.run_folder import checkpoint_path, move_incomplete, weights_path
 
 
 @dataclass
-class Pieces:
-    """All that is trained and saved, and what it is trained on."""
+class Components:
+    """Everything that is trained and saved, and the data."""
 
     strategy: Strategy
     model: nn.Module
@@ -42,14 +42,14 @@ class Pieces:
     validation_rows: Tensor
     """This rank's held-out windows, int64 ``[rows, length]``."""
     bytes_per_token: tuple[float, float]
-    """Of the training and of the validation text."""
+    """For the training text and for the validation text."""
     fingerprint: str
-    """Of the text."""
+    """Identifies the text."""
     average: WeightAverage | None = None
 
 
 @dataclass
-class _Unread:
+class _Unlogged:
     """A step whose figures are still on the device."""
 
     step: int
@@ -63,7 +63,7 @@ class Loop:
     """Trains from ``step`` to ``config.steps``."""
 
     config: TrainConfig
-    pieces: Pieces
+    components: Components
     logs: Logs
     display: Display
     step: int = 0
@@ -71,35 +71,37 @@ class Loop:
     """Mean loss over the ranks, nats per byte, by step (from 1)."""
     saved: Path | None = None
     _saving: tuple[Path | None, PendingSave] | None = None
-    """A save under way, and where its checkpoint is; ``None``: it is of weights alone."""
-    _unsettled: StepResult | None = None
-    _unaveraged: bool = False
-    """The average has yet to take in the last step's weights."""
-    _unread: list[_Unread] = field(default_factory=list)
+    """The pending save, and the path of its checkpoint; ``None`` if it saves weights alone."""
+    _last_result: StepResult | None = None
+    _average_is_due: bool = False
+    """The average does not include the last step's weights yet."""
+    _unlogged: list[_Unlogged] = field(default_factory=list)
     _skipped: int = 0
     _timed: list[tuple[int, float]] = field(default_factory=list)
     _clock: float = 0.0
     _seen: int = 0
 
     def run(self, interrupt: Interrupt) -> signal.Signals | None:
-        """Train until the last step, or until a signal: the step is then finished and saved. Returns the signal."""
+        """Train until the last step or a signal. On a signal, finish the step, save, and return the signal."""
         config, stopped = self.config, None
         self._restart_clock()
-        with self.display.training(self.step, config.steps), self._saved_in_the_end():
+        with self.display.training(self.step, config.steps), self._finishing_saves():
             while self.step < config.steps and stopped is None:
                 self._train_step()
                 self.display.advance(self.step, saving=self._saving is not None and not self._saving[1].done())
                 stopped = interrupt.received()
                 ends = stopped is not None or self.step == config.steps
                 saves = ends or self._due(config.checkpoint.every)
-                if saves or self._due(config.log_every):  # a resumed run does not log what was before its checkpoint
-                    self._look()
+                if saves or self._due(config.log_every):  # a resumed run does not log earlier steps again
+                    self._log_steps()
                 if not ends and self._due(config.validation.every):
-                    self._apart_from_the_clock(self._validate_and_say)
-                if self._due(config.checkpoint.weights_every):  # first: the other waits for it, and they are less
-                    self._apart_from_the_clock(self.save_weights)
+                    self._untimed(self._validate_and_show)
+                if self._due(
+                    config.checkpoint.weights_every
+                ):  # first: a save waits for the one before, and weights are smaller
+                    self._untimed(self.save_weights)
                 if saves:
-                    self._apart_from_the_clock(self.save)
+                    self._untimed(self.save)
         return stopped
 
     def _due(self, every: int) -> bool:
@@ -108,119 +110,119 @@ class Loop:
     # -- one step
 
     def _train_step(self) -> None:
-        optimizer = self.pieces.optimizer
-        loss = self._accumulate(self.pieces.batches.step(self.step))
-        self._settle()
+        optimizer = self.components.optimizer
+        loss = self._accumulate(self.components.batches.step(self.step))
+        self._advance_scheduler()
         learning_rate = float(optimizer.param_groups[0]["lr"])
         result = optimizer.step()
         self.step += 1
-        self._unsettled = result
-        self._unaveraged = self.config.ema is not None and self._due(self.config.ema.every)
-        self._unread.append(_Unread(self.step, loss, learning_rate, result))
+        self._last_result = result
+        self._average_is_due = self.config.ema is not None and self._due(self.config.ema.every)
+        self._unlogged.append(_Unlogged(self.step, loss, learning_rate, result))
 
     def _accumulate(self, micro_batches: Tensor) -> Tensor:
         """Forward and backward of ``[accumulation, rows, length]``; the mean loss, still on the device."""
-        pieces = self.pieces
-        pieces.model.train()
-        total = torch.zeros((), device=pieces.strategy.device)
+        components = self.components
+        components.model.train()
+        total = torch.zeros((), device=components.strategy.device)
         for index, tokens in enumerate(micro_batches):
-            with pieces.strategy.accumulate(pieces.model, last=index == len(micro_batches) - 1):
-                loss = _loss(pieces.model, tokens.to(pieces.strategy.device)) / len(micro_batches)
+            with components.strategy.accumulate(components.model, last=index == len(micro_batches) - 1):
+                loss = _loss(components.model, tokens.to(components.strategy.device)) / len(micro_batches)
                 self._update_average()
-                pieces.optimizer.backward(loss)
+                components.optimizer.backward(loss)
             total += loss.detach()
         return total
 
-    def _settle(self) -> None:
-        """Advance the learning rate for the last step, if that was applied.
+    def _advance_scheduler(self) -> None:
+        """Advance the scheduler if the last step was applied.
 
-        Read as late as possible: right before the next step, when the device has that one's backward to work on.
+        The result is read as late as possible, right before the next step, while the device runs its backward.
         """
-        result, self._unsettled = self._unsettled, None
+        result, self._last_result = self._last_result, None
         if result is None:
             return
         if result:
-            self.pieces.scheduler.step()
+            self.components.scheduler.step()
         else:
             self._skipped += 1
 
     def _update_average(self) -> None:
-        """After a step's weights are there and before the next one begins, which may do so in backward.
+        """Update the average with the last step's weights, before the next step, which may begin in backward.
 
-        The forward has waited for them: the average adds no wait, whatever the update time.
+        The forward has already waited for those weights, so the average adds no wait.
         """
-        if self._unaveraged and self.pieces.average is not None:
-            self.pieces.average.update()
-        self._unaveraged = False
+        if self._average_is_due and self.components.average is not None:
+            self.components.average.update()
+        self._average_is_due = False
 
     # -- every so often
 
-    def _look(self) -> None:
-        """Read the figures of all steps since the last look; the only place where training waits for the device."""
-        self._settle()
-        unread, self._unread = self._unread, []
-        losses = ranks.mean([value / self.pieces.bytes_per_token[0] for value in _read([u.loss for u in unread])])
-        norms = _read([u.result.grad_norm for u in unread])
+    def _log_steps(self) -> None:
+        """Log the figures of all steps since the last call. Only here does training wait for the device."""
+        self._advance_scheduler()
+        unlogged, self._unlogged = self._unlogged, []
+        losses = ranks.mean([value / self.components.bytes_per_token[0] for value in _read([u.loss for u in unlogged])])
+        norms = _read([u.result.grad_norm for u in unlogged])
         rate, memory = self._tokens_per_second(), self._memory_gib()
-        for seen, loss, norm in zip(unread, losses, norms, strict=True):
+        for seen, loss, norm in zip(unlogged, losses, norms, strict=True):
             self.losses[seen.step] = loss
             scalars = {TRAINING: loss, "step/gradient_norm": norm, "step/learning_rate": seen.learning_rate}
             self.logs.write(seen.step, scalars | {"step/loss_scale": seen.result.loss_scale})
         self.logs.write(self.step, {"speed/tokens_per_second": rate, "speed/memory_gib": memory})
-        scale = unread[-1].result.loss_scale
+        scale = unlogged[-1].result.loss_scale
         self.display.show(self.step, Figures(losses, norms, scale, rate, memory, self._skipped))
 
-    def _validate_and_say(self) -> None:
+    def _validate_and_show(self) -> None:
         loss = self.validate()
         self.display.say(f"step {self.step}/{self.config.steps}  validation loss {loss:.3f}")
 
     def validate(self) -> float:
-        """Mean loss over the held-out windows, nats per byte; of the averaged weights where the file says so."""
+        """Mean loss over the held-out windows in nats per byte; with averaged weights if the file says so."""
         self._update_average()
         averaged = self.config.ema is not None and self.config.ema.validation
-        with self.pieces.average.applied() if averaged and self.pieces.average else nullcontext():
+        with self.components.average.applied() if averaged and self.components.average else nullcontext():
             return self._validate()
 
     @torch.no_grad()
     def _validate(self) -> float:
-        pieces = self.pieces
-        pieces.model.eval()
-        rows = pieces.validation_rows
-        size = max(self.config.batch.sequences // (self.config.batch.accumulation * pieces.strategy.world_size), 1)
-        losses = [_loss(pieces.model, part.to(pieces.strategy.device)) * len(part) for part in rows.split(size)]
-        total = ranks.mean([sum(_read(losses)) / len(rows)])[0] / pieces.bytes_per_token[1]
+        components = self.components
+        components.model.eval()
+        rows = components.validation_rows
+        size = max(self.config.batch.sequences // (self.config.batch.accumulation * components.strategy.world_size), 1)
+        losses = [_loss(components.model, part.to(components.strategy.device)) * len(part) for part in rows.split(size)]
+        total = ranks.mean([sum(_read(losses)) / len(rows)])[0] / components.bytes_per_token[1]
         self.logs.write(self.step, {VALIDATION: total})
         return total
 
     def save(self) -> None:
-        """Begin a checkpoint of this step; older ones go as the settings say."""
-        self._settle()
+        """Start a checkpoint of this step; older ones are removed as the settings say."""
+        self._advance_scheduler()
         self._update_average()
         path = checkpoint_path(self.config.folder, self.step)
-        moved = ranks.together(lambda: clear_place(path), only_first=True)
+        moved = ranks.together(lambda: move_incomplete(path), only_first=True)
         if moved is not None:
-            self.display.say(f"{path} was no whole checkpoint; it is now {moved}")
+            self.display.say(f"{path} was not a whole checkpoint; it is now {moved}")
         extra = {
             "step": self.step,
             "config": self.config.model_dump(mode="json"),
-            "text": self.pieces.fingerprint,
+            "text": self.components.fingerprint,
         }
         settings = self.config.checkpoint
         kept = {"keep_last": settings.keep, "keep_every": settings.keep_every}
-        self._begin_save(path, whole=True, scheduler=self.pieces.scheduler, extra=extra, **kept)
+        self._start_save(path, whole=True, scheduler=self.components.scheduler, extra=extra, **kept)
 
     def save_weights(self) -> None:
-        """Begin to write the weights of this step alone."""
+        """Start to save only the weights of this step."""
         path = weights_path(self.config.folder, self.step)
-        self._begin_save(path, whole=False, extra={"step": self.step}, weights_only=True)
+        self._start_save(path, whole=False, extra={"step": self.step}, weights_only=True)
 
-    def _begin_save(self, path: Path, whole: bool, **options: Any) -> None:
-        """After the one before."""
+    def _start_save(self, path: Path, whole: bool, **options: Any) -> None:
+        """Start a save after the previous one has finished."""
         self._finish_save()
-        pieces = self.pieces
-        if self.config.checkpoint.asynchronous and pieces.strategy.config.sharding.kind != "deepspeed":
+        components = self.components
+        if self.config.checkpoint.asynchronous and components.strategy.config.sharding.kind != "deepspeed":
             options["asynchronous"] = True
-        pending = pieces.strategy.save_checkpoint(path, pieces.model, pieces.optimizer, **options)
+        pending = components.strategy.save_checkpoint(path, components.model, components.optimizer, **options)
         if pending is not None:
             self._saving = (path if whole else None), pending
         elif whole:
@@ -233,8 +235,8 @@ class Loop:
             self.saved = path or self.saved
 
     @contextmanager
-    def _saved_in_the_end(self) -> Iterator[None]:
-        """The last save has ended with the block; an error of any save, which may come later, says what is kept."""
+    def _finishing_saves(self) -> Iterator[None]:
+        """Finish the last save at the end of the block. A failed save raises and names the checkpoint that is kept."""
         try:
             yield
             self._finish_save()
@@ -244,7 +246,7 @@ class Loop:
 
     # -- speed and memory
 
-    def _apart_from_the_clock(self, action: Callable[[], Any]) -> None:
+    def _untimed(self, action: Callable[[], Any]) -> None:
         started = time.perf_counter()
         action()
         self._clock += time.perf_counter() - started
@@ -253,7 +255,7 @@ class Loop:
         self._clock, self._seen = time.perf_counter(), self.step
 
     def _tokens_per_second(self) -> float:
-        """Over all ranks, since the last look."""
+        """Over all ranks, since the last call."""
         batch = self.config.batch
         steps, seconds = self.step - self._seen, max(time.perf_counter() - self._clock, 1e-9)
         self._timed.append((steps, seconds))
@@ -262,18 +264,18 @@ class Loop:
 
     @property
     def step_ms(self) -> float:
-        """Mean of a step, validation and saving left out; and the first look's steps, which set things up."""
+        """Mean time of a step without validation and saves, or the first logged steps, which include set-up."""
         timed = self._timed[1:] or self._timed
         steps = sum(count for count, _ in timed)
         return 1e3 * sum(seconds for _, seconds in timed) / steps if steps else 0.0
 
     def most_memory_gb(self) -> float:
-        """10⁹ bytes, as plans have it."""
+        """Peak memory in 10⁹ bytes, the unit of plans."""
         return self._memory_gib() * 2**30 / 1e9
 
     def _memory_gib(self) -> float:
-        """The most so far: of the GPU's memory if there is one, else of this process's."""
-        device = self.pieces.strategy.device
+        """Peak memory so far: of the GPU, or of this process on a CPU."""
+        device = self.components.strategy.device
         if device.type == "cuda":
             return torch.cuda.max_memory_allocated(device) / 2**30
         unit = 1 if sys.platform == "darwin" else 1024
@@ -286,5 +288,5 @@ def _loss(model: nn.Module, tokens: Tensor) -> Tensor:
 
 
 def _read(values: list[Tensor]) -> list[float]:
-    """Many 0-dim tensors in one transfer."""
+    """Read many 0-dim tensors in one transfer."""
     return torch.stack([value.float() for value in values]).tolist() if values else []

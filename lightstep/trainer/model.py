@@ -1,4 +1,4 @@
-"""The model and its tokenizer: a new byte-level model, or a Hugging Face folder. Nothing is ever downloaded."""
+"""Loads model and tokenizer: a new byte-level model, or a local Hugging Face folder. Never downloads."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def load_tokenizer(model: Model) -> Any:
     """The folder's tokenizer; for a new model one token per byte (transformers' ByT5 tokenizer: 256 + pad, eos, unk).
 
     Raises:
-        ConfigError: no folder, or no tokenizer in it.
+        ConfigError: the folder is missing or has no tokenizer.
     """
     if model.path is None:
         return ByT5Tokenizer(extra_ids=0)
     folder = _folder(model.path)
-    if not any(_is_of_tokenizer(file.name) for file in folder.iterdir()):
+    if not any(_is_tokenizer_file(file.name) for file in folder.iterdir()):
         raise ConfigError(
             f"model.path {folder} has no tokenizer; save one there: tokenizer.save_pretrained({str(folder)!r})"
         )
@@ -34,10 +34,10 @@ def load_tokenizer(model: Model) -> Any:
 
 
 def model_config(model: Model, tokenizer: Any, length: int) -> Any:
-    """The transformers configuration of what is trained.
+    """The transformers configuration of the model.
 
     Raises:
-        ConfigError: an unknown key or wrong value, or one that does not fit the tokenizer or ``batch.length``.
+        ConfigError: a key is unknown, a value is wrong, or it does not fit the tokenizer or ``batch.length``.
     """
     if model.path is not None:
         with _as_config_error(f"model.path {model.path}: its configuration cannot be loaded"):
@@ -53,10 +53,10 @@ def model_config(model: Model, tokenizer: Any, length: int) -> Any:
     return config
 
 
-def folder_of_weights(model: Model, config: Any) -> Path | None:
-    """The folder, if each rank can read its own part of it: safetensors under the names that the model has.
+def shardable_weights(model: Model, config: Any) -> Path | None:
+    """The folder, if each rank can read its own shards from it: safetensors with the model's names. Otherwise None.
 
-    From others (``pytorch_model.bin``, names that transformers converts) a model is read as a whole.
+    Other folders (``pytorch_model.bin``, names that transformers converts) are read as a whole.
     """
     if model.path is None:
         return None
@@ -72,7 +72,7 @@ def make_model(model: Model, config: Any, meta: bool = False) -> nn.Module:
     """New weights from torch's current seed, or the folder's in their own dtype.
 
     Args:
-        meta: without weights, for a rank that gets them from another one or reads its part later.
+        meta: on the meta device, for a rank that receives weights from another rank or reads its shards later.
     """
     if model.path is not None and not meta:
         with _as_config_error(f"model.path {model.path}: its weights cannot be loaded"):
@@ -104,8 +104,8 @@ def _new_config(keys: dict[str, Any], tokenizer: Any, length: int) -> Any:
         return AutoConfig.for_model(kind, **{key: value for key, value in defaults.items() if key in known} | keys)
 
 
-def _is_of_tokenizer(name: str) -> bool:
-    """Without such a file transformers may make a tokenizer that knows no words."""
+def _is_tokenizer_file(name: str) -> bool:
+    """Without such a file, transformers may create an empty tokenizer."""
     return name.startswith(("tokenizer", "vocab", "tekken")) or name.endswith((".model", ".spm", ".tiktoken"))
 
 
@@ -119,7 +119,7 @@ def _folder(path: str) -> Path:
 
 @contextlib.contextmanager
 def _as_config_error(what: str) -> Any:
-    """transformers raises all kinds of errors about a bad folder or configuration, many lines long: one sentence."""
+    """Turn the various long errors of transformers into one sentence."""
     try:
         yield
     except ConfigError:

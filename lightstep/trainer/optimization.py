@@ -1,4 +1,4 @@
-"""Optimizer and learning rate, as the training file names them."""
+"""Makes the optimizer and the scheduler of a training file."""
 
 from __future__ import annotations
 
@@ -29,33 +29,33 @@ _SCHEDULERS = (
     "cosine_warmup_with_min_lr",
     "warmup_stable_decay",
 )
-"""transformers' names, without those that need a metric at every step."""
+"""Names of transformers, except schedulers that need a metric at every step."""
 
 
 def check_optimization(config: settings.TrainConfig, device: torch.device) -> None:
-    """Try names and arguments on one small matrix, before the text is read.
+    """Check names and arguments with one small matrix, before the text is read.
 
     Raises:
         ConfigError: as :func:`make_optimizer` and :func:`make_scheduler` do.
     """
     weight = nn.Parameter(torch.zeros(2, 2, device=device))
-    _rules(config.optimizer)
-    for wanted in config.optimizer.of_rules() or [config.optimizer]:
+    _make_rules(config.optimizer)
+    for wanted in config.optimizer.resolved_rules() or [config.optimizer]:
         try:
             optimizer = optimizer_class(wanted.name)([weight], **_arguments(wanted))
         except (TypeError, ValueError) as error:
-            raise _refusal("optimizer", error) from error
+            raise _to_config_error("optimizer", error) from error
     make_scheduler(optimizer, config.scheduler, config.steps)
 
 
-def _rules(wanted: settings.Optimizer) -> list[Rule]:
+def _make_rules(wanted: settings.Optimizer) -> list[Rule]:
     found = []
-    for number, (rule, own) in enumerate(zip(wanted.rules, wanted.of_rules(), strict=True)):
+    for number, (rule, own) in enumerate(zip(wanted.rules, wanted.resolved_rules(), strict=True)):
         try:
             meant = {"names": rule.names, "kinds": rule.kinds, "dims": rule.dims}
             found.append(Rule(optimizer_class(own.name), **meant, **_arguments(own)))  # type: ignore[arg-type]
         except (TypeError, ValueError) as error:
-            raise _refusal(f"optimizer.rules[{number}]", error) from error
+            raise _to_config_error(f"optimizer.rules[{number}]", error) from error
     return found
 
 
@@ -66,7 +66,7 @@ def _arguments(wanted: settings.Optimizer) -> dict[str, Any]:
     return arguments
 
 
-def _refusal(key: str, error: Exception) -> ConfigError:
+def _to_config_error(key: str, error: Exception) -> ConfigError:
     if isinstance(error, ConfigError):
         return error
     return ConfigError(f"{key}: {str(error).replace('__init__() ', '')}")
@@ -76,10 +76,10 @@ def make_optimizer(strategy: Strategy, model: nn.Module, wanted: settings.Optimi
     """Raises :class:`ConfigError` for an unknown class, or arguments that it refuses."""
     try:
         if wanted.rules:
-            return strategy.create_optimizer(model, rules=_rules(wanted))
+            return strategy.create_optimizer(model, rules=_make_rules(wanted))
         return strategy.create_optimizer(model, optimizer_class(wanted.name), **_arguments(wanted))
     except (TypeError, ValueError) as error:
-        raise _refusal("optimizer", error) from error
+        raise _to_config_error("optimizer", error) from error
 
 
 def make_scheduler(optimizer: torch.optim.Optimizer, wanted: settings.Scheduler, steps: int) -> Any:
@@ -98,29 +98,29 @@ def make_scheduler(optimizer: torch.optim.Optimizer, wanted: settings.Scheduler,
             scheduler_specific_kwargs=wanted.arguments or None,
         )
     except (TypeError, ValueError) as error:
-        raise _refusal("scheduler", error) from error
+        raise _to_config_error("scheduler", error) from error
 
 
 def apply_changes(
     optimizer: BaseOptimizer, scheduler: Any, before: Mapping[str, Any], config: settings.TrainConfig
 ) -> Iterator[str]:
-    """After a resume, set what the file changed of the optimizer and the schedule; each change as a sentence.
+    """After a resume, apply changes of the optimizer and scheduler settings. Yields a sentence for each change.
 
     Args:
         before: the settings that the checkpoint was written with.
     """
-    if before.get("optimizer") is None:  # the checkpoint does not say
+    if before.get("optimizer") is None:  # unknown
         return
     old, new = settings.Optimizer.model_validate(before["optimizer"]), config.optimizer
     meant = [[(rule.names, rule.kinds, rule.dims) for rule in one.rules] for one in (old, new)]
     if meant[0] != meant[1]:
-        yield "optimizer: the rules stay as in the checkpoint; others would need a new run"
+        yield "optimizer: the rules stay as in the checkpoint; other rules need a new run"
         return
-    groups = zip(optimizer.param_groups, old.of_rules() or [old], new.of_rules() or [new], strict=True)
+    groups = zip(optimizer.param_groups, old.resolved_rules() or [old], new.resolved_rules() or [new], strict=True)
     learning_rates = False
     for number, (group, was, now) in enumerate(groups):
         label = f"optimizer.rules[{number}]" if new.rules else "optimizer"
-        changed = _differences(_given(was), _given(now))
+        changed = _differences(_settings_of(was), _settings_of(now))
         yield from _changed_group(group, optimizer.defaults, label, changed)
         if "lr" in changed:
             learning_rates = True
@@ -133,7 +133,7 @@ def apply_changes(
         _set_learning_rate(optimizer, scheduler)
 
 
-def _given(wanted: settings.Optimizer) -> dict[str, Any]:
+def _settings_of(wanted: settings.Optimizer) -> dict[str, Any]:
     return {"lr": wanted.lr, "weight_decay": wanted.weight_decay, **wanted.arguments}
 
 
@@ -143,14 +143,14 @@ def _changed_group(
     for key, (was, now) in changed.items():
         value = defaults.get(key) if now is None else now
         if not _is_number(value):
-            yield f"{label}: {key} stays {was}, as in the checkpoint; {now} would need a new run"
+            yield f"{label}: {key} stays {was}, as in the checkpoint; {now} needs a new run"
             continue
         group[key] = tuple(value) if isinstance(value, list) else value
         yield f"{label}: {key} is {value} from here on; until the checkpoint it was {was}"
 
 
 def _is_number(value: Any) -> bool:
-    """A number, or some: what can change while a run goes on. Switches choose an implementation or more state."""
+    """Whether a value is a number or a list of numbers, which alone can change during a run."""
     values = value if isinstance(value, list | tuple) else [value]
     return all(isinstance(each, int | float) and not isinstance(each, bool) for each in values)
 
@@ -161,7 +161,7 @@ def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tu
 
 
 def _set_learning_rate(optimizer: BaseOptimizer, scheduler: Any) -> None:
-    """What the schedule says for the step that comes next."""
+    """Set the learning rates of the next step."""
     factors = (factor(scheduler.last_epoch) for factor in scheduler.lr_lambdas)
     for group, base, factor in zip(optimizer.param_groups, scheduler.base_lrs, factors, strict=True):
         group["lr"] = base * factor

@@ -1,4 +1,4 @@
-"""``lightstep params``: which parameter gets which optimizer class and settings."""
+"""``lightstep params``: the optimizer class and settings of each parameter."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from lightstep.trainer.model import load_tokenizer, make_model, model_config
 from lightstep.trainer.optimization import make_optimizer
 
 
-class Alike(NamedTuple):
-    """Parameters of one shape and kind, whose names differ in numbers only.
+class SimilarParameters(NamedTuple):
+    """Parameters of one shape and kind, whose names differ only in numbers.
 
     Attributes:
-        names: with ``*`` for the numbers.
+        names: the common name, with ``*`` for numbers.
     """
 
     names: str
@@ -28,7 +28,7 @@ class Alike(NamedTuple):
 
 
 def describe_params(config: TrainConfig) -> Iterator[str]:
-    """What a training file makes of its model, which is not loaded: a line for each group, and for what is in it.
+    """Lines for each parameter group of a training file and its parameters. No weights are loaded.
 
     Raises:
         ConfigError: as ``lightstep train`` would.
@@ -42,11 +42,11 @@ def describe_params(config: TrainConfig) -> Iterator[str]:
 
 def _lines(model: nn.Module, groups: list[dict[str, Any]], default: str) -> Iterator[str]:
     group_of = {parameter: number for number, group in enumerate(groups) for parameter in group["params"]}
-    found: dict[int, dict[Alike, int]] = {number: {} for number in range(len(groups))}
+    found: dict[int, dict[SimilarParameters, int]] = {number: {} for number in range(len(groups))}
     elements = dict.fromkeys(found, 0)
     for name, parameter, kind in described_parameters(model):
         number = group_of[parameter]
-        alike = Alike(re.sub(r"\d+", "*", name), tuple(parameter.shape), kind)
+        alike = SimilarParameters(re.sub(r"\d+", "*", name), tuple(parameter.shape), kind)
         found[number][alike] = found[number].get(alike, 0) + 1
         elements[number] += parameter.numel()
     for number, group in enumerate(groups):

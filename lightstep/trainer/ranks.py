@@ -1,4 +1,4 @@
-"""What the ranks of a run agree on. Over CPU tensors: nothing here waits for a device."""
+"""Coordinates the ranks of a run with CPU tensors, so nothing here waits for a device."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ Result = TypeVar("Result")
 
 
 def join(strategy: Strategy) -> None:
-    """Have the ranks find each other, where the strategy is for several.
+    """Start the process group if the strategy is for several ranks.
 
     Raises:
-        ConfigError: torchrun started several processes and the strategy is for one, or the other way round.
+        ConfigError: torchrun's processes do not match the strategy, or it has asynchronous roles.
     """
     if strategy.roles.asynchronous:
         raise ConfigError(
@@ -39,17 +39,17 @@ def join(strategy: Strategy) -> None:
 
 
 def together(action: Callable[[], Result], only_first: bool = False) -> Result:
-    """Do what may fail on one rank alone, so that a failure ends all of them: none is left waiting for the others.
+    """Run ``action`` and raise on all ranks if it fails on any, so that no rank keeps waiting.
 
     Args:
-        action: without communication.
-        only_first: on the first rank; all get its result.
+        action: must not communicate.
+        only_first: run it on the first rank only; all ranks get its result.
     """
     return Ranks().together(action, only_first)
 
 
 def mean(values: Sequence[float]) -> list[float]:
-    """Element by element the mean over the ranks."""
+    """Elementwise mean over the ranks."""
     if world_size() == 1 or not values:
         return list(values)
     total = torch.tensor(values, dtype=torch.float64)
@@ -58,7 +58,7 @@ def mean(values: Sequence[float]) -> list[float]:
 
 
 def highest(value: int) -> int:
-    """The largest value of any rank."""
+    """Maximum over the ranks."""
     if world_size() == 1:
         return value
     most = torch.tensor(value)

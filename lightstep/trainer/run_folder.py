@@ -1,11 +1,11 @@
-"""What lies in ``runs/<name>``: the settings, checkpoints, logs, the loss curve and the trained model.
+"""The layout of ``runs/<name>``: settings, checkpoints, logs, loss curve and trained model.
 
 ::
 
     runs/train/
         config.yaml        the settings of the run, with defaults and overrides
-        checkpoint-500/    the newest ones
-        weights-100/       weights alone, when they are asked for
+        checkpoint-500/    the newest checkpoints
+        weights-100/       weights alone, if requested
         tensorboard/
         loss.png
         model/             a Hugging Face folder
@@ -28,12 +28,12 @@ _CHECKPOINT = re.compile(r"checkpoint-\d+")
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:
-    """Where the checkpoint of a step belongs."""
+    """The path of the checkpoint of a step."""
     return folder / f"checkpoint-{step}"
 
 
 def weights_path(folder: Path, step: int) -> Path:
-    """Where the weights of a step belong that are saved alone."""
+    """The path of the weights of a step."""
     return folder / f"weights-{step}"
 
 
@@ -50,10 +50,10 @@ def newest_checkpoint(folder: Path) -> Path:
 
 
 def newest_undamaged(folder: Path) -> Path | None:
-    """The newest checkpoint of a run whose every byte is what was written; ``None`` when there is none at all.
+    """The newest undamaged checkpoint of a run, checked byte by byte; ``None`` if there are no checkpoints.
 
     Raises:
-        ConfigError: there are some, and all are damaged.
+        ConfigError: all checkpoints are damaged.
     """
     found = _checkpoints(folder)
     newest = next((path for path in found if is_undamaged(path)), None)
@@ -66,12 +66,12 @@ def newest_undamaged(folder: Path) -> Path | None:
 
 
 def _checkpoints(folder: Path) -> list[Path]:
-    """Of the whole state, the newest first."""
+    """All checkpoints of the whole state, newest first."""
     return [path for path in checkpoints_in(folder) if _CHECKPOINT.fullmatch(path.name)]
 
 
 def start_run(config: TrainConfig, resume: bool) -> Path | None:
-    """Make the run's folder. An earlier run of that name is moved aside, never overwritten.
+    """Create the run's folder. An earlier run of that name is moved aside, never overwritten.
 
     Returns:
         Where the earlier run is now, if there was one.
@@ -91,11 +91,11 @@ def start_run(config: TrainConfig, resume: bool) -> Path | None:
     return moved
 
 
-def clear_place(path: Path) -> Path | None:
-    """Move what stands where a checkpoint belongs aside, unless it is one: only a checkpoint is saved over.
+def move_incomplete(path: Path) -> Path | None:
+    """Move ``path`` aside if it exists and is not a checkpoint, because a save replaces checkpoints only.
 
     Returns:
-        Where it is now, if there was something.
+        Its new path, if it was moved.
     """
     if not path.exists() or (path / MANIFEST).is_file():
         return None
@@ -105,6 +105,6 @@ def clear_place(path: Path) -> Path | None:
 
 
 def _free_place(path: Path) -> Path:
-    """``path.1``, or the next number that is free."""
+    """``path.1``, or the next free number."""
     places = (path.with_name(f"{path.name}.{number}") for number in range(1, 10**6))
     return next(place for place in places if not place.exists())

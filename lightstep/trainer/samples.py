@@ -1,4 +1,4 @@
-"""Text that the trained model writes."""
+"""Generates text with the trained model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightstep.trainer.config import Sample
 
 @torch.no_grad()
 def write_samples(model: nn.Module, tokenizer: Any, sample: Sample, seed: int) -> list[str]:
-    """One text per prompt. Called by every rank of a sharded model: all of them draw the same.
+    """One text per prompt. All ranks of a sharded model call it, and all get the same texts.
 
     Args:
         model: anything with transformers' ``generate``.
@@ -37,5 +37,5 @@ def write_samples(model: nn.Module, tokenizer: Any, sample: Sample, seed: int) -
 
 
 def _printable(text: str) -> str:
-    """Without what would steer the terminal."""
+    """Replace control characters, which could affect the terminal."""
     return "".join(sign if sign.isprintable() or sign in "\n\t" else "�" for sign in text)

@@ -1,4 +1,4 @@
-"""One run of `lightstep train`, from the file to the samples."""
+"""One run of `lightstep train`, from the training file to the samples."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ from lightstep.trainer.config import TrainConfig
 from lightstep.trainer.display import Display
 from lightstep.trainer.interrupt import Interrupt
 from lightstep.trainer.logs import TENSORBOARD, Logs, check_trackers
-from lightstep.trainer.loop import Loop, Pieces
-from lightstep.trainer.model import folder_of_weights, load_tokenizer, make_model, model_config
+from lightstep.trainer.loop import Components, Loop
+from lightstep.trainer.model import load_tokenizer, make_model, model_config, shardable_weights
 from lightstep.trainer.optimization import apply_changes, check_optimization, make_optimizer, make_scheduler
 from lightstep.trainer.ranks import join, together
 from lightstep.trainer.run_folder import newest_checkpoint, newest_undamaged, start_run
 from lightstep.trainer.samples import write_samples
 from lightstep.trainer.tokens import Corpus, load_corpus
 
-_FREE_TO_CHANGE = {
+_CHANGEABLE = {
     *(
         "steps",
         "log_every",
@@ -51,17 +51,17 @@ _FREE_TO_CHANGE = {
         "sample",
         "trackers",
     ),
-    *("scheduler", "optimizer"),  # what changes in these two is said by itself
+    *("scheduler", "optimizer"),  # apply_changes reports these
 }
-"""Settings that a resumed run may change without a word."""
+"""Settings that a resumed run may change without a warning."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run did."""
+    """The result of a run."""
 
     step: int
-    """Steps done, those before a resume included."""
+    """Completed steps, including those before a resume."""
     losses: Mapping[int, float]
     """Training loss of each step of this run, nats per byte."""
     validation_before: float
@@ -73,16 +73,14 @@ class Outcome:
 
 
 def train(config: TrainConfig, resume: bool | Literal["auto"] = False, console: Console | None = None) -> Outcome:
-    """Train as ``config`` says, and report on ``console``.
-
-    Under torchrun it is called by every rank.
+    """Train as ``config`` says, and report on ``console``. Under torchrun, every rank calls it.
 
     Args:
-        resume: continue from the newest complete checkpoint in the run's folder. ``"auto"``: from the newest one that
-            is undamaged, all of which is read for it; without any checkpoint the run starts from the beginning.
+        resume: continue from the newest complete checkpoint in the run's folder. ``"auto"``: from the newest
+            undamaged one, which reads all its bytes; without any checkpoint, start from the beginning.
 
     Raises:
-        ConfigError: something in the file cannot be used.
+        ConfigError: a setting in the file is wrong.
         CheckpointError: a checkpoint could not be written; the one before it is kept.
     """
     with _quiet_transformers(), load_strategy(config) as strategy:
@@ -93,19 +91,19 @@ def train(config: TrainConfig, resume: bool | Literal["auto"] = False, console: 
         display = Display(console or Console(), strategy.is_main, config.lines.seconds, config.lines.steps)
         find = newest_undamaged if resume == "auto" else newest_checkpoint
         checkpoint = together(lambda: find(config.folder), only_first=True) if resume else None
-        pieces, tokenizer = _assemble(config, strategy, display)
-        start = 0 if checkpoint is None else _resume(config, pieces, checkpoint, display)
+        components, tokenizer = _assemble(config, strategy, display)
+        start = 0 if checkpoint is None else _resume(config, components, checkpoint, display)
         moved = together(lambda: start_run(config, checkpoint is not None), only_first=True)
         if moved is not None:
             display.say(f"an earlier run was in {config.folder}; it is now {moved}")
         folder = config.folder if strategy.is_main else None
         with Logs(folder, start, config.trackers, config.model_dump(mode="json")) as logs:
-            loop = Loop(config, pieces, logs, display, step=start, saved=checkpoint)
+            loop = Loop(config, components, logs, display, step=start, saved=checkpoint)
             return _run(loop, tokenizer)
 
 
 def load_strategy(config: TrainConfig) -> Strategy:
-    """The strategy for this machine's kind of device."""
+    """The strategy for this machine's device type."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     source = config.strategy_for("cpu" if accelerator is None else accelerator.type)
     strategy = Strategy.load(source, config.strategy_overrides)
@@ -117,12 +115,12 @@ def load_strategy(config: TrainConfig) -> Strategy:
     return strategy
 
 
-def _assemble(config: TrainConfig, strategy: Strategy, display: Display) -> tuple[Pieces, Any]:
+def _assemble(config: TrainConfig, strategy: Strategy, display: Display) -> tuple[Components, Any]:
     tokenizer, architecture, corpus = together(lambda: _read_inputs(config, display))
     set_seed(config.seed)
     sharded = strategy.config.sharding.kind == "fsdp2"
-    folder = together(lambda: folder_of_weights(config.model, architecture), only_first=True) if sharded else None
-    empty = sharded and (folder is not None or not strategy.is_main)  # the others get rank 0's weights
+    folder = together(lambda: shardable_weights(config.model, architecture), only_first=True) if sharded else None
+    empty = sharded and (folder is not None or not strategy.is_main)  # other ranks get rank 0's weights
     made = together(lambda: make_model(config.model, architecture, meta=empty))
     model = strategy.prepare_model(made, weights=folder)
     set_seed(config.seed + strategy.rank)
@@ -131,7 +129,7 @@ def _assemble(config: TrainConfig, strategy: Strategy, display: Display) -> tupl
         display.say(expectation(config, strategy, architecture))
     optimizer = make_optimizer(strategy, model, config.optimizer)
     place = (strategy.rank, strategy.world_size)
-    pieces = Pieces(
+    components = Components(
         strategy,
         model,
         optimizer,
@@ -142,11 +140,11 @@ def _assemble(config: TrainConfig, strategy: Strategy, display: Display) -> tupl
         corpus.fingerprint,
         None if config.ema is None else WeightAverage(model, config.ema.decay),
     )
-    return pieces, tokenizer
+    return components, tokenizer
 
 
 def _read_inputs(config: TrainConfig, display: Display) -> tuple[Any, Any, Corpus]:
-    """Tokenizer, configuration of the model, text."""
+    """Tokenizer, model configuration and text."""
     tokenizer = load_tokenizer(config.model)
     architecture = model_config(config.model, tokenizer, config.batch.length)
     display.say(f"reading {config.data.path}")
@@ -163,7 +161,7 @@ def _introduction(config: TrainConfig, strategy: Strategy, model: nn.Module, cor
 
 
 def expectation(config: TrainConfig, strategy: Strategy, architecture: Any, profile: str | None = None) -> str:
-    """What a step will take, as far as it can be told."""
+    """A sentence with the planned memory and time of a step."""
     batch = config.batch
     sequences = max(batch.sequences // (batch.accumulation * strategy.world_size), 1)
     work = {"sequence": batch.length, "micro_batches": batch.accumulation, "gpus": strategy.world_size}
@@ -171,21 +169,23 @@ def expectation(config: TrainConfig, strategy: Strategy, architecture: Any, prof
     return planned_sentence(lambda: strategy.plan(shape, sequences * batch.length, profile=profile, **work))
 
 
-def _resume(config: TrainConfig, pieces: Pieces, checkpoint: Path, display: Display) -> int:
-    """Load everything; the step to continue from."""
+def _resume(config: TrainConfig, components: Components, checkpoint: Path, display: Display) -> int:
+    """Load the checkpoint. Returns the step to continue from."""
     try:
-        extra = pieces.strategy.load_checkpoint(checkpoint, pieces.model, pieces.optimizer, pieces.scheduler)
+        extra = components.strategy.load_checkpoint(
+            checkpoint, components.model, components.optimizer, components.scheduler
+        )
     except CheckpointError as error:
         advice = "; --resume auto continues from the newest one that is whole" if is_damage(error) else ""
         raise ConfigError(f"--resume: {error}{advice}") from error
     if not isinstance(extra.get("step"), int):
-        raise ConfigError(f"--resume: {checkpoint} was not written by lightstep train: it does not say its step")
+        raise ConfigError(f"--resume: {checkpoint} was not written by lightstep train: it has no step number")
     display.say(f"continuing from {checkpoint}")
-    if extra.get("text") != pieces.fingerprint:
-        display.say("warning: the text is not the one that the checkpoint was trained on; batches will differ")
+    if extra.get("text") != components.fingerprint:
+        display.say("warning: the text differs from the one that the checkpoint was trained on, so batches will differ")
     if changed := _changes(extra.get("config") or {}, config.model_dump(mode="json")):
         display.say(f"warning: settings differ from the checkpoint's: {', '.join(changed)}")
-    for sentence in apply_changes(pieces.optimizer, pieces.scheduler, extra.get("config") or {}, config):
+    for sentence in apply_changes(components.optimizer, components.scheduler, extra.get("config") or {}, config):
         display.say(sentence)
     return int(extra["step"])
 
@@ -195,7 +195,7 @@ def _changes(before: Mapping[str, Any], after: Mapping[str, Any], prefix: str = 
     changed: list[str] = []
     for key in sorted(before.keys() | after.keys()):
         old, new = before.get(key), after.get(key)
-        if old == new or (not prefix and key in _FREE_TO_CHANGE):
+        if old == new or (not prefix and key in _CHANGEABLE):
             continue
         if isinstance(old, Mapping) and isinstance(new, Mapping):
             changed += _changes(old, new, f"{prefix}{key}.")
@@ -224,11 +224,11 @@ def _run(loop: Loop, tokenizer: Any) -> Outcome:
 
 
 def _finish(loop: Loop, tokenizer: Any) -> list[str]:
-    """Export the model, and its average, and let it write."""
-    config, strategy, model = loop.config, loop.pieces.strategy, loop.pieces.model
+    """Export the model and its average, and generate samples."""
+    config, strategy, model = loop.config, loop.components.strategy, loop.components.model
     strategy.export_model(config.folder / "model", model, tokenizer)
-    if loop.pieces.average is not None:
-        with loop.pieces.average.applied():
+    if loop.components.average is not None:
+        with loop.components.average.applied():
             strategy.export_model(config.folder / "model-ema", model, tokenizer)
     samples: list[str] = []
     if config.sample is not None:
@@ -236,14 +236,14 @@ def _finish(loop: Loop, tokenizer: Any) -> list[str]:
         for number, text in enumerate(samples, 1):
             loop.display.say(f"--- sample {number} of {len(samples)}\n{text}")
     logs = "tensorboard, loss.png" if TENSORBOARD in config.trackers else ", ".join(config.trackers)
-    models = "model" if loop.pieces.average is None else "model, model-ema"
+    models = "model" if loop.components.average is None else "model, model-ema"
     loop.display.say(f"--- {config.folder}: {loop.saved and loop.saved.name}, {models}, {logs}")
     return samples
 
 
 @contextmanager
 def _quiet_transformers() -> Iterator[None]:
-    """Its remarks and bars would break ours."""
+    """Hide messages and progress bars of transformers, which would break ours."""
     log = transformers.utils.logging
     level, bars = log.get_verbosity(), log.is_progress_bar_enabled()
     log.set_verbosity_error()

@@ -1,4 +1,4 @@
-"""Text as one long row of tokens, cut into windows of equal length."""
+"""Tokenizes text into one row of tokens, cut into windows of equal length."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _TEXTS_AT_ONCE = 512
 
 @dataclass(frozen=True, eq=False)
 class Windows:
-    """Consecutive, not overlapping windows of one side's text.
+    """Consecutive windows of the training or validation text, without overlap.
 
     Attributes:
         tokens: ``[count, length]``, in the smallest dtype that holds the vocabulary.
-        bytes_per_token: turns a loss in nats per token into nats per byte.
+        bytes_per_token: divides a loss in nats per token to give nats per byte.
     """
 
     tokens: np.ndarray
@@ -40,7 +40,7 @@ class Windows:
 
 @dataclass(frozen=True, eq=False)
 class Corpus:
-    """Both sides, and a fingerprint by which a resumed run recognises its text."""
+    """Training and validation text, and a fingerprint by which a resumed run recognizes its text."""
 
     training: Windows
     validation: Windows
@@ -48,10 +48,10 @@ class Corpus:
 
 
 def load_corpus(data: Data, tokenizer: Any, length: int) -> Corpus:
-    """Read, split and tokenize.
+    """Read, split and tokenize the text.
 
     Raises:
-        ConfigError: no text, or not one window of it on each side.
+        ConfigError: there is no text, or less than one window for training or validation.
     """
     sides = [_windows(documents, tokenizer, length) for documents in split_documents(data)]
     for name, windows in zip(("training", "validation"), sides, strict=True):
@@ -74,12 +74,12 @@ def _windows(documents: Sequence[bytes], tokenizer: Any, length: int) -> Windows
 
 
 def _encode(documents: Sequence[bytes], tokenizer: Any) -> list[np.ndarray]:
-    """Each document's tokens with the token that ends it."""
+    """The tokens of each document, followed by the end token."""
     dtype = np.dtype(np.uint16 if len(tokenizer) <= 2**16 else np.int32)
     end = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.sep_token_id
     if end is None:
         raise ConfigError(f"model.path: its tokenizer ({type(tokenizer).__name__}) has no token that ends a text (eos)")
-    if type(tokenizer).__name__ == "ByT5Tokenizer":  # what its own encode gives, a thousand times faster
+    if type(tokenizer).__name__ == "ByT5Tokenizer":  # same result as its own encode, but much faster
         return [_ended(np.frombuffer(text, np.uint8).astype(dtype) + tokenizer.offset, end) for text in documents]
     encoded: list[np.ndarray] = []
     for start in range(0, len(documents), _TEXTS_AT_ONCE):

@@ -539,7 +539,7 @@ def test_the_example_runs(pool: Pool, tmp_path: Path) -> None:
 
 def check_measured_memory(rank: int, world_size: int, params: int) -> dict[str, int] | None:
     device = "cuda" if torch.cuda.device_count() >= 2 else "cpu"
-    task = bench.Task(LlamaShape.near(params, released=True), device, 0)
+    task = bench.WorkerTask(LlamaShape.nearest(params, released=True), device, 0)
     return bench.run_rank(task, bench.WITH if world_size == 2 else bench.WITHOUT)
 
 
@@ -566,4 +566,4 @@ def test_the_memory_of_a_worker_is_measured(pool: Pool, tmp_path: Path) -> None:
 @pytest.mark.parametrize("option", ["--steps=3", "--iteration", "--strategies=stream", "--peers=all"])
 def test_bench_refuses_options_that_roles_do_not_use(option: str) -> None:
     outcome = CliRunner().invoke(app, ["bench", "--roles", option], env={"COLUMNS": "200"})
-    assert outcome.exit_code == 2 and "does nothing for --roles" in outcome.output
+    assert outcome.exit_code == 2 and "has no effect on --roles" in outcome.output

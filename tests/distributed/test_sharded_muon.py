@@ -366,7 +366,7 @@ def test_other_classes_with_copies_of_the_shards(pool: Pool) -> None:
 
 
 def check_bench(rank: int, world_size: int) -> None:
-    task = StepTask(device_of(rank, world_size), 0, LlamaShape.near(60_000, 2), optimizer="muon")
+    task = StepTask(device_of(rank, world_size), 0, LlamaShape.nearest(60_000, 2), optimizer="muon")
     ours = StrategyContender(task, lightstep.Strategy.load("fsdp2"), "fsdp2")
     by_hand = TorchFsdp2(task)
     for step in range(2):

@@ -14,7 +14,7 @@ from lightstep.bench.link import measure_link
 from lightstep.bench.probes import pinned_bytes
 from lightstep.bench.ranks import Ranks
 from lightstep.bench.timeline import phases
-from lightstep.bench.trace import MAIN, TO_DEVICE, TO_HOST, UPDATES, Watched, read_timeline, watch
+from lightstep.bench.trace import MAIN, TO_DEVICE, TO_HOST, UPDATES, StepProfile, profile_step, read_timeline
 from lightstep.optimizer.schedule import NextForward
 
 pytestmark = pytest.mark.gpu
@@ -34,8 +34,8 @@ def test_the_link_is_measured_with_page_locked_buffers(device: torch.device) -> 
     assert 1 < link.duplex <= 1.05 * max(link.to_device, link.to_host)
 
 
-def watched(work: Callable[[], object], device: torch.device) -> Watched:
-    seen = watch(work, lambda: None, device)
+def profile(work: Callable[[], object], device: torch.device) -> StepProfile:
+    seen = profile_step(work, lambda: None, device)
     assert seen is not None
     return seen
 
@@ -50,10 +50,10 @@ def test_host_waits_are_seen_one_by_one(device: torch.device) -> None:
         event.record()
         torch.cuda.current_stream().wait_event(event)
 
-    assert watched(quiet, device).waits == 0
+    assert profile(quiet, device).waits == 0
     for wait in (event.synchronize, stream.synchronize, torch.cuda.synchronize, x.sum().item, x.cpu):
-        assert watched(wait, device).waits == 1, wait
-    assert watched(x.sum().item, device).first_wait == "cudaStreamSynchronize in aten::item"
+        assert profile(wait, device).waits == 1, wait
+    assert profile(x.sum().item, device).first_wait == "cudaStreamSynchronize in aten::item"
 
 
 def test_host_waits_of_autograds_threads_are_seen(device: torch.device) -> None:
@@ -62,7 +62,7 @@ def test_host_waits_of_autograds_threads_are_seen(device: torch.device) -> None:
     x = torch.ones(10, device=device, requires_grad=True)
     x.register_hook(lambda gradient: event.synchronize())
     event.record()
-    assert watched(x.sum().backward, device).waits == 1
+    assert profile(x.sum().backward, device).waits == 1
 
 
 def test_page_locked_memory_does_not_grow_with_buffers_that_steps_reuse(device: torch.device) -> None:
@@ -80,7 +80,7 @@ def test_traffic_is_counted_to_the_byte(device: torch.device) -> None:
         there.copy_(source, non_blocking=True)
         target.copy_(back, non_blocking=True)
 
-    seen = watched(step, device)
+    seen = profile(step, device)
     assert (seen.to_device, seen.to_host) == (12 * MIB, 8 * MIB)
 
 

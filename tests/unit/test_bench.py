@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,10 +24,10 @@ from lightstep.bench.llama import Llama, LlamaShape
 from lightstep.bench.probes import pinned_bytes
 from lightstep.bench.ranks import Ranks, local_device
 from lightstep.bench.report import as_json, label, print_table, size
-from lightstep.bench.run import Effort, Run, measure_all, not_listed
+from lightstep.bench.run import Effort, Run, measure_all, unlisted_pinned_bytes
 from lightstep.bench.step import StepTask, random_gradients
 from lightstep.bench.tiny import SIZES, Adapter, Expert, Layers
-from lightstep.bench.trace import WATCHED, Watched, read_watched, watch
+from lightstep.bench.trace import PROFILED_RANGE, StepProfile, profile_step, read_step_profile
 from tests.unit.bench_runs import bench_on_two_ranks, run_bench
 
 CPU = torch.device("cpu")
@@ -137,7 +138,7 @@ def test_muon_beside_the_loop_by_hand(tmp_path: Path) -> None:
     values = json.loads((tmp_path / "bench.json").read_text())
     rows = rows_of(values)
     assert done.exit_code == 0 and "14 hidden matrices" in done.output
-    assert rows["cpu-adamw"]["note"] == "steps with adamw alone, not with --optimizer muon"
+    assert rows["cpu-adamw"]["note"] == "supports --optimizer adamw only, not muon"
     assert values["optimizer"]["class"] == "Muon + AdamW"
     for name in ("resident", "stream", "stream-overlap"):
         assert rows[name]["largest_weight_difference"] == 0.0, name
@@ -180,6 +181,7 @@ def test_dion_is_given_the_same_work(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 def test_what_a_step_of_muon_cannot_do_without(ranks: int) -> None:
     shape = LlamaShape("two blocks", 8, 16, 4, 2, 64, 4)
     run = tiny_run({})
+    run.tasks = [replace(run.task, optimizer="muon")]
     run.link, run.exchange, run.ranks.world_size = Link(50.0, 50.0, 25.0, True), 100.0, ranks
     shown = {"kind": "lightstep", "parameters_per_rank": shape.parameters // ranks, "step_ms": 30.0}
     rows = [
@@ -275,12 +277,12 @@ def test_a_gpu_that_is_not_there_is_refused() -> None:
 # -- one failing contender ---------------------------------------------------------------------------------------
 
 
-TASK = StepTask(CPU, 0, LlamaShape.near(60_000, 2))
+TASK = StepTask(CPU, 0, LlamaShape.nearest(60_000, 2))
 
 
 def tiny_run(contenders: dict[str, type[Contender]], rounds: int = 1) -> Run:
     entries = [Entry(name, name, "peer", "", contender) for name, contender in contenders.items()]
-    return Run.of([TASK], Effort(steps=2, warmup=1, rounds=rounds), Ranks(CPU), entries)
+    return Run.create([TASK], Effort(steps=2, warmup=1, rounds=rounds), Ranks(CPU), entries)
 
 
 class Counting(Contender):
@@ -331,20 +333,20 @@ def test_rounds_run_forth_and_back() -> None:
 
 
 def test_eight_billion_parameters_are_llama_3s() -> None:
-    shape = LlamaShape.near(8_030_000_000, 32)
+    shape = LlamaShape.nearest(8_030_000_000, 32)
     assert (shape.hidden, shape.feed_forward, shape.key_value, shape.vocabulary) == (4096, 14_336, 1024, 128_256)
     assert shape.parameters == pytest.approx(8.03e9, rel=1e-3)
 
 
 @pytest.mark.parametrize(("parameters", "layers"), [(60_000, 2), (2_000_000, None), (10**9, None), (3 * 10**9, 28)])
 def test_a_stack_is_about_as_large_as_asked_for(parameters: int, layers: int | None) -> None:
-    shape = LlamaShape.near(parameters, layers)
+    shape = LlamaShape.nearest(parameters, layers)
     assert shape.parameters == pytest.approx(parameters, rel=0.25)
     assert layers is None or shape.layers == layers
 
 
 def test_the_model_has_the_shapes_size_and_the_same_weights_in_every_dtype() -> None:
-    shape = LlamaShape.near(60_000, 2)
+    shape = LlamaShape.nearest(60_000, 2)
     model, wide = Llama.make(shape, CPU), Llama.make(shape, CPU, torch.float32)
     parameters = list(model.parameters())
     assert sum(parameter.numel() for parameter in parameters) == shape.parameters
@@ -371,7 +373,7 @@ def test_percent_of_the_link_is_the_busier_ways() -> None:
     measured, absent = run.rows
     measured.parameters = measured.peak_bytes = 10**9
     measured.windows, measured.remaining_ms = [[240.0, 200.0, 250.0, 220.0]], [10.0]  # the first step is left out
-    measured.watched = Watched(10 * 10**9, 9 * 10**9, 2, "cudaStreamSynchronize in aten::item")
+    measured.profile = StepProfile(10 * 10**9, 9 * 10**9, 2, "cudaStreamSynchronize in aten::item")
     absent.note, absent.skipped = "not installed", True
     run.link = Link(to_device=55.0, to_host=54.0, duplex=50.0, page_locked=True)
     values = as_json(run)
@@ -395,7 +397,7 @@ def test_the_table_fits_and_cuts_no_number(width: int, result: tuple[dict[str, A
     assert all(label(row).split()[0] in table for row in result[0]["rows"]), "whose figures these are"
     row = rows_of(result[0])["layer-stream"]
     assert f"{row['step_ms']:.1f}" in table and "{:.1f} – {:.1f}".format(*row["step_ms_range"]) in table
-    assert ("for want of room" in table) == (width < 100)
+    assert ("for lack of room" in table) == (width < 100)
 
 
 def test_sizes_are_written_for_people() -> None:
@@ -412,7 +414,7 @@ def test_the_faster_link_counts() -> None:
 
 def test_a_cpu_has_no_link_and_nothing_to_watch() -> None:
     assert measure_link(CPU, Ranks(CPU)) is None
-    assert watch(lambda: None, lambda: None, CPU) is None
+    assert profile_step(lambda: None, lambda: None, CPU) is None
 
 
 def event(cat: str, name: str, ts: float = 0, dur: float = 1, tid: int = 1, **args: Any) -> dict[str, Any]:
@@ -426,16 +428,16 @@ def test_traffic_is_read_from_a_trace() -> None:
         event("gpu_memcpy", "Memcpy DtoD (Device -> Device)", bytes=7),
         event("cpu_op", "aten::copy_"),
     ]
-    assert read_watched(events) == Watched(100, 30, 0, None)
-    assert read_watched([event("kernel", "k")]) == Watched(0, 0, 0, None)
-    assert read_watched(events[3:]) is None
+    assert read_step_profile(events) == StepProfile(100, 30, 0, None)
+    assert read_step_profile([event("kernel", "k")]) == StepProfile(0, 0, 0, None)
+    assert read_step_profile(events[3:]) is None
 
 
 def test_host_waits_of_all_threads_are_counted_in_the_step_alone() -> None:
     """Autograd's threads among them: FSDP2 waits there for gradients on their way to the host."""
-    seen = read_watched(
+    seen = read_step_profile(
         [
-            event("user_annotation", WATCHED, 10, 20),
+            event("user_annotation", PROFILED_RANGE, 10, 20),
             event("cuda_runtime", "cudaDeviceSynchronize", 5),
             event("cuda_runtime", "cudaEventSynchronize", 25, tid=2),
             event("cuda_runtime", "cudaLaunchKernel", 12),
@@ -445,7 +447,7 @@ def test_host_waits_of_all_threads_are_counted_in_the_step_alone() -> None:
             event("cuda_runtime", "cudaDeviceSynchronize", 31),
         ]
     )
-    assert seen == Watched(0, 0, 2, "cudaStreamSynchronize in aten::item")
+    assert seen == StepProfile(0, 0, 2, "cudaStreamSynchronize in aten::item")
 
 
 def test_page_locked_memory_is_what_the_allocator_holds(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -461,8 +463,8 @@ def test_page_locked_memory_that_nobody_lists_counts() -> None:
 
     contender = Listing(TASK)
     listed = 8 if torch.cuda.is_available() else 0
-    assert not_listed(contender, 100) == 100 - listed
-    assert not_listed(contender, 0) == 0
+    assert unlisted_pinned_bytes(contender, 100) == 100 - listed
+    assert unlisted_pinned_bytes(contender, 0) == 0
 
 
 # -- where results go, and exit codes ----------------------------------------------------------------------------

@@ -16,13 +16,13 @@ from lightstep.bench import timeline as timeline_module
 from lightstep.bench.chart import draw as draw_chart
 from lightstep.bench.command import plan
 from lightstep.bench.contender import FORWARD, STEP, Contender, Task
-from lightstep.bench.entries import Entry, chosen_strategies, read_overrides
+from lightstep.bench.entries import Entry, parse_overrides, parse_strategies
 from lightstep.bench.iteration import IterationTask, token_counts
 from lightstep.bench.llama import Llama, LlamaShape
 from lightstep.bench.ranks import Ranks
 from lightstep.bench.report import as_json, print_table
 from lightstep.bench.run import Effort, Run, measure_all
-from lightstep.bench.timeline import TimelineTask, draw, hidden_copies, phases
+from lightstep.bench.timeline import TimelineTask, copies_in_forward, draw, phases
 from lightstep.bench.trace import (
     COLLECTIVES,
     MAIN,
@@ -122,7 +122,7 @@ def test_the_json_says_what_was_trained_and_how(result: tuple[dict[str, Any], Pa
 def test_the_table_shows_labels_and_what_exposed_means(result: tuple[dict[str, Any], Path, str]) -> None:
     output = result[2]
     assert "stream ring_mib=4" in output and "no optimizer" in output
-    assert output.count("One iteration of") == 2 and "gradients dropped" in " ".join(output.split())
+    assert output.count("One iteration of") == 2 and "beyond forward and backward" in " ".join(output.split())
 
 
 def test_the_chart_is_a_png(result: tuple[dict[str, Any], Path, str], tmp_path: Path) -> None:
@@ -153,7 +153,7 @@ def test_two_ranks_train_together(tmp_path: Path) -> None:
 
 
 def tiny_tasks(*tokens: int) -> list[IterationTask]:
-    return [IterationTask(CPU, 0, LlamaShape.near(60_000, 2), sequence=16, case=count) for count in tokens]
+    return [IterationTask(CPU, 0, LlamaShape.nearest(60_000, 2), sequence=16, case=count) for count in tokens]
 
 
 def test_what_this_version_refuses_is_a_row_with_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,9 +161,9 @@ def test_what_this_version_refuses_is_a_row_with_a_note(tmp_path: Path, monkeypa
         raise ConfigError("not in this version")
 
     tasks = tiny_tasks(32, 64)
-    entries = chosen_strategies("stream", tasks[0])
+    entries = parse_strategies("stream", tasks[0])
     monkeypatch.setattr("lightstep.bench.entries.Strategy.load", refuse)
-    run = Run.of(tasks, Effort(1, 1, 2), Ranks(CPU), entries)
+    run = Run.create(tasks, Effort(1, 1, 2), Ranks(CPU), entries)
     measure_all(run, lambda sentence: None)
     values = as_json(run)
     assert [row["note"] for row in values["rows"]] == ["ConfigError: not in this version"] * 4
@@ -193,7 +193,7 @@ class Diverging(Contender):
 
 def test_a_loss_that_is_not_finite_is_no_measurement() -> None:
     entry = Entry("diverging", "diverging", "peer", "", Diverging)
-    run = Run.of(tiny_tasks(32, 64), Effort(1, 1, 2), Ranks(CPU), [entry])
+    run = Run.create(tiny_tasks(32, 64), Effort(1, 1, 2), Ranks(CPU), [entry])
     seen: list[str] = []
     measure_all(run, seen.append)
     small, large = (rows_of(as_json(run), tokens)["diverging"] for tokens in (32, 64))
@@ -217,12 +217,12 @@ def test_a_loss_that_is_not_finite_is_no_measurement() -> None:
     ],
 )
 def test_a_strategy_may_bring_overrides(text: str, strategy: str, overrides: dict[str, Any]) -> None:
-    assert read_overrides(text, {}) == (strategy, overrides)
+    assert parse_overrides(text, {}) == (strategy, overrides)
 
 
 def test_labels_are_for_people() -> None:
     text = "stream,stream-overlap:optimizer_state.resident_gib=8:clipping.max_norm=null"
-    labels = [entry.label for entry in chosen_strategies(text, tiny_tasks(32)[0])]
+    labels = [entry.label for entry in parse_strategies(text, tiny_tasks(32)[0])]
     assert labels == ["stream", "stream-overlap resident_gib=8 max_norm=None"]
 
 
@@ -230,7 +230,7 @@ def test_overrides_lie_over_the_settings_of_the_bench() -> None:
     settings = {"clipping.max_norm": 1.0, "sharding.activation_checkpointing": True}
 
     def config_of(text: str) -> StrategyConfig:
-        strategy, overrides = read_overrides(text, settings)
+        strategy, overrides = parse_overrides(text, settings)
         return parse_config(merge_overrides(read_source(strategy)[1], overrides), strategy)
 
     config = config_of("stream:clipping.max_norm=0.5")
@@ -246,7 +246,7 @@ def test_overrides_lie_over_the_settings_of_the_bench() -> None:
         (["--iteration", "--strategies", "strem"], "did you mean 'stream'"),
         (["--iteration", "--strategies", "stream:optimizer_state.ring=4"], "unknown key 'optimizer_state.ring'"),
         (["--iteration", "--strategies", "stream:optimizer_state.ring_mib=-1"], "ring_mib"),
-        (["--iteration", "--strategies", ":a.b=4"], "name is needed in front"),
+        (["--iteration", "--strategies", ":a.b=4"], "strategy's name is missing"),
         (["--iteration", "--strategies", "stream:clipping.max_norm=[1"], "not a valid YAML value"),
         (["--iteration", "--peers", "torhc"], "allowed are all, none and torch, torch-fsdp2, cpu-adamw, fsdp2-offload"),
         (["--iteration", "--strategies", "none"], "nothing to measure"),
@@ -254,10 +254,10 @@ def test_overrides_lie_over_the_settings_of_the_bench() -> None:
         (["--iteration", "--tokens", "many"], "whole numbers separated by commas"),
         (["--iteration", "--params", "100"], "smallest stack"),
         (["--iteration", "--timeline"], "give one of them"),
-        (["--iteration", "--checkpoints", "ckpt"], "--checkpoints ckpt does nothing for --iteration"),
+        (["--iteration", "--checkpoints", "ckpt"], "--checkpoints ckpt has no effect on --iteration"),
         (["--iteration", "--clip-every", "4", "--peers", "torch"], "--clip-every 4 with --peers torch"),
-        (["--timeline", "--rounds", "3"], "--rounds 3 does nothing for --timeline"),
-        (["--tokens", "64"], "does nothing for one optimizer step; it belongs to --iteration"),
+        (["--timeline", "--rounds", "3"], "--rounds 3 has no effect on --timeline"),
+        (["--tokens", "64"], "has no effect on one optimizer step; it belongs to --iteration"),
         (["--timeline"], "--timeline needs a GPU"),
     ],
 )
@@ -288,13 +288,13 @@ def test_defaults_are_what_the_device_can_do() -> None:
     [(3 * 10**9, "Llama-3.2-3B", 3_212_749_824), (8 * 10**9, "Llama-3.1-8B", 8_030_261_248)],
 )
 def test_released_llamas_are_taken_where_they_are_near(parameters: int, name: str, exact: int) -> None:
-    shape = LlamaShape.near(parameters, released=True)
+    shape = LlamaShape.nearest(parameters, released=True)
     assert (shape.name, shape.parameters) == (name, exact)
 
 
 @pytest.mark.parametrize(("parameters", "layers"), [(60_000, 2), (2_000_000, None), (2 * 10**9, None), (3 * 10**9, 8)])
 def test_other_sizes_are_scaled(parameters: int, layers: int | None) -> None:
-    shape = LlamaShape.near(parameters, layers, released=True)
+    shape = LlamaShape.nearest(parameters, layers, released=True)
     assert shape.name == "a scaled Llama" and shape.parameters == pytest.approx(parameters, rel=0.3)
     assert shape.hidden % shape.heads == 0 and shape.heads % shape.key_value_heads == 0
     assert layers is None or shape.layers == layers
@@ -382,7 +382,7 @@ def test_copies_under_the_forward_are_added_up() -> None:
     assert timeline.overlap(TO_DEVICE, timeline.forwards) == 10
     assert timeline.overlap(TO_HOST, timeline.forwards) == 3
     assert timeline.overlap("no such lane", timeline.forwards) == 0
-    assert hidden_copies(timeline) == [
+    assert copies_in_forward(timeline) == [
         "10 of 20 ms of copies host → device in a forward",
         "3 of 3 ms of copies device → host in a forward",
     ]
@@ -390,7 +390,7 @@ def test_copies_under_the_forward_are_added_up() -> None:
 
 
 def test_a_trace_without_a_gpu_is_refused() -> None:
-    with pytest.raises(ValueError, match="saw nothing of the device"):
+    with pytest.raises(ValueError, match="recorded nothing on the device"):
         read_timeline(TRACE[:2])
 
 
@@ -415,15 +415,15 @@ def test_contenders_are_recorded_in_turn(tmp_path: Path, monkeypatch: pytest.Mon
         path.write_text(json.dumps({"traceEvents": TRACE}))
 
     monkeypatch.setattr(timeline_module, "_trace", trace)
-    task = TimelineTask(CPU, 0, LlamaShape.near(60_000, 2), 16, tmp_path, case=32)
-    entries = chosen_strategies("stream:optimizer_state.ring_mib=4", task)
+    task = TimelineTask(CPU, 0, LlamaShape.nearest(60_000, 2), 16, tmp_path, case=32)
+    entries = parse_strategies("stream:optimizer_state.ring_mib=4", task)
     entries.append(Entry("absent", "absent", "peer", "", lambda task: 1 / 0))  # type: ignore[arg-type, return-value]
-    run = Run.of([task], Effort(2, 1), Ranks(CPU), entries)
+    run = Run.create([task], Effort(2, 1), Ranks(CPU), entries)
     measure_all(run, lambda sentence: None)
     recorded, absent = run.rows
     assert (recorded.note, absent.note) == (None, "ZeroDivisionError: division by zero")
-    picture = recorded.seen["picture"]
+    picture = recorded.extra["picture"]
     assert picture.name == "stream-optimizer_state.ring_mib=4-32-timeline.png"
-    assert recorded.seen["said"][0].startswith("stream ring_mib=4, 32 tokens: 10 of 20 ms")
+    assert recorded.extra["said"][0].startswith("stream ring_mib=4, 32 tokens: 10 of 20 ms")
     assert picture.is_file() and picture.with_suffix(".json").is_file()
     assert iterations == [2]

@@ -17,7 +17,7 @@ from lightstep.bench import planned
 from lightstep.cli import app
 from lightstep.config import ConfigError, merge_overrides, parse_config
 from lightstep.plan.activations import run_on_meta
-from lightstep.plan.memory import largest_unit, memory, sizes_of
+from lightstep.plan.memory import largest_unit, memory, model_sizes
 from lightstep.plan.models import SHAPES, load_shape
 from lightstep.plan.planning import Planner, Workload, first_that_fits, plans
 from lightstep.plan.profiles import LINKS, PROFILES, find_profile, profile_of_device
@@ -58,7 +58,7 @@ def test_plans_are_within_the_goals_of_what_was_measured(tmp_path: Path) -> None
 @pytest.mark.parametrize(("clipped", "norm", "said"), [(0, 2, False), (1, 2, None), (3, 0, True), (None, 2, True)])
 def test_a_result_says_whether_steps_were_clipped(clipped: int | None, norm: float, said: bool | None) -> None:
     row = {"clipped_steps": clipped, "grad_norm": norm}
-    assert planned._clips(row, {"iterations": 3, "optimizer": {"max_norm": 1.0}}) is said
+    assert planned._was_clipped(row, {"iterations": 3, "optimizer": {"max_norm": 1.0}}) is said
 
 
 def test_the_profiles_rates_are_those_of_the_files_that_they_name() -> None:
@@ -106,7 +106,7 @@ def test_experts_are_counted_as_far_as_they_are_active() -> None:
 @pytest.mark.parametrize("name", SHAPES)
 def test_shapes_have_the_size_that_their_name_says(name: str) -> None:
     expected = {"Llama-3.2-3B": 3.2127, "Llama-3.1-8B": 8.0303, "Llama-3.1-70B": 70.5537, "Qwen2.5-7B": 7.6156}
-    sizes = sizes_of(load_shape(name))
+    sizes = model_sizes(load_shape(name))
     assert sizes.total / 1e9 == pytest.approx(expected.get(name, 46.7028), abs=0.0001)
     assert sizes.total == sum(p.numel() for p in load_shape(name).parameters())
 
@@ -135,7 +135,7 @@ def test_the_state_is_what_the_optimizer_holds(moments: str) -> None:
 def test_sums_of_earlier_micro_batches_are_counted() -> None:
     """On one device in fp32 beside the newest gradient; under FSDP2 whole on each rank until they are reduced."""
     model = _tiny()
-    total = sizes_of(model).total
+    total = model_sizes(model).total
     extra = {}
     for name in ("resident", "fp32", "ddp", "fsdp2"):
         strategy = Strategy.load(name)
@@ -150,7 +150,7 @@ def test_what_does_not_fit_says_why_and_what_does() -> None:
     configs["stream"] = Strategy.load("stream", overrides={"optimizer_state.ring_mib": 1}).config
     work = Workload(8, 8, checkpointed=True)
     model = _tiny(vocab_size=8192)
-    room = 12.0 * sizes_of(model).total
+    room = 12.0 * model_sizes(model).total
     made = plans(Planner(model, work, find_profile("H100"), gpu_memory=room), configs)
     assert [plan.strategy for plan in made] == ["resident", "stream", "fp32"]
     assert made[0].reason is not None and "the largest part: masters and optimizer state" in made[0].reason
@@ -190,7 +190,7 @@ def test_every_strategy_has_a_plan() -> None:
 def test_zero_divides_by_stage(stage: int, offload: str, device: float, host: float) -> None:
     """Per bf16 parameter on four ranks, between backward and step; buckets count, and can be made smaller."""
     sharding = {"kind": "deepspeed", "stage": stage, "offload": offload}
-    sizes = sizes_of(_tiny())
+    sizes = model_sizes(_tiny())
     peaks = []
     for given in (None, {"zero_optimization": {"reduce_bucket_size": 1, "stage3_max_live_parameters": "auto"}}):
         config = Strategy.load({"sharding": {**sharding, "config": given}}).config
@@ -212,7 +212,7 @@ def test_zero_divides_by_stage(stage: int, offload: str, device: float, host: fl
 def test_what_deepspeed_could_not_read_either_gets_one_sentence(given: Any, message: str) -> None:
     config = parse_config({"sharding": {"kind": "deepspeed", "stage": 2, "config": given}}, "mine.yaml")
     with pytest.raises(ConfigError, match=f"mine.yaml: .*{message}"):
-        zero_memory(config, sizes_of(_tiny()), None, ranks=2, name="mine.yaml")
+        zero_memory(config, model_sizes(_tiny()), None, ranks=2, name="mine.yaml")
 
 
 def _run(*arguments: object) -> tuple[int, str]:
@@ -260,5 +260,5 @@ def test_overlap_under_ddp_is_planned_as_the_next_forward() -> None:
     planned_memory = []
     for update in ("overlap", "next_forward"):
         values = merge_overrides(read_source("ddp-stream")[1], {"optimizer_state.update": update})
-        planned_memory.append(memory(parse_config(values, "ddp-stream"), sizes_of(_tiny()), None, ranks=2))
+        planned_memory.append(memory(parse_config(values, "ddp-stream"), model_sizes(_tiny()), None, ranks=2))
     assert planned_memory[0] == planned_memory[1]

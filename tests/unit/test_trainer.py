@@ -92,13 +92,13 @@ def _train(config: TrainConfig, resume: bool = False) -> tuple[Outcome, str]:
 
 
 def _everything(loop: Loop) -> dict[str, Any]:
-    pieces = loop.pieces
+    components = loop.components
     return {
-        "model": pieces.model.state_dict(),
-        "optimizer": pieces.optimizer.state_dict(),
-        "scheduler": pieces.scheduler.state_dict(),
+        "model": components.model.state_dict(),
+        "optimizer": components.optimizer.state_dict(),
+        "scheduler": components.scheduler.state_dict(),
         "random": torch.get_rng_state(),
-        "average": dict(pieces.average.tensors) if pieces.average else {},
+        "average": dict(components.average.tensors) if components.average else {},
     }
 
 
@@ -152,7 +152,7 @@ def test_a_resumed_run_takes_the_files_learning_rate(configured: Callable[..., T
         "scheduler, from here on: name cosine → constant, warmup_steps 2 → 0",
     ):
         assert sentence in said
-    (group,) = loops[-1].pieces.optimizer.param_groups
+    (group,) = loops[-1].components.optimizer.param_groups
     assert (group["lr"], group["weight_decay"], group["betas"]) == (0.001, 0.2, (0.9, 0.99)) and not group["amsgrad"]
     rates = dict(read_scalars(configured().folder / "tensorboard", ("step/learning_rate",))["step/learning_rate"])
     assert rates[3] == pytest.approx(0.001), "the first step after the resume has it"
@@ -198,10 +198,10 @@ def test_the_average_is_exported_and_validated_with(
     assert averaged.losses == plain.losses and averaged.validation_before == plain.validation_before
     assert plain.validation_after is not None and averaged.validation_after is not None
     assert plain.validation_after < averaged.validation_after < plain.validation_before, "the average follows slowly"
-    average = loops[-1].pieces.average
+    average = loops[-1].components.average
     assert average is not None
     folder = tmp_path / "runs/run"
-    for name, expected in (("model", loops[-1].pieces.model.state_dict()), ("model-ema", average.tensors)):
+    for name, expected in (("model", loops[-1].components.model.state_dict()), ("model-ema", average.tensors)):
         written = load_file(folder / name / "model.safetensors")
         assert all(
             torch.equal(value, expected[key].to(value.dtype)) for key, value in written.items() if key in expected
@@ -225,7 +225,7 @@ def test_how_often_figures_are_read_changes_nothing_and_a_skipped_step_advances_
     assert often.losses == seldom.losses
     _assert_same(_everything(loops[0]), _everything(loops[1]))
     assert 0 < loops[0]._skipped < 6 and f"{loops[0]._skipped} skipped" in said
-    assert loops[0].pieces.scheduler.last_epoch == 6 - loops[0]._skipped
+    assert loops[0].components.scheduler.last_epoch == 6 - loops[0]._skipped
 
 
 def test_resuming_goes_past_an_incomplete_checkpoint(configured: Callable[..., TrainConfig], tmp_path: Path) -> None:
@@ -292,8 +292,8 @@ def test_resuming_with_other_settings_or_text_warns(
     text.write_text(text.read_text().replace("7", "8"))
     _, said = _train(configured(seed=1, validation={"sequences": 2}), resume=True)
     assert "settings differ from the checkpoint's: seed (0 → 1), validation.sequences (4 → 2)" in said
-    assert "the text is not the one" in said
-    assert loops[-1].pieces.scheduler.base_lrs == [0.01]
+    assert "the text differs from the one that the checkpoint was trained on" in said
+    assert loops[-1].components.scheduler.base_lrs == [0.01]
 
 
 @pytest.mark.parametrize(
@@ -567,9 +567,9 @@ def test_optimization_that_cannot_be_set_up_is_refused(
 
 def test_optimizers_of_torch_and_of_others(configured: Callable[..., TrainConfig], loops: list[Loop]) -> None:
     _train(configured(steps=1, optimizer={"name": "SGD", "lr": 0.1, "arguments": {"momentum": "9e-1"}}))
-    assert loops[-1].pieces.optimizer.param_groups[0]["momentum"] == 0.9
+    assert loops[-1].components.optimizer.param_groups[0]["momentum"] == 0.9
     _train(configured(steps=1, optimizer={"name": "tests.reference.lion.Lion", "lr": 0.001}))
-    assert "Lion" in repr(loops[-1].pieces.optimizer)
+    assert "Lion" in repr(loops[-1].components.optimizer)
 
 
 RULES = [
@@ -584,7 +584,7 @@ def test_rules_give_each_parameter_its_class_and_settings(
 ) -> None:
     wanted = {"lr": 0.003, "weight_decay": 0.1, "arguments": {"betas": [0.9, 0.95]}, "rules": RULES}
     _train(configured(steps=2, optimizer=wanted))
-    muon, norms, rest = loops[-1].pieces.optimizer.param_groups
+    muon, norms, rest = loops[-1].components.optimizer.param_groups
     assert muon["optimizer_class"] == "torch.optim.Muon" and muon["weight_decay"] == 0.1 and not muon["nesterov"]
     assert all(parameter.dim() == 2 for parameter in muon["params"])
     assert (norms["weight_decay"], norms["betas"], norms["eps"]) == (0.0, [0.9, 0.95], 1e-8)
@@ -593,7 +593,7 @@ def test_rules_give_each_parameter_its_class_and_settings(
     changed = wanted | {"lr": 0.001, "rules": [RULES[0] | {"lr": 0.01}, *RULES[1:]]}
     _, said = _train(configured(steps=3, optimizer=changed, scheduler={"name": "constant"}), resume=True)
     assert "optimizer.rules[0]: lr is 0.01 from here on; until the checkpoint it was 0.02" in said
-    assert [group["lr"] for group in loops[-1].pieces.optimizer.param_groups] == [0.01, 0.001, 0.001]
+    assert [group["lr"] for group in loops[-1].components.optimizer.param_groups] == [0.01, 0.001, 0.001]
 
 
 @pytest.mark.parametrize(
