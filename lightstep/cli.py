@@ -314,7 +314,7 @@ def _reporting_errors(debug: bool = False) -> Iterator[None]:
         if type(error).__name__ not in (
             "CheckpointError",
             "DamagedError",
-            "ElsewhereError",
+            "RemoteRankError",
         ):  # without importing torch for it
             raise
         _fail(str(error), FAILED, debug)

@@ -90,7 +90,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
     import tests.one_pass_on_cpu as twin
 
     for module in (arithmetic, one_pass):
-        monkeypatch.setattr(module, "twin_on", lambda device: twin)
+        monkeypatch.setattr(module, "fused_kernel_on", lambda device: twin)
     monkeypatch.setattr(stream, "ChecksummedWeights", lambda splitter: splitter)  # sums as the kernel makes them
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
-from lightstep.checkpoint.ranks import ElsewhereError
+from lightstep.checkpoint.ranks import RemoteRankError
 
 
 class CheckpointError(RuntimeError):
@@ -32,7 +32,7 @@ def checkpoint_errors(what: str) -> Iterator[None]:
         raise type(error)(f"{what}: {error}") from error
     except TypeError as error:
         raise TypeError(f"{what}: {error}") from error
-    except ElsewhereError as error:
+    except RemoteRankError as error:
         raise _KINDS.get(error.kind, CheckpointError)(f"{what}: {error}") from error
     except Exception as error:
         raise CheckpointError(f"{what}: {error_text(error)}") from error
@@ -41,7 +41,7 @@ def checkpoint_errors(what: str) -> Iterator[None]:
 def is_damage(error: BaseException) -> bool:
     """Whether the error, raised on this rank or on another one, says that a checkpoint is damaged."""
     return isinstance(error, DamagedError) or (
-        isinstance(error, ElsewhereError) and error.kind == DamagedError.__name__
+        isinstance(error, RemoteRankError) and error.kind == DamagedError.__name__
     )
 
 

@@ -117,7 +117,7 @@ def is_complete(folder: Path) -> bool:
     return True
 
 
-def is_whole(path: Path) -> bool:
+def has_complete_checkpoint(path: Path) -> bool:
     """Whether a complete checkpoint is at ``path``, or under a temporary name that a crash left."""
     try:
         find_checkpoint(path)

@@ -104,7 +104,7 @@ def _check_shapes(folder: Path, files: Mapping[str, str], wanted: Mapping[str, t
                     raise ValueError(f"{folder / file}: {key} has shape {found}, the model's has {expected}")
 
 
-def parts_of_other_dtypes(model: nn.Module, folder: str | Path) -> Iterator[tuple[Tensor, Tensor]]:
+def shards_with_other_dtypes(model: nn.Module, folder: str | Path) -> Iterator[tuple[Tensor, Tensor]]:
     """The model's tensors whose dtype in the folder is another one, each with this rank's shard from the folder.
 
     None if the folder does not have this model's weights.

@@ -42,7 +42,7 @@ class Ranks:
     def together(self, step: Callable[[], Result], only_first: bool = False) -> Result:
         """Run ``step`` on every rank and return its result. If it fails on any rank, every rank raises.
 
-        A rank whose step fails raises its own error. The others raise :class:`ElsewhereError` with the message of the
+        A rank whose step fails raises its own error. The others raise :class:`RemoteRankError` with the message of the
         first rank that failed.
 
         Args:
@@ -60,11 +60,11 @@ class Ranks:
             raise error
         for rank, failure in enumerate(failures):
             if failure is not None:
-                raise ElsewhereError(f"rank {rank}: {failure[1]}", kind=failure[0])
+                raise RemoteRankError(f"rank {rank}: {failure[1]}", kind=failure[0])
         return self.gather(result)[0] if only_first else result
 
 
-class ElsewhereError(Exception):
+class RemoteRankError(Exception):
     """Another rank failed; ``kind`` is the name of its error's class."""
 
     def __init__(self, message: str, kind: str) -> None:

@@ -32,9 +32,9 @@ from torch import Tensor, nn
 from lightstep.checkpoint.tensors import Source
 from lightstep.distributed import local_tensor
 from lightstep.state.backend import PinnedState
-from lightstep.state.kept_copies import KeptCopies
+from lightstep.state.host_copy_pool import HostCopyPool
 
-_kept: weakref.WeakKeyDictionary[nn.Module, KeptCopies] = weakref.WeakKeyDictionary()
+_kept: weakref.WeakKeyDictionary[nn.Module, HostCopyPool] = weakref.WeakKeyDictionary()
 
 
 def stage_sources(
@@ -48,17 +48,17 @@ def stage_sources(
     Raises:
         HostMemoryError: there is not enough host memory for the copies.
     """
-    copies = _kept.setdefault(model, KeptCopies())
-    copies.start_over()
+    copies = _kept.setdefault(model, HostCopyPool())
+    copies.reset()
     copies.reserve(sum(source.nbytes for source in sources if source.entry is None))
     for source in sources:  # first, because the next forward waits for these
         if source.entry is None and source.model_tensor is not None:
-            copies.of(source.model_tensor)
+            copies.copy_once(source.model_tensor)
 
     def later(copy: Tensor) -> Callable[[], Tensor]:
-        return partial(copies.arrived, copy)
+        return partial(copies.wait_for, copy)
 
-    pinned = _pin_state(sources, optimizer, lambda tensor: later(copies.of(tensor)), copies, until_written)
+    pinned = _pin_state(sources, optimizer, lambda tensor: later(copies.copy_once(tensor)), copies, until_written)
 
     def detached(source: Source) -> Source:
         if pinned is not None and source.entry is not None and source.model_tensor in pinned:
@@ -66,7 +66,7 @@ def stage_sources(
         copy = (
             copies.copy(source.fetch())
             if source.model_tensor is None or source.entry is not None
-            else copies.of(source.model_tensor)
+            else copies.copy_once(source.model_tensor)
         )
         return source.with_fetch(later(copy))
 
@@ -92,7 +92,7 @@ def _pin_state(
     sources: Sequence[Source],
     optimizer: Any,
     weight_of: Callable[[Tensor], Callable[[], Tensor]],
-    copies: KeptCopies | None,
+    copies: HostCopyPool | None,
     until_written: ExitStack,
 ) -> PinnedState | None:
     """Pin the optimizer's state that is among ``sources``; ``None`` if the optimizer has nothing to pin.

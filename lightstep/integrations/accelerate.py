@@ -30,7 +30,7 @@ with needs("train"):
 
 from lightstep.checkpoint import CheckpointError
 from lightstep.checkpoint.export import full_weights
-from lightstep.checkpoint.layout import holds_checkpoint, is_whole
+from lightstep.checkpoint.layout import has_complete_checkpoint, holds_checkpoint
 from lightstep.config import ConfigError, FSDP2Sharding
 from lightstep.distributed import local_tensor
 from lightstep.integrations.checks import (
@@ -540,7 +540,7 @@ class LightstepAccelerator(Accelerator):
 def _is_complete(folder: Path) -> bool:
     """Whether ``save_state`` of lightstep or of plain accelerate has written all of it."""
     if holds_checkpoint(folder / CHECKPOINT):
-        return is_whole(folder / CHECKPOINT)
+        return has_complete_checkpoint(folder / CHECKPOINT)
     return any(folder.glob("random_states_*.pkl")) and any(folder.glob("optimizer*"))
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightstep.checkpoint.pretrained import parts_of_other_dtypes
+from lightstep.checkpoint.pretrained import shards_with_other_dtypes
 from lightstep.checkpoint.tensors import shard_of
 from lightstep.distributed import is_sharded, local_tensor
 from lightstep.optimizer.base import BaseOptimizer
@@ -59,7 +59,7 @@ def local_part(parameter: Tensor, value: Any) -> Any:
 
 @torch.no_grad()
 def _convert_dtypes(model: nn.Module, folder: Path, states: Mapping[Tensor, dict[str, Any]]) -> None:
-    for parameter, part in parts_of_other_dtypes(model, folder):
+    for parameter, part in shards_with_other_dtypes(model, folder):
         if parameter not in states or parameter.dtype not in _LOW_PRECISION:
             continue
         if "master" in states[parameter]:

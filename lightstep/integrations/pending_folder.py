@@ -9,11 +9,11 @@ from functools import partial
 from pathlib import Path
 from types import TracebackType
 
-from lightstep.checkpoint.errors import reported
-from lightstep.checkpoint.layout import is_whole
-from lightstep.checkpoint.pending import PendingSave, own_group
+from lightstep.checkpoint.errors import checkpoint_errors
+from lightstep.checkpoint.layout import has_complete_checkpoint
+from lightstep.checkpoint.pending import PendingSave, writer_group
 from lightstep.checkpoint.ranks import Ranks
-from lightstep.checkpoint.storage import FolderKind, new_folder_of_ranks, storage_of, sync
+from lightstep.checkpoint.storage import FolderKind, new_shared_folder, storage_for, sync
 
 logger = logging.getLogger(__name__)
 
@@ -49,8 +49,8 @@ class PendingFolder(PendingSave):
         self._hidden_folder = ExitStack()
 
     def __enter__(self) -> PendingFolder:
-        with reported(f"{self.path} was not saved"):
-            hidden = new_folder_of_ranks(self._place, self._kind, self._ranks)
+        with checkpoint_errors(f"{self.path} was not saved"):
+            hidden = new_shared_folder(self._place, self._kind, self._ranks)
             self.folder = self._hidden_folder.enter_context(hidden) / self.path.name
         return self
 
@@ -59,14 +59,14 @@ class PendingFolder(PendingSave):
             self._hidden_folder.__exit__(kind, error, at)
             return
         self._ranks.gather(None)  # the small files of every rank are written
-        writers = own_group(self._ranks)
+        writers = writer_group(self._ranks)
         self.checkpoint.add_done_callback(lambda _: self._complete(writers))
 
     def _complete(self, writers: Ranks) -> None:
         """The checkpoint has been written, or has failed on every rank."""
         assert self.checkpoint is not None
         try:
-            with self._hidden_folder, reported(f"{self.path} was not saved"):
+            with self._hidden_folder, checkpoint_errors(f"{self.path} was not saved"):
                 error = self.checkpoint.exception()
                 if error is not None:
                     raise error
@@ -81,7 +81,7 @@ class PendingFolder(PendingSave):
         for file in self.folder.rglob("*"):
             if file.is_file() and file.parent != self.folder / CHECKPOINT:  # those in there are on the disk
                 sync(file)
-        storage_of(self._place).commit(self.folder, self._place, self._kind)
+        storage_for(self._place).commit(self.folder, self._place, self._kind)
         self.folder.parent.rmdir()
         self._rotate()
 
@@ -99,7 +99,7 @@ class PendingFolder(PendingSave):
         self._ranks.together(self._raise_once)
 
     def _raise_once(self) -> None:
-        if self.checkpoint is None or not self.checkpoint._told:
+        if self.checkpoint is None or not self.checkpoint._result_seen:
             self.raise_if_failed()
 
 
@@ -113,7 +113,7 @@ def folder_kind(name: str, patterns: tuple[str, ...], is_ours: Callable[[Path], 
     return FolderKind(
         name,
         is_ours=is_ours,
-        is_whole=lambda path: is_whole(path / CHECKPOINT),
+        is_complete=lambda path: has_complete_checkpoint(path / CHECKPOINT),
         own_files=partial(_own_files, patterns=(f"{CHECKPOINT}/**/*", *patterns)),
     )
 

@@ -11,8 +11,8 @@ from typing import Any
 from transformers import TrainerCallback
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 
-from lightstep.checkpoint.layout import holds_checkpoint, is_whole
-from lightstep.checkpoint.storage import settle
+from lightstep.checkpoint.layout import has_complete_checkpoint, holds_checkpoint
+from lightstep.checkpoint.storage import recover_interrupted
 from lightstep.integrations.pending_folder import CHECKPOINT, folder_kind, newest_whole
 
 __all__ = ["KIND", "is_read_on_save", "newest_checkpoint", "remove_leftovers"]
@@ -53,12 +53,16 @@ def _is_complete(folder: Path) -> bool:
     except (OSError, ValueError):
         return False
     checkpoint = folder / CHECKPOINT
-    return is_whole(checkpoint) if holds_checkpoint(checkpoint) else zipfile.is_zipfile(folder / OPTIMIZER_NAME)
+    return (
+        has_complete_checkpoint(checkpoint)
+        if holds_checkpoint(checkpoint)
+        else zipfile.is_zipfile(folder / OPTIMIZER_NAME)
+    )
 
 
 def remove_leftovers(output_dir: Path) -> None:
     """Remove hidden folders of saves whose process was killed."""
-    settle(output_dir, KIND, lambda name: _NAME.fullmatch(name) is not None)
+    recover_interrupted(output_dir, KIND, lambda name: _NAME.fullmatch(name) is not None)
 
 
 _UPLOADS: dict[str, Any] = {

@@ -22,7 +22,7 @@ from lightstep.optimizer.matrix_stack import MatrixStack
 from lightstep.optimizer.param_groups import plain_numbers
 from lightstep.optimizer.sharded_muon import is_installed_muon
 from lightstep.optimizer.whole_tensors import counts_steps, is_torchs_own, needs_whole_tensors, undecorated_step
-from lightstep.precision.adam_kernel import twin_on
+from lightstep.precision.adam_kernel import fused_kernel_on
 from lightstep.state.backend import EntrySpec, Schema
 from lightstep.state.segment import Segment
 
@@ -109,7 +109,7 @@ class BaseArithmetic:
 
     def has_one_pass_kernel(self, device: torch.device) -> bool:
         """Whether a kernel replaces this class's step together with scaling, joining and splitting."""
-        return self.optimizer_class in ADAMS and self._default_fused[device] and twin_on(device) is not None
+        return self.optimizer_class in ADAMS and self._default_fused[device] and fused_kernel_on(device) is not None
 
     def schema(self, device: torch.device, groups: Sequence[dict[str, Any]]) -> Schema:
         """The entries of the base optimizer's state under any of ``groups``, found by one update of small probes."""

@@ -504,7 +504,7 @@ class Engine:
         """The optimizer is gone: complete pending updates, then call ``on_done``."""
         if sys.is_finalizing() or os.getpid() != self._process:
             return
-        if self.schedule.pending and self.backend.lanes.in_own_thread:  # the garbage collector runs in any thread
+        if self.schedule.pending and self.backend.lanes.is_lane_thread:  # the garbage collector runs in any thread
             threading.Thread(target=self._shut_down, args=(on_done,), name="lightstep-end").start()
         else:
             self._shut_down(on_done)

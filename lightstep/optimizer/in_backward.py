@@ -72,11 +72,11 @@ class InBackward(Schedule):
             make_update: called with each layer that is complete.
         """
         with self._aborting("the backward in which layers are updated"):
-            self._arrivals.set_layers(layers, self._backend.units(), batched=self._backend.in_lanes)
-            self._backend.keep_first(self._arrivals.last_in_backward())
+            self._arrivals.set_layers(layers, self._backend.units(), batched=self._backend.supports_lanes)
+            self._backend.prefer_resident(self._arrivals.last_in_backward())
             self.started, self._make_update = True, make_update
             everything = [item for layer in self._arrivals.layers for item in layer]
-            self._begin(everything, GroupValues(groups), self._backend.in_lanes, self._arrivals.backward_order())
+            self._begin(everything, GroupValues(groups), self._backend.supports_lanes, self._arrivals.backward_order())
             try:
                 with self._arrivals.listening(lambda item: self._take_gradient(item, take)):
                     yield
@@ -168,7 +168,7 @@ class InBackward(Schedule):
             assert self._values is not None
             overflow = torch.zeros((), dtype=torch.float32, device="cpu")
             end = Update({}, None, None, overflow, self._values)
-            end.elsewhere = [item for item in managed if item.elsewhere]
+            end.elsewhere = [item for item in managed if item.is_remote]
             if self._in_lane:
                 self._wait_for_caller()
             self._schedule([Job(None, end)])

@@ -17,8 +17,8 @@ from lightstep.optimizer.moments import Moments
 from lightstep.optimizer.param_groups import Place
 from lightstep.precision.master_weights import ModelWatch
 from lightstep.state.backend import Managed, PinnedState, StateBackend
-from lightstep.state.kept_copies import KeptCopies
-from lightstep.state.kept_records import same_rounding, was_rounded_from
+from lightstep.state.host_copy_pool import HostCopyPool
+from lightstep.state.record_backend import equals_rounded, was_rounded_from
 
 Places = Callable[[], Mapping[Tensor, Place]]
 
@@ -60,7 +60,7 @@ class ManagedParameters:
         self._watch = ModelWatch()
         self._items: dict[Tensor, Managed] = {}
         self._covered: tuple[list[dict[str, Any]], list[Tensor]] = ([], [])  # groups and parameters at the last set-up
-        self._copies: weakref.ref[KeptCopies] | None = None  # of the last save; the model owns them
+        self._copies: weakref.ref[HostCopyPool] | None = None  # of the last save; the model owns them
 
     def __iter__(self) -> Iterator[Managed]:
         return iter(self._items.values())
@@ -127,8 +127,8 @@ class ManagedParameters:
         """The master starts from the fp32 values that the weight was rounded from, if they are known and still fit."""
         unrounded = None if self._initial_masters is None else self._initial_masters(item.param)
         master = self._loaded_masters.pop(item.param, unrounded)
-        if not item.own_master and master is not None and same_rounding(item.local, master):
-            self._backend.start_from(item, master)
+        if not item.own_master and master is not None and equals_rounded(item.local, master):
+            self._backend.set_initial_master(item, master)
 
     def keep_initial_master(self, parameter: Tensor, master: Tensor) -> None:
         """Before the set-up: the parameter's master starts from ``master`` (local shard), if that rounds to it."""
@@ -263,15 +263,15 @@ class ManagedParameters:
         local = local_tensor(item.param)
         if local.device.type != "cpu" and self._watch.untouched(item, local):
             return False
-        if not self._backend.hands_out_state and local.data_ptr() == item.local.data_ptr():
+        if not self._backend.returns_live_state and local.data_ptr() == item.local.data_ptr():
             return False  # the backend has compared them itself
-        return not same_rounding(local, master)
+        return not equals_rounded(local, master)
 
     def pin(
         self,
         wanted: Mapping[Tensor, Collection[str]],
         weight_of: Callable[[Tensor], Callable[[], Tensor]],
-        copies: KeptCopies | None,
+        copies: HostCopyPool | None,
     ) -> PinnedState | None:
         """See :meth:`StateBackend.pin`; parameters replaced, moved or cast since the last step are left out."""
         found = ((self._items.get(parameter), keys) for parameter, keys in wanted.items())
@@ -316,7 +316,7 @@ class ManagedParameters:
         self._backend.load(item, local)
         item.updated, item.provisional = bool(local), False
         if initial is not None:
-            self._backend.start_from(item, initial.detach().float().clone())
+            self._backend.set_initial_master(item, initial.detach().float().clone())
         # The next step compares master and weight: the model may be loaded before or after its optimizer.
         self._watch.forget(item)
 

@@ -20,9 +20,9 @@ from lightstep.precision.adam_kernel import (
     AdamSettings,
     Kind,
     Scaling,
+    fused_kernel_on,
     kind_of,
     runs_in_one_pass,
-    twin_on,
     update,
 )
 from lightstep.precision.gradient_stage import GradientStage
@@ -59,7 +59,7 @@ class OnePass:
             gradients: for each segment those of its parameters, not scaled; they are not changed.
             scaling: on the segments' device.
         """
-        twin = twin_on(segments[0].device) if segments else None
+        twin = fused_kernel_on(segments[0].device) if segments else None
         if twin is None:
             return list(segments)
         settings_by_group: dict[int, AdamSettings | None] = {}

@@ -25,7 +25,7 @@ from lightstep.optimizer.state_view import StateView
 from lightstep.precision.loss_scale import ConstantLossScale, LossScale
 from lightstep.precision.split import Splitter
 from lightstep.state.backend import Managed, PinnedState, StateBackend
-from lightstep.state.kept_copies import KeptCopies
+from lightstep.state.host_copy_pool import HostCopyPool
 from lightstep.state.resident import ResidentBackend
 
 
@@ -306,7 +306,7 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         self,
         wanted: Mapping[Tensor, Collection[str]],
         weight_of: Callable[[Tensor], Callable[[], Tensor]],
-        copies: KeptCopies | None = None,
+        copies: HostCopyPool | None = None,
     ) -> PinnedState | None:
         """A snapshot of state entries, for another thread to read while steps go on.
 
@@ -325,7 +325,7 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         if parameter.requires_grad:
             self.engine.set_up()
         item = self.engine.managed.get(parameter)
-        return item is None or not item.elsewhere
+        return item is None or not item.is_remote
 
     def takes_entry(self, group: Mapping[str, Any], key: str, entry: Tensor, shape: torch.Size) -> bool:
         """Whether a parameter of this group and local shape can have this state entry (local part)."""

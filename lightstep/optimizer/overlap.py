@@ -135,11 +135,11 @@ class Overlap(NextForward):
         local, shared = self._updater.shared.partition(self._backend.units()[::-1])
         candidates = frozenset(local)
         after_backward = [unit for unit in self._arrivals.last_in_backward() if unit in candidates]
-        self._backend.keep_first(after_backward)
+        self._backend.prefer_resident(after_backward)
         candidates = candidates.difference(after_backward)
         local = [unit for unit in local if unit in candidates]
         possible = comparable and not self._pause
-        ready = frozenset(self._backend.can_try({*local, *shared}) if possible else ())
+        ready = frozenset(self._backend.reserve_speculation({*local, *shared}) if possible else ())
         fraction = self._link_share.fraction
         local = evenly_spaced([unit for unit in local if unit in ready], fraction)
         if shared:
@@ -312,7 +312,7 @@ class Overlap(NextForward):
             for unit in speculation.after_backward:
                 self._backend.lanes.compute.run(partial(Job(unit, update).run, self._updater))
             self._backend.lanes.compute.record(speculation.done)
-        if self._backend.awaited_by_others:
+        if self._backend.peers_wait:
             self._resolve(None)
 
     def overflows(self, update: Update) -> bool:
@@ -336,7 +336,9 @@ class Overlap(NextForward):
             return
         speculation, can_commit = self._speculation, False
         if speculation is not None and self._verdict.read() == "commit":
-            can_commit = all(self._backend.tried(unit) for unit in speculation.submitted if unit in speculation.shared)
+            can_commit = all(
+                self._backend.is_speculative(unit) for unit in speculation.submitted if unit in speculation.shared
+            )
         if self._updater.shared.all_reduce_min([can_commit]) == [0] and speculation is not None:
             self._verdict.overrule()
 
@@ -393,12 +395,12 @@ class Overlap(NextForward):
             self.redone += verdict == "redo"
             logger.info("updates in backward: %s (%d steps redone so far)", verdict, self.redone)
             self._roll_back_units(speculation)
-        if verdict != "drop" or self._backend.awaited_by_others:  # others get weights in every step
+        if verdict != "drop" or self._backend.peers_wait:  # others get weights in every step
             self._schedule_rest(speculation, update)
 
     def _schedule_rest(self, speculation: Speculation, update: Update) -> None:
         """Schedule the commit of what has been updated, and the updates of all other units."""
-        speculative = (unit for unit in speculation.submitted if self._backend.tried(unit))
+        speculative = (unit for unit in speculation.submitted if self._backend.is_speculative(unit))
         done = dict.fromkeys([*speculative, *speculation.after_backward])
         left = [unit for unit in self._backend.units() if unit not in done]
         with self._aborting("the update under way"):
@@ -406,7 +408,7 @@ class Overlap(NextForward):
             self._begin(update.gradients.keys(), update.values, True, left)
             self._units = ()
             self._completing_job = {item: number for number, job in enumerate(jobs) for item in job.owners()}
-            self._arrival_job = self._backend.arriving_with(self._completing_job, len(jobs))
+            self._arrival_job = self._backend.arrival_jobs(self._completing_job, len(jobs))
             self._schedule([*jobs, Job(None, update)])
             self._submit_in_step()
 

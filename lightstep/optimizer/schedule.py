@@ -117,7 +117,7 @@ class Schedule:
         if list(units) != list(self._units):
             self._units = units
             self._completing_job = {item: number for number, unit in enumerate(units) for item, _, _ in unit.parts}
-        self._arrival_job = self._backend.arriving_with(self._completing_job, len(units))
+        self._arrival_job = self._backend.arrival_jobs(self._completing_job, len(units))
 
     # -- the queue
 
@@ -172,7 +172,7 @@ class Schedule:
 
     def _submit_in_step(self) -> None:
         """Submit what ``step()`` submits: all jobs if other processes wait for them."""
-        self._submit(_ALL if self._backend.awaited_by_others else self.submit_in_step)
+        self._submit(_ALL if self._backend.peers_wait else self.submit_in_step)
 
     def _wait(self, number: int) -> None:
         """The caller waits for the jobs up to this one; their gradients are freed."""

@@ -59,7 +59,7 @@ class SharedUpdates:
 
     def begin(self, managed: Collection[Managed], order: Sequence[Unit] | None, ahead: bool) -> None:
         """Begin a step; for the arguments see :meth:`UnitUpdater.begin`."""
-        wanted = frozenset(item for item in managed if item.rows is not None and not item.elsewhere)
+        wanted = frozenset(item for item in managed if item.rows is not None and not item.is_remote)
         units = (self._backend.units() if order is None else order) if wanted else ()
         self.units = [unit for unit in units if any(owner in wanted for owner, _, _ in unit.parts)]
         self._positions = {unit: position for position, unit in enumerate(self.units)}

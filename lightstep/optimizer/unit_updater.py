@@ -46,7 +46,7 @@ class Update:
     keep_gradients: bool = False
 
     def __post_init__(self) -> None:
-        self.elsewhere = [item for item in self.gradients if item.elsewhere]
+        self.elsewhere = [item for item in self.gradients if item.is_remote]
 
     @classmethod
     def merge(cls, updates: Sequence[Update]) -> Update:
@@ -173,7 +173,7 @@ class UnitUpdater:
         scaling = _on(unit.parts[0][0].local.device, divisor, factor, overflow)
 
         def scaled(segments: Sequence[Segment]) -> list[Tensor]:
-            gradients = [[part.of(update.gradients[part.owner]) for part in segment.parts] for segment in segments]
+            gradients = [[part.slice(update.gradients[part.owner]) for part in segment.parts] for segment in segments]
             return self._scaled(segments, gradients, update, scaling)
 
         with self._guard(f"the update of {unit.label}"):
@@ -200,21 +200,21 @@ class UnitUpdater:
     def speculate(self, unit: Unit, update: Update) -> None:
         """:meth:`update` in such a way that it can be rolled back; does nothing if no parameter has a gradient."""
         if any(owner in update.gradients for owner, _, _ in unit.parts):
-            self._backend.attempt(unit)
+            self._backend.speculate(unit)
             self.update(unit, update)
 
     def roll_back(self, unit: Unit) -> None:
         """Undo :meth:`speculate`."""
-        if self._backend.tried(unit):
+        if self._backend.is_speculative(unit):
             with self._guard(f"rolling back the update of {unit.label}"):
-                self._backend.take_back(unit)
+                self._backend.roll_back(unit)
             for owner, _, _ in unit.parts:
                 self._record(owner)
 
     def commit(self, units: Iterable[Unit]) -> None:
         """Make speculative updates final."""
         for unit in units:
-            if self._backend.tried(unit):
+            if self._backend.is_speculative(unit):
                 self._backend.commit(unit)
 
     # -- the arithmetic
@@ -224,7 +224,9 @@ class UnitUpdater:
         return self.broken.guard(what, consequence)
 
     def _apply(self, segments: list[Segment], update: Update, scaling: Scaling) -> None:
-        gradients = {segment: [part.of(update.gradients[part.owner]) for part in segment.parts] for segment in segments}
+        gradients = {
+            segment: [part.slice(update.gradients[part.owner]) for part in segment.parts] for segment in segments
+        }
         left = self._one_pass.update(segments, [*gradients.values()], scaling, update.values)
         if left:
             scaled = self._scaled(left, [gradients[segment] for segment in left], update, scaling)

@@ -26,9 +26,9 @@ __all__ = [
     "Kind",
     "Scaling",
     "corrections",
+    "fused_kernel_on",
     "kind_of",
     "runs_in_one_pass",
-    "twin_on",
     "update",
 ]
 
@@ -138,7 +138,7 @@ def corrections(beta1: float, beta2: float, device: torch.device) -> Tensor | No
 
 
 @functools.cache
-def twin_on(device: torch.device) -> ModuleType | None:
+def fused_kernel_on(device: torch.device) -> ModuleType | None:
     """The module with the fused kernel, if there is one for this device."""
     if device.type != "cuda":
         return None

@@ -29,7 +29,7 @@ from lightstep.state.lanes import Lanes
 
 if TYPE_CHECKING:
     from lightstep.distributed import Rows
-    from lightstep.state.kept_copies import KeptCopies
+    from lightstep.state.host_copy_pool import HostCopyPool
     from lightstep.state.segment import Segment
 
 
@@ -82,7 +82,7 @@ class Managed:
         whole_tensors: its base optimizer is not element-wise. The parameter is never cut, and is updated by itself.
         rows: how it is sharded over the ranks that update it together; ``None``: this rank updates its shard alone.
         window: where its local elements are in the whole parameter. Stochastic rounding depends on it.
-        joined_in_update: a fused kernel joins and splits its masters, so nothing else needs them whole.
+        fused_update: a fused kernel joins and splits its masters, so nothing else needs them whole.
         updated: its state exists, from an update or from a checkpoint.
         provisional: its state is a placeholder that a checkpoint is about to replace; no update made it.
         is_remote: another replica owns its state and updates it; this one only receives the weight. Set by the backend.
@@ -98,7 +98,7 @@ class Managed:
     whole_tensors: bool = False
     rows: Rows | None = None
     window: Window = _WHOLE
-    joined_in_update: bool = False
+    fused_update: bool = False
     updated: bool = False
     provisional: bool = False
     is_remote: bool = False
@@ -148,11 +148,11 @@ class StateBackend(ABC):
     """Where masters and optimizer state live between steps."""
 
     name: ClassVar[str]
-    hands_out_state: ClassVar[bool] = True
+    returns_live_state: ClassVar[bool] = True
     """Whether :meth:`gather` returns the state itself (see :meth:`is_live`) or copies, which have no effect on it."""
-    in_lanes: bool = False
+    supports_lanes: bool = False
     """Whether units may be updated in :attr:`lanes`, concurrently with the caller's own work."""
-    awaited_by_others: bool = False
+    peers_wait: bool = False
     """Whether other processes wait for updates made here. If so, no update may be postponed until it is needed here."""
 
     def fresh(self) -> StateBackend:
@@ -168,7 +168,7 @@ class StateBackend(ABC):
         """Streams (threads on the CPU) for updates that run concurrently with the caller's own work."""
         raise NotImplementedError(f"the {self.name} backend has no lanes")
 
-    def arriving_with(self, complete_with: Mapping[Managed, int], end: int) -> dict[Managed, int]:
+    def arrival_jobs(self, complete_with: Mapping[Managed, int], end: int) -> dict[Managed, int]:
         """The index of the job that starts to receive each weight which another replica updates.
 
         Args:
@@ -232,12 +232,12 @@ class StateBackend(ABC):
     def finish(self) -> None:  # noqa: B027  (an optional hook)
         """End the step: order the caller's next work after what is still under way."""
 
-    def can_try(self, units: Collection[Unit]) -> Sequence[Unit]:
+    def reserve_speculation(self, units: Collection[Unit]) -> Sequence[Unit]:
         """Allocate memory for speculative updates of these units; returns those with enough of it. No step may be
         under way."""
         return ()
 
-    def keep_first(self, units: Sequence[Unit]) -> None:  # noqa: B027  (for backends that have a choice)
+    def prefer_resident(self, units: Sequence[Unit]) -> None:  # noqa: B027  (for backends that have a choice)
         """From the next step on, prefer the state of these units when choosing what stays on the device."""
 
     def speculate(self, unit: Unit) -> None:
@@ -251,7 +251,7 @@ class StateBackend(ABC):
     def commit(self, unit: Unit) -> None:  # noqa: B027  (for backends that can speculate)
         """Make the unit's speculative update final."""
 
-    def take_back(self, unit: Unit) -> None:  # noqa: B027  (for backends that can speculate)
+    def roll_back(self, unit: Unit) -> None:  # noqa: B027  (for backends that can speculate)
         """Undo the unit's speculative update; weights are restored by work on the current stream."""
 
     def abandon(self) -> None:  # noqa: B027  (an optional hook)
@@ -262,7 +262,7 @@ class StateBackend(ABC):
         """The state of one parameter: the base optimizer's entries and ``"master"`` (unless it is its own master).
 
         Tensors have the local shard's shape (or 0 dimensions) and are live where possible. Before the first update
-        there is only the master given to :meth:`start_from`. ``{}`` if another replica owns the state. Call
+        there is only the master given to :meth:`set_initial_master`. ``{}`` if another replica owns the state. Call
         :meth:`synchronize` first.
         """
 
@@ -276,7 +276,7 @@ class StateBackend(ABC):
     def gather(self, managed: Managed) -> dict[str, Any]:
         """:meth:`entries`, from the replica that owns them. A collective where replicas shard the state.
 
-        Returns the state itself or copies of it: see :attr:`hands_out_state`.
+        Returns the state itself or copies of it: see :attr:`returns_live_state`.
         """
         return self.entries(managed)
 
@@ -284,7 +284,7 @@ class StateBackend(ABC):
         self,
         wanted: Mapping[Managed, Collection[str]],
         weight_of: Callable[[Tensor], Callable[[], Tensor]],
-        copies: KeptCopies | None,
+        copies: HostCopyPool | None,
     ) -> PinnedState | None:
         """A snapshot of these entries, for another thread to read while updates go on.
 
@@ -302,7 +302,7 @@ class StateBackend(ABC):
 
         It stays live until the parameter's state is loaded: the tensor then keeps its value and is the user's alone.
         """
-        return self.hands_out_state
+        return self.returns_live_state
 
     @abstractmethod
     def load(self, managed: Managed, entries: Mapping[str, Any]) -> None:
@@ -316,7 +316,7 @@ class StateBackend(ABC):
         """Set the master to the parameter's value, in fp32."""
 
     @abstractmethod
-    def start_from(self, managed: Managed, master: Tensor) -> None:
+    def set_initial_master(self, managed: Managed, master: Tensor) -> None:
         """Use ``master`` (fp32, local shape) instead of the weight as the master of the parameter's first update."""
 
     @abstractmethod

@@ -19,10 +19,10 @@ from torch import Tensor
 
 from lightstep.distributed import like, local_tensor
 from lightstep.state.backend import Managed, PinnedState, Unit
+from lightstep.state.host_copy_pool import HostCopyPool
 from lightstep.state.host_memory import HostSlab, require
-from lightstep.state.kept_copies import KeptCopies
-from lightstep.state.kept_records import RecordBackend
 from lightstep.state.record import Record, Slot
+from lightstep.state.record_backend import RecordBackend
 from lightstep.state.resident import ResidentBackend
 from lightstep.state.snapshot import Snapshot
 from lightstep.state.versions import Versions
@@ -120,7 +120,7 @@ class BulkBackend(ResidentBackend):
         self,
         wanted: Mapping[Managed, Collection[str]],
         weight_of: Callable[[Tensor], Callable[[], Tensor]],
-        copies: KeptCopies | None,
+        copies: HostCopyPool | None,
     ) -> PinnedState | None:
         kept = [item for items in self._without_live_tensors(wanted).values() for item in items]
         if self._versions.pinned or not kept:

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from lightstep.state.backend import Managed
-from lightstep.state.kept_copies import KeptCopies
-from lightstep.state.kept_records import same_rounding
+from lightstep.state.host_copy_pool import HostCopyPool
 from lightstep.state.lanes import Lanes
 from lightstep.state.record import Record
+from lightstep.state.record_backend import equals_rounded
 from lightstep.state.segment import MasterSplitter
 
 __all__ = ["DeviceSnapshot"]
@@ -32,7 +32,7 @@ class DeviceSnapshot:
         splitter: of bf16 masters on the host, used by nobody else; ``None``: all masters are whole.
     """
 
-    def __init__(self, copies: KeptCopies, splitter: MasterSplitter | None) -> None:
+    def __init__(self, copies: HostCopyPool, splitter: MasterSplitter | None) -> None:
         self._allocate, self._splitter = copies.allocate, splitter
         self._carriers: dict[Tensor, str | None] = {}  # for split masters that are not joined yet
         self._entries: dict[Tensor, dict[str, Tensor]] = {}
@@ -98,7 +98,7 @@ class DeviceSnapshot:
         value = self._entries[parameter].pop(key)
         if key == "master" and parameter in self._weights:
             weight = self._weights.pop(parameter)()
-            if not same_rounding(weight, value):
+            if not equals_rounded(weight, value):
                 return weight.float()
         return value
 

@@ -127,7 +127,7 @@ class Entries:
         rows = record.rows(part)
         device = next(iter(rows.values())).device
         weight = self._weight(part, device)
-        loaded = weight.float() if master is None else part.of(master.detach()).to(device, torch.float32).reshape(-1)
+        loaded = weight.float() if master is None else part.slice(master.detach()).to(device, torch.float32).reshape(-1)
         rounded = torch.empty_like(weight)
         if part.coding == "whole":
             rows["master"].copy_(loaded)
@@ -169,7 +169,7 @@ class Entries:
         if not bool((same | (weight.isnan() & rounded.isnan())).all()):
             return False
         if not bool(same.all()):
-            part.of(part.owner.local).copy_(rounded.view(part.shape))
+            part.slice(part.owner.local).copy_(rounded.view(part.shape))
         return True
 
     def _weight(self, part: Part, device: torch.device) -> Tensor:
@@ -181,7 +181,7 @@ class Entries:
         spec = part.owner.schema.get(key)
         dtype = None if spec is None else entry_dtype(spec, part.owner)
         # Only optimizers of whole tensors have entries of other shapes, and there `of` returns the tensor itself.
-        return part.of(value.detach()).to(dtype=dtype or value.dtype)
+        return part.slice(value.detach()).to(dtype=dtype or value.dtype)
 
 
 def _new(like: Tensor, dtype: torch.dtype) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 from lightstep.distributed import local_tensor
 from lightstep.state.host_memory import HostSlab, require
 
-__all__ = ["KeptCopies"]
+__all__ = ["HostCopyPool"]
 
 _SMALLEST, _LARGEST = 1 << 20, 256 << 20
 """Bytes of a new slab: as many as all slabs so far, within these limits; more if one tensor needs more."""
@@ -22,7 +22,7 @@ _WHAT = "copying what is saved while training goes on"
 _ADVICE = "A synchronous save (asynchronous=False) needs no copy"
 
 
-class KeptCopies:
+class HostCopyPool:
     """Copies of the tensors of one moment at a time; :meth:`reset` reuses their memory for the next."""
 
     def __init__(self) -> None:

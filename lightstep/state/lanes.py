@@ -86,7 +86,7 @@ class Lanes:
         self._status.delay = delay
 
     @property
-    def in_own_thread(self) -> bool:
+    def is_lane_thread(self) -> bool:
         """Whether the calling thread is a lane's own, which cannot wait for its own jobs."""
         return any(isinstance(lane, ThreadLane) and lane.is_this_thread for lane in self._all())
 

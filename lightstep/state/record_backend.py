@@ -19,7 +19,7 @@ from lightstep.state.record import Coding, ExpectedLayouts, Layout, Part, Record
 from lightstep.state.segment import LARGE, MasterSplitter, Segment, Staging, Views, segments_of
 from lightstep.state.versions import Version
 
-__all__ = ["RecordBackend", "same_rounding", "was_rounded_from"]
+__all__ = ["RecordBackend", "equals_rounded", "was_rounded_from"]
 
 _PIECE = 1 << 15  # elements; torch's CPU kernels do not divide so few among threads
 
@@ -105,7 +105,7 @@ class RecordBackend(StateBackend):
             for record in leaving:
                 self._fingerprints.pop(record, None)
         self._initial_masters = {item: master for item, master in self._initial_masters.items() if item in place}
-        self.awaited_by_others = any(item.rows is not None for item in managed)
+        self.peers_wait = any(item.rows is not None for item in managed)
         devices = {record.device for record in listed}
         self._staging_sizes = {
             device: Staging().required_sizes(
@@ -126,7 +126,7 @@ class RecordBackend(StateBackend):
             records = [record for record in records if record not in hit]
             gone |= {part.owner for record in hit for part in record.parts}
 
-    def start_from(self, managed: Managed, master: Tensor) -> None:
+    def set_initial_master(self, managed: Managed, master: Tensor) -> None:
         if not managed.own_master and not managed.updated:
             self._initial_masters[managed] = master
 
@@ -340,7 +340,7 @@ class RecordBackend(StateBackend):
     def changed(self, items: Iterable[Managed]) -> list[Managed]:
         wanted = dict.fromkeys(items)
         initial = [item for item in self._initial_masters if item in wanted]
-        found = {item for item in initial if not same_rounding(item.local, self._initial_masters[item])}
+        found = {item for item in initial if not equals_rounded(item.local, self._initial_masters[item])}
         parts = (part for item in wanted if not item.own_master for part in self._parts.get(item, ()))
         for record in dict.fromkeys(self._record_of[part] for part in parts):
             found.update(part.owner for part in self._find_edited(record, wanted))
@@ -374,12 +374,12 @@ class RecordBackend(StateBackend):
         return [part for part in parts if differs[part.index]]
 
 
-def same_rounding(local: Tensor, master: Tensor) -> bool:
+def equals_rounded(local: Tensor, master: Tensor) -> bool:
     """Whether ``local`` is bit for bit ``master`` rounded to its dtype."""
     on_host = local.device.type == master.device.type == "cpu"
     if on_host and local.shape == master.shape and local.numel() > _PIECE:  # in pieces that stay in the cache
         pieces = zip(local.reshape(-1).split(_PIECE), master.reshape(-1).split(_PIECE), strict=True)
-        return all(same_rounding(one, other) for one, other in pieces)
+        return all(equals_rounded(one, other) for one, other in pieces)
     rounded = master.to(device=local.device, dtype=local.dtype)
     bits = torch.int32 if local.dtype == torch.float32 else torch.int16  # fp32: the model was cast afterwards
     return torch.equal(rounded.view(bits), local.contiguous().view(bits))
@@ -387,7 +387,7 @@ def same_rounding(local: Tensor, master: Tensor) -> bool:
 
 def was_rounded_from(local: Tensor, master: Tensor) -> bool:
     """Whether ``local`` is ``master`` rounded, and ``master`` has bits that it lost."""
-    return same_rounding(local, master) and not torch.equal(master.to(local.device), local.float())
+    return equals_rounded(local, master) and not torch.equal(master.to(local.device), local.float())
 
 
 def _no_splitter(device: torch.device) -> MasterSplitter:

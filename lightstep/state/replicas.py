@@ -20,19 +20,19 @@ from torch import Tensor
 
 from lightstep.distributed import Replicas
 from lightstep.state.backend import Managed, PinnedState, StateBackend, Unit
-from lightstep.state.kept_copies import KeptCopies
+from lightstep.state.host_copy_pool import HostCopyPool
 from lightstep.state.lanes import Lanes
 from lightstep.state.record import ExpectedLayouts
 from lightstep.state.segment import Segment
 from lightstep.state.units import group_by_layer, split_shared_updates
 
-__all__ = ["SharedByReplicas", "assign_owners"]
+__all__ = ["ReplicaShardedBackend", "assign_owners"]
 
 Cost = Callable[[Managed], int]
 Owners = Mapping[Managed, int]
 
 
-class SharedByReplicas(StateBackend):
+class ReplicaShardedBackend(StateBackend):
     """Gives ``inner`` this replica's share of the parameters, and receives the weights of the others.
 
     A step broadcasts every parameter's weight once, updated or not, in the same order on all replicas. Set-up
@@ -45,18 +45,18 @@ class SharedByReplicas(StateBackend):
     """
 
     name: ClassVar[str] = "stream"
-    hands_out_state = False
-    awaited_by_others = True
+    returns_live_state = False
+    peers_wait = True
 
     def __init__(self, inner: StateBackend, replicas: Replicas, speculates: bool = False) -> None:
-        self.inner, self.in_lanes = inner, inner.in_lanes
+        self.inner, self.supports_lanes = inner, inner.supports_lanes
         self._replicas, self._speculates = replicas, speculates
         self._owners: dict[Managed, int] = {}
         self._own: list[Managed] = []
         self._broadcasts = _WeightBroadcasts(replicas)
 
-    def fresh(self) -> SharedByReplicas:
-        return type(self)(self.inner.fresh(), self._replicas.again(), self._speculates)
+    def fresh(self) -> ReplicaShardedBackend:
+        return type(self)(self.inner.fresh(), self._replicas.copy(), self._speculates)
 
     # -- set-up
 
@@ -68,8 +68,8 @@ class SharedByReplicas(StateBackend):
 
         self._owners = assign_owners(managed, cost, self._owners, self._replicas.size)
         for item, owner in self._owners.items():
-            item.elsewhere = owner != self._replicas.rank
-        self._own = [item for item in managed if not item.elsewhere]
+            item.is_remote = owner != self._replicas.rank
+        self._own = [item for item in managed if not item.is_remote]
         self._broadcasts.plan(managed, self._owners, cost)
         self._run_on_all_replicas(self._register_own)
 
@@ -110,7 +110,7 @@ class SharedByReplicas(StateBackend):
     def begin(self, managed: Collection[Managed], order: Sequence[Unit] | None = None) -> None:
         self._broadcasts.begin()
         if self._own:
-            self.inner.begin([item for item in managed if not item.elsewhere], order)
+            self.inner.begin([item for item in managed if not item.is_remote], order)
 
     def acquire(
         self, unit: Unit, active: Collection[Managed], apart: Mapping[Managed, object] | None = None
@@ -129,8 +129,8 @@ class SharedByReplicas(StateBackend):
     def look_ahead(self, unit: Unit, active: Collection[Managed]) -> list[tuple[Segment, Mapping[str, Tensor]]]:
         return self.inner.look_ahead(unit, active)
 
-    def arriving_with(self, complete_with: Mapping[Managed, int], end: int) -> dict[Managed, int]:
-        return self._broadcasts.arriving_with(complete_with, end)
+    def arrival_jobs(self, complete_with: Mapping[Managed, int], end: int) -> dict[Managed, int]:
+        return self._broadcasts.arrival_jobs(complete_with, end)
 
     def receive(self, managed: Iterable[Managed]) -> None:
         self._broadcasts.receive(managed)
@@ -141,11 +141,11 @@ class SharedByReplicas(StateBackend):
             self.inner.finish()
         self._broadcasts.arrive()
 
-    def can_try(self, units: Collection[Unit]) -> Sequence[Unit]:
-        return self.inner.can_try(units) if self._speculates and units else ()
+    def reserve_speculation(self, units: Collection[Unit]) -> Sequence[Unit]:
+        return self.inner.reserve_speculation(units) if self._speculates and units else ()
 
-    def keep_first(self, units: Sequence[Unit]) -> None:
-        self.inner.keep_first(units)
+    def prefer_resident(self, units: Sequence[Unit]) -> None:
+        self.inner.prefer_resident(units)
 
     def speculate(self, unit: Unit) -> None:
         self.inner.speculate(unit)
@@ -157,8 +157,8 @@ class SharedByReplicas(StateBackend):
         self.inner.commit(unit)
         self._broadcasts.updated(unit)
 
-    def take_back(self, unit: Unit) -> None:
-        self.inner.take_back(unit)
+    def roll_back(self, unit: Unit) -> None:
+        self.inner.roll_back(unit)
 
     def abandon(self) -> None:
         """Send what the others wait for, so that their step ends and the next collective matches on all replicas."""
@@ -189,9 +189,9 @@ class SharedByReplicas(StateBackend):
         self,
         wanted: Mapping[Managed, Collection[str]],
         weight_of: Callable[[Tensor], Callable[[], Tensor]],
-        copies: KeptCopies | None,
+        copies: HostCopyPool | None,
     ) -> PinnedState | None:
-        return self.inner.pin({item: keys for item, keys in wanted.items() if not item.elsewhere}, weight_of, copies)
+        return self.inner.pin({item: keys for item, keys in wanted.items() if not item.is_remote}, weight_of, copies)
 
     def load(self, managed: Managed, entries: Mapping[str, Any]) -> None:
         if not managed.is_remote:
@@ -201,12 +201,12 @@ class SharedByReplicas(StateBackend):
         if not managed.is_remote:
             self.inner.refresh(managed)
 
-    def start_from(self, managed: Managed, master: Tensor) -> None:
+    def set_initial_master(self, managed: Managed, master: Tensor) -> None:
         if not managed.is_remote:
-            self.inner.start_from(managed, master)
+            self.inner.set_initial_master(managed, master)
 
     def changed(self, items: Iterable[Managed]) -> list[Managed]:
-        return self.inner.changed([item for item in items if not item.elsewhere])
+        return self.inner.changed([item for item in items if not item.is_remote])
 
     def memory(self) -> dict[str, int]:
         """Sizes on this replica."""
@@ -282,16 +282,16 @@ class _WeightBroadcasts:
         self._begun = False
         self._row_major = {item: buffer for item, buffer in self._row_major.items() if item in owners}
 
-    def arriving_with(self, complete_with: Mapping[Managed, int], end: int) -> dict[Managed, int]:
+    def arrival_jobs(self, complete_with: Mapping[Managed, int], end: int) -> dict[Managed, int]:
         """Others' weights are received with the next own one in the order, which waits for all own ones before it.
 
         Weights that are not contiguous arrive in row-major copies, and are copied at the end of the step.
         """
-        found = {item: end for item, _ in self._order if item.elsewhere}
+        found = {item: end for item, _ in self._order if item.is_remote}
         waiting: list[Managed] = []
         number = -1
         for item, _ in self._order:
-            if item.elsewhere:
+            if item.is_remote:
                 waiting.append(item)
             else:
                 number = max(number, complete_with[item])
@@ -305,7 +305,7 @@ class _WeightBroadcasts:
             return
         self._begun, self._started = True, 0
         self._works.clear()
-        own = [(place, item) for place, (item, _) in enumerate(self._order) if not item.elsewhere]
+        own = [(place, item) for place, (item, _) in enumerate(self._order) if not item.is_remote]
         self._own_left, self._elements_left = deque(own), {item: item.local.numel() for _, item in own}
 
     def updated(self, unit: Unit) -> None:
@@ -325,7 +325,7 @@ class _WeightBroadcasts:
         """Order the next work after the arrival of all weights."""
         self._replicas.wait(self._works.values())
         for item, buffer in self._row_major.items():
-            if item.elsewhere:
+            if item.is_remote:
                 item.local.copy_(buffer)
 
     def receive(self, items: Iterable[Managed]) -> None:
@@ -354,7 +354,7 @@ class _WeightBroadcasts:
         if item not in self._row_major:
             self._row_major[item] = torch.empty_like(item.local, memory_format=torch.contiguous_format)
         buffer = self._row_major[item]
-        return buffer if item.elsewhere else buffer.copy_(item.local)
+        return buffer if item.is_remote else buffer.copy_(item.local)
 
 
 @dataclass(frozen=True)

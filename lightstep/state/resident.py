@@ -13,11 +13,11 @@ from torch import Tensor
 from lightstep.state.backend import Managed, PinnedState, Unit
 from lightstep.state.device_snapshot import DeviceSnapshot
 from lightstep.state.entries import Entries
+from lightstep.state.host_copy_pool import HostCopyPool
 from lightstep.state.host_memory import HostSlab, require
-from lightstep.state.kept_copies import KeptCopies
-from lightstep.state.kept_records import RecordBackend, same_rounding
 from lightstep.state.lanes import Lanes
 from lightstep.state.record import Coding, Part, Record, Slot, coding_of
+from lightstep.state.record_backend import RecordBackend, equals_rounded
 from lightstep.state.segment import MasterSplitter, Segment
 from lightstep.state.units import split_shared_updates
 
@@ -139,7 +139,7 @@ class ResidentBackend(RecordBackend):
         self,
         wanted: Mapping[Managed, Collection[str]],
         weight_of: Callable[[Tensor], Callable[[], Tensor]],
-        copies: KeptCopies | None,
+        copies: HostCopyPool | None,
     ) -> PinnedState | None:
         if copies is None or (self._snapshot is not None and not self._snapshot.closed):
             return None
@@ -254,9 +254,11 @@ class ResidentBackend(RecordBackend):
             if record.bytes is None:
                 continue
             master = segment.parts[0].block.rows(record.bytes, segment.first, segment.stop)["master"]
-            if not same_rounding(segment.weights(staging), master):
+            if not equals_rounded(segment.weights(staging), master):
                 masters = ((part, self._entries.read(record, part)["master"]) for part in segment.parts)
-                changed += [part for part, master in masters if not same_rounding(part.of(part.owner.local), master)]
+                changed += [
+                    part for part, master in masters if not equals_rounded(part.slice(part.owner.local), master)
+                ]
         return [part for part in changed if part in wanted]
 
     def memory(self) -> dict[str, int]:
@@ -348,7 +350,7 @@ def _cached_splitter(
 
 
 def _has_split_master(owner: Managed) -> bool:
-    return owner.joined_in_update and coding_of(owner) == "split"
+    return owner.fused_update and coding_of(owner) == "split"
 
 
 def _pack(managed: Sequence[Managed], limit: int) -> list[Unit]:

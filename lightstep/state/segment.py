@@ -101,7 +101,7 @@ class Segment:
         self.places = [(part.first - self.first, part.shape) for part in parts]
         self.kept = rounded_entries(head.owner)
         self._known = [part.owner.local for part in parts]
-        self.locals = [part.of(local) for part, local in zip(parts, self._known, strict=True)]
+        self.locals = [part.slice(local) for part, local in zip(parts, self._known, strict=True)]
         self.in_place = len(parts) == 1 and self.locals[0].is_contiguous() and is_own_segment(head)
         self.ranges: list[tuple[int, int]] = [
             (at, at + part.elements) for (at, _), part in zip(self.places, parts, strict=True)
@@ -253,7 +253,7 @@ class Segment:
         master = self.weights(staging).float()
         for part, (a, b) in zip(self.parts, self.ranges, strict=True):
             if part.owner in initial:
-                master[a:b].copy_(part.of(initial[part.owner]).reshape(-1))
+                master[a:b].copy_(part.slice(initial[part.owner]).reshape(-1))
         return master.view(self.shape)
 
     def _split_history(self, shared: History) -> History:

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from lightstep.state.backend import Managed
 from lightstep.state.entries import Entries
-from lightstep.state.kept_records import same_rounding
 from lightstep.state.record import History, Part, Record
+from lightstep.state.record_backend import equals_rounded
 from lightstep.state.segment import MasterSplitter
 from lightstep.state.versions import Versions
 
@@ -158,7 +158,7 @@ class Snapshot:
     def _was_edited(self, parts: Sequence[Part], master: Tensor) -> bool:
         """Whether somebody else wrote to the weight before the snapshot was made."""
         if self._has_whole_masters:
-            return not same_rounding(parts[0].owner.local, master)
+            return not equals_rounded(parts[0].owner.local, master)
         return any(self._entries.was_edited(self._record_of[part], part) for part in parts)
 
     def _recycle(self, values: Collection[Any]) -> None:

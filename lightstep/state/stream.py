@@ -22,11 +22,11 @@ from torch import Tensor
 from lightstep.state.backend import AHEAD, Managed, PinnedState, Unit
 from lightstep.state.checksummed_weights import ChecksummedWeights
 from lightstep.state.entries import Entries
+from lightstep.state.host_copy_pool import HostCopyPool
 from lightstep.state.host_memory import require
-from lightstep.state.kept_copies import KeptCopies
-from lightstep.state.kept_records import RecordBackend
 from lightstep.state.lanes import LaneError, Lanes
 from lightstep.state.record import ExpectedLayouts, Part, Record, Slot, aligned, coding_of, rounded_entries
+from lightstep.state.record_backend import RecordBackend
 from lightstep.state.residency import Residency
 from lightstep.state.ring import Ring
 from lightstep.state.segment import LARGE, MasterSplitter, Segment, Staging
@@ -55,7 +55,7 @@ class StreamBackend(RecordBackend):
         slots: number of slots, instead of ``prefetch_layers + 2``.
         resident_gib: see :meth:`set_residency`.
         spare_host_gib: host memory for second versions of records: for speculative updates, allocated by
-            :meth:`can_try`, and while a snapshot is read.
+            :meth:`reserve_speculation`, and while a snapshot is read.
         previous_weights: where speculative updates save the previous weights; ``auto``: on the host if some state stays
             on the device, else on the device while it has room.
 
@@ -65,8 +65,8 @@ class StreamBackend(RecordBackend):
     """
 
     name: ClassVar[str] = "stream"
-    hands_out_state = False
-    in_lanes = True
+    returns_live_state = False
+    supports_lanes = True
 
     def __init__(
         self,
@@ -259,7 +259,7 @@ class StreamBackend(RecordBackend):
 
     # -- speculative updates
 
-    def can_try(self, units: Collection[Unit]) -> Sequence[Unit]:
+    def reserve_speculation(self, units: Collection[Unit]) -> Sequence[Unit]:
         waiting = {
             record for part, record in self._record_of.items() if part.expected_weight is not None
         }  # for weights
@@ -273,7 +273,7 @@ class StreamBackend(RecordBackend):
             ready = self._versions.reserve(records, self._fingerprints is not None)
         return [record.unit for record in ready]
 
-    def keep_first(self, units: Sequence[Unit]) -> None:
+    def prefer_resident(self, units: Sequence[Unit]) -> None:
         wanted = [self._records[unit] for unit in units]
         if wanted != self._preferred_resident:
             self._preferred_resident = wanted
@@ -288,19 +288,19 @@ class StreamBackend(RecordBackend):
     def commit(self, unit: Unit) -> None:
         self._versions.commit(self._records[unit])
 
-    def take_back(self, unit: Unit) -> None:
+    def roll_back(self, unit: Unit) -> None:
         record = self._records[unit]
         version = self._versions.discard(record)
         fingerprints = None if self._fingerprints is None else self._fingerprints[record]
         if version.written_back is not None:
             self.lanes.caller().wait(version.written_back)
-        self._run(lambda: version.take_back(fingerprints))
+        self._run(lambda: version.roll_back(fingerprints))
 
     def _speculative_version(self, record: Record) -> Version | None:
         return self._versions.get(record)
 
     def _cancel_speculation(self, record: Record, slot: Any) -> None:
-        self.take_back(record.unit)
+        self.roll_back(record.unit)
         self._live_ring().discard(slot)
         self._acquired = None
 
@@ -379,7 +379,7 @@ class StreamBackend(RecordBackend):
         self,
         wanted: Mapping[Managed, Collection[str]],
         weight_of: Callable[[Tensor], Callable[[], Tensor]],
-        copies: KeptCopies | None,
+        copies: HostCopyPool | None,
     ) -> PinnedState | None:
         if self._lanes is None or self._versions.pinned:
             return None
@@ -494,7 +494,7 @@ class StreamBackend(RecordBackend):
     def _slot_count(self, size: int) -> int:
         """Number of slots of ``size`` bytes: as many as records and ``ring_mib`` allow, and at least one; at least as
         many as :meth:`look_ahead` needs if ranks update parameters together."""
-        streamed, needed = len(self._streamed()), self._lookahead + 1 if self.awaited_by_others else 1
+        streamed, needed = len(self._streamed()), self._lookahead + 1 if self.peers_wait else 1
         room = int(self._ring_mib * _MIB - self._scratch_bytes + self._slots)  # capacities were rounded down
         return min(streamed, max(min(self._slots, room // max(size, 1)), needed))
 

@@ -110,7 +110,7 @@ class Version:
             assert head.history is not None  # only units with state are updated speculatively
             self._histories.append((head.history, head.history.values, head.history.origin, head.keys))
 
-    def take_back(self, fingerprints: Tensor | None) -> None:
+    def roll_back(self, fingerprints: Tensor | None) -> None:
         """Restore weights, fingerprints and the entries that are not in the record."""
         for segment, (history, values, origin, keys) in zip(self._segments, self._histories, strict=True):
             history.values, history.origin = values, origin

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from lightstep.checkpoint.pending import PendingSave, finish_pending
-from lightstep.checkpoint.pretrained import load_pretrained, parts_of_other_dtypes
+from lightstep.checkpoint.pretrained import load_pretrained, shards_with_other_dtypes
 from lightstep.config import (
     ConfigError,
     ConstantScale,
@@ -659,7 +659,7 @@ def _empty_cache_at_exit(device: torch.device) -> Iterator[None]:
 
 def _fp32_weights(model: nn.Module, folder: str | Path) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Trainable parameters that were rounded when they were loaded, with this rank's shards of the fp32 values."""
-    for tensor, shard in parts_of_other_dtypes(model, folder):
+    for tensor, shard in shards_with_other_dtypes(model, folder):
         if tensor.requires_grad and shard.dtype == torch.float32:
             yield tensor, shard
 

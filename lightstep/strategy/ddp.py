@@ -88,7 +88,7 @@ class DDPStrategy(ProcessGroupStrategy):
         replica = _find_replica(outer)
         # With DDP's fp32 hook, step() refuses gradients that were not reduced. Without it nothing would notice.
         unnoticed = model is inner or record.gradients is None
-        reached = record.direct_calls is not None and record.direct_calls.reach(replica)
+        reached = record.direct_calls is not None and record.direct_calls.belongs_to(replica)
         if replica is not None and unnoticed and not reached:
             record.direct_calls = DirectCalls(replica)
         return outer

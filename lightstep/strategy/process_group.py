@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lightstep.config import ConfigError
 from lightstep.distributed import Replicas, differs_across_ranks, initialized, is_sharded, role_group
 from lightstep.state.backend import StateBackend
-from lightstep.state.replicas import SharedByReplicas
+from lightstep.state.replicas import ReplicaShardedBackend
 from lightstep.state.stream import StreamBackend
 from lightstep.strategy.base import Strategy
 
@@ -34,7 +34,7 @@ class ProcessGroupStrategy(Strategy):
         replicas = self._replicas(model) if isinstance(backend, StreamBackend) and alike else None
         if replicas is None or replicas.size == 1:
             return backend
-        return SharedByReplicas(backend, replicas, self._reduces_in_backward)
+        return ReplicaShardedBackend(backend, replicas, self._reduces_in_backward)
 
     @abstractmethod
     def _replicas(self, model: nn.Module) -> Replicas | None:

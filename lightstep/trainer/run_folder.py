@@ -18,7 +18,7 @@ from pathlib import Path
 
 import yaml
 
-from lightstep.checkpoint.layout import MANIFEST, checkpoints_in, is_whole
+from lightstep.checkpoint.layout import MANIFEST, checkpoints_in, has_complete_checkpoint
 from lightstep.checkpoint.verify import is_undamaged
 from lightstep.config import ConfigError
 from lightstep.trainer.config import TrainConfig
@@ -43,7 +43,7 @@ def newest_checkpoint(folder: Path) -> Path:
     Raises:
         ConfigError: there is none.
     """
-    newest = next((path for path in _checkpoints(folder) if is_whole(path)), None)
+    newest = next((path for path in _checkpoints(folder) if has_complete_checkpoint(path)), None)
     if newest is None:
         raise ConfigError(f"--resume: {folder} holds no complete checkpoint; start without --resume")
     return newest

@@ -70,16 +70,16 @@ def read_in_backward(rank: int, overlap: Overlap) -> Iterator[None]:
 
 @contextlib.contextmanager
 def no_room(rank: int, overlap: Overlap) -> Iterator[None]:
-    able: Any = overlap._backend.can_try
-    with mock.patch.object(overlap._backend, "can_try", (lambda units: ()) if rank == 1 else able):
+    able: Any = overlap._backend.reserve_speculation
+    with mock.patch.object(overlap._backend, "reserve_speculation", (lambda units: ()) if rank == 1 else able):
         yield
 
 
 @contextlib.contextmanager
 def some_room(rank: int, overlap: Overlap) -> Iterator[None]:
     """Others on every rank: weights are cut, and what is tried of one may be its end."""
-    able: Any = overlap._backend.can_try
-    with mock.patch.object(overlap._backend, "can_try", lambda units: able(units)[rank % 3 :: 2]):
+    able: Any = overlap._backend.reserve_speculation
+    with mock.patch.object(overlap._backend, "reserve_speculation", lambda units: able(units)[rank % 3 :: 2]):
         yield
 
 

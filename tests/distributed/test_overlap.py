@@ -90,10 +90,12 @@ def check_parts(rank: int, world_size: int) -> None:
     tested.train(1)
     lanes = tested.backend.inner.lanes
     (random_delays if lanes.device.type == "cpu" else random_sleeps)(lanes, rank)
-    units, able, partly = list(tested.backend.units()), tested.backend.can_try, 0
+    units, able, partly = list(tested.backend.units()), tested.backend.reserve_speculation, 0
     for step in range(4):
         chosen = {unit for number, unit in enumerate(units) if (number + step + rank // 2) % 2}
-        with mock.patch.object(tested.backend, "can_try", lambda units, chosen=chosen: able(chosen & {*units})):
+        with mock.patch.object(
+            tested.backend, "reserve_speculation", lambda units, chosen=chosen: able(chosen & {*units})
+        ):
             tested.train(1)
         left = {owner for unit in units if unit not in chosen for owner, _, _ in unit.parts}
         partly += any(owner in left for unit in chosen for owner, _, _ in unit.parts)

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 import lightstep
 from lightstep.distributed import Replicas, local_tensor
 from lightstep.state.backend import Managed
-from lightstep.state.replicas import SharedByReplicas, _WeightBroadcasts, assign_owners
+from lightstep.state.replicas import ReplicaShardedBackend, _WeightBroadcasts, assign_owners
 from lightstep.state.ring import Ring
 from lightstep.state.units import RingError
 from tests.distributed.collectives import collectives
@@ -123,7 +123,7 @@ class Run:
         return found
 
     def owned(self) -> list[Managed]:
-        return [item for item in self.optimizer.managed() if not item.elsewhere]
+        return [item for item in self.optimizer.managed() if not item.is_remote]
 
 
 def same_weights(where: str, first: Run, second: Run) -> None:
@@ -156,7 +156,7 @@ def _local(tree: Any) -> Any:
 def check_equal(rank: int, world_size: int, sharding: dict[str, Any], precision: str, state: dict[str, Any]) -> None:
     overflows = (0, 4) if precision == "fp16" else (4,)
     tested, expected = Run(sharding, state, precision), Run(sharding, RESIDENT, precision)
-    assert isinstance(tested.backend, SharedByReplicas)
+    assert isinstance(tested.backend, ReplicaShardedBackend)
     for step in range(7):
         results = [run.step(overflow=step in overflows) for run in (tested, expected)]
         assert bool(results[0]) is bool(results[1]) is (step not in overflows)
@@ -209,7 +209,7 @@ def check_edits(rank: int, world_size: int, sharding: dict[str, Any]) -> None:
     same_runs("edited everywhere", tested, expected)
     with torch.no_grad():
         for item in tested.optimizer.managed():
-            if item.elsewhere:
+            if item.is_remote:
                 item.param.add_(1.0)
     tested.train(1)
     for item in tested.optimizer.managed():
@@ -382,10 +382,10 @@ def test_others_weights_wait_for_all_that_is_sent_before() -> None:
     """Also when own ones are done in another order than they are sent in, as after a trial in backward."""
     items = items_of([4] * 6)
     for number, item in enumerate(items):
-        item.elsewhere = number % 2 == 1
+        item.is_remote = number % 2 == 1
     sending = _WeightBroadcasts(SimpleNamespace(size=2, rank=0))  # type: ignore[arg-type]
-    sending.plan(items, {item: int(item.elsewhere) for item in items}, lambda item: item.local.numel())
-    numbers = sending.arriving_with({items[0]: 2, items[2]: 0, items[4]: 3}, 9)
+    sending.plan(items, {item: int(item.is_remote) for item in items}, lambda item: item.local.numel())
+    numbers = sending.arrival_jobs({items[0]: 2, items[2]: 0, items[4]: 3}, 9)
     assert numbers == {items[1]: 2, items[3]: 3, items[5]: 9}
 
 
@@ -424,8 +424,8 @@ def check_copies(rank: int, world_size: int) -> None:
     run = Run(DDP, CUT)
     run.train(2)
     twin = copy.deepcopy(run.optimizer)
-    assert isinstance(twin._backend, SharedByReplicas)
-    assert len(run.owned()) == sum(not item.elsewhere for item in twin.managed()) < len(twin.managed())
+    assert isinstance(twin._backend, ReplicaShardedBackend)
+    assert len(run.owned()) == sum(not item.is_remote for item in twin.managed()) < len(twin.managed())
     same_tree("deepcopy", twin.state_dict(), run.optimizer.state_dict())
     with pytest.raises(TypeError, match=r"cannot be pickled: save optimizer\.state_dict"):
         pickle.dumps(run.optimizer)
@@ -480,7 +480,7 @@ def _layout(name: str, seed: int) -> Run:
     return Run(sharding, state, "fp16", make_model=TinyTransformer, seed=seed)
 
 
-def _refuse_to_gather(backend: SharedByReplicas, managed: Managed) -> Any:
+def _refuse_to_gather(backend: ReplicaShardedBackend, managed: Managed) -> Any:
     raise AssertionError(f"the state of {managed.name} was gathered")
 
 
@@ -488,7 +488,7 @@ def check_save(rank: int, world_size: int, folder: str, layout: str) -> None:
     """Every replica writes what it keeps; nobody gathers."""
     run = _layout(layout, 0)
     run.train(2)
-    with replaced(SharedByReplicas, "gather", _refuse_to_gather):
+    with replaced(ReplicaShardedBackend, "gather", _refuse_to_gather):
         run.strategy.save_checkpoint(Path(folder, layout), run.model, run.optimizer)
     content = run.content()
     run.train(1)
@@ -501,7 +501,7 @@ def check_load(rank: int, world_size: int, folder: str, layout: str) -> None:
     for other in SAVING:
         expected = torch.load(Path(folder, f"{other}.pt"))
         run = _layout(layout, 1 + rank)
-        with replaced(SharedByReplicas, "gather", _refuse_to_gather):
+        with replaced(ReplicaShardedBackend, "gather", _refuse_to_gather):
             run.strategy.load_checkpoint(Path(folder, other), run.model, run.optimizer)
         check_content(f"{other} loaded by {layout}", run.content(), expected["content"])
         run.steps = 2
@@ -640,8 +640,8 @@ def test_muon_beside_adamw(pool: Pool) -> None:
 
 def check_groups(rank: int, world_size: int) -> None:
     """Which ranks share, and where nobody does."""
-    assert not isinstance(Run({"kind": "fsdp2"}, STREAM).backend, SharedByReplicas)
-    assert not isinstance(Run(DDP, RESIDENT).backend, SharedByReplicas)
+    assert not isinstance(Run({"kind": "fsdp2"}, STREAM).backend, ReplicaShardedBackend)
+    assert not isinstance(Run(DDP, RESIDENT).backend, ReplicaShardedBackend)
     replicas = Run(HSDP, STREAM).backend._replicas
     assert replicas.gather_objects(dist.get_rank()) == ([0, 2] if rank % 2 == 0 else [1, 3])
     plain = Run(DDP, STREAM)

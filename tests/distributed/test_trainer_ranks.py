@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import lightstep
-from lightstep.checkpoint.ranks import ElsewhereError
+from lightstep.checkpoint.ranks import RemoteRankError
 from lightstep.config import ConfigError
 from lightstep.trainer.config import TrainConfig
 from lightstep.trainer.loop import Loop
@@ -84,7 +84,7 @@ def refused(rank: int, world_size: int, values: dict[str, Any], missing_on: int 
     """What the rank is told when the text is missing on one of them."""
     if rank == missing_on:
         values = {**values, "data": "nowhere"}
-    with pytest.raises((ConfigError, ElsewhereError)) as caught:
+    with pytest.raises((ConfigError, RemoteRankError)) as caught:
         train(TrainConfig.model_validate(values))
     return str(caught.value)
 

@@ -30,7 +30,7 @@ _CODINGS = {
 @pytest.mark.parametrize("coding", list(_CODINGS))
 def test_the_check_on_the_spot_passes(coding: str, caplog: pytest.LogCaptureFixture) -> None:
     device = torch.device("cuda", torch.cuda.current_device())
-    twin = adam_kernel.twin_on(device)
+    twin = adam_kernel.fused_kernel_on(device)
     assert twin is not None  # torch 2.11's Adam with decay in the gradient has other bits, unless it is amsgrad
     weight, split = _CODINGS[coding]
     flags = itertools.product((False, True), repeat=4)
@@ -54,7 +54,7 @@ def test_the_check_on_the_spot_passes(coding: str, caplog: pytest.LogCaptureFixt
 @pytest.mark.parametrize("coding", ["split", "whole bf16", "fp16"])
 def test_an_overflow_changes_nothing_and_weights_keep_their_fingerprint(coding: str) -> None:
     device = torch.device("cuda", torch.cuda.current_device())
-    twin = adam_kernel.twin_on(device)
+    twin = adam_kernel.fused_kernel_on(device)
     assert twin is not None
     weight, split = _CODINGS[coding]
     kind = adam_kernel.Kind(device, torch.bfloat16, weight, split, False, True, True, True, False, False, False, True)
@@ -85,7 +85,7 @@ def test_it_runs_and_gives_the_bits_of_the_passes_apart(
     losses = found.train(6)
     assert ran["once"]
     for module in (arithmetic, one_pass):
-        monkeypatch.setattr(module, "twin_on", lambda device: None)
+        monkeypatch.setattr(module, "fused_kernel_on", lambda device: None)
     expected = Training(state, parameters)
     assert expected.train(6) == losses
     assert_same(found.snapshot(), expected.snapshot())
@@ -93,9 +93,9 @@ def test_it_runs_and_gives_the_bits_of_the_passes_apart(
 
 def test_resident_keeps_ten_bytes_beside_a_bf16_weight_and_not_twelve(monkeypatch: pytest.MonkeyPatch) -> None:
     held = []
-    for twin_on in (arithmetic.twin_on, lambda device: None):
+    for fused_kernel_on in (arithmetic.fused_kernel_on, lambda device: None):
         for module in (arithmetic, one_pass):
-            monkeypatch.setattr(module, "twin_on", twin_on)
+            monkeypatch.setattr(module, "fused_kernel_on", fused_kernel_on)
         training = Training({"backend": "resident"}, "bfloat16")
         training.train(2)
         held.append(training.optimizer.memory_report()["device_bytes"])

@@ -176,7 +176,7 @@ class Walk:
         self.backend.begin(gradients.keys())
         for unit in self.backend.units():
             segments = self.backend.acquire(unit, gradients)
-            own = [[part.of(gradients[part.owner]) for part in segment.parts] for segment in segments]
+            own = [[part.slice(gradients[part.owner]) for part in segment.parts] for segment in segments]
             rows = self.stage.scaled(segments, own, None, None)
             rows = [row.view(segment.shape) for segment, row in zip(segments, rows, strict=True)]
             self.arithmetic.apply(segments, rows, self.no_overflow, self.values)

@@ -72,7 +72,7 @@ def test_lanes_with_random_delays(update: str, one_pass_on_cpu: Counter[str], mo
     expected = Training({"backend": "stream", "update": "at_step", "ring_mib": 0.02}, clipping=clipping)
     with monkeypatch.context() as apart:
         for module in (arithmetic, one_pass):
-            apart.setattr(module, "twin_on", lambda device: None)
+            apart.setattr(module, "fused_kernel_on", lambda device: None)
         losses = expected.train(6)
     for seed in range(3):
         monkeypatch.setattr(NextForward, "submit_in_step", (0, 1, 48)[seed])
@@ -116,7 +116,7 @@ def test_a_kernel_with_other_bits_steps_aside(
     monkeypatch.setattr(segment, "LARGE", 48)  # some parameters are updated by themselves
     monkeypatch.setattr(stream, "ChecksummedWeights", lambda splitter: splitter)
     for module in (arithmetic, one_pass):
-        monkeypatch.setattr(module, "twin_on", lambda device: OffByOne)
+        monkeypatch.setattr(module, "fused_kernel_on", lambda device: OffByOne)
     monkeypatch.setattr(adam_kernel, "_matches_torch", functools.cache(adam_kernel._matches_torch.__wrapped__))
     pair = Pair(torch.optim.AdamW, {"lr": 1e-2}, {}, parameters="bfloat16", backend=backend, max_norm=0.35)
     pair.train(3)
@@ -199,7 +199,7 @@ def test_a_neighbour_that_needs_more_room_changes_nothing(
     for in_one_pass in (True, False):
         if not in_one_pass:
             for module in (arithmetic, one_pass):
-                monkeypatch.setattr(module, "twin_on", lambda device: None)
+                monkeypatch.setattr(module, "fused_kernel_on", lambda device: None)
         training = Training({"backend": "resident"})
         names = dict(training.model.named_parameters())
         late = [p for name, p in names.items() if name.endswith("bias")]

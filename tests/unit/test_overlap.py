@@ -587,7 +587,7 @@ def test_what_is_complete_last_stays_on_the_device_first() -> None:
     backend = tested.optimizer._backend
     last = tested.optimizer.engine.schedule._arrivals.last_in_backward()
     assert last and [record.unit for record in backend._by_residency_priority()][: len(last)] == last
-    backend.keep_first(backend.units()[-1:])
+    backend.prefer_resident(backend.units()[-1:])
     backend.set_residency(backend._records[backend.units()[-1]].nbytes / 2**30)
     backend.prepare()
     assert [record.unit for record in backend._residency._chosen] == list(backend.units()[-1:])

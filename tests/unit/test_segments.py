@@ -154,7 +154,7 @@ def test_masters_start_from_what_is_given(dtype: torch.dtype, backend: str) -> N
         if number % 2:
             master.add_(torch.where(master == 0, 0, master.abs() * 2**-12))
             assert torch.equal(master.to(dtype), item.local)
-            run.backend.start_from(item, master)
+            run.backend.set_initial_master(item, master)
     assert run.backend.changed(run.items) == []
     textbook = Textbook(run, torch.optim.AdamW, CLASSES["AdamW"][1])
     with torch.no_grad():
@@ -170,7 +170,7 @@ def test_masters_start_from_what_is_given(dtype: torch.dtype, backend: str) -> N
 def test_a_weight_that_is_loaded_later_is_what_the_master_starts_from(backend: str) -> None:
     run = Run(MAKERS[backend](), shapes=EVEN, layers=[None] * 12)
     item = run.items[0]
-    run.backend.start_from(item, item.local.float())
+    run.backend.set_initial_master(item, item.local.float())
     item.local.fill_(0.5)
     assert run.backend.changed(run.items) == [item]
     run.backend.refresh(item)

@@ -25,7 +25,7 @@ from lightstep.checkpoint.saved import SavedCheckpoint
 from lightstep.checkpoint.tensors import Target, full_shard
 from lightstep.state import units as units_module
 from lightstep.state.device_snapshot import DeviceSnapshot
-from lightstep.state.kept_copies import KeptCopies
+from lightstep.state.host_copy_pool import HostCopyPool
 from lightstep.state.snapshot import Snapshot
 from lightstep.state.versions import Versions
 from tests.covering import every_pair
@@ -249,7 +249,7 @@ def all_resident(training: Training) -> None:
 
 def write_into_state(training: Training) -> None:
     for entries in training.optimizer.state.values():
-        if training.optimizer._backend.hands_out_state:
+        if training.optimizer._backend.returns_live_state:
             entries["exp_avg"].view(-1).add_(1)
     training.train(1)
 
@@ -395,8 +395,8 @@ def test_the_records_are_not_copied(tmp_path: Path, reader: Reader, monkeypatch:
     training = Training(STREAM)
     training.train(2)
     copied: list[Tensor] = []
-    allocate = KeptCopies.allocate
-    monkeypatch.setattr(KeptCopies, "allocate", lambda self, tensor: copied.append(tensor) or allocate(self, tensor))
+    allocate = HostCopyPool.allocate
+    monkeypatch.setattr(HostCopyPool, "allocate", lambda self, tensor: copied.append(tensor) or allocate(self, tensor))
     pending = training.strategy.save_checkpoint(tmp_path / "a", training.model, training.optimizer, asynchronous=True)
     assert sum(tensor.dtype == torch.bfloat16 for tensor in copied) == len(list(training.model.parameters()))
     beside = {tuple(tensor.shape) for tensor in copied if tensor.dtype == torch.float32}

@@ -102,7 +102,7 @@ class Run:
     def update(self, unit: Unit, gradients: Mapping[Managed, Tensor], overflow: float = 0.0) -> None:
         segments = self.backend.acquire(unit, gradients)
         if segments:
-            parts = [[part.of(gradients[part.owner]) for part in segment.parts] for segment in segments]
+            parts = [[part.slice(gradients[part.owner]) for part in segment.parts] for segment in segments]
             rows = self.stage.scaled(segments, parts, None, None)
             scaled = [row.view(one.shape).to(one.master.dtype) for one, row in zip(segments, rows, strict=True)]
             groups = list({id(segment.group): segment.group for segment in segments}.values())
