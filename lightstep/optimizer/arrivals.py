@@ -76,7 +76,7 @@ class Arrivals:
     def listening(self, on_gradient: Callable[[Managed], None]) -> Iterator[None]:
         """Call ``on_gradient`` with each parameter whose gradient autograd has finished in the body."""
         if not self._hooked:
-            self._hooks.carry(self._items, after=lambda _: _make_hook(self._listeners))
+            self._hooks.set_parameters(self._items, after=lambda _: _make_hook(self._listeners))
             self._hooked = True
         self._listeners.append(torch.no_grad()(lambda parameter: on_gradient(self._items[parameter])))
         try:
@@ -139,7 +139,7 @@ class Arrivals:
 
     def close(self) -> None:
         """Remove the hooks."""
-        self._hooks.carry(())
+        self._hooks.set_parameters(())
 
 
 def _batches(layers: int, in_unit: Iterable[Sequence[int]]) -> list[int]:

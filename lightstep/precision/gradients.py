@@ -1,7 +1,7 @@
-"""Gradients on their way to the optimizer: added up in fp32, scaled into fp32 staging memory.
+"""The gradients of a step: sums of micro-batches in fp32.
 
-Autograd adds the gradients of several micro-batches in the parameter's dtype. :class:`GradientAccumulator` has them
-added up in fp32, so that ``grad32 = float(g1) + float(g2) + ...`` in order. With one micro-batch nothing is copied:
+Autograd adds the gradients of several micro-batches in the parameter's dtype. :class:`GradientAccumulator` adds them in
+fp32: ``grad32 = float(g1) + float(g2) + ...``, in this order. With one micro-batch nothing is copied:
 ``p.grad`` is what autograd made. With several, ``p.grad`` is the fp32 sum (:mod:`lightstep.precision.gradient_sums`).
 """
 
@@ -22,25 +22,25 @@ _LOW = (torch.bfloat16, torch.float16)
 
 
 class ReducedGradients(Protocol):
-    """Takes gradients out of the reduction over ranks before they are rounded to the parameters' dtype."""
+    """Passes on gradients of a reduction over ranks before they are rounded to the parameters' dtype."""
 
     def connect(self, parameters: Iterable[Tensor], accumulator: GradientAccumulator) -> None:
-        """From the next backward on, deliver the gradients of 16-bit parameters to ``accumulator``."""
+        """Deliver the gradients of 16-bit parameters to ``accumulator`` from the next backward on."""
 
-    def takes_part(self, parameter: Tensor) -> bool:
-        """Whether a gradient of this parameter is of no use before it came through here."""
+    def must_reduce(self, parameter: Tensor) -> bool:
+        """Whether this parameter's gradient must be reduced here before a step may use it."""
 
     def reads_unused(self, parameters: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Those of the parameters whose ``p.grad`` this backward reduces as it is if it has no gradient for them."""
+        """The parameters whose ``p.grad`` the running backward will reduce even if it has no gradient for them."""
 
 
 class GradientAccumulator:
     """The gradients of the micro-batches since the last step, one per parameter.
 
-    A gradient is in ``p.grad``; if FSDP2's reduction delivered it in fp32, it is here instead.
+    A gradient is in ``p.grad``, or here if a reduction has delivered it in fp32.
 
     Args:
-        float32: add them in fp32 (``precision.reduce: float32``) instead of in the parameter's dtype.
+        float32: sum in fp32 (``precision.reduce: float32``), not in the parameter's dtype.
     """
 
     def __init__(self, float32: bool = True) -> None:
@@ -51,25 +51,25 @@ class GradientAccumulator:
         self._reduction: ReducedGradients | None = None
         self._collected: list[Tensor] = []
 
-    def comes_from(self, reduction: ReducedGradients) -> None:
-        """Gradients of parameters watched now or later are delivered by this."""
+    def set_reduction(self, reduction: ReducedGradients) -> None:
+        """Gradients of all watched parameters are delivered by this reduction."""
         self._reduction = reduction
         if isinstance(self._sums, SumsAside):
             self._sums.reads_unused = reduction.reads_unused
         reduction.connect([parameter for parameter, _, _ in self._watched], self)
 
     def watch(self, parameters: Iterable[Tensor]) -> None:
-        """From now on add up the gradients of these parameters in fp32, also of frozen ones once they are thawed."""
+        """Sum the gradients of exactly these parameters; of frozen ones too, which may be unfrozen."""
         watched = [(p, p.dtype, p.requires_grad) for p in parameters if p.dtype in _LOW] if self.float32 else []
-        aside = initialized()
-        if _same(watched, self._watched) and isinstance(self._sums, SumsAside) is aside:
+        several = initialized()
+        if _same(watched, self._watched) and isinstance(self._sums, SumsAside) is several:
             return
-        if isinstance(self._sums, SumsAside) is not aside:
-            self._sums.carry(())
-            reads_unused = _nothing if self._reduction is None else self._reduction.reads_unused
-            self._sums = SumsAside(reads_unused) if aside else SumsInPlace()
+        if isinstance(self._sums, SumsAside) is not several:
+            self._sums.set_parameters(())
+            reads_unused = _none_unused if self._reduction is None else self._reduction.reads_unused
+            self._sums = SumsAside(reads_unused) if several else SumsInPlace()
         self._watched = watched
-        self._sums.carry([parameter for parameter, _, _ in watched])
+        self._sums.set_parameters([parameter for parameter, _, _ in watched])
         if self._reduction is not None:
             self._reduction.connect([parameter for parameter, _, _ in watched], self)
 
@@ -78,17 +78,17 @@ class GradientAccumulator:
         self._sums.begin()
 
     def end_backward(self) -> None:
-        """It has ended: the sums are in ``p.grad``."""
-        self._sums.finish()
+        """The backward has ended: sums are in ``p.grad`` again."""
+        self._sums.complete()
 
-    # -- what a reduction over ranks does in backward
+    # -- called by a reduction while a backward runs
 
     def deliver(self, parameter: Tensor, gradient: Tensor) -> None:
-        """Add a local gradient that is reduced over all ranks, in fp32, and did not come through ``p.grad``.
+        """Add a gradient that is reduced over all ranks and is not in ``p.grad`` (FSDP2).
 
         Args:
-            gradient: fp32, shape of the local shard. Kept, not copied; the reduction may still be under way until the
-                end of this backward.
+            gradient: fp32, the local shard's shape. Kept, not copied; it may be incomplete until the end of this
+                backward.
         """
         parts = self._delivered.setdefault(parameter, [])
         if len(parts) == 2:
@@ -96,66 +96,66 @@ class GradientAccumulator:
         parts.append(gradient)
 
     def has_gradient(self, parameter: Tensor) -> bool:
-        """Whether ``p.grad`` holds something that is not counted yet."""
+        """Whether ``p.grad`` holds a gradient that no step has used."""
         return self._sums.has_gradient(parameter)
 
     @property
     def delivered(self) -> bool:
-        """Whether there are gradients that did not come through ``p.grad``."""
+        """Whether a reduction has delivered gradients that are not in ``p.grad``."""
         return bool(self._delivered)
 
-    def withdraw(self, parameter: Tensor) -> Tensor | None:
-        """The fp32 sum of this rank's earlier micro-batches, for a reduction that takes it together with the last."""
-        return self._aside.withdraw(parameter)
+    def pop_earlier(self, parameter: Tensor) -> Tensor | None:
+        """Remove and return the sum of earlier micro-batches, to be reduced together with the newest one."""
+        return self._several_ranks.pop_earlier(parameter)
 
-    def reduced(self, parameter: Tensor, gradient: Tensor, used: Tensor | None) -> None:
-        """Add a gradient that is reduced over all ranks, of which a rounded copy will be in ``p.grad``.
+    def add_reduced(self, parameter: Tensor, gradient: Tensor, used: Tensor | None) -> None:
+        """Add a gradient that is reduced over all ranks, and of which a rounded copy will be in ``p.grad`` (DDP).
 
         Args:
-            gradient: fp32, the parameter's shape. Kept, not copied; the reduction may still be under way until the end
-                of this backward.
-            used: zero (0-dim) if no rank had a gradient, and there shall be none; ``None`` if that cannot be.
+            gradient: fp32, the parameter's shape. Kept, not copied; it may be incomplete until the end of this
+                backward.
+            used: 0-dim; zero if no rank had a gradient, which then counts as none. ``None``: some rank had one.
         """
-        self._aside.reduced(parameter, gradient, used)
+        self._several_ranks.add_reduced(parameter, gradient, used)
 
-    def all_reduced(self) -> None:
-        """:meth:`reduced` is not called again in this backward."""
-        self._aside.all_reduced()
+    def end_reduction(self) -> None:
+        """:meth:`add_reduced` is not called again in this backward."""
+        self._several_ranks.end_reduction()
 
     @property
-    def _aside(self) -> SumsAside:
+    def _several_ranks(self) -> SumsAside:
         assert isinstance(self._sums, SumsAside), "a reduction without a process group"
         return self._sums
 
-    # -- what the step does
+    # -- called by the step
 
     def collect(self, parameters: Sequence[Tensor]) -> list[Tensor | None]:
-        """The whole gradient of each parameter: local shard; fp32 if several were added.
+        """The gradient of each parameter, of the local shard; fp32 if it is a sum.
 
-        Nothing is given up until :meth:`consume`: asked again, it answers the same.
+        Nothing is removed until :meth:`consume`: a second call returns the same.
 
         Raises:
-            RuntimeError, TypeError: some gradient is not what it should be, and ranks would drift apart or an edit be
-                lost.
+            RuntimeError: ranks would drift apart, or an edit would be lost.
+            TypeError: a gradient is sparse.
         """
-        self._sums.finish()
+        self._sums.complete()
         self._collected = list(parameters)
         totals = self._sums.totals()
-        return [self._total(p, totals[p]) if p in totals else self._collected_from(p) for p in parameters]
+        return [self._total(p, totals[p]) if p in totals else self._gradient_of(p) for p in parameters]
 
     def consume(self) -> None:
-        """All that was collected is the caller's now."""
+        """Remove what was collected last."""
         self._drop(self._collected)
         self._collected = []
-        self._sums.forget()
+        self._sums.clear()
 
     def peek(self, parameter: Tensor) -> Tensor | None:
-        """:meth:`collect` of one parameter whose gradient is complete, while backward goes on with others."""
-        self._sums.finish([parameter])
-        return self._collected_from(parameter)
+        """:meth:`collect` for one parameter whose gradient is complete while backward continues."""
+        self._sums.complete([parameter])
+        return self._gradient_of(parameter)
 
     def take(self, parameter: Tensor) -> Tensor | None:
-        """:meth:`peek`, and the gradient is the caller's now."""
+        """:meth:`peek`, and remove the gradient."""
         gradient = self.peek(parameter)
         self._drop([parameter])
         return gradient
@@ -165,10 +165,10 @@ class GradientAccumulator:
             parameter.grad = None
             self._delivered.pop(parameter, None)
 
-    def _delivered_to(self, parameter: Tensor) -> Tensor:
-        """What was delivered becomes one fp32 tensor, with what is in ``p.grad``.
+    def _merge_delivered(self, parameter: Tensor) -> Tensor:
+        """Add what was delivered, and ``p.grad``, in the memory of the newest part.
 
-        It is where the newest part was: the reduction may find the rest of its result by that part.
+        The newest part must stay alive: the reduction finds the rest of its result through it.
         """
         *earlier, newest = self._delivered[parameter]
         own = self._local(parameter)
@@ -181,21 +181,21 @@ class GradientAccumulator:
         return newest
 
     def _total(self, parameter: Tensor, reduced: Tensor) -> Tensor:
-        """What was reduced, and what every rank added to it afterwards (a regularisation of the weights)."""
+        """The reduced sum, and what every rank has added since (a regularisation of the weights)."""
         extra = self._local(parameter) if self._sums.has_gradient(parameter) else None
         return reduced if extra is None else reduced + extra
 
-    def _collected_from(self, parameter: Tensor) -> Tensor | None:
-        return self._delivered_to(parameter) if parameter in self._delivered else self._own(parameter)
+    def _gradient_of(self, parameter: Tensor) -> Tensor | None:
+        return self._merge_delivered(parameter) if parameter in self._delivered else self._checked(parameter)
 
-    def _own(self, parameter: Tensor) -> Tensor | None:
-        """The whole gradient where none was delivered."""
+    def _checked(self, parameter: Tensor) -> Tensor | None:
+        """``p.grad``, checked."""
         if self._reduction is not None:
             self._refuse_unreduced(parameter)
         return self._local(parameter)
 
     def _local(self, parameter: Tensor) -> Tensor | None:
-        """The local part of ``p.grad``."""
+        """The local shard of ``p.grad``."""
         gradient = parameter.grad
         if gradient is None:
             return None
@@ -208,7 +208,7 @@ class GradientAccumulator:
 
     def _refuse_unreduced(self, parameter: Tensor) -> None:
         assert self._reduction is not None
-        if self._sums.is_of_this_rank(parameter) and self._reduction.takes_part(parameter):
+        if self._sums.is_own_gradient(parameter) and self._reduction.must_reduce(parameter):
             raise RuntimeError(
                 f"a gradient of shape {tuple(parameter.shape)} is this rank's own, and ranks would drift apart: no "
                 "backward since the last step was reduced over the ranks. Run each step's last micro-batch under "
@@ -217,24 +217,24 @@ class GradientAccumulator:
             )
 
     def clear(self) -> None:
-        """Forget all sums (``zero_grad``)."""
+        """Drop all sums (``zero_grad``)."""
         self._delivered.clear()
         self._collected = []
-        self._sums.forget()
+        self._sums.clear()
 
     def close(self) -> None:
-        """Forget all sums and take the hooks off the parameters."""
+        """Drop all sums and remove the hooks."""
         self.clear()
         self._watched = []
-        self._sums.carry(())
+        self._sums.set_parameters(())
 
 
-def _nothing(_: Sequence[Tensor]) -> Sequence[Tensor]:
+def _none_unused(_: Sequence[Tensor]) -> Sequence[Tensor]:
     return ()
 
 
 def _same(now: Sequence[tuple[Tensor, torch.dtype, bool]], before: Sequence[tuple[Tensor, torch.dtype, bool]]) -> bool:
-    """Equal, and the same tensors; comparing tensors by ``==`` would compare their elements."""
+    """Whether these are the same tensors with the same properties; ``==`` would compare elements."""
     return len(now) == len(before) and all(a[0] is b[0] and a[1:] == b[1:] for a, b in zip(now, before, strict=True))
 
 
@@ -243,7 +243,7 @@ def _outside_autograd(gradient: Tensor) -> Tensor:
 
 
 def unshared(gradients: dict[Key, Tensor]) -> dict[Key, Tensor]:
-    """The same gradients, none of them another's memory: users may set one tensor as two parameters' gradient."""
+    """The gradients, without shared memory: users may set one tensor as the gradient of two parameters."""
     seen: set[int] = set()
     for key, gradient in gradients.items():
         if gradient.data_ptr() in seen and gradient.numel():

@@ -1,4 +1,4 @@
-"""Hooks on parameters, which an optimizer puts on in bulk and takes off with itself."""
+"""Hooks on parameters, registered and removed together."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Make = Callable[[Tensor], Hook]
 
 
 class LeafHooks:
-    """One tensor hook, one post-accumulate-grad hook or both on each of some parameters.
+    """A tensor hook, a post-accumulate-grad hook or both on each of several parameters.
 
     Autograd calls a tensor hook with each new gradient before it is added to ``p.grad`` (``torch.autograd.grad`` does
     too, and then adds nothing), and a post-accumulate-grad hook with the parameter afterwards.
@@ -23,11 +23,13 @@ class LeafHooks:
     def __init__(self) -> None:
         self._handles: dict[Tensor, list[RemovableHandle]] = {}
 
-    def carry(self, parameters: Iterable[Tensor], before: Make | None = None, after: Make | None = None) -> None:
-        """Exactly these carry hooks from now on, frozen ones too: they may be thawed at any time.
+    def set_parameters(
+        self, parameters: Iterable[Tensor], before: Make | None = None, after: Make | None = None
+    ) -> None:
+        """Keep hooks on exactly these parameters; on frozen ones too, which may be unfrozen at any time.
 
         Args:
-            before, after: make the hook of one parameter, to which the hook must hold no reference of its own.
+            before, after: return the hook for a parameter; it must not refer to the parameter.
         """
         wanted = dict.fromkeys(parameters)
         for parameter in [parameter for parameter in self._handles if parameter not in wanted]:
@@ -35,26 +37,26 @@ class LeafHooks:
                 handle.remove()
         for parameter in wanted:
             if parameter not in self._handles:
-                self._handles[parameter] = _registered(parameter, before, after)
+                self._handles[parameter] = _register(parameter, before, after)
 
 
-def _registered(parameter: Tensor, before: Make | None, after: Make | None) -> list[RemovableHandle]:
+def _register(parameter: Tensor, before: Make | None, after: Make | None) -> list[RemovableHandle]:
     frozen = not parameter.requires_grad
-    if frozen:  # torch takes hooks only of tensors that require gradients, and keeps them
+    if frozen:  # torch registers hooks only on tensors that require gradients, and keeps them
         parameter.requires_grad_(True)
     try:
         handles = []
         if before is not None:
-            handles.append(parameter.register_hook(_marked(before(parameter))))
+            handles.append(parameter.register_hook(_excluded(before(parameter))))
         if after is not None:
-            handles.append(parameter.register_post_accumulate_grad_hook(_marked(after(parameter))))
+            handles.append(parameter.register_post_accumulate_grad_hook(_excluded(after(parameter))))
         return handles
     finally:
         if frozen:
             parameter.requires_grad_(False)
 
 
-def _marked(hook: Hook) -> Hook:
-    """Neither saved with its parameter nor traced by compiled autograd."""
+def _excluded(hook: Hook) -> Hook:
+    """Exclude the hook from serialization and from tracing by compiled autograd."""
     hook._torchdynamo_disable = True  # type: ignore[attr-defined]  # torch.compiler.disable's mark, without dynamo
     return unserializable_hook(hook)

@@ -1,4 +1,4 @@
-"""Noticing gradients of a loss that was not scaled, and that a step would divide by the scale all the same."""
+"""Detects gradients of a loss that was not scaled; a step would divide them by the scale."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from torch import Tensor
 from lightstep.precision.leaf_hooks import LeafHooks
 from lightstep.precision.loss_scale import ConstantLossScale, LossScale
 
-_watching: weakref.WeakSet[ScaledBackward] = weakref.WeakSet()
-"""Autograd may run hooks in threads of its own, so that a backward of one optimizer is announced to all."""
+_instances: weakref.WeakSet[ScaledBackward] = weakref.WeakSet()
+"""All instances: a backward is reported to all of them, since autograd may run hooks in other threads."""
 
 
 class ScaledBackward:
-    """Whether the gradients that autograd wrote since the last step come from losses that were scaled.
+    """Whether all gradients that autograd wrote since the last step come from scaled losses.
 
-    Gradients that somebody assigned are taken as they are. Without a scale nothing is watched.
+    Gradients that user code assigned are accepted as they are. Without a scale nothing is checked.
 
     Attributes:
-        unscaled: there are gradients of a loss that was not scaled, unless somebody gave them up.
+        unscaled: autograd has written gradients of a loss that was not scaled; they may have been dropped since.
     """
 
     def __init__(self) -> None:
@@ -31,54 +31,54 @@ class ScaledBackward:
         self._scale: LossScale | None = None
         self._running = 0  # backwards of losses with this scale
         self.unscaled = False
-        _watching.add(self)
+        _instances.add(self)
 
     def watch(self, parameters: Iterable[Tensor], scale: LossScale) -> None:
-        """From now on look at the gradients of these parameters; others are forgotten."""
+        """Check the gradients of exactly these parameters."""
         self._scale = scale
         wanted = [] if scale.is_identity else [p for p in parameters if p.is_floating_point()]
         if len(wanted) == len(self._watched) and all(map(operator.is_, wanted, self._watched)):
             return
         self._watched = wanted
         reference = weakref.ref(self)
-        self._hooks.carry(wanted, after=lambda _: _noting(reference))
+        self._hooks.set_parameters(wanted, after=lambda _: _make_hook(reference))
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """A backward of a scaled loss. Several optimizers may share it if their scales never part."""
+        """A backward of a scaled loss runs in the body. It counts for all optimizers with the same scale."""
         if self._scale is None or self._scale.is_identity:
             yield
             return
-        told = [watch for watch in _watching if watch._scale is not None and _equal(self._scale, watch._scale)]
-        for watch in told:
+        same_scale = [watch for watch in _instances if watch._scale is not None and _equal(self._scale, watch._scale)]
+        for watch in same_scale:
             watch._running += 1
         try:
             yield
         finally:
-            for watch in told:
+            for watch in same_scale:
                 watch._running -= 1
 
     def refuse_unscaled(self) -> None:
-        """Called before gradients are taken.
+        """Called before gradients are used.
 
         Raises:
-            RuntimeError: some of them are of a loss that was not scaled.
+            RuntimeError: some come from a loss that was not scaled.
         """
         if self.unscaled and self._scale is not None:
             raise RuntimeError(
                 "there are gradients of a loss that was not multiplied by this optimizer's loss scale "
                 f"({self._scale!r}), and step() divides by it: call optimizer.backward(loss), and not "
-                "loss.backward(), or set precision.loss_scale 'none' (optimizer.zero_grad() gives them up)"
+                "loss.backward(), or set precision.loss_scale 'none' (optimizer.zero_grad() drops them)"
             )
 
     def clear(self) -> None:
-        """The gradients have been taken, or given up."""
+        """The gradients have been consumed or dropped."""
         self.unscaled = False
 
     def close(self) -> None:
-        """Take the hooks off."""
+        """Remove the hooks."""
         self._watched = []
-        self._hooks.carry(())
+        self._hooks.set_parameters(())
         self.clear()
 
 
@@ -87,7 +87,7 @@ def _equal(mine: LossScale, other: LossScale) -> bool:
     return mine is other or (constant and mine.scale == other.scale)
 
 
-def _noting(reference: weakref.ref[ScaledBackward]) -> Callable[[Tensor], None]:
+def _make_hook(reference: weakref.ref[ScaledBackward]) -> Callable[[Tensor], None]:
     """A post-accumulate-grad hook."""
 
     def hook(_: Tensor) -> None:

@@ -1,7 +1,7 @@
-"""How fp32 gradients of 16-bit parameters get from the reduction over ranks to the optimizer without being rounded.
+"""Passes the fp32 result of a reduction over ranks to the optimizer, before it is rounded to the parameters' dtype.
 
-FSDP2 and DDP both end a reduction by writing the parameter's dtype into ``p.grad``. The classes here take the fp32
-result one moment earlier and hand it to the optimizer's :class:`~lightstep.precision.gradients.GradientAccumulator`.
+FSDP2 and DDP both end a reduction by rounding into ``p.grad``. The classes here read the fp32 result before that and
+pass it to the optimizer's :class:`~lightstep.precision.gradients.GradientAccumulator`.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ _LOW = (torch.bfloat16, torch.float16)
 
 
 class Listeners:
-    """Which accumulator wants which parameter's gradient. Keeps neither alive."""
+    """Maps parameters to the accumulators of their gradients; keeps neither alive."""
 
     def __init__(self) -> None:
         self._by_parameter = WeakTensorKeyDictionary()  # parameter -> weakref of its accumulator
 
     def add(self, parameters: Iterable[Tensor], accumulator: GradientAccumulator) -> list[Tensor]:
-        """Those of the parameters whose gradients need this way to stay fp32; listed from now on. Returns new ones."""
+        """Add the parameters whose gradients would be rounded. Returns those that are new."""
         wanted = [p for p in parameters if accumulator.float32 and p.requires_grad and p.dtype in _LOW]
         new = [p for p in wanted if p not in self._by_parameter]
         for parameter in wanted:
@@ -37,7 +37,7 @@ class Listeners:
         return new
 
     def of(self, parameter: Tensor) -> GradientAccumulator | None:
-        """The accumulator, if it still lives."""
+        """The accumulator, if it is still alive."""
         reference = self._by_parameter.get(parameter)
         return None if reference is None else reference()
 
@@ -45,9 +45,10 @@ class Listeners:
 class ShardedGradients:
     """FSDP2: ``set_all_reduce_hook`` sees each group's flat fp32 result before FSDP rounds it to the shards' dtype.
 
-    Right after it and on the same stream FSDP sets one ``p.grad`` after the other, views of the rounded copy, and calls
-    each parameter's post-accumulate hook: a gradient's place in the rounded copy is its place in the fp32 buffer.
-    One object, :data:`sharded_gradients`, serves all models: an optimizer's parameters may be exchanged for another's.
+    Directly afterwards, on the same stream, FSDP sets each parameter's ``p.grad`` to a view of the rounded copy and
+    calls its post-accumulate hook. The offset of a gradient in the rounded copy is its offset in the fp32 buffer. One
+    object, :data:`sharded_gradients`, serves all models, since an optimizer's parameters may be replaced by another
+    model's.
     """
 
     def __init__(self) -> None:
@@ -57,43 +58,43 @@ class ShardedGradients:
         self._delivered: weakref.ref[Tensor] | None = None
 
     def of(self, model: nn.Module) -> ShardedGradients:
-        """Itself, with the model's FSDP modules among those that deliver; they may be sharded later."""
+        """Add the model, whose modules may be sharded later. Returns this object."""
         self._models.add(model)
         return self
 
     def connect(self, parameters: Iterable[Tensor], accumulator: GradientAccumulator) -> None:
-        """From the next backward on, deliver the gradients of 16-bit parameters to ``accumulator``."""
+        """Deliver the gradients of 16-bit parameters to ``accumulator`` from the next backward on."""
         new = self._listeners.add(parameters, accumulator)
         if new:
             self._hook_modules()
         for parameter in new:
             parameter.register_post_accumulate_grad_hook(self._deliver)
 
-    def takes_part(self, parameter: Tensor) -> bool:
+    def must_reduce(self, parameter: Tensor) -> bool:
         return False  # before the reduction FSDP2 keeps gradients to itself
 
     def reads_unused(self, parameters: Sequence[Tensor]) -> Sequence[Tensor]:
         return ()
 
     def _hook_modules(self) -> None:
-        """Anew for every new parameter: the model may have been sharded since the last one."""
+        """Repeated for new parameters: the model may have been sharded since."""
         for model in self._models:
             for module in model.modules():
                 if isinstance(module, FSDPModule):
-                    module.set_all_reduce_hook(self._take_flat)
+                    module.set_all_reduce_hook(self._keep_flat)
 
-    def _take_flat(self, flat: Tensor) -> None:
+    def _keep_flat(self, flat: Tensor) -> None:
         self._flat, self._delivered = (flat, None) if flat.dtype == torch.float32 else (None, None)
         if flat.is_cuda:  # allocated on FSDP's reduce-scatter stream and read on this one
             flat.record_stream(torch.cuda.current_stream(flat.device))
 
-    def _fp32_source(self) -> Tensor | None:
-        """Some tensor over the whole current buffer. A delivered part will do, so that nothing is kept alive here."""
+    def _fp32_buffer(self) -> Tensor | None:
+        """A tensor in the current fp32 buffer: one that was delivered, if any, so that nothing is kept alive here."""
         return self._flat if self._delivered is None else self._delivered()
 
     @torch.no_grad()
     def _deliver(self, parameter: Tensor) -> None:
-        accumulator, source = self._listeners.of(parameter), self._fp32_source()
+        accumulator, source = self._listeners.of(parameter), self._fp32_buffer()
         if accumulator is None or source is None or parameter.grad is None:
             return
         rounded = local_tensor(parameter.grad)
@@ -119,12 +120,12 @@ sharded_gradients = ShardedGradients()
 class ReplicatedGradients:
     """DDP: a communication hook that averages in fp32 what each rank has added up in fp32.
 
-    ``p.grad`` is left with the rounded average, which does not count. Who listens is known to all models' objects: an
-    optimizer's parameters may be exchanged for another model's.
+    ``p.grad`` becomes the rounded average, which the accumulator ignores. All instances share their listeners, since an
+    optimizer's parameters may be replaced by another model's.
 
     Args:
-        model: the hook is registered here, once and for all.
-        some_unused: a parameter may have a gradient on some ranks only, or on none.
+        model: gets the communication hook.
+        some_unused: a parameter may have no gradient on some ranks, or on all.
     """
 
     _listeners: ClassVar[Listeners] = Listeners()
@@ -140,10 +141,10 @@ class ReplicatedGradients:
         model.register_comm_hook(None, lambda state, bucket: self._reduce(bucket))
 
     def connect(self, parameters: Iterable[Tensor], accumulator: GradientAccumulator) -> None:
-        """From the next backward on, deliver the gradients of 16-bit parameters to ``accumulator``."""
+        """Deliver the gradients of 16-bit parameters to ``accumulator`` from the next backward on."""
         self._listeners.add(parameters, accumulator)
 
-    def takes_part(self, parameter: Tensor) -> bool:
+    def must_reduce(self, parameter: Tensor) -> bool:
         return parameter in self._parameters
 
     def reads_unused(self, parameters: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -167,11 +168,11 @@ class ReplicatedGradients:
                 has_gradient = _add_earlier(part, parameter, accumulator)
                 if flag is not None and has_gradient:
                     flag.fill_(1.0)
-                accumulator.reduced(parameter, part, flag)
+                accumulator.add_reduced(parameter, part, flag)
                 self._reducing.add(accumulator)
         if bucket.is_last():
             for accumulator in self._reducing:
-                accumulator.all_reduced()
+                accumulator.end_reduction()
             self._reducing.clear()
         flat.div_(self._group.size())
         work = dist.all_reduce(flat, group=self._group, async_op=True)
@@ -180,9 +181,9 @@ class ReplicatedGradients:
 
 
 def _add_earlier(part: Tensor, parameter: Tensor, accumulator: GradientAccumulator) -> bool:
-    """Add the sum of earlier micro-batches; whether this rank has any gradient of the parameter."""
+    """Add the sum of earlier micro-batches. Returns whether this rank has any gradient of the parameter."""
     used = accumulator.has_gradient(parameter)
-    earlier = accumulator.withdraw(parameter)
+    earlier = accumulator.pop_earlier(parameter)
     if earlier is not None:
         part.add_(earlier)
     return used or earlier is not None

@@ -403,7 +403,7 @@ class Strategy(ABC):
         """Connect the optimizer to the model's gradients, and the model's forward to deferred updates."""
         gradients = self._gradients(model)
         if gradients is not None and isinstance(optimizer, MixedPrecisionOptimizer):
-            optimizer.gradients.comes_from(gradients)
+            optimizer.gradients.set_reduction(gradients)
         if self._schedule_class is not AtStep:
             inner = unwrap_model(model)
             PreparedModel.of(inner).gates.guard(inner, optimizer, self._schedule_class.in_backward)
