@@ -31,7 +31,7 @@ class DeepSpeedLoop(ReplicatedLoop):
     def __init__(self, *arguments: Any, stage: int, offload: bool = False, **keywords: Any) -> None:
         self.stage, self.offload = stage, offload
         super().__init__(*arguments, units=[], **keywords)
-        bf16 = self.reduce == "float32" and next(iter(self.masters)).dtype == torch.bfloat16
+        bf16 = self.reduce_dtype is not None and next(iter(self.masters)).dtype == torch.bfloat16
         self.bf16_optimizer = stage == 1 and bf16 and not offload
         self.overflow_at, self.steps = -1, 0
 
@@ -48,10 +48,11 @@ class DeepSpeedLoop(ReplicatedLoop):
 
     def _averaged(self) -> dict[Tensor, Tensor]:
         """Zeros where there was no gradient."""
-        dtype = torch.float32 if self.reduce == "float32" else None
         averaged = {}
         for parameter in self.masters:
-            average = self.sums.get(parameter, torch.zeros_like(parameter, dtype=dtype)) / dist.get_world_size()
+            average = (
+                self.sums.get(parameter, torch.zeros_like(parameter, dtype=self.reduce_dtype)) / dist.get_world_size()
+            )
             dist.all_reduce(average)
             averaged[parameter] = average
         return averaged

@@ -327,7 +327,7 @@ def test_there_is_no_norm_before_the_step_with_updates_in_backward() -> None:
     model = strategy.prepare_model(TinyModel())
     optimizer: Any = strategy.create_optimizer(model, lr=1e-2)
     optimizer.backward(loss_of(model, 0, 0))
-    with pytest.raises(RuntimeError, match="read it from the result of step"):
+    with pytest.raises(RuntimeError, match="read the norm from the result of step"):
         optimizer.grad_norm()
 
 

@@ -121,7 +121,7 @@ def test_schedules_and_the_logged_rate(tmp_path: Path) -> None:
         ({"rules": [{"kinds": "rest", "lr": "much"}]}, {}, r"rules\[0\]: could not convert string to float: 'much'"),
         ({"rules": [{"kinds": "rest", "arguments": {"beta": 1}}]}, {}, r"rules\[0\]: .*AdamW has no 'beta'"),
         ({"rules": ["rest"]}, {}, r"rules\[0\] is 'rest'; a lightstep.Rule or a mapping"),
-        ({"rules": MINIMAL[:1]}, {}, "is trained, and no rule means it"),
+        ({"rules": MINIMAL[:1]}, {}, "is trained, and matches no rule"),
     ],
     ids=str,
 )
