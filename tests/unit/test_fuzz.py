@@ -465,10 +465,10 @@ class Programs:
         if kind not in (BY_UNIT if self.by_unit else GLOBAL):
             kind = None if late == self.late else self.kind
         if kind is not None:
-            self.discard()
             if late < self.late:
                 self.freeze("late", True)
             self.late = late
+            self.discard()
             model = FuzzModel() if new_model else self.model
             for name, parameter in model.named_parameters():
                 parameter.requires_grad_(self.named[name].requires_grad)
