@@ -127,6 +127,46 @@ def kills(
     return counts
 
 
+def trainer_kills(folder: Path, count: int, seed: int = 0) -> Counts:
+    """Kill a run of the Trainer that saves asynchronously; each time it goes on from what is left to its end."""
+    chance, counts = random.Random(seed), Counts()
+    expected = _train_by_trainer(folder / "expected")
+    for number in range(count):
+        place = folder / str(number)
+        process = _fork(_train_by_trainer, place)
+        while not (place.exists() and any(place.iterdir())) and process.is_alive():
+            time.sleep(0.001)
+        time.sleep(chance.random() * 0.5)
+        if not process.is_alive():
+            counts["had finished"] += 1
+            continue
+        counts["killed while saving" if any(place.glob(".*.saving-*")) else "killed besides"] += 1
+        process.kill()
+        process.join()
+        counts["no checkpoint yet"] += not any(place.glob("checkpoint-*"))
+        counts["resumed to other bits"] += not _same(_train_by_trainer(place), expected)
+        counts["left rubbish"] += [entry.name for entry in place.iterdir()] != [f"checkpoint-{STEPS}"]
+    return counts
+
+
+def _train_by_trainer(folder: Path) -> dict[str, Tensor]:
+    """To the last step, with a checkpoint after each; the weights at the end."""
+    from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
+
+    from lightstep.integrations.transformers import LightstepTrainer
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "vocab_size": 32}
+    model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, **sizes))
+    rows = [{"input_ids": row, "labels": row} for row in torch.arange(32 * 8).view(32, 8) % 31]
+    arguments = TrainingArguments(
+        str(folder), max_steps=STEPS, save_steps=1, save_total_limit=1, report_to=[], use_cpu=True, disable_tqdm=True
+    )
+    trainer = LightstepTrainer(model, arguments, strategy="stream", train_dataset=rows, asynchronous_saves=True)
+    trainer.train(resume_from_checkpoint=any(folder.glob("checkpoint-*")) or None)
+    return {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}
+
+
 def _train_of_rank(folder: Path, rank: int, ranks: int, asynchronous: bool) -> None:
     torch.set_num_threads(1)
     sys.stderr = open(os.devnull, "w")  # noqa: SIM115  (who loses a rank says so, and ends)
@@ -345,6 +385,7 @@ def main() -> None:
             "kill -9, 2 ranks": lambda place: kills(place, asked.kills, 2),
             "kill -9, 1 rank, asynchronous": lambda place: kills(place, asked.kills, 1, asynchronous=True),
             "kill -9, 2 ranks, asynchronous": lambda place: kills(place, asked.kills, 2, asynchronous=True),
+            "kill -9 of the Trainer, asynchronous": lambda place: trainer_kills(place, asked.kills),
             "kill -9 of one of 2 ranks": lambda place: kills(place, asked.kills // 4, 2, alone=True),
             "kill -9 of one of 2 ranks, asynchronous": lambda place: kills(
                 place, asked.kills // 4, 2, asynchronous=True, alone=True
