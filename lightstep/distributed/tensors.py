@@ -41,23 +41,11 @@ def like(parameter: Tensor, local: Tensor) -> Tensor:
     """
     if not isinstance(parameter, DTensor):
         return local
-    if local.device.type != parameter.device_mesh.device_type:
-        return _on_another_device(parameter, local)
-    return DTensor.from_local(
-        local,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.size(),
-        stride=parameter.stride(),
-    )
-
-
-def _on_another_device(parameter: DTensor, local: Tensor) -> DTensor:
-    """As FSDP2 does for offloaded shards; ``from_local`` would copy the tensor to the mesh's device."""
     meta = TensorMeta(parameter.size(), parameter.stride(), local.dtype)
     spec = DTensorSpec(parameter.device_mesh, tuple(parameter.placements), tensor_meta=meta)
-    return DTensor(local, spec, requires_grad=False)
+    return DTensor(
+        local, spec, requires_grad=False
+    )  # as FSDP2; `from_local` would move the tensor to the mesh's device
 
 
 def local_gradient(parameter: Tensor, dtype: torch.dtype | None = None) -> Tensor | None:

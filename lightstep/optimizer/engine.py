@@ -224,7 +224,7 @@ class Engine:
 
     def _allow_dropped_gradients(self) -> None:
         """Gradients of an unscaled loss do no harm once ``model.zero_grad()`` has dropped them."""
-        if self.scaled_backward.unscaled and not self.gradients.delivered:
+        if self.scaled_backward.unscaled:
             left = any(p.grad is not None for group in self.param_groups for p in group["params"])
             self.scaled_backward.unscaled = left
 

@@ -18,7 +18,9 @@ from torch.autograd import Variable
 from lightstep.distributed import is_sharded, like, local_gradient
 from lightstep.precision.leaf_hooks import LeafHooks
 
-__all__ = ["SumsAside", "SumsInPlace"]
+__all__ = ["SumsAside", "SumsInPlace", "set_grad"]
+
+_LOW = (torch.bfloat16, torch.float16)
 
 Identity = tuple[int, int]
 
@@ -83,7 +85,7 @@ def _widening(parameter: Tensor) -> Callable[[Tensor], None]:
 
 def _widen(parameter: Tensor) -> None:
     if parameter.grad is not None and parameter.grad.dtype is not torch.float32:
-        _set_grad(parameter, parameter.grad.float())
+        set_grad(parameter, parameter.grad.float())
 
 
 def _compiled_autograd() -> bool:
@@ -91,7 +93,7 @@ def _compiled_autograd() -> bool:
     return module is not None and (module.compiled_autograd_enabled or module.in_compiled_autograd_region)
 
 
-def _set_grad(parameter: Tensor, gradient: Tensor) -> None:
+def set_grad(parameter: Tensor, gradient: Tensor) -> None:
     """Set ``p.grad``, whatever the dtype."""
     if parameter.grad_dtype is not None:
         parameter.grad_dtype = None
@@ -105,8 +107,8 @@ class SumsAside:
     and its reduction. If a reduction has seen the newest micro-batch alone, ranks would drift apart, and the sum is
     refused (``DistributedDataParallel`` of the user's own with ``no_sync``).
 
-    The reduction of a strategy passes its fp32 result to :meth:`add_reduced` and leaves a rounded copy in ``p.grad``,
-    which is not part of the sum. A changed copy is refused. If the copy has been removed, the gradient is dropped.
+    A strategy's DDP passes its fp32 result to :meth:`add_reduced`, and leaves a rounded copy in ``p.grad``. At the end
+    of backward the sum of these results takes its place.
 
     Args:
         reads_unused: returns those of the given parameters whose ``p.grad`` the running backward will reduce even if it
@@ -123,8 +125,8 @@ class SumsAside:
         self._earlier: dict[Tensor, tuple[Tensor, bool]] = {}  # earlier sum, and whether it is this rank's own
         self._placeholders: set[Tensor] = set()  # p.grad is zero, in place of the earlier sum
         self._newest: dict[Tensor, tuple[Tensor, Tensor | None]] = {}  # arguments of `add_reduced` in this backward
-        self._totals: dict[Tensor, Tensor] = {}  # sums of what `add_reduced` got
-        self._copies: dict[Tensor, tuple[Identity, Tensor]] = {}  # p.grad after the reduction, and its fp32 source
+        self._totals: dict[Tensor, Tensor] = {}  # sums of what `add_reduced` got, while they are not in p.grad
+        self._set_totals: dict[Tensor, Tensor] = {}  # those that p.grad was set to
 
     def set_parameters(self, parameters: Sequence[Tensor]) -> None:
         """Sum the gradients of exactly these parameters."""
@@ -146,10 +148,7 @@ class SumsAside:
                 "the parameters' dtype; switch it off, or set precision.reduce to 'parameters'"
             )
         self.complete()
-        self._check_copies()
-        for parameter in self._copies:
-            parameter.grad = None
-        self._copies.clear()
+        self._take_totals()
         self._in_backward = True
         for parameter in self.reads_unused(self._parameters):
             if parameter.grad is not None and parameter.grad.dtype is torch.float32:
@@ -176,7 +175,7 @@ class SumsAside:
         is_own = self.is_own_gradient(parameter)
         local = local_gradient(parameter, torch.float32)
         assert local is not None
-        self._earlier[parameter] = local.to(torch.float32), is_own
+        self._earlier[parameter] = local, is_own
         parameter.grad = None
 
     # -- called by a reduction while a backward runs
@@ -186,7 +185,7 @@ class SumsAside:
         return self._earlier.pop(parameter, (None, False))[0]
 
     def add_reduced(self, parameter: Tensor, gradient: Tensor, used: Tensor | None) -> None:
-        """Add this backward's gradient over all ranks. At the end of backward ``p.grad`` is a rounded copy of it.
+        """Add this backward's gradient over all ranks, of which the reduction will leave a rounded copy in ``p.grad``.
 
         Args:
             gradient: fp32; kept, not copied.
@@ -204,7 +203,7 @@ class SumsAside:
 
     def has_gradient(self, parameter: Tensor) -> bool:
         """Whether ``p.grad`` is part of the sum."""
-        return parameter.grad is not None and parameter not in self._copies and parameter not in self._placeholders
+        return parameter.grad is not None and parameter not in self._placeholders
 
     def is_own_gradient(self, parameter: Tensor) -> bool:
         """Whether ``p.grad`` is this rank's own gradient, not reduced and not changed."""
@@ -212,8 +211,8 @@ class SumsAside:
         return gradient is not None and self._own_gradients.get(parameter) == _identity(gradient)
 
     def totals(self) -> Mapping[Tensor, Tensor]:
-        """Reduced sums since the last step; if :meth:`has_gradient`, ``p.grad`` is to be added."""
-        self._check_copies()
+        """Reduced sums that are not in ``p.grad``; if :meth:`has_gradient`, ``p.grad`` is to be added."""
+        self._restore_totals()
         return self._totals
 
     def end(self) -> None:
@@ -228,6 +227,8 @@ class SumsAside:
             self._update_totals()
         for parameter in list(self._earlier) if parameters is None else parameters:
             self._merge(parameter)
+        if parameters is None:
+            self._set_grads_to_totals()
 
     def _update_totals(self) -> None:
         """Add what the reduction has passed. DDP leaves no copy if it has seen no gradient on any rank, but an earlier
@@ -238,31 +239,39 @@ class SumsAside:
         for parameter in (p for p, flag in zip(without_copy, flags, strict=True) if not flag):
             del newest[parameter]
         for parameter, (gradient, _) in newest.items():
-            self._placeholders.discard(parameter)
             total = self._totals.get(parameter)
             self._totals[parameter] = gradient if total is None else total.add_(gradient)
-            if parameter.grad is not None:
-                self._copies[parameter] = _identity(parameter.grad), gradient
-                self._own_gradients.pop(parameter, None)
+            parameter.grad = None
+            self._placeholders.discard(parameter)
+            self._own_gradients.pop(parameter, None)
 
-    def _check_copies(self) -> None:
-        for parameter, (identity, gradient) in list(self._copies.items()):
-            copy = parameter.grad
-            if copy is None:
-                del self._copies[parameter], self._totals[parameter]
-            elif _identity(copy) != identity and not _is_rounded(copy, gradient):  # DDP may have moved it
-                raise RuntimeError(
-                    f"p.grad of a parameter of shape {tuple(parameter.shape)} was changed after backward, and it is a "
-                    "rounded copy of the gradient, which was reduced in fp32: the edit would be lost. Clip by "
-                    "clipping.max_norm, scale the loss, or set precision.reduce to 'parameters', under which p.grad "
-                    "is the gradient. optimizer.zero_grad() drops the gradients"
-                )
+    def _set_grads_to_totals(self) -> None:
+        """Except where ``p.grad`` is needed: it holds what this rank has added since and has not reduced."""
+        for parameter in [parameter for parameter in self._totals if parameter.grad is None]:
+            self._set_totals[parameter] = self._totals.pop(parameter)
+            set_grad(parameter, self._set_totals[parameter])
+
+    def _take_totals(self) -> None:
+        """Take the reduced sums out of ``p.grad``, as user code has left them there."""
+        self._restore_totals()
+        for parameter in self._set_totals:
+            if parameter.grad is not None:
+                self._totals[parameter] = parameter.grad.detach().to(torch.float32)
+                parameter.grad = None
+        self._set_totals.clear()
+
+    def _restore_totals(self) -> None:
+        """``DistributedDataParallel`` rounds what is in ``p.grad`` when it makes its buckets anew, in a forward."""
+        for parameter, total in self._set_totals.items():
+            gradient = parameter.grad
+            if gradient is not None and gradient is not total and _is_rounded(gradient, total):
+                set_grad(parameter, total)
 
     def _merge(self, parameter: Tensor) -> None:
         if parameter not in self._earlier:
             return
         earlier, was_own = self._earlier[parameter]
-        is_own = was_own
+        earlier, is_own = earlier.to(torch.float32), was_own
         if parameter in self._placeholders:
             self._drop_placeholder(parameter)
         if parameter.grad is not None:
@@ -279,7 +288,7 @@ class SumsAside:
             assert newest is not None
             earlier = earlier.add_(newest)
         del self._earlier[parameter]
-        _set_grad(parameter, like(parameter, earlier))
+        set_grad(parameter, like(parameter, earlier))
         self._own_gradients.pop(parameter, None)
         if is_own:
             _note_own_gradient(self, parameter)
@@ -287,10 +296,13 @@ class SumsAside:
     def clear(self) -> None:
         """The gradients have been consumed or dropped."""
         self._in_backward = self._reducing = False
-        for parameter in (*self._copies, *self._placeholders):
+        for parameter in (*self._set_totals, *self._placeholders):
             parameter.grad = None
-        for kept in (self._own_gradients, self._earlier, self._placeholders, self._newest, self._totals, self._copies):
-            kept.clear()
+        self._placeholders.clear()
+        mappings: Sequence[dict[Tensor, Any]]
+        mappings = (self._own_gradients, self._earlier, self._newest, self._totals, self._set_totals)
+        for mapping in mappings:
+            mapping.clear()
 
 
 def _note_own_gradient(sums: SumsAside, parameter: Tensor) -> None:
@@ -329,7 +341,8 @@ def _end_callback(reference: weakref.ref[SumsAside], again: bool = True) -> Call
 
 
 def _is_rounded(copy: Tensor, gradient: Tensor) -> bool:
-    return torch.equal(copy.view(torch.int16), gradient.to(copy.dtype).view(torch.int16))
+    rounded = gradient.to(copy.dtype)
+    return copy.dtype in _LOW and torch.equal(copy.view(torch.int16), rounded.view(torch.int16))
 
 
 def _identity(gradient: Tensor) -> Identity:

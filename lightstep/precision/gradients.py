@@ -1,8 +1,9 @@
 """The gradients of a step: sums of micro-batches in fp32.
 
 Autograd adds the gradients of several micro-batches in the parameter's dtype. :class:`GradientAccumulator` adds them in
-fp32: ``grad32 = float(g1) + float(g2) + ...``, in this order. With one micro-batch nothing is copied:
-``p.grad`` is what autograd made. With several, ``p.grad`` is the fp32 sum (:mod:`lightstep.precision.gradient_sums`).
+fp32: ``grad32 = float(g1) + float(g2) + ...``, in this order, and leaves the sum in ``p.grad``
+(:mod:`lightstep.precision.gradient_sums`). With one micro-batch nothing is copied: ``p.grad`` is what autograd made, or
+the fp32 result of a reduction over ranks.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ _LOW = (torch.bfloat16, torch.float16)
 
 
 class ReducedGradients(Protocol):
-    """Passes on gradients of a reduction over ranks before they are rounded to the parameters' dtype."""
+    """Keeps the gradients of a reduction over ranks from being rounded to the parameters' dtype."""
 
     def connect(self, parameters: Iterable[Tensor], accumulator: GradientAccumulator) -> None:
-        """Deliver the gradients of 16-bit parameters to ``accumulator`` from the next backward on."""
+        """From the next backward on, add the gradients of 16-bit parameters in fp32, by ``accumulator``."""
 
     def must_reduce(self, parameter: Tensor) -> bool:
         """Whether this parameter's gradient must be reduced here before a step may use it."""
@@ -37,7 +38,7 @@ class ReducedGradients(Protocol):
 class GradientAccumulator:
     """The gradients of the micro-batches since the last step, one per parameter.
 
-    A gradient is in ``p.grad``, or here if a reduction has delivered it in fp32.
+    Between backward and step they are in ``p.grad``.
 
     Args:
         float32: sum in fp32 (``precision.reduce: float32``), not in the parameter's dtype.
@@ -47,7 +48,6 @@ class GradientAccumulator:
         self.float32 = float32
         self._sums: SumsInPlace | SumsAside = SumsInPlace()
         self._watched: list[tuple[Tensor, torch.dtype, bool]] = []
-        self._delivered: dict[Tensor, list[Tensor]] = {}
         self._reduction: ReducedGradients | None = None
         self._collected: list[Tensor] = []
 
@@ -83,26 +83,13 @@ class GradientAccumulator:
 
     # -- called by a reduction while a backward runs
 
-    def deliver(self, parameter: Tensor, gradient: Tensor) -> None:
-        """Add a gradient that is reduced over all ranks and is not in ``p.grad`` (FSDP2).
-
-        Args:
-            gradient: fp32, the local shard's shape. Kept, not copied; it may be incomplete until the end of this
-                backward.
-        """
-        parts = self._delivered.setdefault(parameter, [])
-        if len(parts) == 2:
-            parts[0].add_(parts.pop())
-        parts.append(gradient)
+    def before_gradient(self, parameter: Tensor) -> None:
+        """FSDP2 is about to add to ``p.grad`` in the parameter's dtype: what is there is added in fp32 later."""
+        self._several_ranks.before(parameter)
 
     def has_gradient(self, parameter: Tensor) -> bool:
         """Whether ``p.grad`` holds a gradient that no step has used."""
         return self._sums.has_gradient(parameter)
-
-    @property
-    def delivered(self) -> bool:
-        """Whether a reduction has delivered gradients that are not in ``p.grad``."""
-        return bool(self._delivered)
 
     def pop_earlier(self, parameter: Tensor) -> Tensor | None:
         """Remove and return the sum of earlier micro-batches, to be reduced together with the newest one."""
@@ -141,7 +128,7 @@ class GradientAccumulator:
         self._sums.complete()
         self._collected = list(parameters)
         totals = self._sums.totals()
-        return [self._total(p, totals[p]) if p in totals else self._gradient_of(p) for p in parameters]
+        return [self._total(p, totals[p]) if p in totals else self._checked(p) for p in parameters]
 
     def consume(self) -> None:
         """Remove what was collected last."""
@@ -152,7 +139,7 @@ class GradientAccumulator:
     def peek(self, parameter: Tensor) -> Tensor | None:
         """:meth:`collect` for one parameter whose gradient is complete while backward continues."""
         self._sums.complete([parameter])
-        return self._gradient_of(parameter)
+        return self._checked(parameter)
 
     def take(self, parameter: Tensor) -> Tensor | None:
         """:meth:`peek`, and remove the gradient."""
@@ -163,30 +150,11 @@ class GradientAccumulator:
     def _drop(self, parameters: Iterable[Tensor]) -> None:
         for parameter in parameters:
             parameter.grad = None
-            self._delivered.pop(parameter, None)
-
-    def _merge_delivered(self, parameter: Tensor) -> Tensor:
-        """Add what was delivered, and ``p.grad``, in the memory of the newest part.
-
-        The newest part must stay alive: the reduction finds the rest of its result through it.
-        """
-        *earlier, newest = self._delivered[parameter]
-        own = self._local(parameter)
-        parameter.grad = None
-        for part in earlier:
-            newest.add_(part)
-        if own is not None:
-            newest.add_(own.to(torch.float32))
-        self._delivered[parameter] = [newest]
-        return newest
 
     def _total(self, parameter: Tensor, reduced: Tensor) -> Tensor:
         """The reduced sum, and what every rank has added since (a regularisation of the weights)."""
         extra = self._local(parameter) if self._sums.has_gradient(parameter) else None
         return reduced if extra is None else reduced + extra
-
-    def _gradient_of(self, parameter: Tensor) -> Tensor | None:
-        return self._merge_delivered(parameter) if parameter in self._delivered else self._checked(parameter)
 
     def _checked(self, parameter: Tensor) -> Tensor | None:
         """``p.grad``, checked."""
@@ -218,7 +186,6 @@ class GradientAccumulator:
 
     def clear(self) -> None:
         """Drop all sums (``zero_grad``)."""
-        self._delivered.clear()
         self._collected = []
         self._sums.clear()
 

@@ -24,7 +24,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from lightstep.optimizer.base import BaseOptimizer
 from lightstep.optimizer.param_groups import Place
-from lightstep.sharding.gathering_gates import GatheringGates, gathered_with, own_parts, sharded_modules
+from lightstep.sharding.fsdp_groups import gathered_with, own_parts, sharded_modules
+from lightstep.sharding.gathering_gates import GatheringGates
 from lightstep.sharding.hooks import ModuleHook
 from lightstep.sharding.parameter_reads import AwaitedParameters, DeferredUpdates, await_reads, awaited, wait_for
 from lightstep.sharding.preparation import transformer_blocks

@@ -12,45 +12,20 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, UnshardHandle, fully_shard
+from torch.distributed.fsdp import FSDPModule, UnshardHandle
 
 from lightstep.distributed import local_tensor
+from lightstep.sharding.fsdp_groups import own_parts, parameter_groups
 from lightstep.sharding.hooks import ModuleHook
 from lightstep.sharding.parameter_reads import AwaitedParameters, awaited, updates_of
 
-__all__ = ["GatheringGates", "gathered_with", "own_parts", "sharded_modules"]
-
-
-def sharded_modules(model: nn.Module) -> list[nn.Module]:
-    """The modules that ``fully_shard`` was called on, outer ones first."""
-    return [module for module in model.modules() if isinstance(module, FSDPModule)]
-
-
-def gathered_with(module: nn.Module, sharded: Iterable[nn.Module] = ()) -> list[nn.Parameter]:
-    """The parameters that FSDP2 gathers for this FSDP module: those in no FSDP module below it.
-
-    Args:
-        sharded: all FSDP modules. Those given to one call of ``fully_shard`` are gathered together (accelerate does
-            that with the last norm and the head).
-    """
-    state_of: Any = fully_shard.state  # type: ignore[attr-defined]
-    together = [other for other in sharded if state_of(other) is state_of(module)] or [module]
-    parts = [part for member in together for part in own_parts(member)]
-    return list(dict.fromkeys(parameter for part in parts for parameter in part.parameters(recurse=False)))
-
-
-def own_parts(module: nn.Module) -> Iterator[nn.Module]:
-    """The module and those below it, without FSDP modules and what is below them."""
-    yield module
-    for child in module.children():
-        if not isinstance(child, FSDPModule):
-            yield from own_parts(child)
+__all__ = ["GatheringGates"]
 
 
 class GatheringGates:
@@ -139,17 +114,11 @@ class GatheringGates:
 
 def _gate_all_gathers(module: nn.Module, sharded: Sequence[nn.Module]) -> list[_GatedAllGather]:
     """Replace the all-gathers of one FSDP module: one, or one for each mesh that its parameters are on."""
-    assert isinstance(module, FSDPModule)
     own = awaited(part for other in sharded for part in own_parts(other))
-    groups: list[Any] = getattr(module._get_fsdp_state(), "_fsdp_param_groups", [])
-    if len(groups) < 2:  # torch 2.11 has no such list, and one group
-        gate = _GatedAllGather(gathered_with(module, sharded), own)
-        module.set_custom_all_gather(gate)  # type: ignore[arg-type]
-        return [gate]
     gates = []
-    for group in groups:  # torch does not tell a custom all-gather which of them it is for
-        gates.append(_GatedAllGather([part.sharded_param for part in group.fsdp_params], own))
-        group._all_gather_comm = gates[-1]
+    for group in parameter_groups(module, sharded):
+        gates.append(_GatedAllGather(group.shards, own))
+        group.set_all_gather(gates[-1])
     return gates
 
 

@@ -1,23 +1,26 @@
-"""Passes the fp32 result of a reduction over ranks to the optimizer, before it is rounded to the parameters' dtype.
+"""Keeps the fp32 result of a reduction over ranks, which FSDP2 and DDP round to the parameters' dtype in ``p.grad``.
 
-FSDP2 and DDP both end a reduction by rounding into ``p.grad``. The classes here read the fp32 result before that and
-pass it to the optimizer's :class:`~lightstep.precision.gradients.GradientAccumulator`.
+The classes here read the result before that. The optimizer's
+:class:`~lightstep.precision.gradients.GradientAccumulator` adds the results of several micro-batches.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+from torch.autograd import Variable
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from lightstep.distributed import local_tensor
+from lightstep.distributed import like, local_tensor
+from lightstep.precision.gradient_sums import set_grad
 from lightstep.precision.gradients import GradientAccumulator
+from lightstep.sharding.fsdp_groups import parameter_groups, sharded_modules
 
 _LOW = (torch.bfloat16, torch.float16)
 
@@ -43,19 +46,19 @@ class Listeners:
 
 
 class ShardedGradients:
-    """FSDP2: ``set_all_reduce_hook`` sees each group's flat fp32 result before FSDP rounds it to the shards' dtype.
+    """FSDP2: puts each group's fp32 result into ``p.grad``, where FSDP2 puts a copy rounded to the shards' dtype.
 
-    Directly afterwards, on the same stream, FSDP sets each parameter's ``p.grad`` to a view of the rounded copy and
-    calls its post-accumulate hook. The offset of a gradient in the rounded copy is its offset in the fp32 buffer. One
-    object, :data:`sharded_gradients`, serves all models, since an optimizer's parameters may be replaced by another
-    model's.
+    ``set_all_reduce_hook`` sees the flat fp32 result of a group. Directly afterwards, on the same stream, FSDP adds a
+    view of the rounded copy to each ``p.grad`` and calls its post-accumulate hook. The offset of a gradient in the
+    rounded copy is its offset in the fp32 buffer. Gradients that ``p.grad`` holds before that are taken out of it and
+    added in fp32 at the end of backward. One object, :data:`sharded_gradients`, serves all models, since an optimizer's
+    parameters may be replaced by another model's.
     """
 
     def __init__(self) -> None:
         self._listeners = Listeners()
         self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._flat: Tensor | None = None
-        self._delivered: weakref.ref[Tensor] | None = None
+        self._flat: Tensor | None = None  # until the next group is reduced, or backward ends
 
     def of(self, model: nn.Module) -> ShardedGradients:
         """Add the model, whose modules may be sharded later. Returns this object."""
@@ -63,12 +66,12 @@ class ShardedGradients:
         return self
 
     def connect(self, parameters: Iterable[Tensor], accumulator: GradientAccumulator) -> None:
-        """Deliver the gradients of 16-bit parameters to ``accumulator`` from the next backward on."""
+        """From the next backward on, add the gradients of 16-bit parameters in fp32, by ``accumulator``."""
         new = self._listeners.add(parameters, accumulator)
         if new:
-            self._hook_modules()
+            self._hook_groups()
         for parameter in new:
-            parameter.register_post_accumulate_grad_hook(self._deliver)
+            parameter.register_post_accumulate_grad_hook(self._replace_rounded)
 
     def must_reduce(self, parameter: Tensor) -> bool:
         return False  # before the reduction FSDP2 keeps gradients to itself
@@ -76,42 +79,50 @@ class ShardedGradients:
     def reads_unused(self, parameters: Sequence[Tensor]) -> Sequence[Tensor]:
         return ()
 
-    def _hook_modules(self) -> None:
+    def _hook_groups(self) -> None:
         """Repeated for new parameters: the model may have been sharded since."""
         for model in self._models:
-            for module in model.modules():
-                if isinstance(module, FSDPModule):
-                    module.set_all_reduce_hook(self._keep_flat)
-
-    def _keep_flat(self, flat: Tensor) -> None:
-        self._flat, self._delivered = (flat, None) if flat.dtype == torch.float32 else (None, None)
-        if flat.is_cuda:  # allocated on FSDP's reduce-scatter stream and read on this one
-            flat.record_stream(torch.cuda.current_stream(flat.device))
-
-    def _fp32_buffer(self) -> Tensor | None:
-        """A tensor in the current fp32 buffer: one that was delivered, if any, so that nothing is kept alive here."""
-        return self._flat if self._delivered is None else self._delivered()
+            sharded = sharded_modules(model)
+            for group in (group for module in sharded for group in parameter_groups(module, sharded)):
+                group.set_all_reduce_hook(partial(self._before_group, [weakref.ref(shard) for shard in group.shards]))
 
     @torch.no_grad()
-    def _deliver(self, parameter: Tensor) -> None:
-        accumulator, source = self._listeners.of(parameter), self._fp32_buffer()
-        if accumulator is None or source is None or parameter.grad is None:
+    def _before_group(self, shards: Sequence[weakref.ref[Tensor]], flat: Tensor) -> None:
+        """FSDP is about to add the gradients of a group to ``p.grad``."""
+        self._flat = flat if flat.dtype == torch.float32 else None
+        if self._flat is None:
+            return
+        Variable._execution_engine.queue_callback(self._release)
+        _used_on_this_stream(flat)  # allocated on FSDP's reduce-scatter stream
+        for reference in shards:
+            parameter = reference()
+            if parameter is None or parameter.grad is None:
+                continue
+            accumulator = self._listeners.of(parameter)
+            if accumulator is not None:
+                _used_on_this_stream(local_tensor(parameter.grad))
+                accumulator.before_gradient(parameter)
+
+    def _release(self) -> None:
+        self._flat = None
+
+    @torch.no_grad()
+    def _replace_rounded(self, parameter: Tensor) -> None:
+        flat = self._flat
+        if flat is None or parameter.grad is None or self._listeners.of(parameter) is None:
             return
         rounded = local_tensor(parameter.grad)
-        if rounded.device != source.device:  # FSDP offloads gradients to the host
+        if rounded.device != flat.device:  # FSDP offloads gradients to the host
             return
         buffer = rounded.untyped_storage().nbytes() // rounded.element_size()
-        reduced = source.untyped_storage().nbytes() // source.element_size()
-        if buffer != reduced:
+        if buffer != flat.numel():
             raise RuntimeError(
                 f"the gradient of a shard of shape {tuple(rounded.shape)} lies in a buffer of {buffer} elements, and "
-                f"FSDP2 reduced {reduced}: something else set p.grad during backward (a hook, a second wrapper); take "
-                "it away, or set precision.reduce to 'parameters', which reads p.grad"
+                f"FSDP2 reduced {flat.numel()}: something else set p.grad during backward (a hook, a second wrapper); "
+                "take it away, or set precision.reduce to 'parameters', which reads p.grad"
             )
-        parameter.grad = None
-        part = source.as_strided(rounded.size(), rounded.stride(), rounded.storage_offset())
-        accumulator.deliver(parameter, part)
-        self._flat, self._delivered = None, weakref.ref(part)
+        part = flat.as_strided(rounded.size(), rounded.stride(), rounded.storage_offset())
+        set_grad(parameter, like(parameter, part))
 
 
 sharded_gradients = ShardedGradients()
@@ -120,7 +131,7 @@ sharded_gradients = ShardedGradients()
 class ReplicatedGradients:
     """DDP: a communication hook that averages in fp32 what each rank has added up in fp32.
 
-    ``p.grad`` becomes the rounded average, which the accumulator ignores. All instances share their listeners, since an
+    ``p.grad`` becomes the rounded average, which the accumulator replaces. All instances share listeners, since an
     optimizer's parameters may be replaced by another model's.
 
     Args:
@@ -141,7 +152,7 @@ class ReplicatedGradients:
         model.register_comm_hook(None, lambda state, bucket: self._reduce(bucket))
 
     def connect(self, parameters: Iterable[Tensor], accumulator: GradientAccumulator) -> None:
-        """Deliver the gradients of 16-bit parameters to ``accumulator`` from the next backward on."""
+        """From the next backward on, add the gradients of 16-bit parameters in fp32, by ``accumulator``."""
         self._listeners.add(parameters, accumulator)
 
     def must_reduce(self, parameter: Tensor) -> bool:
@@ -178,6 +189,11 @@ class ReplicatedGradients:
         work = dist.all_reduce(flat, group=self._group, async_op=True)
         assert work is not None
         return work.get_future().then(lambda future: rounded.copy_(future.value()[0][:size]))
+
+
+def _used_on_this_stream(tensor: Tensor) -> None:
+    if tensor.is_cuda:
+        tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
 
 def _add_earlier(part: Tensor, parameter: Tensor, accumulator: GradientAccumulator) -> bool:

@@ -21,7 +21,7 @@ from lightstep.distributed import Replicas, is_sharded, local_tensor, make_mesh,
 from lightstep.optimizer.base import BaseOptimizer
 from lightstep.optimizer.param_groups import Place
 from lightstep.precision.gradients import ReducedGradients
-from lightstep.sharding.gathering_gates import sharded_modules
+from lightstep.sharding.fsdp_groups import sharded_modules
 from lightstep.sharding.model_names import unwrap_model
 from lightstep.sharding.preparation import (
     cast_parameters,

@@ -86,6 +86,7 @@ class Program(DistributedPair):
             self.clip,
             self.read,
             self.edit,
+            self.edit_gradients,
             self.reload,
             self.memory,
             self.move,
@@ -175,6 +176,31 @@ class Program(DistributedPair):
             expected = self.replica.get_parameter(name)
             expected.add_(change)
             self.reference.masters[expected].copy_(self.reference.part(expected))
+
+    def edit_gradients(self) -> None:
+        """In ``p.grad``, in place or by another tensor; one of them is dropped."""
+        if not self.reduced:
+            return
+        sums = self.reference.sums if self.in_place else self.reference.reduced
+        factor, in_place, dropped = (
+            self.chance.choice([0.3, 2.0]),
+            self.chance.random() < 0.5,
+            self.chance.random() < 0.3,
+        )
+        for name, parameter, replica in self.named():
+            assert (parameter.grad is None) == (replica not in sums), name
+            if parameter.grad is None:
+                continue
+            if dropped and name == "blocks.1.up.weight":
+                parameter.grad = None
+                del sums[replica]
+                continue
+            assert torch.allclose(local_tensor(parameter.grad), sums[replica], 0, 0, equal_nan=True), name
+            if in_place:
+                parameter.grad.mul_(factor)
+            else:
+                parameter.grad = parameter.grad * factor
+            sums[replica] = sums[replica] * factor
 
     def reload(self) -> None:
         """Nothing changes."""

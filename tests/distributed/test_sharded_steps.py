@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 import lightstep
 from lightstep.config import ConfigError
@@ -251,39 +252,119 @@ def test_sums_while_units_are_tried(pool: Pool) -> None:
     pool.run(check_sums_while_units_are_tried, 2)
 
 
-def check_edits_of_copies(rank: int, world_size: int, by_hand: bool) -> None:
-    """Under DDP with 16-bit weights ``p.grad`` is a copy: an edit is refused, and removing it gives the gradient up."""
-    strategy = load(DDP, clipping={"max_norm": None})
-    model = strategy.prepare_model(Routed())
+def check_gradients_in_place(rank: int, world_size: int, sharding: dict[str, Any], by_hand: bool) -> None:
+    """Between backward and step ``p.grad`` is the fp32 gradient over all ranks, and edits of it count."""
+    strategy = load(sharding, clipping={"max_norm": None})
+    model = strategy.prepare_model(RoutedTwice())
     optimizer = strategy.create_optimizer(model, torch.optim.SGD, lr=1.0)
-    weight = strategy.unwrap_model(model).first
+    inner = strategy.unwrap_model(model)
+    trained = {name: p for name, p in inner.named_parameters() if "right" not in name}
+    expected = {name: torch.zeros(5, 3) for name in trained}
 
-    def backward(value: float) -> None:
-        loss = model(torch.full((5, 3), value, device=strategy.device, dtype=torch.bfloat16), "left")
+    def backward(micro: int) -> Tensor:
+        values = [torch.full((5, 3), 2.0 ** (-5 * micro - 9 * r)) for r in range(world_size)]
+        loss = model(values[rank].to(strategy.device, torch.bfloat16), "left")
         loss.backward() if by_hand else optimizer.backward(loss)
+        return torch.stack(values).sum(0) / world_size
 
+    def check_step(sums: dict[str, Tensor]) -> None:
+        for name, p in trained.items():
+            assert p.grad is not None and p.grad.dtype == torch.float32 and torch.equal(full(p.grad).cpu(), sums[name])
+        norm = torch.nn.utils.get_total_norm([p.grad for p in trained.values()])
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        assert torch.equal(lightstep.global_grad_norm(model.parameters()), norm)
+        assert torch.equal(optimizer.step().grad_norm, norm)
+        for name, p in trained.items():
+            expected[name] -= sums[name]
+            assert p.grad is None and torch.equal(full(optimizer.state[p]["master"]).cpu(), expected[name])
+
+    first = "blocks.0.first"
     for _ in range(2):  # DDP moves its buckets after the first backward
-        backward(1.0)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        with pytest.raises(RuntimeError, match=r"changed after backward.*clipping\.max_norm"):
-            optimizer.step()
-        with pytest.raises(RuntimeError, match=r"changed after backward"):
-            backward(1.0)
-        optimizer.zero_grad()
-    backward(1.0)
-    model.zero_grad()
-    backward(2.0)
-    optimizer.step()
-    assert torch.equal(optimizer.state[weight]["master"].cpu(), torch.full((5, 3), -2.0))
-    backward(1.0)
+        sums = dict.fromkeys(trained, backward(0) + backward(1))
+        check_step(sums)
+        # edits after the last backward, in place and by assignment; one parameter's gradient is removed
+        sums = {name: gradient / 3 for name, gradient in dict.fromkeys(trained, backward(0)).items()}
+        for name, p in trained.items():
+            if name == first:
+                p.grad = p.grad / 3
+            else:
+                p.grad.div_(3)
+        check_step(sums)
+        # edits between two backwards, and a gradient that is dropped there
+        sums = dict.fromkeys(trained, backward(1))
+        sums[first] = sums[first] / 3
+        trained[first].grad.div_(3)
+        dropped = "blocks.1.left"
+        trained[dropped].grad, sums[dropped] = None, torch.zeros(5, 3)
+        gradient = backward(0)
+        check_step({name: earlier + gradient for name, earlier in sums.items()})
+    backward(0)
     model.zero_grad()
     with pytest.warns(UserWarning, match="no gradient on any"):
         optimizer.step()
+    backward(0)
+    optimizer.zero_grad()
+    assert all(p.grad is None for p in model.parameters())
+    check_step(dict.fromkeys(trained, backward(1)))
 
 
 @pytest.mark.parametrize("by_hand", [False, True], ids=["optimizer.backward", "loss.backward"])
-def test_edits_of_a_copy_of_the_gradient(pool: Pool, by_hand: bool) -> None:
-    pool.run(check_edits_of_copies, 2, by_hand=by_hand)
+@pytest.mark.parametrize(
+    "sharding",
+    [{**FSDP2, "wrap": ["Routed"]}, {**HSDP, "wrap": ["Routed"]}, DDP],
+    ids=["fsdp2", "hsdp", "ddp"],
+)
+def test_the_gradient_is_in_place(pool: Pool, sharding: dict[str, Any], by_hand: bool) -> None:
+    pool.run(check_gradients_in_place, 4 if "mesh" in sharding else 2, sharding=sharding, by_hand=by_hand)
+
+
+class Single(nn.Module):
+    """A block with one weight: FSDP2's buffer of its group is as long as its gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(5, 3))
+
+    def forward(self, values: Tensor) -> Tensor:
+        return (self.weight * values).sum()
+
+
+class Penalized(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Single(), Single(), Slope()])
+
+    def forward(self, values: Tensor) -> Tensor:
+        return sum(block(values) for block in self.blocks)
+
+
+def check_penalties(rank: int, world_size: int, sharding: dict[str, Any]) -> None:
+    """A loss of the shards themselves adds to the gradient in fp32: in the same backward or in one of its own."""
+    strategy = load(sharding, clipping={"max_norm": None})
+    for calls in (["both"], ["data", "penalty"], ["penalty", "data"], ["data", "both"], ["both", "penalty", "both"]):
+        model = strategy.prepare_model(Penalized())
+        optimizer = strategy.create_optimizer(model, torch.optim.SGD, lr=1.0)
+        weights = [block.weight for block in model.blocks]
+        values = [torch.full((5, 3), 2.0 ** (-9 * r)) for r in range(world_size)]
+        for call in calls:
+            losses = []
+            if call != "penalty":
+                losses.append(model(values[rank].to(strategy.device, torch.bfloat16)))
+            if call != "data":
+                losses += [0.25 * weight.to_local().sum() for weight in weights]
+            optimizer.backward(sum(losses))
+        optimizer.step()
+        expected = -(torch.stack(values).sum(0) / world_size) * sum(call != "penalty" for call in calls)
+        expected -= 0.25 * sum(call != "data" for call in calls)
+        for weight in weights:
+            found = full(optimizer.state[weight]["master"]).cpu()
+            assert torch.equal(found, expected), (calls, found, expected)
+
+
+@pytest.mark.parametrize("sharding", [FSDP2, HSDP], ids=["fsdp2", "hsdp"])
+def test_a_penalty_on_the_shards(pool: Pool, sharding: dict[str, Any]) -> None:
+    wrapped = {**sharding, "wrap": ["Single", "Slope"]}
+    pool.run(check_penalties, 4 if "mesh" in sharding else 2, sharding=wrapped)
 
 
 def check_last_was_not_reduced(rank: int, world_size: int, sharding: dict[str, Any], dtype: str) -> None:
