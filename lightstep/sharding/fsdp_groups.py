@@ -34,17 +34,21 @@ class ParameterGroup(NamedTuple):
             self.one_of_several._all_reduce_hook = hook
 
 
-def parameter_groups(module: nn.Module, sharded: Iterable[nn.Module]) -> list[ParameterGroup]:
+def parameter_groups(module: nn.Module) -> list[ParameterGroup]:
     """The groups of one FSDP module: one, or one for each mesh that its parameters are on.
 
-    Args:
-        sharded: all FSDP modules of the model.
+    Modules that were given to one call of ``fully_shard`` have their groups in common.
     """
     assert isinstance(module, FSDPModule)
-    groups: list[Any] = getattr(module._get_fsdp_state(), "_fsdp_param_groups", [])
-    if len(groups) < 2:  # torch 2.11 has no such list, and one group
-        return [ParameterGroup(module, gathered_with(module, sharded))]
-    return [ParameterGroup(module, [part.sharded_param for part in group.fsdp_params], group) for group in groups]
+    state: Any = module._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):
+        groups = state._fsdp_param_groups
+    else:  # torch 2.11 has at most one
+        groups = [group for group in [state._fsdp_param_group] if group is not None]
+    shards = [[part.sharded_param for part in group.fsdp_params] for group in groups]
+    if len(groups) < 2:
+        return [ParameterGroup(module, shards[0] if shards else [])]
+    return [ParameterGroup(module, own, group) for own, group in zip(shards, groups, strict=True)]
 
 
 def sharded_modules(model: nn.Module) -> list[nn.Module]:

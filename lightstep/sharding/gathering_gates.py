@@ -116,7 +116,7 @@ def _gate_all_gathers(module: nn.Module, sharded: Sequence[nn.Module]) -> list[_
     """Replace the all-gathers of one FSDP module: one, or one for each mesh that its parameters are on."""
     own = awaited(part for other in sharded for part in own_parts(other))
     gates = []
-    for group in parameter_groups(module, sharded):
+    for group in parameter_groups(module):
         gates.append(_GatedAllGather(group.shards, own))
         group.set_all_gather(gates[-1])
     return gates

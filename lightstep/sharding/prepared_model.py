@@ -15,10 +15,10 @@ from lightstep.distributed import is_sharded, local_tensor
 from lightstep.optimizer.base import BaseOptimizer
 from lightstep.optimizer.optimizer import MixedPrecisionOptimizer
 from lightstep.optimizer.param_groups import clean_name
-from lightstep.precision.gradients import ReducedGradients
 from lightstep.sharding.direct_calls import DirectCalls
 from lightstep.sharding.forward_gates import Gates
 from lightstep.sharding.model_names import unwrap_model
+from lightstep.sharding.reduced_gradients import ReplicatedGradients
 
 if TYPE_CHECKING:
     from lightstep.sharding.weight_average import WeightAverage
@@ -34,7 +34,7 @@ class PreparedModel:
     Attributes:
         role: the role given to ``prepare_model``; ``None`` if the model has not been prepared.
         gates: make its readers wait for deferred updates.
-        gradients: takes its gradients out of the reduction over ranks, if the strategy needs that.
+        gradients: keeps the gradients that DDP reduces in fp32, if the strategy needs that.
         direct_calls: passes forwards of the user's module on to DDP.
         optimizers: those that ``create_optimizer`` of any strategy made for it, while they exist.
     """
@@ -44,7 +44,7 @@ class PreparedModel:
     def __init__(self) -> None:
         self.role: str | None = None
         self.gates = Gates()
-        self.gradients: ReducedGradients | None = None
+        self.gradients: ReplicatedGradients | None = None
         self.direct_calls: DirectCalls | None = None
         self.optimizers: weakref.WeakSet[BaseOptimizer] = weakref.WeakSet()
         self._wrapper: weakref.ref[nn.Module] | None = None

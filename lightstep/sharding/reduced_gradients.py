@@ -60,7 +60,7 @@ class ShardedGradients:
         self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._flat: Tensor | None = None  # until the next group is reduced, or backward ends
 
-    def of(self, model: nn.Module) -> ShardedGradients:
+    def add_model(self, model: nn.Module) -> ShardedGradients:
         """Add the model, whose modules may be sharded later. Returns this object."""
         self._models.add(model)
         return self
@@ -82,18 +82,16 @@ class ShardedGradients:
     def _hook_groups(self) -> None:
         """Repeated for new parameters: the model may have been sharded since."""
         for model in self._models:
-            sharded = sharded_modules(model)
-            for group in (group for module in sharded for group in parameter_groups(module, sharded)):
+            for group in (group for module in sharded_modules(model) for group in parameter_groups(module)):
                 group.set_all_reduce_hook(partial(self._before_group, [weakref.ref(shard) for shard in group.shards]))
 
     @torch.no_grad()
     def _before_group(self, shards: Sequence[weakref.ref[Tensor]], flat: Tensor) -> None:
         """FSDP is about to add the gradients of a group to ``p.grad``."""
-        self._flat = flat if flat.dtype == torch.float32 else None
-        if self._flat is None:
-            return
-        Variable._execution_engine.queue_callback(self._release)
-        _used_on_this_stream(flat)  # allocated on FSDP's reduce-scatter stream
+        self._flat = flat if flat.dtype == torch.float32 else None  # a user's fully_shard may reduce in 16 bits
+        if self._flat is not None:
+            Variable._execution_engine.queue_callback(self._release)
+            _used_on_this_stream(flat)  # allocated on FSDP's reduce-scatter stream
         for reference in shards:
             parameter = reference()
             if parameter is None or parameter.grad is None:

@@ -48,6 +48,7 @@ from lightstep.sharding.forward_gates import in_order_of_use
 from lightstep.sharding.model_names import unwrap_model
 from lightstep.sharding.preparation import cast_parameters, checkpoint_activations, materialise, unrounded_values
 from lightstep.sharding.prepared_model import PreparedModel
+from lightstep.sharding.reduced_gradients import sharded_gradients
 from lightstep.state.backend import StateBackend
 from lightstep.state.bulk import BulkBackend
 from lightstep.state.resident import ResidentBackend
@@ -395,13 +396,14 @@ class Strategy(ABC):
     def _reshard(self, model: nn.Module) -> None:  # noqa: B027  (only FSDP2 has something to do)
         """Reshard what a forward has left unsharded."""
 
-    def _gradients(self, model: nn.Module) -> ReducedGradients | None:
-        """The source of this model's gradients in the reduction's dtype; ``None`` if the optimizer reads ``p.grad``."""
-        return None
+    def _reduced_gradients(self, model: nn.Module) -> ReducedGradients | None:
+        """What keeps the model's gradients in fp32 when they are reduced; ``None`` if nothing can reduce them."""
+        return sharded_gradients.add_model(unwrap_model(model)) if initialized() else None
 
     def _connect(self, model: nn.Module, optimizer: BaseOptimizer) -> None:
         """Connect the optimizer to the model's gradients, and the model's forward to deferred updates."""
-        gradients = self._gradients(model)
+        in_fp32 = self.config.precision.reduce == "float32"
+        gradients = self._reduced_gradients(model) if in_fp32 else None
         if gradients is not None and isinstance(optimizer, MixedPrecisionOptimizer):
             optimizer.gradients.set_reduction(gradients)
         if self._schedule_class is not AtStep:

@@ -145,7 +145,7 @@ class DDPStrategy(ProcessGroupStrategy):
         replica = _find_replica(model)
         return None if replica is None else Replicas(replica.process_group, self._overlaps_sends)
 
-    def _gradients(self, model: nn.Module) -> ReducedGradients | None:
+    def _reduced_gradients(self, model: nn.Module) -> ReducedGradients | None:
         return PreparedModel.of(model).gradients
 
     def _check_prepared(self, model: nn.Module) -> None:

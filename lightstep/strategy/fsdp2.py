@@ -20,7 +20,6 @@ from lightstep.config import ConfigError, FSDP2Sharding
 from lightstep.distributed import Replicas, is_sharded, local_tensor, make_mesh, role_group
 from lightstep.optimizer.base import BaseOptimizer
 from lightstep.optimizer.param_groups import Place
-from lightstep.precision.gradients import ReducedGradients
 from lightstep.sharding.fsdp_groups import sharded_modules
 from lightstep.sharding.model_names import unwrap_model
 from lightstep.sharding.preparation import (
@@ -70,7 +69,7 @@ class FSDP2Strategy(ProcessGroupStrategy):
             PreparedModel.of(inner).keep_masters(_local_shards(unrounded, unit))
         if not loaded:
             self._initialise(inner, mesh)
-        self._gradients(inner)
+        sharded_gradients.add_model(inner)  # an optimizer that was created before may be given these parameters
         return model
 
     def _refuse_sharded(self, model: nn.Module) -> None:
@@ -236,12 +235,6 @@ class FSDP2Strategy(ProcessGroupStrategy):
 
     def _replicas(self, model: nn.Module) -> Replicas | None:
         return Replicas.of_shards(model.parameters(), self._overlaps_sends)
-
-    def _gradients(self, model: nn.Module) -> ReducedGradients | None:
-        if self.config.precision.reduce != "float32":
-            return None
-        PreparedModel.of(model).gradients = sharded_gradients.of(unwrap_model(model))
-        return sharded_gradients
 
 
 def _local_shards(values: Mapping[str, Tensor], unit: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import lightstep
@@ -316,6 +317,36 @@ def check_gradients_in_place(rank: int, world_size: int, sharding: dict[str, Any
 )
 def test_the_gradient_is_in_place(pool: Pool, sharding: dict[str, Any], by_hand: bool) -> None:
     pool.run(check_gradients_in_place, 4 if "mesh" in sharding else 2, sharding=sharding, by_hand=by_hand)
+
+
+def check_sharded_by_hand(rank: int, world_size: int, early: bool) -> None:
+    """A model that user code shards: what is reduced in fp32 stays so, and micro-batches are added in fp32."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    for reduce_dtype, apart in ((torch.float32, 9), (None, 0)):
+        strategy = load({"kind": "single"}, clipping={"max_norm": None})
+        model: nn.Module = Routed().to(strategy.device, torch.bfloat16)
+        optimizer: Any = None if early else strategy.create_optimizer(model, torch.optim.SGD, lr=1.0)
+        mesh = init_device_mesh(strategy.device.type, (world_size,))
+        fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=reduce_dtype))
+        if optimizer is None:
+            optimizer = strategy.create_optimizer(model, torch.optim.SGD, lr=1.0)
+        else:
+            optimizer.param_groups[0]["params"] = list(model.parameters())
+        expected = torch.zeros(5, 3)
+        for _ in range(2):
+            for micro in range(3):
+                values = [torch.full((5, 3), 2.0 ** (-5 * micro - apart * r)) for r in range(world_size)]
+                optimizer.backward(model(values[rank].to(strategy.device, torch.bfloat16), "left"))
+                expected -= torch.stack(values).sum(0) / world_size
+            optimizer.step()
+        found = full(optimizer.state[model.first]["master"]).cpu()
+        assert torch.equal(found, expected), (reduce_dtype, found, expected)
+
+
+@pytest.mark.parametrize("early", [True, False], ids=["optimizer-first", "sharded-first"])
+def test_a_model_that_is_sharded_by_hand(pool: Pool, early: bool) -> None:
+    pool.run(check_sharded_by_hand, 2, early=early)
 
 
 class Single(nn.Module):
