@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Variable
 
-from lightstep.distributed import is_sharded, like, local_gradient
+from lightstep.distributed import is_sharded, like, local_gradient, local_tensor
 from lightstep.precision.leaf_hooks import LeafHooks
 
 __all__ = ["SumsAside", "SumsInPlace", "set_grad"]
@@ -122,6 +122,8 @@ class SumsAside:
         self._in_backward = False
         self._reducing = False  # the running backward has reduced some gradients, but not all
         self._own_gradients: dict[Tensor, Identity] = {}  # p.grad as this rank's autograd left it
+        self._shards: dict[Tensor, Identity] = {}  # p.grad as FSDP2 left it
+        self._rounded = False  # FSDP2 has added to it
         self._earlier: dict[Tensor, tuple[Tensor, bool]] = {}  # earlier sum, and whether it is this rank's own
         self._placeholders: set[Tensor] = set()  # p.grad is zero, in place of the earlier sum
         self._newest: dict[Tensor, tuple[Tensor, Tensor | None]] = {}  # arguments of `add_reduced` in this backward
@@ -133,7 +135,7 @@ class SumsAside:
         self._parameters = parameters
         own = weakref.ref(self)
         self._hooks.set_parameters(
-            parameters, lambda p: _weak_hook(own, SumsAside.before, p), lambda p: _weak_hook(own, _note_own_gradient, p)
+            parameters, lambda p: _weak_hook(own, SumsAside.before, p), lambda p: _weak_hook(own, SumsAside._after, p)
         )
 
     def begin(self) -> None:
@@ -165,6 +167,19 @@ class SumsAside:
             self._drop_placeholder(parameter)
         elif parameter.grad is not None:
             self._take_earlier(parameter)
+
+    def _after(self, parameter: Tensor) -> None:
+        """``p.grad`` has been written, by autograd or FSDP2."""
+        if parameter.grad is None:
+            return
+        if not is_sharded(parameter):
+            self._own_gradients[parameter] = _identity(parameter.grad)
+            return
+        address, version = _identity(local_tensor(parameter.grad))
+        previous_address, previous_version = self._shards.get(parameter, (0, 0))
+        if address and address == previous_address and version > previous_version:
+            self._rounded = True
+        self._shards[parameter] = address, version
 
     def _drop_placeholder(self, parameter: Tensor) -> None:
         self._placeholders.discard(parameter)
@@ -211,7 +226,18 @@ class SumsAside:
         return gradient is not None and self._own_gradients.get(parameter) == _identity(gradient)
 
     def totals(self) -> Mapping[Tensor, Tensor]:
-        """Reduced sums that are not in ``p.grad``; if :meth:`has_gradient`, ``p.grad`` is to be added."""
+        """Reduced sums that are not in ``p.grad``; if :meth:`has_gradient`, ``p.grad`` is to be added.
+
+        Raises:
+            RuntimeError: sums were rounded.
+        """
+        if self._rounded:
+            raise RuntimeError(
+                "FSDP2 has added the gradients of several backwards in 16 bits, and reduce_float32 is true: create the "
+                "optimizer by strategy.create_optimizer(model), which has them added in fp32; or call "
+                "model.set_requires_gradient_sync(False) before all backwards of a step but the last; or pass "
+                "reduce_float32=False. optimizer.zero_grad() drops the gradients"
+            )
         self._restore_totals()
         return self._totals
 
@@ -288,27 +314,22 @@ class SumsAside:
             assert newest is not None
             earlier = earlier.add_(newest)
         del self._earlier[parameter]
-        set_grad(parameter, like(parameter, earlier))
+        gradient = like(parameter, earlier)
+        set_grad(parameter, gradient)
         self._own_gradients.pop(parameter, None)
         if is_own:
-            _note_own_gradient(self, parameter)
+            self._own_gradients[parameter] = _identity(gradient)
 
     def clear(self) -> None:
         """The gradients have been consumed or dropped."""
-        self._in_backward = self._reducing = False
+        self._in_backward = self._reducing = self._rounded = False
         for parameter in (*self._set_totals, *self._placeholders):
             parameter.grad = None
         self._placeholders.clear()
         mappings: Sequence[dict[Tensor, Any]]
-        mappings = (self._own_gradients, self._earlier, self._newest, self._totals, self._set_totals)
+        mappings = (self._own_gradients, self._shards, self._earlier, self._newest, self._totals, self._set_totals)
         for mapping in mappings:
             mapping.clear()
-
-
-def _note_own_gradient(sums: SumsAside, parameter: Tensor) -> None:
-    """Autograd has written ``p.grad``."""
-    if parameter.grad is not None and not is_sharded(parameter):
-        sums._own_gradients[parameter] = _identity(parameter.grad)
 
 
 def _weak_hook(

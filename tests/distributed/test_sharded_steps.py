@@ -349,6 +349,38 @@ def test_a_model_that_is_sharded_by_hand(pool: Pool, early: bool) -> None:
     pool.run(check_sharded_by_hand, 2, early=early)
 
 
+def check_sums_of_fsdp2(rank: int, world_size: int) -> None:
+    """An optimizer that knows only the parameters cannot have FSDP2 add in fp32, and refuses 16-bit sums."""
+    from torch.distributed.fsdp import fully_shard
+
+    device = device_of(rank, world_size)
+    model: Any = Routed().to(device, torch.bfloat16)
+    fully_shard(model, mesh=init_device_mesh(device.type, (world_size,)))
+    optimizer = lightstep.MixedPrecisionOptimizer(model.parameters(), torch.optim.SGD, hyperparameters={"lr": 1.0})
+
+    def backward() -> None:
+        optimizer.backward(model(torch.ones(5, 3, device=device, dtype=torch.bfloat16), "left"))
+
+    for _ in range(2):
+        backward()
+    with pytest.raises(RuntimeError, match=r"several backwards in 16 bits.*create_optimizer"):
+        optimizer.step()
+    optimizer.zero_grad()
+    for summed in (False, True):
+        model.set_requires_gradient_sync(not summed)
+        backward()
+        model.set_requires_gradient_sync(True)
+        if summed:
+            backward()
+        assert optimizer.step()
+    first = optimizer.param_groups[0]["params"][0]
+    assert torch.equal(full(optimizer.state[first]["master"]).cpu(), torch.full((5, 3), -3.0))
+
+
+def test_sums_that_fsdp2_has_rounded(pool: Pool) -> None:
+    pool.run(check_sums_of_fsdp2, 2)
+
+
 class Single(nn.Module):
     """A block with one weight: FSDP2's buffer of its group is as long as its gradient."""
 
