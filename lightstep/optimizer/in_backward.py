@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightstep.optimizer.arrivals import Arrivals, Take
+from lightstep.optimizer.arrivals import Arrivals, Take, second_gradient
 from lightstep.optimizer.group_values import GroupValues
 from lightstep.optimizer.schedule import Job, Schedule
 from lightstep.optimizer.unit_updater import Gradients, UnitUpdater, Update
@@ -96,11 +96,7 @@ class InBackward(Schedule):
             RuntimeError: the parameter has been updated in this step already.
         """
         if item in self._arrived:
-            raise RuntimeError(
-                f"a second gradient of {item.name} arrived in one backward, after it was updated: reentrant activation "
-                "checkpointing does that to parameters that are used several times; use use_reentrant=False, or "
-                "optimizer_state.update: at_step"
-            )
+            raise second_gradient(item, instead="at_step")
         self._arrived.add(item)
         self._incomplete[item] = self._newest = gradient
         layer = self._arrivals.layer_of(item)

@@ -35,7 +35,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightstep.optimizer.arrivals import Arrivals
+from lightstep.optimizer.arrivals import Arrivals, second_gradient
 from lightstep.optimizer.group_values import GroupValues
 from lightstep.optimizer.link_share import LinkShare, evenly_spaced
 from lightstep.optimizer.schedule import FindWritten, Job, NextForward
@@ -177,11 +177,7 @@ class Overlap(NextForward):
         if gradient is None:
             return
         if item in speculation.used:
-            raise RuntimeError(
-                f"a second gradient of {item.name} arrived in one backward, after it was updated: reentrant activation "
-                "checkpointing does that to parameters that are used several times; use use_reentrant=False, or "
-                "optimizer_state.update: next_forward"
-            )
+            raise second_gradient(item, instead="next_forward")
         seen = item in speculation.gradients
         speculation.gradients[item] = gradient
         layer = self._arrivals.layer_of(item)

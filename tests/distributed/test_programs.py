@@ -87,6 +87,7 @@ class Program(DistributedPair):
             self.read,
             self.edit,
             self.edit_gradients,
+            self.penalty,
             self.reload,
             self.memory,
             self.move,
@@ -201,6 +202,19 @@ class Program(DistributedPair):
             else:
                 parameter.grad = parameter.grad * factor
             sums[replica] = sums[replica] * factor
+
+    def penalty(self) -> None:
+        """A backward of the shards themselves, which FSDP2 has no part in."""
+        if not self.alike or not self.reduced:
+            return
+        named = [found for found in self.named() if found[0] in ("head.weight", "blocks.1.down.weight")]
+        loss = torch.stack([parameter.to_local().sum() for _, parameter, _ in named]).sum()  # type: ignore[attr-defined]
+        by_hand = self.reference.loss_scale.scale == 1 and self.chance.random() < 0.5
+        loss.backward() if by_hand else self.optimizer.backward(loss)
+        for _, _, replica in named:
+            gradient = torch.full_like(self.reference.part(replica), self.reference.loss_scale.scale).float()
+            earlier = self.reference.reduced.get(replica)
+            self.reference.reduced[replica] = gradient if earlier is None else earlier + gradient
 
     def reload(self) -> None:
         """Nothing changes."""
