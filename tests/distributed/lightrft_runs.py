@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -59,6 +59,31 @@ def save(rank: int, world_size: int, folder: str, frozen: bool) -> tuple[dict[st
         for group, own in zip(optimizer.param_groups, called, strict=True)
     ]
     return {"state": state, "model": weights, "groups": groups}, called
+
+
+def save_copies(rank: int, world_size: int, folder: str) -> None:
+    """One step of layers that are all alike, of which every rank has a whole copy."""
+    model = torch.nn.Sequential(*(torch.nn.Linear(4, 4, bias=False) for _ in range(4)))
+    fully_shard(model, mesh=init_device_mesh("cpu", (world_size, 1), mesh_dim_names=("replicate", "shard")))
+    masters = {0: [parameter.data.clone() for parameter in model.parameters()]}
+    optimizer = torch.optim.AdamW(masters[0])
+    for number, master in enumerate(masters[0]):
+        master.grad = torch.full_like(master, number)
+    optimizer.step()
+    _write(Path(folder), model, optimizer, masters, rank)
+
+
+def save_groups(rank: int, world_size: int, folder: str) -> None:
+    """``dcp.save`` of a flattened optimizer state, whose settings it divides among the ranks."""
+    model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(3)))
+    fully_shard(model)
+    groups = [{"params": [layer.weight for layer in model], "lr": 0.1}, {"params": [layer.bias for layer in model]}]
+    optimizer = torch.optim.AdamW(groups)
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    weights, state = get_state_dict(model, optimizer, options=options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save({"model": weights, "optimizer": state}, checkpoint_id=folder)
 
 
 def _write(folder: Path, model: Any, optimizer: Any, masters: dict[int, list[Any]], rank: int) -> None:

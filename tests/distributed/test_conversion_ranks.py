@@ -16,6 +16,7 @@ import torch
 from lightstep import DynamicLossScale, Strategy
 from lightstep.checkpoint import CheckpointError
 from lightstep.checkpoint.formats import convert_checkpoint, read_checkpoint, scales
+from lightstep.checkpoint.formats.names import read_naming
 from lightstep.checkpoint.formats.state import TrainingState
 from tests.distributed import deepspeed_runs, lightrft_runs
 from tests.distributed.deepspeed_runs import trainable
@@ -324,3 +325,23 @@ def test_a_lightrft_run_continues_under_lightstep(pool: Pool, named: bool, tmp_p
     with pytest.raises(CheckpointError, match="missing: _rank1"):
         convert_checkpoint(source, tmp_path / "x", "lightstep")
     assert not (tmp_path / "x").exists()
+
+
+def test_the_order_in_which_ranks_wrote_names_no_parameters(pool: Pool, tmp_path: Path) -> None:
+    """``dcp.save`` divides what all ranks have among them, and lists one rank's tensors after the other's."""
+    pool.run(lightrft_runs.save_copies, 2, folder=str(tmp_path / "step_1"))
+    with pytest.raises(CheckpointError, match=r"does not name them\. Pass --names FILE"):
+        read_checkpoint(tmp_path / "step_1")
+    (tmp_path / "names.json").write_text(json.dumps([f"{number}.weight" for number in range(4)]))
+    state = read_checkpoint(tmp_path / "step_1", read_naming(None, tmp_path / "names.json"))
+    for number in range(4):
+        expected = torch.full((4, 4), 0.1 * number)
+        assert torch.allclose(state.entries[f"{number}.weight"]["exp_avg"].read(), expected), number
+
+
+def test_groups_that_several_ranks_wrote_are_as_many_as_there_were(pool: Pool, tmp_path: Path) -> None:
+    pool.run(lightrft_runs.save_groups, 3, folder=str(tmp_path / "dcp"))
+    state = read_checkpoint(tmp_path / "dcp")
+    found = sorted((group.settings["lr"], sorted(group.names)) for group in state.groups or ())
+    kinds = ((1e-3, "bias"), (0.1, "weight"))
+    assert found == [(lr, [f"{number}.{kind}" for number in range(3)]) for lr, kind in kinds]

@@ -14,11 +14,13 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from torch import Tensor
+from safetensors.torch import save_file
+from torch import Tensor, nn
 from typer.testing import CliRunner
 
 from lightstep.checkpoint import CheckpointError
 from lightstep.checkpoint.formats import convert, convert_checkpoint, describe_checkpoint, read_checkpoint
+from lightstep.checkpoint.formats.names import read_naming
 from lightstep.checkpoint.formats.state import Group, LazyTensor, TrainingState
 from lightstep.cli import app
 from lightstep.config import LossScaleConfig, parse_config
@@ -337,6 +339,26 @@ def test_a_checkpoint_of_trainer_is_read_without_being_told_the_names(tmp_path: 
         found = {key: value.read() for key, value in state.entries[name].items()}
         assert not differences(found, dict(optimizer.state[parameter])), name
         assert torch.equal(state.weights[name].read(), parameter)
+
+
+def test_the_order_of_safetensors_names_no_parameters(tmp_path: Path) -> None:
+    """They are sorted by name, ``layers.10`` before ``layers.2``: no order of a model."""
+    model = nn.Module()
+    model.layers = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(11))
+    optimizer = torch.optim.AdamW(model.parameters())
+    for number, parameter in enumerate(model.parameters()):
+        parameter.grad = torch.full((4, 4), float(number))
+    optimizer.step()
+    folder = tmp_path / "checkpoint-1"
+    folder.mkdir()
+    save_file(model.state_dict(), folder / "model.safetensors", metadata={"format": "pt"})
+    torch.save(optimizer.state_dict(), folder / "optimizer.pt")
+    with pytest.raises(CheckpointError, match=r"does not name them\. Pass --names FILE"):
+        read_checkpoint(folder)
+    (tmp_path / "names.json").write_text(json.dumps([name for name, _ in model.named_parameters()]))
+    state = read_checkpoint(folder, read_naming(None, tmp_path / "names.json"))
+    for name, parameter in model.named_parameters():
+        assert torch.equal(state.entries[name]["exp_avg"].read(), optimizer.state[parameter]["exp_avg"]), name
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------------

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import io
 import pickle
+import re
+from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -18,10 +20,13 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMe
 from lightstep.checkpoint.errors import CheckpointError, error_text, list_names
 from lightstep.checkpoint.formats.from_lightstep import lazy
 from lightstep.checkpoint.formats.state import Group, LazyTensor, TrainingState, max_step, step_tensor
+from lightstep.checkpoint.optimizer_content import same_settings
 from lightstep.checkpoint.tensors import Chunk, StoredTensor
 from lightstep.optimizer.param_groups import clean_name
 
 METADATA = ".metadata"
+_LISTED = re.compile(r"param_groups\.\d+\.params(\.\d+)?")
+"""A key of groups that are a list. Flattened ones have a parameter's name in place of the number."""
 _MODEL_KEYS, _OPTIMIZER_KEYS = ("model", "app.model"), ("optimizer", "optim", "app.optimizer", "app.optim")
 
 
@@ -33,15 +38,15 @@ def read_dcp(folder: Path) -> TrainingState:
     Raises:
         CheckpointError: a file is missing, or shorter than the index says.
     """
-    values = _values(folder)
+    values, ordered = _values(folder)
     model, optimizer = _part(values, _MODEL_KEYS), _part(values, _OPTIMIZER_KEYS)
     if not model:
         model = {key: value for key, value in values.items() if not _part({key: value}, _OPTIMIZER_KEYS)}
     for name in ("optim_states", "optimizer", "optim"):
         if not optimizer and (folder / name / METADATA).is_file():
-            optimizer = _values(folder / name)
+            optimizer, _ = _values(folder / name)
     weights = {clean_name(key): value for key, value in model.items() if isinstance(value, LazyTensor)}
-    state = TrainingState("torch.distributed.checkpoint", weights)
+    state = TrainingState("torch.distributed.checkpoint", weights, ordered=ordered)
     if optimizer:
         _add_optimizer(state, optimizer)
     return state
@@ -56,20 +61,27 @@ def _part(values: dict[str, Any], prefixes: tuple[str, ...]) -> dict[str, Any]:
     return {}
 
 
-def _values(folder: Path) -> dict[str, Any]:
-    """Lazy tensors and plain values by their dotted keys."""
+def _values(folder: Path) -> tuple[dict[str, Any], bool]:
+    """Lazy tensors and plain values by their dotted keys, and whether tensors are in the order of the state dict.
+
+    They are if the first rank wrote a part of each. ``dcp.save`` lists the tensors of one rank after those of another,
+    and divides what all ranks have among them.
+    """
     metadata = _read_metadata(folder / METADATA)
     _check_files(folder, metadata)
+    ordered = True
     values: dict[str, Any] = {}
     for key, stored in metadata.state_dict_metadata.items():
         if isinstance(stored, TensorStorageMetadata):
-            values[key] = lazy(folder, key, {key: _stored(key, stored, metadata.storage_data)})
+            found = _stored(key, stored, metadata.storage_data)
+            ordered = ordered and any(chunk.file.startswith("__0_") for chunk in found.chunks)
+            values[key] = lazy(folder, key, {key: found})
         else:
             location = metadata.storage_data[MetadataIndex(key)]
             with (folder / location.relative_path).open("rb") as stream:
                 stream.seek(location.offset)
                 values[key] = torch.load(io.BytesIO(stream.read(location.length)), weights_only=True)
-    return values
+    return values, ordered
 
 
 def _stored(key: str, stored: TensorStorageMetadata, locations: Any) -> StoredTensor:
@@ -142,12 +154,13 @@ def _add_optimizer(state: TrainingState, values: dict[str, Any]) -> None:
     """Add state from ``state.<name>.<entry>``, and groups from ``param_groups``, a list or flattened by parameter."""
     settings: dict[int, dict[str, Any]] = {}
     by_name: dict[str, dict[str, Any]] = {}
+    listed = any(_LISTED.match(key) for key in values)
     for key, value in values.items():
         kind, _, rest = key.partition(".")
         if kind == "state":
             name, _, entry = rest.rpartition(".")
             state.entries.setdefault(clean_name(name), {})[entry] = step_tensor(value) if entry == "step" else value
-        elif kind == "param_groups" and rest.split(".")[0].isdigit():
+        elif kind == "param_groups" and listed:
             number, _, setting = rest.partition(".")
             _add_setting(settings.setdefault(int(number), {}), setting, value)
         elif kind == "param_groups":
@@ -156,20 +169,27 @@ def _add_optimizer(state: TrainingState, values: dict[str, Any]) -> None:
     if by_name:
         state.groups = _group_by_settings(by_name)
     else:
-        state.groups = [
-            Group([clean_name(name) for name in group.pop("params")], group) for _, group in sorted(settings.items())
-        ]
+        listed_groups = [_with_lists(group) for _, group in sorted(settings.items())]
+        state.groups = [Group([clean_name(name) for name in group.pop("params")], group) for group in listed_groups]
     state.step = max_step(state.entries.values())
 
 
 def _add_setting(settings: dict[str, Any], key: str, value: Any) -> None:
-    """Add a hyper-parameter. Lists may be flattened: ``betas.0``, ``params.3``."""
+    """Add a hyper-parameter. Lists may be flattened, in any order: ``betas.0``, ``params.3``."""
     value = value.read() if isinstance(value, LazyTensor) else value
     name, _, number = key.partition(".")
     if number:
-        settings.setdefault(name, []).append(value)
+        settings.setdefault(name, {})[int(number)] = value
     else:
         settings[name] = value
+
+
+def _with_lists(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings with flattened lists as lists again."""
+    return {
+        key: [value[number] for number in sorted(value)] if isinstance(value, dict) else value
+        for key, value in settings.items()
+    }
 
 
 def _group_by_settings(by_name: dict[str, dict[str, Any]]) -> list[Group]:
@@ -177,7 +197,7 @@ def _group_by_settings(by_name: dict[str, dict[str, Any]]) -> list[Group]:
     groups: list[Group] = []
     for name, settings in by_name.items():
         plain = {k: v.read() if isinstance(v, LazyTensor) else v for k, v in settings.items() if k != "params"}
-        same = next((group for group in groups if repr(group.settings) == repr(plain)), None)
+        same = next((group for group in groups if same_settings(group.settings, plain)), None)
         if same is None:
             groups.append(Group([name], plain))
         else:

@@ -53,9 +53,9 @@ def read_lightrft(path: Path, naming: Naming) -> TrainingState:
         index: {**_entries(index, contents), MASTER: _concatenated([own[position] for own in masters])}
         for position, index in enumerate(indices)
     }
-    weights = _weights(path)
+    weights, ordered = _weights(path)
     shapes = {name: weight.shape for name, weight in weights.items()}
-    names = name_groups(base["param_groups"], entries_by_index, naming, shapes, [_lightrft_groups])
+    names = name_groups(base["param_groups"], entries_by_index, naming, shapes, [_lightrft_groups], ordered)
     groups = [
         Group(own, {key: value for key, value in group.items() if key not in ("params", "param_names")})
         for own, group in zip(names, base["param_groups"], strict=True)
@@ -141,9 +141,13 @@ def _concatenated(shards: Sequence[Tensor]) -> LazyTensor:
     return LazyTensor(first.dtype, first.shape, lambda: torch.cat(pieces, dim=placement.dim).view(first.shape))
 
 
-def _weights(path: Path) -> dict[str, LazyTensor]:
-    """The model's weights from ``path`` or the folder above; empty if there are none (the masters are used then)."""
-    return next((read_dcp(f).weights for f in (path, path.parent) if (f / METADATA).is_file()), {})
+def _weights(path: Path) -> tuple[dict[str, LazyTensor], bool]:
+    """The model's weights from ``path`` or the folder above, and whether they are in the model's order.
+
+    Empty if there are none (the masters are used then).
+    """
+    found = next((read_dcp(f) for f in (path, path.parent) if (f / METADATA).is_file()), None)
+    return ({}, True) if found is None else (found.weights, found.ordered)
 
 
 def _lightrft_groups(order: list[str]) -> list[list[str]]:

@@ -112,7 +112,7 @@ def add_optimizer(
     shapes = {name: weight.shape for name, weight in state.weights.items()}
     if naming.model is None:
         shapes = {n: s for n, s in shapes.items() if state.weights[n].dtype.is_floating_point}
-    names = name_groups(groups, states, naming, shapes, rules)
+    names = name_groups(groups, states, naming, shapes, rules, state.ordered)
     left_out = ("params", "param_names")
     state.groups = [
         Group(
@@ -157,7 +157,7 @@ def read_trainer_checkpoint(folder: Path, naming: Naming) -> TrainingState:
     Raises:
         CheckpointError: a file is missing or damaged, or the parameters cannot be named.
     """
-    state = TrainingState("transformers Trainer", safetensors_weights(folder))
+    state = TrainingState("transformers Trainer", safetensors_weights(folder), ordered=False)
     if naming.model is None and naming.names is None and (folder / "config.json").is_file():
         naming = Naming(model=read_model(folder))
     if naming.model is not None:
@@ -174,7 +174,7 @@ def read_trainer_checkpoint(folder: Path, naming: Naming) -> TrainingState:
 
 
 def safetensors_weights(folder: Path) -> dict[str, LazyTensor]:
-    """All tensors in ``model.safetensors``, or in the files that the index names.
+    """All tensors in ``model.safetensors``, or in the files that the index names, sorted by name.
 
     Raises:
         CheckpointError: a file is missing or damaged.

@@ -115,6 +115,7 @@ def name_groups(
     naming: Naming,
     weights: Mapping[str, torch.Size],
     rules: Sequence[Grouping] = (),
+    ordered: bool = True,
 ) -> list[list[str]]:
     """The names of each group's parameters.
 
@@ -122,8 +123,9 @@ def name_groups(
         groups: with ``params`` (indices or names), perhaps with ``param_names``.
         states: index -> state entries. Those with dimensions have the parameter's shape.
         naming: what the user passed.
-        weights: name -> shape of the checkpoint's weights, in the model's order.
+        weights: name -> shape of the checkpoint's weights.
         rules: how the library that wrote the checkpoint forms groups.
+        ordered: whether ``weights`` is in the model's order. If it is not, it says nothing about the numbers.
 
     Raises:
         CheckpointError: no order fits; the message says what to pass.
@@ -135,7 +137,7 @@ def name_groups(
     shapes = {**weights, **(naming.model.shapes if naming.model else {})}
     wanted = [[_shape(states.get(index, {})) for index in group["params"]] for group in groups]
     counts = [len(group) for group in wanted]
-    for proposal in _proposals(naming, counts, list(weights), rules):
+    for proposal in _proposals(naming, counts, list(weights) if ordered else None, rules):
         if len(proposal) == len(counts):
             found = [_unique_choice(names, needed, shapes) for names, needed in zip(proposal, wanted, strict=True)]
             if all(names is not None for names in found):
@@ -155,13 +157,19 @@ def _shape(entries: Mapping[str, Any]) -> torch.Size | None:
 
 
 def _proposals(
-    naming: Naming, counts: list[int], weights: list[str], rules: Sequence[Grouping]
+    naming: Naming, counts: list[int], weights: list[str] | None, rules: Sequence[Grouping]
 ) -> list[list[list[str]]]:
-    """Possible names of each group's parameters, which may include names that the optimizer does not have."""
+    """Possible names of each group's parameters, which may include names that the optimizer does not have.
+
+    Args:
+        weights: the names of the checkpoint's weights in the model's order; ``None``: that order is unknown.
+    """
     if naming.names is not None:
         flat = [name for group in naming.names for name in group]
         return [naming.names, _split_by_counts(flat, counts)]
     order = list(naming.model.shapes) if naming.model else weights
+    if order is None:
+        return []
     return [[order], *(rule(order) for rule in rules)] if len(counts) == 1 else [rule(order) for rule in rules]
 
 

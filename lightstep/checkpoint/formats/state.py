@@ -82,6 +82,7 @@ class TrainingState:
         world_size: how many processes wrote the checkpoint, if known.
         optimizer_class: the name of the optimizer's class, if known.
         base: ``name`` and ``shapes`` of the frozen base, if it was not saved.
+        ordered: whether ``weights`` is in the model's order, in which libraries number an optimizer's parameters.
         notes: what could not be converted, one sentence each.
     """
 
@@ -99,6 +100,7 @@ class TrainingState:
     world_size: int | None = None
     optimizer_class: str | None = None
     base: dict[str, Any] | None = None
+    ordered: bool = True
     notes: list[str] = field(default_factory=list)
 
     def optimized(self) -> list[str]:
