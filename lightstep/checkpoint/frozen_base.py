@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from lightstep.sharding.model_names import NamedTensor, unwrap_model
+from lightstep.sharding.prepared_model import PreparedModel
 
 logger = logging.getLogger(__name__)
 
@@ -19,13 +20,21 @@ def has_adapters(model: nn.Module) -> bool:
     return bool(getattr(unwrap_model(model), "peft_config", None))
 
 
-def without_base(tensors: Sequence[NamedTensor], optimizer: torch.optim.Optimizer | None) -> list[NamedTensor]:
-    """All buffers, and the parameters that are trainable or have optimizer state."""
-    state: Mapping[Any, Any] = {} if optimizer is None else optimizer.state
+def without_base(
+    model: nn.Module, tensors: Sequence[NamedTensor], optimizer: torch.optim.Optimizer | None
+) -> list[NamedTensor]:
+    """All buffers, and the parameters that are trainable or have optimizer state.
+
+    Args:
+        optimizer: counts beside the optimizers that a strategy made for the model.
+    """
+    optimizers = [*PreparedModel.of(model).optimizers, *([] if optimizer is None else [optimizer])]
     return [
         named
         for named in tensors
-        if not isinstance(named.tensor, nn.Parameter) or named.tensor.requires_grad or named.tensor in state
+        if not isinstance(named.tensor, nn.Parameter)
+        or named.tensor.requires_grad
+        or any(named.tensor in one.state for one in optimizers)
     ]
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,11 +21,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightstep.checkpoint.errors import CheckpointError, DamagedError, checkpoint_errors, is_damage
+from lightstep.checkpoint.errors import CheckpointError, DamagedError, checkpoint_errors, is_damage, list_names
 from lightstep.checkpoint.frozen_base import warn_if_other_base, without_base
 from lightstep.checkpoint.layout import Manifest, find_checkpoint, is_unchanged, read_manifest, warn_if_unchecked
 from lightstep.checkpoint.matching import Match, match, shard_or_empty
-from lightstep.checkpoint.optimizer_content import OptimizerContent
+from lightstep.checkpoint.optimizer_content import OptimizerContent, stored_entries
 from lightstep.checkpoint.partly_loaded import loading
 from lightstep.checkpoint.pending import wait_for_pending
 from lightstep.checkpoint.ranks import Ranks, Result
@@ -101,7 +101,7 @@ def load_checkpoint(
                 matched = _find_match(location(path), destination, ranks)  # another process has replaced it
             if optimizer is None or matched.saved.optimizer is None:
                 _refresh_masters(optimizers, path)
-            _restart_missing_averages(model, matched.saved.index)
+            _restart_missing_averages(matched.saved, destination)
     if matched.saved.base is not None:
         warn_if_other_base(model, matched.saved.base)
     logger.info("loaded %s", path)
@@ -209,16 +209,32 @@ def _read(folder: Path, manifest: Manifest, destination: _Destination) -> Match:
 def _match(saved: SavedCheckpoint, destination: _Destination) -> Match:
     if destination.trainable_only is False and saved.base is not None:
         raise CheckpointError("it holds only what was trained, and trainable_only=False asks for the base too")
-    skip: set[str] = set()
-    if destination.trainable_only:
-        optimizer = None if destination.optimizer is None else destination.optimizer.optimizer
-        trained = {named.name for named in without_base(destination.tensors, optimizer)}
-        skip = {named.name for named in destination.tensors} - trained
+    skip = _base(saved, destination) if destination.trainable_only else set()
     matched = match(saved, destination.tensors, destination.optimizer, destination.all_names, skip)
-    for name, tensor in averaged_weights(destination.model).items():
-        if (key := average_key(name)) in saved.index:
+    for named, tensor in averaged_weights(destination.model, destination.tensors):
+        if (key := _stored_average(saved, named)) is not None:
             matched.tensors.append(Target(key, shard_or_empty(tensor), partial(local_tensor, tensor)))
     return matched
+
+
+def _base(saved: SavedCheckpoint, destination: _Destination) -> set[str]:
+    """The names of the model's frozen base: what neither the run that was saved nor this one has trained."""
+    if saved.base is not None:  # it was left out of the checkpoint
+        return set()
+    optimizer = None if destination.optimizer is None else destination.optimizer.optimizer
+    trained = {named.name for named in without_base(destination.model, destination.tensors, optimizer)}
+    updated = stored_entries(saved.index).keys() | (saved.optimizer or {}).get("values", {}).keys()
+    return {
+        named.name
+        for named in destination.tensors
+        if named.name not in trained and updated.isdisjoint(saved.aliases.get(name, name) for name in named.names)
+    }
+
+
+def _stored_average(saved: SavedCheckpoint, named: NamedTensor) -> str | None:
+    """The key of the tensor's average in the checkpoint; ``None`` if it has none."""
+    keys = (average_key(saved.aliases.get(name, name)) for name in named.names)
+    return next((key for key in keys if key in saved.index), None)
 
 
 def _dry_run(matched: Match) -> None:
@@ -228,6 +244,8 @@ def _dry_run(matched: Match) -> None:
         CheckpointError: something cannot be read, or optimizer state has NaN.
     """
     saved, optimizer = matched.saved, matched.optimizer
+    for named, names in matched.tied:
+        _refuse_different(saved, named, names)
     targets = [_discarding(target, saved.index[target.key]) for target in matched.tensors]
     if optimizer is not None and saved.optimizer is not None:
         values, saved_names = saved.optimizer["values"], matched.saved_names
@@ -241,6 +259,22 @@ def _dry_run(matched: Match) -> None:
     matched.cache = ChunkCache(_cache_bytes())
     read_tensors(saved.data, saved.index, targets, matched.cache)
     matched.cache.close()
+
+
+def _refuse_different(saved: SavedCheckpoint, named: NamedTensor, names: Sequence[str]) -> None:
+    """Raise :class:`CheckpointError` if tensors of the checkpoint differ that are one (tied) in the model."""
+    values: list[Tensor] = []
+    shard = shard_or_empty(named.tensor)
+    for name in names:
+        stored = saved.index[f"model.{name}"]
+        read = partial(torch.empty, shard.lengths, dtype=stored.dtype)
+        if stored.shape == shard.shape:
+            read_tensors(saved.data, saved.index, [Target(f"model.{name}", shard, read, values.append)])
+    if len(values) < len(names) or not all(torch.equal(values[0], value) for value in values[1:]):
+        raise CheckpointError(
+            f"it belongs to another model ({list_names(names)} are tied in the model, and in the checkpoint they have "
+            "different values): load it into a model that does not tie them"
+        )
 
 
 def _cache_bytes() -> int:
@@ -267,7 +301,7 @@ def _apply(matched: Match, destination: _Destination, rank: int) -> None:
             _apply_optimizer(matched, optimizer)
     set_extra_states(destination.model, saved.state.get("modules") or {})
     if destination.scheduler is not None:
-        apply_scheduler(saved.state.get("scheduler"), destination.scheduler)
+        apply_scheduler(saved.state.get("scheduler"), destination.scheduler, saved.manifest.get("scheduler"))
     states = saved.state.get("random") or []
     if optimizer is not None and saved.optimizer is not None and rank < len(states):
         set_random_states(states[rank])
@@ -295,11 +329,12 @@ def _apply_optimizer(matched: Match, optimizer: OptimizerContent) -> None:
         loss_scale.load_state_dict(saved["loss_scale"])
 
 
-def _restart_missing_averages(model: nn.Module, index: Collection[str]) -> None:
+def _restart_missing_averages(saved: SavedCheckpoint, destination: _Destination) -> None:
     """Restart the averages of weights that were saved without one."""
-    average = PreparedModel.of(model).average
+    average = PreparedModel.of(destination.model).average
     if average is not None:
-        average.restart(name for name in average.tensors if average_key(name) not in index)
+        with_average = averaged_weights(destination.model, destination.tensors)
+        average.restart(named.model_name for named, _ in with_average if _stored_average(saved, named) is None)
 
 
 def _refresh_masters(optimizers: Iterable[Any], path: Any) -> None:
@@ -353,14 +388,18 @@ class _ParameterLoader:
             self._entries = {}
 
 
-def apply_scheduler(state: Any, scheduler: Any) -> None:
+def apply_scheduler(state: Any, scheduler: Any, saved_class: str | None = None) -> None:
     """Load a scheduler's state, or warn that the checkpoint has none for it.
 
-    torch's schedulers accept any mapping. With the state of a DeepSpeed scheduler they would start again, or fail.
+    torch's schedulers accept any mapping. With the state of a DeepSpeed scheduler they would start again, or fail; with
+    that of another class of torch they would mix the settings of both.
+
+    Args:
+        saved_class: the name of the class that was saved, if it is known.
     """
     if state is None:
         logger.warning("the checkpoint holds no scheduler state; the scheduler starts where it is")
-    elif _share_no_key(state, scheduler.state_dict()):
+    elif _is_of_another_kind(state, scheduler, saved_class):
         logger.warning(
             "the checkpoint's scheduler state is not of a %s (it has %s); the scheduler starts where it is",
             type(scheduler).__name__,
@@ -370,6 +409,10 @@ def apply_scheduler(state: Any, scheduler: Any) -> None:
         scheduler.load_state_dict(state)
 
 
-def _share_no_key(one: Any, other: Any) -> bool:
-    mappings = isinstance(one, Mapping) and isinstance(other, Mapping)
-    return mappings and bool(one) and bool(other) and set(one).isdisjoint(other)
+def _is_of_another_kind(state: Any, scheduler: Any, saved_class: str | None) -> bool:
+    """Whether no key of the state is the scheduler's; for another class, whether any key is not."""
+    own = scheduler.state_dict()
+    if not (isinstance(state, Mapping) and isinstance(own, Mapping) and state and own):
+        return False
+    renamed = saved_class is not None and saved_class != type(scheduler).__name__
+    return set(state).isdisjoint(own) or (renamed and set(state) != set(own))

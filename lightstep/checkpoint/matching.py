@@ -17,6 +17,8 @@ from lightstep.distributed import local_tensor
 from lightstep.sharding.model_names import NamedTensor
 
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
+_UNSIGNED = {torch.uint16, torch.uint32, torch.uint64}
+"""torch promotes these to no other dtype."""
 _NAMES_SHOWN = 8
 
 
@@ -34,6 +36,8 @@ class Match:
     """For each of the optimizer's groups, the saved group whose hyper-parameters it takes; -1: none."""
     saved_names: dict[str, str] = field(default_factory=dict)
     """Parameter of the optimizer → its name in the checkpoint."""
+    tied: list[tuple[NamedTensor, list[str]]] = field(default_factory=list)
+    """Tensors that were several in the run that was saved, and the names there. They must be equal."""
     cache: ChunkCache = field(default_factory=ChunkCache)
     """Chunks that have been read."""
 
@@ -64,7 +68,10 @@ def match(
     if optimizer is not None and saved.optimizer is not None:
         optimized, frozen = (set().union(*(names[kind] for names in all_names)) for kind in ("optimizer", "frozen"))
         _match_optimizer(matched, saved, optimizer, optimized, frozen)
-    matched.tensors = [_model_target(saved, named, name, matched) for named, name in found if named.name not in skip]
+    read = [(named, name) for named, name in found if named.name not in skip]
+    matched.tensors = [_model_target(saved, named, name, matched) for named, name in read]
+    stored = [(named, [name for name in named.names if f"model.{name}" in saved.index]) for named, _ in read]
+    matched.tied = [(named, names) for named, names in stored if len(names) > 1]
     return matched
 
 
@@ -87,10 +94,19 @@ def _find_tensors(
             different.append(f"{named.name} is {shape} in the checkpoint and {list(tensor.shape)} in the model")
         if name is None or stored is None:
             continue
-        if stored.dtype.is_floating_point != tensor.dtype.is_floating_point:
+        if not _can_hold(tensor.dtype, stored.dtype):
             different.append(f"{named.name} is {stored.dtype} in the checkpoint and {tensor.dtype} in the model")
         found.append((named, name))
     return found, missing, different
+
+
+def _can_hold(dtype: torch.dtype, stored: torch.dtype) -> bool:
+    """Whether values are loaded into ``dtype``: floating-point numbers are rounded, all others must fit."""
+    if dtype.is_floating_point and stored.is_floating_point:
+        return True
+    if dtype.is_floating_point or stored.is_floating_point or {dtype, stored} & _UNSIGNED:
+        return dtype == stored
+    return torch.promote_types(dtype, stored) == dtype
 
 
 def _raise_differences(what: str, missing: Sequence[str], unexpected: Sequence[str], different: Sequence[str]) -> None:

@@ -115,8 +115,8 @@ def save_checkpoint(
         else:
             content.sources += [
                 source
-                for name, tensor in averaged_weights(model).items()
-                for source in _sources(average_key(name), tensor)
+                for named, tensor in averaged_weights(model, tensors)
+                for source in _sources(average_key(named.name), tensor)
             ]
         retention = Retention(keep_last, keep_every, weights_only=saved_optimizer is None)
         plan = _Plan(path, content, share(content.sources, ranks), retention)
@@ -265,7 +265,7 @@ def _collect(
     content = _Content([], state, {"scheduler": None if scheduler is None else type(scheduler).__name__})
     saved = tensors
     if trainable_only or (trainable_only is None and has_adapters(model)):
-        saved = without_base(tensors, optimizer)
+        saved = without_base(model, tensors, optimizer)
         content.manifest["base"] = describe_base(model, tensors, saved)
     content.sources = [source for named in saved for source in _sources(f"model.{named.name}", named.tensor)]
     content.rank_values = {
@@ -294,10 +294,11 @@ def _collect_optimizer(content: _Content, optimizer: OptimizerContent) -> None:
     content.rank_values |= {"values": values, "groups": optimizer.groups}
 
 
-def averaged_weights(model: nn.Module) -> Mapping[str, Tensor]:
-    """The averages of the model's weights by name; empty if none are kept."""
+def averaged_weights(model: nn.Module, tensors: Iterable[NamedTensor]) -> list[tuple[NamedTensor, Tensor]]:
+    """Each of the model's ``tensors`` that has an average, and the average."""
     average = PreparedModel.of(model).average
-    return {} if average is None else average.tensors
+    averages = {} if average is None else average.tensors
+    return [(named, averages[named.model_name]) for named in tensors if named.model_name in averages]
 
 
 def average_key(name: str) -> str:

@@ -107,7 +107,7 @@ def load_checkpoint(
         with loading(model, [optimizer], path):
             ranks.together(lambda: _load_engine(folder, tag, optimizer, weights_only))
             ranks.together(lambda: refuse_replaced(folder, manifest))
-            ranks.together(lambda: _apply(state, model, optimizer, scheduler, ranks.rank, weights_only))
+            ranks.together(lambda: _apply(manifest, state, model, optimizer, scheduler, ranks.rank, weights_only))
     logger.info("loaded %s", path)
     return dict(state.get("extra") or {})
 
@@ -313,6 +313,7 @@ def _load_engine(folder: Path, tag: str, optimizer: DeepSpeedOptimizer, weights_
 
 
 def _apply(
+    manifest: Mapping[str, Any],
     state: Mapping[str, Any],
     model: nn.Module,
     optimizer: DeepSpeedOptimizer,
@@ -328,4 +329,4 @@ def _apply(
             set_random_states(state["random"][rank])
     optimizer.after_load()
     if scheduler is not None:
-        apply_scheduler(state.get("scheduler"), scheduler)
+        apply_scheduler(state.get("scheduler"), scheduler, manifest.get("scheduler"))

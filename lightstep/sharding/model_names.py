@@ -23,14 +23,21 @@ class NamedTensor:
     Attributes:
         names: its names in the model, several if weights are tied. The first one is used for saving.
         tensor: the live (D)Tensor itself.
+        number: what :func:`numbered` has added to the names.
     """
 
     names: tuple[str, ...]
     tensor: Tensor
+    number: str = ""
 
     @property
     def name(self) -> str:
         return self.names[0]
+
+    @property
+    def model_name(self) -> str:
+        """The first name in the model of this rank."""
+        return self.name.removesuffix(self.number)
 
 
 def unwrap_model(model: nn.Module) -> nn.Module:
@@ -82,7 +89,7 @@ def numbered(tensors: Iterable[NamedTensor], several: Mapping[str, list[tuple[in
 
 def _numbered(named: NamedTensor, parts: list[tuple[int, ...]]) -> NamedTensor:
     number = f"[{parts.index(mesh_ranks(named.tensor))} of {len(parts)}]"
-    return NamedTensor(tuple(f"{name}{number}" for name in named.names), named.tensor)
+    return NamedTensor(tuple(f"{name}{number}" for name in named.names), named.tensor, number)
 
 
 def extra_states(model: nn.Module) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import lightstep
-from lightstep import CheckpointError
+from lightstep import CheckpointError, WeightAverage
 from lightstep.distributed import local_tensor
 from tests.distributed.models import TinyTransformer, loss_of, tiny_llama
 from tests.distributed.ranks import Pool
@@ -273,11 +273,15 @@ def expert_run(rank: int, world_size: int, kind: str, seed: int, steps: int) -> 
 
 
 def check_experts(rank: int, world_size: int, folder: str, kind: str) -> None:
-    """Each rank gets its own expert back; a folder of weights has no room for all of them."""
+    """Each rank gets its own expert and its average back; a folder of weights has no room for all of them."""
     strategy, model, optimizer = expert_run(rank, world_size, kind, seed=0, steps=2)
+    average = WeightAverage(model)
     strategy.save_checkpoint(Path(folder, "all"), model, optimizer)
     again, other, fresh = expert_run(rank, world_size, kind, seed=1, steps=1)
+    restored = WeightAverage(other)
     again.load_checkpoint(Path(folder, "all"), other, fresh)
+    for name, tensor in average.tensors.items():
+        assert torch.equal(local_tensor(restored.tensors[name]), local_tensor(tensor)), name
     check_content(f"{kind} on rank {rank}", other.content(fresh), model.content(optimizer))
     assert not Path(folder, "weights").exists()
     with pytest.raises(CheckpointError, match=r"weights was not exported.*expert is another tensor on ranks"):

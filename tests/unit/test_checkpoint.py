@@ -417,6 +417,31 @@ def test_tied_weights_are_saved_once_and_load_into_untied_ones(tmp_path: Path) -
     assert torch.equal(target.embed.weight, source.embed.weight)
 
 
+def test_untied_weights_load_into_tied_ones_if_they_are_equal(tmp_path: Path) -> None:
+    source, target = Tied(tie=False), Tied()
+    save_checkpoint(tmp_path / "a", source)
+    before = target.embed.weight.clone()
+    with pytest.raises(CheckpointError, match=r"embed\.weight, head\.weight are tied in the model, and in the"):
+        load_checkpoint(tmp_path / "a", target)
+    assert torch.equal(target.embed.weight, before)
+    source.head.weight.data.copy_(source.embed.weight)
+    save_checkpoint(tmp_path / "b", source)
+    load_checkpoint(tmp_path / "b", target)
+    assert torch.equal(target.head.weight, source.head.weight)
+
+
+def test_whole_numbers_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    source, target = small_model(), small_model()
+    source[1].num_batches_tracked.fill_(300)
+    save_checkpoint(tmp_path / "a", source)
+    target[1].num_batches_tracked = target[1].num_batches_tracked.to(torch.uint8)
+    with pytest.raises(CheckpointError, match=r"tracked is torch\.int64 in the checkpoint and torch\.uint8 in the"):
+        load_checkpoint(tmp_path / "a", target)
+    save_checkpoint(tmp_path / "b", target)
+    load_checkpoint(tmp_path / "b", source)
+    assert source[1].num_batches_tracked == 0
+
+
 def test_module_extra_state_comes_back(tmp_path: Path) -> None:
     class Counting(nn.Linear):
         calls = 0
@@ -578,6 +603,28 @@ def test_a_state_of_another_librarys_scheduler_is_left_alone(
     strategy.load_checkpoint(tmp_path / "a", model, optimizer, scheduler)
     assert scheduler.state_dict() == before
     assert f"not of a {name} (it has last_batch_iteration); the scheduler starts where it is" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["LambdaLR", "OneCycleLR"])
+def test_a_scheduler_of_another_class_is_left_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    strategy, model, optimizer = trained(steps=1)
+    strategy.save_checkpoint(tmp_path / "a", model, optimizer, SCHEDULERS["MultiStepLR"](optimizer))
+    strategy.load_checkpoint(tmp_path / "a", model, optimizer, SCHEDULERS["MultiStepLR"](optimizer))
+    assert not caplog.records
+    scheduler = SCHEDULERS[name](optimizer)
+    before = scheduler.state_dict()
+    strategy.load_checkpoint(tmp_path / "a", model, optimizer, scheduler)
+    assert scheduler.state_dict() == before
+    assert f"is not of a {name} (it has " in caplog.text
+
+    class Renamed(MultiStepLR):
+        """The same schedule."""
+
+    scheduler = Renamed(optimizer, [5])
+    strategy.load_checkpoint(tmp_path / "a", model, optimizer, scheduler)
+    assert scheduler.milestones == {2: 1, 4: 1}
 
 
 # -- malice ------------------------------------------------------------------------------------------------------------

@@ -673,3 +673,20 @@ def test_what_was_trained_and_is_frozen_now_is_saved(tmp_path: Path) -> None:
     model.adapter.weight.requires_grad_(False)
     strategy.save_checkpoint(tmp_path / "a", model, optimizer)
     assert "adapter.weight" in stored_names(tmp_path / "a")
+    strategy.save_checkpoint(tmp_path / "weights", model, optimizer, weights_only=True)
+    strategy.save_checkpoint(tmp_path / "model", model)
+    assert {"adapter.weight"} <= stored_names(tmp_path / "weights") & stored_names(tmp_path / "model")
+
+
+def test_what_was_trained_and_is_frozen_now_is_loaded(tmp_path: Path) -> None:
+    strategy, model, optimizer = adapted(2)
+    model.adapter.weight.requires_grad_(False)
+    strategy.save_checkpoint(tmp_path / "trained", model, optimizer)
+    strategy.save_checkpoint(tmp_path / "whole", model, optimizer, trainable_only=False)
+    for name in ("trained", "whole"):
+        other, model2, optimizer2 = adapted(0, seed=5)
+        model2.adapter.weight.requires_grad_(False)
+        frozen = model2.base.weight.clone()
+        other.load_checkpoint(tmp_path / name, model2, optimizer2, trainable_only=True)
+        assert torch.equal(model2.adapter.weight, model.adapter.weight), name
+        assert torch.equal(model2.base.weight, frozen), name
