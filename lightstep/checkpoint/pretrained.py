@@ -7,6 +7,7 @@ index does not list, and supports no alternative names (``base_model_prefix``, t
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -15,20 +16,32 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from lightstep.checkpoint.errors import list_names
 from lightstep.checkpoint.partly_loaded import loading
 from lightstep.checkpoint.tensors import shard_of
-from lightstep.distributed import local_tensor
+from lightstep.distributed import local_tensor, rank
 from lightstep.sharding.model_names import NamedTensor, named_tensors
 from lightstep.sharding.prepared_model import PreparedModel
 
+logger = logging.getLogger(__name__)
+
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+_FLOATS = ("F64", "F32", "F16", "BF16")
+"""Dtypes in files whose values are the weights. Those of quantised weights need scales."""
+_ROWS = 4096
+"""Rows that are compared at a time."""
+
+
+class TiedWeightsDifferError(ValueError):
+    """A folder has different values for weights that the model ties."""
 
 
 def load_pretrained(model: nn.Module, folder: str | Path) -> None:
     """Fill the model's tensors from ``model.safetensors`` or from the files in ``model.safetensors.index.json``.
 
     There is no communication, and a rank reads only its own shards. Values are cast to the model's dtypes. Names in the
-    files may be with or without the model's ``base_model_prefix``. For tied weights one of the names is enough.
+    files may be with or without the model's ``base_model_prefix``. For tied weights one of the names is enough. Names
+    that the model does not have are logged.
 
     Args:
         model: sharded or not, not on the meta device.
@@ -36,11 +49,13 @@ def load_pretrained(model: nn.Module, folder: str | Path) -> None:
 
     Raises:
         FileNotFoundError: no safetensors file in ``folder``.
-        ValueError: a parameter is not in the files, or has another shape there. Nothing has been changed. After any
-            other error the model cannot be saved, and its optimizers' ``step()`` raises.
+        ValueError: a parameter is not in the files, has another shape there or is quantised, or tied weights differ.
+            Nothing has been changed. After any other error the model cannot be saved, and its optimizers' ``step()``
+            raises.
     """
     folder = Path(folder)
     files, wanted = find_tensors(model, folder)
+    warn_of_unused(model, folder, files)
     with loading(model, PreparedModel.of(model).optimizers, folder, weights_only=True):
         _read(folder, files, wanted)
 
@@ -58,21 +73,40 @@ def find_tensors(
     """
     files = _files(folder)
     wanted = {}
-    missing = []
+    missing, tied = [], []
     for named in named_tensors(model):
-        key = next((key for key in _possible_names(named, model) if key in files), None)
-        if key is not None:
-            wanted[key] = named.tensor
+        keys = _names_in_files(named, model, files)
+        if keys:
+            wanted[keys[0]] = named.tensor
         elif isinstance(named.tensor, nn.Parameter):
             missing.append(named.name)
+        tied += [(keys[0], other) for other in keys[1:]]
     if missing:
         raise ValueError(
             f"{folder} has no {', '.join(missing[:5])}{' …' if len(missing) > 5 else ''} "
             f"({len(missing)} of the model's parameters; {len(files)} tensors are there); where transformers converts "
             "names, call from_pretrained on rank 0 and build the model on the meta device on the others"
         )
-    _check_shapes(folder, files, {key: shape_of(tensor) for key, tensor in wanted.items()})
+    _check_tensors(folder, files, wanted, shape_of)
+    for one, other in tied:
+        _refuse_different(folder, files, one, other)
     return files, wanted
+
+
+def warn_of_unused(model: nn.Module, folder: Path, files: Mapping[str, str]) -> None:
+    """Log a warning on the first rank if the folder has tensors that the model does not have."""
+    if rank() != 0:
+        return
+    used = {key for named in named_tensors(model) for key in _names_in_files(named, model, files)}
+    unused = sorted(files.keys() - used)
+    if unused:
+        logger.warning(
+            "%d of the %d tensors in %s are not the model's and were not loaded: %s",
+            len(unused),
+            len(files),
+            folder,
+            list_names(unused),
+        )
 
 
 def _files(folder: Path) -> dict[str, str]:
@@ -86,22 +120,53 @@ def _files(folder: Path) -> dict[str, str]:
     raise FileNotFoundError(f"{folder} has neither {_SINGLE} nor {_INDEX}: it is not a folder of safetensors weights")
 
 
-def _possible_names(named: NamedTensor, model: nn.Module) -> Iterable[str]:
+def _names_in_files(named: NamedTensor, model: nn.Module, files: Mapping[str, str]) -> list[str]:
+    """The names in the files of a tensor, several if weights that the model ties were saved under each name."""
+    found = (next((key for key in _possible_names(name, model) if key in files), None) for name in named.names)
+    return list(dict.fromkeys(key for key in found if key is not None))
+
+
+def _possible_names(name: str, model: nn.Module) -> Iterable[str]:
     """The names a tensor may have in the files."""
     prefix = getattr(model, "base_model_prefix", "")
-    for name in named.names:
-        yield name
-        if prefix:
-            yield name.removeprefix(f"{prefix}.") if name.startswith(f"{prefix}.") else f"{prefix}.{name}"
+    yield name
+    if prefix:
+        yield name.removeprefix(f"{prefix}.") if name.startswith(f"{prefix}.") else f"{prefix}.{name}"
 
 
-def _check_shapes(folder: Path, files: Mapping[str, str], wanted: Mapping[str, torch.Size]) -> None:
+def _check_tensors(
+    folder: Path, files: Mapping[str, str], wanted: Mapping[str, Tensor], shape_of: Callable[[Tensor], torch.Size]
+) -> None:
+    """Raise ``ValueError`` if tensors have other shapes in the files, or are quantised."""
     for file, keys in _by_file(files, wanted).items():
         with safe_open(folder / file, framework="pt") as opened:
             for key in keys:
-                found, expected = list(opened.get_slice(key).get_shape()), list(wanted[key])
+                stored, tensor = opened.get_slice(key), wanted[key]
+                found, expected, dtype = list(stored.get_shape()), list(shape_of(tensor)), stored.get_dtype()
                 if found != expected:
                     raise ValueError(f"{folder / file}: {key} has shape {found}, the model's has {expected}")
+                if tensor.is_floating_point() and dtype not in _FLOATS:
+                    raise ValueError(
+                        f"{folder / file}: {key} is quantised ({dtype}), and {', '.join(_FLOATS)} are loaded; load the "
+                        "folder with from_pretrained, dequantised, and pass the model"
+                    )
+
+
+def _refuse_different(folder: Path, files: Mapping[str, str], one: str, other: str) -> None:
+    """Raise :class:`TiedWeightsDifferError` if two tensors of the files are not equal."""
+    with (
+        safe_open(folder / files[one], framework="pt") as first,
+        safe_open(folder / files[other], framework="pt") as second,
+    ):
+        parts = first.get_slice(one), second.get_slice(other)
+        shapes = [list(part.get_shape()) for part in parts]
+        rows = [slice(start, start + _ROWS) for start in range(0, shapes[0][0], _ROWS)] if shapes[0] else [...]
+        equal = shapes[0] == shapes[1] and all(torch.equal(parts[0][part], parts[1][part]) for part in rows)
+    if not equal:
+        raise TiedWeightsDifferError(
+            f"{folder}: {one} and {other} have different values, and the model ties them; build the model with "
+            "tie_word_embeddings=False"
+        )
 
 
 def shards_with_other_dtypes(model: nn.Module, folder: str | Path) -> Iterator[tuple[Tensor, Tensor]]:

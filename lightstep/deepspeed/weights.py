@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lightstep.checkpoint.errors import CheckpointError, checkpoint_errors
 from lightstep.checkpoint.export import write_export
-from lightstep.checkpoint.pretrained import find_tensors
+from lightstep.checkpoint.pretrained import find_tensors, warn_of_unused
 from lightstep.checkpoint.ranks import Ranks
 from lightstep.config import ConfigError
 from lightstep.sharding.model_names import NamedTensor, named_tensors, unwrap_model
@@ -111,6 +111,7 @@ def load_pretrained(model: nn.Module, folder: str | Path) -> None:
     ranks = Ranks()
     folder = Path(folder)
     files, wanted = ranks.together(lambda: find_tensors(model, folder, whole_shape))
+    warn_of_unused(model, folder, files)
     for key, tensor in wanted.items():
         with deepspeed.zero.GatheredParameters([tensor], modifier_rank=0):
             if ranks.is_first or not hasattr(tensor, "ds_id"):

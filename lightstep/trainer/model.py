@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, ByT5Tokenizer, GenerationConfig
 
-from lightstep.checkpoint.pretrained import find_tensors
+from lightstep.checkpoint.pretrained import TiedWeightsDifferError, find_tensors
 from lightstep.config import ConfigError
 from lightstep.config_errors import suggest
 from lightstep.trainer.config import Model
@@ -63,6 +63,8 @@ def shardable_weights(model: Model, config: Any) -> Path | None:
     folder = _folder(model.path)
     try:
         find_tensors(make_model(model, config, meta=True), folder)
+    except TiedWeightsDifferError as error:
+        raise ConfigError(f"model.path: {error}, in its config.json") from error
     except (FileNotFoundError, ValueError):
         return None
     return folder

@@ -295,6 +295,35 @@ def test_nothing_is_kept_where_nothing_was_rounded_or_no_master_is_wanted() -> N
     assert set(initial_masters(reference).values()) == {None}
 
 
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(5, 4), nn.Linear(4, 5, bias=False)
+        self.head.weight = self.embed.weight
+
+
+def test_a_folder_with_other_values_for_tied_weights_is_refused(tmp_path: Path) -> None:
+    values = {"embed.weight": torch.zeros(5, 4), "head.weight": torch.ones(5, 4)}
+    save_file(values, tmp_path / "model.safetensors")
+    strategy = lightstep.Strategy.load("fp32")
+    with pytest.raises(ValueError, match=r"embed\.weight and head\.weight have different values, and the model ties"):
+        strategy.prepare_model(Tied(), weights=tmp_path)
+    save_file({name: torch.ones(5, 4) for name in values}, tmp_path / "model.safetensors")
+    assert bool((strategy.prepare_model(Tied(), weights=tmp_path).head.weight == 1).all())
+
+
+def test_quantised_weights_are_refused_and_unused_ones_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    weights = {"weight": torch.ones(2, 2), "bias": torch.ones(2), "weight_scale_inv": torch.ones(1)}
+    save_file(weights, tmp_path / "model.safetensors")
+    strategy = lightstep.Strategy.load("fp32")
+    strategy.prepare_model(nn.Linear(2, 2), weights=tmp_path)
+    assert "1 of the 3 tensors in" in caplog.text and "were not loaded: weight_scale_inv" in caplog.text
+    for dtype in (torch.float8_e4m3fn, torch.int8):
+        save_file({**weights, "weight": torch.ones(2, 2).to(dtype)}, tmp_path / "model.safetensors")
+        with pytest.raises(ValueError, match="weight is quantised"):
+            strategy.prepare_model(nn.Linear(2, 2), weights=tmp_path)
+
+
 def test_masters_start_from_the_fp32_weights_of_a_folder(tmp_path: Path) -> None:
     saved = TinyTransformer()
     save_file({key: value.contiguous() for key, value in saved.state_dict().items()}, tmp_path / "model.safetensors")
