@@ -187,9 +187,12 @@ class DynamicLossScale(LossScale):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore :meth:`state_dict`; the state of a constant scale sets only the scale.
 
-        The scale is clamped to this object's ``[min_scale, max_scale]``.
+        A constant 1 is no scaling, and says nothing about the scale that fp16 needs: it changes nothing. The scale is
+        clamped to this object's ``[min_scale, max_scale]``.
         """
         scale = _positive("scale", float(state_dict["scale"]))
+        if scale == 1 and "good_steps" not in state_dict:
+            return
         self._start = min(max(scale, self.min_scale), self.max_scale)
         self._scale.fill_(self._start)
         self._good_steps.fill_(min(int(state_dict.get("good_steps", 0)), self.growth_interval - 1))

@@ -38,14 +38,19 @@ def check_optimization(config: settings.TrainConfig, device: torch.device) -> No
     Raises:
         ConfigError: as :func:`make_optimizer` and :func:`make_scheduler` do.
     """
-    weight = nn.Parameter(torch.zeros(2, 2, device=device))
     _make_rules(config.optimizer)
     for wanted in config.optimizer.resolved_rules() or [config.optimizer]:
         try:
-            optimizer = optimizer_class(wanted.name)([weight], **_arguments(wanted))
+            optimizer = _small_optimizer(wanted, device)
         except (TypeError, ValueError) as error:
             raise _to_config_error("optimizer", error) from error
     make_scheduler(optimizer, config.scheduler, config.steps)
+
+
+def _small_optimizer(wanted: settings.Optimizer, device: torch.device) -> torch.optim.Optimizer:
+    """The class itself over one small matrix."""
+    weight = nn.Parameter(torch.zeros(2, 2, device=device))
+    return optimizer_class(wanted.name)([weight], **_arguments(wanted))
 
 
 def _make_rules(wanted: settings.Optimizer) -> list[Rule]:
@@ -121,7 +126,9 @@ def apply_changes(
     for number, (group, was, now) in enumerate(groups):
         label = f"optimizer.rules[{number}]" if new.rules else "optimizer"
         changed = _differences(_settings_of(was), _settings_of(now))
-        yield from _changed_group(group, optimizer.defaults, label, changed)
+        if changed:
+            defaults = _small_optimizer(now, group["params"][0].device).defaults
+            yield from _changed_group(group, defaults, label, changed)
         if "lr" in changed:
             learning_rates = True
             group["initial_lr"] = scheduler.base_lrs[number] = now.lr
@@ -129,7 +136,7 @@ def apply_changes(
     schedule = _differences(before.get("scheduler") or {}, after["scheduler"])
     if schedule:
         yield "scheduler, from here on: " + ", ".join(f"{key} {was} → {now}" for key, (was, now) in schedule.items())
-    if learning_rates or schedule:
+    if learning_rates or schedule or before.get("steps") != config.steps:
         _set_learning_rate(optimizer, scheduler)
 
 

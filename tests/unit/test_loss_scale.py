@@ -134,6 +134,15 @@ def test_a_constant_scale_is_constant() -> None:
     assert float(copy.scale) == 1024.0
 
 
+def test_a_run_without_scaling_leaves_a_dynamic_scale_where_it_starts() -> None:
+    """From 1 it would take thousands of steps to the scale that fp16 needs."""
+    loss_scale = DynamicLossScale(init_scale=4096.0)
+    loss_scale.load_state_dict(through_bytes(ConstantLossScale().state_dict()))
+    assert loss_scale.scale == 4096.0
+    loss_scale.load_state_dict(through_bytes(ConstantLossScale(16.0).state_dict()))
+    assert loss_scale.scale == 16.0
+
+
 BAD_DYNAMIC: list[dict[str, Any]] = [
     {"min_scale": 8.0, "max_scale": 4.0},
     {"min_scale": 512.0},

@@ -158,6 +158,18 @@ def test_a_resumed_run_takes_the_files_learning_rate(configured: Callable[..., T
     assert rates[3] == pytest.approx(0.001), "the first step after the resume has it"
 
 
+def test_a_setting_that_is_left_out_after_a_resume_is_the_default_of_its_own_class(
+    configured: Callable[..., TrainConfig], loops: list[Loop]
+) -> None:
+    rules: list[dict[str, Any]] = [{"kinds": "hidden_matrices", "name": "Muon"}, {"kinds": "rest"}]
+    settings = {"weight_decay": 0.3, "arguments": {"betas": [0.8, 0.9]}}
+    _train(configured(steps=1, optimizer={"rules": [rules[0], {**rules[1], **settings}]}))
+    _, said = _train(configured(steps=2, optimizer={"rules": rules}), resume=True)
+    assert "optimizer.rules[1]: weight_decay is 0.01 from here on; until the checkpoint it was 0.3" in said
+    groups = loops[-1].components.optimizer.param_groups
+    assert [group["weight_decay"] for group in groups] == [0.1, 0.01] and groups[1]["betas"] == (0.9, 0.999)
+
+
 @pytest.mark.parametrize(
     ("strategy", "overrides"),
     [
@@ -275,6 +287,24 @@ def test_the_remains_of_a_checkpoint_are_moved_aside(configured: Callable[..., T
     outcome, said = _train(configured(), resume=True)
     assert set(outcome.losses) == {5, 6} and is_complete(folder / "checkpoint-6")
     assert f"it is now {folder / 'checkpoint-6.1'}" in said and (folder / "checkpoint-6.1/state.pt").is_file()
+
+
+def test_a_longer_run_follows_its_schedule_from_the_first_step_on(
+    configured: Callable[..., TrainConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rates: list[float] = []
+    train_step = Loop._train_step
+
+    def recorded(loop: Loop) -> None:
+        train_step(loop)
+        rates.append(loop._unlogged[-1].learning_rate)
+
+    monkeypatch.setattr(Loop, "_train_step", recorded)
+    _train(configured(steps=8, name="whole"))
+    whole, rates[:] = rates[:], []
+    _train(configured(steps=6))
+    _train(configured(steps=8), resume=True)
+    assert rates[6:] == whole[6:] and len(whole) == 8
 
 
 def test_resuming_a_finished_run_says_so_and_a_longer_one_goes_on(configured: Callable[..., TrainConfig]) -> None:
