@@ -133,6 +133,16 @@ class Scheduler(_Frozen):
     arguments: Arguments = {}
     """``scheduler_specific_kwargs``, for example ``{min_lr_rate: 0.1}``."""
 
+    @model_validator(mode="after")
+    def _check_used(self) -> Scheduler:
+        if self.name == "constant" and self.warmup_steps:
+            raise ValueError(
+                f"constant has no warmup_steps ({self.warmup_steps}); set name: constant_with_warmup, or leave them out"
+            )
+        if self.name in ("constant", "constant_with_warmup") and self.arguments:
+            raise ValueError(f"{self.name} takes no arguments ({', '.join(self.arguments)}); leave them out")
+        return self
+
 
 class Ema(_Frozen):
     """An exponential moving average of the weights. A plain number is ``decay``."""
@@ -191,6 +201,10 @@ def _path_from_string(value: Any) -> Any:
 
 def _decay_from_number(value: Any) -> Any:
     return {"decay": value} if isinstance(value, int | float | str) and not isinstance(value, bool) else value
+
+
+_SHORT_FORMS = {"data": _path_from_string, "model": _path_from_string, "ema": _decay_from_number}
+"""Sections that a file may give as one value."""
 
 
 class TrainConfig(_Frozen):
@@ -303,9 +317,8 @@ def _assigned(values: dict[str, Any], assignment: str) -> dict[str, Any]:
         return {**values, "strategy_overrides": {**(values.get("strategy_overrides") or {}), rest: value}}
     if head in StrategyConfig.model_fields and head not in TrainConfig.model_fields:
         raise ConfigError(f"--set {assignment}: {head!r} is a key of the strategy; write --set strategy.{assignment}")
-    for name in ("data", "model"):  # a plain string is the path
-        if head == name and rest and isinstance(values.get(name), str):
-            values = {**values, name: {"path": values[name]}}
+    if rest and head in _SHORT_FORMS:
+        values = {**values, head: _SHORT_FORMS[head](values.get(head))}
     return merge_overrides(values, {key: value})
 
 

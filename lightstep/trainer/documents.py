@@ -13,6 +13,7 @@ from lightstep.config import ConfigError, what_it_holds
 from lightstep.trainer.config import STDLIB, Data
 
 STDLIB_SUFFIXES = (".py", ".pyi", ".rst", ".md", ".txt")
+_JSONL_SUFFIXES = (".jsonl", ".ndjson")
 _SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__"}
 _SNIFFED_BYTES = 8192
 """A file with a zero byte among its first bytes is not text (git and grep use the same rule)."""
@@ -53,13 +54,26 @@ def _read(data: Data) -> Iterator[bytes]:
         raise ConfigError(
             f"data.path {data.path} does not exist; a folder, a text file, a JSONL file or stdlib is needed"
         )
+    _refuse_unused(data, path)
     if path.is_dir():
         return _folder(path, data.suffixes)
     return _file(path, data)
 
 
+def _refuse_unused(data: Data, path: Path) -> None:
+    """Raise :class:`ConfigError` if settings are for another kind of path: a folder's files are read as they are."""
+    if data.text_key != Data.model_fields["text_key"].default and (path.is_dir() or path.suffix not in _JSONL_SUFFIXES):
+        raise ConfigError(
+            f"data.text_key is {data.text_key!r}, the key of the text in one JSONL file, and data.path {data.path} is "
+            f"{'a folder' if path.is_dir() else 'not one'}; give the path of a file {' or '.join(_JSONL_SUFFIXES)}, or "
+            "leave text_key out"
+        )
+    if data.suffixes is not None and not path.is_dir():
+        raise ConfigError(f"data.suffixes selects files of a folder, and data.path {data.path} is a file; leave it out")
+
+
 def _file(path: Path, data: Data) -> Iterator[bytes]:
-    if path.suffix in (".jsonl", ".ndjson"):
+    if path.suffix in _JSONL_SUFFIXES:
         yield from _json_lines(path, data.text_key)
         return
     content = _content(path)

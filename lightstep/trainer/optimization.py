@@ -39,12 +39,22 @@ def check_optimization(config: settings.TrainConfig, device: torch.device) -> No
         ConfigError: as :func:`make_optimizer` and :func:`make_scheduler` do.
     """
     _make_rules(config.optimizer)
+    _refuse_unused(config.optimizer)
     for wanted in config.optimizer.resolved_rules() or [config.optimizer]:
         try:
             optimizer = _small_optimizer(wanted, device)
         except (TypeError, ValueError) as error:
             raise _to_config_error("optimizer", error) from error
     make_scheduler(optimizer, config.scheduler, config.steps)
+
+
+def _refuse_unused(wanted: settings.Optimizer) -> None:
+    """Raise :class:`ConfigError` if settings are for a class that no rule has."""
+    given = [f"optimizer.{key}" for key in ("weight_decay", "arguments") if getattr(wanted, key) not in (None, {})]
+    if given and wanted.rules and all(rule.name not in (None, wanted.name) for rule in wanted.rules):
+        raise ConfigError(
+            f"{' and '.join(given)}: for {wanted.name}, and each of optimizer.rules has another class; give them there"
+        )
 
 
 def _small_optimizer(wanted: settings.Optimizer, device: torch.device) -> torch.optim.Optimizer:

@@ -110,7 +110,19 @@ def test_train_and_resume(file: Path, tmp_path: Path) -> None:
         (["--set", "strategy.clipping.max_norm=0"], "'clipping.max_norm' is 0"),
         (["--set", "strategy.cliping.max_norm=1"], "unknown key 'cliping'"),
         (["--set", "data=nowhere"], "data.path nowhere does not exist"),
-        (["--set", "data.text_key=body", "--set", "data.path=/dev/null"], "data.path /dev/null holds no text"),
+        (["--set", "data=/dev/null"], "data.path /dev/null holds no text"),
+        (
+            ["--set", "data.text_key=body", "--set", "data.path=/dev/null"],
+            "data.text_key is 'body', the key of the text",
+        ),
+        (
+            ["--set", "scheduler={name: constant, warmup_steps: 2}"],
+            "constant has no warmup_steps (2); set name: constant_with_warmup",
+        ),
+        (
+            ["--set", "scheduler={name: constant, arguments: {min_lr: 1}}"],
+            "constant takes no arguments (min_lr)",
+        ),
         (["--set", "model.path=x"], "give either config (a new model) or path"),
         (["--set", "model.config.model_type=3"], "config needs model_type"),
         (["--set", "name=../x"], "'name' is '../x': letters, digits, '_', '.' and '-' are allowed"),
@@ -177,6 +189,12 @@ def test_only_one_rank_of_a_machine_tells(file: Path, monkeypatch: pytest.Monkey
 
 def test_debug_shows_where_an_error_comes_from(file: Path) -> None:
     assert isinstance(_run("train", file, "--set", "data=nowhere", "--debug").exception, lightstep.ConfigError)
+
+
+def test_what_a_short_form_says_stays_when_a_key_is_added(file: Path) -> None:
+    config = load_config(file, None, ["ema=0.9", "ema.every=5", "data.validation=0.1"])
+    assert config.ema is not None and (config.ema.decay, config.ema.every) == (0.9, 5)
+    assert config.data.path.endswith("text.txt")
 
 
 def test_a_strategy_for_each_kind_of_device(file: Path) -> None:

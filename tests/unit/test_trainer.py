@@ -586,6 +586,10 @@ def test_a_model_that_cannot_be_made_is_refused(
         ({"optimizer": {"name": "collections.OrderedDict"}}, "import path of an Optimizer class is needed"),
         ({"optimizer": {"name": "no.such.Thing"}}, "No module named 'no'"),
         ({"batch": {"sequences": 4, "length": 32, "accumulation": 3}}, "multiple of 3"),
+        (
+            {"optimizer": {"weight_decay": 0.1, "rules": [{"kinds": "rest", "name": "SGD"}]}},
+            r"optimizer\.weight_decay: for AdamW, and each of optimizer\.rules has another class",
+        ),
     ],
 )
 def test_optimization_that_cannot_be_set_up_is_refused(

@@ -136,6 +136,17 @@ def test_an_empty_folder_is_refused(tmp_path: Path) -> None:
         split_documents(Data(path=str(tmp_path)))
 
 
+def test_settings_for_another_kind_of_path_are_refused(tmp_path: Path) -> None:
+    for name in ("a.jsonl", "a.txt"):
+        (tmp_path / name).write_text('{"body": "x"}')
+    for path in (tmp_path, tmp_path / "a.txt"):  # a folder's files are read as they are, braces included
+        with pytest.raises(ConfigError, match="text_key is 'body', the key of the text in one JSONL file"):
+            split_documents(Data(path=str(path), text_key="body"))
+    for name in ("a.jsonl", "a.txt"):
+        with pytest.raises(ConfigError, match=r"data\.suffixes selects files of a folder"):
+            split_documents(Data(path=str(tmp_path / name), suffixes=[".txt"]))
+
+
 # -- tokens
 
 
