@@ -62,7 +62,8 @@ def load_checkpoint(
     Called by every rank of ``group``. A checkpoint that is incomplete or damaged, or belongs to another model or
     optimizer, is refused before anything is changed. If loading fails after that (the disk fails), the model cannot be
     saved, and its optimizer raises in ``step()``, until a load succeeds. A pending asynchronous save is waited for.
-    Another process may replace the checkpoint at the same time: the old or the new one is loaded, never a mixture.
+    Gradients that no step has used are dropped: they are of other weights. Another process may replace the checkpoint
+    at the same time: the old or the new one is loaded, never a mixture.
 
     With an ``optimizer``, its state, hyper-parameters and loss scale are loaded bit for bit, and each rank's random
     states are restored (on more ranks than saved it, the additional ones keep theirs). Weights change dtype through
@@ -102,6 +103,8 @@ def load_checkpoint(
             if optimizer is None or matched.saved.optimizer is None:
                 _refresh_masters(optimizers, path)
             _restart_missing_averages(matched.saved, destination)
+            for one in optimizers:
+                one.zero_grad()  # gradients of the weights that were replaced
     if matched.saved.base is not None:
         warn_if_other_base(model, matched.saved.base)
     logger.info("loaded %s", path)

@@ -279,6 +279,8 @@ def _collect(
 
 
 def _collect_optimizer(content: _Content, optimizer: OptimizerContent) -> None:
+    if getattr(optimizer.optimizer, "has_gradients", False):
+        logger.warning("saved between backward() and step(): the gradients of this step are not in the checkpoint")
     sources, values = optimizer.contents()
     content.sources += sources
     hyperparameters = optimizer.hyperparameters()

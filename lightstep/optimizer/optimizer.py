@@ -344,6 +344,12 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         self.engine.broken.mark_loaded(parameter)
 
     @property
+    def has_gradients(self) -> bool:
+        """Whether gradients have arrived on this rank that no step has used."""
+        arrived = (p.grad is not None for group in self.param_groups for p in group["params"])
+        return self.engine.unreduced or self.gradients.delivered or any(arrived)
+
+    @property
     def half_updated(self) -> bool:
         """Whether a step or a load has failed halfway and no checkpoint has been loaded since."""
         return bool(self.engine.broken)

@@ -210,6 +210,30 @@ def test_random_states_go_on(tmp_path: Path) -> None:
     assert draw() != expected, "a model loaded on its own leaves the random states alone"
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_gradients_of_an_unfinished_step_are_in_no_checkpoint(
+    tmp_path: Path, backend: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A save says so; a load drops those of the weights that it replaces."""
+    strategy, model, optimizer = trained(backend=backend)
+    strategy.save_checkpoint(tmp_path / "a", model, optimizer)
+    assert "between backward() and step()" not in caplog.text
+    ends = []
+    for micro_batches in (0, 2):
+        with strategy.accumulate(model, last=False):
+            for micro in range(micro_batches):
+                optimizer.backward(loss_of(model, 7, micro))
+        if micro_batches:
+            strategy.save_checkpoint(tmp_path / "b", model, optimizer)
+            assert "saved between backward() and step()" in caplog.text
+        strategy.load_checkpoint(tmp_path / ("b" if micro_batches else "a"), model, optimizer)
+        optimizer.backward(loss_of(model, 3))
+        optimizer.step()
+        ends.append(everything(model, optimizer))
+        strategy.load_checkpoint(tmp_path / "a", model, optimizer)
+    same_tree("ends", *ends)
+
+
 def test_extra_comes_back(tmp_path: Path) -> None:
     extra = {"epoch": 3, "seen": {"files": ["a", None, True]}, "loss": torch.tensor(0.5), "at": (1, 2.5)}
     save_checkpoint(tmp_path / "a", small_model(), extra=extra)
