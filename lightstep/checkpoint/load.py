@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from lightstep.checkpoint.errors import CheckpointError, DamagedError, checkpoint_errors, is_damage, list_names
 from lightstep.checkpoint.frozen_base import warn_if_other_base, without_base
@@ -87,6 +88,8 @@ def load_checkpoint(
     ranks = Ranks(group)
     wait_for_pending()
     with checkpoint_errors(f"{path} was not loaded"), _suggesting_older(location(path), ranks, optimizer is not None):
+        optimizers = list(PreparedModel.of(model).optimizers) if optimizer is None else [optimizer]
+        ranks.together(lambda: _refuse_unreduced(model, optimizers))
         tensors = live_tensors(model, optimizer, ranks)
         content = ranks.together(lambda: None if optimizer is None else OptimizerContent(optimizer, tensors))
         destination = _Destination(
@@ -96,7 +99,6 @@ def load_checkpoint(
         if ranks.is_first:
             warn_if_unchecked(matched.saved.folder, matched.saved.manifest)
         weights_only = optimizer is None or matched.saved.optimizer is None
-        optimizers = list(PreparedModel.of(model).optimizers) if optimizer is None else [optimizer]
         with loading(model, optimizers, path, weights_only):
             while not _apply_if_unchanged(matched, destination, ranks):
                 matched = _find_match(location(path), destination, ranks)  # another process has replaced it
@@ -109,6 +111,16 @@ def load_checkpoint(
         warn_if_other_base(model, matched.saved.base)
     logger.info("loaded %s", path)
     return dict(matched.saved.state.get("extra") or {})
+
+
+def _refuse_unreduced(model: nn.Module, optimizers: Iterable[Any]) -> None:
+    """Raise :class:`CheckpointError` if FSDP2 keeps gradients of the weights that would be replaced."""
+    sharded = any(isinstance(module, FSDPModule) for module in model.modules())
+    if sharded and any(getattr(optimizer, "unreduced", False) for optimizer in optimizers):
+        raise CheckpointError(
+            "FSDP2 keeps the gradients of micro-batches under strategy.accumulate(last=False), and would add them to "
+            "those of the loaded weights; run one more with last=True first"
+        )
 
 
 @contextmanager

@@ -151,6 +151,35 @@ def test_resume(pool: Pool, tmp_path: Path, layout: str) -> None:
     pool.run(check_resume, LAYOUTS[layout][0], folder=str(tmp_path), layout=layout)
 
 
+def check_unfinished(rank: int, world_size: int, folder: str, layout: str) -> None:
+    """A load drops gradients of an unfinished step, and is refused where they are inside FSDP2."""
+    run = Run(layout, seed=0)
+    run.train(2)
+    run.save(Path(folder, layout))
+    ends = []
+    for last in (None, True, False):
+        if last is not None:
+            with run.strategy.accumulate(run.model, last=last):
+                run.optimizer.backward(loss_of(run.model, 9, 0, rank, run.strategy.device))
+        if last is False and layout.startswith("fsdp2"):
+            with pytest.raises(
+                CheckpointError, match=r"FSDP2 keeps the gradients .*; run one more with last=True first"
+            ):
+                run.load(Path(folder, layout))
+            continue
+        run.load(Path(folder, layout))
+        run.train(2)
+        ends.append(run.content())
+        run.load(Path(folder, layout))
+    for end in ends[1:]:
+        check_content(layout, end, ends[0])
+
+
+@pytest.mark.parametrize("layout", ["fsdp2-2", "ddp-2"])
+def test_a_load_in_the_middle_of_a_step(pool: Pool, tmp_path: Path, layout: str) -> None:
+    pool.run(check_unfinished, LAYOUTS[layout][0], folder=str(tmp_path), layout=layout)
+
+
 def check_model_only(rank: int, world_size: int, folder: str) -> None:
     """Loading only the weights rebuilds the masters from them."""
     run = Run("fsdp2-2", seed=0)
