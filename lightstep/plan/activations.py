@@ -82,18 +82,21 @@ def run_on_meta(
         dtype: of forward and backward.
 
     Raises:
-        ValueError: the model cannot be run on the meta device.
+        ValueError: the model cannot be run on the meta device, some of it is frozen, or its blocks are not alike.
     """
     blocks = len(transformer_blocks(model))
     if not hasattr(type(model), "_from_config") or not blocks:
         raise ValueError(
             f"{type(model).__name__} is not a causal language model of transformers; only those can be planned"
         )
+    _refuse_others(model)
+    sequence = min(sequence, tokens)
+    if tokens < 1 or tokens % sequence:
+        raise ValueError(f"tokens is {tokens}, and sequence {sequence}: a multiple of the sequence is needed")
     small = _with_blocks(model, min(blocks, _BLOCKS), dtype)
     if checkpointed:
         checkpoint_activations(small)
-    rows = max(tokens // sequence, 1)
-    batch = torch.zeros(rows, min(sequence, tokens), dtype=torch.long, device="meta")
+    batch = torch.zeros(tokens // sequence, sequence, dtype=torch.long, device="meta")
     tracker = _Tracker(small)
     try:
         with tracker:
@@ -104,6 +107,23 @@ def run_on_meta(
         first = (str(error).splitlines() or [""])[0]
         raise ValueError(f"{type(model).__name__} cannot be run on the meta device: {first}") from error
     return tracker.result(blocks)
+
+
+def _refuse_others(model: nn.Module) -> None:
+    """Raise ``ValueError`` for a model that is frozen in part, or of which three blocks do not stand for all."""
+    name = type(model).__name__
+    frozen = [parameter.numel() for parameter in model.parameters() if not parameter.requires_grad]
+    if frozen:
+        total = sum(parameter.numel() for parameter in model.parameters())
+        raise ValueError(
+            f"{sum(frozen):,} of the {total:,} parameters of {name} are frozen, and plans are for training all of them"
+        )
+    sizes = {sum(parameter.numel() for parameter in block.parameters()) for block in transformer_blocks(model)}
+    if len(sizes) > 1:
+        raise ValueError(
+            f"the blocks of {name} have {min(sizes):,} to {max(sizes):,} parameters, and plans are for models whose "
+            "blocks are alike"
+        )
 
 
 def _loss(model: Any, batch: Tensor, chunk: int | None) -> Tensor:

@@ -177,6 +177,19 @@ def test_every_strategy_has_a_plan() -> None:
         Strategy.load("resident").plan(nn.Linear(2, 2), 64)
 
 
+def test_what_a_plan_would_count_wrong_is_refused() -> None:
+    strategy, frozen, unlike = Strategy.load("resident"), _tiny(), _tiny()
+    frozen.model.embed_tokens.requires_grad_(False)
+    with pytest.raises(ValueError, match=r"2,048 of the [\d,]+ parameters of LlamaForCausalLM are frozen"):
+        strategy.plan(frozen, 64, sequence=32)
+    unlike.model.layers[0].mlp.down_proj = nn.Linear(16, 32, bias=False, device="meta")
+    with pytest.raises(ValueError, match=r"the blocks of LlamaForCausalLM have 7,744 to 9,280 parameters"):
+        strategy.plan(unlike, 64, sequence=32)
+    for tokens in (63, 0):  # 32 of them would have been planned
+        with pytest.raises(ValueError, match=f"tokens is {tokens}, and sequence"):
+            strategy.plan(_tiny(), tokens, sequence=32)
+
+
 @pytest.mark.parametrize(
     ("stage", "offload", "device", "host"),
     [
