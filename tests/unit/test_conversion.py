@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from typer.testing import CliRunner
 
+from lightstep import Strategy
 from lightstep.checkpoint import CheckpointError
 from lightstep.checkpoint.formats import convert, convert_checkpoint, describe_checkpoint, read_checkpoint
 from lightstep.checkpoint.formats.names import read_naming
@@ -77,6 +78,19 @@ def test_a_run_goes_through_another_format_and_back(
     for name in never:
         continued["state"].pop(name)
     assert not differences(continued, after)
+
+
+def test_a_class_that_counts_no_steps_gets_none(tmp_path: Path) -> None:
+    strategy = Strategy.load("resident")
+    model = strategy.prepare_model(nn.Linear(3, 3))
+    optimizer = strategy.create_optimizer(model, torch.optim.SGD, lr=0.1, momentum=0.9)
+    optimizer.backward(model(torch.ones(1, 3, dtype=torch.bfloat16)).sum())
+    optimizer.step()
+    strategy.save_checkpoint(tmp_path / "a", model, optimizer)
+    convert_checkpoint(tmp_path / "a", tmp_path / "b", "deepspeed-universal")
+    for name in ("a", "b"):
+        entries = read_checkpoint(tmp_path / name).entries
+        assert [set(own) for own in entries.values()] == [{"master", "momentum_buffer"}] * 2, name
 
 
 def scale_of_run() -> LossScaleConfig:

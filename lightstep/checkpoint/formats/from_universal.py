@@ -38,12 +38,13 @@ def read_universal(folder: Path) -> TrainingState:
     groups = _groups(shapes, settings)
     state = TrainingState("DeepSpeed universal", _weights(folder, models, shapes), groups=groups)
     state.aliases = dict(model.get("shared_params") or {})
-    common_step = (inner.get("state") or {}).get(0, {}).get("step")
+    section = model.get("lightstep") or {}
+    # lightstep writes the common step for DeepSpeed, and each group's own, if it counts steps, beside the group.
+    common_step = None if section else (inner.get("state") or {}).get(0, {}).get("step")
     for group, own in zip(groups, settings, strict=True):
         count = own.get("step", common_step)
         for name in group.names:
             state.entries[name] = _entries(folder, name, count, state.weights[name])
-    section = model.get("lightstep") or {}
     state.loss_scale = section.get("loss_scale") or from_deepspeed(common.get("loss_scaler"))
     state.random, state.modules = list(section.get("random") or []), dict(section.get("modules") or {})
     state.optimizer_class = section.get("optimizer_class")
