@@ -106,15 +106,18 @@ class TransformersEngine(RolloutEngine):
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self._targets = {name: named.tensor for named in named_tensors(model) for name in named.names}
+        self.expects()
         unwrap_model(model).register_forward_pre_hook(lambda *_: self.check_complete())
 
     @property
     def device(self) -> torch.device:
-        return next((tensor.device for tensor in self._targets.values()), torch.device("cpu"))
+        return next((tensor.device for tensor in unwrap_model(self.model).state_dict().values()), torch.device("cpu"))
 
     def expects(self) -> Sequence[WeightInfo]:
-        return [WeightInfo.of(named) for named in named_tensors(self.model)]
+        """The model's tensors. It may have exchanged them since the last set (``load_state_dict(assign=True)``)."""
+        tensors = named_tensors(self.model)
+        self._targets: dict[str, Tensor] = {name: named.tensor for named in tensors for name in named.names}
+        return [WeightInfo.of(named) for named in tensors]
 
     @torch.no_grad()
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:

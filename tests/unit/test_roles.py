@@ -67,6 +67,16 @@ def test_a_colocated_engine_generates_with_the_weights_of_the_last_step() -> Non
         strategy.create_optimizer(engine.model)
 
 
+def test_an_engine_follows_its_models_tensors() -> None:
+    strategy = Strategy.load("fp32")
+    trained = strategy.prepare_model(TinyModel())
+    engine = TransformersEngine(strategy.prepare_model(TinyModel(), role="rollout"))
+    engine.model.load_state_dict(bits(engine.model), assign=True)  # other tensors with the same values
+    strategy.publish_weights(trained, to=engine)
+    for name, tensor in trained.state_dict().items():
+        assert torch.equal(engine.model.state_dict()[name], tensor), name
+
+
 def test_released_memory_comes_back_with_the_next_step() -> None:
     def trained(release: bool) -> nn.Module:
         torch.manual_seed(0)

@@ -37,7 +37,7 @@ def describe_checkpoint(
 
 def _rows(state: TrainingState) -> Iterable[tuple[str, str]]:
     yield "format", state.format
-    yield "complete", "yes: every file is there and can be read"
+    yield "complete", "yes: every file is there (verify reads their bytes)"
     yield "step", "unknown" if state.step is None else str(state.step)
     yield "written by", "unknown" if state.world_size is None else f"{state.world_size} rank{_s(state.world_size)}"
     optimized = set(state.optimized())
