@@ -26,7 +26,7 @@ from lightstep.checkpoint.errors import CheckpointError, DamagedError, checkpoin
 from lightstep.checkpoint.frozen_base import warn_if_other_base, without_base
 from lightstep.checkpoint.layout import Manifest, find_checkpoint, is_unchanged, read_manifest, warn_if_unchecked
 from lightstep.checkpoint.matching import Match, match, shard_or_empty
-from lightstep.checkpoint.optimizer_content import OptimizerContent, stored_entries
+from lightstep.checkpoint.optimizer_content import OptimizerContent, same_settings, stored_entries
 from lightstep.checkpoint.partly_loaded import loading
 from lightstep.checkpoint.pending import wait_for_pending
 from lightstep.checkpoint.ranks import Ranks, Result
@@ -98,6 +98,7 @@ def load_checkpoint(
         matched = _find_match(location(path), destination, ranks)
         if ranks.is_first:
             warn_if_unchecked(matched.saved.folder, matched.saved.manifest)
+            _warn_of_divided_groups(matched)
         weights_only = optimizer is None or matched.saved.optimizer is None
         with loading(model, optimizers, path, weights_only):
             while not _apply_if_unchanged(matched, destination, ranks):
@@ -121,6 +122,26 @@ def _refuse_unreduced(model: nn.Module, optimizers: Iterable[Any]) -> None:
             "FSDP2 keeps the gradients of micro-batches under strategy.accumulate(last=False), and would add them to "
             "those of the loaded weights; run one more with last=True first"
         )
+
+
+def _warn_of_divided_groups(matched: Match) -> None:
+    """Log a warning if groups with settings of their own were one group when they were saved."""
+    if matched.optimizer is None:
+        return
+    divided: dict[int, list[int]] = {}
+    for number, origin in enumerate(matched.groups):
+        divided.setdefault(origin, []).append(number)
+    groups = matched.optimizer.hyperparameters()
+    for origin, numbers in divided.items():
+        others = [number for number in numbers if not same_settings(groups[number], groups[numbers[0]])]
+        if origin >= 0 and others:
+            logger.warning(
+                "parameter groups %d and %d of the optimizer were one group of the checkpoint, and get the same "
+                "settings from it (learning rate %g); set those that differ after the load",
+                numbers[0],
+                others[0],
+                (matched.saved.optimizer or {})["groups"][origin].get("lr", float("nan")),
+            )
 
 
 @contextmanager

@@ -542,6 +542,20 @@ def test_groups_are_matched_by_name(tmp_path: Path) -> None:
         load_checkpoint(tmp_path / "a", nn.Sequential(target[0], target[2]), joined)
 
 
+def test_groups_that_were_one_are_told_that_they_get_the_same_settings(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, target = nn.Linear(2, 2), nn.Linear(2, 2)
+    save_checkpoint(tmp_path / "a", model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for rate in (0.1, 0.3):
+        groups: list[dict[str, Any]] = [{"params": [target.weight]}, {"params": [target.bias], "lr": rate}]
+        optimizer = torch.optim.SGD(groups, lr=0.1)
+        assert not caplog.records
+        load_checkpoint(tmp_path / "a", target, optimizer)
+        assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.1]
+    assert "groups 0 and 1 of the optimizer were one group of the checkpoint, and get the same settings" in caplog.text
+
+
 @pytest.mark.parametrize("name", ["lightstep.json", "tensors.json", "state.pt", "__0_0_0.distcp"])
 @pytest.mark.parametrize("damage", ["removed", "cut", "emptied"])
 def test_an_incomplete_checkpoint_is_refused(tmp_path: Path, name: str, damage: str) -> None:
