@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightstep.checkpoint.errors import CheckpointError, checkpoint_errors
+from lightstep.checkpoint.partly_loaded import refuse_partly_loaded
 from lightstep.checkpoint.ranks import Ranks
 from lightstep.distributed import is_sharded, mesh_ranks, rank
 from lightstep.sharding.engine_model import tell_deepspeed_where_it_is
@@ -52,6 +53,7 @@ def export_model(
     """
     ranks = Ranks(group)
     with checkpoint_errors(f"{path} was not exported"):
+        ranks.together(lambda: refuse_partly_loaded(model, "exporting its weights"))
         weights = full_weights(model, keep=ranks.is_first, group=group)
         ranks.together(lambda: write_export(Path(path), unwrap_model(model), weights, tokenizer), only_first=True)
 

@@ -10,7 +10,9 @@ from typing import Any
 from torch import nn
 
 from lightstep.checkpoint.errors import CheckpointError
+from lightstep.optimizer.optimizer import MixedPrecisionOptimizer
 from lightstep.sharding.model_names import unwrap_model
+from lightstep.sharding.prepared_model import PreparedModel
 
 _PARTLY: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
 
@@ -36,8 +38,18 @@ def loading(model: nn.Module, optimizers: Iterable[Any], path: Any, weights_only
     del _PARTLY[inner]
 
 
-def refuse_partly_loaded(model: nn.Module) -> None:
-    """Raise :class:`CheckpointError` if the last load of this model failed after it had changed something."""
+def refuse_partly_loaded(model: nn.Module, doing: str = "saving one") -> None:
+    """Raise if the last load of this model, or a step of one of its optimizers, failed after it had changed something.
+
+    Args:
+        doing: what needs whole weights, as the end of a sentence.
+
+    Raises:
+        CheckpointError, RuntimeError: with what failed.
+    """
     reason = _PARTLY.get(unwrap_model(model))
     if reason is not None:
-        raise CheckpointError(f"{reason}; load a checkpoint before saving one")
+        raise CheckpointError(f"{reason}; load a checkpoint before {doing}")
+    for optimizer in PreparedModel.of(model).optimizers:
+        if isinstance(optimizer, MixedPrecisionOptimizer):
+            optimizer.refuse_half_updated(f"Load a checkpoint before {doing}")

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import nn
 
+from lightstep.checkpoint.partly_loaded import refuse_partly_loaded
 from lightstep.config import ConfigError, Rollout
 from lightstep.distributed import initialized, rank
-from lightstep.optimizer.optimizer import MixedPrecisionOptimizer
 from lightstep.rollout.engine import RolloutEngine
 from lightstep.rollout.group_transport import GroupReceiver, GroupTransport
 from lightstep.rollout.message_board import MessageBoard
@@ -77,9 +77,7 @@ class ReinforcementLearning:
         """
         self._roles.require_trainer("publish_weights", "it receives weights: call receive_weights(engine)", model)
         record = PreparedModel.of(model)
-        for optimizer in record.optimizers:
-            if isinstance(optimizer, MixedPrecisionOptimizer):
-                optimizer.refuse_half_updated("Load a checkpoint before publishing weights")
+        refuse_partly_loaded(model, "publishing weights")
         record.wait_for_updates()
         self._reshard(model)
         if version is not None and (isinstance(version, bool) or not isinstance(version, int) or version < 0):

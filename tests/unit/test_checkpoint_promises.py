@@ -471,9 +471,24 @@ def test_a_model_that_is_loaded_in_part_is_not_saved(tmp_path: Path, monkeypatch
         optimizer.step()
     with pytest.raises(CheckpointError, match=r"b was not saved: loading .*a failed after a part of it"):
         strategy.save_checkpoint(tmp_path / "b", model, optimizer)
+    with pytest.raises(CheckpointError, match=r"b was not exported: loading .*load a checkpoint before exporting its"):
+        strategy.export_model(tmp_path / "b", model)
     strategy.load_checkpoint(tmp_path / "a", model, optimizer)
     strategy.save_checkpoint(tmp_path / "b", model, optimizer)
     optimizer.step()
+
+
+def test_weights_that_are_half_updated_are_neither_saved_nor_exported(tmp_path: Path) -> None:
+    """Also where the optimizer is not named."""
+    strategy, model, optimizer = trained("resident")
+    strategy.save_checkpoint(tmp_path / "a", model, optimizer)
+    optimizer.refuse_until_loaded("the update failed")
+    with pytest.raises(CheckpointError, match=r"b was not saved: .*may be half updated"):
+        strategy.save_checkpoint(tmp_path / "b", model)
+    with pytest.raises(CheckpointError, match=r"b was not exported: .*may be half updated"):
+        strategy.export_model(tmp_path / "b", model)
+    strategy.load_checkpoint(tmp_path / "a", model, optimizer)
+    strategy.export_model(tmp_path / "b", model)
 
 
 def test_pretrained_weights_that_break_off_are_not_gone_on_from(
