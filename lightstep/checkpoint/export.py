@@ -53,7 +53,6 @@ def export_model(
     """
     ranks = Ranks(group)
     with checkpoint_errors(f"{path} was not exported"):
-        ranks.together(lambda: refuse_partly_loaded(model, "exporting its weights"))
         weights = full_weights(model, keep=ranks.is_first, group=group)
         ranks.together(lambda: write_export(Path(path), unwrap_model(model), weights, tokenizer), only_first=True)
 
@@ -66,9 +65,12 @@ def full_weights(model: nn.Module, keep: bool = True, group: dist.ProcessGroup |
     rank has no part.
 
     Raises:
-        CheckpointError: ranks have different tensors of one name.
+        CheckpointError: ranks have different tensors of one name, or a failed load left a part of the weights.
+        RuntimeError: a failed step did.
     """
-    ranks, tensors, weights = Ranks(group), named_tensors(model), dict[str, Tensor]()
+    ranks = Ranks(group)
+    ranks.together(lambda: refuse_partly_loaded(model, "exporting its weights"))
+    tensors, weights = named_tensors(model), dict[str, Tensor]()
     senders = find_senders(tensors, ranks)
     for named in tensors:
         full = gather_tensor(named, senders, ranks.group)
