@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, ByT5Tokenizer, GenerationConfig
 
+from lightstep.checkpoint.errors import list_names
 from lightstep.checkpoint.pretrained import TiedWeightsDifferError, find_tensors
 from lightstep.config import ConfigError
 from lightstep.config_errors import suggest
 from lightstep.trainer.config import Model
+
+logger = logging.getLogger(__name__)
 
 
 def load_tokenizer(model: Model) -> Any:
@@ -77,14 +81,29 @@ def make_model(model: Model, config: Any, meta: bool = False) -> nn.Module:
         meta: on the meta device, for a rank that receives weights from another rank or reads its shards later.
     """
     if model.path is not None and not meta:
-        with _as_config_error(f"model.path {model.path}: its weights cannot be loaded"):
-            return AutoModelForCausalLM.from_pretrained(_folder(model.path), local_files_only=True, dtype="auto")
+        return _load_model(model.path)
     with torch.device("meta") if meta else contextlib.nullcontext(), _as_config_error("model.config"):
         made = AutoModelForCausalLM.from_config(config)
     if model.path is not None:
         with contextlib.suppress(OSError):  # no generation_config.json
             made.generation_config = GenerationConfig.from_pretrained(_folder(model.path), local_files_only=True)
     return made
+
+
+def _load_model(path: str) -> nn.Module:
+    """The model in a folder. transformers makes weights that are not there new ones, which is refused here."""
+    with _as_config_error(f"model.path {path}: its weights cannot be loaded"):
+        loaded, seen = AutoModelForCausalLM.from_pretrained(
+            _folder(path), local_files_only=True, dtype="auto", output_loading_info=True
+        )
+    if missing := sorted(seen["missing_keys"]):
+        raise ConfigError(
+            f"model.path {path} has no {list_names(missing)}, which would begin with random values; give a folder with "
+            f"all weights of {type(loaded).__name__}, or make one: from_pretrained(...), then save_pretrained(...)"
+        )
+    if unused := sorted(seen["unexpected_keys"]):
+        logger.warning("model.path %s: not used, as the model has no such weights: %s", path, list_names(unused))
+    return cast(nn.Module, loaded)
 
 
 def _new_config(keys: dict[str, Any], tokenizer: Any, length: int) -> Any:

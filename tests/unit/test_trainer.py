@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import re
 import signal
 import threading
 from collections.abc import Callable, Mapping
@@ -16,7 +17,7 @@ import torch
 from accelerate import PartialState
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
 from rich.console import Console
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tensorboard.summary.writer.record_writer import RecordWriter
 from torch import Tensor
 
@@ -552,6 +553,28 @@ def test_a_hugging_face_folder_with_its_own_tokenizer(
     assert outcome.validation_before == pytest.approx(torch.tensor(16.0).log().item() / 5, rel=0.1), "per byte"
     assert outcome.validation_after is not None and outcome.validation_after < outcome.validation_before
     assert outcome.samples[0].startswith("red")
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_weights_that_would_be_random_are_refused(
+    configured: Callable[..., TrainConfig], tmp_path: Path, text: Path, tied: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """transformers makes missing weights new ones, and says so in a report that is hidden here."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    text.write_text("red green blue " * 400)
+    keys = {key: value for key, value in MODEL.items() if key != "model_type"}
+    LlamaForCausalLM(LlamaConfig(vocab_size=16, tie_word_embeddings=tied, **keys)).save_pretrained(tmp_path / "model")
+    word_tokenizer().save_pretrained(tmp_path / "model")
+    file = tmp_path / "model" / "model.safetensors"
+    weights = load_file(file)
+    save_file({**weights, "more.weight": torch.ones(2)}, file, metadata={"format": "pt"})
+    _train(configured(model=str(tmp_path / "model"), steps=1))
+    assert "the model has no such weights: more.weight" in caplog.text
+    missing = "model.layers.0.mlp.up_proj.weight" if tied else "lm_head.weight"
+    save_file({name: w for name, w in weights.items() if name != missing}, file, metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=rf"has no {re.escape(missing)}, which would begin with random values"):
+        _train(configured(model=str(tmp_path / "model"), name="other"))
 
 
 @pytest.mark.parametrize(
