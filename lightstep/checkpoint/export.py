@@ -148,6 +148,7 @@ def to_torch_state_dict(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 def write_export(path: Path, model: nn.Module, weights: dict[str, Tensor], tokenizer: Any) -> None:
     """Write whole weights and the tokenizer to a folder, on one rank."""
+    path = path.expanduser()
     path.mkdir(parents=True, exist_ok=True)
     temporary = path.parent / f".{path.name}.saving-{secrets.token_hex(4)}"
     temporary.mkdir()

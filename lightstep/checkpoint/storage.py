@@ -154,7 +154,7 @@ def location(path: str | os.PathLike[str]) -> Path:
     """A ``Path`` for a local path; a :class:`UrlPath`, with the same methods, for a URL (``s3://bucket/run/step-100``)."""
     if isinstance(path, UrlPath) or "://" in str(path):
         return cast(Path, UrlPath(str(path)))
-    return Path(path)
+    return Path(path).expanduser()
 
 
 def storage_for(path: Path) -> Storage:

@@ -71,7 +71,7 @@ def save_checkpoint(
         TypeError: something in ``scheduler`` or ``extra`` could not be loaded again.
         CheckpointError: the checkpoint could not be written. All ranks raise, and what was at ``path`` is still there.
     """
-    target, ranks = Path(path).resolve(), Ranks()
+    target, ranks = Path(path).expanduser().resolve(), Ranks()
     with checkpoint_errors(f"{path} was not saved"), Retention(keep_last, keep_every).applied(target, ranks):
         if "://" in str(path):
             raise CheckpointError("DeepSpeed writes its files to local paths only, not to a URL")
@@ -97,11 +97,11 @@ def load_checkpoint(
         CheckpointError: the checkpoint cannot be used. All ranks raise. Nothing has been changed, unless DeepSpeed
             fails after the checks, or another process replaces the checkpoint while DeepSpeed loads it.
     """
-    ranks = Ranks()
-    if (Path(path) / UNIVERSAL).is_file():
-        return load_universal(Path(path), optimizer, scheduler, weights_only)
+    ranks, path = Ranks(), Path(path).expanduser()
+    if (path / UNIVERSAL).is_file():
+        return load_universal(path, optimizer, scheduler, weights_only)
     with checkpoint_errors(f"{path} was not loaded"):
-        folder = ranks.together(lambda: find_checkpoint(Path(path)), only_first=True)
+        folder = ranks.together(lambda: find_checkpoint(path), only_first=True)
         manifest, state = ranks.together(lambda: _read(folder, model, optimizer, ranks, weights_only))
         tag = manifest[_SECTION]["tag"]
         with loading(model, [optimizer], path):

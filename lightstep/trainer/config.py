@@ -251,7 +251,7 @@ class TrainConfig(_Frozen):
     @property
     def folder(self) -> Path:
         """The folder of this run."""
-        return self.output / self.name
+        return self.output.expanduser() / self.name
 
     def strategy_for(self, device: str) -> str | dict[str, Any]:
         """The strategy on this type of device."""

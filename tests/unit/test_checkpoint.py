@@ -935,6 +935,17 @@ def test_loaded_state_is_handed_over_parameter_by_parameter(tmp_path: Path, monk
 # -- export ------------------------------------------------------------------------------------------------------------
 
 
+def test_a_tilde_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    save_checkpoint("~/runs/step-1", small_model(1.0))
+    model = small_model()
+    load_checkpoint("~/runs/step-1", model)
+    export_model("~/exported", model)
+    assert value_of(model) == 1.0 and latest_checkpoint("~/runs") == tmp_path / "home/runs/step-1"
+    assert contents(tmp_path) == ["home"] and (tmp_path / "home/exported/model.safetensors").is_file()
+
+
 def test_export_of_a_plain_module(tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
