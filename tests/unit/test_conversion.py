@@ -93,6 +93,20 @@ def test_a_class_that_counts_no_steps_gets_none(tmp_path: Path) -> None:
         assert [set(own) for own in entries.values()] == [{"master", "momentum_buffer"}] * 2, name
 
 
+@pytest.mark.parametrize(("known", "expected"), [(2, (5, 20)), (5, (5, 8)), (9, (9, 8))])
+def test_counters_of_deepspeed_follow_the_run_that_continued(
+    tmp_path: Path, known: int, expected: tuple[int, int]
+) -> None:
+    """``extra`` has those of the checkpoint that was loaded; the run has made three updates and skipped two."""
+    run = Run("bfloat16").train(BEFORE)
+    counters = {"global_steps": known, "global_samples": 8, "skipped_steps": 2}
+    run.strategy.save_checkpoint(tmp_path / "a", run.model, run.optimizer, extra={"deepspeed": counters})
+    convert_checkpoint(tmp_path / "a", tmp_path / "b", "deepspeed-universal")
+    found = read_checkpoint(tmp_path / "b").extra["deepspeed"]
+    assert (found["global_steps"], found["global_samples"]) == expected
+    assert (tmp_path / "b" / f"global_step{expected[0]}").is_dir()
+
+
 def scale_of_run() -> LossScaleConfig:
     """The loss scale of the fp16 run's strategy."""
     return parse_config({"precision": {"parameters": "float16", "loss_scale": SCALE}}, "run").precision.loss_scale

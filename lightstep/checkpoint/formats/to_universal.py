@@ -176,12 +176,17 @@ def _global_state(state: TrainingState, steps: list[int | None], count: int) -> 
 
 
 def _counters(state: TrainingState) -> dict[str, int]:
-    """Steps and samples: DeepSpeed's own counters if it wrote the source, else the optimizer's updates."""
+    """Steps and samples: DeepSpeed's own counters if it wrote the source, else the optimizer's updates.
+
+    A run that has continued since, with the ``extra`` that it had loaded, has made more updates than they say.
+    """
     known = state.extra.get("deepspeed")
     counters = {"global_steps": state.step or 0, "global_samples": 0, "skipped_steps": 0}
     if isinstance(known, dict):
         counters |= {key: int(known[key]) for key in COUNTERS if key in known}
-    return counters
+    steps = max(counters["global_steps"], (state.step or 0) + counters["skipped_steps"])
+    samples = counters["global_samples"] * steps // max(counters["global_steps"], 1)
+    return {**counters, "global_steps": steps, "global_samples": samples}
 
 
 def _write_model_states(state: TrainingState, folder: Path) -> None:
