@@ -347,7 +347,7 @@ class MixedPrecisionOptimizer(BaseOptimizer):
     def has_gradients(self) -> bool:
         """Whether gradients have arrived on this rank that no step has used."""
         arrived = (p.grad is not None for group in self.param_groups for p in group["params"])
-        return self.engine.unreduced or self.gradients.delivered or any(arrived)
+        return self.engine.unreduced or any(arrived)
 
     @property
     def half_updated(self) -> bool:
