@@ -482,7 +482,7 @@ class Programs:
             loads = [(self.model, states[0]), (self.optimizer, states[1])]
             for target, values in loads if model_first else reversed(loads):
                 target.load_state_dict(values)
-        sums = self.loop.sums
+        sums = {} if states is None else self.loop.sums  # load_checkpoint drops gradients
         self.twin.load_state_dict(weights)
         self.make_loop(masters)
         self.loop.sums = sums
