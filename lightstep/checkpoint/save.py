@@ -25,7 +25,7 @@ from lightstep.checkpoint.partly_loaded import refuse_partly_loaded
 from lightstep.checkpoint.pending import PendingSave, completed_save, finish_pending, start_save, writer_group
 from lightstep.checkpoint.ranks import Ranks
 from lightstep.checkpoint.retention import Retention
-from lightstep.checkpoint.small_state import check_loadable, random_states, write_state
+from lightstep.checkpoint.small_state import check_loadable, fingerprint, random_states, write_state
 from lightstep.checkpoint.staging import in_place, stage_sources
 from lightstep.checkpoint.storage import location, new_shared_folder, write_file
 from lightstep.checkpoint.tensors import (
@@ -225,7 +225,8 @@ class _Content:
     """The small state."""
     manifest: dict[str, Any]
     rank_values: dict[str, Any] = field(default_factory=dict)
-    """What only this rank knows: plain state values, random states, tied names, names in the parameter groups."""
+    """What only this rank knows: plain state values, random states, tied names, names in the parameter groups, and the
+    fingerprint of its ``extra``."""
 
 
 def _updated_tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> list[NamedTensor]:
@@ -271,6 +272,7 @@ def _collect(
     content.rank_values = {
         "values": {},
         "random": random_states(),
+        "extra": fingerprint(state["extra"]),
         "aliases": {alias: named.name for named in tensors for alias in named.names[1:]},
     }
     if optimizer is not None:
@@ -318,6 +320,12 @@ def _sources(key: str, tensor: Tensor) -> list[Source]:
 
 def _finish(temporary: Path, target: Path, content: _Content, parts: Sequence[dict[str, Any]], index: Index) -> None:
     """Join what all ranks know, and finish the checkpoint. Called by the first rank."""
+    if len({part["extra"] for part in parts}) > 1:
+        logger.warning(
+            "extra differs over the ranks, and only the first rank's is saved to %s; to keep the others', pass a "
+            "dictionary with those of all ranks (torch.distributed.all_gather_object)",
+            target,
+        )
     state = {**content.state, "random": [part["random"] for part in parts]}
     groups = None
     if "optimizer" in state:

@@ -14,10 +14,13 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from lightstep.checkpoint.errors import DamagedError, error_text
 from lightstep.checkpoint.layout import STATE, Manifest, read_checked
 from lightstep.checkpoint.storage import write_file
+from lightstep.crc32 import crc32
 
 
 def check_loadable(what: str, value: Any) -> None:
@@ -40,6 +43,13 @@ def check_loadable(what: str, value: Any) -> None:
         f"{what} is a {kind.__module__}.{kind.__qualname__}, which a weights-only load refuses; "
         "save plain numbers, strings, lists, dicts and tensors"
     )
+
+
+def fingerprint(value: Any) -> int:
+    """A checksum of what would be saved, by which ranks compare a value, wherever its tensors are."""
+    buffer = io.BytesIO()
+    torch.save(tree_map(lambda each: each.cpu() if isinstance(each, Tensor) else each, value), buffer)
+    return crc32(buffer.getvalue())
 
 
 def write_state(folder: Path, state: dict[str, Any]) -> tuple[int, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import lightstep
 from lightstep import CheckpointError, WeightAverage
+from lightstep.checkpoint import save
 from lightstep.distributed import local_tensor
 from tests.distributed.models import TinyTransformer, loss_of, tiny_llama
 from tests.distributed.ranks import Pool
@@ -178,6 +180,24 @@ def check_unfinished(rank: int, world_size: int, folder: str, layout: str) -> No
 @pytest.mark.parametrize("layout", ["fsdp2-2", "ddp-2"])
 def test_a_load_in_the_middle_of_a_step(pool: Pool, tmp_path: Path, layout: str) -> None:
     pool.run(check_unfinished, LAYOUTS[layout][0], folder=str(tmp_path), layout=layout)
+
+
+def check_extra(rank: int, world_size: int, folder: str) -> list[str]:
+    """The warnings of two saves: with the same ``extra`` on all ranks, and with another one on each."""
+    said: list[str] = []
+    with mock.patch.object(save.logger, "warning", lambda text, *values: said.append(text % values)):
+        run = Run("fsdp2-2", seed=0)
+        for number in (0, rank):
+            extra = {"epoch": 3, "order": torch.arange(4), "place": number}
+            run.strategy.save_checkpoint(Path(folder, "extra"), run.model, run.optimizer, extra=extra)
+            said.append("saved")
+    return said
+
+
+def test_extra_that_differs_over_ranks_is_named(pool: Pool, tmp_path: Path) -> None:
+    first, second = pool.run(check_extra, 2, folder=str(tmp_path))
+    assert [text.split(",")[0] for text in first] == ["saved", "extra differs over the ranks", "saved"]
+    assert second == ["saved", "saved"]
 
 
 def check_model_only(rank: int, world_size: int, folder: str) -> None:
