@@ -8,6 +8,7 @@ averages that are sharded as the weights are.
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterable, Iterator
 
 import torch
@@ -20,12 +21,15 @@ from lightstep.sharding.engine_model import EngineModel
 from lightstep.sharding.model_names import named_tensors, unwrap_model
 from lightstep.sharding.prepared_model import PreparedModel
 
+logger = logging.getLogger(__name__)
+
 
 class WeightAverage:
     """Averages of the trainable weights: ``average = decay * average + (1 - decay) * weight`` at each :meth:`update`.
 
-    They start as the present weights. Checkpoints of the model hold them, except those of weights alone, and a load
-    restores them. After a load from a checkpoint without averages they start as the weights in it.
+    They start as the present weights. A weight that is unfrozen later has none, which is logged. Checkpoints of the
+    model hold them, except those of weights alone, and a load restores them. After a load from a checkpoint without
+    averages they start as the weights in it.
 
     Args:
         model: what ``prepare_model`` returned. It has one average at a time.
@@ -48,11 +52,9 @@ class WeightAverage:
         self.decay, self._model = decay, unwrap_model(model)
         self._record = PreparedModel.of(self._model)
         self._record.wait_for_updates()
-        self._weights = {
-            named.name: named.tensor
-            for named in named_tensors(model)
-            if named.tensor.requires_grad and named.tensor.is_floating_point()
-        }
+        known = [named for named in named_tensors(model) if named.tensor.is_floating_point()]
+        self._weights = {named.name: named.tensor for named in known if named.tensor.requires_grad}
+        self._frozen = {named.name: named.tensor for named in known if not named.tensor.requires_grad}
         if not self._weights:
             raise ValueError(f"{type(self._model).__name__} has no trainable weights to average")
         modules = self._model.modules()
@@ -89,8 +91,22 @@ class WeightAverage:
 
         Between a forward and its backward there is nothing to wait for.
         """
+        self._warn_of_unfrozen()
         for average, weight in self._pairs():
             self._update_average([average], [weight.float()], None)
+
+    def _warn_of_unfrozen(self) -> None:
+        found = [name for name, weight in self._frozen.items() if weight.requires_grad]
+        if found:
+            logger.warning(
+                "%d weights are trained since the averages were made, and have none (%s%s): evaluations and exports "
+                "with averages use them as they are; make the WeightAverage before they are frozen",
+                len(found),
+                ", ".join(found[:3]),
+                ", ..." if len(found) > 3 else "",
+            )
+        for name in found:
+            del self._frozen[name]
 
     @torch.no_grad()
     def restart(self, names: Iterable[str] | None = None) -> None:

@@ -105,6 +105,19 @@ def test_what_cannot_be_averaged_is_refused() -> None:
     WeightAverage(model)
 
 
+def test_weights_that_are_trained_later_are_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    model = Strategy.load("fp32").prepare_model(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+    model[0].requires_grad_(False)
+    average = WeightAverage(model)
+    average.update()
+    assert not caplog.records
+    model[0].requires_grad_(True)
+    for _ in range(2):
+        average.update()
+    (record,) = caplog.records
+    assert "2 weights are trained since the averages were made, and have none (0.weight, 0.bias)" in record.getMessage()
+
+
 def test_parameters_that_are_exchanged_are_followed_or_refused() -> None:
     model = nn.Linear(2, 2)
     average = WeightAverage(model, 0.5)
