@@ -79,13 +79,16 @@ def latest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
     """The complete checkpoint directly in ``folder`` (a path or a URL) that was saved last, or ``None``.
 
     Every checkpoint has a counter, so the order does not depend on the clock. (Checkpoints of versions without the
-    counter are ordered by their time.) Checkpoints that were saved with ``weights_only`` are skipped: a run that
-    continued from one would lose its optimizer state. Other processes may save and remove checkpoints at the same time.
+    counter are ordered by their time.) Checkpoints without optimizer state are skipped: a run that continued from one
+    would lose its own. If all are, the newest one that was not saved with ``weights_only`` counts. Other processes may
+    save and remove checkpoints at the same time.
     """
     root = location(folder)
     while True:
         entries = _folders(root)
-        newest = next((path for path in _newest_first(root, entries) if _is_resumable(path)), None)
+        paths = _newest_first(root, entries)
+        newest = next((path for path in paths if _is_resumable(path, _has_optimizer_state)), None)
+        newest = newest or next((path for path in paths if _is_resumable(path)), None)
         if set(_folders(root)) == set(entries):  # else the newest may have been renamed or removed: look again
             return newest
 
@@ -126,12 +129,16 @@ def has_complete_checkpoint(path: Path) -> bool:
     return True
 
 
-def _is_resumable(path: Path) -> bool:
-    """Whether the checkpoint is complete and has optimizer state."""
+def _is_resumable(path: Path, also: Callable[[Path], bool] = lambda path: True) -> bool:
+    """Whether the checkpoint is complete, was not saved with ``weights_only``, and fulfils another condition."""
     try:
-        return not is_weights_only(path)
+        return not is_weights_only(path) and also(path)
     except CheckpointError:  # incomplete, or another process has removed it
         return False
+
+
+def _has_optimizer_state(path: Path) -> bool:
+    return _read(find_checkpoint(path)).get("groups") is not None
 
 
 def is_weights_only(path: Path) -> bool:

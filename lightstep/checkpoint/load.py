@@ -103,8 +103,10 @@ def load_checkpoint(
         with loading(model, optimizers, path, weights_only):
             while not _apply_if_unchanged(matched, destination, ranks):
                 matched = _find_match(location(path), destination, ranks)  # another process has replaced it
-            if optimizer is None or matched.saved.optimizer is None:
+            if weights_only:
                 _refresh_masters(optimizers, path)
+            if optimizer is not None and weights_only and ranks.is_first:
+                logger.warning("%s holds no optimizer state; only its weights were loaded", path)
             _restart_missing_averages(matched.saved, destination)
             for one in optimizers:
                 one.zero_grad()  # gradients of the weights that were replaced

@@ -880,6 +880,19 @@ def test_latest_checkpoint(tmp_path: Path) -> None:
     load_checkpoint(tmp_path / "step-10", small_model())
 
 
+def test_the_latest_checkpoint_has_optimizer_state_if_any_has(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A model that was saved alone afterwards (``best``) is not what a run continues from."""
+    strategy, model, optimizer = trained(steps=1)
+    strategy.save_checkpoint(tmp_path / "step-1", model, optimizer)
+    strategy.save_checkpoint(tmp_path / "best", model)
+    assert latest_checkpoint(tmp_path) == tmp_path / "step-1"
+    strategy.load_checkpoint(tmp_path / "step-1", model, optimizer)
+    strategy.load_checkpoint(tmp_path / "best", model)
+    assert "holds no optimizer state" not in caplog.text
+    strategy.load_checkpoint(tmp_path / "best", model, optimizer)
+    assert "best holds no optimizer state; only its weights were loaded" in caplog.text
+
+
 # -- memory ------------------------------------------------------------------------------------------------------------
 
 

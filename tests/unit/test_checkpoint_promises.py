@@ -187,7 +187,8 @@ def test_checkpoints_of_before_the_order_come_first_and_by_their_time(tmp_path: 
         manifest = json.loads((tmp_path / name / "lightstep.json").read_text())
         (tmp_path / name / "lightstep.json").write_text(json.dumps({**manifest, "saved_at": at}))
     assert latest_checkpoint(tmp_path) == tmp_path / "a"
-    save_checkpoint(tmp_path / "b", model_of(1.0))
+    model = model_of(1.0)
+    save_checkpoint(tmp_path / "b", model, torch.optim.SGD(model.parameters()))
     assert latest_checkpoint(tmp_path) == tmp_path / "b"
 
 
