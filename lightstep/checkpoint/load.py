@@ -20,7 +20,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from lightstep.checkpoint.errors import CheckpointError, DamagedError, checkpoint_errors, is_damage, list_names
 from lightstep.checkpoint.frozen_base import warn_if_other_base, without_base
@@ -89,7 +88,6 @@ def load_checkpoint(
     wait_for_pending()
     with checkpoint_errors(f"{path} was not loaded"), _suggesting_older(location(path), ranks, optimizer is not None):
         optimizers = list(PreparedModel.of(model).optimizers) if optimizer is None else [optimizer]
-        ranks.together(lambda: _refuse_unreduced(model, optimizers))
         tensors = live_tensors(model, optimizer, ranks)
         content = ranks.together(lambda: None if optimizer is None else OptimizerContent(optimizer, tensors))
         destination = _Destination(
@@ -114,16 +112,6 @@ def load_checkpoint(
         warn_if_other_base(model, matched.saved.base)
     logger.info("loaded %s", path)
     return dict(matched.saved.state.get("extra") or {})
-
-
-def _refuse_unreduced(model: nn.Module, optimizers: Iterable[Any]) -> None:
-    """Raise :class:`CheckpointError` if FSDP2 keeps gradients of the weights that would be replaced."""
-    sharded = any(isinstance(module, FSDPModule) for module in model.modules())
-    if sharded and any(getattr(optimizer, "unreduced", False) for optimizer in optimizers):
-        raise CheckpointError(
-            "FSDP2 keeps the gradients of micro-batches under strategy.accumulate(last=False), and would add them to "
-            "those of the loaded weights; run one more with last=True first"
-        )
 
 
 def _warn_of_divided_groups(matched: Match) -> None:

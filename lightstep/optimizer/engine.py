@@ -230,6 +230,8 @@ class Engine:
 
     def drop_gradients(self) -> None:
         """Drop all gradients, the fp32 sums too (``zero_grad``)."""
+        if self.unreduced:
+            self.gradients.drop_unreduced(p for group in self.param_groups for p in group["params"])
         self.gradients.clear()
         self._measured, self.unreduced = None, False
         self.scaled_backward.clear()

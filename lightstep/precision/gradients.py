@@ -34,6 +34,9 @@ class ReducedGradients(Protocol):
     def reads_unused(self, parameters: Sequence[Tensor]) -> Sequence[Tensor]:
         """The parameters whose ``p.grad`` the running backward will reduce even if it has no gradient for them."""
 
+    def drop_unreduced(self, parameters: Iterable[Tensor]) -> None:
+        """Drop gradients that are kept for a later reduction and are not in ``p.grad``."""
+
 
 class GradientAccumulator:
     """The gradients of the micro-batches since the last step, one per parameter.
@@ -183,6 +186,11 @@ class GradientAccumulator:
                 "strategy.accumulate(model, last=True), and call the model that prepare_model returned, not the module "
                 "in it"
             )
+
+    def drop_unreduced(self, parameters: Iterable[Tensor]) -> None:
+        """Drop what FSDP2 keeps of micro-batches under ``accumulate(last=False)``."""
+        if self._reduction is not None:
+            self._reduction.drop_unreduced(parameters)
 
     def clear(self) -> None:
         """Drop all sums (``zero_grad``)."""

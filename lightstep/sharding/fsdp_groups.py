@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -13,13 +13,18 @@ class ParameterGroup(NamedTuple):
     """Parameters that an FSDP module gathers and reduces together.
 
     Attributes:
-        shards: the sharded parameters.
+        parts: torch's record of each parameter.
         one_of_several: torch's group if the module has others; torch's public methods are for modules with one group.
     """
 
     module: FSDPModule
-    shards: Sequence[Tensor]
+    parts: Sequence[Any]
     one_of_several: Any = None
+
+    @property
+    def shards(self) -> list[Tensor]:
+        """The sharded parameters."""
+        return [part.sharded_param for part in self.parts]
 
     def set_all_gather(self, all_gather: Any) -> None:
         if self.one_of_several is None:
@@ -45,10 +50,19 @@ def parameter_groups(module: nn.Module) -> list[ParameterGroup]:
         groups = state._fsdp_param_groups
     else:  # torch 2.11 has at most one
         groups = [group for group in [state._fsdp_param_group] if group is not None]
-    shards = [[part.sharded_param for part in group.fsdp_params] for group in groups]
     if len(groups) < 2:
-        return [ParameterGroup(module, shards[0] if shards else [])]
-    return [ParameterGroup(module, own, group) for own, group in zip(shards, groups, strict=True)]
+        return [ParameterGroup(module, groups[0].fsdp_params if groups else ())]
+    return [ParameterGroup(module, group.fsdp_params, group) for group in groups]
+
+
+def drop_unreduced(model: nn.Module, parameters: Collection[Tensor]) -> None:
+    """Drop the gradients of these sharded parameters that FSDP2 keeps until it reduces them."""
+    for group in (group for module in sharded_modules(model) for group in parameter_groups(module)):
+        for part in group.parts:
+            if part.sharded_param in parameters:
+                part.unsharded_accumulated_grad = None
+                if hasattr(part, "_unsharded_param"):  # it has been gathered
+                    part._unsharded_param.grad = None
 
 
 def sharded_modules(model: nn.Module) -> list[nn.Module]:

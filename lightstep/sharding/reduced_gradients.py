@@ -20,7 +20,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from lightstep.distributed import like, local_tensor
 from lightstep.precision.gradient_sums import set_grad
 from lightstep.precision.gradients import GradientAccumulator
-from lightstep.sharding.fsdp_groups import parameter_groups, sharded_modules
+from lightstep.sharding.fsdp_groups import drop_unreduced, parameter_groups, sharded_modules
 
 _LOW = (torch.bfloat16, torch.float16)
 
@@ -78,6 +78,11 @@ class ShardedGradients:
 
     def reads_unused(self, parameters: Sequence[Tensor]) -> Sequence[Tensor]:
         return ()
+
+    def drop_unreduced(self, parameters: Iterable[Tensor]) -> None:
+        dropped = frozenset(parameters)
+        for model in self._models:
+            drop_unreduced(model, dropped)
 
     def _hook_groups(self) -> None:
         """Repeated for new parameters: the model may have been sharded since."""
@@ -161,6 +166,9 @@ class ReplicatedGradients:
         if not self._some_unused or model is None or not model.require_backward_grad_sync:
             return ()
         return [parameter for parameter in parameters if parameter in self._parameters]
+
+    def drop_unreduced(self, parameters: Iterable[Tensor]) -> None:
+        pass  # they are in p.grad
 
     @torch.no_grad()
     def _reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:

@@ -397,13 +397,12 @@ class Strategy(ABC):
         """Reshard what a forward has left unsharded."""
 
     def _reduced_gradients(self, model: nn.Module) -> ReducedGradients | None:
-        """What keeps the model's gradients in fp32 when they are reduced; ``None`` if nothing can reduce them."""
+        """How the model's gradients are reduced over ranks; ``None``: the optimizer need not know."""
         return sharded_gradients.add_model(unwrap_model(model)) if initialized() else None
 
     def _connect(self, model: nn.Module, optimizer: BaseOptimizer) -> None:
         """Connect the optimizer to the model's gradients, and the model's forward to deferred updates."""
-        in_fp32 = self.config.precision.reduce == "float32"
-        gradients = self._reduced_gradients(model) if in_fp32 else None
+        gradients = self._reduced_gradients(model)
         if gradients is not None and isinstance(optimizer, MixedPrecisionOptimizer):
             optimizer.gradients.set_reduction(gradients)
         if self._schedule_class is not AtStep:

@@ -140,9 +140,8 @@ class Program(DistributedPair):
         delay_lanes(self.optimizer, self.own_chance.randrange(1 << 30))
 
     def zero_grad(self) -> None:
-        if self.reduced:  # what FSDP2 has not reduced it keeps
-            self.optimizer.zero_grad()
-            self.reference.sums, self.reference.reduced = {}, {}
+        self.optimizer.zero_grad()
+        self.reference.sums, self.reference.reduced, self.reduced = {}, {}, True
 
     def freeze(self) -> None:
         if self.pending:

@@ -495,25 +495,33 @@ def test_ddp_with_unused_parameters(pool: Pool) -> None:
     pool.run(check_ddp_unused, 2)
 
 
-def check_dropped_accumulation(rank: int, world_size: int, sharding: dict[str, Any]) -> None:
-    """``zero_grad`` after a last micro-batch forgets those before it."""
-    strategy = load(sharding)
+def check_dropped_accumulation(rank: int, world_size: int, sharding: dict[str, Any], precision: Any) -> None:
+    """``zero_grad`` forgets all micro-batches, whether the last of them was reduced or not."""
+    strategy = load(sharding, precision=precision)
     norms = []
-    for dropped in (False, True):
+    for lasts in ([], [False, False, True], [False, False], [True, False]):
         torch.manual_seed(0)
         model = strategy.prepare_model(TinyTransformer())
         optimizer = strategy.create_optimizer(model, lr=1e-2)
-        for micro in range(3 if dropped else 0):
-            with strategy.accumulate(model, last=micro == 2):
+        for micro, last in enumerate(lasts):
+            with strategy.accumulate(model, last=last):
                 optimizer.backward(loss_of(model, 9, micro, rank, strategy.device) * 100)
         optimizer.zero_grad()
         norms.append([float(result.grad_norm) for result in train(strategy, model, optimizer)])
-    assert norms[0] == norms[1]
+    assert all(found == norms[0] for found in norms)
 
 
+PRECISIONS = {
+    "bf16": {"parameters": "bfloat16"},
+    "fp32": {"parameters": "float32"},
+    "bf16-reduced-in-bf16": {"parameters": "bfloat16", "reduce": "parameters"},
+}
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("sharding", [FSDP2, DDP], ids=["fsdp2", "ddp"])
-def test_an_accumulation_can_be_dropped(pool: Pool, sharding: dict[str, Any]) -> None:
-    pool.run(check_dropped_accumulation, 2, sharding=sharding)
+def test_an_accumulation_can_be_dropped(pool: Pool, sharding: dict[str, Any], precision: str) -> None:
+    pool.run(check_dropped_accumulation, 2, sharding=sharding, precision=PRECISIONS[precision])
 
 
 # -- optimizers and replicas that were made in another order, or elsewhere
