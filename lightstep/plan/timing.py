@@ -48,25 +48,25 @@ def iteration_time(
     one = _Compute(activations, profile)
     compute = micro_batches * (one.forward + one.backward)
     state = config.optimizer_state
+    update = _update(memory, config, profile)
     if state.backend == "bulk":
         link = 2 * memory.link / profile.link.alone / 1e6
-        return Time(compute, link, link + _update(memory, config, profile))
+        return Time(compute, link, link + update)
     if state.backend == "resident":
-        return Time(compute, 0, _update(memory, config, profile))
+        return Time(compute, 0, update)
     link = memory.link / profile.link.each_way(ranks) / 1e6
     if state.update == "at_step":
-        return Time(compute, link, link)
-    pace = _Units(sizes, one, link)
-    if state.update == "in_backward":
-        return Time(compute, link, max(0.0, pace.end_of_updates() - one.backward))
-    early = updates_in_backward(config) and clips is False
-    return Time(compute, link, pace.end_of_forward(early) - one.forward)
+        copies = link
+    elif state.update == "in_backward":
+        copies = _Units(sizes, one, link).end_of_updates() - one.backward
+    else:
+        early = updates_in_backward(config) and clips is False
+        copies = _Units(sizes, one, link).end_of_forward(early) - one.forward
+    return Time(compute, link, max(update, copies))  # copies are hidden beside the computation, arithmetic is not
 
 
 def _update(memory: Memory, config: StrategyConfig, profile: Profile) -> float:
-    state = cost(config)
-    elements = (memory.state or memory.host) / (state.device_state.count or state.host_state.count)
-    return elements / 1e9 * profile.update_ms
+    return memory.weights / cost(config).weights.count / 1e9 * profile.update_ms
 
 
 class _Compute:

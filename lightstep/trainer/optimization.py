@@ -84,7 +84,7 @@ def _arguments(wanted: settings.Optimizer) -> dict[str, Any]:
 def _to_config_error(key: str, error: Exception) -> ConfigError:
     if isinstance(error, ConfigError):
         return error
-    return ConfigError(f"{key}: {str(error).replace('__init__() ', '')}")
+    return ConfigError(f"{key}: {str(error).replace('.__init__()', '')}")
 
 
 def make_optimizer(strategy: Strategy, model: nn.Module, wanted: settings.Optimizer) -> BaseOptimizer:
@@ -135,11 +135,9 @@ def apply_changes(
     learning_rates = False
     for number, (group, was, now) in enumerate(groups):
         label = f"optimizer.rules[{number}]" if new.rules else "optimizer"
-        changed = _differences(_settings_of(was), _settings_of(now))
-        if changed:
-            defaults = _small_optimizer(now, group["params"][0].device).defaults
-            yield from _changed_group(group, defaults, label, changed)
-        if "lr" in changed:
+        defaults = _small_optimizer(now, group["params"][0].device).defaults
+        yield from _change_group(group, defaults, label, _settings_of(was), _settings_of(now))
+        if was.lr != now.lr:
             learning_rates = True
             group["initial_lr"] = scheduler.base_lrs[number] = now.lr
     after = config.model_dump(mode="json")
@@ -154,16 +152,20 @@ def _settings_of(wanted: settings.Optimizer) -> dict[str, Any]:
     return {"lr": wanted.lr, "weight_decay": wanted.weight_decay, **wanted.arguments}
 
 
-def _changed_group(
-    group: dict[str, Any], defaults: Mapping[str, Any], label: str, changed: Mapping[str, tuple[Any, Any]]
+def _change_group(
+    group: dict[str, Any], defaults: Mapping[str, Any], label: str, was: Mapping[str, Any], now: Mapping[str, Any]
 ) -> Iterator[str]:
-    for key, (was, now) in changed.items():
-        value = defaults.get(key) if now is None else now
+    for key in dict.fromkeys((*was, *now)):
+        old, new = was.get(key), now.get(key)
+        value = defaults.get(key) if new is None else new
         if not _is_number(value):
-            yield f"{label}: {key} stays {was}, as in the checkpoint; {now} needs a new run"
-            continue
-        group[key] = tuple(value) if isinstance(value, list) else value
-        yield f"{label}: {key} is {value} from here on; until the checkpoint it was {was}"
+            # Compared with the group: the file of an earlier resume may have asked for what the checkpoint overruled.
+            if (old, new) != (None, None) and (kept := group.get(key, value)) != value:
+                yield f"{label}: {key} stays {kept}, as in the checkpoint; {value} needs a new run"
+        elif old != new:
+            before = group.get(key) if old is None else old
+            group[key] = tuple(value) if isinstance(value, list) else value
+            yield f"{label}: {key} is {value} from here on; until the checkpoint it was {before}"
 
 
 def _is_number(value: Any) -> bool:

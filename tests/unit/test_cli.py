@@ -136,7 +136,7 @@ def test_train_and_resume(file: Path, tmp_path: Path) -> None:
         (["--set", "optimizer.name=Adamm", "--set", "data=nowhere"], "optimizer.name is 'Adamm'"),
         (
             ["--set", "optimizer.arguments.bettas=1", "--set", "data=nowhere"],
-            "got an unexpected keyword argument 'bett",
+            "optimizer: AdamW got an unexpected keyword argument 'bett",
         ),
         (
             ["--set", "scheduler.name=cosin", "--set", "data=nowhere"],

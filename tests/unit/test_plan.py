@@ -167,6 +167,15 @@ def test_what_does_not_fit_says_why_and_what_does() -> None:
     assert crowded.reason is not None and crowded.reason.startswith("the host needs")
 
 
+@pytest.mark.parametrize("layers", [2, 30])
+def test_state_that_fits_on_the_device_is_not_streamed(layers: int) -> None:
+    """Copies may be hidden, the arithmetic of the update takes the device's time wherever the state is."""
+    configs = {name: Strategy.load(name).config for name in ("resident", "stream", "stream-overlap")}
+    planner = Planner(_tiny(num_hidden_layers=layers), Workload(4096, 32, checkpointed=True), find_profile("H100"))
+    first = first_that_fits(plans(planner, configs))
+    assert first is not None and first.strategy == "resident"
+
+
 def test_every_strategy_has_a_plan() -> None:
     planner = Planner(_tiny(), Workload(64, 32), find_profile("H200"), ranks=2)
     for name in available_strategies():

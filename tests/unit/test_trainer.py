@@ -147,9 +147,9 @@ def test_a_resumed_run_takes_the_files_learning_rate(configured: Callable[..., T
     _, said = _train(configured(steps=3, optimizer=lower, scheduler={"name": "constant"}), resume=True)
     for sentence in (
         "optimizer: lr is 0.001 from here on; until the checkpoint it was 0.01",
-        "optimizer: weight_decay is 0.2 from here on",
+        "optimizer: weight_decay is 0.2 from here on; until the checkpoint it was 0.01",
         "optimizer: betas is [0.9, 0.99] from here on",
-        "optimizer: amsgrad stays None, as in the checkpoint",
+        "optimizer: amsgrad stays False, as in the checkpoint; True needs a new run",
         "scheduler, from here on: name cosine → constant, warmup_steps 2 → 0",
     ):
         assert sentence in said
@@ -169,6 +169,19 @@ def test_a_setting_that_is_left_out_after_a_resume_is_the_default_of_its_own_cla
     assert "optimizer.rules[1]: weight_decay is 0.01 from here on; until the checkpoint it was 0.3" in said
     groups = loops[-1].components.optimizer.param_groups
     assert [group["weight_decay"] for group in groups] == [0.1, 0.01] and groups[1]["betas"] == (0.9, 0.999)
+
+
+def test_a_resumed_run_names_each_switch_that_stays(configured: Callable[..., TrainConfig], loops: list[Loop]) -> None:
+    """In every run, and not ``foreach``: a checkpoint does not decide how a run computes."""
+    _train(configured(steps=1))
+    wanted = {"arguments": {"amsgrad": True, "foreach": True}}
+    for steps in (2, 3):
+        _, said = _train(configured(steps=steps, optimizer=wanted), resume=True)
+        assert "optimizer: amsgrad stays False, as in the checkpoint; True needs a new run" in said
+        assert "foreach stays" not in said
+    assert loops[-1].components.optimizer.param_groups[0]["foreach"] is True
+    _, said = _train(configured(steps=4), resume=True)
+    assert "amsgrad" not in said
 
 
 @pytest.mark.parametrize(
