@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 from pathlib import Path
 
@@ -33,6 +34,12 @@ def test_the_example_of_lightning_fabric_runs(tmp_path: Path) -> None:
     assert status == 0, output
     assert "step 2: loss" in output
     assert (tmp_path / "runs" / "fabric" / "lightstep.json").is_file()
+
+
+@pytest.mark.parametrize("module", ["lightstep", "lightstep.checkpoint", "lightstep.checkpoint.formats"])
+def test_the_reference_has_every_public_name(module: str) -> None:
+    entries = re.findall(r"^::: \S+\.(\w+)$", (CHECKOUT / "docs" / "api.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert set(importlib.import_module(module).__all__) <= set(entries)
 
 
 def test_pages_have_examples_that_run() -> None:
