@@ -78,6 +78,7 @@ class Arrivals:
         if not self._hooked:
             self._hooks.set_parameters(self._items, after=lambda _: _make_hook(self._listeners))
             self._hooked = True
+        self._hooks.put_last()
         self._listeners.append(torch.no_grad()(lambda parameter: on_gradient(self._items[parameter])))
         try:
             yield

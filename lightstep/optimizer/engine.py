@@ -245,6 +245,7 @@ class Engine:
         self._refuse_unreduced()
         with no_grad_no_inference():
             if isinstance(self.schedule, InBackward) and self.schedule.started:
+                self.schedule.refuse_changed_settings(self.param_groups)
                 self.schedule.wait_for_update()
                 return self._complete(self.schedule, loss)
             gradients, norm, overflow = self._measure()

@@ -24,10 +24,24 @@ class GroupValues:
         self._written: dict[int, dict[str, Any]] = {}
         self._attributes: dict[torch.optim.Optimizer, dict[str, Any]] = {}
 
+    def changed(self, groups: Sequence[dict[str, Any]]) -> list[str]:
+        """The names of settings that somebody has changed since. A tensor on an accelerator counts as unchanged: the
+        host does not wait for it."""
+        known = [(group, self._initial[id(group)]) for group in groups if id(group) in self._initial]
+        return sorted(
+            {
+                key
+                for group, then in known
+                for key, now in settings_of(group).items()
+                if not (isinstance(now, Tensor) and now.device.type != "cpu")
+                and not (key in then and _same_value(now, then[key]))
+            }
+        )
+
     def copy_tensors(self) -> None:
         """Copy the groups' tensors (a learning rate): later writes to them do not reach this step."""
         for settings in self._initial.values():
-            settings.update({k: v.clone() for k, v in settings.items() if isinstance(v, Tensor)})
+            settings.update({key: _copied(value) for key, value in settings.items()})
 
     def settings(self, group: dict[str, Any]) -> dict[str, Any]:
         """A copy of one group's settings."""
@@ -81,8 +95,17 @@ def _same(first: Any, second: Any) -> bool:
     return first is second or (type(first) is type(second) and not isinstance(first, Tensor) and bool(first == second))
 
 
+def _copied(value: Any) -> Any:
+    """A tensor is copied; so are those of a tuple (betas)."""
+    if isinstance(value, Tensor):
+        return value.clone()
+    return tuple(map(_copied, value)) if type(value) is tuple else value
+
+
 def _same_value(now: Any, then: Any) -> bool:
     """Tensors are compared by value on the CPU; on an accelerator that would make the host wait, so they differ."""
+    if type(now) is type(then) is tuple:
+        return len(now) == len(then) and all(map(_same_value, now, then))
     if isinstance(now, Tensor) and isinstance(then, Tensor):
         return now.device.type == then.device.type == "cpu" and torch.equal(now, then)
     return _same(now, then)

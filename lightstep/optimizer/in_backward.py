@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lightstep.optimizer.arrivals import Arrivals, Take, second_gradient
 from lightstep.optimizer.group_values import GroupValues
-from lightstep.optimizer.schedule import Job, Schedule
+from lightstep.optimizer.schedule import Job, Schedule, refuse_older_graphs
 from lightstep.optimizer.unit_updater import Gradients, UnitUpdater, Update
 from lightstep.state.backend import Managed, StateBackend
 
@@ -76,7 +76,9 @@ class InBackward(Schedule):
             self._backend.prefer_resident(self._arrivals.last_in_backward())
             self.started, self._make_update = True, make_update
             everything = [item for layer in self._arrivals.layers for item in layer]
-            self._begin(everything, GroupValues(groups), self._backend.supports_lanes, self._arrivals.backward_order())
+            values = GroupValues(groups)
+            values.copy_tensors()
+            self._begin(everything, values, self._backend.supports_lanes, self._arrivals.backward_order())
             try:
                 with self._arrivals.listening(lambda item: self._take_gradient(item, take)):
                     yield
@@ -126,6 +128,8 @@ class InBackward(Schedule):
         if self._in_lane:
             self._wait_for_caller()
         update = Update.merge(self._updates.pop(batch))
+        if self._in_lane:
+            refuse_older_graphs(update.gradients)
         self._schedule(Job(unit, update) for unit in reversed(self._arrivals.units_of(batch)))
         self._submit(self._num_jobs)
         self._wait(self._newest_batch - 1)
@@ -149,6 +153,21 @@ class InBackward(Schedule):
 
     def wait_on_stream(self, items: Iterable[Managed]) -> None:
         """Does nothing: by the next forward, ``step()`` or an earlier reader has waited."""
+
+    def refuse_changed_settings(self, groups: Sequence[dict[str, Any]]) -> None:
+        """Refuse hyper-parameters that were changed between the last backward and ``step()``.
+
+        Raises:
+            RuntimeError: the updates in backward had the earlier ones. Nothing has been changed: with these set again,
+                ``step()`` may be called again.
+        """
+        changed = [] if self._values is None else self._values.changed(groups)
+        if changed:
+            raise RuntimeError(
+                f"{', '.join(changed)} of a parameter group changed between backward() and step(), and backward has "
+                "updated weights with the earlier values (optimizer_state.update: in_backward). Change them "
+                "after step() or before the last backward, or set update: at_step"
+            )
 
     def complete(self, managed: Sequence[Managed], take: Take, make_update: MakeUpdate) -> None:
         """End the step: take the remaining gradients, update layers in which some are missing, and wait."""

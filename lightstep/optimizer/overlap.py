@@ -38,8 +38,8 @@ from torch import Tensor
 from lightstep.optimizer.arrivals import Arrivals, second_gradient
 from lightstep.optimizer.group_values import GroupValues
 from lightstep.optimizer.link_share import LinkShare, evenly_spaced
-from lightstep.optimizer.schedule import FindWritten, Job, NextForward
-from lightstep.optimizer.speculation import Commit, Speculation, is_same
+from lightstep.optimizer.schedule import FindWritten, Job, NextForward, refuse_older_graphs
+from lightstep.optimizer.speculation import Commit, Speculation, UsedGradient
 from lightstep.optimizer.unit_updater import Gradients, UnitUpdater, Update
 from lightstep.optimizer.verdict import Verdict
 from lightstep.state.backend import Managed, StateBackend, Unit
@@ -214,7 +214,8 @@ class Overlap(NextForward):
         if not owners:
             return
         gradients = {item: available[item] for item in owners}
-        speculation.used.update({item: (gradient, gradient._version) for item, gradient in gradients.items()})
+        refuse_older_graphs(item for item in gradients if item not in speculation.used)
+        speculation.used.update({item: UsedGradient(gradient) for item, gradient in gradients.items()})
         update = speculation.assumed_update(gradients)
         compute = self._backend.lanes.compute
         with self._lock:
@@ -272,7 +273,7 @@ class Overlap(NextForward):
         valid = (
             speculation.values.matches(groups)
             and all(item.updated for item in gradients)
-            and all(item in gradients and is_same(gradients[item], *used) for item, used in speculation.used.items())
+            and all(item in gradients and used.is_same(gradients[item]) for item, used in speculation.used.items())
         )
         if not valid:
             self.roll_back()
@@ -303,6 +304,7 @@ class Overlap(NextForward):
             return
         update.values, speculation.update = speculation.values, update
         update.drop_gradients(update.elsewhere)
+        refuse_older_graphs(update.gradients)
         with self._lock, self._aborting("the update under way"):
             self._wait_for_caller()
             for unit in speculation.after_backward:

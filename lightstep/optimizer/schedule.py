@@ -10,11 +10,13 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
+import torch
+
 from lightstep.optimizer.group_values import GroupValues
 from lightstep.optimizer.unit_updater import Gradients, UnitUpdater, Update
 from lightstep.state.backend import Managed, StateBackend, Unit
 
-__all__ = ["AtStep", "FindWritten", "Job", "NextForward", "Schedule"]
+__all__ = ["AtStep", "FindWritten", "Job", "NextForward", "Schedule", "refuse_older_graphs"]
 
 FindWritten = Callable[[Iterable[Managed]], Sequence[Managed]]
 """Returns those of some parameters that somebody else has written to."""
@@ -104,6 +106,7 @@ class Schedule:
             self._begin(update.gradients.keys(), update.values, deferred)
             units = self._backend.units()
             if deferred:
+                refuse_older_graphs(update.gradients)
                 self._map_parameters(units)
             self._schedule([Job(unit, update) for unit in (*units, None)])
             self._submit_in_step()
@@ -323,3 +326,12 @@ class Job:
             updater.finish(self.update.elsewhere)
         else:
             self.completed.extend(updater.update(self.unit, self.update))
+
+
+def refuse_older_graphs(items: Iterable[Managed]) -> None:
+    """Weights that the compute lane will write to count as written from now on.
+
+    So autograd refuses a backward through a graph that has saved them, as it does after ``torch.optim``'s own step.
+    Otherwise it would read them while they are updated.
+    """
+    torch.autograd.graph.increment_version([item.local for item in items])

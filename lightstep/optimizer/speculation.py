@@ -14,7 +14,22 @@ from lightstep.optimizer.schedule import Job
 from lightstep.optimizer.unit_updater import Gradients, UnitUpdater, Update
 from lightstep.state.backend import Managed, Unit
 
-__all__ = ["Commit", "Speculation", "is_same"]
+__all__ = ["Commit", "Speculation", "UsedGradient"]
+
+
+class UsedGradient:
+    """A gradient that a speculative update uses. A write through ``p.grad.data`` does not increment its version: on the
+    CPU it is detected by comparison."""
+
+    def __init__(self, gradient: Tensor) -> None:
+        self._gradient, self._version = gradient, gradient._version
+        self._copy = gradient.clone() if gradient.device.type == "cpu" else None
+
+    def is_same(self, now: Tensor) -> bool:
+        """Whether ``now`` is the gradient, and nobody has written to it since."""
+        then = self._gradient
+        known = now.data_ptr() == then.data_ptr() and now.shape == then.shape and then._version == self._version
+        return known and (self._copy is None or torch.equal(now, self._copy))
 
 
 class Speculation:
@@ -30,7 +45,7 @@ class Speculation:
     Attributes:
         shared_queue: the units of ``shared`` that have not been submitted yet.
         gradients: the gradients that are complete.
-        used: the gradients that updates have used, each with its version at that time.
+        used: the gradients that updates have used.
         submitted: the units that have been submitted, in order.
         done: event behind the last of them.
         weights_changed: a weight was written to by somebody else before its update.
@@ -51,7 +66,7 @@ class Speculation:
         self.after_backward = after_backward
         self.values, self.divisor, self.factor = values, divisor, factor
         self.gradients: Gradients = {}
-        self.used: dict[Managed, tuple[Tensor, int]] = {}
+        self.used: dict[Managed, UsedGradient] = {}
         self.submitted: list[Unit] = []
         self.done: Any = None
         self.weights_changed = self.invalid = False
@@ -108,8 +123,3 @@ class Commit(Job):
     def run(self, updater: UnitUpdater) -> None:
         updater.commit(self._done)
         self.completed.extend(self._owners)
-
-
-def is_same(now: Tensor, then: Tensor, version: int) -> bool:
-    """Whether ``now`` is the tensor ``then``, and nobody has written to it since ``version``."""
-    return now.data_ptr() == then.data_ptr() and now.shape == then.shape and then._version == version

@@ -39,6 +39,15 @@ class LeafHooks:
             if parameter not in self._handles:
                 self._handles[parameter] = _register(parameter, before, after)
 
+    def put_last(self) -> None:
+        """Have post-accumulate-grad hooks called after those that others have registered since, which may still change
+        the gradient."""
+        for parameter, handles in self._handles.items():
+            hooks = parameter._post_accumulate_grad_hooks
+            for handle in handles:
+                if handle.id in hooks and next(reversed(hooks)) != handle.id:
+                    hooks[handle.id] = hooks.pop(handle.id)
+
 
 def _register(parameter: Tensor, before: Make | None, after: Make | None) -> list[RemovableHandle]:
     frozen = not parameter.requires_grad

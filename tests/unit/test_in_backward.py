@@ -174,6 +174,57 @@ def test_hooks_schedulers_and_hyperparameters() -> None:
     assert_same(found[1], found[0])
 
 
+def halve_gradient(parameter: Tensor) -> None:
+    if parameter.grad is not None:
+        parameter.grad.data.mul_(0.5)
+
+
+@pytest.mark.parametrize("state", [in_backward(), in_backward("resident"), {**BACKENDS["stream"], "update": "overlap"}])
+def test_gradient_hooks_that_are_registered_late_count(state: dict[str, Any]) -> None:
+    """Whoever hooks a gradient after the first backward still changes it before its layer is updated."""
+    found = []
+    for values in ({"backend": "resident"}, state):
+        training = Training(values)
+        training.train(2)
+        for parameter in (p for p in training.model.parameters() if p.requires_grad):
+            parameter.register_post_accumulate_grad_hook(halve_gradient)
+        training.train(3)
+        found.append(training.snapshot())
+    assert_same(found[1], found[0])
+
+
+@pytest.mark.parametrize("changed", [{"lr": 1e-3}, {"weight_decay": 0.5}, {"betas": (0.5, 0.9)}])
+def test_hyperparameters_that_change_after_backward_are_refused(changed: dict[str, Any]) -> None:
+    expected, tested = Training({"backend": "resident"}), Training(in_backward())
+    expected.train(4)
+    tested.train(2)
+    with tested.strategy.accumulate(tested.model, last=False):
+        tested.optimizer.backward(tested.loss() / 2)
+    with tested.strategy.accumulate(tested.model, last=True):
+        tested.optimizer.backward(tested.loss(1) / 2)
+    group = tested.optimizer.param_groups[0]
+    before = {key: group[key] for key in changed}
+    group.update(changed)
+    with pytest.raises(RuntimeError, match=f"{next(iter(changed))} of a parameter group changed between backward"):
+        tested.optimizer.step()
+    group.update(before)
+    tested.optimizer.step()
+    tested.steps += 1
+    tested.train(1)
+    assert_same(tested.snapshot(), expected.snapshot())
+
+
+def test_a_learning_rate_in_a_tensor_that_changes_after_backward_is_refused() -> None:
+    training = Training(in_backward())
+    rate = training.optimizer.param_groups[0]["lr"] = torch.tensor(1e-2)
+    training.train(2)
+    with training.strategy.accumulate(training.model, last=True):
+        training.optimizer.backward(training.loss())
+    rate.mul_(0.5)
+    with pytest.raises(RuntimeError, match="lr of a parameter group changed"):
+        training.optimizer.step()
+
+
 def test_a_backward_of_ones_own_is_done_in_the_step() -> None:
     """``loss.backward()`` tells nobody that it is the last: the step does it all."""
     expected, tested = Training({"backend": "resident"}), Training(in_backward())

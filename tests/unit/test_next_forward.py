@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+import time
 from collections.abc import Callable
 from itertools import cycle
 from pathlib import Path
@@ -464,3 +465,21 @@ def test_units_are_updated_in_the_order_of_the_forward() -> None:
     names = [unit.parts[0][0].name for unit in training.optimizer._backend.units()]
     order = [name for name, _ in training.model.named_parameters()]
     assert names == sorted(names, key=order.index)
+
+
+@pytest.mark.parametrize("update", ["at_step", "next_forward", "overlap"])
+def test_a_graph_from_before_the_step_is_refused(update: str) -> None:
+    """As torch refuses it after its own ``step()``: its weights are being updated."""
+    training = Training({"backend": "stream", "ring_mib": 0.02, "update": update}, clipping={"max_norm": None})
+    training.train(3)
+    training.optimizer.synchronize()
+    training.optimizer._backend.lanes.delay = lambda lane: time.sleep(0.01)
+    named = dict(training.model.named_parameters())
+    older = training.loss()
+    with training.strategy.accumulate(training.model, last=True):
+        training.optimizer.backward(training.loss(1))
+    training.optimizer.step()
+    with pytest.raises(RuntimeError, match="inplace operation"):
+        torch.autograd.grad(older, named["embed.weight"])
+    training.optimizer._backend.lanes.delay = None
+    training.train(1)

@@ -265,6 +265,11 @@ def edit_gradient(training: Training) -> None:
     training.named[TRIED].grad.mul_(0.5)  # type: ignore[union-attr]
 
 
+def edit_gradient_data(training: Training) -> None:
+    """As clipping by hand did for years; a list of parameters kept from before is no read of a weight."""
+    training.named[TRIED].grad.data.mul_(0.5)  # type: ignore[union-attr]
+
+
 def edit_last_gradient(training: Training) -> None:
     training.named[LAST].grad.mul_(0.5)  # type: ignore[union-attr]
 
@@ -309,6 +314,7 @@ BETWEEN: dict[Callable[[Training], None], str] = {
     change_lr: "rolled back",
     decay: "rolled back",
     edit_gradient: "rolled back",
+    edit_gradient_data: "rolled back",
     edit_last_gradient: "commit",
     exchange_gradient: "rolled back",
     another_backward: "rolled back",
@@ -707,4 +713,20 @@ def test_a_weight_that_is_written_to_before_it_is_tried_is_updated_from_there() 
         if held is not None:
             held.free.set()
         training.optimizer.step()
+    assert_same(tested.snapshot(), expected.snapshot())
+
+
+def test_betas_that_are_written_to_in_place() -> None:
+    tested, expected = pair()
+    for training in (tested, expected):
+        betas = torch.tensor(0.9), torch.tensor(0.99)
+        for group in training.optimizer.param_groups:
+            group.update(lr=torch.tensor(1e-2), betas=betas, fused=False, foreach=False)
+        for _ in range(6):
+            training.step()
+            betas[0].mul_(0.8)
+            backward(training)
+            betas[0].mul_(0.9)
+            training.optimizer.step()
+            betas[0].mul_(0.9)
     assert_same(tested.snapshot(), expected.snapshot())
