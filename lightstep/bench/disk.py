@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import shutil
 import statistics
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
+from lightstep.bench.probes import elapsed
 from lightstep.bench.ranks import Ranks
 
 _CHUNK = 64 * 2**20
@@ -37,9 +37,6 @@ class Saver(Protocol):
 
     def saved_tensors(self) -> dict[str, torch.Tensor]:
         """The tensors of the checkpoint, by name."""
-
-    def step(self) -> None:
-        """One training step; returns when it is finished."""
 
 
 @dataclass(frozen=True)
@@ -61,11 +58,14 @@ class DiskTime:
     torch_stall: Stall
 
 
-def measure_saving(saver: Saver, folder: Path, ranks: Ranks) -> DiskTime:
+def measure_saving(saver: Saver, step: Callable[[], None], folder: Path, ranks: Ranks) -> DiskTime:
     """Save a checkpoint and write plain files in turn, three times; the fastest of each counts. Then save in threads.
 
     All ranks call it with a ``folder`` that they share; nothing is left there. Every write ends when all bytes are
     flushed to disk.
+
+    Args:
+        step: one training step; returns when it is finished.
     """
     checkpoint, plain = folder / "bench-checkpoint", folder / f"bench-plain-{ranks.rank}"
     saving, writing, nbytes = [], [], 0
@@ -75,30 +75,30 @@ def measure_saving(saver: Saver, folder: Path, ranks: Ranks) -> DiskTime:
 
     try:
         for _ in range(_REPEATS):
-            saving.append(_timed(lambda: saver.save(checkpoint), ranks))
+            saving.append(elapsed(lambda: saver.save(checkpoint), ranks.barrier))
             nbytes = sum(file.stat().st_size for file in checkpoint.rglob("*") if file.is_file())
             ranks.barrier()
             _remove(checkpoint, ranks)
-            writing.append(_timed(write_plainly, ranks))
+            writing.append(elapsed(write_plainly, ranks.barrier))
             plain.unlink()
-        ours = _stall(saver, saver.save_async, checkpoint, ranks)
+        ours = _stall(step, saver.save_async, checkpoint, ranks)
         with _torch_saving(saver, ranks) as begin:
-            torchs = _stall(saver, begin, checkpoint, ranks)
+            torchs = _stall(step, begin, checkpoint, ranks)
     finally:
         _remove(checkpoint, ranks)
         plain.unlink(missing_ok=True)
     return DiskTime(nbytes, min(saving), min(writing), ours, torchs)
 
 
-def _stall(saver: Saver, begin: Callable[[Path], Any], path: Path, ranks: Ranks) -> Stall:
+def _stall(step: Callable[[], None], begin: Callable[[Path], Any], path: Path, ranks: Ranks) -> Stall:
     """The shortest stall of several saves; the first one also allocates memory that the others reuse."""
-    quiet = statistics.median(_timed(saver.step, ranks) for _ in range(5))
+    quiet = statistics.median(elapsed(step, ranks.barrier) for _ in range(5))
     stalls, during = [], []
     for _ in range(_REPEATS):
         pending: list[Any] = []
-        stalls.append(_timed(lambda pending=pending: pending.append(begin(path)), ranks))  # type: ignore[misc]
+        stalls.append(elapsed(lambda pending=pending: pending.append(begin(path)), ranks.barrier))  # type: ignore[misc]
         while ranks.maximum([0.0 if pending[0].done() else 1.0])[0]:
-            during.append(_timed(saver.step, ranks))
+            during.append(elapsed(step, ranks.barrier))
         pending[0].result()
         ranks.barrier()
         _remove(path, ranks)
@@ -118,15 +118,6 @@ def _torch_saving(saver: Saver, ranks: Ranks) -> Iterator[Callable[[Path], Any]]
             yield lambda path: dcp.async_save(tensors, checkpoint_id=path, process_group=group)
     finally:
         dist.destroy_process_group(group)
-
-
-def _timed(work: Callable[[], object], ranks: Ranks) -> float:
-    """Seconds until the last rank is done."""
-    ranks.barrier()
-    began = time.perf_counter()
-    work()
-    ranks.barrier()
-    return time.perf_counter() - began
 
 
 def _write(path: Path, nbytes: int) -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -18,9 +18,8 @@ from lightstep.bench.llama import LOSS_CHUNK, Llama, LlamaShape
 from lightstep.bench.optimizers import OPTIMIZERS
 from lightstep.bench.peers import CpuAdamW, TorchFsdp2, TorchResident
 from lightstep.bench.report import Column, Panel, Values, View, size
-from lightstep.bench.run import Measurement, Row, Run
+from lightstep.bench.run import Measurement, Row, Run, Spread
 from lightstep.bench.strategies import WithoutOptimizer
-from lightstep.bench.trace import profile_step
 from lightstep.sharding.preparation import checkpoint_activations
 
 
@@ -103,10 +102,7 @@ class IterationTask(Task):
         return 1e-9 if clipped else self.max_norm
 
     def probe(self, measurement: Measurement) -> None:
-        contender = measurement.contender
-        measurement.row.profile = profile_step(
-            partial(contender.iterate, measurement.inputs[0]), contender.finish, self.device
-        )
+        measurement.profile(measurement.contender.iterate)
 
     def head(self, run: Run) -> Values:
         how = {"attention": "sdpa", "activation_checkpointing": True, "loss_chunk_tokens": LOSS_CHUNK}
@@ -121,23 +117,18 @@ class IterationTask(Task):
 
     def figures(self, run: Run, row: Row) -> Values:
         """Times are means over all iterations; the slowest rank counts."""
-        iterations = [time for window in row.windows for time in window]
-        own = [sum(iterations) / len(iterations), min(iterations), max(iterations)]
-        mean, least, most = run.ranks.maximum(own)
-        seen = row.profile
-        counts = [row.peak_bytes or 0, row.weight_bytes, row.host_bytes, seen.waits if seen else 0]
-        peak, weights, host, syncs = (int(value) for value in run.ranks.maximum([float(count) for count in counts]))
+        times = Spread.of(row.times, statistics.fmean, run.ranks)
+        counts = [row.peak_bytes or 0, row.weight_bytes, row.host_bytes]
+        peak, weights, host = (int(value) for value in run.ranks.maximum([float(count) for count in counts]))
         return {
-            "iteration_ms": mean,
-            "iteration_ms_range": [least, most],
+            **times.values("iteration_ms"),
             "windows_ms": row.windows,
-            "tokens_per_s": self.case * run.ranks.world_size / mean * 1e3,
+            "tokens_per_s": self.case * run.ranks.world_size / times.middle * 1e3,
             "peak_device_bytes": None if row.peak_bytes is None else peak,
             "peak_device_bytes_beyond_weights": None if row.peak_bytes is None else peak - weights,
             "weight_bytes": weights,
             "host_bytes": host,
-            "host_syncs": None if seen is None else syncs,
-            "first_sync": None if seen is None else seen.first_wait,
+            **row.host_waits(run.ranks),
             **row.extra,
         }
 

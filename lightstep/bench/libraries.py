@@ -9,12 +9,11 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 from lightstep.bench.contender import ADAMW, MAX_NORM, Contender, Skipped, Task, clip_coefficient, total_norm
 from lightstep.bench.optimizers import MUON, split_matrices
-from lightstep.bench.peers import CpuAdamW, HostSlot, TorchResident
+from lightstep.bench.peers import CpuAdamW, HostSlot, TorchResident, shard
 from lightstep.distributed import local_tensor, world_size
 
 
@@ -62,14 +61,10 @@ class Fsdp2Offload(Contender):
 
     def _shard(self, task: Task, units: Sequence[nn.Module], reshard_after_forward: bool) -> None:
         """`fully_shard` on the units and the model, with fp32 shards on the CPU and bf16 compute on the device."""
-        settings: dict[str, Any] = {
-            "mesh": init_device_mesh(task.device.type, (world_size(),)),
-            "reshard_after_forward": reshard_after_forward,
-            "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
-            "offload_policy": CPUOffloadPolicy(pin_memory=task.device.type == "cuda"),
-        }
-        for module in (*units, self.model):
-            fully_shard(module, **settings)
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        offload = CPUOffloadPolicy(pin_memory=task.device.type == "cuda")
+        settings: dict[str, Any] = {"reshard_after_forward": reshard_after_forward, "offload_policy": offload}
+        shard(self.model, units, task.device, policy, **settings)
         self._optimizer = torch.optim.AdamW(self.model.parameters(), fused=True, **ADAMW)
 
     def step(self, gradients: Sequence[Tensor]) -> None:
@@ -199,10 +194,8 @@ class Dion(TorchResident):
         self._mesh = None
         model: Any = super().make_model(task)
         if world_size() > 1:
-            self._mesh = init_device_mesh(task.device.type, (world_size(),))
             policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
-            for module in (*model.layers, model):
-                fully_shard(module, mesh=self._mesh, mp_policy=policy)
+            self._mesh = shard(model, model.layers, task.device, policy)
         whole: nn.Module = model
         return whole
 

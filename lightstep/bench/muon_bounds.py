@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from lightstep.bench.llama import LlamaShape
-from lightstep.bench.probes import Clock
+from lightstep.bench.probes import lap_times
 from lightstep.bench.ranks import Ranks
 from lightstep.bench.report import Column, Values, size
 
@@ -58,11 +59,7 @@ def measure_exchange(device: torch.device, ranks: Ranks, nbytes: int = _EXCHANGE
 
 def _exchange_ms(sent: torch.Tensor, received: torch.Tensor, ranks: Ranks) -> float:
     ranks.barrier()
-    clock = Clock(sent.device)
-    clock.lap()
-    dist.all_to_all_single(received, sent)
-    clock.lap()
-    return clock.read()[0]
+    return lap_times([partial(dist.all_to_all_single, received, sent)], sent.device)[0]
 
 
 def head(run: Run, shape: LlamaShape) -> Values:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -66,6 +66,16 @@ class TorchResidentFloatGradients(TorchResident):
     gradient_dtype = torch.float32
 
 
+def shard(
+    model: nn.Module, units: Iterable[nn.Module], device: torch.device, policy: MixedPrecisionPolicy, **settings: Any
+) -> DeviceMesh:
+    """`fully_shard` on the units, then on the model, over all ranks. Returns the mesh."""
+    mesh = init_device_mesh(device.type, (world_size(),))
+    for module in (*units, model):
+        fully_shard(module, mesh=mesh, mp_policy=policy, **settings)
+    return mesh
+
+
 class TorchFsdp2(Contender):
     """The usual FSDP2 loop: fp32 shards, `clip_grad_norm_`, `AdamW(fused=True)`.
 
@@ -83,10 +93,8 @@ class TorchFsdp2(Contender):
         self.model = stack = task.model_for_peers(torch.float32)
         hidden = hidden_matrices(stack) if task.optimizer == "muon" else [False] * len(list(stack.parameters()))
         wholes = [p.detach().clone() if inside else None for p, inside in zip(stack.parameters(), hidden, strict=True)]
-        mesh = init_device_mesh(task.device.type, (world_size(),))
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        for module in (*stack.layers, stack):
-            fully_shard(module, mesh=mesh, mp_policy=policy)
+        shard(stack, stack.layers, task.device, policy)
         self._shards = list(stack.parameters())
         self._wholes = [(s, nn.Parameter(w)) for s, w in zip(self._shards, wholes, strict=True) if w is not None]
         matrices = iter([whole for _, whole in self._wholes])

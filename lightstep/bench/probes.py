@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -34,6 +34,31 @@ class Clock:
         return [start.elapsed_time(end) for start, end in pairs]
 
 
+def lap_times(works: Iterable[Callable[[], object]], device: torch.device) -> list[float]:
+    """Run `works` back to back; the ms of each, from the end of the one before, on the clock of the device."""
+    clock = Clock(device)
+    clock.lap()
+    for work in works:
+        work()
+        clock.lap()
+    return clock.read()
+
+
+def elapsed(work: Callable[[], object], wait: Callable[[], object]) -> float:
+    """Seconds that `work` takes on the host's clock, between two calls of `wait`."""
+    wait()
+    began = time.perf_counter()
+    work()
+    wait()
+    return time.perf_counter() - began
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device is idle; a CPU always is."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def pinned_bytes(device: torch.device) -> int:
     """Bytes of host memory that torch's pinned allocator holds, in use or kept for reuse, as it rounds them.
 
@@ -59,8 +84,8 @@ def gc_frozen() -> Iterator[None]:
 def free_memory(device: torch.device) -> None:
     """Free the last contender's memory on the device and in torch's pinned allocator."""
     gc.collect()
+    synchronize(device)
     if device.type == "cuda":
-        torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
         empty_host_cache = getattr(torch._C, "_host_emptyCache", None)
         if empty_host_cache is not None:

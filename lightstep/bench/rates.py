@@ -14,7 +14,7 @@ from torch import nn
 
 from lightstep.bench.link import measure_link
 from lightstep.bench.llama import Llama, LlamaShape
-from lightstep.bench.probes import Clock, free_memory
+from lightstep.bench.probes import free_memory, lap_times
 from lightstep.bench.ranks import Ranks, local_device
 from lightstep.bench.report import device_name
 from lightstep.plan.activations import run_on_meta
@@ -99,12 +99,7 @@ def _update_ms(elements: int, device: torch.device) -> float:
 def _fastest(work: Callable[[], object], device: torch.device) -> float:
     """The shortest time in ms, after one untimed run."""
     work()
-    clock = Clock(device)
-    clock.lap()
-    for _ in range(_REPEATS):
-        work()
-        clock.lap()
-    return min(clock.read())
+    return min(lap_times([work] * _REPEATS, device))
 
 
 def _link(device: torch.device, when: str) -> Link:

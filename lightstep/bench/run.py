@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,11 +22,32 @@ from lightstep.bench.disk import DiskTime
 from lightstep.bench.entries import Entry
 from lightstep.bench.link import Link, measure_link
 from lightstep.bench.muon_bounds import measure_exchange
-from lightstep.bench.probes import Clock, free_memory, gc_frozen, pinned_bytes
+from lightstep.bench.probes import free_memory, gc_frozen, lap_times, pinned_bytes, synchronize
 from lightstep.bench.ranks import Ranks
-from lightstep.bench.trace import StepProfile
+from lightstep.bench.trace import StepProfile, profile_step
 
 logger = logging.getLogger(__name__)
+
+
+class Spread(NamedTuple):
+    """The middle and the range of a row's times; of several ranks, the slowest."""
+
+    middle: float
+    least: float
+    most: float
+
+    @classmethod
+    def of(cls, times: Sequence[float], middle: Callable[[Sequence[float]], float], ranks: Ranks) -> Spread:
+        """A collective: all ranks call it. `middle` is a median or a mean."""
+        return cls(*ranks.maximum([middle(times), min(times), max(times)]))
+
+    def per_1e9(self, count: int) -> Spread:
+        """The same for 10⁹ of what these times took `count` of."""
+        return Spread(*(time / count * 1e9 for time in self))
+
+    def values(self, key: str) -> dict[str, Any]:
+        """Its two JSON values."""
+        return {key: self.middle, f"{key}_range": [self.least, self.most]}
 
 
 @dataclass
@@ -57,6 +78,20 @@ class Row:
     extra: dict[str, Any] = field(default_factory=dict)
     note: str | None = None
     skipped: bool = False
+
+    @property
+    def times(self) -> list[float]:
+        """The ms of each step of all rounds."""
+        return [time for window in self.windows for time in window]
+
+    def host_waits(self, ranks: Ranks) -> dict[str, Any]:
+        """The JSON values of how often the host waited for the device. A collective: all ranks call it."""
+        seen = self.profile
+        most = ranks.maximum([float(seen.waits if seen else 0)])[0]
+        return {
+            "host_syncs": None if seen is None else int(most),
+            "first_sync": None if seen is None else seen.first_wait,
+        }
 
 
 @dataclass(frozen=True)
@@ -171,6 +206,7 @@ class Measurement:
         self.row.weight_bytes = nbytes(self.contender.device_weights())
         self.row.parameters = sum(weight.numel() for weight in self.contender.weights())
 
+    @gc_frozen()
     def time(self, work: Callable[[Any], None], warmup: int, synchronize: bool) -> None:
         """Warm up, then time one window of steps and record their memory.
 
@@ -178,28 +214,24 @@ class Measurement:
             work: one step, called with its inputs.
             synchronize: finish the warm-up first. Otherwise the first step includes what the warm-up left pending.
         """
-        with gc_frozen():
-            self._time(work, warmup, synchronize)
-
-    def _time(self, work: Callable[[Any], None], warmup: int, synchronize: bool) -> None:
-        row, inputs = self.row, self.inputs
-        for step in range(warmup):
-            work(inputs[step % len(inputs)])
+        for warm in self._steps(work, warmup):
+            warm()
         if synchronize:
             self.synchronize()
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
-        clock = Clock(self.device)
-        clock.lap()
-        for step in range(self.run.effort.steps):
-            work(inputs[step % len(inputs)])
-            clock.lap()
-        self.contender.finish()
-        clock.lap()
-        *window, remaining = clock.read()
-        row.windows.append(window)
-        row.remaining_ms.append(remaining)
+        steps = self._steps(work, self.run.effort.steps)
+        *window, remaining = lap_times([*steps, self.contender.finish], self.device)
+        self.row.windows.append(window)
+        self.row.remaining_ms.append(remaining)
         self._record_memory()
+
+    def _steps(self, work: Callable[[Any], None], count: int) -> list[Callable[[], None]]:
+        return [partial(work, self.inputs[step % len(self.inputs)]) for step in range(count)]
+
+    def profile(self, work: Callable[[Any], None]) -> None:
+        """Profile one step."""
+        self.row.profile = profile_step(partial(work, self.inputs[0]), self.contender.finish, self.device)
 
     def _record_memory(self) -> None:
         given = sum(map(nbytes, self.inputs))
@@ -214,8 +246,7 @@ class Measurement:
     def synchronize(self) -> None:
         """Wait until all work is done."""
         self.contender.finish()
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        synchronize(self.device)
 
     def close(self) -> None:
         if "contender" in vars(self):

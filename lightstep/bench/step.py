@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,9 +19,8 @@ from lightstep.bench.llama import Llama, LlamaShape
 from lightstep.bench.optimizers import OPTIMIZERS
 from lightstep.bench.peers import CpuAdamW, TorchFsdp2, TorchResident, TorchResidentFloatGradients
 from lightstep.bench.report import Column, Panel, Values, View, link_sentence, size
-from lightstep.bench.run import Measurement, Row, Run
+from lightstep.bench.run import Measurement, Row, Run, Spread
 from lightstep.bench.strategies import StrategyContender
-from lightstep.bench.trace import profile_step
 
 _SAMPLE = 2048  # weights per tensor that are compared between contenders
 _GRADIENT_STD = 0.01
@@ -74,12 +72,15 @@ class StepTask(Task):
     def probe(self, measurement: Measurement) -> None:
         contender = measurement.contender
         measurement.synchronize()
-        measurement.row.profile = profile_step(
-            partial(contender.step, measurement.inputs[0]), contender.finish, self.device
-        )
-        if measurement.run.checkpoints is not None and isinstance(contender, StrategyContender):
-            saver = _StrategySaver(contender, measurement.inputs)
-            measurement.row.disk = measure_saving(saver, measurement.run.checkpoints, measurement.run.ranks)
+        measurement.profile(contender.step)
+        folder = measurement.run.checkpoints
+        if folder is not None and isinstance(contender, StrategyContender):
+
+            def step() -> None:
+                contender.step(measurement.inputs[0])
+                contender.finish()
+
+            measurement.row.disk = measure_saving(contender, step, folder, measurement.run.ranks)
 
     def head(self, run: Run) -> Values:
         values = {"model": {**self.shape.values(), "weights": "bfloat16"}, "steps": run.effort.steps}
@@ -90,26 +91,22 @@ class StepTask(Task):
         steps = [time for window in row.windows for time in window[1:] or window]
         blocks = [sum(window, remaining) for window, remaining in zip(row.windows, row.remaining_ms, strict=True)]
         block_ms = sum(blocks) / sum(map(len, row.windows))
-        own_times = [statistics.median(steps), min(steps), max(steps), block_ms]
-        median, least, most, block = run.ranks.maximum(own_times)
-        beyond, seen = max(0, (row.peak_bytes or 0) - row.weight_bytes), row.profile
-        memory = run.ranks.maximum([float(beyond), float(row.host_bytes), float(seen.waits if seen else 0)])
+        times = Spread.of(steps, statistics.median, run.ranks)
+        own_beyond = max(0, (row.peak_bytes or 0) - row.weight_bytes)
+        block, beyond, host = run.ranks.maximum([block_ms, float(own_beyond), float(row.host_bytes)])
         given = (row.weight_bytes + row.input_bytes) / row.parameters
         return {
             "parameters_per_rank": row.parameters,
-            "step_ms": median,
-            "step_ms_range": [least, most],
+            **times.values("step_ms"),
             "step_ms_all": steps,
             "block_ms": block,
-            "ms_per_1e9_parameters": median / row.parameters * 1e9,
-            "ms_per_1e9_parameters_range": [time / row.parameters * 1e9 for time in (least, most)],
-            **_traffic(run, row, median),
+            **times.per_1e9(row.parameters).values("ms_per_1e9_parameters"),
+            **_traffic(run, row, times.middle),
             "weight_and_gradient_bytes_per_parameter": given,
-            "peak_device_bytes_beyond": None if row.peak_bytes is None else int(memory[0]),
-            "peak_device_bytes_per_parameter": None if row.peak_bytes is None else given + memory[0] / row.parameters,
-            "host_bytes_per_parameter": memory[1] / row.parameters,
-            "host_syncs": None if seen is None else int(memory[2]),
-            "first_sync": None if seen is None else seen.first_wait,
+            "peak_device_bytes_beyond": None if row.peak_bytes is None else int(beyond),
+            "peak_device_bytes_per_parameter": None if row.peak_bytes is None else given + beyond / row.parameters,
+            "host_bytes_per_parameter": host / row.parameters,
+            **row.host_waits(run.ranks),
             "checkpoint": None if row.disk is None else _checkpoint(row.disk),
         }
 
@@ -121,19 +118,6 @@ class StepTask(Task):
             if "step_ms" in shown and reference is not None and sample is not None and sample.shape == reference.shape:
                 shown["largest_weight_difference"] = float((sample - reference).abs().max())
         muon_bounds.add_bounds(run, self.shape, values, "step_ms")
-
-
-class _StrategySaver:
-    """A strategy as the `Saver` of the disk measurement."""
-
-    def __init__(self, contender: StrategyContender, gradients: Sequence[Sequence[Tensor]]) -> None:
-        self._contender, self._gradients = contender, gradients
-        self.save, self.save_async = contender.save, contender.save_async
-        self.saved_tensors = contender.saved_tensors
-
-    def step(self) -> None:
-        self._contender.step(self._gradients[0])
-        self._contender.finish()
 
 
 def random_gradients(

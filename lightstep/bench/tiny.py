@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,8 +13,9 @@ from torch import Tensor, nn
 
 from lightstep.bench.contender import Task
 from lightstep.bench.peers import TorchForeach, TorchResident
+from lightstep.bench.probes import elapsed, synchronize
 from lightstep.bench.report import Column, Panel, Values, View
-from lightstep.bench.run import Measurement, Row, Run
+from lightstep.bench.run import Measurement, Row, Run, Spread
 
 _WIDTH, _RANK, _EXPERT = 64, 8, 16
 _WEIGHT_STD = 0.02
@@ -112,28 +112,18 @@ class TinyTask(Task):
 
     def _timed(self, work: Callable[[], object]) -> float:
         """ms until host and device are done."""
-        self._wait()
-        began = time.perf_counter()
-        work()
-        self._wait()
-        return (time.perf_counter() - began) * 1e3
-
-    def _wait(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        return elapsed(work, partial(synchronize, self.device)) * 1e3
 
     def head(self, run: Run) -> Values:
         return {"tensors": run.cases, "steps": run.effort.steps}
 
     def figures(self, run: Run, row: Row) -> Values:
         """Medians over all rounds, of the slowest rank."""
-        steps = [time for window in row.windows for time in window]
-        medians = {key: statistics.median(times) for key, times in {"step_ms": steps, **row.extra}.items()}
-        medians = dict(zip(medians, run.ranks.maximum(list(medians.values())), strict=True))
-        hooks = medians["backward_ms"] / medians["plain_backward_ms"] - 1
+        spreads = {key: Spread.of(times, statistics.median, run.ranks) for key, times in row.extra.items()}
+        hooks = spreads["backward_ms"].middle / spreads["plain_backward_ms"].middle - 1
         return {
-            **medians,
-            "step_ms_range": run.ranks.maximum([min(steps), max(steps)]),
+            **Spread.of(row.times, statistics.median, run.ranks).values("step_ms"),
+            **{key: spread.middle for key, spread in spreads.items()},
             "windows_ms": row.windows,
             "hooks_percent": 100 * hooks,
         }
