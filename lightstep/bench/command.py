@@ -35,21 +35,11 @@ _DEFAULTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 """Of each mode: on a CPU, and on a GPU."""
 
 _MEASURED = {"strategies", "peers", "steps", "warmup"}
+_TRAINED = {*_MEASURED, "optimizer", "params", "layers", "tokens", "sequence", "max_norm"}
 _ALLOWED = {
     "step": {*_MEASURED, "rounds", "params", "layers", "optimizer", "checkpoints"},
-    "iteration": {
-        *_MEASURED,
-        "optimizer",
-        "rounds",
-        "params",
-        "layers",
-        "tokens",
-        "sequence",
-        "max_norm",
-        "clip_every",
-        "iteration",
-    },
-    "timeline": {*_MEASURED, "optimizer", "params", "layers", "tokens", "sequence", "max_norm", "timeline"},
+    "iteration": {*_TRAINED, "rounds", "clip_every", "iteration"},
+    "timeline": {*_TRAINED, "timeline"},
     "tensors": {*_MEASURED, "rounds", "tensors"},
     "roles": {"params", "layers", "roles"},
 }

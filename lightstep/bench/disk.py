@@ -13,30 +13,19 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from lightstep.bench.probes import elapsed
 from lightstep.bench.ranks import Ranks
 
+if TYPE_CHECKING:
+    from lightstep.bench.strategies import StrategyContender
+
 _CHUNK = 64 * 2**20
 _REPEATS = 3
-
-
-class Saver(Protocol):
-    """The object that is measured. All ranks call each method at the same time."""
-
-    def save(self, path: Path) -> None:
-        """Save a whole checkpoint."""
-
-    def save_async(self, path: Path) -> Any:
-        """Start the same save in a thread. Returns a handle with ``done()`` and ``result()``."""
-
-    def saved_tensors(self) -> dict[str, torch.Tensor]:
-        """The tensors of the checkpoint, by name."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +47,7 @@ class DiskTime:
     torch_stall: Stall
 
 
-def measure_saving(saver: Saver, step: Callable[[], None], folder: Path, ranks: Ranks) -> DiskTime:
+def measure_saving(saver: StrategyContender, step: Callable[[], None], folder: Path, ranks: Ranks) -> DiskTime:
     """Save a checkpoint and write plain files in turn, three times; the fastest of each counts. Then save in threads.
 
     All ranks call it with a ``folder`` that they share; nothing is left there. Every write ends when all bytes are
@@ -107,7 +96,7 @@ def _stall(step: Callable[[], None], begin: Callable[[Path], Any], path: Path, r
 
 
 @contextmanager
-def _torch_saving(saver: Saver, ranks: Ranks) -> Iterator[Callable[[Path], Any]]:
+def _torch_saving(saver: StrategyContender, ranks: Ranks) -> Iterator[Callable[[Path], Any]]:
     """``torch.distributed.checkpoint.async_save``. Its thread needs a process group of its own."""
     ranks.ensure_group()
     group = dist.new_group(backend="gloo")

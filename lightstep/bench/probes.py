@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -11,37 +12,26 @@ from typing import Any
 import torch
 
 
-class Clock:
-    """`lap()` marks a moment in the current stream of a GPU, or on the host for a CPU; `read()` gives ms."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
-        self._marks: list[Any] = []
-
-    def lap(self) -> None:
-        if self._cuda:
-            event = torch.cuda.Event(enable_timing=True)
-            event.record()
-            self._marks.append(event)
-        else:
-            self._marks.append(time.perf_counter() * 1e3)
-
-    def read(self) -> list[float]:
-        pairs = zip(self._marks, self._marks[1:], strict=False)
-        if not self._cuda:
-            return [end - start for start, end in pairs]
-        self._marks[-1].synchronize()
-        return [start.elapsed_time(end) for start, end in pairs]
-
-
 def lap_times(works: Iterable[Callable[[], object]], device: torch.device) -> list[float]:
-    """Run `works` back to back; the ms of each, from the end of the one before, on the clock of the device."""
-    clock = Clock(device)
-    clock.lap()
+    """Run `works` back to back; the ms of each, from the end of the one before.
+
+    Moments are marked in the current stream of a GPU, or on the host for a CPU.
+    """
+    mark = _event if device.type == "cuda" else time.perf_counter
+    marks: list[Any] = [mark()]
     for work in works:
         work()
-        clock.lap()
-    return clock.read()
+        marks.append(mark())
+    if device.type != "cuda":
+        return [(end - start) * 1e3 for start, end in itertools.pairwise(marks)]
+    marks[-1].synchronize()
+    return [start.elapsed_time(end) for start, end in itertools.pairwise(marks)]
+
+
+def _event() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
 
 def elapsed(work: Callable[[], object], wait: Callable[[], object]) -> float:

@@ -73,7 +73,7 @@ class StrategyContender(_Prepared):
         self._strategy.save_checkpoint(path, self.model, self._optimizer)
 
     def save_async(self, path: Path) -> Any:
-        """Start the same save in a thread."""
+        """Start the same save in a thread. Returns a handle with `done()` and `result()`."""
         return self._strategy.save_checkpoint(path, self.model, self._optimizer, asynchronous=True)
 
     def saved_tensors(self) -> dict[str, Tensor]:
