@@ -22,8 +22,9 @@ logger = logging.getLogger(__name__)
 class PendingSave(Future[Path]):
     """A handle for a save. ``done()``: whether it has ended. ``result(timeout=None)`` waits, and returns the folder."""
 
-    def __init__(self) -> None:
+    def __init__(self, thread: threading.Thread | None = None) -> None:
         super().__init__()
+        self._thread = thread
         self._result_seen = False
 
     def result(self, timeout: float | None = None) -> Path:
@@ -33,8 +34,13 @@ class PendingSave(Future[Path]):
             self._result_seen = self.done()
 
     def raise_if_failed(self) -> None:
-        """Raise the thread's error, unless :meth:`result` has raised it before."""
-        if self.done() and not self._result_seen:
+        """Raise the thread's error, unless :meth:`result` has raised it before.
+
+        What the save left in hidden folders is removed by then.
+        """
+        if self.done() and not self._result_seen and self.exception() is not None:
+            if self._thread is not None:
+                self._thread.join()  # callbacks remove folders
             self.result()
 
 
@@ -60,7 +66,7 @@ def start_save(
         optimizer: its next step raises the thread's error.
     """
     global _pending, _hook
-    pending, resources = PendingSave(), until_written.pop_all()
+    resources = until_written.pop_all()
 
     def run() -> None:
         try:
@@ -70,8 +76,10 @@ def start_save(
         except BaseException as error:
             pending.set_exception(error)
 
+    thread = threading.Thread(target=run, name="checkpoint-save")
+    pending = PendingSave(thread)
     try:
-        threading.Thread(target=run, name="checkpoint-save").start()
+        thread.start()
     except BaseException:
         resources.close()
         raise

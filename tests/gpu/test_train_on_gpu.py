@@ -18,10 +18,10 @@ pytestmark = pytest.mark.gpu
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "train.yaml"
 
 
-def run(folder: Path, *arguments: str) -> str:
+def run(folder: Path, *arguments: str, **changed: Any) -> str:
     """What a short run of the example prints."""
     values: dict[str, Any] = yaml.safe_load(EXAMPLE.read_text())
-    values |= {"output": str(folder), "steps": 60, "checkpoint": {"every": 20, "keep": 3}, "sample": None}
+    values |= {"output": str(folder), "steps": 60, "checkpoint": {"every": 20, "keep": 3}, "sample": None} | changed
     config = folder / "train.yaml"
     config.write_text(yaml.safe_dump(values))
     done = CliRunner().invoke(app, ["train", str(config), *arguments])
@@ -53,11 +53,14 @@ def test_streamed_and_resident_runs_end_with_the_same_weights(tmp_path: Path) ->
     assert all(torch.equal(streamed[key], value) for key, value in resident.items())
 
 
-def test_a_run_that_was_cut_short_is_continued(tmp_path: Path) -> None:
+def test_a_run_that_was_cut_short_is_continued_to_the_same_weights(tmp_path: Path) -> None:
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     for folder in (whole, cut):
         folder.mkdir()
-    run(whole, "--strategy", "stream")
-    run(cut, "--strategy", "stream", "--set", "steps=40", "--set", "scheduler.name=constant")
-    output = run(cut, "--strategy", "stream", "--resume")
+    constant = {"name": "constant"}
+    run(whole, "--strategy", "stream", scheduler=constant)
+    run(cut, "--strategy", "stream", scheduler=constant, steps=40)
+    output = run(cut, "--strategy", "stream", "--resume", scheduler=constant)
     assert "continuing from" in output and "validation loss after" in output
+    continued = weights(cut)
+    assert all(torch.equal(continued[key], value) for key, value in weights(whole).items())

@@ -24,6 +24,8 @@ from transformers.trainer_utils import get_last_checkpoint
 from lightstep import CheckpointError, ConfigError
 from lightstep.checkpoint import save
 from lightstep.checkpoint.pending import finish_pending
+from lightstep.checkpoint.ranks import Ranks
+from lightstep.integrations.pending_folder import PendingFolder
 from lightstep.integrations.trainer_folders import is_read_on_save
 from lightstep.integrations.transformers import LightstepTrainer
 from tests.python import python
@@ -234,6 +236,12 @@ def test_an_error_of_the_writer_ends_training(tmp_path: Path, monkeypatch: pytes
         assert raised_by == "step" or written.wait(60)
         raise OSError(28, "No space left on device")
 
+    def late(pending: PendingFolder, writers: Ranks) -> None:
+        """The error is known for a while before the hidden folder is removed."""
+        time.sleep(0.2)
+        complete(pending, writers)
+
+    complete = PendingFolder._complete
     steps = {"step": {"save_steps": 1, "max_steps": 50}, "save": {"save_steps": 2}, "end": {"save_steps": 4}}[raised_by]
 
     class Last(TrainerCallback):
@@ -244,6 +252,7 @@ def test_an_error_of_the_writer_ends_training(tmp_path: Path, monkeypatch: pytes
     trainer = make(tmp_path, callbacks=[Last()], **steps)
     with monkeypatch.context() as patch:
         patch.setattr(save, "write_tensors", fails)
+        patch.setattr(PendingFolder, "_complete", late)
         with pytest.raises(CheckpointError, match=r"checkpoint-\d.* was not saved: No space left on device"):
             trainer.train()
     assert names(tmp_path) == []
