@@ -304,7 +304,7 @@ class Overlap(NextForward):
             return
         update.values, speculation.update = speculation.values, update
         update.drop_gradients(update.elsewhere)
-        refuse_older_graphs(update.gradients)
+        refuse_older_graphs(item for item in update.gradients if item not in speculation.used)
         with self._lock, self._aborting("the update under way"):
             self._wait_for_caller()
             for unit in speculation.after_backward:

@@ -730,3 +730,19 @@ def test_betas_that_are_written_to_in_place() -> None:
             training.optimizer.step()
             betas[0].mul_(0.9)
     assert_same(tested.snapshot(), expected.snapshot())
+
+
+@pytest.mark.parametrize("update", ["at_step", "next_forward", "overlap", "in_backward"])
+@pytest.mark.parametrize("clipping", [NEVER, TIGHT], ids=["never", "always"])
+@pytest.mark.usefixtures("no_pause")
+def test_own_updates_are_not_taken_for_writes_of_others(update: str, clipping: dict[str, Any]) -> None:
+    """On an accelerator, weights that others may have written to are compared, and the host waits for that."""
+    layers = {"per_layer": True} if update == "in_backward" else {}
+    scope = "unit" if update == "in_backward" else "global"
+    state = {"backend": "stream", "ring_mib": 0.02, "update": update}
+    training = Training(state, clipping={**clipping, "scope": scope})
+    for _ in range(4):
+        training.step()
+        training.optimizer.synchronize()
+        managed = training.optimizer.engine.managed
+        assert [item.name for item in managed if not managed._watch.untouched(item, item.local)] == []
