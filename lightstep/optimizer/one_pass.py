@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,7 +18,6 @@ from lightstep.optimizer.group_values import GroupValues
 from lightstep.precision.adam_kernel import (
     AdamRun,
     AdamSettings,
-    Kind,
     Scaling,
     fused_kernel_on,
     kind_of,
@@ -59,32 +58,35 @@ class OnePass:
             gradients: for each segment those of its parameters, not scaled; they are not changed.
             scaling: on the segments' device.
         """
-        twin = fused_kernel_on(segments[0].device) if segments else None
-        if twin is None:
+        kernels = fused_kernel_on(segments[0].device) if segments else None
+        if kernels is None:
             return list(segments)
-        settings_by_group: dict[int, AdamSettings | None] = {}
-        batches: dict[tuple[int, Kind], tuple[AdamSettings, list[tuple[Segment, AdamRun]]]] = {}
+        settings_of: dict[int, AdamSettings | None] = {}
+        batches: dict[tuple[Any, ...], _Batch] = {}  # by group and form
         left = []
         for segment, own in zip(segments, gradients, strict=True):
-            key = id(segment.group)
-            if key not in settings_by_group:
-                settings_by_group[key] = self._settings(segment, values)
-            settings = settings_by_group[key]
-            fits = settings is not None and (_LARGEST in segment.state) == bool(
-                values.settings(segment.group)["amsgrad"]
-            )
-            run = _run(segment, self._stage, own) if fits else None
-            kind = None if run is None or settings is None else kind_of(run, settings, scaling)
-            if kind is None or not runs_in_one_pass(twin, kind, settings):  # type: ignore[arg-type]
+            group = id(segment.group)
+            if group not in settings_of:
+                settings_of[group] = self._settings(segment, values)
+            settings = settings_of[group]
+            run = None if settings is None else _run(segment, self._stage, own, settings.amsgrad)
+            if settings is None or run is None:
                 left.append(segment)
-            else:
-                batches.setdefault((key, kind), (settings, []))[1].append((segment, run))  # type: ignore[arg-type]
-        if batches:
-            steps = [run.step for _, pairs in batches.values() for _, run in pairs]
+                continue
+            form = group, *_form(run)
+            if form not in batches:
+                kind = kind_of(run, settings, scaling)
+                batches[form] = _Batch(settings, runs_in_one_pass(kernels, kind, settings), [], [])
+            batches[form].segments.append(segment)
+            batches[form].runs.append(run)
+        supported = [batch for batch in batches.values() if batch.supported]
+        left += [segment for batch in batches.values() if not batch.supported for segment in batch.segments]
+        if supported:
+            steps = [run.step for batch in supported for run in batch.runs]
             torch._foreach_add_(steps, 1)
-            for settings, pairs in batches.values():
-                update(twin, [run for _, run in pairs], settings, scaling)
-                for segment, _ in pairs:
+            for batch in supported:
+                update(kernels, batch.runs, batch.settings, scaling)
+                for segment in batch.segments:
                     segment.written()
             torch._foreach_sub_(steps, [scaling.overflow] * len(steps))
         return left
@@ -102,14 +104,29 @@ class OnePass:
         decoupled = group.get("decoupled_weight_decay", arithmetic.optimizer_class is torch.optim.AdamW)
         rate = lr if on_device else float(lr)
         beta1, beta2, decay, eps = map(float, (beta1, beta2, decay, eps))  # the kernel is compiled for floats
-        return AdamSettings(rate, beta1, beta2, decay, eps, decoupled, group["maximize"])
+        return AdamSettings(rate, beta1, beta2, decay, eps, decoupled, group["maximize"], bool(group["amsgrad"]))
 
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float))
 
 
-def _run(segment: Segment, stage: GradientStage, gradients: Sequence[Tensor]) -> AdamRun | None:
+class _Batch(NamedTuple):
+    """Segments of one group whose updates are of one kind, and whether there is a kernel for it."""
+
+    settings: AdamSettings
+    supported: bool
+    segments: list[Segment]
+    runs: list[AdamRun]
+
+
+def _form(run: AdamRun) -> tuple[Any, ...]:
+    """What makes the updates of one group differ in kind."""
+    weight = None if run.weight is None else run.weight.dtype
+    return run.gradient.dtype, weight, run.low is None, run.fingerprints is None
+
+
+def _run(segment: Segment, stage: GradientStage, gradients: Sequence[Tensor], amsgrad: bool) -> AdamRun | None:
     """What the kernel reads and writes of a segment; ``None`` if the segment has something else, too."""
     if not segment.has_state or segment.stop == segment.first:
         return None
@@ -118,6 +135,8 @@ def _run(segment: Segment, stage: GradientStage, gradients: Sequence[Tensor]) ->
     state, rows = segment.state, segment.rows("exp_avg_sq")
     step = state["step"]
     if rows is None or step.device != segment.device or step.dtype != torch.float32:
+        return None
+    if (_LARGEST in state) != amsgrad:
         return None
     gradient = stage.gathered(segment, gradients)
     moments = state["exp_avg"], state["exp_avg_sq"], state.get(_LARGEST)

@@ -77,6 +77,7 @@ class AdamSettings(NamedTuple):
     eps: float
     decoupled: bool
     maximize: bool
+    amsgrad: bool
 
 
 class Scaling(NamedTuple):
@@ -101,10 +102,8 @@ def update(kernels: ModuleType, runs: Sequence[AdamRun], settings: AdamSettings,
     tensors = (scaling.overflow, table, rate, scaling.divisor, scaling.factor)
     numbers = (0.0 if isinstance(lr, Tensor) else lr, *settings[1:5], table.shape[1])
     kernels.update(runs, tensors, numbers, settings.weight_decay != 0, settings.decoupled, settings.maximize)
-    for run in runs:
-        written = run.master if run.weight is None else run.weight
-        assert written is not None
-        torch.autograd.graph.increment_version(written)  # autograd then refuses graphs that need the old weight
+    written: list[Any] = [run.master if run.weight is None else run.weight for run in runs]
+    torch.autograd.graph.increment_version(written)  # autograd then refuses graphs that need the old weights
 
 
 def _clear_fingerprints(runs: Sequence[AdamRun]) -> None:
@@ -191,7 +190,9 @@ class Kind(NamedTuple):
 
     def settings(self, lr: float, beta1: float, beta2: float, eps: float) -> AdamSettings:
         rate = torch.tensor(lr, dtype=torch.float32, device=self.device) if self.lr_on_device else lr
-        return AdamSettings(rate, beta1, beta2, 0.1 if self.decays else 0.0, eps, self.decoupled, self.maximize)
+        return AdamSettings(
+            rate, beta1, beta2, 0.1 if self.decays else 0.0, eps, self.decoupled, self.maximize, self.amsgrad
+        )
 
     def scaling(self) -> Scaling:
         divisor, factor, overflow = (

@@ -11,8 +11,9 @@ versions, for whole blocks and for the last one, because accesses under a mask a
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+import operator
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -25,7 +26,7 @@ from lightstep.precision.triton_launch import Launcher, is_aligned
 
 _BLOCK, _WARPS = 1024, 8
 _TOGETHER = 8
-_TENSORS = AdamRun._fields.index("number")  # they come first
+_TENSORS = AdamRun._fields.index("fingerprints")  # they come first
 
 
 @triton.jit
@@ -226,6 +227,23 @@ def _adam_kernel(  # type: ignore[no-untyped-def]
 _launcher = Launcher(_adam_kernel, _BLOCK, _WARPS, enable_fp_fusion=False)
 
 
+class _Addressed(NamedTuple):
+    """A run, its number of elements, its own tensors and their addresses, and whether all of these are aligned."""
+
+    run: AdamRun
+    n: int
+    tensors: Sequence[Tensor | None]
+    addresses: Sequence[int]
+    aligned: bool
+
+
+def _addressed(run: AdamRun) -> _Addressed:
+    tensors: Any = run[:_TENSORS]
+    addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+    aligned = is_aligned(functools.reduce(operator.or_, addresses))
+    return _Addressed(run, run.gradient.numel(), tensors, addresses, aligned)
+
+
 def update(
     runs: Sequence[AdamRun], shared: tuple[Tensor | None, ...], numbers: tuple[float, ...], *constants: bool
 ) -> None:
@@ -235,43 +253,38 @@ def update(
         shared, numbers, constants: in the kernel's order: ``overflow``, ``corrections``, ``learning_rate``,
             ``divisor``, ``factor``; ``lr`` to ``length``; ``DECAY``, ``DECOUPLED``, ``MAXIMIZE``.
     """
-    for batch in _batches([run for run in runs if run.gradient.numel()]):
+    for batch in _batches(runs):
         _launch(batch, shared, numbers, constants)
 
 
-def _batches(runs: Iterable[AdamRun]) -> Iterator[list[AdamRun]]:
+def _batches(runs: Sequence[AdamRun]) -> Iterator[list[_Addressed]]:
     """Batches of runs that share a launch. Their lengths are similar: each gets as many programs as the longest.
 
     A run that is not aligned gets a launch of its own: batches would be compiled for each combination of alignments.
     """
-    batch: list[AdamRun] = []
-    for run in sorted(runs, key=lambda run: -run.gradient.numel()):
-        tensors: Any = run[:_TENSORS]
-        if not all(map(is_aligned, tensors)):
-            yield [run]
+    batch: list[_Addressed] = []
+    for one in sorted(map(_addressed, runs), key=lambda one: -one.n):
+        if not one.aligned:
+            yield [one]
             continue
-        if len(batch) == _TOGETHER or (batch and run.gradient.numel() < 0.8 * batch[0].gradient.numel()):
+        if len(batch) == _TOGETHER or (batch and one.n < 0.8 * batch[0].n):
             yield batch
             batch = []
-        batch.append(run)
+        batch.append(one)
     if batch:
         yield batch
 
 
-def _launch(batch: Sequence[AdamRun], shared: tuple[Tensor | None, ...], numbers: Any, constants: Any) -> None:
-    places = _places(tuple((run.gradient.numel(), run.number, run.first) for run in batch), batch[0].step.device)
-    full = [*batch, *(batch[-1] for _ in range(len(batch), _TOGETHER))]
-    each = [own if own[0] is not None else None for own in zip(*(run[: _TENSORS - 1] for run in full), strict=True)]
-    fingerprints = batch[0].fingerprints
-    tensors = [one for own in each for one in (own or (None,))]
-    _launcher.launch(
-        batch[0].gradient.numel(),
-        len(batch),
-        [*tensors, fingerprints, *shared],
-        (*each, fingerprints, places, *shared, *numbers),
-        *constants,
-        _TOGETHER,
-    )
+def _launch(batch: Sequence[_Addressed], shared: tuple[Tensor | None, ...], numbers: Any, constants: Any) -> None:
+    first, tensors = batch[0].run, batch[0].tensors
+    key = _launcher.key((*tensors, first.fingerprints, *shared), (*constants, _TOGETHER))
+    known = _launcher.is_compiled(key)
+    rows: list[Sequence[Any]] = [one.addresses if known else one.tensors for one in batch]
+    rows += rows[-1:] * (_TOGETHER - len(rows))
+    columns = zip(tensors, zip(*rows, strict=True), strict=True)
+    each = [None if tensor is None else column for tensor, column in columns]
+    places = _places(tuple((one.n, one.run.number, one.run.first) for one in batch), first.step.device)
+    _launcher.launch(key, batch[0].n, len(batch), (*each, first.fingerprints, places, *shared, *numbers))
 
 
 @functools.lru_cache(maxsize=4096)

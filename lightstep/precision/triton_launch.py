@@ -11,10 +11,12 @@ from torch import Tensor
 _INT32 = 1 << 31
 _ALIGNMENT = 16  # kernels are specialised for addresses that are multiples of it
 
+Key = tuple[Any, ...]
 
-def is_aligned(tensor: Tensor | None) -> bool:
-    """Whether a kernel compiled for aligned addresses may use the tensor."""
-    return tensor is None or tensor.data_ptr() % _ALIGNMENT == 0
+
+def is_aligned(address: int) -> bool:
+    """Whether a kernel compiled for aligned addresses may use this one."""
+    return address % _ALIGNMENT == 0
 
 
 class Launcher:
@@ -27,42 +29,52 @@ class Launcher:
     def __init__(self, kernel: Any, block: int, warps: int, **options: Any) -> None:
         self._kernel, self._block = kernel, block
         self._options = {"num_warps": warps, **options}
-        self._compiled: dict[tuple[Any, ...], Any] = {}
+        self._compiled: dict[Key, Any] = {}
 
     def __call__(
         self, n: int, tensors: tuple[Tensor | None, ...], numbers: tuple[int | float, ...] = (), *constants: Any
     ) -> None:
         if n:
             wide = n >= _INT32 or any(isinstance(one, int) and abs(one) >= _INT32 for one in numbers)
-            self.launch(n, 1, tensors, (*tensors, *numbers, n), *constants, wide=wide)
+            self.launch(self.key(tensors, constants, wide), n, 1, (*tensors, *numbers, n))
 
-    def launch(
-        self,
-        n: int,
-        rows: int,
-        tensors: Iterable[Tensor | None],
-        arguments: tuple[Any, ...],
-        *constants: Any,
-        wide: bool = False,
-    ) -> None:
+    def key(self, tensors: Iterable[Tensor | None], constants: tuple[Any, ...], wide: bool = False) -> Key:
+        """What the kernel is compiled for: device, dtypes and alignments of these tensors, and constants.
+
+        Args:
+            tensors: one for each tensor parameter, or for each tuple of tensors that are alike; not all are ``None``.
+            wide: a number among the arguments needs 64 bits.
+        """
+        dtypes: list[torch.dtype | None] = []
+        aligned, device = 0, None
+        for one in tensors:
+            if one is None:
+                dtypes.append(None)
+                continue
+            device = device or one.device
+            dtypes.append(one.dtype)
+            aligned += aligned + is_aligned(one.data_ptr())
+        return device, wide, constants, aligned, *dtypes
+
+    def is_compiled(self, key: Key) -> bool:
+        """Whether addresses may be passed in the place of tensors, which is faster."""
+        return key in self._compiled and self._is_current(key)
+
+    def _is_current(self, key: Key) -> bool:
+        return bool(torch.cuda.current_device() == key[0].index)
+
+    def launch(self, key: Key, n: int, rows: int, arguments: tuple[Any, ...]) -> None:
         """Launch programs for ``n`` elements in each of ``rows`` rows.
 
         Args:
-            tensors: all tensors among the arguments, including those in tuples; at least one is not ``None``.
-            wide: a number among the arguments needs 64 bits.
+            key: from :meth:`key`.
+            arguments: all but the constants.
         """
-        dtypes, aligned, first = [], 0, None
-        for one in tensors:
-            first = one if first is None else first
-            dtypes.append(None if one is None else one.dtype)
-            aligned += aligned + is_aligned(one)
-        assert first is not None
-        device = first.device
-        key = (device, aligned, wide, *dtypes, *constants)
+        device, wide, constants, *_ = key
         grid, given = (-(-n // self._block), rows, 1), (*arguments, *constants, self._block)
         compiled = self._compiled.get(key)
-        if compiled is not None and not wide and torch.cuda.current_device() == device.index:
+        if compiled is not None and not wide and self._is_current(key):
             compiled[grid](*given)
             return
-        with torch.cuda.device_of(first):  # Triton launches on the current device
+        with torch.cuda.device(device):  # Triton launches on the current device
             self._compiled[key] = self._kernel[grid](*given, **self._options)

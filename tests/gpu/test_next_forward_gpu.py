@@ -56,8 +56,12 @@ def test_the_sleeps_find_a_missing_gate(monkeypatch: pytest.MonkeyPatch) -> None
     for seed in range(5):
         tested = Training(OVERLAP)
         found = tested.train(1)
-        tested.delays(seed, 1e-2)
-        wrong += found + tested.train(4) != expected
+        tested.delays(seed)
+        try:
+            wrong += found + tested.train(4) != expected
+        except RuntimeError as error:  # autograd saw the update in time
+            assert "modified by an inplace operation" in str(error)
+            wrong += 1
         tested.optimizer.close()
     assert wrong
 
@@ -87,14 +91,14 @@ def test_whatever_happens_between_steps(between: Callable[[Any], Any]) -> None:
         tested.optimizer.close()
 
 
-def llama(state: dict[str, Any]) -> tuple[Any, nn.Module, Any]:
+def llama(state: dict[str, Any], max_norm: float = 0.5) -> tuple[Any, nn.Module, Any]:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=4096, hidden_size=512, intermediate_size=1536, num_hidden_layers=6, num_attention_heads=8
     )
-    strategy = lightstep.Strategy.load({"optimizer_state": state, "clipping": {"max_norm": 0.5}})
+    strategy = lightstep.Strategy.load({"optimizer_state": state, "clipping": {"max_norm": max_norm}})
     model = strategy.prepare_model(LlamaForCausalLM(config))
     return strategy, model, strategy.create_optimizer(model, lr=1e-3)
 
@@ -106,10 +110,10 @@ def train(model: nn.Module, optimizer: Any, steps: range, watch: bool = False) -
         generator = torch.Generator().manual_seed(step)
         tokens = torch.randint(4096, (2, 256), generator=generator).cuda()
         loss = model(input_ids=tokens, labels=tokens).loss
-        optimizer.backward(loss)
         if watch:
             torch.cuda.set_sync_debug_mode("error")
         try:
+            optimizer.backward(loss)
             optimizer.step()
         finally:
             torch.cuda.set_sync_debug_mode("default")
@@ -117,15 +121,16 @@ def train(model: nn.Module, optimizer: Any, steps: range, watch: bool = False) -
     return losses
 
 
-def test_a_llama_learns_the_same_and_a_steady_step_neither_waits_nor_keeps_memory() -> None:
-    _, model, resident = llama({"backend": "resident"})
+@pytest.mark.parametrize("update", ["next_forward", "overlap"])
+def test_a_llama_learns_the_same_and_a_steady_step_neither_waits_nor_keeps_memory(update: str) -> None:
+    _, model, resident = llama({"backend": "resident"}, max_norm=1e6)
     expected = torch.stack(train(model, resident, range(12))).tolist()
-    _, model, optimizer = llama({"backend": "stream", "update": "next_forward", "ring_mib": 64})
-    losses = train(model, optimizer, range(4))
+    _, model, optimizer = llama({"backend": "stream", "update": update, "ring_mib": 64}, max_norm=1e6)
+    losses = train(model, optimizer, range(6))
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
-    losses += train(model, optimizer, range(4, 12), watch=True)
+    losses += train(model, optimizer, range(6, 12), watch=True)
     optimizer.synchronize()
     assert torch.stack(losses).tolist() == expected
-    assert torch.cuda.memory_allocated() - before <= 8 * 1024  # the losses
+    assert torch.cuda.memory_allocated() - before <= 64 * 1024  # the losses, and overlap's copies of step counts
     optimizer.close()

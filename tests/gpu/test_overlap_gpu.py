@@ -7,14 +7,22 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 
 from lightstep.optimizer import overlap
 from lightstep.optimizer.overlap import Overlap
 from lightstep.optimizer.schedule import NextForward
-from tests.gpu.test_next_forward_gpu import Training, llama, train
+from tests.gpu.test_next_forward_gpu import Training
 from tests.unit.test_next_forward import assert_same
-from tests.unit.test_overlap import BETWEEN, LOOSE, NEVER, OVERLAP, RESIDENT, TIGHT, counted_verdicts
+from tests.unit.test_overlap import (
+    BETWEEN,
+    LOOSE,
+    NEVER,
+    OVERLAP,
+    RESIDENT,
+    TIGHT,
+    counted_verdicts,
+    edit_gradient_data,
+)
 
 pytestmark = pytest.mark.gpu
 verdicts = pytest.fixture(name="verdicts")(counted_verdicts.__wrapped__)  # type: ignore[attr-defined]
@@ -45,7 +53,11 @@ def test_sleep_kernels_in_every_lane(
     assert verdicts["redo"] or clipping is NEVER
 
 
-@pytest.mark.parametrize("act", BETWEEN, ids=lambda act: act.__name__)
+DETECTED = [act for act in BETWEEN if act is not edit_gradient_data]
+"""A write that does not raise a tensor's version is found on the CPU only (docs/streaming.md)."""
+
+
+@pytest.mark.parametrize("act", DETECTED, ids=lambda act: act.__name__)
 def test_what_happens_between_backward_and_step(act: Callable[[Any], None]) -> None:
     found = []
     for state in (OVERLAP, RESIDENT):
@@ -62,18 +74,3 @@ def test_what_happens_between_backward_and_step(act: Callable[[Any], None]) -> N
         training.train(2)
         found.append(training.snapshot())
     assert_same(*found)
-
-
-def test_a_llama_learns_the_same_and_a_steady_step_keeps_no_memory() -> None:
-    _, model, resident = llama({"backend": "resident"})
-    expected = torch.stack(train(model, resident, range(12))).tolist()
-    _, model, optimizer = llama({"backend": "stream", "update": "overlap", "ring_mib": 64})
-    optimizer.max_norm = resident.max_norm
-    losses = train(model, optimizer, range(6))
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    losses += train(model, optimizer, range(6, 12), watch=True)
-    optimizer.synchronize()
-    assert torch.stack(losses).tolist() == expected
-    assert torch.cuda.memory_allocated() - before <= 64 * 1024  # the losses, and step counts
-    optimizer.close()

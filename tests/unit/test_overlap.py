@@ -737,7 +737,6 @@ def test_betas_that_are_written_to_in_place() -> None:
 @pytest.mark.usefixtures("no_pause")
 def test_own_updates_are_not_taken_for_writes_of_others(update: str, clipping: dict[str, Any]) -> None:
     """On an accelerator, weights that others may have written to are compared, and the host waits for that."""
-    layers = {"per_layer": True} if update == "in_backward" else {}
     scope = "unit" if update == "in_backward" else "global"
     state = {"backend": "stream", "ring_mib": 0.02, "update": update}
     training = Training(state, clipping={**clipping, "scope": scope})
