@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from tests.gpu.test_next_forward_gpu import Training
 from tests.unit.test_next_forward import assert_same
 from tests.unit.test_overlap import (
     BETWEEN,
+    CLASSES,
     LOOSE,
     NEVER,
     OVERLAP,
@@ -22,19 +24,34 @@ from tests.unit.test_overlap import (
     TIGHT,
     counted_verdicts,
     edit_gradient_data,
+    train_with_random_verdicts,
 )
 
 pytestmark = pytest.mark.gpu
 verdicts = pytest.fixture(name="verdicts")(counted_verdicts.__wrapped__)  # type: ignore[attr-defined]
 
 
+@pytest.fixture
+def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(overlap, "_LONGEST_PAUSE", 0)
+    monkeypatch.setattr(Overlap, "_update_pause", lambda self: setattr(self, "_pause", 0))
+
+
+@pytest.mark.parametrize("parameters", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("name", list(CLASSES))
+@pytest.mark.usefixtures("no_pause")
+def test_every_class_with_random_verdicts(name: str, parameters: str, tmp_path: Path, verdicts: Counter[str]) -> None:
+    train_with_random_verdicts(Training, name, parameters, tmp_path)
+    assert verdicts["commit"] and verdicts["redo"]
+    assert verdicts["drop"] or verdicts["rolled back"]
+
+
 @pytest.mark.parametrize("parameters", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("clipping", [NEVER, LOOSE, TIGHT], ids=["never", "sometimes", "always"])
+@pytest.mark.usefixtures("no_pause")
 def test_sleep_kernels_in_every_lane(
     parameters: str, clipping: dict[str, Any], monkeypatch: pytest.MonkeyPatch, verdicts: Counter[str]
 ) -> None:
-    monkeypatch.setattr(overlap, "_LONGEST_PAUSE", 0)
-    monkeypatch.setattr(Overlap, "_update_pause", lambda self: setattr(self, "_pause", 0))
     half = parameters == "float16"
     scale = {"kind": "dynamic", "init_scale": 2.0**17, "growth_interval": 1} if half else None
     expected = Training(RESIDENT, parameters, clipping=clipping, loss_scale=scale)
