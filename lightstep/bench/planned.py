@@ -72,11 +72,13 @@ def _compare_file(file: str, values: Mapping[str, Any]) -> Iterator[Comparison]:
     if profile is None or model["name"] not in SHAPES:
         return
     shape = from_values(SHAPES[model["name"]], torch.bfloat16)
-    planners: dict[tuple[int, bool | None], Planner] = {}
+    planners: dict[tuple[int, bool], Planner] = {}
     for row in values["rows"]:
         if row["kind"] != "lightstep" or not row.get("iteration_ms"):
             continue
         tokens, clips = row["tokens"], _was_clipped(row, values)
+        if clips is None:  # a plan is for steps that are all clipped, or none
+            continue
         work = Workload(tokens, values["sequence"], 1, True, model["loss_chunk_tokens"], clips)
         if (tokens, clips) not in planners:
             planners[tokens, clips] = Planner(shape, work, profile, values["ranks"])
