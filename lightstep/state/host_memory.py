@@ -36,7 +36,7 @@ _ADVICE = (
 )
 _UNLIMITED = 1 << 60  # cgroup v1 writes "no limit" as a number near 2^63
 _TOUCH_THREADS = 16
-_TOUCH_CHUNK = 64 << 20
+_TOUCH_CHUNK = 8 << 20
 
 
 class HostMemoryError(MemoryError):
@@ -218,11 +218,15 @@ def _first_touch(pages: Tensor, processors: Collection[int] = ()) -> None:
     chunks = pages.split(_TOUCH_CHUNK)
     threads = min(_TOUCH_THREADS, len(processors) or _processors(), len(chunks))
     if threads == 1 and not processors:
-        pages.zero_()
+        _touch(pages)
         return
     bind = partial(os.sched_setaffinity, 0, processors) if processors else None  # binds the calling thread
     with ThreadPoolExecutor(threads, thread_name_prefix="lightstep-first-touch", initializer=bind) as pool:
-        list(pool.map(Tensor.zero_, chunks))
+        list(pool.map(_touch, chunks))
+
+
+def _touch(pages: Tensor) -> None:
+    pages[:: mmap.PAGESIZE].zero_()  # new pages are zero
 
 
 def _processors() -> int:
