@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any
+from itertools import islice
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,9 +20,17 @@ from lightstep.state.record import Coding, ExpectedLayouts, Layout, Part, Record
 from lightstep.state.segment import LARGE, MasterSplitter, Segment, Staging, Views, segments_of
 from lightstep.state.versions import Version
 
-__all__ = ["RecordBackend", "equals_rounded", "was_rounded_from"]
+__all__ = ["Compared", "RecordBackend", "equals_rounded", "was_rounded_from"]
 
 _PIECE = 1 << 15  # elements; torch's CPU kernels do not divide so few among threads
+
+
+class Compared(NamedTuple):
+    """Parts of a record whose weights are compared with those that the record belongs to, and their segments."""
+
+    record: Record
+    segments: Sequence[Segment]
+    parts: Sequence[Part]
 
 
 class RecordBackend(StateBackend):
@@ -282,8 +291,8 @@ class RecordBackend(StateBackend):
 
     def _was_edited(self, part: Part) -> bool:
         """Whether somebody else wrote to the weight. A weight that is still to be loaded does not count."""
-        alone = [Segment([part])]
-        return part.expected_weight is None and bool(self._differing_parts(self._record_of[part], alone, [part]))
+        alone = Compared(self._record_of[part], [Segment([part])], [part])
+        return part.expected_weight is None and bool(self._differing_parts([alone]))
 
     def _read_entries(self, managed: Managed) -> dict[str, Any]:
         """All entries of a parameter and its master; live unless the parameter is cut or the entry is coded."""
@@ -342,36 +351,48 @@ class RecordBackend(StateBackend):
         initial = [item for item in self._initial_masters if item in wanted]
         found = {item for item in initial if not equals_rounded(item.local, self._initial_masters[item])}
         parts = (part for item in wanted if not item.own_master for part in self._parts.get(item, ()))
-        for record in dict.fromkeys(self._record_of[part] for part in parts):
-            found.update(part.owner for part in self._find_edited(record, wanted))
+        records = list(dict.fromkeys(self._record_of[part] for part in parts))
+        compared = [self._compared_parts(record, wanted) for record in records]  # first: the next line may change it
+        found.update(part.owner for record in records for part in self._overwritten_parts(record, wanted))
+        if compared := [one for one in compared if one.segments]:
+            found.update(part.owner for part in self._differing_parts(compared))
         return [item for item in wanted if item in found]
 
-    def _find_edited(self, record: Record, wanted: Collection[Managed]) -> list[Part]:
-        """The record's parts whose weights somebody else wrote to, found by one comparison on the device."""
-        waiting = [part for part in record.parts if part.expected_weight is not None and part.owner in wanted]
-        changed = [part for part in waiting if self._entries.awaits_weight(part)]
+    def _overwritten_parts(self, record: Record, wanted: Collection[Managed]) -> list[Part]:
+        """The record's parts whose weights were to be loaded, and are others now."""
+        waiting = (part for part in record.parts if part.expected_weight is not None and part.owner in wanted)
+        return [part for part in waiting if self._entries.awaits_weight(part)]
+
+    def _compared_parts(self, record: Record, wanted: Collection[Managed]) -> Compared:
+        """The record's parts whose weights have to be compared."""
         segments = [
             segment for segment in segments_of(record, wanted, None) if segment.has_state and segment.coding != "own"
         ]
-        if not segments:
-            return changed
-        known = [part for segment in segments for part in segment.parts if part not in waiting]
-        return [*changed, *self._differing_parts(record, segments, known)]
+        parts = [part for segment in segments for part in segment.parts if part.expected_weight is None]
+        return Compared(record, segments, parts)
 
-    def _differing_parts(self, record: Record, segments: Sequence[Segment], parts: Sequence[Part]) -> list[Part]:
-        """Those of ``parts`` (all in ``segments``) whose weights are not those that the record belongs to."""
+    def _differing_parts(self, compared: Sequence[Compared]) -> list[Part]:
+        """The parts whose weights are not those that their records belong to. The host waits once for each device."""
+        differs: dict[torch.device, list[Tensor]] = {}
+        for record, segments, _ in compared:
+            differs.setdefault(record.device, []).append(self._differs(record, segments))
+        flags = {device: iter(torch.cat(found).tolist()) for device, found in differs.items()}
+        differing = []
+        for record, _, parts in compared:
+            own = list(islice(flags[record.device], len(record.parts)))
+            differing += [part for part in parts if own[part.index]]
+        return differing
+
+    def _differs(self, record: Record, segments: Sequence[Segment]) -> Tensor:
+        """For each of the record's parts, whether its weight's fingerprint is another one; only for these segments."""
         assert self._fingerprints is not None
-        staging, known, splitter = (
-            self._staging_on(record.device),
-            self._fingerprints[record],
-            self._splitter_for(record.device),
-        )
+        staging, splitter = self._staging_on(record.device), self._splitter_for(record.device)
+        known = self._fingerprints[record]
         found = known.clone()
         for segment in segments:
             segment.weights(staging)
             segment.write_fingerprints(staging, splitter, found)
-        differs = (found != known).tolist()
-        return [part for part in parts if differs[part.index]]
+        return found != known
 
 
 def equals_rounded(local: Tensor, master: Tensor) -> bool:

@@ -17,8 +17,8 @@ from lightstep.state.host_copy_pool import HostCopyPool
 from lightstep.state.host_memory import HostSlab, require
 from lightstep.state.lanes import Lanes
 from lightstep.state.record import Coding, Part, Record, Slot, coding_of
-from lightstep.state.record_backend import RecordBackend, equals_rounded
-from lightstep.state.segment import MasterSplitter, Segment
+from lightstep.state.record_backend import Compared, RecordBackend, equals_rounded
+from lightstep.state.segment import MasterSplitter
 from lightstep.state.units import split_shared_updates
 
 __all__ = ["ResidentBackend"]
@@ -241,25 +241,30 @@ class ResidentBackend(RecordBackend):
         if not live:
             self._live_tensors.pop(part, None)
 
-    def _differing_parts(self, record: Record, segments: Sequence[Segment], parts: Sequence[Part]) -> list[Part]:
-        self._before_edit([record])
+    def _differing_parts(self, compared: Sequence[Compared]) -> list[Part]:
+        self._before_edit(one.record for one in compared)
         if self._fingerprints is not None:
-            split = super()._differing_parts(record, segments, parts)
-            if self._is_offloaded:
-                self._staging_on(record.device).free()
-            return split
-        staging, wanted = self._staging_on(record.device), set(parts)
-        changed = []
+            differing = super()._differing_parts(compared)
+            for device in {one.record.device for one in compared} if self._is_offloaded else ():
+                self._staging_on(device).free()
+            return differing
+        return [part for one in compared for part in self._parts_with_other_masters(one)]
+
+    def _parts_with_other_masters(self, compared: Compared) -> list[Part]:
+        """The parts whose weights are not their masters, rounded."""
+        record, segments, parts = compared
+        if record.bytes is None:
+            return []
+        staging = self._staging_on(record.device)
+        changed: set[Part] = set()
         for segment in segments:
-            if record.bytes is None:
-                continue
             master = segment.parts[0].block.rows(record.bytes, segment.first, segment.stop)["master"]
             if not equals_rounded(segment.weights(staging), master):
                 masters = ((part, self._entries.read(record, part)["master"]) for part in segment.parts)
-                changed += [
+                changed.update(
                     part for part, master in masters if not equals_rounded(part.slice(part.owner.local), master)
-                ]
-        return [part for part in changed if part in wanted]
+                )
+        return [part for part in parts if part in changed]
 
     def memory(self) -> dict[str, int]:
         held = sum(record.nbytes for record in self._records.values() if record.bytes is not None)

@@ -26,10 +26,10 @@ from lightstep.state.host_copy_pool import HostCopyPool
 from lightstep.state.host_memory import require
 from lightstep.state.lanes import LaneError, Lanes
 from lightstep.state.record import ExpectedLayouts, Part, Record, Slot, aligned, coding_of, rounded_entries
-from lightstep.state.record_backend import RecordBackend
+from lightstep.state.record_backend import Compared, RecordBackend
 from lightstep.state.residency import Residency
 from lightstep.state.ring import Ring
-from lightstep.state.segment import LARGE, MasterSplitter, Segment, Staging
+from lightstep.state.segment import LARGE, MasterSplitter, Staging
 from lightstep.state.snapshot import Snapshot
 from lightstep.state.spare_memory import GIB, AutoBudget, device_memory
 from lightstep.state.units import RingError, plan_units, smallest_piece
@@ -417,11 +417,11 @@ class StreamBackend(RecordBackend):
                 f"no room on {device} for the masters of one unit beside the ring; lower optimizer_state.ring_mib"
             ) from error
 
-    def _differing_parts(self, record: Record, segments: Sequence[Segment], parts: Sequence[Part]) -> list[Part]:
-        changed = super()._differing_parts(record, segments, parts)
+    def _differing_parts(self, compared: Sequence[Compared]) -> list[Part]:
+        differing = super()._differing_parts(compared)
         if self._ring is None:  # device memory was released
-            self._staging_on(record.device).free()
-        return changed
+            self._staging_on(self.lanes.device).free()
+        return differing
 
     def memory(self) -> dict[str, int]:
         ring = 0 if self._ring is None else self._ring.nbytes()

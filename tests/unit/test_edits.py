@@ -1093,3 +1093,22 @@ def test_copies_of_sharded_state_refuse_to_be_written_to() -> None:
         assert not optimizer.state[model.weight]["exp_avg"].full_tensor().any()
     finally:
         torch.distributed.destroy_process_group()
+
+
+def test_the_host_waits_once_for_a_comparison_of_all_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    setup = Setup(state={"backend": "stream", "ring_mib": 0.008}).train(0, 2)
+    setup.optimizer.synchronize()
+    items, backend = setup.optimizer.managed(), setup.optimizer._backend
+    assert len(backend.units()) > 1
+    edited = [items[0], items[-1]]
+    for item in edited:
+        item.param.data.mul_(1.5)
+    reads, tolist = [], torch.Tensor.tolist
+
+    def counted(tensor: Tensor) -> Any:
+        reads.append(tensor)
+        return tolist(tensor)
+
+    monkeypatch.setattr(torch.Tensor, "tolist", counted)
+    assert backend.changed(items) == edited
+    assert len(reads) == 1
