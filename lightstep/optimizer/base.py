@@ -40,8 +40,12 @@ class BaseOptimizer(torch.optim.Optimizer):
     optimizers that ``strategy.create_optimizer`` made. ``None``: not known, so that updates wait for ``step()``."""
 
     unreduced: bool = False
-    """Whether the last backward left gradients on their ranks that a step would miss; ``strategy.accumulate`` takes it
-    back where the next one reduces them."""
+    """Whether a backward has left gradients on their ranks that a step would miss."""
+
+    def expect_reduction(self) -> None:
+        """A backward reduces them now, or has done so: :attr:`unreduced` becomes ``False``, unless FSDP2 still keeps
+        them. ``strategy.accumulate`` calls this."""
+        self.unreduced = False
 
     @abstractmethod
     def wait_for_update(self, parameters: Iterable[Tensor] | None = None) -> None:

@@ -147,13 +147,23 @@ class Engine:
         self.schedule.wait_for_update()  # it may still read gradients from memory that the next ones will be written to
         self.watch_gradients()  # parameters may have been cast, frozen or unfrozen
         self.gradients.begin_backward()
-        self.unreduced = self.accumulating is True and self._overflow_everywhere is True
+        accumulates = self.accumulating is True and self._overflow_everywhere is True
+        self.unreduced = self.unreduced or accumulates
         self._allow_dropped_gradients()
         if not self.loss_scale.is_identity:
             loss = loss.float() * self.loss_scale.tensor(loss.device)
         with self.scaled_backward.running(), self._early_updates(retain_graph), eager_backward():
             loss.backward(retain_graph=retain_graph)
         self.gradients.end_backward()
+        if not accumulates:
+            self.expect_reduction()
+
+    def expect_reduction(self) -> None:
+        if self.unreduced:
+            self.unreduced = bool(self._keeps_unreduced())
+
+    def _keeps_unreduced(self) -> bool | None:
+        return self.gradients.keeps_unreduced(p for group in self.param_groups for p in group["params"])
 
     def _early_updates(self, retain_graph: bool) -> contextlib.AbstractContextManager[None]:
         """Updates during the last micro-batch's backward. There are no speculative ones if the graph is retained: a
@@ -453,11 +463,13 @@ class Engine:
         self.scaled_backward.refuse_unscaled()
 
     def _refuse_unreduced(self) -> None:
+        if self.unreduced and self._keeps_unreduced() is False:  # reduced by loss.backward()
+            self.unreduced = False
         if self.unreduced:
             raise RuntimeError(
-                "the last backward ran under strategy.accumulate(model, last=False): its gradients were not reduced "
-                "over the ranks, and a step would leave them out. Run each step's last micro-batch under "
-                "strategy.accumulate(model, last=True)"
+                "gradients of a backward under strategy.accumulate(model, last=False) have not been reduced over the "
+                "ranks since, and a step would leave them out. Run each step's last micro-batch, with a forward of the "
+                "model, under strategy.accumulate(model, last=True)"
             )
 
     def refuse_unusable(self, remedy: str) -> None:

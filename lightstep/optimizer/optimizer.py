@@ -343,6 +343,9 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         self.engine.replace_state(parameter, entries)
         self.engine.broken.mark_loaded(parameter)
 
+    def expect_reduction(self) -> None:
+        self.engine.expect_reduction()
+
     @property
     def has_gradients(self) -> bool:
         """Whether gradients have arrived on this rank that no step has used."""

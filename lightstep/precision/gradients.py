@@ -34,6 +34,9 @@ class ReducedGradients(Protocol):
     def reads_unused(self, parameters: Sequence[Tensor]) -> Sequence[Tensor]:
         """The parameters whose ``p.grad`` the running backward will reduce even if it has no gradient for them."""
 
+    def keeps_unreduced(self, parameters: Iterable[Tensor]) -> bool | None:
+        """Whether gradients are kept for a later reduction and are not in ``p.grad``; ``None``: not known."""
+
     def drop_unreduced(self, parameters: Iterable[Tensor]) -> None:
         """Drop gradients that are kept for a later reduction and are not in ``p.grad``."""
 
@@ -186,6 +189,10 @@ class GradientAccumulator:
                 "strategy.accumulate(model, last=True), and call the model that prepare_model returned, not the module "
                 "in it"
             )
+
+    def keeps_unreduced(self, parameters: Iterable[Tensor]) -> bool | None:
+        """Whether FSDP2 keeps gradients of micro-batches under ``accumulate(last=False)``; ``None``: not known."""
+        return None if self._reduction is None else self._reduction.keeps_unreduced(parameters)
 
     def drop_unreduced(self, parameters: Iterable[Tensor]) -> None:
         """Drop what FSDP2 keeps of micro-batches under ``accumulate(last=False)``."""

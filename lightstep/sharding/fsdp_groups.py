@@ -55,14 +55,31 @@ def parameter_groups(module: nn.Module) -> list[ParameterGroup]:
     return [ParameterGroup(module, group.fsdp_params, group) for group in groups]
 
 
+def keeps_unreduced(model: nn.Module, parameters: Collection[Tensor]) -> bool:
+    """Whether FSDP2 keeps gradients of these sharded parameters until it reduces them."""
+    return any(
+        part.unsharded_accumulated_grad is not None or (_is_gathered(part) and part._unsharded_param.grad is not None)
+        for part in _parts(model, parameters)
+    )
+
+
 def drop_unreduced(model: nn.Module, parameters: Collection[Tensor]) -> None:
     """Drop the gradients of these sharded parameters that FSDP2 keeps until it reduces them."""
-    for group in (group for module in sharded_modules(model) for group in parameter_groups(module)):
-        for part in group.parts:
-            if part.sharded_param in parameters:
-                part.unsharded_accumulated_grad = None
-                if hasattr(part, "_unsharded_param"):  # it has been gathered
-                    part._unsharded_param.grad = None
+    for part in _parts(model, parameters):
+        part.unsharded_accumulated_grad = None
+        if _is_gathered(part):
+            part._unsharded_param.grad = None
+
+
+def _parts(model: nn.Module, parameters: Collection[Tensor]) -> Iterator[Any]:
+    """torch's records of these sharded parameters."""
+    groups = (group for module in sharded_modules(model) for group in parameter_groups(module))
+    return (part for group in groups for part in group.parts if part.sharded_param in parameters)
+
+
+def _is_gathered(part: Any) -> bool:
+    """Whether the parameter has been gathered at some time."""
+    return hasattr(part, "_unsharded_param")
 
 
 def sharded_modules(model: nn.Module) -> list[nn.Module]:

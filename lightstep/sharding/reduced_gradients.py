@@ -20,7 +20,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from lightstep.distributed import like, local_tensor
 from lightstep.precision.gradient_sums import set_grad
 from lightstep.precision.gradients import GradientAccumulator
-from lightstep.sharding.fsdp_groups import drop_unreduced, parameter_groups, sharded_modules
+from lightstep.sharding.fsdp_groups import drop_unreduced, keeps_unreduced, parameter_groups, sharded_modules
 
 _LOW = (torch.bfloat16, torch.float16)
 
@@ -78,6 +78,10 @@ class ShardedGradients:
 
     def reads_unused(self, parameters: Sequence[Tensor]) -> Sequence[Tensor]:
         return ()
+
+    def keeps_unreduced(self, parameters: Iterable[Tensor]) -> bool:
+        wanted = frozenset(parameters)
+        return any(keeps_unreduced(model, wanted) for model in self._models)
 
     def drop_unreduced(self, parameters: Iterable[Tensor]) -> None:
         dropped = frozenset(parameters)
@@ -167,8 +171,11 @@ class ReplicatedGradients:
             return ()
         return [parameter for parameter in parameters if parameter in self._parameters]
 
+    def keeps_unreduced(self, parameters: Iterable[Tensor]) -> None:
+        return None  # they are in p.grad
+
     def drop_unreduced(self, parameters: Iterable[Tensor]) -> None:
-        pass  # they are in p.grad
+        pass
 
     @torch.no_grad()
     def _reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:

@@ -458,7 +458,7 @@ class Strategy(ABC):
             for optimizer in optimizers:
                 optimizer.accumulating = not last
                 if last:
-                    optimizer.unreduced = False
+                    optimizer.expect_reduction()
             try:
                 yield
             finally:

@@ -430,6 +430,39 @@ def test_a_penalty_on_the_shards(pool: Pool, sharding: dict[str, Any]) -> None:
     pool.run(check_penalties, 4 if "mesh" in sharding else 2, sharding=wrapped)
 
 
+def check_unreduced(rank: int, world_size: int, sharding: dict[str, Any]) -> None:
+    """Only a backward through the model's forward reduces what ``accumulate(last=False)`` has left."""
+    strategy = load(sharding, clipping={"max_norm": None})
+    model = strategy.prepare_model(Penalized())
+    optimizer = strategy.create_optimizer(model, torch.optim.SGD, lr=1.0)
+    values = torch.ones(5, 3, device=strategy.device, dtype=torch.bfloat16)
+
+    def penalty() -> Tensor:
+        return sum(block.weight.to_local().sum() for block in model.blocks)  # type: ignore[return-value]
+
+    for last in (None, True):
+        for direct in (False, True):
+            with strategy.accumulate(model, last=False):
+                optimizer.backward(model(values))
+            with contextlib.nullcontext() if last is None else strategy.accumulate(model, last=last):
+                penalty().backward() if direct else optimizer.backward(penalty())
+            with pytest.raises(RuntimeError, match="have not been reduced over the ranks since"):
+                optimizer.step()
+            with strategy.accumulate(model, last=True):
+                loss = model(values)
+                loss.backward() if direct else optimizer.backward(loss)
+                optimizer.step()
+    for block in model.blocks:
+        expected = torch.full((5, 3), -4.0 * (1 + 1 + 1))
+        assert torch.equal(full(optimizer.state[block.weight]["master"]).cpu(), expected)
+
+
+@pytest.mark.parametrize("sharding", [FSDP2, HSDP], ids=["fsdp2", "hsdp"])
+def test_gradients_that_were_not_reduced_are_refused(pool: Pool, sharding: dict[str, Any]) -> None:
+    wrapped = {**sharding, "wrap": ["Single", "Slope"]}
+    pool.run(check_unreduced, 4 if "mesh" in sharding else 2, sharding=wrapped)
+
+
 def check_last_was_not_reduced(rank: int, world_size: int, sharding: dict[str, Any], dtype: str) -> None:
     """A step after micro-batches of which the last was not reduced would leave it out, or let ranks drift apart."""
     strategy = load(sharding, precision={"parameters": dtype})
