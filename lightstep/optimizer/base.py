@@ -43,8 +43,8 @@ class BaseOptimizer(torch.optim.Optimizer):
     """Whether a backward has left gradients on their ranks that a step would miss."""
 
     def expect_reduction(self) -> None:
-        """A backward reduces them now, or has done so: :attr:`unreduced` becomes ``False``, unless FSDP2 still keeps
-        them. ``strategy.accumulate`` calls this."""
+        """A backward reduces them now, or has done so: :attr:`unreduced` becomes ``False``, unless they are left.
+        ``strategy.accumulate`` calls this."""
         self.unreduced = False
 
     @abstractmethod

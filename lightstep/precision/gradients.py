@@ -34,8 +34,8 @@ class ReducedGradients(Protocol):
     def reads_unused(self, parameters: Sequence[Tensor]) -> Sequence[Tensor]:
         """The parameters whose ``p.grad`` the running backward will reduce even if it has no gradient for them."""
 
-    def keeps_unreduced(self, parameters: Iterable[Tensor]) -> bool | None:
-        """Whether gradients are kept for a later reduction and are not in ``p.grad``; ``None``: not known."""
+    def keeps_unreduced(self, parameters: Iterable[Tensor]) -> bool:
+        """Whether gradients of these parameters have not been reduced since the last forward without a reduction."""
 
     def drop_unreduced(self, parameters: Iterable[Tensor]) -> None:
         """Drop gradients that are kept for a later reduction and are not in ``p.grad``."""
@@ -191,7 +191,7 @@ class GradientAccumulator:
             )
 
     def keeps_unreduced(self, parameters: Iterable[Tensor]) -> bool | None:
-        """Whether FSDP2 keeps gradients of micro-batches under ``accumulate(last=False)``; ``None``: not known."""
+        """Whether gradients of micro-batches under ``accumulate(last=False)`` are left; ``None``: not known."""
         return None if self._reduction is None else self._reduction.keeps_unreduced(parameters)
 
     def drop_unreduced(self, parameters: Iterable[Tensor]) -> None:

@@ -171,11 +171,11 @@ class ReplicatedGradients:
             return ()
         return [parameter for parameter in parameters if parameter in self._parameters]
 
-    def keeps_unreduced(self, parameters: Iterable[Tensor]) -> None:
-        return None  # they are in p.grad
+    def keeps_unreduced(self, parameters: Iterable[Tensor]) -> bool:
+        return _keeps_unreduced(self._model())
 
     def drop_unreduced(self, parameters: Iterable[Tensor]) -> None:
-        pass
+        pass  # they are in p.grad
 
     @torch.no_grad()
     def _reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
@@ -202,6 +202,33 @@ class ReplicatedGradients:
         work = dist.all_reduce(flat, group=self._group, async_op=True)
         assert work is not None
         return work.get_future().then(lambda future: rounded.copy_(future.value()[0][:size]))
+
+
+class GradientsInPlace:
+    """DDP without such a hook: it averages ``p.grad`` itself, in the parameters' dtype."""
+
+    def __init__(self, model: nn.parallel.DistributedDataParallel) -> None:
+        self._model = weakref.ref(model)
+
+    def connect(self, parameters: Iterable[Tensor], accumulator: GradientAccumulator) -> None:
+        pass
+
+    def must_reduce(self, parameter: Tensor) -> bool:
+        return False
+
+    def reads_unused(self, parameters: Sequence[Tensor]) -> Sequence[Tensor]:
+        return ()
+
+    def keeps_unreduced(self, parameters: Iterable[Tensor]) -> bool:
+        return _keeps_unreduced(self._model())
+
+    def drop_unreduced(self, parameters: Iterable[Tensor]) -> None:
+        pass
+
+
+def _keeps_unreduced(model: nn.parallel.DistributedDataParallel | None) -> bool:
+    """Whether the last forward ran under ``no_sync()``: a backward since has reduced nothing."""
+    return model is not None and not model.require_forward_param_sync
 
 
 def _used_on_this_stream(tensor: Tensor) -> None:

@@ -457,13 +457,13 @@ class Strategy(ABC):
         with context:
             for optimizer in optimizers:
                 optimizer.accumulating = not last
-                if last:
-                    optimizer.expect_reduction()
             try:
                 yield
             finally:
                 for optimizer in optimizers:
                     optimizer.accumulating = False
+                    if last:
+                        optimizer.expect_reduction()
 
     def _accumulate(self, model: nn.Module, last: bool) -> AbstractContextManager[None]:
         """The context in which the sharding reduces gradients, or with ``last=False`` does not."""

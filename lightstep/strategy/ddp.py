@@ -18,7 +18,7 @@ from lightstep.precision.gradients import ReducedGradients
 from lightstep.sharding.direct_calls import DirectCalls
 from lightstep.sharding.model_names import unwrap_model
 from lightstep.sharding.prepared_model import PreparedModel
-from lightstep.sharding.reduced_gradients import ReplicatedGradients
+from lightstep.sharding.reduced_gradients import GradientsInPlace, ReplicatedGradients
 from lightstep.strategy.process_group import ProcessGroupStrategy, broadcast_from_first, refuse_experts
 
 
@@ -146,7 +146,8 @@ class DDPStrategy(ProcessGroupStrategy):
         return None if replica is None else Replicas(replica.process_group, self._overlaps_sends)
 
     def _reduced_gradients(self, model: nn.Module) -> ReducedGradients | None:
-        return PreparedModel.of(model).gradients
+        replica, gradients = _find_replica(model), PreparedModel.of(model).gradients
+        return GradientsInPlace(replica) if gradients is None and replica is not None else gradients
 
     def _check_prepared(self, model: nn.Module) -> None:
         super()._check_prepared(model)

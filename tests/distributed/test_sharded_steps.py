@@ -430,37 +430,44 @@ def test_a_penalty_on_the_shards(pool: Pool, sharding: dict[str, Any]) -> None:
     pool.run(check_penalties, 4 if "mesh" in sharding else 2, sharding=wrapped)
 
 
-def check_unreduced(rank: int, world_size: int, sharding: dict[str, Any]) -> None:
+def check_unreduced(rank: int, world_size: int, sharding: dict[str, Any], parameters: str) -> None:
     """Only a backward through the model's forward reduces what ``accumulate(last=False)`` has left."""
-    strategy = load(sharding, clipping={"max_norm": None})
+    strategy = load(sharding, clipping={"max_norm": None}, precision={"parameters": parameters})
     model = strategy.prepare_model(Penalized())
     optimizer = strategy.create_optimizer(model, torch.optim.SGD, lr=1.0)
-    values = torch.ones(5, 3, device=strategy.device, dtype=torch.bfloat16)
+    weights = [block.weight for block in strategy.unwrap_model(model).blocks]
+    values = torch.ones(5, 3, device=strategy.device, dtype=strategy.parameter_dtype)
 
     def penalty() -> Tensor:
-        return sum(block.weight.to_local().sum() for block in model.blocks)  # type: ignore[return-value]
+        return sum((weight.to_local() if isinstance(weight, DTensor) else weight).sum() for weight in weights)
 
-    for last in (None, True):
+    for in_last in (False, True):
         for direct in (False, True):
             with strategy.accumulate(model, last=False):
                 optimizer.backward(model(values))
-            with contextlib.nullcontext() if last is None else strategy.accumulate(model, last=last):
+            with strategy.accumulate(model, last=True) if in_last else contextlib.nullcontext():
                 penalty().backward() if direct else optimizer.backward(penalty())
             with pytest.raises(RuntimeError, match="have not been reduced over the ranks since"):
                 optimizer.step()
             with strategy.accumulate(model, last=True):
                 loss = model(values)
                 loss.backward() if direct else optimizer.backward(loss)
+                if in_last:
+                    optimizer.step()
+            if not in_last:
+                with torch.no_grad():
+                    model(values)
                 optimizer.step()
-    for block in model.blocks:
-        expected = torch.full((5, 3), -4.0 * (1 + 1 + 1))
-        assert torch.equal(full(optimizer.state[block.weight]["master"]).cpu(), expected)
+    for weight in weights:
+        master = optimizer.state[weight]["master"] if parameters == "bfloat16" else weight.detach()
+        assert torch.equal(full(master).cpu(), torch.full((5, 3), -4.0 * (1 + 1 + 1)))
 
 
-@pytest.mark.parametrize("sharding", [FSDP2, HSDP], ids=["fsdp2", "hsdp"])
-def test_gradients_that_were_not_reduced_are_refused(pool: Pool, sharding: dict[str, Any]) -> None:
-    wrapped = {**sharding, "wrap": ["Single", "Slope"]}
-    pool.run(check_unreduced, 4 if "mesh" in sharding else 2, sharding=wrapped)
+@pytest.mark.parametrize("parameters", ["bfloat16", "float32"])
+@pytest.mark.parametrize("sharding", [FSDP2, HSDP, {"kind": "ddp"}], ids=["fsdp2", "hsdp", "ddp"])
+def test_gradients_that_were_not_reduced_are_refused(pool: Pool, sharding: dict[str, Any], parameters: str) -> None:
+    wrapped = sharding if sharding["kind"] == "ddp" else {**sharding, "wrap": ["Single", "Slope"]}
+    pool.run(check_unreduced, 4 if "mesh" in sharding else 2, sharding=wrapped, parameters=parameters)
 
 
 def check_last_was_not_reduced(rank: int, world_size: int, sharding: dict[str, Any], dtype: str) -> None:
@@ -474,7 +481,7 @@ def check_last_was_not_reduced(rank: int, world_size: int, sharding: dict[str, A
             with strategy.accumulate(model, last=last):
                 optimizer.backward(loss_of(model, 0, micro, rank, strategy.device))
         for refused in (optimizer.step, optimizer.grad_norm):
-            with pytest.raises(RuntimeError, match=r"not reduced.*last=True"):
+            with pytest.raises(RuntimeError, match=r"not been reduced.*last=True"):
                 refused()
         same_weights(weights_of(strategy, model), before)
     with strategy.accumulate(model, last=True):
