@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 _CHUNK = 64 * 2**20
 _REPEATS = 3
+_QUIET_STEPS = 5
+"""Steps before each save, for comparison with those during it."""
 
 
 @dataclass(frozen=True)
@@ -81,9 +83,10 @@ def measure_saving(saver: StrategyContender, step: Callable[[], None], folder: P
 
 def _stall(step: Callable[[], None], begin: Callable[[Path], Any], path: Path, ranks: Ranks) -> Stall:
     """The shortest stall of several saves; the first one also allocates memory that the others reuse."""
-    quiet = statistics.median(elapsed(step, ranks.barrier) for _ in range(5))
+    quiet: list[float] = []
     stalls, during = [], []
     for _ in range(_REPEATS):
+        quiet += [elapsed(step, ranks.barrier) for _ in range(_QUIET_STEPS)]
         pending: list[Any] = []
         stalls.append(elapsed(lambda pending=pending: pending.append(begin(path)), ranks.barrier))  # type: ignore[misc]
         while ranks.maximum([0.0 if pending[0].done() else 1.0])[0]:
@@ -92,7 +95,7 @@ def _stall(step: Callable[[], None], begin: Callable[[Path], Any], path: Path, r
         ranks.barrier()
         _remove(path, ranks)
         ranks.barrier()
-    return Stall(min(stalls), statistics.median(during or [quiet]) / quiet)
+    return Stall(min(stalls), statistics.median(during or quiet) / statistics.median(quiet))
 
 
 @contextmanager

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -60,6 +62,23 @@ def test_what_is_saved_is_the_run_when_it_was_asked_for(tmp_path: Path, backend:
     assert loaded["losses"] == [1.0] and not loaded["seen"].any()
     assert optimizer2.param_groups[0]["lr"] == rate and torch.equal(torch.get_rng_state(), drawn)
     same(content(other, optimizer2), expected)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere threads have no priority of their own")
+def test_training_goes_first_where_processors_are_scarce(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    strategy, model, optimizer = trained("resident")
+    write, niceness = save.write_tensors, {}
+
+    def writes(*arguments: Any) -> Any:
+        niceness[threading.current_thread()] = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+        return write(*arguments)
+
+    monkeypatch.setattr(save, "write_tensors", writes)
+    before = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    strategy.save_checkpoint(tmp_path / "a", model, optimizer)
+    strategy.save_checkpoint(tmp_path / "b", model, optimizer, asynchronous=True).result()
+    assert [*niceness.values()] == [before, before + 10]
+    assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == before
 
 
 def test_a_second_save_waits_for_the_first(tmp_path: Path, held: threading.Event) -> None:
