@@ -146,6 +146,13 @@ def plan(
     tokens: Annotated[int, typer.Option(min=2, help="Tokens per micro-batch on each GPU.")] = 16_384,
     sequence: Annotated[int, typer.Option(min=2, help="Tokens per sequence.")] = 4096,
     micro_batches: Annotated[int, typer.Option(min=1, help="Micro-batches per optimizer step.")] = 1,
+    optimizer: Annotated[
+        str,
+        typer.Option(
+            metavar="CLASS",
+            help="A class of torch.optim, or its import path. Muon gets the hidden matrices, and AdamW the rest.",
+        ),
+    ] = "AdamW",
     no_checkpointing: Annotated[
         bool, typer.Option("--no-checkpointing", help="Plan without activation checkpointing.")
     ] = False,

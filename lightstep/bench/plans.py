@@ -13,6 +13,7 @@ import torch
 from lightstep.config import ConfigError, StrategyConfig, parse_config
 from lightstep.extras import needs
 from lightstep.plan.models import SHAPES, load_shape
+from lightstep.plan.optimizer_state import named_rules, state_by_rules
 from lightstep.plan.planning import Planner, Workload, is_plannable, plans
 from lightstep.plan.profiles import Profile, find_profile, profile_of_device
 from lightstep.plan.report import draw, report
@@ -32,6 +33,7 @@ class PlanOptions:
     tokens: int
     sequence: int
     micro_batches: int
+    optimizer: str
     no_checkpointing: bool
     fused_loss: bool
     gpu_memory: float | None
@@ -72,13 +74,17 @@ def _plan(options: PlanOptions) -> str:
         loss_chunk=_LOSS_CHUNK if options.fused_loss else None,
     )
     of_device, of_host = (None if gb is None else gb * 1e9 for gb in (options.gpu_memory, options.host_memory))
-    made = plans(Planner(load_shape(options.model), work, profile, options.gpus, of_device, of_host), configs)
+    model = load_shape(options.model)
+    optimizer = state_by_rules(model, named_rules(options.optimizer))
+    made = plans(Planner(model, work, profile, options.gpus, of_device, of_host, optimizer), configs)
+    title = options.model if options.optimizer == "AdamW" else f"{options.model} with {options.optimizer}"
     if options.plot is not None:
-        draw(options.model, made, options.plot)
+        draw(title, made, options.plot)
     if options.as_json:
-        values = {"model": options.model, "profile": asdict(profile), "plans": [plan.values() for plan in made]}
+        given = {"model": options.model, "optimizer": options.optimizer, "profile": asdict(profile)}
+        values = {**given, "plans": [plan.values() for plan in made]}
         return json.dumps(values, indent=2) + "\n"
-    return report(options.model, made, work, profile)
+    return report(title, made, work, profile)
 
 
 def _strategies(options: PlanOptions) -> Mapping[str, StrategyConfig]:

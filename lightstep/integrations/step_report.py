@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from lightstep.plan.optimizer_state import state_of
 from lightstep.plan.planning import plan_one
 from lightstep.plan.report import measured_sentence, planned_sentence
 from lightstep.sharding.model_names import unwrap_model
@@ -33,14 +34,14 @@ class StepReport:
     def _is_enabled(self) -> bool:
         return bool(self._args.should_log) and self._strategy.device.type == "cuda"
 
-    def on_batch(self, model: Any, inputs: Any) -> None:
+    def on_batch(self, model: Any, inputs: Any, optimizer: torch.optim.Optimizer) -> None:
         """Called before each micro-batch. The plan is for the size of the first one."""
         if self._started is None:
             if self._enabled:
-                tqdm.write(self._plan_sentence(model, inputs))
+                tqdm.write(self._plan_sentence(model, inputs, optimizer))
             self.begin_step()
 
-    def _plan_sentence(self, model: Any, inputs: Any) -> str:
+    def _plan_sentence(self, model: Any, inputs: Any, optimizer: torch.optim.Optimizer) -> str:
         tokens = inputs.get("input_ids") if isinstance(inputs, Mapping) else None  # TRL's GRPO: a list of prompts
         args = self._args
         if not isinstance(tokens, Tensor) or tokens.dim() != 2:
@@ -51,7 +52,9 @@ class StepReport:
             "checkpointed": args.gradient_checkpointing or None,
         }
         named, inner = (self._strategy.name, self._strategy.config), unwrap_model(model)
-        return planned_sentence(lambda: plan_one(*named, inner, tokens.numel(), work, args.world_size))
+        return planned_sentence(
+            lambda: plan_one(*named, inner, tokens.numel(), work, args.world_size, optimizer=state_of(optimizer))
+        )
 
     def begin_step(self) -> None:
         """Start the clock, after logging, evaluation and saving."""

@@ -175,7 +175,7 @@ class LightstepMixin(TrainerCheckpoints):
         return prepared
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        self._step_report.on_batch(model, inputs)
+        self._step_report.on_batch(model, inputs, self._lightstep_optimizer)
         return super().training_step(model, inputs, *args, **kwargs)
 
     # -- clipping and logs

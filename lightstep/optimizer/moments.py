@@ -19,7 +19,7 @@ from lightstep.optimizer.classes import GroupClasses
 from lightstep.precision.moments import StochasticRounding
 from lightstep.state.backend import EntrySpec, Managed, Schema, entry_dtype
 
-__all__ = ["Moments"]
+__all__ = ["Moments", "moments_of"]
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class Moments:
         if self.dtype == "float32":
             return
         schemas = {classes.arithmetic_for(item.group).optimizer_class: item.schema for item in items}
-        found = {owner: _moments_of(owner, schema) for owner, schema in schemas.items()}
+        found = {owner: moments_of(owner, schema) for owner, schema in schemas.items()}
         self._check(schemas, found)
         for owner, specs in found.items():
             for spec in specs.values():
@@ -103,7 +103,7 @@ class Moments:
             logger.info(line)
 
 
-def _moments_of(optimizer_class: type, schema: Schema) -> dict[str, EntrySpec]:
+def moments_of(optimizer_class: type, schema: Schema) -> dict[str, EntrySpec]:
     """fp32 entries of the parameter's shape that are known to be moments, or that the class names in ``moments``."""
     names = _NAMES.union(getattr(optimizer_class, "moments", ()))
     return {

@@ -1,4 +1,4 @@
-"""Bytes per parameter of a strategy with AdamW: weights, gradients, and state with master weights."""
+"""Bytes per parameter of a strategy: weights, gradients, and state with master weights."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from lightstep.config import DDPSharding, DeepSpeedSharding, FSDP2Sharding, SingleSharding, StrategyConfig
 
 _BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
-_MOMENTS = {"float32": 8, "bfloat16": 4}
 _MASTER = 4
 _SPLIT_MASTER = 2
 """The low half of a master whose high half is the bf16 weight. Only `bulk` keeps whole masters."""
@@ -26,6 +25,26 @@ class Bytes:
 
 
 @dataclass(frozen=True)
+class StateBytes:
+    """Bytes of an optimizer's state per parameter, without masters: the mean over a model's parameters.
+
+    Attributes:
+        full: with fp32 moments.
+        short: with ``optimizer_state.moments: bfloat16``.
+        bitmap: what a split master needs in addition if no entry has unused sign bits.
+        is_adam: all classes are Adam or AdamW, for whose arithmetic profiles have a time.
+    """
+
+    full: float
+    short: float
+    bitmap: float = 0
+    is_adam: bool = True
+
+
+ADAMW = StateBytes(8, 4)
+
+
+@dataclass(frozen=True)
 class Cost:
     """Memory between steps and of gradients, without activations and the step's buffers."""
 
@@ -37,15 +56,15 @@ class Cost:
     host_state: Bytes
 
 
-def cost(config: StrategyConfig) -> Cost:
-    """Bytes per parameter with AdamW on a GPU. On a CPU, ``resident`` keeps whole masters."""
+def cost(config: StrategyConfig, optimizer: StateBytes = ADAMW) -> Cost:
+    """Bytes per parameter on a GPU. On a CPU, ``resident`` keeps whole masters."""
     sharding = config.sharding
     if isinstance(sharding, DeepSpeedSharding):
         on_host = sharding.offload == "cpu"
     else:
         on_host = config.optimizer_state.backend != "resident"
     weights, gradients, divided_by = _divisors(config)
-    state, none = Bytes(_state_bytes(config), divided_by), Bytes(0)
+    state, none = Bytes(_state_bytes(config, optimizer), divided_by), Bytes(0)
     return Cost(
         Bytes(_BYTES[config.precision.parameters], weights),
         Bytes(_gradient_bytes(config), gradients),
@@ -74,12 +93,12 @@ def _gradient_bytes(config: StrategyConfig) -> int:
     return own + 4 if isinstance(config.sharding, DDPSharding) else 4
 
 
-def _state_bytes(config: StrategyConfig) -> int:
+def _state_bytes(config: StrategyConfig, optimizer: StateBytes) -> float:
     precision, backend = config.precision, config.optimizer_state.backend
-    moments = _MOMENTS[config.optimizer_state.moments]
+    entries = optimizer.short if config.optimizer_state.moments == "bfloat16" else optimizer.full
     if isinstance(config.sharding, DeepSpeedSharding):
-        return moments + _MASTER  # DeepSpeed keeps masters even for fp32 weights
+        return entries + _MASTER  # DeepSpeed keeps masters even for fp32 weights
     if precision.parameters == "float32" or not precision.master_weights:
-        return moments
+        return entries
     split = backend != "bulk" and precision.parameters == "bfloat16"
-    return moments + (_SPLIT_MASTER if split else _MASTER)
+    return entries + (_SPLIT_MASTER + optimizer.bitmap if split else _MASTER)

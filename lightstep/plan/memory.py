@@ -9,7 +9,7 @@ from torch import nn
 
 from lightstep.config import DDPSharding, FSDP2Sharding, StrategyConfig
 from lightstep.plan.activations import TAIL, Activations, Moment
-from lightstep.plan.cost import cost
+from lightstep.plan.cost import ADAMW, StateBytes, cost
 from lightstep.sharding.preparation import transformer_blocks
 
 _WIDTHS = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -85,6 +85,7 @@ def memory(
     activations: Activations | None,
     ranks: int = 1,
     accumulates: bool = False,
+    optimizer: StateBytes = ADAMW,
 ) -> Memory:
     """The memory of a strategy.
 
@@ -92,24 +93,26 @@ def memory(
         activations: ``None`` if unknown; the peak then leaves them out.
         accumulates: a step has several micro-batches.
     """
-    return _MemoryPlan(config, sizes, ranks, accumulates).memory(activations)
+    return _MemoryPlan(config, sizes, ranks, accumulates, optimizer).memory(activations)
 
 
 class _MemoryPlan:
     """Computes the parts of :class:`Memory`."""
 
-    def __init__(self, config: StrategyConfig, sizes: Sizes, ranks: int, accumulates: bool) -> None:
+    def __init__(
+        self, config: StrategyConfig, sizes: Sizes, ranks: int, accumulates: bool, optimizer: StateBytes
+    ) -> None:
         self.config, self.sizes, self.ranks = config, sizes, ranks
         self.width = _WIDTHS[config.precision.parameters]
         self.shards = shard_count(config, ranks)
-        held = cost(config)
+        held = cost(config, optimizer)
         self.state_width = max(held.device_state.count, held.host_state.count)
         divided = (held.device_state if held.device_state.count else held.host_state).divided_by
         self.owned = sizes.total / (
             ranks if divided == "ranks" else self.shards
         )  # elements whose state this rank keeps
         self.speculates = updates_in_backward(config)
-        self.accumulates = accumulates
+        self.accumulates, self.optimizer = accumulates, optimizer
         self.gradient_width = self._gradient_width()
 
     def _gradient_width(self) -> int:
@@ -186,9 +189,9 @@ class _MemoryPlan:
         state = self.config.optimizer_state
         if state.backend == "stream":
             return min(state.ring_mib * 2**20, all_state)
-        width = 0 if self.gradient_width == 4 or self._sums() else 4
+        width: float = 0 if self.gradient_width == 4 or self._sums() else 4
         if state.moments == "bfloat16":
-            width += 8
+            width += 2 * (self.optimizer.full - self.optimizer.short)  # in fp32, during their update
         return width * largest_unit(self.sizes.tensors) / self.shards
 
     def _buckets(self) -> float:

@@ -12,6 +12,7 @@ from torch import nn
 
 from lightstep.config import FSDP2Sharding, StrategyConfig
 from lightstep.plan.activations import Activations, run_on_meta
+from lightstep.plan.cost import ADAMW, StateBytes
 from lightstep.plan.memory import Memory, memory, model_sizes, shard_count
 from lightstep.plan.profiles import Profile, find_profile, profile_of_device
 from lightstep.plan.strategy_list import sorted_for_choice
@@ -48,7 +49,7 @@ class Plan:
     """The plan of one strategy.
 
     Attributes:
-        time: ``None`` if the machine's rates are unknown, and for DeepSpeed.
+        time: ``None`` if the machine's rates are unknown, for DeepSpeed, and for optimizers other than Adam and AdamW.
         clips_by_layer: clips each unit by its own norm, so its training differs from that of other strategies.
         limit: usable bytes of device memory.
         reason: why it does not fit; ``None`` if it fits.
@@ -97,9 +98,11 @@ class Planner:
         ranks: int = 1,
         gpu_memory: float | None = None,
         host_memory: float | None = None,
+        optimizer: StateBytes = ADAMW,
     ) -> None:
         """``model`` may be on any device and is not changed. Memory in bytes: of one device, and of the whole host."""
         self._model, self._workload, self._profile, self._ranks = model, workload, profile, ranks
+        self._optimizer = optimizer
         self._sizes = model_sizes(model)
         of_profile = profile.memory_gb * 1e9 if profile is not None and profile.memory_gb else None
         limit = gpu_memory if gpu_memory is not None else of_profile
@@ -122,11 +125,11 @@ class Planner:
         seen = self._activations(checkpointed, compute)
         several, zero = workload.micro_batches > 1, config.sharding.kind == "deepspeed"
         if zero:
-            held = zero_memory(config, self._sizes, seen, ranks, several, name)
+            held = zero_memory(config, self._sizes, seen, ranks, several, name, self._optimizer)
         else:
-            held = memory(config, self._sizes, seen, ranks, several)
+            held = memory(config, self._sizes, seen, ranks, several, self._optimizer)
         time = None
-        if self._profile is not None and self._profile.knows(compute) and not zero:
+        if self._profile is not None and self._profile.knows(compute) and self._optimizer.is_adam and not zero:
             count = workload.micro_batches
             time = iteration_time(config, self._sizes, seen, held, self._profile, ranks, count, workload.clips)
         reason = self._reason(config, held, ranks)
@@ -180,6 +183,7 @@ def plan_one(
     ranks: int = 1,
     gpu_memory: float | None = None,
     profile: str | None = None,
+    optimizer: StateBytes = ADAMW,
 ) -> Plan:
     """Plan one strategy. Default profile: this machine's GPU, if it is known.
 
@@ -190,7 +194,7 @@ def plan_one(
     named = find_profile(profile) if profile is not None else None
     if named is None and torch.cuda.is_available():
         named = profile_of_device(torch.cuda.get_device_name())
-    return Planner(model, Workload(tokens, **work), named, ranks, gpu_memory).plan(name, config)
+    return Planner(model, Workload(tokens, **work), named, ranks, gpu_memory, optimizer=optimizer).plan(name, config)
 
 
 def is_plannable(config: StrategyConfig, ranks: int) -> bool:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 _WIDTH = 80
 _NAME = 24
+_NO_TIMES = "No times: they are planned for Adam and AdamW, without DeepSpeed, and in dtypes with a known rate."
 _PARTS = ("weights", "gradients", "state", "activations", "gathered", "step")
 _COLOURS = ("#0072B2", "#56B4E9", "#E69F00", "#999999", "#CC79A7", "#009E73")
 
@@ -38,6 +39,8 @@ def report(model: str, made: Sequence[Plan], workload: Workload, profile: Profil
     timed = any(plan.time is not None for plan in made)
     if timed:
         lines += ["", *_time_table(made)]
+    elif profile is not None:
+        lines += ["", *_wrapped(_NO_TIMES, "")]
     if refused := [plan for plan in made if not plan.fits]:
         lines += ["", "Does not fit:"]
         for plan in refused:

@@ -7,7 +7,7 @@ from typing import Any
 
 from lightstep.config import ConfigError, DeepSpeedSharding, StrategyConfig, what_it_holds
 from lightstep.plan.activations import Activations
-from lightstep.plan.cost import cost
+from lightstep.plan.cost import ADAMW, StateBytes, cost
 from lightstep.plan.memory import Memory, Sizes
 
 _BUCKET, _LIVE = 500_000_000, 1_000_000_000
@@ -21,6 +21,7 @@ def zero_memory(
     ranks: int = 1,
     accumulates: bool = False,
     name: str = "strategy",
+    optimizer: StateBytes = ADAMW,
 ) -> Memory:
     """As :func:`lightstep.plan.memory.memory`, for ``sharding.kind: deepspeed``.
 
@@ -29,7 +30,7 @@ def zero_memory(
     """
     sharding = config.sharding
     assert isinstance(sharding, DeepSpeedSharding)
-    held, given = cost(config), _zero_section(sharding, name)
+    held, given = cost(config, optimizer), _zero_section(sharding, name)
     own, offload = sizes.total / ranks, sharding.offload == "cpu"
     width, gradient_width = held.weights.count, held.gradients.count
     state = own * (held.device_state.count + held.host_state.count)

@@ -487,6 +487,7 @@ class Strategy(ABC):
         gpu_memory: float | None = None,
         profile: str | None = None,
         loss_chunk: int | None = None,
+        rules: Sequence[Rule] | Rule | None = None,
     ) -> Plan:
         """Estimate a step's memory and time from shapes. The model is run on the meta device, and is not changed.
 
@@ -500,15 +501,20 @@ class Strategy(ABC):
             profile: the machine's, for example ``"H100"`` or ``"A100+pcie5"``. Default: this machine's GPU if it has a
                 profile; otherwise no times are estimated. There are no times for DeepSpeed's strategies.
             loss_chunk: tokens whose logits are in memory at a time, if the loss is fused; default: all.
+            rules: of the optimizer, as in :meth:`create_optimizer`. Default: AdamW. Times are estimated for Adam and
+                AdamW only.
 
         Raises:
             ConfigError: the profile is not known.
-            ValueError: the model cannot be run on the meta device.
+            ValueError: the model cannot be run on the meta device, or the rules do not match it.
         """
+        from lightstep.plan.optimizer_state import state_by_rules
         from lightstep.plan.planning import plan_one
 
+        inner = unwrap_model(model)
+        optimizer = state_by_rules(inner, Rule(torch.optim.AdamW) if rules is None else rules)
         work = {"sequence": min(sequence, tokens), "micro_batches": micro_batches, "loss_chunk": loss_chunk}
-        return plan_one(self.name, self.config, unwrap_model(model), tokens, work, gpus, gpu_memory, profile)
+        return plan_one(self.name, self.config, inner, tokens, work, gpus, gpu_memory, profile, optimizer)
 
     # -- checkpoints
 

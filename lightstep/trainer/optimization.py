@@ -74,6 +74,11 @@ def _make_rules(wanted: settings.Optimizer) -> list[Rule]:
     return found
 
 
+def rules_of(wanted: settings.Optimizer) -> list[Rule]:
+    """The optimizer's rules; one for all parameters if the file has none."""
+    return _make_rules(wanted) if wanted.rules else [Rule(optimizer_class(wanted.name), **_arguments(wanted))]
+
+
 def _arguments(wanted: settings.Optimizer) -> dict[str, Any]:
     arguments = {"lr": wanted.lr, **wanted.arguments}
     if wanted.weight_decay is not None:

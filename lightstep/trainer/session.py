@@ -32,7 +32,7 @@ from lightstep.trainer.interrupt import Interrupt
 from lightstep.trainer.logs import TENSORBOARD, Logs, check_trackers
 from lightstep.trainer.loop import Components, Loop
 from lightstep.trainer.model import load_tokenizer, make_model, model_config, shardable_weights
-from lightstep.trainer.optimization import apply_changes, check_optimization, make_optimizer, make_scheduler
+from lightstep.trainer.optimization import apply_changes, check_optimization, make_optimizer, make_scheduler, rules_of
 from lightstep.trainer.ranks import join, together
 from lightstep.trainer.run_folder import newest_checkpoint, newest_undamaged, start_run
 from lightstep.trainer.samples import write_samples
@@ -164,9 +164,10 @@ def expectation(config: TrainConfig, strategy: Strategy, architecture: Any, prof
     """A sentence with the planned memory and time of a step."""
     batch = config.batch
     sequences = max(batch.sequences // (batch.accumulation * strategy.world_size), 1)
-    work = {"sequence": batch.length, "micro_batches": batch.accumulation, "gpus": strategy.world_size}
+    work: dict[str, Any] = {"sequence": batch.length, "micro_batches": batch.accumulation, "gpus": strategy.world_size}
+    work |= {"profile": profile, "rules": rules_of(config.optimizer)}
     shape = make_model(config.model, architecture, meta=True)
-    return planned_sentence(lambda: strategy.plan(shape, sequences * batch.length, profile=profile, **work))
+    return planned_sentence(lambda: strategy.plan(shape, sequences * batch.length, **work))
 
 
 def _resume(config: TrainConfig, components: Components, checkpoint: Path, display: Display) -> int:

@@ -9,16 +9,17 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import Adafactor, LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
-from lightstep import Strategy, available_strategies
+from lightstep import Rule, Strategy, available_strategies
 from lightstep.bench import planned
 from lightstep.cli import app
 from lightstep.config import ConfigError, merge_overrides, parse_config
 from lightstep.plan.activations import run_on_meta
 from lightstep.plan.memory import largest_unit, memory, model_sizes
 from lightstep.plan.models import SHAPES, load_shape
+from lightstep.plan.optimizer_state import state_by_rules, state_of
 from lightstep.plan.planning import Planner, Workload, first_that_fits, plans
 from lightstep.plan.profiles import LINKS, PROFILES, find_profile, profile_of_device
 from lightstep.plan.report import report
@@ -117,19 +118,44 @@ def test_units_of_resident_are_bounded() -> None:
     assert largest_unit([10, 400 * million, 10]) == 400 * million
 
 
-@pytest.mark.parametrize("moments", ["float32", "bfloat16"])
-def test_the_state_is_what_the_optimizer_holds(moments: str) -> None:
-    strategy = Strategy.load("stream", overrides={"optimizer_state": {"ring_mib": 1, "moments": moments}})
-    model = LlamaForCausalLM(LlamaConfig(**{key: value for key, value in TINY.items() if key != "model_type"}))
-    planned_one = strategy.plan(model, 64, sequence=32, profile="H100")
+RULES = {
+    "AdamW": lambda: Rule(torch.optim.AdamW, lr=1e-3),
+    "amsgrad": lambda: Rule(torch.optim.AdamW, lr=1e-3, amsgrad=True),
+    "SGD": lambda: Rule(torch.optim.SGD, lr=1e-3, momentum=0.9),
+    "Adafactor": lambda: Rule(Adafactor, lr=1e-3, relative_step=False, scale_parameter=False),
+    "Muon": lambda: [Rule(torch.optim.Muon, kinds="hidden_matrices"), Rule(torch.optim.AdamW, kinds="rest")],
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "moments"),
+    [*((kind, "float32") for kind in RULES), *((kind, "bfloat16") for kind in RULES if kind != "Adafactor")],
+)
+def test_the_state_is_what_the_optimizer_holds(kind: str, moments: str) -> None:
+    strategy = Strategy.load("stream", overrides={"optimizer_state": {"ring_mib": 2, "moments": moments}})
+    values = {key: value for key, value in TINY.items() if key != "model_type"} | {"hidden_size": 64}
+    model, rules = LlamaForCausalLM(LlamaConfig(**values)), RULES[kind]()
+    planned_one = strategy.plan(model, 64, sequence=32, profile="H100", rules=rules)
     model = strategy.prepare_model(model)
-    optimizer = strategy.create_optimizer(model, torch.optim.AdamW, lr=1e-3)
+    optimizer = strategy.create_optimizer(model, rules=rules)
+    assert state_of(optimizer) == state_by_rules(model, rules)
     tokens = torch.randint(64, (2, 32))
     optimizer.backward(model(input_ids=tokens, labels=tokens).loss)
     optimizer.step()
     held = optimizer.memory_report()["host_bytes"]
     assert held == pytest.approx(planned_one.memory.host, rel=0.15), "but for whole pages"
-    assert planned_one.time is not None and planned_one.fits and " MB of host memory" in str(planned_one)
+    assert (planned_one.time is not None) == (kind in ("AdamW", "amsgrad")), "of others no time is known"
+    assert planned_one.fits and " MB of host memory" in str(planned_one)
+
+
+def test_the_command_plans_other_optimizers(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    states = {}
+    for name in ("AdamW", "Muon", "SGD"):
+        code, said = _run(tmp_path, "--tokens", 64, "--strategy", "resident", "--optimizer", name, "--json")
+        states[name] = json.loads(said)["plans"][0]["memory"]["state"]
+        assert code == 0
+    assert states["AdamW"] > states["Muon"] > states["SGD"]
 
 
 def test_sums_of_earlier_micro_batches_are_counted() -> None:
@@ -262,6 +288,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (("Llama-3.2-3B", "--profile", "H10"), "profile 'H10' is not known, did you mean 'H100'"),
         (("Llama-3.2-3B", "--profile", "H100+pcie3"), "'pcie3' is not a known link, did you mean 'pcie"),
         (("Llama-3.2-3B", "--strategy", "fsdp2"), "cannot be planned for --gpus 1"),
+        (("Llama-3.2-3B", "--optimizer", "Adamw"), "--optimizer is 'Adamw', did you mean 'Adam"),
         (("json:nothing",), "json:nothing: module 'json' has no attribute 'nothing'"),
     ],
 )

@@ -136,6 +136,11 @@ def test_what_a_run_will_take_is_said_where_it_can_be_told(configured: Callable[
     architecture = session.model_config(config.model, session.load_tokenizer(config.model), config.batch.length)
     said = session.expectation(config, strategy, architecture, profile="H100")
     assert said.startswith("planned: ") and "of device memory at the peak" in said
+    small = config.model_copy(
+        update={"optimizer": config.optimizer.model_copy(update={"name": "SGD", "arguments": {}})}
+    )
+    other = session.expectation(small, strategy, architecture, profile="H100")
+    assert other.startswith("planned: ") and other.split(" MB")[0] < said.split(" MB")[0], "SGD keeps less"
 
 
 # -- resuming

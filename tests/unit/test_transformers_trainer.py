@@ -427,7 +427,7 @@ def test_what_a_step_takes_is_said_before_and_after(
     assert [line.split(":")[0] for line in lines] == ["planned", "measured"]
     assert "of device memory at the peak" in lines[0] and re.search(r"\d ms per step$", lines[1])
     assert "no plan: the batches have no input_ids" in ran.trainer._step_report._plan_sentence(
-        ran.model, [{"prompt": "a"}]
+        ran.model, [{"prompt": "a"}], ran.trainer.optimizer
     )
     assert list(ran.trainer._step_report._seconds) == list(range(1, ran.trainer.state.global_step + 1))
 

@@ -1,0 +1,75 @@
+"""How much state an optimizer keeps: its classes are asked, by one update of a small matrix on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightstep.integrations.optimizer_class import optimizer_class as class_of_name
+from lightstep.optimizer.arithmetic import ADAMS, BaseArithmetic
+from lightstep.optimizer.classes import GroupClasses
+from lightstep.optimizer.moments import moments_of
+from lightstep.optimizer.optimizer import MixedPrecisionOptimizer
+from lightstep.optimizer.rules import Rule, groups_by_rules, own_class
+from lightstep.plan.cost import ADAMW, StateBytes
+
+_CPU = torch.device("cpu")
+Group = Mapping[str, Any]
+
+
+def named_rules(name: str) -> list[Rule]:
+    """Rules for ``--optimizer NAME``: Muon gets the hidden matrices, and AdamW the rest; others get everything.
+
+    Raises:
+        ConfigError: there is no such class.
+        TypeError, ValueError: the class has arguments without defaults.
+    """
+    chosen = class_of_name(name, "--optimizer")
+    if chosen is torch.optim.Muon:
+        return [Rule(chosen, kinds="hidden_matrices"), Rule(torch.optim.AdamW, kinds="rest")]
+    return [Rule(chosen)]
+
+
+def state_by_rules(model: nn.Module, rules: Sequence[Rule] | Rule) -> StateBytes:
+    """The state of the optimizer that ``strategy.create_optimizer(model, rules=rules)`` would create.
+
+    Raises:
+        TypeError, ValueError: as :func:`~lightstep.optimizer.rules.groups_by_rules`.
+    """
+    groups = groups_by_rules(rules, model)
+    classes = GroupClasses(*own_class(groups))
+    return _mean(classes, [{**classes.defaults_for(group), **group} for group in groups])
+
+
+def state_of(optimizer: torch.optim.Optimizer) -> StateBytes:
+    """The state of an optimizer that a strategy created; of others, for example DeepSpeed's, that of AdamW."""
+    if not isinstance(optimizer, MixedPrecisionOptimizer):
+        return ADAMW
+    return _mean(optimizer.engine.classes, optimizer.param_groups)
+
+
+def _mean(classes: GroupClasses, groups: Iterable[Group]) -> StateBytes:
+    """The mean over the groups' parameters."""
+    sizes = [(sum(p.numel() for p in group["params"]), _state_of_group(classes, group)) for group in groups]
+    total = max(sum(size for size, _ in sizes), 1)
+
+    def mean(kind: str) -> float:
+        return sum(size * getattr(state, kind) for size, state in sizes) / total
+
+    return StateBytes(mean("full"), mean("short"), mean("bitmap"), all(state.is_adam for _, state in sizes))
+
+
+def _state_of_group(classes: GroupClasses, group: Group) -> StateBytes:
+    """Entries of other shapes than the parameter's (Adafactor's row sums) are small, and not counted."""
+    own = classes.arithmetic_for(group)
+    arithmetic = BaseArithmetic(own.optimizer_class, own.hyperparameters)
+    arithmetic.prepare(_CPU)
+    schema = arithmetic.schema(_CPU, [dict(group)])
+    moments = moments_of(arithmetic.optimizer_class, schema)
+    widths = {key: spec.dtype.itemsize for key, spec in schema.items() if spec.like_parameter and spec.dtype}
+    full = sum(widths.values())
+    has_carrier = any(schema[key].never_negative for key in widths)
+    return StateBytes(full, full - 2 * len(moments), 0 if has_carrier else 1 / 8, arithmetic.optimizer_class in ADAMS)
