@@ -39,7 +39,7 @@ from lightstep.optimizer.arrivals import Arrivals, second_gradient
 from lightstep.optimizer.group_values import GroupValues
 from lightstep.optimizer.link_share import LinkShare, evenly_spaced
 from lightstep.optimizer.schedule import FindWritten, Job, NextForward, refuse_older_graphs
-from lightstep.optimizer.speculation import Commit, Speculation, UsedGradient
+from lightstep.optimizer.speculation import Checksums, Commit, Speculation
 from lightstep.optimizer.unit_updater import Gradients, UnitUpdater, Update
 from lightstep.optimizer.verdict import Verdict
 from lightstep.state.backend import Managed, StateBackend, Unit
@@ -70,6 +70,7 @@ class Overlap(NextForward):
         self._speculation: Speculation | None = None
         self._has_shared = False  # in this step all ranks update shared units speculatively
         self._verdict, self._link_share = Verdict(), LinkShare(backend)
+        self._checksums: Checksums | None = None
         self._pause, self._next_pause = 0, 1
         self._verdict_unread = False
         self._assumed: Factors | None = None  # by the step whose backward has begun
@@ -106,8 +107,9 @@ class Overlap(NextForward):
             yield
             return
         with self._aborting("the backward with speculative updates"):
+            checksums = self._reset_checksums({*local, *shared})
             speculation = self._start_speculation(
-                Speculation(local, shared, after_backward, GroupValues(groups), *assumed)
+                Speculation(local, shared, after_backward, GroupValues(groups), *assumed, checksums)
             )
         try:
             with self._arrivals.listening(lambda item: self._on_gradient(item, peek)):
@@ -147,6 +149,12 @@ class Overlap(NextForward):
             *agreed, permille = self._updater.shared.all_reduce_min(offered)
             shared = evenly_spaced([unit for unit, yes in zip(shared, agreed, strict=True) if yes], permille / 1000)
         return local, shared, after_backward
+
+    def _reset_checksums(self, units: Iterable[Unit]) -> Checksums:
+        """Memory for the checksums of all gradients that updates of these units use."""
+        self._checksums = self._checksums or Checksums(self._backend.lanes.device)
+        self._checksums.reset(len({owner for unit in units for owner, _, _ in unit.parts}))
+        return self._checksums
 
     def _start_speculation(self, speculation: Speculation) -> Speculation:
         self._updater.reserve_stage()
@@ -215,7 +223,7 @@ class Overlap(NextForward):
             return
         gradients = {item: available[item] for item in owners}
         refuse_older_graphs(item for item in gradients if item not in speculation.used)
-        speculation.used.update({item: UsedGradient(gradient) for item, gradient in gradients.items()})
+        speculation.used.add(gradients)
         update = speculation.assumed_update(gradients)
         compute = self._backend.lanes.compute
         with self._lock:
@@ -273,7 +281,7 @@ class Overlap(NextForward):
         valid = (
             speculation.values.matches(groups)
             and all(item.updated for item in gradients)
-            and all(item in gradients and used.is_same(gradients[item]) for item, used in speculation.used.items())
+            and speculation.used.are_in(gradients)
         )
         if not valid:
             self.roll_back()
@@ -323,7 +331,9 @@ class Overlap(NextForward):
         if assumed is None or isinstance(update.factor, Mapping) or isinstance(update.overflow, Mapping):
             return False
         divisor, factor = assumed
-        self._verdict.compute(update.overflow, [(update.divisor, divisor), (update.factor, factor)])
+        speculation = self._speculation
+        unchanged = None if speculation is None else speculation.used.checksums(update.gradients)
+        self._verdict.compute(update.overflow, [(update.divisor, divisor), (update.factor, factor)], unchanged)
         self._verdict_unread = True
         return True
 

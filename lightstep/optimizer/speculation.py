@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -12,24 +12,88 @@ from torch import Tensor
 from lightstep.optimizer.group_values import GroupValues
 from lightstep.optimizer.schedule import Job
 from lightstep.optimizer.unit_updater import Gradients, UnitUpdater, Update
+from lightstep.precision.split import Splitter
 from lightstep.state.backend import Managed, Unit
+from lightstep.state.checksummed_weights import ChecksummedWeights
 
-__all__ = ["Commit", "Speculation", "UsedGradient"]
+__all__ = ["Checksums", "Commit", "Speculation", "UsedGradients"]
 
 
-class UsedGradient:
-    """A gradient that a speculative update uses. A write through ``p.grad.data`` does not increment its version: on the
-    CPU it is detected by comparison."""
+class Checksums:
+    """Memory for checksums of gradients at two moments; kept for all steps.
 
-    def __init__(self, gradient: Tensor) -> None:
-        self._gradient, self._version = gradient, gradient._version
-        self._copy = gradient.clone() if gradient.device.type == "cpu" else None
+    Args:
+        device: of the gradients.
+    """
 
-    def is_same(self, now: Tensor) -> bool:
-        """Whether ``now`` is the gradient, and nobody has written to it since."""
-        then = self._gradient
-        known = now.data_ptr() == then.data_ptr() and now.shape == then.shape and then._version == self._version
-        return known and (self._copy is None or torch.equal(now, self._copy))
+    def __init__(self, device: torch.device) -> None:
+        splitter = Splitter(device)
+        self._add = ChecksummedWeights(splitter).fingerprints if device.type == "cpu" else splitter.add_fingerprints
+        self._device = device
+        self.then, self.now = (torch.empty(0, dtype=torch.int32, device=device) for _ in range(2))
+
+    def reset(self, count: int) -> None:
+        """Set all checksums to 0, of ``count`` gradients at least."""
+        if self.then.numel() < count:
+            self.then, self.now = (torch.empty(count, dtype=torch.int32, device=self._device) for _ in range(2))
+        self.then.zero_()
+        self.now.zero_()
+
+    def add(self, gradient: Tensor, out: Tensor) -> None:
+        """Queue the checksum of a gradient (fp32 or 16-bit) on the current stream.
+
+        Args:
+            out: int32 ``[1]``, which is 0.
+        """
+        codes = gradient.contiguous().view(-1).view(torch.int16)
+        self._add(codes, 0, [(0, codes.numel())], out)
+
+
+class UsedGradients:
+    """The gradients that speculative updates use, and whether somebody writes to them afterwards.
+
+    Most writes increment the tensor's version. Those through ``p.grad.data``, or by kernels of other libraries, do not:
+    the checksums show them.
+    """
+
+    def __init__(self, checksums: Checksums) -> None:
+        self._checksums = checksums
+        self._used: dict[Managed, tuple[Tensor, int]] = {}
+
+    def __contains__(self, item: Managed) -> bool:
+        return item in self._used
+
+    def __iter__(self) -> Iterator[Managed]:
+        return iter(self._used)
+
+    def add(self, gradients: Gradients) -> None:
+        """Remember these gradients; on a device their checksums are queued on the current stream."""
+        for item, gradient in gradients.items():
+            if item not in self._used:
+                number = len(self._used)
+                self._used[item] = gradient, gradient._version
+                self._checksums.add(gradient, self._checksums.then[number : number + 1])
+
+    def are_in(self, gradients: Gradients) -> bool:
+        """Whether these are the same tensors, with the same versions."""
+        return all(
+            item in gradients
+            and gradients[item].data_ptr() == then.data_ptr()
+            and gradients[item].shape == then.shape
+            and then._version == version
+            for item, (then, version) in self._used.items()
+        )
+
+    def checksums(self, gradients: Gradients) -> tuple[Tensor, Tensor]:
+        """The checksums of these gradients now, and when they were used: int32 ``[n]``. Called once in a step."""
+        count = len(self._used)
+        now, then = self._checksums.now[:count], self._checksums.then[:count]
+        for number, item in enumerate(self._used):
+            self._checksums.add(gradients[item], now[number : number + 1])
+        return now, then
+
+    def clear(self) -> None:
+        self._used.clear()
 
 
 class Speculation:
@@ -41,6 +105,7 @@ class Speculation:
         after_backward: units that ``step()`` submits first, with the true factor.
         values: the hyper-parameters at the beginning of the backward.
         divisor, factor: the assumed scaling of the gradients, as in :class:`Update`.
+        checksums: memory for those of gradients.
 
     Attributes:
         shared_queue: the units of ``shared`` that have not been submitted yet.
@@ -61,12 +126,13 @@ class Speculation:
         values: GroupValues,
         divisor: Tensor | None,
         factor: Tensor | None,
+        checksums: Checksums,
     ) -> None:
         self.local, self.shared, self.shared_queue = frozenset(local), frozenset(shared), deque(shared)
         self.after_backward = after_backward
         self.values, self.divisor, self.factor = values, divisor, factor
         self.gradients: Gradients = {}
-        self.used: dict[Managed, UsedGradient] = {}
+        self.used = UsedGradients(checksums)
         self.submitted: list[Unit] = []
         self.done: Any = None
         self.weights_changed = self.invalid = False

@@ -14,23 +14,32 @@ _COMMIT, _REDO, _DROP = range(3)
 
 
 class Verdict:
-    """``commit`` (the assumed factor was right), ``redo`` (it was not) or ``drop`` (overflow) for one step."""
+    """``commit`` (factor and gradients are those that were assumed), ``redo`` (they are not) or ``drop`` (overflow)."""
 
     def __init__(self) -> None:
         self._code: Tensor | None = None  # 0-dim int32 on the host
         self._event: Any = None
 
-    def compute(self, overflow: Tensor, factors: Sequence[tuple[Tensor | None, Tensor | None]]) -> None:
+    def compute(
+        self,
+        overflow: Tensor,
+        factors: Sequence[tuple[Tensor | None, Tensor | None]],
+        checksums: tuple[Tensor, Tensor] | None,
+    ) -> None:
         """Queue the comparison on the current stream; nothing waits.
 
         Args:
             overflow: 0-dim fp32; not 0 if the step is to be dropped.
             factors: pairs of the true and the assumed factor; ``None`` is 1.
+            checksums: those of the gradients now, and when they were used; ``None``: none have been used.
         """
         right = overflow == 0
         for true, assumed in factors:
             if true is not None or assumed is not None:
                 right = right & ((1.0 if true is None else true) == (1.0 if assumed is None else assumed))
+        if checksums is not None:
+            now, then = checksums
+            right = right & (now == then).all().to(right.device)
         overflowed = (overflow != 0).to(torch.int32)
         code = (~right).to(torch.int32) + overflowed  # commit 0, redo 1, drop 2
         if code.device.type == "cpu":

@@ -97,8 +97,11 @@ class Splitter:
             first: position of the first element. Compare weights at equal positions only.
             ranges: in order, not overlapping.
         """
+        self.add_fingerprints(weight, first, ranges, out.zero_())
+
+    def add_fingerprints(self, weight: Tensor, first: int, ranges: Sequence[tuple[int, int]], out: Tensor) -> None:
+        """Add the checksums of :meth:`fingerprints` to ``out``."""
         assert weight.is_contiguous()
-        out.zero_()
         if self._fused is not None:
             self._fused.fingerprints(weight, first, ranges, out)
             return

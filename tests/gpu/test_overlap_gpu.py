@@ -23,7 +23,6 @@ from tests.unit.test_overlap import (
     RESIDENT,
     TIGHT,
     counted_verdicts,
-    edit_gradient_data,
     train_with_random_verdicts,
 )
 
@@ -70,11 +69,7 @@ def test_sleep_kernels_in_every_lane(
     assert verdicts["redo"] or clipping is NEVER
 
 
-DETECTED = [act for act in BETWEEN if act is not edit_gradient_data]
-"""A write that does not raise a tensor's version is found on the CPU only (docs/streaming.md)."""
-
-
-@pytest.mark.parametrize("act", DETECTED, ids=lambda act: act.__name__)
+@pytest.mark.parametrize("act", BETWEEN, ids=lambda act: act.__name__)
 def test_what_happens_between_backward_and_step(act: Callable[[Any], None]) -> None:
     found = []
     for state in (OVERLAP, RESIDENT):

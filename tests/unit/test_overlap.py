@@ -192,6 +192,8 @@ def train_with_random_verdicts(make: type[Training], name: str, parameters: str,
         if step in (1, resumes_at):
             tested.delays(step)
         max_norm, factor = choose.choice([1e6, 1e6, 0.05]), choose.choice([1.0, 1.0, 1.0, float("inf")])
+        forced = {3: (1e6, 1.0), 4: (0.05, 1.0), 5: (1e6, float("inf")), 13: (0.05, 1.0), 14: (1e6, float("inf"))}
+        max_norm, factor = forced.get(step, (max_norm, factor))  # every verdict at least once
         for training in (tested, expected):
             training.optimizer.max_norm = max_norm
             with training.strategy.accumulate(training.model, last=False):
@@ -349,7 +351,7 @@ BETWEEN: dict[Callable[[Training], None], str] = {
     change_lr: "rolled back",
     decay: "rolled back",
     edit_gradient: "rolled back",
-    edit_gradient_data: "rolled back",
+    edit_gradient_data: "redo",
     edit_last_gradient: "commit",
     exchange_gradient: "rolled back",
     another_backward: "rolled back",
