@@ -88,7 +88,7 @@ def load_checkpoint(
     wait_for_pending()
     with checkpoint_errors(f"{path} was not loaded"), _suggesting_older(location(path), ranks, optimizer is not None):
         optimizers = list(PreparedModel.of(model).optimizers) if optimizer is None else [optimizer]
-        tensors = live_tensors(model, optimizer, ranks)
+        tensors = live_tensors(model, optimizer, ranks, for_load=True)
         content = ranks.together(lambda: None if optimizer is None else OptimizerContent(optimizer, tensors))
         destination = _Destination(
             model, scheduler, tensors, content, _gather_names(tensors, content, ranks), trainable_only

@@ -183,15 +183,20 @@ def _write(plan: _Plan, ranks: Ranks) -> Path:
     return target
 
 
-def live_tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None, ranks: Ranks) -> list[NamedTensor]:
+def live_tensors(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, ranks: Ranks, for_load: bool = False
+) -> list[NamedTensor]:
     """The model's tensors after all pending updates. Different tensors have different names on all ranks.
 
     Called by all ranks.
 
+    Args:
+        for_load: they will be replaced, so a step that has failed does not matter.
+
     Raises:
         CheckpointError: tensors are on the meta device.
     """
-    tensors = ranks.together(lambda: _updated_tensors(model, optimizer))
+    tensors = ranks.together(lambda: _updated_tensors(model, optimizer, for_load))
     return numbered(tensors, several_holders(ranks.gather(holders(tensors))))
 
 
@@ -229,8 +234,9 @@ class _Content:
     fingerprint of its ``extra``."""
 
 
-def _updated_tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> list[NamedTensor]:
-    if optimizer is not None and hasattr(optimizer, "synchronize"):
+def _updated_tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None, for_load: bool) -> list[NamedTensor]:
+    is_replaced = for_load and getattr(optimizer, "half_updated", False)
+    if optimizer is not None and hasattr(optimizer, "synchronize") and not is_replaced:
         optimizer.synchronize()
     tensors = named_tensors(model)
     empty = [named.name for named in tensors if named.tensor.is_meta]

@@ -312,6 +312,7 @@ class Overlap(NextForward):
             return
         update.values, speculation.update = speculation.values, update
         update.drop_gradients(update.elsewhere)
+        update.note_versions()
         refuse_older_graphs(item for item in update.gradients if item not in speculation.used)
         with self._lock, self._aborting("the update under way"):
             self._wait_for_caller()
@@ -396,6 +397,7 @@ class Overlap(NextForward):
         verdict = self._verdict.read()
         with self._aborting("the update under way"):
             self._backend.lanes.caller().wait(speculation.done)
+            self._updater.refuse_written(update)
         self._verdict_unread, self._speculation = False, None
         if verdict == "commit":
             self._next_pause = max(self._next_pause // 2, 1)

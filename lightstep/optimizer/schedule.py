@@ -106,6 +106,7 @@ class Schedule:
             self._begin(update.gradients.keys(), update.values, deferred)
             units = self._backend.units()
             if deferred:
+                update.note_versions()
                 refuse_older_graphs(update.gradients)
                 self._map_parameters(units)
             self._schedule([Job(unit, update) for unit in (*units, None)])
@@ -186,7 +187,7 @@ class Schedule:
             self._complete(self._submitted.popleft())
 
     def _complete(self, job: Job) -> None:
-        job.update.drop_gradients(job.completed)
+        self._updater.complete(job.update, job.completed)
         if job.is_end:
             assert self._values is not None
             self._values.write_back()

@@ -44,6 +44,8 @@ class Update:
     values: GroupValues
     elsewhere: list[Managed] = field(default_factory=list)
     keep_gradients: bool = False
+    versions: dict[Managed, int] = field(default_factory=dict)
+    """Of the gradients, where the update is deferred: nobody else may write to them any more."""
 
     def __post_init__(self) -> None:
         self.elsewhere = [item for item in self.gradients if item.is_remote]
@@ -76,6 +78,22 @@ class Update:
             factor, overflow = (v[owner] if isinstance(v, Mapping) else v for v in (self.factor, self.overflow))
             groups.setdefault((id(factor), id(overflow)), ([], factor, overflow))[0].append(segment)  # type: ignore[arg-type]
         return list(groups.values())
+
+    def note_versions(self) -> None:
+        """From now on :meth:`refuse_written` finds gradients that somebody else writes to."""
+        self.versions = {item: gradient._version for item, gradient in self.gradients.items()}
+
+    def refuse_written(self, items: Iterable[Managed]) -> None:
+        """Raise ``RuntimeError`` if somebody has written to these gradients after ``step()``."""
+        if not self.versions:
+            return
+        for item in items:
+            gradient = self.gradients.get(item)
+            if gradient is not None and gradient._version != self.versions[item]:
+                raise RuntimeError(
+                    f"the gradient of {item.name} was written to after step(), before its deferred update "
+                    "(optimizer_state.update) had run: call optimizer.synchronize() before you write to it"
+                )
 
     def drop_gradients(self, items: list[Managed]) -> None:
         """Drop the gradients of these parameters, which are not read any more."""
@@ -160,6 +178,7 @@ class UnitUpdater:
         if unit in self.shared:
             return self._update_shared(unit, update)
         with self._guard(f"the update of {unit.label}"):
+            update.refuse_written(owner for owner, _, _ in unit.parts)
             segments = self._backend.acquire(unit, update.gradients, update.separated_by)
             for group, factor, overflow in update.by_factor(segments):
                 self._apply(group, update, _on(group[0].device, update.divisor, factor, overflow))
@@ -177,6 +196,7 @@ class UnitUpdater:
             return self._scaled(segments, gradients, update, scaling)
 
         with self._guard(f"the update of {unit.label}"):
+            update.refuse_written(owner for owner, _, _ in unit.parts)
             self.shared.start_ahead(unit, update.gradients, scaled, update.values)
             segments = self._backend.acquire(unit, update.gradients, update.separated_by)
             self.shared.apply(unit, segments, scaled, scaling.overflow, update.values)
@@ -202,6 +222,17 @@ class UnitUpdater:
         if any(owner in update.gradients for owner, _, _ in unit.parts):
             self._backend.speculate(unit)
             self.update(unit, update)
+
+    def refuse_written(self, update: Update) -> None:
+        """Mark the step as broken, and raise ``RuntimeError``, if somebody has written to a gradient since."""
+        with self._guard("the update"):
+            update.refuse_written(update.gradients)
+
+    def complete(self, update: Update, items: list[Managed]) -> None:
+        """The updates of these parameters are done: check and drop their gradients."""
+        with self._guard("the update"):
+            update.refuse_written(items)
+        update.drop_gradients(items)
 
     def roll_back(self, unit: Unit) -> None:
         """Undo :meth:`speculate`."""

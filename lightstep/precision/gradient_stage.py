@@ -107,7 +107,7 @@ class GradientStage:
         for run, own in zip(runs, gradients, strict=True):
             single = own[0] if len(own) == 1 else None
             if single is not None and in_place and scalable_in_place(single):
-                row = single.view(-1)
+                row = single.data.view(-1)  # its version says whether somebody else writes to it
             elif single is not None and divisor is None and factor is not None:
                 results.append(row := self._row(run, single.device).flat)
                 scale_into(single.device)(single.contiguous().view(-1), factor.reshape(1), row)

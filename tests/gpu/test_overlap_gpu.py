@@ -17,11 +17,13 @@ from tests.unit.test_next_forward import assert_same
 from tests.unit.test_overlap import (
     BETWEEN,
     CLASSES,
+    DEFERRED,
     LOOSE,
     NEVER,
     OVERLAP,
     RESIDENT,
     TIGHT,
+    clear_kept_gradients,
     counted_verdicts,
     train_with_random_verdicts,
 )
@@ -86,3 +88,8 @@ def test_what_happens_between_backward_and_step(act: Callable[[Any], None]) -> N
         training.train(2)
         found.append(training.snapshot())
     assert_same(*found)
+
+
+@pytest.mark.parametrize("state", [OVERLAP, DEFERRED], ids=["overlap", "next_forward"])
+def test_gradients_belong_to_the_step_until_they_are_used(state: dict[str, Any], tmp_path: Path) -> None:
+    clear_kept_gradients(Training, state, tmp_path)

@@ -36,6 +36,7 @@ OVERLAP: dict[str, Any] = {
     "previous_weights": "device",
 }
 ON_HOST: dict[str, Any] = {**OVERLAP, "previous_weights": "host"}
+DEFERRED: dict[str, Any] = {"backend": "stream", "update": "next_forward", "ring_mib": 0.02}
 RESIDENT = {"backend": "resident"}
 LOOSE, NEVER, TIGHT = {"max_norm": 0.5}, {"max_norm": 1e6}, {"max_norm": 0.1}
 """Clip some steps, none, and all of them."""
@@ -359,6 +360,45 @@ BETWEEN: dict[Callable[[Training], None], str] = {
     edit_the_last_weight: "rolled back",
     evaluate: "rolled back",
 }
+
+
+def step_and_clear(training: Training, synchronize: bool) -> None:
+    """A program that keeps its gradient buffers clears them after the step."""
+    kept = [p.grad for p in training.named.values() if p.grad is not None]  # type: ignore[attr-defined]
+    training.optimizer.step()
+    training.steps += 1
+    if synchronize:
+        training.optimizer.synchronize()
+    torch._foreach_zero_(kept)
+
+
+def clear_kept_gradients(make: type[Training], state: dict[str, Any], folder: Path) -> None:
+    """After ``synchronize()`` gradients are the program's; before it the step is refused, until state is loaded."""
+    tested, expected = make(state, clipping=NEVER), make(RESIDENT, clipping=NEVER)
+    for training in (tested, expected):
+        training.named = dict(training.model.named_parameters())  # type: ignore[attr-defined]
+        training.train(3)
+        backward(training)
+        step_and_clear(training, synchronize=True)
+        training.train(1)
+    assert_same(tested.snapshot(), expected.snapshot())
+    tested.strategy.save_checkpoint(folder / "good", tested.model, tested.optimizer)
+    backward(tested)
+    step_and_clear(tested, synchronize=False)
+    with pytest.raises(RuntimeError, match="was written to after step"):
+        tested.train(1)
+    with pytest.raises(RuntimeError, match="may be half updated"):
+        tested.optimizer.step()
+    tested.strategy.load_checkpoint(folder / "good", tested.model, tested.optimizer)
+    tested.steps = expected.steps
+    assert tested.train(2) == expected.train(2)
+    assert_same(tested.snapshot(), expected.snapshot())
+    tested.optimizer.close()
+
+
+@pytest.mark.parametrize("state", [OVERLAP, DEFERRED], ids=["overlap", "next_forward"])
+def test_gradients_belong_to_the_step_until_they_are_used(state: dict[str, Any], tmp_path: Path) -> None:
+    clear_kept_gradients(Training, state, tmp_path)
 
 
 @pytest.mark.parametrize(
