@@ -312,8 +312,8 @@ class Overlap(NextForward):
             return
         update.values, speculation.update = speculation.values, update
         update.drop_gradients(update.elsewhere)
-        update.note_versions()
         refuse_older_graphs(item for item in update.gradients if item not in speculation.used)
+        update.note_versions()
         with self._lock, self._aborting("the update under way"):
             self._wait_for_caller()
             for unit in speculation.after_backward:
@@ -397,6 +397,7 @@ class Overlap(NextForward):
         verdict = self._verdict.read()
         with self._aborting("the update under way"):
             self._backend.lanes.caller().wait(speculation.done)
+            speculation.note_own_writes(update)
             self._updater.refuse_written(update)
         self._verdict_unread, self._speculation = False, None
         if verdict == "commit":
@@ -405,6 +406,7 @@ class Overlap(NextForward):
             self.redone += verdict == "redo"
             logger.info("updates in backward: %s (%d steps redone so far)", verdict, self.redone)
             self._roll_back_units(speculation)
+            update.note_own_writes(update.gradients)
         if verdict != "drop" or self._backend.peers_wait:  # others get weights in every step
             self._schedule_rest(speculation, update)
 

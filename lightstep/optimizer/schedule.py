@@ -106,8 +106,8 @@ class Schedule:
             self._begin(update.gradients.keys(), update.values, deferred)
             units = self._backend.units()
             if deferred:
-                update.note_versions()
                 refuse_older_graphs(update.gradients)
+                update.note_versions()
                 self._map_parameters(units)
             self._schedule([Job(unit, update) for unit in (*units, None)])
             self._submit_in_step()

@@ -160,6 +160,13 @@ class Speculation:
             updater.speculate(unit, update)
         self._own_versions.update({weight: weight._version for weight, _ in versions})
 
+    def note_own_writes(self, update: Update) -> None:
+        """The weights have these versions from the speculative updates; after :attr:`done`."""
+        for item in self.used:
+            if item in update.versions:
+                gradient, weight = update.versions[item]
+                update.versions[item] = gradient, self._own_versions.get(item.local, weight)
+
     def assumed_update(self, gradients: Gradients) -> Update:
         """The update of these gradients with the assumed scaling."""
         if self._no_overflow is None:

@@ -44,8 +44,8 @@ class Update:
     values: GroupValues
     elsewhere: list[Managed] = field(default_factory=list)
     keep_gradients: bool = False
-    versions: dict[Managed, int] = field(default_factory=dict)
-    """Of the gradients, where the update is deferred: nobody else may write to them any more."""
+    versions: dict[Managed, tuple[int, int]] = field(default_factory=dict)
+    """Of gradient and weight, where the update is deferred: nobody else may write to them before it."""
 
     def __post_init__(self) -> None:
         self.elsewhere = [item for item in self.gradients if item.is_remote]
@@ -80,19 +80,27 @@ class Update:
         return list(groups.values())
 
     def note_versions(self) -> None:
-        """From now on :meth:`refuse_written` finds gradients that somebody else writes to."""
-        self.versions = {item: gradient._version for item, gradient in self.gradients.items()}
+        """From now on :meth:`refuse_written` finds gradients and weights that somebody else writes to."""
+        self.versions = {item: (gradient._version, item.local._version) for item, gradient in self.gradients.items()}
+
+    def note_own_writes(self, items: Iterable[Managed]) -> None:
+        """These weights have their present versions from their own update."""
+        for item in items:
+            if item in self.versions:
+                self.versions[item] = self.versions[item][0], item.local._version
 
     def refuse_written(self, items: Iterable[Managed]) -> None:
-        """Raise ``RuntimeError`` if somebody has written to these gradients after ``step()``."""
-        if not self.versions:
-            return
+        """Raise ``RuntimeError`` if somebody has written to these gradients or weights after ``step()``."""
         for item in items:
-            gradient = self.gradients.get(item)
-            if gradient is not None and gradient._version != self.versions[item]:
+            if item not in self.versions or item not in self.gradients:
+                continue
+            gradient, weight = self.versions[item]
+            is_gradient = self.gradients[item]._version != gradient
+            if is_gradient or item.local._version != weight:
                 raise RuntimeError(
-                    f"the gradient of {item.name} was written to after step(), before its deferred update "
-                    "(optimizer_state.update) had run: call optimizer.synchronize() before you write to it"
+                    f"{f'the gradient of {item.name}' if is_gradient else item.name} was written to after step(), "
+                    "before its deferred update (optimizer_state.update) had run: call optimizer.synchronize() before "
+                    "you write to it"
                 )
 
     def drop_gradients(self, items: list[Managed]) -> None:
@@ -183,6 +191,7 @@ class UnitUpdater:
             for group, factor, overflow in update.by_factor(segments):
                 self._apply(group, update, _on(group[0].device, update.divisor, factor, overflow))
             self._backend.release(unit, segments)
+            update.note_own_writes(owner for owner, _, _ in unit.parts)
         return self._mark_updated(segments)
 
     def _update_shared(self, unit: Unit, update: Update) -> list[Managed]:
@@ -201,6 +210,7 @@ class UnitUpdater:
             segments = self._backend.acquire(unit, update.gradients, update.separated_by)
             self.shared.apply(unit, segments, scaled, scaling.overflow, update.values)
             self._backend.release(unit, segments)
+            update.note_own_writes(owner for owner, _, _ in unit.parts)
         return self._mark_updated(segments)
 
     def finish(self, elsewhere: Iterable[Managed]) -> None:
@@ -224,7 +234,7 @@ class UnitUpdater:
             self.update(unit, update)
 
     def refuse_written(self, update: Update) -> None:
-        """Mark the step as broken, and raise ``RuntimeError``, if somebody has written to a gradient since."""
+        """Mark the step as broken, and raise ``RuntimeError``, if somebody has written to a gradient or a weight."""
         with self._guard("the update"):
             update.refuse_written(update.gradients)
 

@@ -23,9 +23,9 @@ from tests.unit.test_overlap import (
     OVERLAP,
     RESIDENT,
     TIGHT,
-    clear_kept_gradients,
     counted_verdicts,
     train_with_random_verdicts,
+    write_after_the_step,
 )
 
 pytestmark = pytest.mark.gpu
@@ -90,6 +90,7 @@ def test_what_happens_between_backward_and_step(act: Callable[[Any], None]) -> N
     assert_same(*found)
 
 
+@pytest.mark.parametrize("what", ["weights", "gradients"])
 @pytest.mark.parametrize("state", [OVERLAP, DEFERRED], ids=["overlap", "next_forward"])
-def test_gradients_belong_to_the_step_until_they_are_used(state: dict[str, Any], tmp_path: Path) -> None:
-    clear_kept_gradients(Training, state, tmp_path)
+def test_what_a_deferred_update_needs_is_not_written_to(state: dict[str, Any], what: str, tmp_path: Path) -> None:
+    write_after_the_step(Training, state, what, tmp_path)

@@ -362,29 +362,31 @@ BETWEEN: dict[Callable[[Training], None], str] = {
 }
 
 
-def step_and_clear(training: Training, synchronize: bool) -> None:
-    """A program that keeps its gradient buffers clears them after the step."""
-    kept = [p.grad for p in training.named.values() if p.grad is not None]  # type: ignore[attr-defined]
+def step_and_write(training: Training, what: str, synchronize: bool) -> None:
+    """A program writes to the weights or gradients that it has in a list, right after the step."""
+    parameters = [p for p in training.named.values() if p.grad is not None]  # type: ignore[attr-defined]
+    kept: Any = parameters if what == "weights" else [p.grad for p in parameters]
     training.optimizer.step()
     training.steps += 1
     if synchronize:
         training.optimizer.synchronize()
-    torch._foreach_zero_(kept)
+    with torch.no_grad():
+        torch._foreach_mul_(kept, 0.5)
 
 
-def clear_kept_gradients(make: type[Training], state: dict[str, Any], folder: Path) -> None:
-    """After ``synchronize()`` gradients are the program's; before it the step is refused, until state is loaded."""
+def write_after_the_step(make: type[Training], state: dict[str, Any], what: str, folder: Path) -> None:
+    """After ``synchronize()`` that is the program's right; before it the step is refused, until state is loaded."""
     tested, expected = make(state, clipping=NEVER), make(RESIDENT, clipping=NEVER)
     for training in (tested, expected):
         training.named = dict(training.model.named_parameters())  # type: ignore[attr-defined]
         training.train(3)
         backward(training)
-        step_and_clear(training, synchronize=True)
+        step_and_write(training, what, synchronize=True)
         training.train(1)
     assert_same(tested.snapshot(), expected.snapshot())
     tested.strategy.save_checkpoint(folder / "good", tested.model, tested.optimizer)
     backward(tested)
-    step_and_clear(tested, synchronize=False)
+    step_and_write(tested, what, synchronize=False)
     with pytest.raises(RuntimeError, match="was written to after step"):
         tested.train(1)
     with pytest.raises(RuntimeError, match="may be half updated"):
@@ -396,9 +398,10 @@ def clear_kept_gradients(make: type[Training], state: dict[str, Any], folder: Pa
     tested.optimizer.close()
 
 
+@pytest.mark.parametrize("what", ["weights", "gradients"])
 @pytest.mark.parametrize("state", [OVERLAP, DEFERRED], ids=["overlap", "next_forward"])
-def test_gradients_belong_to_the_step_until_they_are_used(state: dict[str, Any], tmp_path: Path) -> None:
-    clear_kept_gradients(Training, state, tmp_path)
+def test_what_a_deferred_update_needs_is_not_written_to(state: dict[str, Any], what: str, tmp_path: Path) -> None:
+    write_after_the_step(Training, state, what, tmp_path)
 
 
 @pytest.mark.parametrize(
