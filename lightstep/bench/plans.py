@@ -12,8 +12,10 @@ import torch
 
 from lightstep.config import ConfigError, StrategyConfig, parse_config
 from lightstep.extras import needs
+from lightstep.integrations.optimizer_class import optimizer_class
+from lightstep.optimizer.rules import Rule
 from lightstep.plan.models import SHAPES, load_shape
-from lightstep.plan.optimizer_state import named_rules, state_by_rules
+from lightstep.plan.optimizer_state import state_by_rules
 from lightstep.plan.planning import Planner, Workload, is_plannable, plans
 from lightstep.plan.profiles import Profile, find_profile, profile_of_device
 from lightstep.plan.report import draw, report
@@ -75,7 +77,7 @@ def _plan(options: PlanOptions) -> str:
     )
     of_device, of_host = (None if gb is None else gb * 1e9 for gb in (options.gpu_memory, options.host_memory))
     model = load_shape(options.model)
-    optimizer = state_by_rules(model, named_rules(options.optimizer))
+    optimizer = state_by_rules(model, _rules(options.optimizer))
     made = plans(Planner(model, work, profile, options.gpus, of_device, of_host, optimizer), configs)
     title = options.model if options.optimizer == "AdamW" else f"{options.model} with {options.optimizer}"
     if options.plot is not None:
@@ -85,6 +87,14 @@ def _plan(options: PlanOptions) -> str:
         values = {**given, "plans": [plan.values() for plan in made]}
         return json.dumps(values, indent=2) + "\n"
     return report(title, made, work, profile)
+
+
+def _rules(name: str) -> list[Rule]:
+    """Muon gets the hidden matrices, and AdamW the rest; other classes get everything."""
+    chosen = optimizer_class(name, "--optimizer")
+    if chosen is torch.optim.Muon:
+        return [Rule(chosen, kinds="hidden_matrices"), Rule(torch.optim.AdamW, kinds="rest")]
+    return [Rule(chosen)]
 
 
 def _strategies(options: PlanOptions) -> Mapping[str, StrategyConfig]:

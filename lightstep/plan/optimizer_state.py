@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightstep.integrations.optimizer_class import optimizer_class as class_of_name
 from lightstep.optimizer.arithmetic import ADAMS, BaseArithmetic
 from lightstep.optimizer.classes import GroupClasses
 from lightstep.optimizer.moments import moments_of
@@ -18,19 +17,6 @@ from lightstep.plan.cost import ADAMW, StateBytes
 
 _CPU = torch.device("cpu")
 Group = Mapping[str, Any]
-
-
-def named_rules(name: str) -> list[Rule]:
-    """Rules for ``--optimizer NAME``: Muon gets the hidden matrices, and AdamW the rest; others get everything.
-
-    Raises:
-        ConfigError: there is no such class.
-        TypeError, ValueError: the class has arguments without defaults.
-    """
-    chosen = class_of_name(name, "--optimizer")
-    if chosen is torch.optim.Muon:
-        return [Rule(chosen, kinds="hidden_matrices"), Rule(torch.optim.AdamW, kinds="rest")]
-    return [Rule(chosen)]
 
 
 def state_by_rules(model: nn.Module, rules: Sequence[Rule] | Rule) -> StateBytes:
