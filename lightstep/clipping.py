@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Sequence
 
@@ -12,6 +13,9 @@ from lightstep.distributed import NormReduction, local_gradient, local_tensor
 
 LARGEST_POWER = 8
 """The largest finite p of a norm."""
+
+_LARGE = 1 << 26
+"""Elements from which a second stream saves more than it costs."""
 
 
 class GradientNorm:
@@ -72,7 +76,24 @@ class GradientNorm:
     def _norms(self, gradients: list[Tensor]) -> Sequence[Tensor]:
         if self._reduction.as_torch and gradients[0].is_cuda:
             gradients = [self._aligned(gradient) for gradient in gradients]
+        large = sum(gradient.numel() for gradient in gradients) >= _LARGE and len(gradients) > 1
+        if large and gradients[0].is_cuda:
+            return self._norms_on_two_streams(gradients)
         return torch._foreach_norm(gradients, self.norm_type, dtype=self.dtype)
+
+    def _norms_on_two_streams(self, gradients: list[Tensor]) -> Sequence[Tensor]:
+        """Half of the tensors on each stream, since torch's kernels alone leave half of the GPU idle.
+
+        Each stream waits for the other one, so the memory that one allocates may be read and freed on the other.
+        """
+        current, side = torch.cuda.current_stream(gradients[0].device), _side_stream(gradients[0].device)
+        middle = _middle(gradients)
+        side.wait_stream(current)
+        with side:
+            second = torch._foreach_norm(gradients[middle:], self.norm_type, dtype=self.dtype)
+        first = torch._foreach_norm(gradients[:middle], self.norm_type, dtype=self.dtype)
+        current.wait_stream(side)
+        return [*first, *second]
 
     def _aligned(self, gradient: Tensor) -> Tensor:
         """The gradient at an aligned address, as in a plain loop: the kernel's order of additions depends on it.
@@ -129,6 +150,21 @@ class GradientNorm:
 
     def _root(self, total: Tensor) -> Tensor:
         return (total if math.isinf(self.norm_type) else total.pow(1.0 / self.norm_type)).float()
+
+
+@functools.cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+def _middle(tensors: Sequence[Tensor]) -> int:
+    """Where to cut the list, so that both parts have about as many elements; neither is empty if there are two."""
+    total, before = sum(tensor.numel() for tensor in tensors), 0
+    for number, tensor in enumerate(tensors):
+        if number and before + tensor.numel() / 2 >= total / 2:
+            return number
+        before += tensor.numel()
+    return len(tensors)
 
 
 def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:

@@ -8,7 +8,7 @@ import re
 import torch
 import torch.distributed as dist
 
-from lightstep.distributed import end_process_group
+from lightstep.distributed import let_gloo_finish_at_exit
 
 
 class Ranks:
@@ -40,6 +40,7 @@ class Ranks:
         else:
             dist.init_process_group(backend, store=torch.distributed.HashStore(), rank=0, world_size=1)
         self._started = True
+        let_gloo_finish_at_exit()
 
     def maximum(self, values: list[float]) -> list[float]:
         """Elementwise maximum over the ranks."""
@@ -67,7 +68,7 @@ class Ranks:
 
     def close(self) -> None:
         if self._started and dist.is_initialized():
-            end_process_group()
+            dist.destroy_process_group()
         self._started = False
 
 

@@ -8,9 +8,9 @@ matrices, and ``windows`` the positions of a shard's elements in the whole tenso
 from torch.distributed.tensor import DTensor
 
 from lightstep.distributed.groups import (
-    end_process_group,
     form_role_group,
     initialized,
+    let_gloo_finish_at_exit,
     make_mesh,
     rank,
     ranks_on_this_host,
@@ -39,10 +39,10 @@ __all__ = [
     "Rows",
     "Window",
     "differs_across_ranks",
-    "end_process_group",
     "form_role_group",
     "initialized",
     "is_sharded",
+    "let_gloo_finish_at_exit",
     "like",
     "local_gradient",
     "local_tensor",

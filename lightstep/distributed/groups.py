@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -9,6 +11,8 @@ from collections.abc import Mapping, Sequence
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+_GLOO_FREES_TENSORS_S = 0.1
 
 
 def initialized() -> bool:
@@ -31,14 +35,15 @@ def ranks_on_this_host() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if initialized() else 1
 
 
-def end_process_group() -> None:
-    """Destroy the default process group and all others.
+@functools.cache
+def let_gloo_finish_at_exit() -> None:
+    """Wait a moment before the interpreter ends, if it ends after a process group was used.
 
     gloo's threads may still be freeing the last tensors that they sent, for which they need the interpreter. If it ends
-    before they are done, the process aborts (https://github.com/pytorch/pytorch/pull/179291). So this waits a moment.
+    before they are done, the process aborts (https://github.com/pytorch/pytorch/pull/179291), also where the group has
+    been destroyed.
     """
-    dist.destroy_process_group()
-    time.sleep(0.1)
+    atexit.register(time.sleep, _GLOO_FREES_TENSORS_S)
 
 
 # -- the ranks of this process's role ---------------------------------------------------------------------------------

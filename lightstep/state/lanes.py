@@ -68,10 +68,14 @@ class Lanes:
     """The three lanes of one device, created once and kept.
 
     ``delay`` is for tests: it is called in the lane, with the lane's name, before every job.
+
+    Args:
+        small_pieces: see :class:`CopyLane`.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, small_pieces: bool = True) -> None:
         self.device = device
+        self.small_pieces = small_pieces
         self._status = _Status()
         self.host_to_device, self.compute, self.device_to_host = (
             self._lane(name) for name in (HOST_TO_DEVICE, COMPUTE, DEVICE_TO_HOST)
@@ -185,19 +189,21 @@ class CopyLane(StreamLane):
 
     A device's copy engine stays with a stream as long as that stream has copies ready. A small copy in the same
     direction on another stream (a number that the model reads on the host, FSDP2's table for unpacking weights) would
-    wait for all copies that are queued here. This way it waits for one piece.
+    wait for all copies that are queued here. This way it waits for one piece. A change of streams takes 10 µs in which
+    nothing is copied, so pieces are larger if the model does not compute meanwhile.
     """
 
-    PIECE: ClassVar[int] = 32 << 20
-    """Bytes."""
+    PIECES: ClassVar[tuple[int, int]] = 128 << 20, 32 << 20
+    """Bytes of a piece, large and small."""
 
     def __init__(self, name: str, stream: torch.Stream, lanes: Lanes) -> None:
         super().__init__(name, stream, lanes)
         self._other = torch.Stream(lanes.device)
         self._reached = lanes.event()
+        self._piece = self.PIECES[lanes.small_pieces]
 
     def copy(self, target: Tensor, source: Tensor, label: str = "") -> None:
-        for piece, origin in zip(target.split(self.PIECE), source.split(self.PIECE), strict=True):
+        for piece, origin in zip(target.split(self._piece), source.split(self._piece), strict=True):
             self.stream.record_event(self._reached)
             self._other.wait_event(self._reached)
             self.stream, self._other = self._other, self.stream

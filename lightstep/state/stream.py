@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
@@ -41,6 +42,7 @@ logger = logging.getLogger(__name__)
 
 _MIB = 1 << 20
 _FAST_COPY = 4 * _MIB  # below this a copy does not reach link speed
+_FEWEST_SLOTS = 3  # one is fetched, one updated and one written back
 _CPU = torch.device("cpu")
 
 
@@ -50,7 +52,7 @@ class StreamBackend(RecordBackend):
     Args:
         splitter: makes the splitter of bf16 masters for a device.
         prefetch_layers: number of units that are prefetched. The ring has two more slots, for the unit that is updated
-            and the one that is written back.
+            and the one that is written back; fewer slots, if one has to be larger for the largest matrix.
         ring_mib: device memory of the ring, including scratch for joined masters. A unit takes at most one slot.
         slots: number of slots, instead of ``prefetch_layers + 2``.
         resident_gib: see :meth:`set_residency`.
@@ -58,6 +60,8 @@ class StreamBackend(RecordBackend):
             :meth:`reserve_speculation`, and while a snapshot is read.
         previous_weights: where speculative updates save the previous weights; ``auto``: on the host if some state stays
             on the device, else on the device while it has room.
+        beside_compute: updates run while the model computes, whose own small copies must get through between those of
+            records (:class:`~lightstep.state.lanes.CopyLane`).
 
     Raises:
         RingError: at ``register``, if the ring is too small for the smallest possible piece.
@@ -78,6 +82,7 @@ class StreamBackend(RecordBackend):
         resident_gib: float | Literal["auto"] = 0.0,
         spare_host_gib: float | Literal["auto"] = "auto",
         previous_weights: Literal["auto", "device", "host"] = "auto",
+        beside_compute: bool = True,
     ) -> None:
         self._settings: dict[str, Any] = {
             "splitter": splitter,
@@ -87,6 +92,7 @@ class StreamBackend(RecordBackend):
             "resident_gib": resident_gib,
             "spare_host_gib": spare_host_gib,
             "previous_weights": previous_weights,
+            "beside_compute": beside_compute,
         }
         self._make_splitter = splitter
         self._slots = prefetch_layers + 2 if slots is None else slots
@@ -147,7 +153,7 @@ class StreamBackend(RecordBackend):
         freed = sum(record.nbytes for record in self._records.values() if record not in staying)
         require(sum(record.nbytes for record in records) - freed, "optimizer state on the host")
         if self._lanes is None:
-            self._lanes = Lanes(device)
+            self._lanes = Lanes(device, small_pieces=self._settings["beside_compute"])
             memory = device_memory(device)
             self._resident = Residency(self._lanes, memory, self._budget(device), self._versions.move_if_pinned)
             if device.type == "cpu":
@@ -176,21 +182,11 @@ class StreamBackend(RecordBackend):
         if not managed:
             return 1
         scratch = max(self._scratch_ratio(item) for item in managed)
-        shares = self._slots + scratch
-        capacity = int(self._ring_mib * _MIB / shares)
-        self._scratch_bytes = scratch * capacity
-        needs = [(smallest_piece(item, self._bytes_of), item.name) for item in managed]
-        needed, name = max(needs)
+        capacity = int(self._ring_mib * _MIB / (self._slots + scratch))
+        needed, name = max((smallest_piece(item, self._bytes_of), item.name) for item in managed)
         if needed > capacity:
-            largest = next(item for item in managed if item.name == name)
-            why = " (its optimizer needs whole tensors)" if largest.whole_tensors else ""
-            why = why or ("" if largest.local.is_contiguous() else " (it is not contiguous, and so it cannot be cut)")
-            enough = 1.005 * needed * shares / _MIB
-            raise RingError(
-                f"optimizer_state.ring_mib is {self._ring_mib:g}: {self._slots} slots of {capacity} bytes, and {name} "
-                f"needs {needed} bytes in one piece{why}. Set ring_mib to {enough:.3g} or more, or lower "
-                "optimizer_state.prefetch_layers"
-            )
+            capacity = self._larger_slot(needed, min(self._slots, _FEWEST_SLOTS) + scratch, name, managed)
+        self._scratch_bytes = scratch * capacity
         if capacity < min(_FAST_COPY, sum(self._bytes_of(item, item.local.numel()) for item in managed)):
             logger.warning(
                 "optimizer_state.ring_mib is %g: slots of %.2f MiB; copies reach link speed from 4 MiB on",
@@ -198,6 +194,20 @@ class StreamBackend(RecordBackend):
                 capacity / _MIB,
             )
         return capacity
+
+    def _larger_slot(self, needed: int, shares: float, name: str, managed: Sequence[Managed]) -> int:
+        """``needed`` bytes, if the ring has room for ``shares`` times as many."""
+        if needed * shares <= self._ring_mib * _MIB:
+            return needed
+        largest = next(item for item in managed if item.name == name)
+        why = " (its optimizer needs whole tensors)" if largest.whole_tensors else ""
+        why = why or ("" if largest.local.is_contiguous() else " (it is not contiguous, and so it cannot be cut)")
+        allowed, enough = int(self._ring_mib * _MIB / shares), 1.005 * needed * shares / _MIB
+        raise RingError(
+            f"optimizer_state.ring_mib is {self._ring_mib:g}, which allows slots of {allowed} bytes, and {name} needs "
+            f"{needed} bytes in one piece{why}. Set ring_mib to "
+            f"{math.ceil(enough) if enough >= 10 else f'{enough:.3g}'} or more"
+        )
 
     def _scratch_ratio(self, item: Managed) -> float:
         """Bytes of joined masters, gathered weights and widened entries per byte of record."""

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from lightstep.checkpoint.pending import PendingSave, finish_pending
@@ -28,7 +29,7 @@ from lightstep.config import (
     merge_overrides,
     parse_config,
 )
-from lightstep.distributed import end_process_group, initialized
+from lightstep.distributed import initialized, let_gloo_finish_at_exit
 from lightstep.optimizer.base import BaseOptimizer
 from lightstep.optimizer.in_backward import InBackward
 from lightstep.optimizer.moments import Moments
@@ -174,6 +175,8 @@ class Strategy(ABC):
         if reason is not None and not initialized():
             start_process_group(f"{self.name}: {reason}")
             self._owns_process_group = True
+        if initialized():
+            let_gloo_finish_at_exit()
         if self.roles.asynchronous:
             self._check_world_size()
             self.roles.form_group()
@@ -621,7 +624,7 @@ class Strategy(ABC):
         finish_pending()
         self.rollout.close()
         if self._owns_process_group and initialized():
-            end_process_group()
+            dist.destroy_process_group()
         self._owns_process_group = False
 
     def __enter__(self) -> Self:
@@ -651,6 +654,7 @@ def make_backend(config: OptimizerState) -> StateBackend:
             resident_gib=config.resident_gib,
             spare_host_gib=config.spare_host_gib,
             previous_weights=config.previous_weights,
+            beside_compute=config.update != "at_step",
         )
     return ResidentBackend(Splitter) if config.backend == "resident" else BulkBackend()
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lightstep.distributed import let_gloo_finish_at_exit
 from tests.distributed.models import TinyTransformer
 from tests.distributed.ranks import Pool
 from tests.distributed.sharding_runs import DDP, FSDP2, load, train
@@ -26,10 +27,13 @@ def check_process_group(rank: int, world_size: int) -> None:
         train(strategy, model, strategy.create_optimizer(model))
     assert not dist.is_initialized()
     os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
+    assert let_gloo_finish_at_exit.cache_info().currsize == 1  # else some processes abort after they have ended
+    let_gloo_finish_at_exit.cache_clear()
     dist.init_process_group("gloo")
     with load(FSDP2) as other:
         other.start()
     assert dist.is_initialized()
+    assert let_gloo_finish_at_exit.cache_info().currsize == 1
 
 
 def test_process_group(pool: Pool) -> None:

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 import lightstep
+from lightstep import clipping
 from lightstep.clipping import GradientNorm
 from lightstep.precision.scale_kernel import _by_torch, _checked_triton
 from tests.reference.pair import BACKENDS, DTYPES, TWO_GROUPS, Pair, scale_for
@@ -114,6 +115,37 @@ def test_the_norm_has_the_bits_of_torchs_own(norm_type: float, dtype: torch.dtyp
     expected = torch.nn.utils.get_total_norm([gradient.float().clone() for gradient in gradients], norm_type)
     assert torch.equal(norm, expected)
     assert overflow == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_norm_of_large_gradients_on_two_streams(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither stream reads what the other has not written, and memory is not reused too early."""
+    monkeypatch.setattr(clipping, "_LARGE", 1)
+    norm_of = GradientNorm([torch.zeros(size, dtype=dtype, device="cuda") for size in SIZES])
+    expected, norms = [], []
+    for repetition in range(20):
+        values = [torch.randn(size, device="cuda").to(dtype) for size in SIZES]
+        expected.append(torch.nn.utils.get_total_norm([value.float() for value in values]))
+        torch.cuda.synchronize()
+        torch.cuda._sleep(10_000_000 * (repetition % 2))
+        gradients = [torch.empty_like(value).copy_(value) for value in values]
+        if repetition % 3 == 0:
+            with clipping._side_stream(gradients[0].device):
+                torch.cuda._sleep(10_000_000)
+        norms.append(norm_of(gradients)[0])
+        for gradient in gradients:
+            gradient.fill_(float("nan"))
+        del gradients
+    assert torch.equal(torch.stack(norms), torch.stack(expected))
+
+
+def test_one_large_gradient_alone() -> None:
+    gradient = torch.randn(clipping._LARGE + 1, device="cuda")
+    assert torch.equal(GradientNorm([gradient])([gradient])[0], torch.nn.utils.get_total_norm([gradient]))
+    half = torch.randn(3, device="cuda")
+    assert torch.equal(
+        GradientNorm([gradient, half])([gradient, half])[0], torch.nn.utils.get_total_norm([gradient, half])
+    )
 
 
 @pytest.mark.parametrize("norm_type", [2.0, float("inf")])

@@ -643,11 +643,18 @@ def test_units_without_a_gradient_do_not_travel() -> None:
 def test_a_ring_smaller_than_the_smallest_piece_is_refused_with_the_numbers() -> None:
     with pytest.raises(
         RingError,
-        match=r"ring_mib is 0\.001: 4 slots of \d+ bytes, and p\d needs 640 bytes in one piece\. Set ring_mib to 0\.0",
+        match=r"ring_mib is 0\.001, which allows slots of \d+ bytes, and p\d needs 640 bytes in one piece\. Set",
     ):
         Run(StreamBackend(Splitter, ring_mib=0.001))
     with pytest.raises(RingError, match=r"p3 needs 5760 bytes in one piece \(its optimizer needs whole tensors\)"):
-        Run(StreamBackend(Splitter, ring_mib=0.02), whole_tensors=True)
+        Run(StreamBackend(Splitter, ring_mib=0.015), whole_tensors=True)
+
+
+def test_a_matrix_that_is_larger_than_a_slot_gets_larger_slots_and_fewer() -> None:
+    backend = StreamBackend(Splitter, prefetch_layers=9, ring_mib=0.025)  # 26,214 bytes: 11 slots of about 2,300
+    Run(backend, whole_tensors=True).step(0)
+    assert backend._ring is not None
+    assert [len(backend._ring.slots), backend._ring.slot_bytes] == [3, 5760]
 
 
 def test_the_size_that_the_refusal_asks_for_is_enough() -> None:
