@@ -43,6 +43,7 @@ class Contender(ABC):
         optimizers: the values of `--optimizer` that it supports.
         loss, grad_norm: of the last iteration, 0-dim on the device. The norm is the one before clipping, None if the
             contender does not expose it.
+        redone_steps: how many steps before the last one had to redo updates of their backward, None for peers.
     """
 
     name: str
@@ -54,6 +55,7 @@ class Contender(ABC):
     model: nn.Module
     loss: Tensor
     grad_norm: Tensor | None = None
+    redone_steps: int | None = None
 
     @abstractmethod
     def step(self, gradients: Sequence[Tensor]) -> None:

@@ -92,6 +92,7 @@ class IterationTask(Task):
             "loss": loss,
             "grad_norm": norms[-1][0] if norms else None,
             "clipped_steps": sum(norm > limit for norm, limit in norms) if norms else None,
+            "redone_steps": contender.redone_steps,
         }
         if not math.isfinite(loss):
             raise FloatingPointError(f"the loss is {loss}: its steps are skipped, so their times mean nothing")

@@ -63,7 +63,8 @@ class StrategyContender(_Prepared):
         self._optimizer.backward(loss)
 
     def update(self) -> None:
-        self.grad_norm = self._optimizer.step().grad_norm
+        result = self._optimizer.step()
+        self.grad_norm, self.redone_steps = result.grad_norm, result.redone
 
     def host_bytes(self) -> int:
         return int(self._optimizer.memory_report()["host_bytes"])

@@ -90,14 +90,19 @@ def test_all_strategies_train_the_same(result: tuple[dict[str, Any], Path, str])
 
 def test_steps_that_are_clipped_now_and_then(tmp_path: Path) -> None:
     how = ("--max-norm", "1e9", "--clip-every", "3", "--warmup", "1", "--steps", "4", "--tokens", "32")
-    chosen = ("--strategies", "resident,stream-overlap", "--output", str(tmp_path))
-    done = run_bench("--iteration", *TINY, *how, *chosen)
+    overlap = "stream-overlap:optimizer_state.resident_gib=0:optimizer_state.ring_mib=1"
+    done = run_bench("--iteration", *TINY, *how, "--strategies", f"resident,{overlap}", "--output", str(tmp_path))
     assert done.exit_code == 0, done.output
     values = json.loads((tmp_path / "iteration.json").read_text())
     rows = rows_of(values, 32)
     assert values["optimizer"]["clip_every"] == 3
-    assert [rows[name]["clipped_steps"] for name in ("no optimizer", "resident", "stream-overlap")] == [None, 2, 2]
-    assert rows["stream-overlap"]["loss"] == rows["resident"]["loss"]
+    assert [rows[name]["clipped_steps"] for name in ("no optimizer", "resident", overlap)] == [None, 2, 2]
+    assert [rows[name]["redone_steps"] for name in ("no optimizer", "resident", overlap)] == [
+        None,
+        0,
+        1,
+    ]  # before the last
+    assert rows[overlap]["loss"] == rows["resident"]["loss"]
 
 
 def test_memory_is_told(result: tuple[dict[str, Any], Path, str]) -> None:
