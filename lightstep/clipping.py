@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 
@@ -15,7 +16,7 @@ LARGEST_POWER = 8
 """The largest finite p of a norm."""
 
 _LARGE = 1 << 26
-"""Elements from which a second stream saves more than it costs."""
+"""Elements from which two streams are used: torch launches a kernel for each 21 million."""
 
 
 class GradientNorm:
@@ -76,18 +77,18 @@ class GradientNorm:
     def _norms(self, gradients: list[Tensor]) -> Sequence[Tensor]:
         if self._reduction.as_torch and gradients[0].is_cuda:
             gradients = [self._aligned(gradient) for gradient in gradients]
-        large = sum(gradient.numel() for gradient in gradients) >= _LARGE and len(gradients) > 1
-        if large and gradients[0].is_cuda:
-            return self._norms_on_two_streams(gradients)
+        if gradients[0].is_cuda and len(gradients) > 1:
+            sizes = [gradient.numel() for gradient in gradients]
+            if sum(sizes) >= _LARGE:
+                return self._norms_on_two_streams(gradients, _middle(sizes))
         return torch._foreach_norm(gradients, self.norm_type, dtype=self.dtype)
 
-    def _norms_on_two_streams(self, gradients: list[Tensor]) -> Sequence[Tensor]:
-        """Half of the tensors on each stream, since torch's kernels alone leave half of the GPU idle.
+    def _norms_on_two_streams(self, gradients: list[Tensor], middle: int) -> Sequence[Tensor]:
+        """The tensors before ``middle`` on one stream, the others beside them: one launch does not fill a large GPU.
 
         Each stream waits for the other one, so the memory that one allocates may be read and freed on the other.
         """
         current, side = torch.cuda.current_stream(gradients[0].device), _side_stream(gradients[0].device)
-        middle = _middle(gradients)
         side.wait_stream(current)
         with side:
             second = torch._foreach_norm(gradients[middle:], self.norm_type, dtype=self.dtype)
@@ -157,14 +158,10 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def _middle(tensors: Sequence[Tensor]) -> int:
-    """Where to cut the list, so that both parts have about as many elements; neither is empty if there are two."""
-    total, before = sum(tensor.numel() for tensor in tensors), 0
-    for number, tensor in enumerate(tensors):
-        if number and before + tensor.numel() / 2 >= total / 2:
-            return number
-        before += tensor.numel()
-    return len(tensors)
+def _middle(sizes: Sequence[int]) -> int:
+    """Where to cut a list of two sizes or more, so that both parts add up to about as much and neither is empty."""
+    total, ends = sum(sizes), itertools.accumulate(sizes)
+    return next(n for n, (size, end) in enumerate(zip(sizes, ends, strict=True)) if n and 2 * end - size >= total)
 
 
 def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
