@@ -29,9 +29,9 @@ def update(
     for run in runs:
         _update(run, shared, numbers, *constants)
         if run.fingerprints is not None:
-            assert run.weight is not None
-            found, place = torch.zeros(1, dtype=torch.int32), run.fingerprints[run.number : run.number + 1]
-            Splitter(run.weight.device).fingerprints(run.weight, run.first, [(0, run.weight.numel())], found)
+            memory = run.memory
+            found, place = torch.zeros(1, dtype=torch.int32), run.fingerprints[memory.number : memory.number + 1]
+            Splitter(memory.written.device).fingerprints(memory.written, memory.first, [(0, memory.n)], found)
             place.add_(found)
 
 
@@ -43,7 +43,8 @@ def _update(
     decoupled: bool,
     maximize: bool,
 ) -> None:
-    gradient, exp_avg, exp_avg_sq, largest, weight, low, master, step, *_ = run
+    exp_avg, exp_avg_sq, largest, weight, low, master = run.memory.tensors
+    gradient, step = run.gradient, run.step
     overflow, _, rate, divisor, factor = shared
     assert overflow is not None
     used["own" if weight is None else "split" if low is not None else "whole"] += 1

@@ -16,6 +16,7 @@ from lightstep.optimizer.arithmetic import ADAMS
 from lightstep.optimizer.classes import GroupClasses
 from lightstep.optimizer.group_values import GroupValues
 from lightstep.precision.adam_kernel import (
+    AdamMemory,
     AdamRun,
     AdamSettings,
     Scaling,
@@ -26,7 +27,7 @@ from lightstep.precision.adam_kernel import (
 )
 from lightstep.precision.gradient_stage import GradientStage
 from lightstep.state.record import Layout
-from lightstep.state.segment import Segment
+from lightstep.state.segment import Piece, Segment
 
 __all__ = ["OnePass"]
 
@@ -69,25 +70,26 @@ class OnePass:
             if group not in settings_of:
                 settings_of[group] = self._settings(segment, values)
             settings = settings_of[group]
-            run = None if settings is None else _run(segment, self._stage, own, settings.amsgrad)
-            if settings is None or run is None:
+            runs = None if settings is None else _runs(segment, self._stage, own, settings.amsgrad)
+            if settings is None or runs is None:
                 left.append(segment)
                 continue
-            form = group, *_form(run)
+            form = group, *_form(runs[0])
             if form not in batches:
-                kind = kind_of(run, settings, scaling)
-                batches[form] = _Batch(settings, runs_in_one_pass(kernels, kind, settings), [], [])
+                kind = kind_of(runs[0], settings, scaling)
+                batches[form] = _Batch(settings, runs_in_one_pass(kernels, kind, settings), [], [], [])
             batches[form].segments.append(segment)
-            batches[form].runs.append(run)
+            batches[form].steps.append(runs[0].step)
+            batches[form].runs.extend(runs)
         supported = [batch for batch in batches.values() if batch.supported]
         left += [segment for batch in batches.values() if not batch.supported for segment in batch.segments]
         if supported:
-            steps = [run.step for batch in supported for run in batch.runs]
+            steps = [step for batch in supported for step in batch.steps]
             torch._foreach_add_(steps, 1)
             for batch in supported:
                 update(kernels, batch.runs, batch.settings, scaling)
                 for segment in batch.segments:
-                    segment.written()
+                    segment.written(fingerprinted=batch.runs[0].fingerprints is not None)
             torch._foreach_sub_(steps, [scaling.overflow] * len(steps))
         return left
 
@@ -117,30 +119,46 @@ class _Batch(NamedTuple):
     settings: AdamSettings
     supported: bool
     segments: list[Segment]
+    steps: list[Tensor]
     runs: list[AdamRun]
 
 
 def _form(run: AdamRun) -> tuple[Any, ...]:
     """What makes the updates of one group differ in kind."""
-    weight = None if run.weight is None else run.weight.dtype
-    return run.gradient.dtype, weight, run.low is None, run.fingerprints is None
+    *_, weight, low, _ = run.memory.tensors
+    return run.gradient.dtype, None if weight is None else weight.dtype, low is None, run.fingerprints is None
 
 
-def _run(segment: Segment, stage: GradientStage, gradients: Sequence[Tensor], amsgrad: bool) -> AdamRun | None:
+def _runs(segment: Segment, stage: GradientStage, gradients: Sequence[Tensor], amsgrad: bool) -> list[AdamRun] | None:
     """What the kernel reads and writes of a segment; ``None`` if the segment has something else, too."""
     if not segment.has_state or segment.stop == segment.first:
         return None
     if not _is_adams(segment.layout, segment.parts[0].keys, tuple(segment.kept)):
         return None
-    state, rows = segment.state, segment.rows("exp_avg_sq")
+    state, dtype = segment.state, gradients[0].dtype
     step = state["step"]
-    if rows is None or step.device != segment.device or step.dtype != torch.float32:
+    if step.device != segment.device or step.dtype != torch.float32 or (_LARGEST in state) != amsgrad:
         return None
-    if (_LARGEST in state) != amsgrad:
+    by_part = all(gradient.is_contiguous() and gradient.dtype == dtype for gradient in gradients)
+    pieces = segment.pieces("exp_avg_sq", by_part)
+    if pieces is None:
         return None
-    gradient = stage.gathered(segment, gradients)
-    moments = state["exp_avg"], state["exp_avg_sq"], state.get(_LARGEST)
-    return AdamRun(gradient, *moments, *rows, step, segment.fingerprints, segment.index, segment.first)
+    if len(pieces) < len(gradients):  # gathered
+        memory = _memory_of(segment, pieces[0])
+        return [AdamRun(memory, stage.gathered(segment, gradients), step)]
+    known = segment.prepared if not segment.kept else None
+    if known is None or known[0] is not pieces:
+        known = segment.prepared = pieces, [_memory_of(segment, piece) for piece in pieces]
+    rows = (stage.gathered(segment, gradients),) if len(gradients) == 1 else (one.view(-1) for one in gradients)
+    marks = segment.fingerprints
+    return [AdamRun(memory, row, step, marks) for memory, row in zip(known[1], rows, strict=True) if memory.n]
+
+
+def _memory_of(segment: Segment, piece: Piece) -> AdamMemory:
+    number, start, stop, *rows = piece
+    moments = (segment.state.get(key) for key in ("exp_avg", "exp_avg_sq", _LARGEST))
+    own = (None if moment is None else moment.view(-1)[start:stop] for moment in moments)
+    return AdamMemory(*own, *rows, segment.index + number, segment.first + start)  # type: ignore[call-arg, arg-type]
 
 
 @functools.lru_cache(maxsize=256)

@@ -19,8 +19,10 @@ import torch
 from torch import Tensor
 
 from lightstep.precision.split import Splitter, probe_masters
+from lightstep.precision.triton_launch import is_aligned
 
 __all__ = [
+    "AdamMemory",
     "AdamRun",
     "AdamSettings",
     "Kind",
@@ -38,33 +40,64 @@ _LONGEST = 1 << 20
 """Number of updates after which bias corrections must be 1 in fp32; that allows betas up to 0.99998."""
 
 
-class AdamRun(NamedTuple):
-    """A run's memory on one device: flat, contiguous tensors ``[n]``, except ``step``. The gradient is only read.
+class AdamMemory:
+    """The memory of a run on one device, which stays the same from step to step: flat, contiguous tensors ``[n]``.
 
-    Attributes:
-        gradient: bf16, fp16 or fp32, as backward left it.
+    Args:
         exp_avg, exp_avg_sq, max_exp_avg_sq: fp32; the last with ``amsgrad`` only.
         weight: the parameters; ``None`` if they are their own masters.
         low: int16, the low halves of bf16 weights' masters as :class:`~lightstep.precision.split.Splitter` makes them,
             with the extra bits in the signs of ``exp_avg_sq``; ``None`` if ``master`` is given.
         master: fp32.
-        step: 0-dim fp32: the number of this update.
-        fingerprints: int32 ``[m]``; element ``number`` is set to the fingerprint of the 16-bit weights, as by
-            :meth:`~lightstep.precision.split.Splitter.fingerprints`. ``None``: no fingerprints are kept.
+        number: position of the weights' fingerprint.
         first: position of the first element, for the fingerprint.
+
+    Attributes:
+        addresses, aligned: the tensors' addresses (0 for ``None``), and whether all of them are aligned.
     """
 
+    __slots__ = ("addresses", "aligned", "first", "n", "number", "tensors")
+
+    def __init__(
+        self,
+        exp_avg: Tensor,
+        exp_avg_sq: Tensor,
+        max_exp_avg_sq: Tensor | None,
+        weight: Tensor | None,
+        low: Tensor | None,
+        master: Tensor | None,
+        number: int = 0,
+        first: int = 0,
+    ) -> None:
+        self.tensors = exp_avg, exp_avg_sq, max_exp_avg_sq, weight, low, master
+        self.n, self.number, self.first = exp_avg.numel(), number, first
+        self.addresses = tuple(0 if tensor is None else tensor.data_ptr() for tensor in self.tensors)
+        self.aligned = all(map(is_aligned, self.addresses))
+
+    @property
+    def written(self) -> Tensor:
+        """The weights, or the masters if the weights are their own."""
+        *_, weight, _, master = self.tensors
+        written = master if weight is None else weight
+        assert written is not None
+        return written
+
+
+class AdamRun(NamedTuple):
+    """One update of a run.
+
+    Attributes:
+        memory: what is updated.
+        gradient: ``[n]``: bf16, fp16 or fp32, as backward left it. It is only read.
+        step: 0-dim fp32: the number of this update.
+        fingerprints: int32 ``[m]``; element ``memory.number`` is set to the fingerprint of the 16-bit weights, as by
+            :meth:`~lightstep.precision.split.Splitter.fingerprints`. ``None``: no fingerprints are kept.
+    """
+
+    memory: AdamMemory
     gradient: Tensor
-    exp_avg: Tensor
-    exp_avg_sq: Tensor
-    max_exp_avg_sq: Tensor | None
-    weight: Tensor | None
-    low: Tensor | None
-    master: Tensor | None
     step: Tensor
     fingerprints: Tensor | None = None
-    number: int = 0
-    first: int = 0
 
 
 class AdamSettings(NamedTuple):
@@ -92,7 +125,7 @@ def update(kernels: ModuleType, runs: Sequence[AdamRun], settings: AdamSettings,
     """Update each run once with ``kernels``, which :func:`runs_in_one_pass` has accepted for their kind.
 
     Args:
-        runs: runs of one kind and with the same ``fingerprints``, in the order of ``number``.
+        runs: runs of one kind and with the same ``fingerprints``, in the order of their numbers.
     """
     _clear_fingerprints(runs)
     lr, device = settings.lr, runs[0].step.device
@@ -102,8 +135,8 @@ def update(kernels: ModuleType, runs: Sequence[AdamRun], settings: AdamSettings,
     tensors = (scaling.overflow, table, rate, scaling.divisor, scaling.factor)
     numbers = (0.0 if isinstance(lr, Tensor) else lr, *settings[1:5], table.shape[1])
     kernels.update(runs, tensors, numbers, settings.weight_decay != 0, settings.decoupled, settings.maximize)
-    written: list[Any] = [run.master if run.weight is None else run.weight for run in runs]
-    torch.autograd.graph.increment_version(written)  # autograd then refuses graphs that need the old weights
+    written = [run.memory.written for run in runs]
+    torch.autograd.graph.increment_version(written)  # autograd then refuses older graphs
 
 
 def _clear_fingerprints(runs: Sequence[AdamRun]) -> None:
@@ -111,8 +144,8 @@ def _clear_fingerprints(runs: Sequence[AdamRun]) -> None:
     fingerprints = runs[0].fingerprints
     if fingerprints is None:
         return
-    for _, neighbours in itertools.groupby(enumerate(runs), lambda one: one[1].number - one[0]):
-        first, *others = (run.number for _, run in neighbours)
+    for _, neighbours in itertools.groupby(enumerate(runs), lambda one: one[1].memory.number - one[0]):
+        first, *others = (run.memory.number for _, run in neighbours)
         fingerprints[first : first + 1 + len(others)].zero_()
 
 
@@ -156,12 +189,13 @@ def runs_in_one_pass(kernels: ModuleType, kind: Kind, settings: AdamSettings) ->
 
 def kind_of(run: AdamRun, settings: AdamSettings, scaling: Scaling) -> Kind:
     """The kind of this run's update."""
+    _, _, largest, weight, low, _ = run.memory.tensors
     return Kind(
         run.step.device,
         run.gradient.dtype,
-        None if run.weight is None else run.weight.dtype,
-        run.low is not None,
-        run.max_exp_avg_sq is not None,
+        None if weight is None else weight.dtype,
+        low is not None,
+        largest is not None,
         run.fingerprints is not None,
         settings.weight_decay != 0,
         settings.decoupled,
@@ -227,14 +261,15 @@ def _differing(kernels: ModuleType, kind: Kind, settings: AdamSettings, edges: b
     by_passes = {name: value.clone() for name, value in values.items()}
     _update_in_passes(kind, by_passes, settings, step)
     update(kernels, [run], settings, kind.scaling())
-    if run.low is not None:
-        assert run.weight is not None
-        Splitter(kind.device).join(run.weight.clone(), run.low, run.exp_avg_sq, values["master"])
-    found = {**values, **({} if run.weight is None else {"weight": run.weight})}
+    memory = run.memory
+    _, squares, _, weight, low, _ = memory.tensors
+    if low is not None:
+        assert weight is not None and squares is not None
+        Splitter(kind.device).join(weight.clone(), low, squares, values["master"])
+    found = {**values, **({} if weight is None else {"weight": weight})}
     if run.fingerprints is not None:
-        assert run.weight is not None
-        found["fingerprint"], expected = run.fingerprints[run.number :][:1], torch.empty_like(run.fingerprints[:1])
-        Splitter(kind.device).fingerprints(by_passes["weight"], run.first, [(0, run.weight.numel())], expected)
+        found["fingerprint"], expected = run.fingerprints[memory.number :][:1], torch.empty_like(run.fingerprints[:1])
+        Splitter(kind.device).fingerprints(by_passes["weight"], memory.first, [(0, memory.n)], expected)
         by_passes["fingerprint"] = expected
     return {name for name, value in found.items() if not torch.equal(_bits(value), _bits(by_passes[name]))}
 
@@ -258,11 +293,13 @@ def _example(kind: Kind, edges: bool, step: float) -> tuple[AdamRun, dict[str, T
     marks = torch.zeros(3, dtype=torch.int32, device=kind.device) if kind.fingerprinted else None
     moments = exp_avg, squares[0], values.get("max_exp_avg_sq")
     if not kind.split:
-        return AdamRun(gradient, *moments, weight, None, master, number, marks, 1, 1 << 20), values
+        memory = AdamMemory(*moments, weight, None, master, 1, 1 << 20)
+        return AdamRun(memory, gradient, number, marks), values
     low = torch.empty_like(master, dtype=torch.int16)
     assert weight is not None
     Splitter(kind.device).split(master, weight, low, squares[0])
-    return AdamRun(gradient, *moments, weight, low, None, number, marks, 1, 1 << 20), values
+    memory = AdamMemory(*moments, weight, low, None, 1, 1 << 20)
+    return AdamRun(memory, gradient, number, marks), values
 
 
 def _update_in_passes(kind: Kind, values: dict[str, Tensor], settings: AdamSettings, step: float) -> None:

@@ -11,9 +11,8 @@ versions, for whole blocks and for the last one, because accesses under a mask a
 from __future__ import annotations
 
 import functools
-import operator
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -26,7 +25,6 @@ from lightstep.precision.triton_launch import Launcher, is_aligned
 
 _BLOCK, _WARPS = 1024, 8
 _TOGETHER = 8
-_TENSORS = AdamRun._fields.index("fingerprints")  # they come first
 
 
 @triton.jit
@@ -227,23 +225,6 @@ def _adam_kernel(  # type: ignore[no-untyped-def]
 _launcher = Launcher(_adam_kernel, _BLOCK, _WARPS, enable_fp_fusion=False)
 
 
-class _Addressed(NamedTuple):
-    """A run, its number of elements, its own tensors and their addresses, and whether all of these are aligned."""
-
-    run: AdamRun
-    n: int
-    tensors: Sequence[Tensor | None]
-    addresses: Sequence[int]
-    aligned: bool
-
-
-def _addressed(run: AdamRun) -> _Addressed:
-    tensors: Any = run[:_TENSORS]
-    addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
-    aligned = is_aligned(functools.reduce(operator.or_, addresses))
-    return _Addressed(run, run.gradient.numel(), tensors, addresses, aligned)
-
-
 def update(
     runs: Sequence[AdamRun], shared: tuple[Tensor | None, ...], numbers: tuple[float, ...], *constants: bool
 ) -> None:
@@ -257,34 +238,42 @@ def update(
         _launch(batch, shared, numbers, constants)
 
 
-def _batches(runs: Sequence[AdamRun]) -> Iterator[list[_Addressed]]:
+def _batches(runs: Sequence[AdamRun]) -> Iterator[list[AdamRun]]:
     """Batches of runs that share a launch. Their lengths are similar: each gets as many programs as the longest.
 
     A run that is not aligned gets a launch of its own: batches would be compiled for each combination of alignments.
     """
-    batch: list[_Addressed] = []
-    for one in sorted(map(_addressed, runs), key=lambda one: -one.n):
-        if not one.aligned:
-            yield [one]
+    batch: list[AdamRun] = []
+    for run in sorted(runs, key=lambda run: -run.memory.n):
+        if not (run.memory.aligned and is_aligned(run.gradient.data_ptr())):
+            yield [run]
             continue
-        if len(batch) == _TOGETHER or (batch and one.n < 0.8 * batch[0].n):
+        if len(batch) == _TOGETHER or (batch and run.memory.n < 0.8 * batch[0].memory.n):
             yield batch
             batch = []
-        batch.append(one)
+        batch.append(run)
     if batch:
         yield batch
 
 
-def _launch(batch: Sequence[_Addressed], shared: tuple[Tensor | None, ...], numbers: Any, constants: Any) -> None:
-    first, tensors = batch[0].run, batch[0].tensors
+def _launch(batch: Sequence[AdamRun], shared: tuple[Tensor | None, ...], numbers: Any, constants: Any) -> None:
+    first, tensors = batch[0], _tensors(batch[0])
     key = _launcher.key((*tensors, first.fingerprints, *shared), (*constants, _TOGETHER))
     known = _launcher.is_compiled(key)
-    rows: list[Sequence[Any]] = [one.addresses if known else one.tensors for one in batch]
+    rows: list[Sequence[Any]] = [_addresses(run) if known else _tensors(run) for run in batch]
     rows += rows[-1:] * (_TOGETHER - len(rows))
     columns = zip(tensors, zip(*rows, strict=True), strict=True)
     each = [None if tensor is None else column for tensor, column in columns]
-    places = _places(tuple((one.n, one.run.number, one.run.first) for one in batch), first.step.device)
-    _launcher.launch(key, batch[0].n, len(batch), (*each, first.fingerprints, places, *shared, *numbers))
+    places = _places(tuple((run.memory.n, run.memory.number, run.memory.first) for run in batch), first.step.device)
+    _launcher.launch(key, first.memory.n, len(batch), (*each, first.fingerprints, places, *shared, *numbers))
+
+
+def _tensors(run: AdamRun) -> tuple[Tensor | None, ...]:
+    return run.gradient, *run.memory.tensors, run.step
+
+
+def _addresses(run: AdamRun) -> tuple[int, ...]:
+    return run.gradient.data_ptr(), *run.memory.addresses, run.step.data_ptr()
 
 
 @functools.lru_cache(maxsize=4096)

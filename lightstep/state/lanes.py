@@ -185,26 +185,28 @@ class StreamLane(Lane):
 
 
 class CopyLane(StreamLane):
-    """Large copies in one direction, in pieces on two alternating streams, so that small copies of others get through.
+    """Large copies in one direction; while the model computes, in pieces on two alternating streams.
 
     A device's copy engine stays with a stream as long as that stream has copies ready. A small copy in the same
     direction on another stream (a number that the model reads on the host, FSDP2's table for unpacking weights) would
-    wait for all copies that are queued here. This way it waits for one piece. Between two pieces the engine
-    pauses (about 10 µs on an H200), so they are larger if the model does not compute meanwhile.
+    wait for all copies that are queued here. In pieces it waits for one of them. Between two pieces the engine pauses
+    (about 10 µs on an H200), so there are none if nothing else copies meanwhile.
     """
 
-    SMALL_PIECE: ClassVar[int] = 32 << 20
-    LARGE_PIECE: ClassVar[int] = 128 << 20
+    PIECE: ClassVar[int] = 32 << 20
     """Bytes."""
 
     def __init__(self, name: str, stream: torch.Stream, lanes: Lanes) -> None:
         super().__init__(name, stream, lanes)
         self._other = torch.Stream(lanes.device)
         self._reached = lanes.event()
-        self._piece = self.SMALL_PIECE if lanes.small_pieces else self.LARGE_PIECE
+        self._in_pieces = lanes.small_pieces
 
     def copy(self, target: Tensor, source: Tensor, label: str = "") -> None:
-        for piece, origin in zip(target.split(self._piece), source.split(self._piece), strict=True):
+        if not self._in_pieces:
+            super().copy(target, source, label)
+            return
+        for piece, origin in zip(target.split(self.PIECE), source.split(self.PIECE), strict=True):
             self.stream.record_event(self._reached)
             self._other.wait_event(self._reached)
             self.stream, self._other = self._other, self.stream

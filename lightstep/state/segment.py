@@ -9,6 +9,7 @@ give torch's own bits.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import count
 from typing import Any, NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
@@ -29,10 +30,13 @@ from lightstep.state.record import (
     rounded_entries,
 )
 
-__all__ = ["LARGE", "MasterSplitter", "Segment", "Staging", "segments_of"]
+__all__ = ["LARGE", "MasterSplitter", "Piece", "Segment", "Staging", "segments_of"]
 
 LARGE = 1 << 18
 """Parts with at least so many elements are segments of their own: gathering them would cost more than a launch."""
+
+_FEW = 8
+"""Segments of at most so many parts are updated part by part by kernels that take several at once."""
 
 CPU_VECTOR = 16
 """A part whose size is not a multiple of this ends its segment on the CPU. torch's fused kernels compute the elements
@@ -65,11 +69,22 @@ class Views:
             key: rows[key] if shape is not None else rows[key].view(segment.shape) for key, _, shape in layout.entries
         }
         self.masters = [] if self.master is None else segment.parts_of(self.master)
+        self.pieces: list[Piece] | None = None
+        self.prepared: Any = None
 
 
-class Rows(NamedTuple):
-    """A segment's weights and masters, flat. Split masters are ``weight`` and ``low``; whole ones are ``master``."""
+class Piece(NamedTuple):
+    """Weights and masters of a range of a segment, flat. Split masters are ``weight`` and ``low``; whole ones are
+    ``master``.
 
+    Attributes:
+        number: position of its first part among the segment's parts.
+        start, stop: its range, counted from the segment's first element.
+    """
+
+    number: int
+    start: int
+    stop: int
     weight: Tensor | None
     low: Tensor | None
     master: Tensor | None
@@ -87,9 +102,9 @@ class Segment:
         group: the live entry of ``optimizer.param_groups``.
         device: of weights, masters and entries.
         state: the base optimizer's entries; empty before the first update, which fills it.
-        fingerprints: the unit's fingerprints (int32) while the segment is open, if the update is to write the one at
-            :attr:`index`. ``None`` if the segment has several parts, or if no fingerprints are kept.
-        fingerprinted: the update has written that fingerprint.
+        fingerprints: the unit's fingerprints (int32) while the segment is open; those of its parts begin at
+            :attr:`index`. ``None`` if none are kept.
+        fingerprinted: the update has written them.
     """
 
     def __init__(self, parts: Sequence[Part]) -> None:
@@ -108,12 +123,13 @@ class Segment:
         ]
         self.device = self.locals[0].device
         self._flat = self.locals[0].view(-1) if self.in_place else None
+        self._in_place_by_part = len(parts) <= _FEW and all(local.is_contiguous() for local in self.locals)
         self.state: dict[str, Any] = {}
         self._views: Views | None = None
         self._staging: Staging
         self._to_join: tuple[Views, Staging, MasterSplitter, Mapping[Managed, Tensor]] | None = None
         self._master: Tensor | None = None
-        self._written = False
+        self._written = self._gathered = False
         self.fingerprints: Tensor | None = None
         self.fingerprinted = False
 
@@ -169,7 +185,7 @@ class Segment:
             views = slot.views[self] = Views(self, slot)
         self._views, history = views, self.parts[0].history
         self._master, self._written, self.fingerprinted = None, False, False
-        self.fingerprints = fingerprints if len(self.parts) == 1 and self.coding != "own" else None
+        self.fingerprints = fingerprints if self.coding != "own" else None
         self._staging, self._to_join = staging, (views, staging, splitter, initial)
         self.state = {}
         if history is not None:
@@ -220,11 +236,13 @@ class Segment:
         splitter.join(self.weights(staging), views.low, self._extra_bits(views, staging), flat)  # type: ignore[arg-type]
         return flat.view(self.shape)
 
-    def rows(self, carrier: str) -> Rows | None:
+    def pieces(self, carrier: str, by_part: bool) -> list[Piece] | None:
         """Weights and masters for an update that does not use :attr:`master`, and calls :meth:`written` when done.
 
         Args:
             carrier: the entry in whose signs that update keeps the extra bits of split masters.
+            by_part: the update can take each part by itself. It does so if they are few; their weights are then updated
+                in place. Otherwise there is one piece, with a gathered copy of the weights.
 
         Returns:
             ``None`` if those bits are somewhere else, or if the masters are not fp32.
@@ -233,10 +251,34 @@ class Segment:
         assert views is not None
         if self.coding == "split" and self.layout.carrier != carrier:
             return None
-        weight = self.weights(self._staging)  # gathered even if it is only written: an overflow leaves it as it is
+        if self.coding == "own" and self.locals[0].dtype != torch.float32:
+            return None
+        if self._flat is not None or (by_part and self._in_place_by_part):
+            if views.pieces is None:
+                weights = [local.view(-1) for local in self.locals]
+                views.pieces = [self._piece(views, *one) for one in zip(count(), self.ranges, weights, strict=False)]
+            self._gathered = False
+            return views.pieces
+        self._gathered = self._flat is None
+        row = self.weights(self._staging)  # gathered even if it is only written: an overflow leaves it as it is
+        return [self._piece(views, 0, (0, self.stop - self.first), row)]
+
+    @property
+    def prepared(self) -> Any:
+        """What the update has made of :meth:`pieces`. It is kept as long as these are at the same place."""
+        return None if self._views is None else self._views.prepared
+
+    @prepared.setter
+    def prepared(self, value: Any) -> None:
+        assert self._views is not None, "the segment is not open"
+        self._views.prepared = value
+
+    def _piece(self, views: Views, number: int, place: tuple[int, int], weight: Tensor) -> Piece:
+        start, stop = place
         if self.coding == "own":
-            return Rows(None, None, weight) if weight.dtype == torch.float32 else None
-        return Rows(weight, views.low, views.master)
+            return Piece(number, start, stop, None, None, weight)
+        low, master = (None if row is None else row[start:stop] for row in (views.low, views.master))
+        return Piece(number, start, stop, weight, low, master)
 
     @property
     def is_modified(self) -> bool:
@@ -244,9 +286,9 @@ class Segment:
         :meth:`written`."""
         return self._written or self._master is not None
 
-    def written(self) -> None:
-        """The update has written weights, masters and entries of :meth:`rows`, and its fingerprint."""
-        self._written, self.fingerprinted = True, self.fingerprints is not None
+    def written(self, fingerprinted: bool) -> None:
+        """The update has written weights, masters and entries of all :meth:`pieces`, and their fingerprints or not."""
+        self._written, self.fingerprinted = True, fingerprinted
 
     def _initial_master(self, staging: Staging, initial: Mapping[Managed, Tensor]) -> Tensor:
         """The weights in fp32, or the masters that were given for the first update."""
@@ -350,7 +392,9 @@ class Segment:
         return (self.locals, parts) if parts else ([], [])
 
     def _pending_weight_copies(self) -> tuple[list[Tensor], list[Tensor]]:
-        """The copies that remain after :meth:`written`: the new weights of small parameters are still in a row."""
+        """The copies that remain after :meth:`written`: gathered weights are still in a row."""
+        if not self._gathered:
+            return [], []
         parts = self._row(self._staging)[1]
         return (self.locals, parts) if parts else ([], [])
 

@@ -14,8 +14,6 @@ CUT_ELEMENTS = 128
 SMALL_UNIT = 4 << 20
 """Bytes: consecutive smaller layers form one unit of at most this size, because smaller copies are slow."""
 
-_MIN_FILL = 16  # the rest of a unit is filled with a piece of the next tensor only if it is 1/16 of a slot or more
-
 ParameterRange = tuple[Managed, int, int]
 Bytes = Callable[[Managed, int], int]
 """``bytes_of(managed, elements)``: the size of such a part in a slot; grows with ``elements``."""
@@ -140,7 +138,7 @@ class _UnitPacker:
         while self._used + self._bytes_of(item, end - start) > self._size:
             room = max(self._size - self._used, 0)
             fitting = self._fitting(item, end - start, room)
-            if fitting and (not self._open or room * _MIN_FILL >= self._size):
+            if fitting:
                 self._append(item, start, start + fitting)
                 start += fitting
             self._close()

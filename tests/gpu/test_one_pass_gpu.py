@@ -59,15 +59,15 @@ def test_an_overflow_changes_nothing_and_weights_keep_their_fingerprint(coding: 
     weight, split = _CODINGS[coding]
     kind = adam_kernel.Kind(device, torch.bfloat16, weight, split, False, True, True, True, False, False, False, True)
     run, _ = adam_kernel._example(kind, edges=False, step=7.0)
-    before = [one.clone() for one in run[:-2] if one is not None]
+    held = [run.gradient, run.step, *(one for one in run.memory.tensors if one is not None)]
+    before = [one.clone() for one in held]
     scaling = kind.scaling()._replace(overflow=torch.ones((), device=device))
     adam_kernel.update(twin, [run], kind.settings(1e-3, 0.9, 0.99, 1e-8), scaling)
-    assert run.fingerprints is not None and run.weight is not None
+    assert run.fingerprints is not None
     expected = torch.zeros(3, dtype=torch.int32, device=device)
-    Splitter(device).fingerprints(run.weight, run.first, [(0, run.weight.numel())], expected[1:2])
+    Splitter(device).fingerprints(run.memory.written, run.memory.first, [(0, run.memory.n)], expected[1:2])
     assert torch.equal(run.fingerprints, expected) and expected[1] != 0
-    run.fingerprints.zero_()
-    for one, known in zip((one for one in run[:-2] if one is not None), before, strict=True):
+    for one, known in zip(held, before, strict=True):
         assert torch.equal(*(value.reshape(-1).view(torch.uint8) for value in (one, known)))
 
 

@@ -123,6 +123,17 @@ def test_a_large_layer_becomes_several_units_of_about_one_size() -> None:
     assert min(sizes) > 0.8 * max(sizes)  # equal pieces: none is too small for link speed
 
 
+def test_no_unit_is_left_almost_empty() -> None:
+    """A step in a stream changes copies at each unit, so a few KiB in a slot of their own cost as much as a slot."""
+    hidden, wide = 2048, 7168
+    sizes = [hidden * hidden, 512 * hidden, 512 * hidden, hidden * hidden, *3 * [wide * hidden], hidden, hidden]
+    items = [managed(f"p{number}", size, "layer") for number, size in enumerate(sizes)]
+    capacity = 111 << 20
+    units = plan_units(items, ten, capacity)
+    assert_a_partition(units, items, capacity)
+    assert len(units) == -(-10 * sum(sizes) // capacity)
+
+
 def test_units_do_not_cross_layers() -> None:
     items = [managed(f"{layer}.w", 5000, layer) for layer in range(3)]
     for unit in plan_units(items, ten, 30_000):
