@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import math
 import os
 import weakref
 from abc import ABC, abstractmethod
@@ -21,26 +20,17 @@ from lightstep.checkpoint.pending import PendingSave, finish_pending
 from lightstep.checkpoint.pretrained import load_pretrained, shards_with_other_dtypes
 from lightstep.config import (
     ConfigError,
-    ConstantScale,
-    DynamicScale,
-    LossScaleConfig,
-    OptimizerState,
     StrategyConfig,
     merge_overrides,
     parse_config,
 )
 from lightstep.distributed import initialized, let_gloo_finish_at_exit
 from lightstep.optimizer.base import BaseOptimizer
-from lightstep.optimizer.in_backward import InBackward
-from lightstep.optimizer.moments import Moments
 from lightstep.optimizer.optimizer import MixedPrecisionOptimizer
-from lightstep.optimizer.overlap import Overlap
 from lightstep.optimizer.param_groups import Place, check_param_groups, places
 from lightstep.optimizer.rules import Rule, groups_by_rules, own_class, warn_of_muon_on_vocabularies
-from lightstep.optimizer.schedule import AtStep, NextForward, Schedule
+from lightstep.optimizer.schedule import AtStep, Schedule
 from lightstep.precision.gradients import ReducedGradients
-from lightstep.precision.loss_scale import ConstantLossScale, DynamicLossScale, LossScale
-from lightstep.precision.split import Splitter
 from lightstep.rollout.engine import RolloutEngine
 from lightstep.rollout.reinforcement_learning import ReinforcementLearning
 from lightstep.rollout.roles import Role, Roles, check_role, fsdp_version, prepare_inference
@@ -51,10 +41,8 @@ from lightstep.sharding.preparation import cast_parameters, checkpoint_activatio
 from lightstep.sharding.prepared_model import PreparedModel
 from lightstep.sharding.reduced_gradients import sharded_gradients
 from lightstep.state.backend import StateBackend
-from lightstep.state.bulk import BulkBackend
-from lightstep.state.resident import ResidentBackend
-from lightstep.state.stream import StreamBackend
 from lightstep.strategy.checkpoints import Checkpoints
+from lightstep.strategy.from_config import backend_of, schedule_of, settings_of
 from lightstep.strategy.launch import start_process_group
 from lightstep.strategy.presets import available_strategies, read_source
 
@@ -66,13 +54,6 @@ _KINDS = {
     "ddp": ("lightstep.strategy.ddp", "DDPStrategy"),
     "fsdp2": ("lightstep.strategy.fsdp2", "FSDP2Strategy"),
     "deepspeed": ("lightstep.deepspeed.strategy", "DeepSpeedStrategy"),
-}
-
-_SCHEDULES: dict[str, type[Schedule]] = {
-    "at_step": AtStep,
-    "next_forward": NextForward,
-    "in_backward": InBackward,
-    "overlap": Overlap,
 }
 
 ModelSource = nn.Module | Callable[[], nn.Module]
@@ -361,23 +342,15 @@ class Strategy(ABC):
         groups: list[dict[str, Any]],
         hyperparameters: dict[str, Any],
     ) -> BaseOptimizer:
-        config = self.config
         optimizer = MixedPrecisionOptimizer(
             groups,
             optimizer_class,
             hyperparameters,
-            master_weights=config.precision.master_weights,
-            reduce_float32=config.precision.reduce == "float32",
-            loss_scale=make_loss_scale(config.precision.loss_scale),
-            max_norm=_finite_or_none(config.clipping.max_norm),
-            norm_type=config.clipping.norm_type,
             backend=self._make_backend(model),
             places=lambda: self._places(model),
             overflow_everywhere=self._overflow_everywhere,
-            update_time=self._schedule_class,
-            clip_layers=config.clipping.scope == "unit",
             initial_masters=PreparedModel.of(model).initial_master,
-            moments=Moments(config.optimizer_state.moments, config.optimizer_state.moments_rounding),
+            **settings_of(self.config),
         )
         self._register(model, optimizer)
         self._connect(model, optimizer)
@@ -390,7 +363,7 @@ class Strategy(ABC):
 
     @property
     def _schedule_class(self) -> type[Schedule]:
-        return _SCHEDULES[self.config.optimizer_state.update]
+        return schedule_of(self.config.optimizer_state)
 
     def _with_wrapper(self, model: nn.Module) -> nn.Module:
         """The wrapper that :meth:`prepare_model` returned, if ``model`` is the module inside it."""
@@ -422,7 +395,7 @@ class Strategy(ABC):
 
     def _make_backend(self, model: nn.Module) -> StateBackend:
         """The state backend for a new optimizer of this model."""
-        return make_backend(self.config.optimizer_state)
+        return backend_of(self.config.optimizer_state)
 
     def _places(self, model: nn.Module) -> Mapping[torch.Tensor, Place]:
         """Each parameter's position in the model, in the order of use. Called when an optimizer sets up its state."""
@@ -637,28 +610,6 @@ class Strategy(ABC):
         return f"{type(self).__name__}({self.name!r})"
 
 
-def make_loss_scale(config: LossScaleConfig) -> LossScale:
-    """A new loss scale for one optimizer."""
-    if isinstance(config, DynamicScale):
-        return DynamicLossScale(**config.model_dump(exclude={"kind"}))
-    return ConstantLossScale(config.scale if isinstance(config, ConstantScale) else 1.0)
-
-
-def make_backend(config: OptimizerState) -> StateBackend:
-    """A new state backend for one optimizer."""
-    if config.backend == "stream":
-        return StreamBackend(
-            Splitter,
-            prefetch_layers=config.prefetch_layers,
-            ring_mib=config.ring_mib,
-            resident_gib=config.resident_gib,
-            spare_host_gib=config.spare_host_gib,
-            previous_weights=config.previous_weights,
-            beside_compute=config.update != "at_step",
-        )
-    return ResidentBackend(Splitter) if config.backend == "resident" else BulkBackend()
-
-
 @contextlib.contextmanager
 def _empty_cache_at_exit(device: torch.device) -> Iterator[None]:
     try:
@@ -673,7 +624,3 @@ def _fp32_weights(model: nn.Module, folder: str | Path) -> Iterator[tuple[torch.
     for tensor, shard in shards_with_other_dtypes(model, folder):
         if tensor.requires_grad and shard.dtype == torch.float32:
             yield tensor, shard
-
-
-def _finite_or_none(max_norm: float | None) -> float | None:
-    return None if max_norm is None or math.isinf(max_norm) else max_norm

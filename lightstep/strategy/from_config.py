@@ -1,0 +1,69 @@
+"""What a configuration says about an optimizer, as arguments and parts of :class:`MixedPrecisionOptimizer`."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from lightstep.config import ConstantScale, DynamicScale, LossScaleConfig, OptimizerState, StrategyConfig
+from lightstep.optimizer.in_backward import InBackward
+from lightstep.optimizer.moments import Moments
+from lightstep.optimizer.overlap import Overlap
+from lightstep.optimizer.schedule import AtStep, NextForward, Schedule
+from lightstep.precision.loss_scale import ConstantLossScale, DynamicLossScale, LossScale
+from lightstep.precision.split import Splitter
+from lightstep.state.backend import StateBackend
+from lightstep.state.bulk import BulkBackend
+from lightstep.state.resident import ResidentBackend
+from lightstep.state.stream import StreamBackend
+
+__all__ = ["backend_of", "schedule_of", "settings_of"]
+
+_SCHEDULES: dict[str, type[Schedule]] = {
+    "at_step": AtStep,
+    "next_forward": NextForward,
+    "in_backward": InBackward,
+    "overlap": Overlap,
+}
+
+
+def settings_of(config: StrategyConfig) -> dict[str, Any]:
+    """Keyword arguments for one optimizer, with a loss scale of its own."""
+    precision, clipping, state = config.precision, config.clipping, config.optimizer_state
+    max_norm = clipping.max_norm
+    return {
+        "master_weights": precision.master_weights,
+        "reduce_float32": precision.reduce == "float32",
+        "loss_scale": _loss_scale_of(precision.loss_scale),
+        "max_norm": None if max_norm is None or math.isinf(max_norm) else max_norm,
+        "norm_type": clipping.norm_type,
+        "clip_layers": clipping.scope == "unit",
+        "update_time": schedule_of(state),
+        "moments": Moments(state.moments, state.moments_rounding),
+    }
+
+
+def schedule_of(config: OptimizerState) -> type[Schedule]:
+    """The schedule of ``optimizer_state.update``."""
+    return _SCHEDULES[config.update]
+
+
+def backend_of(config: OptimizerState) -> StateBackend:
+    """A new state backend for one optimizer."""
+    if config.backend == "stream":
+        return StreamBackend(
+            Splitter,
+            prefetch_layers=config.prefetch_layers,
+            ring_mib=config.ring_mib,
+            resident_gib=config.resident_gib,
+            spare_host_gib=config.spare_host_gib,
+            previous_weights=config.previous_weights,
+            beside_compute=config.update != "at_step",
+        )
+    return ResidentBackend(Splitter) if config.backend == "resident" else BulkBackend()
+
+
+def _loss_scale_of(config: LossScaleConfig) -> LossScale:
+    if isinstance(config, DynamicScale):
+        return DynamicLossScale(**config.model_dump(exclude={"kind"}))
+    return ConstantLossScale(config.scale if isinstance(config, ConstantScale) else 1.0)
