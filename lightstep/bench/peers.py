@@ -58,6 +58,22 @@ class TorchForeach(TorchResident):
     implementation: ClassVar[dict[str, Any]] = {"foreach": True}
 
 
+class TorchEmptyHooks(TorchForeach):
+    """`TorchForeach` with a hook on each parameter that does nothing: what a call of Python costs in backward."""
+
+    name = "torch-empty-hooks"
+    about = "the same loop with a hook on each parameter that does nothing"
+
+    def make_model(self, task: Task) -> nn.Module:
+        model = super().make_model(task)
+        for parameter in model.parameters():
+            parameter.register_hook(_do_nothing)
+        return model
+
+
+def _do_nothing(gradient: Tensor) -> None: ...
+
+
 class TorchResidentFloatGradients(TorchResident):
     """`TorchResident` with fp32 gradients, for which `float()` copies nothing."""
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightstep.bench.contender import Task
-from lightstep.bench.peers import TorchForeach, TorchResident
+from lightstep.bench.peers import TorchEmptyHooks, TorchForeach, TorchResident
 from lightstep.bench.probes import elapsed, synchronize
 from lightstep.bench.report import Column, Panel, Values, View
 from lightstep.bench.run import Measurement, Row, Run, Spread
@@ -77,7 +77,7 @@ class TinyTask(Task):
     stem = "tiny"
     case_name = "tensors"
     threads = 1  # the tensors are too small for more
-    peers = (TorchForeach, TorchResident)
+    peers = (TorchForeach, TorchResident, TorchEmptyHooks)
 
     def model(self, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
         build = next(build for tensors, build in SIZES.values() if tensors == self.case)

@@ -504,7 +504,7 @@ def test_the_python_time_of_a_step_is_measured(monkeypatch: pytest.MonkeyPatch, 
     done = run_bench("--tensors", "tiny", *few)
     assert done.exit_code == 0, done.output
     rows = json.loads((tmp_path / "tiny.json").read_text())["rows"]
-    names = ["resident", "stream", "stream-overlap", "torch-foreach", "torch"]
+    names = ["resident", "stream", "stream-overlap", "torch-foreach", "torch", "torch-empty-hooks"]
     assert [(row["tensors"], row["name"]) for row in rows] == [(count, name) for count in (8, 12) for name in names]
     for row in rows:
         assert [len(window) for window in row["windows_ms"]] == [2, 2] and row["first_ms"] > 0
