@@ -8,9 +8,11 @@ rules, so that tests on the CPU find what is ordered wrongly.
 
 from __future__ import annotations
 
+import atexit
 import os
 import queue
 import threading
+import time
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -345,7 +347,9 @@ class ThreadLane(Lane):
         self._thread = threading.Thread(target=_thread_main, args=arguments, name=f"lightstep-{name}", daemon=True)
         self._thread.start()
         self._finalizer = weakref.finalize(self, self._jobs.put, None)
-        self._finalizer.atexit = False  # the thread ends with the process
+        self._finalizer.atexit = False  # `_join_threads` does it
+        _lanes.add(self)
+        _threads.add(self._thread)
 
     def run(self, job: Callable[[], object], label: str = "") -> None:
         self._status.check()
@@ -391,6 +395,23 @@ class ThreadLane(Lane):
         self._finalizer()
         if not self.is_this_thread:
             self._thread.join()
+
+
+_lanes: weakref.WeakSet[ThreadLane] = weakref.WeakSet()
+_threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()  # some outlive their lanes
+_LONGEST_EXIT = 10.0
+"""Seconds. A thread may be waiting for another process, which in turn waits for this one to end."""
+
+
+@atexit.register
+def _join_threads() -> None:
+    """Let the threads do the jobs that are left, and end them, before the interpreter ends: it aborts the process if a
+    thread is in the middle of a torch operation."""
+    end = time.monotonic() + _LONGEST_EXIT
+    for lane in list(_lanes):
+        lane._finalizer()
+    for thread in list(_threads):
+        thread.join(max(end - time.monotonic(), 0.0))
 
 
 class _Job:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import gc
 import random
+import subprocess
+import sys
 import threading
 import time
 import weakref
@@ -234,3 +236,35 @@ def test_closed_lanes_have_done_their_work() -> None:
     assert done == [1]
     assert not any(lane._thread.is_alive() for lane in lanes._all())
     lanes.close()
+
+
+def test_a_process_ends_well_while_lanes_are_busy() -> None:
+    """Python aborts a process that ends while a daemon thread is in a torch operation."""
+    program = """
+import atexit, os, torch
+
+@atexit.register  # called after all that is registered later
+def at_the_end():
+    lanes.compute.run(lambda: os.write(1, b"late job\\n"))
+    lanes.synchronize()
+
+from lightstep.state.lanes import Lanes
+
+lanes, dropped = Lanes(torch.device("cpu")), Lanes(torch.device("cpu"))
+
+def work():
+    for _ in range(200):
+        torch.randn(200, 200) @ torch.randn(200, 200)
+
+for each in (lanes, dropped):
+    done = each.event()
+    each.compute.run(work)
+    each.compute.record(done)
+    each.device_to_host.wait(done)
+    each.device_to_host.run(lambda: os.write(1, b"done\\n"))
+del each, dropped
+"""
+    for _ in range(3):
+        ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+        assert ended.returncode == 0, ended.stderr
+        assert sorted(ended.stdout.splitlines()) == ["done", "done", "late job"]
