@@ -96,7 +96,7 @@ class LocalStorage:
         return io.BufferedWriter(_SyncedFile(file, "wb"))
 
     def read(self, file: Path, start: int, size: int) -> bytes:
-        with file.open("rb", buffering=0) as stream:
+        with file.open("rb") as stream:  # one call of an unbuffered file reads less than 2 GiB
             stream.seek(start)
             return stream.read(size)
 

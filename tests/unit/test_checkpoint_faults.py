@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from lightstep.checkpoint import load_checkpoint, save_checkpoint, storage, verify_checkpoints
 from tests import faults
+from tests.unit.test_checkpoint_promises import model_of, values_of
 
 BAD = {
     "left a damaged checkpoint",
@@ -61,3 +65,37 @@ def test_two_savers_and_a_clock_that_goes_back(tmp_path: Path) -> None:
     nothing_bad(counts)
     assert counts["saved"] >= 4
     nothing_bad(faults.clocks(tmp_path / "clocks", 3))
+
+
+class ShortReads(io.FileIO):
+    """A file of which a call reads 1000 bytes at most; Linux reads less than 2 GiB."""
+
+    def readinto(self, buffer: Any) -> int:
+        return super().readinto(memoryview(buffer)[:1000])
+
+    def read(self, size: int | None = -1) -> bytes:
+        return super().read(1000 if size is None or size < 0 else min(size, 1000))
+
+
+class ShortWrites(storage._SyncedFile):
+    """A file to which a call writes 1000 bytes at most."""
+
+    def write(self, data: Any) -> int:
+        return super().write(memoryview(data).cast("B")[:1000])
+
+
+def test_short_reads_and_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storage, "_SyncedFile", ShortWrites)
+    save_checkpoint(tmp_path / "step", model_of(1.0, count=40))
+    open_file = io.open
+
+    def shortly(file: Any, mode: str = "r", buffering: int = -1, *arguments: Any) -> Any:
+        if mode != "rb":
+            return open_file(file, mode, buffering, *arguments)
+        return ShortReads(file) if buffering == 0 else io.BufferedReader(ShortReads(file))
+
+    monkeypatch.setattr(io, "open", shortly)
+    (verified,) = verify_checkpoints(tmp_path / "step")
+    assert not verified.damage and verified.nbytes > 2000
+    load_checkpoint(tmp_path / "step", model := model_of(0.0, count=40))
+    assert values_of(model) == {1.0}
