@@ -349,6 +349,7 @@ class Strategy(ABC):
             backend=self._make_backend(model),
             places=lambda: self._places(model),
             overflow_everywhere=self._overflow_everywhere,
+            update_time=self._schedule_class,
             initial_masters=PreparedModel.of(model).initial_master,
             **settings_of(self.config),
         )

@@ -28,7 +28,7 @@ _SCHEDULES: dict[str, type[Schedule]] = {
 
 
 def settings_of(config: StrategyConfig) -> dict[str, Any]:
-    """Keyword arguments for one optimizer, with a loss scale of its own."""
+    """Keyword arguments for one optimizer, with a loss scale of its own; the schedule is the strategy's choice."""
     precision, clipping, state = config.precision, config.clipping, config.optimizer_state
     max_norm = clipping.max_norm
     return {
@@ -38,7 +38,6 @@ def settings_of(config: StrategyConfig) -> dict[str, Any]:
         "max_norm": None if max_norm is None or math.isinf(max_norm) else max_norm,
         "norm_type": clipping.norm_type,
         "clip_layers": clipping.scope == "unit",
-        "update_time": schedule_of(state),
         "moments": Moments(state.moments, state.moments_rounding),
     }
 
