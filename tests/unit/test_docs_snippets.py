@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import commands_page
 from tests.snippets import CHECKOUT, Script, run_script, scripts_of
 
 PAGES = [CHECKOUT / "README.md", *sorted((CHECKOUT / "docs").glob("*.md"))]
@@ -40,6 +41,11 @@ def test_the_example_of_lightning_fabric_runs(tmp_path: Path) -> None:
 def test_the_reference_has_every_public_name(module: str) -> None:
     entries = re.findall(r"^::: \S+\.(\w+)$", (CHECKOUT / "docs" / "api.md").read_text(encoding="utf-8"), re.MULTILINE)
     assert set(importlib.import_module(module).__all__) <= set(entries)
+
+
+def test_the_page_of_commands_is_that_of_the_program() -> None:
+    """``python -m tests.commands_page`` writes it anew."""
+    assert commands_page.PAGE.read_text(encoding="utf-8") == commands_page.text()
 
 
 def test_pages_have_examples_that_run() -> None:
