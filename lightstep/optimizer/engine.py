@@ -255,7 +255,8 @@ class Engine:
         self._refuse_unreduced()
         with no_grad_no_inference():
             if isinstance(self.schedule, InBackward) and self.schedule.started:
-                self.schedule.refuse_changed_settings(self.param_groups)
+                moved = self.managed.in_other_groups(self.param_groups)
+                self.schedule.refuse_changed_settings(self.param_groups, moved)
                 self.schedule.wait_for_update()
                 return self._complete(self.schedule, loss)
             gradients, norm, overflow = self._measure()

@@ -154,14 +154,17 @@ class InBackward(Schedule):
     def wait_on_stream(self, items: Iterable[Managed]) -> None:
         """Does nothing: by the next forward, ``step()`` or an earlier reader has waited."""
 
-    def refuse_changed_settings(self, groups: Sequence[dict[str, Any]]) -> None:
+    def refuse_changed_settings(self, groups: Sequence[dict[str, Any]], moved: bool) -> None:
         """Refuse hyper-parameters that were changed between the last backward and ``step()``.
+
+        Args:
+            moved: parameters have come to another group since.
 
         Raises:
             RuntimeError: the updates in backward had the earlier ones. Nothing has been changed: with these set again,
                 ``step()`` may be called again.
         """
-        changed = [] if self._values is None else self._values.changed(groups)
+        changed = [] if self._values is None else [*self._values.changed(groups), *["params"] * moved]
         if changed:
             raise RuntimeError(
                 f"{', '.join(changed)} of a parameter group changed between backward() and step(), and backward has "

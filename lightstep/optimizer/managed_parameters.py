@@ -59,7 +59,7 @@ class ManagedParameters:
         self._loaded_masters: dict[Tensor, Tensor] = {}  # loaded before the set-up, without other state
         self._watch = ModelWatch()
         self._items: dict[Tensor, Managed] = {}
-        self._covered: tuple[list[dict[str, Any]], list[Tensor]] = ([], [])  # groups and parameters at the last set-up
+        self._covered: list[Any] = []  # at the last set-up: each group, followed by its trained parameters
         self._copies: weakref.ref[HostCopyPool] | None = None  # of the last save; the model owns them
 
     def __iter__(self) -> Iterator[Managed]:
@@ -94,13 +94,15 @@ class ManagedParameters:
         """
         if not also and self.covers(groups):
             return False
-        trained = [p for group in groups for p in group["params"] if _is_trained(p)]
+        covered = _groups_and_trained(groups)
         new = self._manage_all(groups, {*self._items, *also})
-        self._covered = (list(groups), trained)
+        self._covered = covered
         return new
 
     def _manage_all(self, groups: Sequence[dict[str, Any]], wanted: Collection[Tensor]) -> bool:
         listed = [(p, group) for group in groups for p in group["params"] if _is_trained(p) or p in wanted]
+        for parameter, group in listed:
+            self._refuse_other_class(parameter, group)
         for parameter, group in listed:  # users may replace groups
             if parameter in self._items:
                 self._items[parameter].group = group
@@ -122,6 +124,14 @@ class ManagedParameters:
             self.record(item)
             self._init_master(item)
         return True
+
+    def _refuse_other_class(self, parameter: Tensor, group: dict[str, Any]) -> None:
+        item, theirs = self._items.get(parameter), self._classes.arithmetic_for(group)
+        if item is not None and self._classes.arithmetic_for(item.group) is not theirs:
+            raise ValueError(
+                f"{item.name} was moved to a parameter group of {theirs.name}, and its state is that of "
+                f"{self._classes.arithmetic_for(item.group).name}: move it back, or make a new optimizer"
+            )
 
     def _init_master(self, item: Managed) -> None:
         """The master starts from the fp32 values that the weight was rounded from, if they are known and still fit."""
@@ -167,9 +177,13 @@ class ManagedParameters:
         self._watch.record(item, item.local)
 
     def covers(self, groups: Sequence[dict[str, Any]]) -> bool:
-        """Whether all parameters that the groups train are managed, and the groups are the same."""
-        trained = [p for group in groups for p in group["params"] if _is_trained(p)]
-        return _identical(trained, self._covered[1]) and _identical(groups, self._covered[0])
+        """Whether all parameters that the groups train are managed, and each is in the group that it was in."""
+        return _identical(_groups_and_trained(groups), self._covered)
+
+    def in_other_groups(self, groups: Sequence[dict[str, Any]]) -> bool:
+        """Whether some managed parameter has another group than at the last set-up."""
+        listed = ((self._items.get(p), group) for group in groups for p in group["params"])
+        return any(item is not None and item.group is not group for item, group in listed)
 
     def find_written(self, items: Iterable[Managed]) -> list[Managed]:
         """The parameters that somebody else has written to since :meth:`record`, as far as :class:`ModelWatch` can
@@ -341,6 +355,10 @@ class ManagedParameters:
 
 def _is_trained(parameter: Tensor) -> bool:
     return parameter.requires_grad or parameter.grad is not None
+
+
+def _groups_and_trained(groups: Sequence[dict[str, Any]]) -> list[Any]:
+    return [each for group in groups for each in (group, *filter(_is_trained, group["params"]))]
 
 
 def _as_parameter(item: Managed, value: Any) -> Any:

@@ -594,6 +594,58 @@ def test_groups_may_be_exchanged_and_parameters_move_between_them(backend: str) 
     assert not torch.equal(setup.weights()["2.weight"], before["2.weight"])
 
 
+def two_rates(model: nn.Module) -> list[dict[str, Any]]:
+    return [{"params": model[0].parameters(), "lr": 0.05}, {"params": model[2].parameters(), "lr": 0.0}]
+
+
+def move_to_the_next_group(setup: Setup) -> Tensor:
+    """The order of all parameters stays."""
+    first, second = setup.optimizer.param_groups
+    second["params"].insert(0, first["params"].pop())
+    return second["params"][0]
+
+
+@pytest.mark.parametrize("kind", [*EVERY_TIME, *IN_BACKWARD])
+@pytest.mark.parametrize("between", [False, True], ids=["before backward", "after backward"])
+def test_a_parameter_follows_its_group(kind: str, between: bool) -> None:
+    setup = Setup(state={**EVERY_TIME, **IN_BACKWARD}[kind], groups=two_rates)
+    setup.train(0, 1)
+    before = setup.weights()["0.bias"]
+    if not between:
+        moved = move_to_the_next_group(setup)
+        setup.step(2)
+    else:
+        with setup.strategy.accumulate(setup.model, last=True):
+            setup.backward(2)
+        moved = move_to_the_next_group(setup)
+        if kind in IN_BACKWARD:
+            with pytest.raises(RuntimeError, match=r"params of a parameter group changed between backward\(\)"):
+                setup.optimizer.step()
+            return
+        setup.optimizer.step()
+    setup.optimizer.synchronize()
+    assert torch.equal(moved, before)
+    setup.optimizer.param_groups[1]["lr"] = 0.05
+    setup.step(3)
+    setup.optimizer.synchronize()
+    assert not torch.equal(moved, before)
+
+
+@backends
+def test_a_parameter_does_not_move_to_a_group_of_another_class(backend: str) -> None:
+    def groups(model: nn.Module) -> list[dict[str, Any]]:
+        return [{"params": model[0].parameters()}, {"params": [model[2].bias], "optimizer_class": torch.optim.SGD}]
+
+    setup, expected = Setup(backend, groups=groups).train(0), Setup(backend, groups=groups).train(0)
+    move_to_the_next_group(setup)
+    with pytest.raises(ValueError, match="bias was moved to a parameter group of SGD, and its state is that of AdamW"):
+        setup.step(1)
+    first, second = setup.optimizer.param_groups
+    first["params"].append(second["params"].pop(0))
+    setup.optimizer.step()
+    assert_same(setup.train(2), expected.train(1, 2))
+
+
 class CountsOnItself(torch.optim.Optimizer):
     """A class that keeps its step count in an attribute."""
 
