@@ -43,6 +43,18 @@ def test_the_reference_has_every_public_name(module: str) -> None:
     assert set(importlib.import_module(module).__all__) <= set(entries)
 
 
+def test_the_reference_lists_the_members_of_each_class() -> None:
+    """Otherwise every method without an underscore would be on the page, and with it what only lightstep calls."""
+    reference = (CHECKOUT / "docs" / "api.md").read_text(encoding="utf-8")
+    for module, name, members in re.findall(
+        r"^::: (\S+)\.([A-Z]\w+)$(.*?)(?=^:::|\Z)", reference, re.MULTILINE | re.DOTALL
+    ):
+        assert "members:" in members, name
+        shown = getattr(importlib.import_module(module), name)
+        attributes = {*dir(shown), *getattr(shown, "__annotations__", {})}
+        assert set(re.findall(r"^        - (\w+)$", members, re.MULTILINE)) <= attributes, name
+
+
 def test_the_page_of_commands_is_that_of_the_program() -> None:
     """``python -m tests.commands_page`` writes it anew."""
     assert commands_page.PAGE.read_text(encoding="utf-8") == commands_page.text()
