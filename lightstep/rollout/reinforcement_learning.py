@@ -55,26 +55,7 @@ class ReinforcementLearning:
         to: RolloutEngine | WeightTransport | None = None,
         version: int | None = None,
     ) -> int:
-        """Send the model's weights after the last step to rollout workers or an engine; returns their version.
-
-        Called by all ranks that train. Waits for deferred updates first. Weights are sent layer by layer: a device
-        needs memory for one bucket (``roles.rollout.bucket_mib``, or one larger tensor) and one gathered tensor. The
-        training state never changes.
-
-        Args:
-            model: what ``prepare_model`` returned for the role ``"trainer"``.
-            dtype: floating-point weights are cast to it.
-            to: ``None``: the ranks whose role is ``"rollout"``, which call :meth:`receive`. An engine: every rank that
-                trains passes the one in its own process. A transport: used by the first rank.
-            version: sent with the weights. Default: one more than the last version, beginning with 1.
-
-        Raises:
-            WeightTransferError: a receiver died, did not answer in ``roles.rollout.timeout_s`` seconds, or cannot load
-                these weights. All ranks that train raise. Training can continue, and the weights can be published
-                again.
-            ConfigError: there are no receivers.
-            RuntimeError: layers are updated in backward and ``step()`` has not been called, or a step failed.
-        """
+        """See ``Strategy.publish_weights``. ``dtype``: floating-point weights are cast to it."""
         self._roles.require_trainer("publish_weights", "it receives weights: call receive_weights(engine)", model)
         record = PreparedModel.of(model)
         refuse_partly_loaded(model, "publishing weights")
@@ -121,23 +102,7 @@ class ReinforcementLearning:
         return self._board, workers
 
     def receive(self, engine: RolloutEngine, wait: bool = True, timeout: float | None = None) -> int | None:
-        """Load the newest published weights into the engine, on a rank whose role is ``"rollout"``.
-
-        Args:
-            engine: its ``version`` is the returned one afterwards.
-            wait: wait until weights are published. Without it, only weights that are offered now are received.
-            timeout: seconds to wait; default: ``roles.rollout.timeout_s``.
-
-        Returns:
-            The version received; ``None`` if nothing is offered and ``wait`` is ``False``.
-
-        Raises:
-            TrainingEnded: the trainers have closed their strategy or died. No further weights will be published.
-            WeightTransferError: names, shapes or dtypes do not fit, or nothing was published in time; the engine still
-                has its previous weights. Or the transfer failed; the engine then refuses to generate until it has
-                received a complete set.
-            ConfigError: this process is not a rollout worker.
-        """
+        """See ``Strategy.receive_weights``."""
         if not isinstance(engine, RolloutEngine):
             raise TypeError(
                 f"receive_weights needs a RolloutEngine; got {type(engine).__name__}. For a model: "

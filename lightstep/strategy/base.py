@@ -519,7 +519,11 @@ class Strategy(ABC):
 
         With ``asynchronous`` a thread writes the run as it is now. A handle is returned at once: ``done()``, and
         ``result(timeout=None)``, which returns the folder. The next save, :meth:`close` and the end of the process wait
-        for the thread.
+        for the thread. :func:`lightstep.checkpoint.save_checkpoint` describes every argument.
+
+        Raises:
+            TypeError: something in ``scheduler`` or ``extra`` could not be loaded again. Nothing has been written.
+            CheckpointError: the disk is full, something else is at ``path``, ... What was at ``path`` is still there.
         """
         options: dict[str, Any] = {"trainable_only": trainable_only, "weights_only": weights_only}
         options |= {"keep_last": keep_last, "keep_every": keep_every, "asynchronous": asynchronous}
@@ -538,6 +542,10 @@ class Strategy(ABC):
 
         Without ``optimizer`` only the weights are loaded, and the masters of the model's optimizers are rebuilt from
         them. With ``trainable_only=True`` the frozen base is not loaded even if it was saved.
+
+        Raises:
+            CheckpointError: the checkpoint cannot be used; the message names the path and what differs. Nothing has
+                been changed.
         """
         return self.checkpoints.load(path, model, optimizer, scheduler, trainable_only)
 
@@ -552,16 +560,42 @@ class Strategy(ABC):
     ) -> int:
         """Send the model's weights after the last step to the rollout workers or an engine; returns their version.
 
-        See :meth:`ReinforcementLearning.publish
-        <lightstep.rollout.reinforcement_learning.ReinforcementLearning.publish>`.
+        Called by all ranks that train. Waits for deferred updates first. Weights are sent layer by layer: a device
+        needs memory for one bucket (``roles.rollout.bucket_mib``, or one larger tensor) and one gathered tensor. The
+        training state never changes. Floating-point weights are cast to ``roles.rollout.parameters``.
+
+        Args:
+            model: what :meth:`prepare_model` returned for the role ``"trainer"``.
+            to: ``None``: the ranks whose role is ``"rollout"``, which call :meth:`receive_weights`. An engine: every
+                rank that trains passes the one in its own process. A transport: used by the first rank.
+            version: sent with the weights. Default: one more than the last version, beginning with 1.
+
+        Raises:
+            WeightTransferError: a receiver died, did not answer in ``roles.rollout.timeout_s`` seconds, or cannot load
+                these weights. All ranks that train raise. Training can continue, and the weights can be published
+                again.
+            ConfigError: there are no receivers.
+            RuntimeError: layers are updated in backward and ``step()`` has not been called, or a step failed.
         """
         return self.rollout.publish(model, self.rollout_dtype, to, version)
 
     def receive_weights(self, engine: RolloutEngine, wait: bool = True, timeout: float | None = None) -> int | None:
         """Load the newest published weights into the engine, on a rank whose role is ``"rollout"``.
 
-        See :meth:`ReinforcementLearning.receive
-        <lightstep.rollout.reinforcement_learning.ReinforcementLearning.receive>`.
+        Args:
+            engine: its ``version`` is the returned one afterwards.
+            wait: wait until weights are published. Without it, only weights that are offered now are received.
+            timeout: seconds to wait; default: ``roles.rollout.timeout_s``.
+
+        Returns:
+            The version received; ``None`` if nothing is offered and ``wait`` is ``False``.
+
+        Raises:
+            TrainingEnded: the trainers have closed their strategy or died. No further weights will be published.
+            WeightTransferError: names, shapes or dtypes do not fit, or nothing was published in time; the engine still
+                has its previous weights. Or the transfer failed; the engine then refuses to generate until it has
+                received a complete set.
+            ConfigError: this process is not a rollout worker.
         """
         return self.rollout.receive(engine, wait, timeout)
 
