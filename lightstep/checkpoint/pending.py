@@ -25,18 +25,26 @@ _NICENESS = 10
 
 
 class PendingSave(Future[Path]):
-    """A handle for a save. ``done()``: whether it has ended. ``result(timeout=None)`` waits, and returns the folder."""
+    """A handle for a save. ``done()``: whether it has ended. ``result(timeout=None)`` waits, and returns the folder.
+
+    A save cannot be cancelled: ``cancel()`` returns ``False``.
+    """
 
     def __init__(self, thread: threading.Thread | None = None) -> None:
         super().__init__()
+        self.set_running_or_notify_cancel()
         self._thread = thread
         self._result_seen = False
 
     def result(self, timeout: float | None = None) -> Path:
-        try:
-            return super().result(timeout)
-        finally:
-            self._result_seen = self.done()
+        self.exception(timeout)  # raises TimeoutError if the save is still running
+        self._result_seen = True
+        return super().result()
+
+    def join(self) -> None:
+        """Wait until the save has ended, and its callbacks with it. Its error is kept for later."""
+        if self._thread is not None:
+            self._thread.join()
 
     def raise_if_failed(self) -> None:
         """Raise the thread's error, unless :meth:`result` has raised it before.
@@ -44,8 +52,7 @@ class PendingSave(Future[Path]):
         What the save left in hidden folders is removed by then.
         """
         if self.done() and not self._result_seen and self.exception() is not None:
-            if self._thread is not None:
-                self._thread.join()  # callbacks remove folders
+            self.join()  # callbacks remove folders
             self.result()
 
 
@@ -116,7 +123,7 @@ def _log_unraised_error() -> None:
 def wait_for_pending() -> None:
     """Wait for the pending save, if there is one. Its error is kept for later."""
     if _pending is not None:
-        _pending.exception()
+        _pending.join()
 
 
 def finish_pending() -> None:

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import lightstep
-from lightstep.checkpoint import CheckpointError, load
+from lightstep.checkpoint import CheckpointError, load, save
 from tests.distributed.ranks import Pool
 from tests.distributed.sharding_runs import full
 from tests.unit.test_checkpoint_promises import OLD, Adapted
@@ -205,3 +205,39 @@ def check_asynchronous(rank: int, world_size: int, folder: str) -> None:
 
 def test_two_ranks_write_while_they_train(pool: Pool, tmp_path: Path) -> None:
     pool.run(check_asynchronous, 2, folder=str(tmp_path))
+
+
+def check_asynchronous_error(rank: int, world_size: int, folder: str, failing: int) -> None:
+    """The writer of one rank fails: no rank's step raises, so none waits for another; the next save of each does."""
+    strategy, model, optimizer = made(nn.Linear(6, 4), 2, 6)
+    strategy.save_checkpoint(f"{folder}/step-1", model, optimizer)
+
+    def fails(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    def train() -> None:
+        optimizer.backward(model(torch.ones(4, 6, dtype=torch.bfloat16, device=strategy.device)).float().sum())
+        optimizer.step()
+
+    expected = "No space left on device" if rank == failing else f"rank {failing}: No space left on device"
+    for raises in (lambda: strategy.save_checkpoint(f"{folder}/step-3", model, optimizer), strategy.close):
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == failing:
+                patch.setattr(save, "write_tensors", fails)
+            pending = strategy.save_checkpoint(f"{folder}/step-2", model, optimizer, asynchronous=True, keep_last=1)
+            train()
+            assert isinstance(pending.exception(60), CheckpointError)
+        train()
+        with pytest.raises(CheckpointError, match=f"step-2 was not saved: {expected}$"):
+            raises()
+    strategy.save_checkpoint(f"{folder}/step-4", model, optimizer, asynchronous=True).result(60)
+    dist.barrier()
+    assert {path.name for path in Path(folder).iterdir()} == {"step-1", "step-4"}
+    dist.barrier()
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_an_error_of_one_writer_is_raised_by_the_next_save_of_all_ranks(
+    pool: Pool, tmp_path: Path, failing: int
+) -> None:
+    pool.run(check_asynchronous_error, 2, folder=str(tmp_path), failing=failing)
