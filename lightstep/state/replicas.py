@@ -41,22 +41,21 @@ class ReplicaShardedBackend(StateBackend):
     Args:
         inner: the backend that keeps and updates the share.
         replicas: the ranks that hold the same part of the model.
-        speculates: updates may be speculative; their weights are sent when they are committed.
     """
 
     name: ClassVar[str] = "stream"
     returns_live_state = False
     peers_wait = True
 
-    def __init__(self, inner: StateBackend, replicas: Replicas, speculates: bool = False) -> None:
+    def __init__(self, inner: StateBackend, replicas: Replicas) -> None:
         self.inner, self.supports_lanes = inner, inner.supports_lanes
-        self._replicas, self._speculates = replicas, speculates
+        self._replicas = replicas
         self._owners: dict[Managed, int] = {}
         self._own: list[Managed] = []
         self._broadcasts = _WeightBroadcasts(replicas)
 
     def fresh(self) -> ReplicaShardedBackend:
-        return type(self)(self.inner.fresh(), self._replicas.copy(), self._speculates)
+        return type(self)(self.inner.fresh(), self._replicas.copy())
 
     # -- set-up
 
@@ -142,7 +141,7 @@ class ReplicaShardedBackend(StateBackend):
         self._broadcasts.arrive()
 
     def reserve_speculation(self, units: Collection[Unit]) -> Sequence[Unit]:
-        return self.inner.reserve_speculation(units) if self._speculates and units else ()
+        return self.inner.reserve_speculation(units) if units else ()
 
     def prefer_resident(self, units: Sequence[Unit]) -> None:
         self.inner.prefer_resident(units)

@@ -13,7 +13,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightstep.config import ConfigError, DDPSharding
 from lightstep.distributed import Replicas, is_sharded, role_group
-from lightstep.optimizer.schedule import AtStep, Schedule
+from lightstep.optimizer.in_backward import InBackward
+from lightstep.optimizer.overlap import Overlap
+from lightstep.optimizer.schedule import AtStep, NextForward, Schedule
 from lightstep.precision.gradients import ReducedGradients
 from lightstep.sharding.direct_calls import DirectCalls
 from lightstep.sharding.model_names import unwrap_model
@@ -31,7 +33,6 @@ class DDPStrategy(ProcessGroupStrategy):
     """
 
     _overflow_everywhere = True
-    _reduces_in_backward = False
 
     @property
     def _sharding(self) -> DDPSharding:
@@ -137,9 +138,9 @@ class DDPStrategy(ProcessGroupStrategy):
 
     @property
     def _schedule_class(self) -> type[Schedule]:
-        """``AtStep`` for updates in backward: DDP's buckets keep all gradients until backward ends."""
+        """Nothing is updated in backward: DDP's buckets keep all gradients until it ends."""
         configured = super()._schedule_class
-        return AtStep if configured.in_backward else configured
+        return {InBackward: AtStep, Overlap: NextForward}.get(configured, configured)
 
     def _replicas(self, model: nn.Module) -> Replicas | None:
         replica = _find_replica(model)

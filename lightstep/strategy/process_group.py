@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping
-from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -25,16 +24,13 @@ class ProcessGroupStrategy(Strategy):
     :meth:`close` ends it.
     """
 
-    _reduces_in_backward: ClassVar[bool] = True
-    """Whether reduced gradients are available layer by layer during backward."""
-
     def _make_backend(self, model: nn.Module) -> StateBackend:
         backend = super()._make_backend(model)
         alike = not any(differs_across_ranks(parameter) for parameter in model.parameters())
         replicas = self._replicas(model) if isinstance(backend, StreamBackend) and alike else None
         if replicas is None or replicas.size == 1:
             return backend
-        return ReplicaShardedBackend(backend, replicas, self._reduces_in_backward)
+        return ReplicaShardedBackend(backend, replicas)
 
     @abstractmethod
     def _replicas(self, model: nn.Module) -> Replicas | None:

@@ -11,7 +11,7 @@ import pytest
 from lightstep.optimizer.overlap import Overlap
 from tests.distributed.models import TinyTransformer
 from tests.distributed.ranks import Pool
-from tests.distributed.sharding_runs import HSDP
+from tests.distributed.sharding_runs import DDP, HSDP
 from tests.distributed.test_next_forward import LAYOUTS, PRECISIONS, check_same_bits
 from tests.distributed.test_replicas import Run, same_runs
 from tests.unit.test_stream import random_delays, random_sleeps
@@ -65,6 +65,12 @@ def test_slow_lanes(pool: Pool, layout: str, precision: str, max_norm: float, ex
     world_size, sharding = LAYOUTS[layout]
     settings = {"sharding": sharding, "precision": PRECISIONS[precision], "clipping": {"max_norm": max_norm}}
     pool.run(check_verdicts, world_size, expected=expected, **settings)
+
+
+def test_one_rank_under_ddp(pool: Pool) -> None:
+    """Its hook takes gradients at the end of backward, as on several ranks."""
+    settings = {"sharding": DDP, "precision": PRECISIONS["bf16"], "clipping": {"max_norm": 1e6}}
+    pool.run(check_verdicts, 1, expected=[], **settings)
 
 
 @pytest.mark.parametrize("layout", ["fsdp2", "hsdp"])

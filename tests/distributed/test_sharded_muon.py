@@ -24,7 +24,8 @@ from lightstep.distributed.matrices import assign_owners, orthogonalization_cost
 from lightstep.state.backend import AHEAD
 from tests.distributed.models import TinyTransformer, loss_of
 from tests.distributed.ranks import Pool, device_of
-from tests.distributed.sharded_reference import GatheringLoop
+from tests.distributed.sharded_reference import GatheringLoop, ReplicatedLoop
+from tests.reference.several_classes import SeveralClasses
 from tests.reference.tiny_model import representable
 from tests.unit.test_stream import random_delays, random_sleeps
 
@@ -206,6 +207,33 @@ def test_other_units_between_them(pool: Pool) -> None:
 def test_with_copies_of_the_shards(pool: Pool, state: str) -> None:
     sharding = {"mesh": {"replicate": 2, "shard": 2}}
     pool.run(check_exact, 4, sharding=sharding, state=STATES[state])
+
+
+def two_dimensions(model: nn.Module) -> list[dict[str, Any]]:
+    muon, adamw = groups_of(model)
+    return [
+        {**muon, "params": [p for p in model.parameters() if p.dim() == 2]},
+        {**adamw, "params": [p for p in model.parameters() if p.dim() != 2]},
+    ]
+
+
+def check_replicated(rank: int, world_size: int, state: dict[str, Any]) -> None:
+    """Every rank has whole matrices: DDP's replicas beside torch's two optimizers on every rank."""
+    replica: Any = representable(_seeded()).to(device_of(rank, world_size), torch.bfloat16)
+    strategy, model, optimizer = made({"kind": "ddp", "find_unused_parameters": True}, state, two_dimensions)
+    trained = [{**g, "params": [p for p in g["params"] if p.requires_grad]} for g in two_dimensions(replica)]
+    loop = ReplicatedLoop(replica, trained, SeveralClasses, units=[list(replica.parameters())], max_norm=0.5)  # type: ignore[arg-type]
+    train(strategy, model, optimizer, rank, range(2), loop)
+    if state["backend"] == "stream":
+        slow_lanes(strategy, optimizer, rank)
+    train(strategy, model, optimizer, rank, range(2, 4), loop)
+    assert_same(strategy.unwrap_model(model), optimizer, loop)
+    optimizer.close()
+
+
+@pytest.mark.parametrize(("state", "world_size"), [("stream, overlap", 1), ("stream, overlap", 2), ("resident", 2)])
+def test_replicas_of_whole_matrices(pool: Pool, state: str, world_size: int) -> None:
+    pool.run(check_replicated, world_size, state=STATES[state])
 
 
 def check_tensor_parallel(rank: int, world_size: int, state: dict[str, Any]) -> None:
