@@ -81,8 +81,8 @@ class BaseArithmetic:
         """Update :attr:`whole_tensors` for these groups' settings; called at set-up."""
         for group in groups:
             settings = {key: value for key, value in settings_of(group).items() if key in self.defaults}
-            if not any(settings is known or equal_settings(settings, known) for known in self._inspected):
-                self._inspected.append(settings)
+            if not any(equal_settings(settings, known) for known in self._inspected):
+                self._inspected.append(copy.deepcopy(settings))
                 needs = needs_whole_tensors(self.optimizer_class, self.hyperparameters, settings)
                 self.whole_tensors = self.whole_tensors or needs
 

@@ -38,14 +38,14 @@ class GroupValues:
             }
         )
 
-    def copy_tensors(self) -> None:
-        """Copy the groups' tensors (a learning rate): later writes to them do not reach this step."""
+    def copy_mutable(self) -> None:
+        """Copy the groups' tensors (a learning rate) and lists (betas): later writes to them do not reach this step."""
         for settings in self._initial.values():
             settings.update({key: _copied(value) for key, value in settings.items()})
 
     def settings(self, group: dict[str, Any]) -> dict[str, Any]:
-        """A copy of one group's settings."""
-        return dict(self._initial[id(group)])
+        """A copy of one group's settings, lists included: the base optimizer may write into it."""
+        return {key: _copied(v) if type(v) in (list, dict) else v for key, v in self._initial[id(group)].items()}
 
     def restore_attributes(self, optimizer: torch.optim.Optimizer) -> None:
         """Set numbers that a class keeps as attributes (``self.t += 1``) back to their values before the step."""
@@ -58,7 +58,13 @@ class GroupValues:
     def record_writes(self, group: dict[str, Any], seen: Mapping[str, Any]) -> None:
         """Record what the base optimizer has changed in the settings that it was given for a group."""
         initial = self._initial[id(group)]
-        changed = {k: v for k, v in seen.items() if k not in ("params", "fused") and initial.get(k) is not v}
+        changed = {
+            key: value
+            for key, value in seen.items()
+            if key not in ("params", "fused")
+            and initial.get(key) is not value
+            and not (type(value) in (list, dict) and _same_value(value, initial.get(key)))
+        }
         self._written.setdefault(id(group), {}).update(changed)
 
     def matches(self, groups: Sequence[dict[str, Any]]) -> bool:
@@ -96,16 +102,20 @@ def _same(first: Any, second: Any) -> bool:
 
 
 def _copied(value: Any) -> Any:
-    """A tensor is copied; so are those of a tuple (betas)."""
+    """A copy of a tensor, or of a tuple (betas), list or dictionary with what it holds."""
     if isinstance(value, Tensor):
         return value.clone()
-    return tuple(map(_copied, value)) if type(value) is tuple else value
+    if type(value) is dict:
+        return {key: _copied(each) for key, each in value.items()}
+    return type(value)(map(_copied, value)) if type(value) in (tuple, list) else value
 
 
 def _same_value(now: Any, then: Any) -> bool:
     """Tensors are compared by value on the CPU; on an accelerator that would make the host wait, so they differ."""
-    if type(now) is type(then) is tuple:
+    if type(now) is type(then) and type(now) in (tuple, list):
         return len(now) == len(then) and all(map(_same_value, now, then))
+    if type(now) is type(then) is dict:
+        return now.keys() == then.keys() and all(_same_value(now[key], then[key]) for key in now)
     if isinstance(now, Tensor) and isinstance(then, Tensor):
         return now.device.type == then.device.type == "cpu" and torch.equal(now, then)
     return _same(now, then)

@@ -77,7 +77,7 @@ class InBackward(Schedule):
             self.started, self._make_update = True, make_update
             everything = [item for layer in self._arrivals.layers for item in layer]
             values = GroupValues(groups)
-            values.copy_tensors()
+            values.copy_mutable()
             self._begin(everything, values, self._backend.supports_lanes, self._arrivals.backward_order())
             try:
                 with self._arrivals.listening(lambda item: self._take_gradient(item, take)):

@@ -159,7 +159,7 @@ class Overlap(NextForward):
     def _start_speculation(self, speculation: Speculation) -> Speculation:
         self._updater.reserve_stage()
         self._speculation, speculation.done = speculation, self._backend.lanes.event()
-        speculation.values.copy_tensors()
+        speculation.values.copy_mutable()
         everything = [item for layer in self._arrivals.layers for item in layer]
         self._arrivals.start_backward(without_gradient={item for item in everything if not item.updated})
         shared = iter(speculation.shared_queue)

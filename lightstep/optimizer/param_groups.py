@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -105,11 +106,15 @@ def _refuse_repeated(parameters: Sequence[Tensor], names: Mapping[Tensor, str]) 
 
 
 def plain_numbers(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Hyper-parameters with numpy's numbers replaced by Python's: a weights-only load would refuse numpy's."""
+    """Hyper-parameters with numpy's numbers replaced by Python's: a weights-only load would refuse numpy's.
+
+    A list without any stays the same object, as in torch: its owner may write to it later.
+    """
     return {key: value if key == "params" else _plain(value) for key, value in settings.items()}
 
 
 def _plain(value: Any) -> Any:
     if type(value) in (tuple, list):
-        return type(value)(_plain(element) for element in value)
+        plain = type(value)(map(_plain, value))
+        return value if all(map(operator.is_, plain, value)) else plain
     return value.item() if type(value).__module__ == "numpy" and getattr(value, "shape", None) == () else value

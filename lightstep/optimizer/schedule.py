@@ -101,7 +101,7 @@ class Schedule:
         # The first update of a parameter makes its state: memory is laid out, and the host takes part.
         deferred = self.deferred and all(item.updated for item in update.gradients)
         if deferred:
-            update.values.copy_tensors()
+            update.values.copy_mutable()
         with self._lock, self._aborting("the update under way"):
             self._begin(update.gradients.keys(), update.values, deferred)
             units = self._backend.units()

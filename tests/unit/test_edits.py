@@ -646,6 +646,65 @@ def test_a_parameter_does_not_move_to_a_group_of_another_class(backend: str) -> 
     assert_same(setup.train(2), expected.train(1, 2))
 
 
+@pytest.mark.parametrize("given", ["at first", "later"])
+@pytest.mark.parametrize("kind", [*EVERY_TIME, *IN_BACKWARD])
+def test_a_list_that_is_written_to_in_place_counts_from_the_next_step(kind: str, given: str) -> None:
+    """As torch sees it: pending updates have the values of their step, and those tried in backward are redone."""
+    finals = []
+    for state in ({**EVERY_TIME, **IN_BACKWARD}[kind], BACKENDS["resident"]):
+        betas = [0.9, 0.99]
+
+        def groups(model: nn.Module, own: list[float] = betas) -> list[dict[str, Any]]:
+            return [{"params": list(model.parameters()), **({"betas": own} if given == "at first" else {})}]
+
+        setup = Setup(state=state, groups=groups)
+        if given == "later":
+            setup.optimizer.param_groups[0]["betas"] = betas
+        assert setup.optimizer.param_groups[0]["betas"] is betas
+        for number in range(5):
+            with setup.strategy.accumulate(setup.model, last=True):
+                setup.backward(number)
+            if number > 2 and kind not in IN_BACKWARD:
+                betas[0] *= 0.9
+            setup.optimizer.step()
+            betas[0] *= 0.9
+        finals.append(setup)
+    assert_same(*finals)
+    if kind in IN_BACKWARD:
+        with finals[0].strategy.accumulate(finals[0].model, last=True):
+            finals[0].backward(9)
+        finals[0].optimizer.param_groups[0]["betas"][0] = 0.5
+        with pytest.raises(RuntimeError, match="betas of a parameter group changed between"):
+            finals[0].optimizer.step()
+
+
+class CountsInAList(torch.optim.SGD):
+    """A class that keeps its step count in a list of its group."""
+
+    def __init__(self, params: Any, lr: float = 1e-2) -> None:
+        super().__init__(params, lr=lr)
+        for group in self.param_groups:
+            group.setdefault("counts", [0])
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["counts"][0] += 1
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad, alpha=group["lr"] / group["counts"][0])
+
+
+@pytest.mark.parametrize("kind", [*EVERY_TIME, *IN_BACKWARD])
+def test_what_a_class_counts_in_a_list_counts_steps(kind: str) -> None:
+    def groups(model: nn.Module) -> list[dict[str, Any]]:
+        return [{"params": list(model.parameters()), "counts": [0]}]
+
+    setup = Setup(state={**EVERY_TIME, **IN_BACKWARD}[kind], optimizer_class=CountsInAList, groups=groups)
+    setup.train(0, 1, 2).optimizer.synchronize()
+    assert setup.optimizer.param_groups[0]["counts"] == [3]
+
+
 class CountsOnItself(torch.optim.Optimizer):
     """A class that keeps its step count in an attribute."""
 
