@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import shutil
 import weakref
 from collections.abc import Iterator, Mapping
@@ -31,6 +32,7 @@ with needs("train"):
 from lightstep.checkpoint import CheckpointError
 from lightstep.checkpoint.export import full_weights
 from lightstep.checkpoint.layout import has_complete_checkpoint, holds_checkpoint
+from lightstep.checkpoint.pending import PendingSave
 from lightstep.config import ConfigError, FSDP2Sharding
 from lightstep.distributed import local_tensor
 from lightstep.integrations.checks import (
@@ -53,10 +55,22 @@ __all__ = ["LightstepAccelerator", "LightstepOptimizer", "connect", "prepare"]
 
 logger = logging.getLogger(__name__)
 
+_NAME = re.compile(r"checkpoint_(\d+)")
+"""Of automatic checkpoint naming."""
+
+
+def _is_complete(folder: Path) -> bool:
+    """Whether ``save_state`` of lightstep or of plain accelerate has written all of it."""
+    if holds_checkpoint(folder / CHECKPOINT):
+        return has_complete_checkpoint(folder / CHECKPOINT)
+    return any(folder.glob("random_states_*.pkl")) and any(folder.glob("optimizer*"))
+
+
 _KIND = folder_kind(
     "a state that save_state wrote",
     patterns=("*.bin", "*.pkl", "*.safetensors", "*.safetensors.index.json", "scaler.pt"),
     is_ours=lambda path: (path / CHECKPOINT).is_dir() or any(path.glob("random_states_*.pkl")),
+    is_complete=_is_complete,
 )
 
 
@@ -379,47 +393,53 @@ class LightstepAccelerator(Accelerator):
         """
         self._finish_save()
         trained = self._model_and_optimizer()
-        if asynchronous:
-            return self._save_state_asynchronously(trained, output_dir, safe_serialization, **kwargs)
-        with self._total_limit_after_save(), self._hidden_from_accelerate(trained):
-            location = super().save_state(output_dir, safe_serialization, **kwargs)
-            if trained is not None:
-                model, optimizer = trained
-                self.wait_for_everyone()
-                self.strategy.save_checkpoint(Path(location) / CHECKPOINT, model, optimizer.optimizer)
-        return location
-
-    def _save_state_asynchronously(
-        self, trained: tuple[nn.Module, LightstepOptimizer] | None, output_dir: Any, *args: Any, **kwargs: Any
-    ) -> PendingFolder:
         if trained is None:
-            raise RuntimeError("save_state(asynchronous=True) without a model and an optimizer: prepare them first")
+            if asynchronous:
+                raise RuntimeError("save_state(asynchronous=True) without a model and an optimizer: prepare them first")
+            return super().save_state(output_dir, safe_serialization, **kwargs)
+        path, limit = self._next_state(output_dir)
+        if not asynchronous and _holds_user_files(path):
+            self._write_state(path, trained, safe_serialization, kwargs)
+            return path
+        with PendingFolder(path, _KIND, lambda: self._remove_old_states(limit, path)) as pending:
+            pending.checkpoint = self._write_state(pending.folder, trained, safe_serialization, kwargs, asynchronous)
+        if not asynchronous:
+            return path
+        self._pending_save = pending
+        return pending
+
+    def _next_state(self, output_dir: Any) -> tuple[Path, int | None]:
+        """Where the next state goes, and how many states are kept; ``None``: all."""
         project = self.project_configuration
-        naming, limit = project.automatic_checkpoint_naming, None
-        if naming:
-            path, limit = self._states_folder / f"checkpoint_{self.save_iteration}", project.total_limit
+        if project.automatic_checkpoint_naming:
+            path = self._states_folder / f"checkpoint_{self.save_iteration}"
             if path.exists():
                 raise ValueError(f"{path} exists; set accelerator.project_configuration.iteration to a free number")
-        elif output_dir is None:
+            return path, project.total_limit
+        if output_dir is None:
             raise ValueError(
                 "save_state() needs output_dir, or a ProjectConfiguration with automatic_checkpoint_naming"
             )
-        else:
-            path = Path(os.path.expanduser(output_dir))
-        with (
-            PendingFolder(path, _KIND, lambda: self._remove_old_states(limit)) as pending,
-            self._hidden_from_accelerate(trained),
-        ):
-            project.automatic_checkpoint_naming = False  # else accelerate would not use this folder
-            try:
-                super().save_state(str(pending.folder), *args, **kwargs)
-            finally:
-                project.automatic_checkpoint_naming = naming
-            pending.checkpoint = self.strategy.save_checkpoint(
-                pending.folder / CHECKPOINT, trained[0], trained[1].optimizer, asynchronous=True
-            )
-        self._pending_save = pending
-        return pending
+        return Path(os.path.expanduser(output_dir)), None
+
+    def _write_state(
+        self,
+        folder: Path,
+        trained: tuple[nn.Module, LightstepOptimizer],
+        safe_serialization: bool,
+        kwargs: dict[str, Any],
+        asynchronous: bool = False,
+    ) -> PendingSave | None:
+        project = self.project_configuration
+        naming, project.automatic_checkpoint_naming = project.automatic_checkpoint_naming, False  # else another folder
+        try:
+            with self._hidden_from_accelerate(trained):
+                super().save_state(str(folder), safe_serialization, **kwargs)
+        finally:
+            project.automatic_checkpoint_naming = naming
+        self.wait_for_everyone()
+        model, optimizer = trained
+        return self.strategy.save_checkpoint(folder / CHECKPOINT, model, optimizer.optimizer, asynchronous=asynchronous)
 
     def _finish_save(self) -> None:
         """Wait for the pending save, if there is one, and raise its error."""
@@ -432,29 +452,16 @@ class LightstepAccelerator(Accelerator):
         self._finish_save()
         super().end_training()
 
-    @contextlib.contextmanager
-    def _total_limit_after_save(self) -> Iterator[None]:
-        """Apply ``total_limit`` after the save. accelerate applies it before, and may remove the only whole state."""
-        project = self.project_configuration
-        limit = project.total_limit if project.automatic_checkpoint_naming else None
-        if limit is None:
-            yield
-            return
-        project.total_limit = None
-        try:
-            yield
-        finally:
-            project.total_limit = limit
-        self.wait_for_everyone()
-        if self.is_main_process:
-            self._remove_old_states(limit)
+    def _remove_old_states(self, limit: int | None, saved: Path) -> None:
+        """Keep the newest ``limit`` whole states up to ``saved``, which has just been saved; remove the older ones.
 
-    def _remove_old_states(self, limit: int | None) -> None:
-        """Remove all states that are older than the newest ``limit`` whole ones."""
+        States with higher numbers stay: a run that was resumed from an earlier one will get there.
+        """
         if limit is None:
             return
         states = self._saved_states()
-        kept = [folder for folder in states if _is_complete(folder)][-max(limit, 1) :]
+        states = states[: states.index(saved) + 1]
+        kept = [folder for folder in states if folder == saved or _is_complete(folder)][-max(limit, 1) :]
         for folder in states[: states.index(kept[0])]:
             shutil.rmtree(folder)
 
@@ -532,16 +539,16 @@ class LightstepAccelerator(Accelerator):
         return Path(self.project_dir) / "checkpoints"
 
     def _saved_states(self) -> list[Path]:
-        """The states with automatic names, the oldest first; whole or not."""
-        folders = self._states_folder.glob("checkpoint_*")
-        return sorted(folders, key=lambda folder: int(folder.name.rpartition("_")[2]))
+        """The states with automatic names, by their numbers; whole or not. Other folders are the user's."""
+        found = {path: _NAME.fullmatch(path.name) for path in self._states_folder.glob("checkpoint_*")}
+        numbers = {path: int(match[1]) for path, match in found.items() if match is not None and path.is_dir()}
+        return sorted(numbers, key=numbers.__getitem__)
 
 
-def _is_complete(folder: Path) -> bool:
-    """Whether ``save_state`` of lightstep or of plain accelerate has written all of it."""
-    if holds_checkpoint(folder / CHECKPOINT):
-        return has_complete_checkpoint(folder / CHECKPOINT)
-    return any(folder.glob("random_states_*.pkl")) and any(folder.glob("optimizer*"))
+def _holds_user_files(path: Path) -> bool:
+    """Whether ``path`` has files that no save wrote. Such a folder is not replaced: programs may be writing to it."""
+    own = _KIND.own_files(path)
+    return any(file.is_file() and file.relative_to(path).as_posix() not in own for file in path.rglob("*"))
 
 
 def _is_sharded(model: nn.Module) -> bool:

@@ -1,4 +1,4 @@
-"""Folders that are written while training goes on, and appear when all of their files are whole."""
+"""Folders that appear when all of their files are whole, and may be written while training goes on."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from pathlib import Path
 from types import TracebackType
 
 from lightstep.checkpoint.errors import checkpoint_errors
-from lightstep.checkpoint.layout import has_complete_checkpoint
 from lightstep.checkpoint.pending import PendingSave, writer_group
 from lightstep.checkpoint.ranks import Ranks
 from lightstep.checkpoint.storage import FolderKind, new_shared_folder, storage_for, sync
@@ -24,8 +23,9 @@ CHECKPOINT = "lightstep"
 class PendingFolder(PendingSave):
     """A handle for a folder with a checkpoint in it: ``done()`` and ``result(timeout=None)``, the folder's path.
 
-    The files are written to ``folder``, in a hidden folder beside ``path``. Its checkpoint is written by a thread; when
-    that has ended, ``folder`` is renamed to ``path``. All ranks use it::
+    The files are written to ``folder``, in a hidden folder beside ``path``. Its checkpoint may be written by a thread;
+    when that has ended, ``folder`` is renamed to ``path``. Without ``checkpoint`` that happens at the end of the block.
+    All ranks use it::
 
         with PendingFolder(path, kind, rotate) as pending:
             ...  # small files into pending.folder
@@ -34,7 +34,7 @@ class PendingFolder(PendingSave):
     Args:
         path: where the folder appears. An older folder is replaced; files in it that no save wrote are kept.
         kind: what may be replaced.
-        rotate: called on the first rank when the folder is in its place, by the thread.
+        rotate: called on the first rank when the folder is in its place.
 
     Raises:
         CheckpointError: another process is saving to ``path``, or something else is there.
@@ -55,10 +55,14 @@ class PendingFolder(PendingSave):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        if error is not None or self.checkpoint is None:
+        if error is not None:
             self._hidden_folder.__exit__(kind, error, at)
             return
         self._ranks.gather(None)  # the small files of every rank are written
+        if self.checkpoint is None:
+            self._put_in_place(self._ranks)
+            self.set_result(self.path)
+            return
         writers = writer_group(self._ranks)
         self.checkpoint.add_done_callback(lambda _: self._complete(writers))
 
@@ -66,16 +70,19 @@ class PendingFolder(PendingSave):
         """The checkpoint has been written, or has failed on every rank."""
         assert self.checkpoint is not None
         try:
-            with self._hidden_folder, checkpoint_errors(f"{self.path} was not saved"):
-                error = self.checkpoint.exception()
-                if error is not None:
-                    raise error
-                writers.together(self._commit, only_first=True)
+            self._put_in_place(writers, self.checkpoint.exception())
             self.set_result(self.path)
         except BaseException as error:
             if self.checkpoint.exception() is None:  # else the checkpoint reports it, at the latest when Python exits
                 logger.error("%s", error)
             self.set_exception(error)
+
+    def _put_in_place(self, ranks: Ranks, error: BaseException | None = None) -> None:
+        """Rename ``folder`` to ``path``, or remove it and raise ``error``."""
+        with self._hidden_folder, checkpoint_errors(f"{self.path} was not saved"):
+            if error is not None:
+                raise error
+            ranks.together(self._commit, only_first=True)
 
     def _commit(self) -> None:
         for file in self.folder.rglob("*"):
@@ -103,17 +110,20 @@ class PendingFolder(PendingSave):
             self.raise_if_failed()
 
 
-def folder_kind(name: str, patterns: tuple[str, ...], is_ours: Callable[[Path], bool]) -> FolderKind:
+def folder_kind(
+    name: str, patterns: tuple[str, ...], is_ours: Callable[[Path], bool], is_complete: Callable[[Path], bool]
+) -> FolderKind:
     """Folders with a checkpoint in ``lightstep/`` and files that match ``patterns`` beside it.
 
     Args:
         name: for messages: ``"a checkpoint of the Trainer"``.
         is_ours: whether a folder may be replaced.
+        is_complete: whether all that belongs to the folder is in it.
     """
     return FolderKind(
         name,
         is_ours=is_ours,
-        is_complete=lambda path: has_complete_checkpoint(path / CHECKPOINT),
+        is_complete=is_complete,
         own_files=partial(_own_files, patterns=(f"{CHECKPOINT}/**/*", *patterns)),
     )
 

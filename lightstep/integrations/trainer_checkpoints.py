@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import logging
+import os
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from lightstep import CheckpointError
 from lightstep.checkpoint.errors import DamagedError, is_damage
@@ -22,7 +23,14 @@ from lightstep.integrations import adapters
 from lightstep.integrations.checks import unwrap_optimizer
 from lightstep.integrations.full_state import sharding_full_state
 from lightstep.integrations.pending_folder import CHECKPOINT, PendingFolder
-from lightstep.integrations.trainer_folders import KIND, is_read_on_save, newest_checkpoint, remove_leftovers
+from lightstep.integrations.trainer_folders import (
+    KIND,
+    is_read_on_save,
+    keep_best_only,
+    newest_checkpoint,
+    remove_leftovers,
+    rotate,
+)
 from lightstep.optimizer.base import BaseOptimizer
 from lightstep.strategy import Strategy
 
@@ -46,7 +54,8 @@ class TrainerCheckpoints(_AnyTrainer):
     asynchronous_saves = False
     _pending_save: PendingFolder | None = None
     _open_folder: PendingFolder | None = None
-    """The folder of an asynchronous save, while the Trainer writes its own files into it."""
+    """The folder of a save, while the Trainer writes its own files into it."""
+    _is_finalizing = False
 
     @property
     def _lightstep_optimizer(self) -> BaseOptimizer:
@@ -71,34 +80,60 @@ class TrainerCheckpoints(_AnyTrainer):
         super()._save(output_dir, state_dict)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        if not self.asynchronous_saves:
-            super()._save_checkpoint(model, trial)
-            return
+        """As the Trainer's, in a hidden folder that becomes ``checkpoint-N`` when all of it is written."""
         self._finish_save()
-        run_dir, limit = super()._get_output_dir(trial), self.args.save_total_limit
-
-        def rotate() -> None:
-            """``best_model_checkpoint`` changes with the next save only, which waits for this one."""
-            rotate_checkpoints(run_dir, limit, self.state.best_model_checkpoint, use_mtime=True)
-
-        path = Path(run_dir) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        with PendingFolder(path, KIND, rotate) as pending:
+        run_dir, limit = Path(super()._get_output_dir(trial)), self.args.save_total_limit
+        best = run_dir / f"{PREFIX_CHECKPOINT_DIR}-{self.state.best_global_step}"
+        if self.state.best_global_step and best.exists():  # the Trainer would look for it in the hidden folder
+            self.state.best_model_checkpoint = str(best)
+        path = run_dir / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        # best_model_checkpoint changes with the next save only, which waits for this one
+        with PendingFolder(path, KIND, lambda: rotate(path, limit, self.state.best_model_checkpoint)) as pending:
             self._open_folder = pending
             try:
                 super()._save_checkpoint(model, trial)
             finally:
                 self._open_folder = None
+            self._rename_best(pending)
         self._pending_save = pending
-        if any(Ranks().gather(bool(self._callbacks_that_read_saves()))):
+        if not self.asynchronous_saves or any(Ranks().gather(bool(self._callbacks_that_read_saves()))):
             self._finish_save()
+        if self.args.push_to_hub:
+            super()._push_from_checkpoint(str(path))
+
+    def _rename_best(self, pending: PendingFolder) -> None:
+        """If the best checkpoint is the one in the hidden folder, tell its path to come."""
+        if self.state.best_model_checkpoint == str(pending.folder):
+            self.state.best_model_checkpoint = str(pending.path)
+            if self.args.should_save:
+                self.state.save_to_json(str(pending.folder / TRAINER_STATE_NAME))
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        """As the Trainer's, once the folder has its name: a thread uploads it."""
+        if self._open_folder is None:
+            super()._push_from_checkpoint(checkpoint_folder)
 
     def _callbacks_that_read_saves(self) -> list[str]:
         return [type(callback).__name__ for callback in self.callback_handler.callbacks if is_read_on_save(callback)]
 
     def _get_output_dir(self, trial: Any) -> str:
-        """The hidden folder, while an asynchronous save writes to it."""
+        """The hidden folder during a save; at the end a folder without checkpoints, where the Trainer removes some."""
+        if self._is_finalizing:
+            return os.devnull
         pending = self._open_folder
         return cast(str, super()._get_output_dir(trial)) if pending is None else str(pending.folder.parent)
+
+    def _finalize_training(self, trial: Any, *args: Any, **kwargs: Any) -> Any:
+        """As the Trainer's, which would remove the user's folders too, such as ``checkpoint-3-notes``."""
+        run_dir, best = self._get_output_dir(trial), self.state.best_model_checkpoint
+        self._is_finalizing = True
+        try:
+            finished = super()._finalize_training(trial, *args, **kwargs)
+        finally:
+            self._is_finalizing = False
+        if self.args.should_save and best is not None and self.args.save_total_limit == 1:
+            keep_best_only(Path(run_dir), best)
+        return finished
 
     def _finish_save(self) -> None:
         """Wait for the pending save on every rank, and raise its error."""
@@ -108,19 +143,18 @@ class TrainerCheckpoints(_AnyTrainer):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         pending = self._open_folder
-        if self._saves_optimizer_pt and pending is None:
+        asynchronous = self.asynchronous_saves and pending is not None
+        if self._saves_optimizer_pt and not asynchronous:
             super()._save_optimizer_and_scheduler(output_dir)
             return
-        if pending is not None and self.state.best_model_checkpoint == output_dir:  # the Trainer found it there
-            self.state.best_model_checkpoint = str(pending.path)
         handle = self.strategy.save_checkpoint(
             Path(output_dir) / CHECKPOINT,
             self.model,
             self._lightstep_optimizer,
             self.lr_scheduler,
-            asynchronous=pending is not None,
+            asynchronous=asynchronous,
         )
-        if pending is not None:
+        if pending is not None and asynchronous:
             pending.checkpoint = handle
 
     # -- loading

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,26 @@ from lightstep.checkpoint.layout import has_complete_checkpoint, holds_checkpoin
 from lightstep.checkpoint.storage import recover_interrupted
 from lightstep.integrations.pending_folder import CHECKPOINT, folder_kind, newest_whole
 
-__all__ = ["KIND", "is_read_on_save", "newest_checkpoint", "remove_leftovers"]
+__all__ = ["KIND", "is_read_on_save", "keep_best_only", "newest_checkpoint", "remove_leftovers", "rotate"]
 
 _NAME = re.compile(r"checkpoint-(\d+)")
+
+
+def _is_whole(folder: Path) -> bool:
+    """Whether it has the Trainer's state, which is the last of its own files, and all of an optimizer's, if any."""
+    try:
+        json.loads((folder / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    if holds_checkpoint(folder / CHECKPOINT):
+        return has_complete_checkpoint(folder / CHECKPOINT)
+    return not (folder / OPTIMIZER_NAME).exists() or zipfile.is_zipfile(folder / OPTIMIZER_NAME)
+
+
+def _is_resumable(folder: Path) -> bool:
+    """Whether it is whole, and was not saved with ``save_only_model``."""
+    return _is_whole(folder) and (holds_checkpoint(folder / CHECKPOINT) or (folder / OPTIMIZER_NAME).exists())
+
 
 KIND = folder_kind(
     "a checkpoint of the Trainer",
@@ -26,19 +44,24 @@ KIND = folder_kind(
         *("*.safetensors", "*.safetensors.index.json", "pytorch_model*", "checkpoint-is-incomplete.txt"),
     ),
     is_ours=lambda _: True,  # the Trainer saves over whatever has this name
+    is_complete=_is_whole,
 )
 
 
 def newest_checkpoint(output_dir: Path, below: Path | None = None) -> Path | None:
-    """The newest whole checkpoint; a warning names newer ones that are not.
+    """The newest checkpoint to resume from; a warning names newer ones that are not whole.
 
     Args:
         below: only those with a lower number than this one.
     """
-    folders = [path for path in output_dir.glob("checkpoint-*") if _NAME.fullmatch(path.name) and path.is_dir()]
-    if below is not None:
-        folders = [path for path in folders if _number(path) < _number(below)]
-    return newest_whole(sorted(folders, key=_number), _is_complete)
+    found = [path for path in _checkpoints(output_dir) if below is None or _number(path) < _number(below)]
+    return newest_whole(found, _is_resumable)
+
+
+def _checkpoints(output_dir: Path) -> list[Path]:
+    """The folders ``checkpoint-N``, by their numbers: times depend on the clock."""
+    found = [path for path in output_dir.glob("checkpoint-*") if _NAME.fullmatch(path.name) and path.is_dir()]
+    return sorted(found, key=_number)
 
 
 def _number(folder: Path) -> int:
@@ -46,18 +69,38 @@ def _number(folder: Path) -> int:
     return 0 if found is None else int(found[1])
 
 
-def _is_complete(folder: Path) -> bool:
-    """Whether it has the Trainer's state, which is the last of its own files, and an optimizer's state."""
-    try:
-        json.loads((folder / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    checkpoint = folder / CHECKPOINT
-    return (
-        has_complete_checkpoint(checkpoint)
-        if holds_checkpoint(checkpoint)
-        else zipfile.is_zipfile(folder / OPTIMIZER_NAME)
-    )
+def rotate(saved: Path, limit: int | None, best: str | None) -> None:
+    """Keep ``limit`` whole checkpoints up to ``saved``, which has just been saved, and remove the others before it.
+
+    The best one counts, as in the Trainer. It is always kept, and so are ``saved`` and the newest one to resume from.
+    Checkpoints with higher numbers stay: a run that was resumed from an earlier one will replace them.
+    """
+    if limit is None or limit <= 0:
+        return
+    earlier = [path for path in reversed(_checkpoints(saved.parent)) if _number(path) <= _number(saved)]
+    whole = [path for path in earlier if path == saved or _is_whole(path)]
+    if len(whole) <= limit:
+        return
+    kept = {saved, *[path for path in whole if _is_best(path, best)], *list(filter(_is_resumable, whole))[:1]}
+    for path in whole:
+        if len(kept) < limit:
+            kept.add(path)
+    for path in earlier:
+        if path not in kept:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def keep_best_only(output_dir: Path, best: str) -> None:
+    """Remove all checkpoints but the best one, as the Trainer does at the end of a run with ``save_total_limit=1``."""
+    checkpoints = _checkpoints(output_dir)
+    if any(_is_best(path, best) for path in checkpoints):
+        for path in checkpoints:
+            if not _is_best(path, best):
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def _is_best(folder: Path, best: str | None) -> bool:
+    return best is not None and folder.resolve() == Path(best).resolve()
 
 
 def remove_leftovers(output_dir: Path) -> None:

@@ -9,6 +9,7 @@ import shutil
 import signal
 import threading
 import time
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from lightstep.checkpoint import save
 from lightstep.checkpoint.pending import finish_pending
 from lightstep.checkpoint.ranks import Ranks
 from lightstep.integrations.pending_folder import PendingFolder
-from lightstep.integrations.trainer_folders import is_read_on_save
+from lightstep.integrations.trainer_folders import is_read_on_save, rotate
 from lightstep.integrations.transformers import LightstepTrainer
 from tests.python import python
 from tests.reference.tiny_llama import Rows, make_llama, training_arguments
@@ -294,10 +295,10 @@ def test_a_run_that_was_killed_while_it_saved_is_continued(
     root = str(Path(__file__).parents[2])
     killed = python("-c", KILLED, str(tmp_path / "a"), mode, cwd=root, env=os.environ | {"PYTHONPATH": root})
     assert killed.returncode == -signal.SIGKILL, killed.stderr
-    hidden = [name for name in names(tmp_path / "a") if name.startswith(".")]
-    assert bool(hidden) is (mode == "asynchronous")
-    assert (tmp_path / "a" / "checkpoint-4").exists() is (mode == "synchronous")
-    if mode == "synchronous":
+    assert names(tmp_path / "a")[-1] == "checkpoint-2"
+    (hidden,) = (tmp_path / "a").glob(".checkpoint-4.saving-*")
+    if mode == "synchronous":  # as the plain Trainer leaves it, and in the worst order
+        (hidden / "checkpoint-4").rename(tmp_path / "a" / "checkpoint-4")
         state = Path("trainer_state.json")
         shutil.copy(tmp_path / "a" / "checkpoint-2" / state, tmp_path / "a" / "checkpoint-4" / state)
         other = make(tmp_path / "a", seed=1)
@@ -326,6 +327,54 @@ def test_what_cannot_be_asynchronous(
     with pytest.raises(ConfigError, match=message):
         make(tmp_path, **arguments)
     make(tmp_path, push_to_hub=True, hub_strategy="end")
+
+
+# -- rotation
+
+
+@pytest.mark.parametrize("mode", [False, True], ids=["synchronous", "asynchronous"])
+def test_checkpoints_are_rotated_by_their_numbers(tmp_path: Path, mode: bool) -> None:
+    """Whatever the clock says, and nothing but ``checkpoint-N`` is removed."""
+    theirs = ["checkpoint-1-notes", "checkpoint-best", "my-checkpoint-1"]
+    for name in theirs:
+        (tmp_path / name).mkdir()
+
+    class ClockSetBack(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            for path in tmp_path.iterdir():
+                hour = time.time() + 3600 * (10 - state.global_step)
+                if (path / "trainer_state.json").exists() and path.stat().st_mtime < time.time() + 1800:
+                    os.utime(path, (hour, hour))
+
+    make(tmp_path, asynchronous_saves=mode, save_total_limit=2, callbacks=[ClockSetBack()]).train()
+    assert names(tmp_path) == sorted([*theirs, "checkpoint-3", "checkpoint-4"])
+    again = make(tmp_path, asynchronous_saves=mode, save_total_limit=1, max_steps=5)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    assert names(tmp_path) == sorted([*theirs, "checkpoint-5"])
+
+
+def fake(folder: Path, content: dict[str, str]) -> Path:
+    folder.mkdir(parents=True)
+    for name, text in content.items():
+        (folder / name).write_text(text)
+    return folder
+
+
+WEIGHTS_ONLY = {"trainer_state.json": "{}"}
+
+
+def test_what_rotation_keeps(tmp_path: Path) -> None:
+    """Whole ones up to the saved one count; the best, the newest to resume from and later ones stay."""
+    for step in (1, 2, 4, 5, 9):
+        fake(tmp_path / f"checkpoint-{step}", WEIGHTS_ONLY)
+    fake(tmp_path / "checkpoint-3", {"optimizer.pt": "half"} | WEIGHTS_ONLY)
+    fake(tmp_path / "checkpoint-0", {"model.safetensors": "no state"})
+    with zipfile.ZipFile(tmp_path / "checkpoint-2" / "optimizer.pt", "w"):
+        pass
+    rotate(tmp_path / "checkpoint-5", 4, None)
+    assert "checkpoint-0" in names(tmp_path)  # four are whole
+    rotate(tmp_path / "checkpoint-5", 1, os.path.relpath(tmp_path / "checkpoint-1"))
+    assert names(tmp_path) == ["checkpoint-1", "checkpoint-2", "checkpoint-5", "checkpoint-9"]
 
 
 # -- accelerate
@@ -370,6 +419,40 @@ def test_total_limit_and_the_newest_state(tmp_path: Path, held: threading.Semaph
     training.accelerator.load_state()  # waits
     assert names(tmp_path / "checkpoints") == ["checkpoint_2"]
     training.accelerator.end_training()
+
+
+def test_states_are_rotated_up_to_the_saved_one(tmp_path: Path) -> None:
+    """A run that was resumed from an earlier state does not remove what it has just saved, nor the user's folders."""
+    project = ProjectConfiguration(project_dir=str(tmp_path), automatic_checkpoint_naming=True)
+    training = Training(VALUES | {"optimizer_state": STATES["stream"]}, project_config=project)
+    training.train(range(1))
+    for _ in range(3):
+        training.accelerator.save_state()
+    (tmp_path / "checkpoints" / "checkpoint_notes").mkdir()
+    shutil.rmtree(tmp_path / "checkpoints" / "checkpoint_1")
+    project.total_limit, project.iteration = 1, 1
+    training.accelerator.save_state()
+    assert names(tmp_path / "checkpoints") == ["checkpoint_1", "checkpoint_2", "checkpoint_notes"]
+    training.accelerator.load_state()
+
+
+def test_a_save_over_a_state_replaces_it_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If it fails, the state before is whole. A folder with the user's files is written to in place."""
+    training = Training(VALUES | {"optimizer_state": STATES["stream"]})
+    training.train(range(1))
+    assert training.accelerator.save_state(str(tmp_path / "a")) == tmp_path / "a"
+    before = {file: file.read_bytes() for file in (tmp_path / "a").rglob("*") if file.is_file()}
+    training.train(range(1, 2))
+    with monkeypatch.context() as patch:
+        patch.setattr(save, "write_tensors", lambda *_: 1 / 0)
+        with pytest.raises(CheckpointError, match="division by zero"):
+            training.accelerator.save_state(str(tmp_path / "a"))
+    assert before == {file: file.read_bytes() for file in (tmp_path / "a").rglob("*") if file.is_file()}
+    (tmp_path / "a" / "log.txt").write_text("mine")
+    inode = (tmp_path / "a").stat().st_ino
+    training.accelerator.save_state(str(tmp_path / "a"))
+    assert (tmp_path / "a").stat().st_ino == inode
+    assert names(tmp_path) == ["a"]
 
 
 def test_the_newest_whole_state_is_loaded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
