@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lightstep.optimizer import arithmetic, one_pass
-from lightstep.precision.adam_kernel import AdamRun
+from lightstep.precision.adam_kernel import AdamBatch, AdamMemory
 from lightstep.precision.split import Splitter
 from lightstep.state import stream
 
@@ -23,28 +23,33 @@ used: Counter[str] = Counter()
 
 
 def update(
-    runs: Sequence[AdamRun], shared: tuple[Tensor | None, ...], numbers: tuple[float, ...], *constants: bool
+    batch: AdamBatch,
+    gradients: Sequence[Tensor],
+    steps: Sequence[Tensor],
+    shared: tuple[Tensor | None, ...],
+    numbers: tuple[float, ...],
+    *constants: bool,
 ) -> None:
-    """See :data:`lightstep.precision.adam_triton.update`."""
-    for run in runs:
-        _update(run, shared, numbers, *constants)
-        if run.fingerprints is not None:
-            memory = run.memory
-            found, place = torch.zeros(1, dtype=torch.int32), run.fingerprints[memory.number : memory.number + 1]
+    """See :func:`lightstep.precision.adam_triton.update`."""
+    for memory, gradient, step in zip(batch.memories, gradients, steps, strict=True):
+        _update(memory, gradient.view(-1), step, shared, numbers, *constants)
+        if batch.fingerprints is not None:
+            found, place = torch.zeros(1, dtype=torch.int32), batch.fingerprints[memory.number : memory.number + 1]
             Splitter(memory.written.device).fingerprints(memory.written, memory.first, [(0, memory.n)], found)
             place.add_(found)
 
 
 def _update(
-    run: AdamRun,
+    memory: AdamMemory,
+    gradient: Tensor,
+    step: Tensor,
     shared: tuple[Tensor | None, ...],
     numbers: tuple[float, ...],
     decays: bool,
     decoupled: bool,
     maximize: bool,
 ) -> None:
-    exp_avg, exp_avg_sq, largest, weight, low, master = run.memory.tensors
-    gradient, step = run.gradient, run.step
+    exp_avg, exp_avg_sq, largest, weight, low, master = memory.tensors
     overflow, _, rate, divisor, factor = shared
     assert overflow is not None
     used["own" if weight is None else "split" if low is not None else "whole"] += 1

@@ -6,7 +6,8 @@ All other updates, and every first update, which makes the state, are left to :m
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -16,14 +17,13 @@ from lightstep.optimizer.arithmetic import ADAMS
 from lightstep.optimizer.classes import GroupClasses
 from lightstep.optimizer.group_values import GroupValues
 from lightstep.precision.adam_kernel import (
+    AdamBatch,
     AdamMemory,
-    AdamRun,
     AdamSettings,
     Scaling,
     fused_kernel_on,
     kind_of,
     runs_in_one_pass,
-    update,
 )
 from lightstep.precision.gradient_stage import GradientStage
 from lightstep.state.record import Layout
@@ -33,6 +33,9 @@ __all__ = ["OnePass"]
 
 _ENTRIES = {"step", "exp_avg", "exp_avg_sq"}
 _LARGEST = "max_exp_avg_sq"
+
+Row = tuple[int, int | None]
+"""Where a run's gradient is: segment and parameter; ``None``: all of the segment's, gathered."""
 
 
 class OnePass:
@@ -62,36 +65,71 @@ class OnePass:
         kernels = fused_kernel_on(segments[0].device) if segments else None
         if kernels is None:
             return list(segments)
-        settings_of: dict[int, AdamSettings | None] = {}
-        batches: dict[tuple[Any, ...], _Batch] = {}  # by group and form
-        left = []
-        for segment, own in zip(segments, gradients, strict=True):
-            group = id(segment.group)
-            if group not in settings_of:
-                settings_of[group] = self._settings(segment, values)
-            settings = settings_of[group]
-            runs = None if settings is None else _runs(segment, self._stage, own, settings.amsgrad)
-            if settings is None or runs is None:
-                left.append(segment)
+        settings: dict[int, AdamSettings | None] = {}
+        for segment in segments:
+            if id(segment.group) not in settings:
+                settings[id(segment.group)] = self._settings(segment, values)
+        form = _form(segments, gradients, [settings[id(segment.group)] for segment in segments], scaling)
+        plan = segments[0].prepared
+        if plan is None or plan.form != form or any(segment.prepared is not plan for segment in segments):
+            plan = self._plan(kernels, segments, gradients, settings, scaling, form)
+        if plan.batches:
+            counters = [segments[i].values["step"] for i in plan.updated]
+            torch._foreach_add_(counters, 1)
+            for planned in plan.batches:
+                rows = [
+                    gradients[i][j] if j is not None else self._stage.gathered(segments[i], gradients[i])
+                    for i, j in planned.rows
+                ]
+                steps = [segments[i].values["step"] for i, _ in planned.rows]
+                own = settings[id(segments[planned.rows[0][0]].group)]
+                assert own is not None
+                planned.batch.update(kernels, rows, steps, own, scaling)
+                fingerprinted = planned.batch.fingerprints is not None
+                for i in planned.segments:
+                    segments[i].written(fingerprinted)
+            torch._foreach_sub_(counters, [scaling.overflow] * len(counters))
+        return [segments[i] for i in plan.left]
+
+    def _plan(
+        self,
+        kernels: ModuleType,
+        segments: Sequence[Segment],
+        gradients: Sequence[Sequence[Tensor]],
+        settings: Mapping[int, AdamSettings | None],
+        scaling: Scaling,
+        form: Any,
+    ) -> _Plan:
+        """A plan for these segments. It is kept with their memory, unless some of it is gathered in every step."""
+        left: list[int] = []
+        found: dict[tuple[Any, ...], list[tuple[Row, AdamMemory]]] = {}  # by group and kind
+        for i, (segment, own) in enumerate(zip(segments, gradients, strict=True)):
+            group = settings[id(segment.group)]
+            memories = None if group is None else _memories(segment, own, group.amsgrad)
+            if memories is None:
+                left.append(i)
                 continue
-            form = group, *_form(runs[0])
-            if form not in batches:
-                kind = kind_of(runs[0], settings, scaling)
-                batches[form] = _Batch(settings, runs_in_one_pass(kernels, kind, settings), [], [], [])
-            batches[form].segments.append(segment)
-            batches[form].steps.append(runs[0].step)
-            batches[form].runs.extend(runs)
-        supported = [batch for batch in batches.values() if batch.supported]
-        left += [segment for batch in batches.values() if not batch.supported for segment in batch.segments]
-        if supported:
-            steps = [step for batch in supported for step in batch.steps]
-            torch._foreach_add_(steps, 1)
-            for batch in supported:
-                update(kernels, batch.runs, batch.settings, scaling)
-                for segment in batch.segments:
-                    segment.written(fingerprinted=batch.runs[0].fingerprints is not None)
-            torch._foreach_sub_(steps, [scaling.overflow] * len(steps))
-        return left
+            by_part = len(memories) == len(own) and all(gradient.is_contiguous() for gradient in own)
+            dtype = own[0].dtype if by_part else torch.float32
+            _, _, _, weight, low, _ = memories[0].tensors
+            kind = dtype, None if weight is None else weight.dtype, low is None, segment.fingerprints is None
+            rows = found.setdefault((id(segment.group), *kind), [])
+            rows += [((i, j if by_part else None), memory) for j, memory in enumerate(memories) if memory.n]
+        batches = []
+        for (group_id, dtype, *_), rows in found.items():
+            group = settings[group_id]
+            assert group is not None
+            batch = AdamBatch([memory for _, memory in rows], segments[rows[0][0][0]].fingerprints)
+            numbers = list(dict.fromkeys(i for (i, _), _ in rows))
+            if runs_in_one_pass(kernels, kind_of(batch, dtype, group, scaling), group):
+                batches.append(_Planned(batch, [place for place, _ in rows], numbers))
+            else:
+                left += numbers
+        plan = _Plan(form, batches, [i for one in batches for i in one.segments], sorted(left))
+        kept = None if any(segment.gathers for segment in segments) else plan
+        for segment in segments:
+            segment.prepared = kept
+        return plan
 
     def _settings(self, segment: Segment, values: GroupValues) -> AdamSettings | None:
         """The settings of the segment's group; ``None`` if the kernel does not support them."""
@@ -113,23 +151,43 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float))
 
 
-class _Batch(NamedTuple):
-    """Segments of one group whose updates are of one kind, and whether there is a kernel for it."""
+class _Planned(NamedTuple):
+    """A batch, the place of each run's gradient, and the segments it updates (their numbers)."""
 
-    settings: AdamSettings
-    supported: bool
-    segments: list[Segment]
-    steps: list[Tensor]
-    runs: list[AdamRun]
+    batch: AdamBatch
+    rows: list[Row]
+    segments: list[int]
 
 
-def _form(run: AdamRun) -> tuple[Any, ...]:
-    """What makes the updates of one group differ in kind."""
-    *_, weight, low, _ = run.memory.tensors
-    return run.gradient.dtype, None if weight is None else weight.dtype, low is None, run.fingerprints is None
+class _Plan(NamedTuple):
+    """How a unit's segments are updated. It refers to no segment, because their memory keeps it."""
+
+    form: Any
+    batches: list[_Planned]
+    updated: list[int]
+    left: list[int]
 
 
-def _runs(segment: Segment, stage: GradientStage, gradients: Sequence[Tensor], amsgrad: bool) -> list[AdamRun] | None:
+def _form(
+    segments: Sequence[Segment],
+    gradients: Sequence[Sequence[Tensor]],
+    settings: Sequence[AdamSettings | None],
+    scaling: Scaling,
+) -> tuple[Any, ...]:
+    """What a plan depends on, apart from the segments' memory."""
+    fingerprints = next((one.fingerprints.data_ptr() for one in segments if one.fingerprints is not None), 0)
+    return (
+        [
+            None if one is None else (isinstance(one.lr, Tensor), one.weight_decay == 0, *one[1:3], *one[5:])
+            for one in settings
+        ],
+        [segment.parts[0].keys for segment in segments],
+        [(gradient.dtype, gradient.is_contiguous()) for own in gradients for gradient in own],
+        (scaling.divisor is None, scaling.factor is None, fingerprints),
+    )
+
+
+def _memories(segment: Segment, gradients: Sequence[Tensor], amsgrad: bool) -> list[AdamMemory] | None:
     """What the kernel reads and writes of a segment; ``None`` if the segment has something else, too."""
     if not segment.has_state or segment.stop == segment.first:
         return None
@@ -141,17 +199,7 @@ def _runs(segment: Segment, stage: GradientStage, gradients: Sequence[Tensor], a
         return None
     by_part = all(gradient.is_contiguous() and gradient.dtype == dtype for gradient in gradients)
     pieces = segment.pieces("exp_avg_sq", by_part)
-    if pieces is None:
-        return None
-    if len(pieces) < len(gradients):  # gathered
-        memory = _memory_of(segment, pieces[0])
-        return [AdamRun(memory, stage.gathered(segment, gradients), step)]
-    known = segment.prepared if not segment.kept else None
-    if known is None or known[0] is not pieces:
-        known = segment.prepared = pieces, [_memory_of(segment, piece) for piece in pieces]
-    rows = (stage.gathered(segment, gradients),) if len(gradients) == 1 else (one.view(-1) for one in gradients)
-    marks = segment.fingerprints
-    return [AdamRun(memory, row, step, marks) for memory, row in zip(known[1], rows, strict=True) if memory.n]
+    return None if pieces is None else [_memory_of(segment, piece) for piece in pieces]
 
 
 def _memory_of(segment: Segment, piece: Piece) -> AdamMemory:

@@ -22,8 +22,8 @@ from lightstep.precision.split import Splitter, probe_masters
 from lightstep.precision.triton_launch import is_aligned
 
 __all__ = [
+    "AdamBatch",
     "AdamMemory",
-    "AdamRun",
     "AdamSettings",
     "Kind",
     "Scaling",
@@ -31,7 +31,6 @@ __all__ = [
     "fused_kernel_on",
     "kind_of",
     "runs_in_one_pass",
-    "update",
 ]
 
 logger = logging.getLogger(__name__)
@@ -83,21 +82,56 @@ class AdamMemory:
         return written
 
 
-class AdamRun(NamedTuple):
-    """One update of a run.
+class AdamBatch:
+    """Runs that are updated together, all of one kind. It is made once and used in many steps.
 
-    Attributes:
-        memory: what is updated.
-        gradient: ``[n]``: bf16, fp16 or fp32, as backward left it. It is only read.
-        step: 0-dim fp32: the number of this update.
+    Args:
+        memories: in the order of their numbers.
         fingerprints: int32 ``[m]``; element ``memory.number`` is set to the fingerprint of the 16-bit weights, as by
             :meth:`~lightstep.precision.split.Splitter.fingerprints`. ``None``: no fingerprints are kept.
+
+    Attributes:
+        launches: what the kernels keep from step to step.
     """
 
-    memory: AdamMemory
-    gradient: Tensor
-    step: Tensor
-    fingerprints: Tensor | None = None
+    __slots__ = ("_marks", "_written", "fingerprints", "launches", "memories")
+
+    def __init__(self, memories: Sequence[AdamMemory], fingerprints: Tensor | None) -> None:
+        self.memories, self.fingerprints = memories, fingerprints
+        self.launches: dict[Any, Any] = {}
+        self._written = [memory.written for memory in memories]
+        self._marks: list[Tensor] = []
+        if fingerprints is not None:
+            for _, neighbours in itertools.groupby(enumerate(memories), lambda one: one[1].number - one[0]):
+                first, *others = (memory.number for _, memory in neighbours)
+                self._marks.append(fingerprints[first : first + 1 + len(others)])
+
+    def update(
+        self,
+        kernels: ModuleType,
+        gradients: Sequence[Tensor],
+        steps: Sequence[Tensor],
+        settings: AdamSettings,
+        scaling: Scaling,
+    ) -> None:
+        """Update each run once with ``kernels``, which :func:`runs_in_one_pass` has accepted for their kind.
+
+        Args:
+            gradients: one for each run, contiguous, with its number of elements, all bf16, fp16 or fp32, as backward
+                left them. They are only read.
+            steps: 0-dim fp32: the number of each run's update.
+        """
+        for marks in self._marks:
+            marks.zero_()  # the kernel adds to them
+        lr, device = settings.lr, steps[0].device
+        table = corrections(settings.beta1, settings.beta2, device)
+        assert table is not None
+        rate = lr if isinstance(lr, Tensor) else None
+        shared = (scaling.overflow, table, rate, scaling.divisor, scaling.factor)
+        numbers = (0.0 if isinstance(lr, Tensor) else lr, *settings[1:5], table.shape[1])
+        decays = settings.weight_decay != 0
+        kernels.update(self, gradients, steps, shared, numbers, decays, settings.decoupled, settings.maximize)
+        torch.autograd.graph.increment_version(self._written)  # autograd then refuses older graphs
 
 
 class AdamSettings(NamedTuple):
@@ -119,34 +153,6 @@ class Scaling(NamedTuple):
     divisor: Tensor | None
     factor: Tensor | None
     overflow: Tensor
-
-
-def update(kernels: ModuleType, runs: Sequence[AdamRun], settings: AdamSettings, scaling: Scaling) -> None:
-    """Update each run once with ``kernels``, which :func:`runs_in_one_pass` has accepted for their kind.
-
-    Args:
-        runs: runs of one kind and with the same ``fingerprints``, in the order of their numbers.
-    """
-    _clear_fingerprints(runs)
-    lr, device = settings.lr, runs[0].step.device
-    table = corrections(settings.beta1, settings.beta2, device)
-    assert table is not None
-    rate = lr if isinstance(lr, Tensor) else None
-    tensors = (scaling.overflow, table, rate, scaling.divisor, scaling.factor)
-    numbers = (0.0 if isinstance(lr, Tensor) else lr, *settings[1:5], table.shape[1])
-    kernels.update(runs, tensors, numbers, settings.weight_decay != 0, settings.decoupled, settings.maximize)
-    written = [run.memory.written for run in runs]
-    torch.autograd.graph.increment_version(written)  # autograd then refuses older graphs
-
-
-def _clear_fingerprints(runs: Sequence[AdamRun]) -> None:
-    """Set the fingerprints of these runs to zero: the kernel adds to them."""
-    fingerprints = runs[0].fingerprints
-    if fingerprints is None:
-        return
-    for _, neighbours in itertools.groupby(enumerate(runs), lambda one: one[1].memory.number - one[0]):
-        first, *others = (run.memory.number for _, run in neighbours)
-        fingerprints[first : first + 1 + len(others)].zero_()
 
 
 @functools.lru_cache(maxsize=64)
@@ -187,16 +193,17 @@ def runs_in_one_pass(kernels: ModuleType, kind: Kind, settings: AdamSettings) ->
     return corrections(settings.beta1, settings.beta2, kind.device) is not None and _matches_torch(kernels, kind)
 
 
-def kind_of(run: AdamRun, settings: AdamSettings, scaling: Scaling) -> Kind:
-    """The kind of this run's update."""
-    _, _, largest, weight, low, _ = run.memory.tensors
+def kind_of(batch: AdamBatch, gradient: torch.dtype, settings: AdamSettings, scaling: Scaling) -> Kind:
+    """The kind of a batch's updates."""
+    exp_avg, _, largest, weight, low, _ = batch.memories[0].tensors
+    assert exp_avg is not None
     return Kind(
-        run.step.device,
-        run.gradient.dtype,
+        exp_avg.device,
+        gradient,
         None if weight is None else weight.dtype,
         low is not None,
         largest is not None,
-        run.fingerprints is not None,
+        batch.fingerprints is not None,
         settings.weight_decay != 0,
         settings.decoupled,
         settings.maximize,
@@ -257,25 +264,27 @@ def _warn_fallback(device: torch.device, reason: str) -> None:
 
 def _differing(kernels: ModuleType, kind: Kind, settings: AdamSettings, edges: bool, step: float) -> set[str]:
     """Names of the tensors in which an update by ``kernels`` differs from the separate passes."""
-    run, values = _example(kind, edges, step)
+    batch, number, values = _example(kind, edges, step)
     by_passes = {name: value.clone() for name, value in values.items()}
     _update_in_passes(kind, by_passes, settings, step)
-    update(kernels, [run], settings, kind.scaling())
-    memory = run.memory
+    batch.update(kernels, [values["gradient"]], [number], settings, kind.scaling())
+    (memory,) = batch.memories
     _, squares, _, weight, low, _ = memory.tensors
     if low is not None:
         assert weight is not None and squares is not None
         Splitter(kind.device).join(weight.clone(), low, squares, values["master"])
     found = {**values, **({} if weight is None else {"weight": weight})}
-    if run.fingerprints is not None:
-        found["fingerprint"], expected = run.fingerprints[memory.number :][:1], torch.empty_like(run.fingerprints[:1])
+    if batch.fingerprints is not None:
+        found["fingerprint"] = batch.fingerprints[memory.number :][:1]
+        expected = torch.empty_like(found["fingerprint"])
         Splitter(kind.device).fingerprints(by_passes["weight"], memory.first, [(0, memory.n)], expected)
         by_passes["fingerprint"] = expected
     return {name for name, value in found.items() if not torch.equal(_bits(value), _bits(by_passes[name]))}
 
 
-def _example(kind: Kind, edges: bool, step: float) -> tuple[AdamRun, dict[str, Tensor]]:
-    """Memory for one update, and its gradient, moments and master by name; a split master is joined in a copy."""
+def _example(kind: Kind, edges: bool, step: float) -> tuple[AdamBatch, Tensor, dict[str, Tensor]]:
+    """Memory for one update, the update's number, and gradient, moments and master by name; a split master is joined
+    in a copy."""
     special, generator = probe_masters(kind.device), torch.Generator().manual_seed(2)
 
     def numbers(scale: float) -> Tensor:
@@ -293,13 +302,11 @@ def _example(kind: Kind, edges: bool, step: float) -> tuple[AdamRun, dict[str, T
     marks = torch.zeros(3, dtype=torch.int32, device=kind.device) if kind.fingerprinted else None
     moments = exp_avg, squares[0], values.get("max_exp_avg_sq")
     if not kind.split:
-        memory = AdamMemory(*moments, weight, None, master, 1, 1 << 20)
-        return AdamRun(memory, gradient, number, marks), values
+        return AdamBatch([AdamMemory(*moments, weight, None, master, 1, 1 << 20)], marks), number, values
     low = torch.empty_like(master, dtype=torch.int16)
     assert weight is not None
     Splitter(kind.device).split(master, weight, low, squares[0])
-    memory = AdamMemory(*moments, weight, low, None, 1, 1 << 20)
-    return AdamRun(memory, gradient, number, marks), values
+    return AdamBatch([AdamMemory(*moments, weight, low, None, 1, 1 << 20)], marks), number, values
 
 
 def _update_in_passes(kind: Kind, values: dict[str, Tensor], settings: AdamSettings, step: float) -> None:

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightstep.precision.adam_kernel import AdamRun
+from lightstep.precision.adam_kernel import AdamBatch, AdamMemory
 from lightstep.precision.split_triton import mixed
 from lightstep.precision.triton_launch import Launcher, is_aligned
 
@@ -226,54 +226,90 @@ _launcher = Launcher(_adam_kernel, _BLOCK, _WARPS, enable_fp_fusion=False)
 
 
 def update(
-    runs: Sequence[AdamRun], shared: tuple[Tensor | None, ...], numbers: tuple[float, ...], *constants: bool
+    batch: AdamBatch,
+    gradients: Sequence[Tensor],
+    steps: Sequence[Tensor],
+    shared: tuple[Tensor | None, ...],
+    numbers: tuple[float, ...],
+    *constants: bool,
 ) -> None:
-    """See :func:`lightstep.precision.adam_kernel.update`.
+    """See :meth:`lightstep.precision.adam_kernel.AdamBatch.update`.
 
     Args:
         shared, numbers, constants: in the kernel's order: ``overflow``, ``corrections``, ``learning_rate``,
             ``divisor``, ``factor``; ``lr`` to ``length``; ``DECAY``, ``DECOUPLED``, ``MAXIMIZE``.
     """
-    for batch in _batches(runs):
-        _launch(batch, shared, numbers, constants)
+    addresses = [gradient.data_ptr() for gradient in gradients]
+    aligned = tuple(map(is_aligned, addresses))
+    launches = batch.launches.get(aligned)
+    if launches is None:
+        launches = batch.launches[aligned] = [_Launch(batch, rows) for rows in _rows(batch.memories, aligned)]
+    form = (constants, steps[0].data_ptr() % 16, *(None if t is None else (t.dtype, t.data_ptr() % 16) for t in shared))
+    for launch in launches:
+        launch(gradients, addresses, steps, form, shared, numbers, constants)
 
 
-def _batches(runs: Sequence[AdamRun]) -> Iterator[list[AdamRun]]:
-    """Batches of runs that share a launch. Their lengths are similar: each gets as many programs as the longest.
+def _rows(memories: Sequence[AdamMemory], aligned: Sequence[bool]) -> Iterator[list[int]]:
+    """The runs of each launch. Their lengths are similar: each gets as many programs as the longest.
 
     A run that is not aligned gets a launch of its own: batches would be compiled for each combination of alignments.
     """
-    batch: list[AdamRun] = []
-    for run in sorted(runs, key=lambda run: -run.memory.n):
-        if not (run.memory.aligned and is_aligned(run.gradient.data_ptr())):
-            yield [run]
+    rows: list[int] = []
+    for number in sorted(range(len(memories)), key=lambda number: -memories[number].n):
+        n = memories[number].n
+        if not (memories[number].aligned and aligned[number]):
+            yield [number]
             continue
-        if len(batch) == _TOGETHER or (batch and run.memory.n < 0.8 * batch[0].memory.n):
-            yield batch
-            batch = []
-        batch.append(run)
-    if batch:
-        yield batch
+        if len(rows) == _TOGETHER or (rows and n < 0.8 * memories[rows[0]].n):
+            yield rows
+            rows = []
+        rows.append(number)
+    if rows:
+        yield rows
 
 
-def _launch(batch: Sequence[AdamRun], shared: tuple[Tensor | None, ...], numbers: Any, constants: Any) -> None:
-    first, tensors = batch[0], _tensors(batch[0])
-    key = _launcher.key((*tensors, first.fingerprints, *shared), (*constants, _TOGETHER))
-    known = _launcher.is_compiled(key)
-    rows: list[Sequence[Any]] = [_addresses(run) if known else _tensors(run) for run in batch]
-    rows += rows[-1:] * (_TOGETHER - len(rows))
-    columns = zip(tensors, zip(*rows, strict=True), strict=True)
-    each = [None if tensor is None else column for tensor, column in columns]
-    places = _places(tuple((run.memory.n, run.memory.number, run.memory.first) for run in batch), first.step.device)
-    _launcher.launch(key, first.memory.n, len(batch), (*each, first.fingerprints, places, *shared, *numbers))
+class _Launch:
+    """Runs of a batch that share a launch, and what of its arguments stays the same from step to step."""
 
+    def __init__(self, batch: AdamBatch, rows: Sequence[int]) -> None:
+        memories = [batch.memories[number] for number in rows]
+        self._rows = [*rows, *[rows[-1]] * (_TOGETHER - len(rows))]
+        self._count, self._n, self._tensors = len(rows), memories[0].n, memories[0].tensors
+        self._fingerprints = batch.fingerprints
+        self._columns = self._columns_of([batch.memories[number].addresses for number in self._rows])
+        self._compiling = self._columns_of([batch.memories[number].tensors for number in self._rows])
+        device = memories[0].written.device
+        self._places = _places(tuple((one.n, one.number, one.first) for one in memories), device)
+        self._keys: dict[Any, Any] = {}
 
-def _tensors(run: AdamRun) -> tuple[Tensor | None, ...]:
-    return run.gradient, *run.memory.tensors, run.step
+    def _columns_of(self, rows: Sequence[Sequence[Any]]) -> list[Any]:
+        columns = zip(self._tensors, zip(*rows, strict=True), strict=True)
+        return [None if tensor is None else column for tensor, column in columns]
 
-
-def _addresses(run: AdamRun) -> tuple[int, ...]:
-    return run.gradient.data_ptr(), *run.memory.addresses, run.step.data_ptr()
+    def __call__(
+        self,
+        gradients: Sequence[Tensor],
+        addresses: Sequence[int],
+        steps: Sequence[Tensor],
+        form: Any,
+        shared: tuple[Tensor | None, ...],
+        numbers: Any,
+        constants: Any,
+    ) -> None:
+        first = self._rows[0]
+        key = self._keys.get(form)
+        if key is None:
+            tensors = (gradients[first], *self._tensors, steps[first], self._fingerprints, *shared)
+            key = self._keys[form] = _launcher.key(tensors, (*constants, _TOGETHER))
+        if _launcher.is_compiled(key):
+            columns = self._columns
+            own: tuple[Any, ...] = tuple([addresses[i] for i in self._rows])
+            counts: tuple[Any, ...] = tuple([steps[i].data_ptr() for i in self._rows])
+        else:  # the dtypes are needed
+            columns = self._compiling
+            own, counts = tuple(gradients[i] for i in self._rows), tuple(steps[i] for i in self._rows)
+        arguments = (own, *columns, counts, self._fingerprints, self._places, *shared, *numbers)
+        _launcher.launch(key, self._n, self._count, arguments)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -101,7 +101,6 @@ class Segment:
             the base optimizer has each in fp32.
         group: the live entry of ``optimizer.param_groups``.
         device: of weights, masters and entries.
-        state: the base optimizer's entries; empty before the first update, which fills it.
         fingerprints: the unit's fingerprints (int32) while the segment is open; those of its parts begin at
             :attr:`index`. ``None`` if none are kept.
         fingerprinted: the update has written them.
@@ -124,8 +123,11 @@ class Segment:
         self.device = self.locals[0].device
         self._flat = self.locals[0].view(-1) if self.in_place else None
         self._in_place_by_part = len(parts) <= _FEW and all(local.is_contiguous() for local in self.locals)
-        self.state: dict[str, Any] = {}
         self._views: Views | None = None
+        self._history: History | None = None
+        self._copies_history = False
+        self._values: dict[str, Any] | None = None
+        self._state: dict[str, Any] | None = None
         self._staging: Staging
         self._to_join: tuple[Views, Staging, MasterSplitter, Mapping[Managed, Tensor]] | None = None
         self._master: Tensor | None = None
@@ -184,16 +186,37 @@ class Segment:
         if views is None:
             views = slot.views[self] = Views(self, slot)
         self._views, history = views, self.parts[0].history
-        self._master, self._written, self.fingerprinted = None, False, False
+        self._master, self._written, self._gathered, self.fingerprinted = None, False, False, False
         self.fingerprints = fingerprints if self.coding != "own" else None
         self._staging, self._to_join = staging, (views, staging, splitter, initial)
-        self.state = {}
-        if history is not None:
-            if history.parts > len(self.parts):
-                history = self._split_history(history)
-            entries, values = views.entries, history.copy_values() if copy_history else history.values
-            entries = {**entries, **self._widen_entries(views, staging)}
-            self.state = {k: entries[k] if k in entries else values[k] for k in self.parts[0].keys}
+        self._values, self._state = None, None
+        if history is not None and history.parts > len(self.parts):
+            history = self._split_history(history)
+        self._history, self._copies_history = history, copy_history
+        if self.kept:
+            self._state = self._read_state()  # before masters are joined: it holds their extra bits
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """The base optimizer's entries that are not in the record, while the segment is open and has state."""
+        if self._values is None:
+            assert self._history is not None, "the segment has no state"
+            self._values = self._history.copy_values() if self._copies_history else self._history.values
+        return self._values
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """The base optimizer's entries while the segment is open; empty before the first update, which fills it."""
+        if self._state is None:
+            self._state = self._read_state()
+        return self._state
+
+    def _read_state(self) -> dict[str, Any]:
+        if self._history is None:
+            return {}
+        assert self._views is not None, "the segment is not open"
+        entries = {**self._views.entries, **self._widen_entries(self._views, self._staging)}
+        return {key: entries[key] if key in entries else self.values[key] for key in self.parts[0].keys}
 
     def _widen_entries(self, views: Views, staging: Staging) -> dict[str, Tensor]:
         """fp32 copies of the entries that are stored in a shorter dtype; their signs still carry bits of masters."""
@@ -257,7 +280,6 @@ class Segment:
             if views.pieces is None:
                 weights = [local.view(-1) for local in self.locals]
                 views.pieces = [self._piece(views, *one) for one in zip(count(), self.ranges, weights, strict=False)]
-            self._gathered = False
             return views.pieces
         self._gathered = self._flat is None
         row = self.weights(self._staging)  # gathered even if it is only written: an overflow leaves it as it is
@@ -265,13 +287,19 @@ class Segment:
 
     @property
     def prepared(self) -> Any:
-        """What the update has made of :meth:`pieces`. It is kept as long as these are at the same place."""
+        """What the update has made of :meth:`pieces`, without a reference to segments. It is kept as long as the
+        record is at the same place."""
         return None if self._views is None else self._views.prepared
 
     @prepared.setter
     def prepared(self, value: Any) -> None:
         assert self._views is not None, "the segment is not open"
         self._views.prepared = value
+
+    @property
+    def gathers(self) -> bool:
+        """Whether :meth:`pieces` and :attr:`state` are copies that each update makes anew."""
+        return self._gathered or bool(self.kept)
 
     def _piece(self, views: Views, number: int, place: tuple[int, int], weight: Tensor) -> Piece:
         start, stop = place
@@ -311,9 +339,8 @@ class Segment:
     def update_history(self) -> dict[Part, Layout]:
         """Store the entries that are not in the record. Returns new layouts for parts whose entries do not fit."""
         if self._written:  # only values have changed
-            history = self.parts[0].history
-            assert history is not None
-            history.values, history.origin = {key: self.state[key] for key in history.values}, None
+            assert self._history is not None
+            self._history.values, self._history.origin = self.values, None
             return {}
         schema = self.parts[0].owner.schema
         rows = {k: v for k, v in self.state.items() if is_record_entry(k, v, schema)}
@@ -359,18 +386,18 @@ class Segment:
         """
         views = self._views
         assert views is not None
-        if self.has_state:
+        if self.has_state and self._state is not None:
             for key, view in views.entries.items():
                 value, place = (
-                    self.state[key],
+                    self._state[key],
                     self._wide_row(key, staging).view(self.shape) if key in self.kept else view,
                 )
                 if value is not place and value.data_ptr() != place.data_ptr():
                     place.copy_(value)
         left = self._write_master(views, staging, splitter)
-        if self.has_state:
+        if self.has_state and self._state is not None:
             self._round_entries(views, staging)
-        self.state, self._views, self._master, self._to_join = {}, None, None, None
+        self._state, self._views, self._master, self._to_join = {}, None, None, None
         return left
 
     def _write_master(

@@ -58,15 +58,16 @@ def test_an_overflow_changes_nothing_and_weights_keep_their_fingerprint(coding: 
     assert twin is not None
     weight, split = _CODINGS[coding]
     kind = adam_kernel.Kind(device, torch.bfloat16, weight, split, False, True, True, True, False, False, False, True)
-    run, _ = adam_kernel._example(kind, edges=False, step=7.0)
-    held = [run.gradient, run.step, *(one for one in run.memory.tensors if one is not None)]
+    batch, step, values = adam_kernel._example(kind, edges=False, step=7.0)
+    (memory,) = batch.memories
+    held = [values["gradient"], step, *(one for one in memory.tensors if one is not None)]
     before = [one.clone() for one in held]
     scaling = kind.scaling()._replace(overflow=torch.ones((), device=device))
-    adam_kernel.update(twin, [run], kind.settings(1e-3, 0.9, 0.99, 1e-8), scaling)
-    assert run.fingerprints is not None
+    batch.update(twin, [values["gradient"]], [step], kind.settings(1e-3, 0.9, 0.99, 1e-8), scaling)
+    assert batch.fingerprints is not None
     expected = torch.zeros(3, dtype=torch.int32, device=device)
-    Splitter(device).fingerprints(run.memory.written, run.memory.first, [(0, run.memory.n)], expected[1:2])
-    assert torch.equal(run.fingerprints, expected) and expected[1] != 0
+    Splitter(device).fingerprints(memory.written, memory.first, [(0, memory.n)], expected[1:2])
+    assert torch.equal(batch.fingerprints, expected) and expected[1] != 0
     for one, known in zip(held, before, strict=True):
         assert torch.equal(*(value.reshape(-1).view(torch.uint8) for value in (one, known)))
 
@@ -79,8 +80,8 @@ def test_it_runs_and_gives_the_bits_of_the_passes_apart(
 ) -> None:
     monkeypatch.setattr(segment, "LARGE", large)  # parameters put together, or in their own memory
     ran: Counter[str] = Counter()
-    update = one_pass.update
-    monkeypatch.setattr(one_pass, "update", lambda *given: (ran.update(["once"]), update(*given)))
+    update = adam_kernel.AdamBatch.update
+    monkeypatch.setattr(adam_kernel.AdamBatch, "update", lambda *given: (ran.update(["once"]), update(*given)))
     found = Training(state, parameters)
     losses = found.train(6)
     assert ran["once"]

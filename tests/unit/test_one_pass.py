@@ -107,11 +107,11 @@ def test_a_kernel_with_other_bits_steps_aside(
 ) -> None:
     class OffByOne:
         @staticmethod
-        def update(runs: Any, *others: Any) -> None:
-            twin.update(runs, *others)
-            for run in runs:
-                exp_avg, _, _, weight, low, _ = run.memory.tensors
-                rows = {"exp_avg": exp_avg, "weight": weight, "low": low, "fingerprints": run.fingerprints}
+        def update(batch: Any, *others: Any) -> None:
+            twin.update(batch, *others)
+            for memory in batch.memories:
+                exp_avg, _, _, weight, low, _ = memory.tensors
+                rows = {"exp_avg": exp_avg, "weight": weight, "low": low, "fingerprints": batch.fingerprints}
                 if (row := rows[wrong]) is not None:
                     row[row.numel() // 2].add_(1)
 
