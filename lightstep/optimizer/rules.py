@@ -5,8 +5,8 @@ from __future__ import annotations
 import inspect
 import re
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -37,10 +37,10 @@ class Rule:
     Args:
         optimizer_class: a ``torch.optim.Optimizer`` subclass.
         names: one or several regular expressions, one of which is found in the parameter's name.
-        kinds: one or several of :data:`KINDS`. ``hidden_matrices`` are weights of two dimensions or more (experts:
-            three) that are neither ``embeddings`` nor the ``head``, which maps to the vocabulary; ``norms`` are all
-            parameters of normalization layers, ``biases`` all others whose name ends in ``bias``; ``rest`` is what no
-            other rule matches.
+        kinds: one or several of :data:`KINDS`. ``hidden_matrices`` are what a layer multiplies by, of two dimensions or
+            three (experts), except ``embeddings`` and the ``head``, which maps to the vocabulary; ``norms`` are all
+            parameters of normalization layers, ``biases`` all others whose name ends in ``bias``. Kernels of
+            convolutions and all others have none of these kinds. ``rest`` is what no other rule matches.
         dims: one or several numbers of dimensions.
         hyperparameters: keyword arguments of the class.
 
@@ -89,6 +89,15 @@ class Rule:
         found = self._patterns is None or any(pattern.search(name) for pattern in self._patterns)
         return found and (self.dims is None or parameter.dim() in self.dims)
 
+    def refuse_unused_names(self, matched: Sequence[str]) -> None:
+        """Raise ``ValueError`` if one of several ``names`` is in no name that the rule has matched."""
+        for pattern in self._patterns or ():
+            if not any(map(pattern.search, matched)):
+                raise ValueError(
+                    f"{self}: {pattern.pattern!r} matches none of the {len(matched)} parameters of the rule; leave it "
+                    "out, or correct it (`lightstep params` lists names and kinds)"
+                )
+
     def group(self) -> dict[str, Any]:
         """A parameter group without parameters."""
         return {"params": [], "optimizer_class": self.optimizer_class, **self.hyperparameters}
@@ -123,12 +132,12 @@ def groups_by_rules(rules: Sequence[Rule] | Rule, model: nn.Module) -> list[dict
             raise TypeError(f"rules hold {rule!r:.80}; lightstep.Rule(optimizer_class, kinds=..., lr=...) is needed")
     _check_class_settings(listed)
     groups = [rule.group() for rule in listed]
-    matched = [False] * len(listed)
+    matched: list[list[str]] = [[] for _ in listed]
     for name, parameter, kind in described_parameters(model):
         found = [number for number, rule in enumerate(listed) if rule.matches(name, parameter, kind)]
         found = found or [number for number, rule in enumerate(listed) if rule.matches_rest(name, parameter)]
         for number in found:
-            matched[number] = True
+            matched[number].append(name)
         if len(found) > 1:
             raise ValueError(
                 f"{name} of shape {tuple(parameter.shape)} matches {listed[found[0]]} and {listed[found[1]]}; each "
@@ -141,11 +150,12 @@ def groups_by_rules(rules: Sequence[Rule] | Rule, model: nn.Module) -> list[dict
                 f"{name} of shape {tuple(parameter.shape)} ({kind}) is trained, and matches no rule; "
                 f"rules: {', '.join(map(str, listed))}. Add one with kinds='rest'"
             )
-    for rule, hit in zip(listed, matched, strict=True):
-        if not hit:
+    for rule, names in zip(listed, matched, strict=True):
+        if not names:
             raise ValueError(
                 f"{rule} matches no parameter of the model; `lightstep params` lists their names and kinds"
             )
+        rule.refuse_unused_names(names)
     return groups
 
 
@@ -189,46 +199,106 @@ def own_class(groups: Sequence[Mapping[str, Any]]) -> tuple[type[torch.optim.Opt
 
 def described_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, str]]:
     """Name, parameter and kind (:data:`KINDS`) of each, in the model's order."""
-    owners: dict[Tensor, list[nn.Module]] = {}
-    for module in model.modules():
-        for parameter in module.parameters(recurse=False):
-            owners.setdefault(parameter, []).append(module)
-    head = _head(model)
+    modules = dict(model.named_modules())
+    owners: dict[Tensor, list[_Owner]] = {}
+    for path, module in modules.items():
+        for name, parameter in module.named_parameters(recurse=False):
+            owners.setdefault(parameter, []).append(_Owner.of(path, name, modules))
+    vocabulary = _inside(_called(model, "get_input_embeddings"))
+    heads = _heads(model, modules)
     for name, parameter in model.named_parameters():
         clean = clean_name(name)
-        yield clean, parameter, _kind(clean, parameter, owners[parameter], head)
+        yield clean, parameter, _kind(clean, parameter, owners[parameter], vocabulary, heads)
 
 
-def _kind(name: str, parameter: Tensor, owners: Sequence[nn.Module], head: nn.Module | None) -> str:
-    if any(isinstance(module, (nn.Embedding, nn.EmbeddingBag)) for module in owners):  # a tied head is one of them
+class _Owner(NamedTuple):
+    """The layer that a parameter belongs to, and the parameter's name in it (``weight``, ``lora_A.default``)."""
+
+    layer: nn.Module
+    name: str
+
+    @classmethod
+    def of(cls, path: str, name: str, modules: Mapping[str, nn.Module]) -> _Owner:
+        while path and isinstance(modules[path], _CONTAINERS):  # parametrizations are in such containers, too
+            path, _, last = path.rpartition(".")
+            name = f"{last}.{name}"
+        return cls(modules[path], name)
+
+
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+
+
+def _kind(
+    name: str,
+    parameter: Tensor,
+    owners: Sequence[_Owner],
+    vocabulary: Collection[nn.Module],
+    heads: Collection[nn.Module],
+) -> str:
+    layers = [owner.layer for owner in owners]
+    if any(isinstance(layer, nn.Embedding | nn.EmbeddingBag) for layer in layers):  # a tied head is one of them
         return "embeddings"
-    if any(_is_norm(module, parameter) for module in owners):
+    if any(_is_norm(layer, parameter) for layer in layers):
         return "norms"
     if name.endswith("bias"):
         return "biases"
-    if parameter.dim() < 2:
+    if parameter.dim() < 2 or any(isinstance(layer, nn.modules.conv._ConvNd) for layer in layers):
         return "rest"
-    return "head" if any(module is head for module in owners) else "hidden_matrices"
+    if any(layer in vocabulary or _is_embedding(*owner) for layer, owner in zip(layers, owners, strict=True)):
+        return "embeddings"
+    if any(layer in heads for layer in layers):
+        return "head"
+    return "hidden_matrices" if any(_is_matrix(*owner, parameter) for owner in owners) else "rest"
 
 
-def _is_norm(module: nn.Module, parameter: Tensor) -> bool:
+def _is_norm(layer: nn.Module, parameter: Tensor) -> bool:
     """torch's layers, and those of libraries whose class names say so (``LlamaRMSNorm``)."""
-    return isinstance(module, nn.LayerNorm) or (parameter.dim() < 2 and "norm" in type(module).__name__.lower())
+    return isinstance(layer, nn.LayerNorm) or (parameter.dim() < 2 and "norm" in type(layer).__name__.lower())
 
 
-def _head(model: nn.Module) -> nn.Module | None:
-    """The layer that maps to the vocabulary: as transformers say, else the last linear layer outside of all blocks."""
-    get_head = getattr(model, "get_output_embeddings", None)
-    if callable(get_head):
-        head = get_head()
-        if isinstance(head, nn.Module):
-            return head
+def _is_embedding(layer: nn.Module, name: str) -> bool:
+    """Tables outside of torch's layers, which only names tell: ``cls_token``, ``pos_embed``, ``lora_embedding_A``."""
+    if isinstance(layer, nn.Linear):
+        return False
+    return "embedding" in type(layer).__name__.lower() or re.search(r"emb|token|(^|_)pos", name) is not None
+
+
+def _is_matrix(layer: nn.Module, name: str, parameter: Tensor) -> bool:
+    """Whether the layer multiplies by this parameter: by one matrix, or by each of a stack (experts)."""
+    named = isinstance(layer, nn.Linear) or re.search(r"weight|proj", name) is not None
+    if parameter.dim() == 2:
+        return named  # others are no factors of a product: Mamba's A_log
+    return parameter.dim() == 3 and (named or 1 not in parameter.shape)  # broadcast: RWKV's time_mix_key
+
+
+def _heads(model: nn.Module, modules: Mapping[str, nn.Module]) -> Collection[nn.Module]:
+    """What maps to the vocabulary, with all that is inside (adapters, copies that are trained instead).
+
+    As transformers say; else the linear layers outside of all blocks that are as large as the largest embedding; else
+    the last linear layer there.
+    """
+    head = _inside(_called(model, "get_output_embeddings"))
+    if head:
+        return head
     outside = [
         module
-        for name, module in model.named_modules()
+        for name, module in modules.items()
         if isinstance(module, nn.Linear) and not any(part.isdigit() for part in name.split("."))
     ]
-    return outside[-1] if outside else None
+    size = max((module.num_embeddings for module in modules.values() if isinstance(module, nn.Embedding)), default=None)
+    return frozenset([module for module in outside if module.out_features == size] or outside[-1:])
+
+
+def _called(model: nn.Module, method: str) -> Any:
+    """What this method of transformers' models returns; ``None`` if the model has none, or does not say."""
+    try:
+        return getattr(model, method, lambda: None)()
+    except NotImplementedError:
+        return None
+
+
+def _inside(module: Any) -> Collection[nn.Module]:
+    return frozenset(module.modules()) if isinstance(module, nn.Module) else frozenset()
 
 
 _CALLED = {str: "a string", int: "a number"}

@@ -259,6 +259,118 @@ def test_kinds_of_a_transformers_model() -> None:
     assert sum(map(len, found.values())) == len(list(model.parameters()))
 
 
+class RMSNormalization(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8))
+
+
+class Attention(nn.Module):
+    """Parameters of its own, of two dimensions and more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = nn.MultiheadAttention(8, 2)
+        self.parametrized = nn.utils.parametrizations.weight_norm(nn.Conv1d(8, 8, 3))
+        self.orthogonal = nn.utils.parametrizations.orthogonal(nn.Linear(8, 8), orthogonal_map="cayley")
+        self.router = Router()
+        self.gate_up_proj = nn.Parameter(torch.randn(4, 8, 6))
+        self.gate_up_proj_bias = nn.Parameter(torch.randn(4, 6))
+        self.A_log = nn.Parameter(torch.randn(16, 8))
+        self.time_mix = nn.Parameter(torch.randn(1, 1, 8))
+        self.norm = RMSNormalization()
+
+
+class Router(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 8))
+
+
+class Vision(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cls_token = nn.Parameter(torch.zeros(1, 1, 8))
+        self.pos_embed = nn.Parameter(torch.zeros(9, 8))
+        self.patches = nn.Conv2d(3, 8, 4)
+        self.positions = nn.Embedding(20, 8)
+        self.words = nn.Embedding(33, 8)
+        self.unembed = nn.Linear(8, 33)
+        self.layers = nn.ModuleList([Attention()])
+        self.merge = nn.Linear(8, 8)
+
+
+def test_kinds_of_what_no_layer_of_torchs_owns() -> None:
+    """A kernel and a table are no matrices by which a layer multiplies; the head is as large as the vocabulary."""
+    kinds = {name: kind for name, _, kind in described_parameters(Vision())}
+    block = {name.removeprefix("layers.0."): kinds.pop(name) for name in list(kinds) if name.startswith("layers.0.")}
+    assert kinds == {
+        "cls_token": "embeddings",
+        "pos_embed": "embeddings",
+        "patches.weight": "rest",
+        "patches.bias": "biases",
+        "positions.weight": "embeddings",
+        "words.weight": "embeddings",
+        "unembed.weight": "head",
+        "unembed.bias": "biases",
+        "merge.weight": "hidden_matrices",
+        "merge.bias": "biases",
+    }
+    assert block == {
+        "heads.in_proj_weight": "hidden_matrices",
+        "heads.in_proj_bias": "biases",
+        "heads.out_proj.weight": "hidden_matrices",
+        "heads.out_proj.bias": "biases",
+        "parametrized.bias": "biases",
+        "parametrized.parametrizations.weight.original0": "rest",
+        "parametrized.parametrizations.weight.original1": "rest",
+        "orthogonal.bias": "biases",
+        "orthogonal.parametrizations.weight.original": "hidden_matrices",
+        "router.weight": "hidden_matrices",
+        "gate_up_proj": "hidden_matrices",
+        "gate_up_proj_bias": "biases",
+        "A_log": "rest",
+        "time_mix": "rest",
+        "norm.weight": "norms",
+    }
+
+
+class Adapted(nn.Module):
+    """What PEFT puts in the place of a layer: of an embedding, of a matrix, or of a head that is trained as it is."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.original_module = layer.requires_grad_(False)
+        if isinstance(layer, nn.Embedding):
+            self.lora_embedding_A = nn.ParameterDict({"default": torch.randn(2, layer.num_embeddings)})
+            self.lora_embedding_B = nn.ParameterDict({"default": torch.randn(layer.embedding_dim, 2)})
+        else:
+            self.modules_to_save = nn.ModuleDict({"default": copy.deepcopy(layer).requires_grad_(True)})
+
+
+def test_kinds_of_adapters() -> None:
+    from transformers import GPT2Config, GPT2ForSequenceClassification, GPT2LMHeadModel
+
+    config = GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=32, n_positions=16, tie_word_embeddings=False)
+    language, classifier = GPT2LMHeadModel(config), GPT2ForSequenceClassification(config)
+    language.lm_head, classifier.score = Adapted(language.lm_head), Adapted(classifier.score)
+    for model, head in ((language, "lm_head"), (classifier, "score")):
+        model.transformer.wte = Adapted(model.transformer.wte)
+        kinds = {name: kind for name, parameter, kind in described_parameters(model) if parameter.requires_grad}
+        assert {name: kind for name, kind in kinds.items() if "lora" in name or "_save" in name} == {
+            "transformer.wte.lora_embedding_A.default": "embeddings",
+            "transformer.wte.lora_embedding_B.default": "embeddings",
+            f"{head}.modules_to_save.default.weight": "head",
+        }
+        matrices = [name for name, kind in kinds.items() if kind == "hidden_matrices"]
+        assert [name.removeprefix("transformer.h.0.") for name in matrices] == [  # transformers' Conv1D
+            "attn.c_attn.weight",
+            "attn.c_proj.weight",
+            "mlp.c_fc.weight",
+            "mlp.c_proj.weight",
+        ]
+
+
 @pytest.mark.parametrize(
     ("rules", "message"),
     [
@@ -270,6 +382,10 @@ def test_kinds_of_a_transformers_model() -> None:
         (
             [Rule(torch.optim.AdamW, kinds="rest"), Rule(torch.optim.Muon, names=r"\.mux\.")],
             r"Rule\(Muon, names='\\\\.mux\\\\.'\) matches no parameter",
+        ),
+        (
+            [Rule(torch.optim.AdamW, names=["tokens", r"^exprts"]), Rule(torch.optim.AdamW, kinds="rest")],
+            r"Rule\(AdamW, names=\['tokens', '\^exprts'\]\): '\^exprts' matches none of the 1 parameters of the rule",
         ),
         ([], "rules are empty"),
     ],
