@@ -181,8 +181,7 @@ def read_manifest(folder: Path) -> Manifest:
         CheckpointError: there is no checkpoint, or its format is newer.
     """
     manifest = _read(folder)
-    for name, size in manifest["files"].items():
-        _check_size(folder, name, size)
+    check_sizes(folder, manifest)
     return manifest
 
 
@@ -297,6 +296,12 @@ def refuse_engine_files(folder: Path, manifest: Manifest) -> None:
             f"{folder} holds DeepSpeed's own files (sharding.kind deepspeed); for another strategy convert it first: "
             f"lightstep checkpoint convert {folder} DESTINATION --to lightstep"
         )
+
+
+def check_sizes(folder: Path, manifest: Manifest) -> None:
+    """Raise :class:`CheckpointError` unless every file that the manifest lists is there with its size."""
+    for name, size in manifest["files"].items():
+        _check_size(folder, name, size)
 
 
 def _check_size(folder: Path, name: str, size: int) -> None:

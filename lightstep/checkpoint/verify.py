@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from lightstep.checkpoint.checksums import crc32_of
-from lightstep.checkpoint.errors import CheckpointError, DamagedError, error_text
+from lightstep.checkpoint.checksums import check_file
+from lightstep.checkpoint.errors import CheckpointError, DamagedError
+from lightstep.checkpoint.file_list import CHECKPOINT, FILE_LIST, read_file_list
 from lightstep.checkpoint.layout import (
     INDEX,
     MANIFEST,
@@ -26,7 +27,6 @@ from lightstep.checkpoint.read import read_chunk
 from lightstep.checkpoint.storage import location
 from lightstep.checkpoint.tensors import parse_index
 
-_BLOCK = 8 * 2**20
 _READERS = 4
 
 
@@ -44,20 +44,51 @@ class Verified:
 
 
 def verify_checkpoints(path: str | os.PathLike[str]) -> list[Verified]:
-    """Verify a checkpoint, or every checkpoint in a folder.
+    """Verify a checkpoint, or every checkpoint in a folder. Checkpoints of the Trainer and of accelerate count too.
 
     Raises:
         CheckpointError: there is no checkpoint.
     """
     root = location(path).resolve()
-    if (root / MANIFEST).exists() or not root.exists():
-        return [verify(root)]
+    if _is_checkpoint(root) or not root.exists():
+        return [_verify_any(root)]
     found = [verify(each) for each in checkpoints_in(root)]
     verified = {each.path for each in found}
-    unreadable = [e for e in root.iterdir() if e not in verified and e.is_dir() and (e / MANIFEST).exists()]
-    if not found and not unreadable:
+    others = [entry for entry in root.iterdir() if entry not in verified and entry.is_dir() and _is_checkpoint(entry)]
+    if not found and not others:
         raise CheckpointError(f"{path} holds no checkpoint of lightstep")
-    return [*found, *map(verify, unreadable)]
+    return [*found, *map(_verify_any, sorted(others, key=lambda entry: (len(entry.name), entry.name), reverse=True))]
+
+
+def _is_checkpoint(path: Path) -> bool:
+    return any((path / name).exists() for name in (MANIFEST, FILE_LIST, f"{CHECKPOINT}/{MANIFEST}"))
+
+
+def _verify_any(path: Path) -> Verified:
+    """Verify a checkpoint, with the files beside it if they have a list."""
+    if (path / FILE_LIST).exists():
+        return _verify_listed(path)
+    return verify(path if (path / MANIFEST).exists() or not path.exists() else path / CHECKPOINT)
+
+
+def _verify_listed(path: Path) -> Verified:
+    found = Verified(path)
+    try:
+        listed = read_file_list(path)
+        assert listed is not None
+        found.files, found.nbytes = len(listed["files"]) + 1, sum(listed["files"].values())
+        found.damage = _damage(partial(check_file, path, listed, name) for name in listed["checksums"])
+    except DamagedError as error:
+        found.damage.append(str(error))
+    if (path / CHECKPOINT).exists():
+        inner = verify(path / CHECKPOINT)
+        found.damage += inner.damage
+        found.unchecked, found.files, found.nbytes = (
+            inner.unchecked,
+            found.files + inner.files,
+            found.nbytes + inner.nbytes,
+        )
+    return found
 
 
 def verify(path: Path) -> Verified:
@@ -73,9 +104,7 @@ def verify(path: Path) -> Verified:
         found.unchecked = "checksums" not in manifest
         found.files, found.nbytes = len(manifest["files"]) + 1, sum(manifest["files"].values())
         if not found.unchecked:
-            with ThreadPoolExecutor(_READERS) as pool:
-                results = [pool.submit(_damage_in, check) for check in _checks(folder, manifest)]
-                found.damage = [text for result in results if (text := result.result()) is not None]
+            found.damage = _damage(_checks(folder, manifest))
     except DamagedError as error:
         found.damage.append(str(error))
     return found
@@ -100,26 +129,10 @@ def newest_undamaged_before(path: Path, with_state: bool) -> Path | None:
     return next((each for each in older if is_undamaged(each) and not (with_state and is_weights_only(each))), None)
 
 
-def size_and_checksum(file: Path) -> tuple[int, int]:
-    """Size and CRC-32 of a file."""
-    return file.stat().st_size, crc32_of(_blocks(file))
-
-
-def check_files(folder: Path, manifest: Manifest, names: Iterable[str]) -> None:
-    """Compare these files with the manifest's checksums, if it has them.
-
-    Raises:
-        DamagedError: a file is damaged; it names the first one.
-    """
-    for name in names:
-        if name in manifest.get("checksums", {}):
-            _check_file(folder, manifest, name)
-
-
 def _checks(folder: Path, manifest: Manifest) -> Iterator[Callable[[], object]]:
     """One call per file and tensor chunk, which raises :class:`DamagedError` if it is damaged."""
     for name in manifest["checksums"]:
-        yield partial(_check_file, folder, manifest, name)
+        yield partial(check_file, folder, manifest, name)
     data = data_folder(folder, manifest)
     if (data / INDEX).exists():
         for key, stored in parse_index(read_checked(folder, manifest, INDEX)).items():
@@ -127,14 +140,11 @@ def _checks(folder: Path, manifest: Manifest) -> Iterator[Callable[[], object]]:
                 yield partial(read_chunk, data, key, chunk)
 
 
-def _check_file(folder: Path, manifest: Manifest, name: str) -> None:
-    expected = manifest["checksums"][name]
-    try:
-        found = crc32_of(_blocks(folder / name))
-    except OSError as error:
-        raise DamagedError(f"{folder / name} cannot be read: {error_text(error)}") from error
-    if found != expected:
-        raise DamagedError(f"{folder / name} is damaged: its checksum is {found:08x}, not {expected:08x}")
+def _damage(checks: Iterable[Callable[[], object]]) -> list[str]:
+    """One sentence for each check that found damage."""
+    with ThreadPoolExecutor(_READERS) as pool:
+        results = [pool.submit(_damage_in, check) for check in checks]
+        return [text for result in results if (text := result.result()) is not None]
 
 
 def _damage_in(check: Callable[[], object]) -> str | None:
@@ -143,9 +153,3 @@ def _damage_in(check: Callable[[], object]) -> str | None:
     except DamagedError as error:
         return str(error)
     return None
-
-
-def _blocks(file: Path) -> Iterator[bytes]:
-    with file.open("rb") as stream:
-        while block := stream.read(_BLOCK):
-            yield block

@@ -24,6 +24,7 @@ from typing import Any
 
 from torch import nn
 
+from lightstep.checkpoint.checksums import check_files, size_and_checksum
 from lightstep.checkpoint.errors import CheckpointError, checkpoint_errors, list_names
 from lightstep.checkpoint.formats.zero_files import RESERVED
 from lightstep.checkpoint.layout import (
@@ -42,7 +43,6 @@ from lightstep.checkpoint.ranks import Ranks
 from lightstep.checkpoint.retention import Retention
 from lightstep.checkpoint.small_state import check_loadable, random_states, read_state, set_random_states, write_state
 from lightstep.checkpoint.storage import new_shared_folder, sync, write_file
-from lightstep.checkpoint.verify import check_files, size_and_checksum
 from lightstep.deepspeed.optimizer import DeepSpeedOptimizer
 from lightstep.deepspeed.universal import UNIVERSAL, load_universal, refuse_untrusted, trusted_loads
 from lightstep.deepspeed.weights import shapes

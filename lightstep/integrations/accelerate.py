@@ -31,8 +31,10 @@ with needs("train"):
 
 from lightstep.checkpoint import CheckpointError
 from lightstep.checkpoint.export import full_weights
+from lightstep.checkpoint.file_list import CHECKPOINT, FILE_LIST, read_file_list, write_file_list
 from lightstep.checkpoint.layout import has_complete_checkpoint, holds_checkpoint
 from lightstep.checkpoint.pending import PendingSave
+from lightstep.checkpoint.ranks import Ranks
 from lightstep.config import ConfigError, FSDP2Sharding
 from lightstep.distributed import local_tensor
 from lightstep.integrations.checks import (
@@ -43,7 +45,7 @@ from lightstep.integrations.checks import (
     unwrap_optimizer,
 )
 from lightstep.integrations.full_state import local_part, sharding_full_state
-from lightstep.integrations.pending_folder import CHECKPOINT, PendingFolder, folder_kind, newest_whole
+from lightstep.integrations.pending_folder import PendingFolder, check_before_load, folder_kind, newest_whole
 from lightstep.optimizer.base import BaseOptimizer
 from lightstep.optimizer.param_groups import clean_name
 from lightstep.optimizer.result import StepResult
@@ -61,6 +63,11 @@ _NAME = re.compile(r"checkpoint_(\d+)")
 
 def _is_complete(folder: Path) -> bool:
     """Whether ``save_state`` of lightstep or of plain accelerate has written all of it."""
+    try:
+        if read_file_list(folder) is not None:
+            return True
+    except CheckpointError:
+        return False
     if holds_checkpoint(folder / CHECKPOINT):
         return has_complete_checkpoint(folder / CHECKPOINT)
     return any(folder.glob("random_states_*.pkl")) and any(folder.glob("optimizer*"))
@@ -400,6 +407,7 @@ class LightstepAccelerator(Accelerator):
         path, limit = self._next_state(output_dir)
         if not asynchronous and _holds_user_files(path):
             self._write_state(path, trained, safe_serialization, kwargs)
+            Ranks().together(lambda: write_file_list(path, _files_beside(path)), only_first=True)
             return path
         with PendingFolder(path, _KIND, lambda: self._remove_old_states(limit, path)) as pending:
             pending.checkpoint = self._write_state(pending.folder, trained, safe_serialization, kwargs, asynchronous)
@@ -482,6 +490,7 @@ class LightstepAccelerator(Accelerator):
             with self._loading_accelerate_state(trained, Path(input_dir)):
                 super().load_state(input_dir, load_kwargs, **kwargs)
             return
+        check_before_load(Path(input_dir))
         with self._hidden_from_accelerate(trained):
             super().load_state(input_dir, load_kwargs, **kwargs)
         self.strategy.load_checkpoint(Path(input_dir) / CHECKPOINT, trained[0], trained[1].optimizer)
@@ -543,6 +552,12 @@ class LightstepAccelerator(Accelerator):
         found = {path: _NAME.fullmatch(path.name) for path in self._states_folder.glob("checkpoint_*")}
         numbers = {path: int(match[1]) for path, match in found.items() if match is not None and path.is_dir()}
         return sorted(numbers, key=numbers.__getitem__)
+
+
+def _files_beside(path: Path) -> list[str]:
+    """The files of a save in ``path``, but for the checkpoint's."""
+    own = [name for name in _KIND.own_files(path) if name != FILE_LIST and not name.startswith(f"{CHECKPOINT}/")]
+    return [name for name in own if (path / name).is_file()]
 
 
 def _holds_user_files(path: Path) -> bool:

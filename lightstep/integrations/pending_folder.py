@@ -9,15 +9,13 @@ from functools import partial
 from pathlib import Path
 from types import TracebackType
 
-from lightstep.checkpoint.errors import checkpoint_errors
+from lightstep.checkpoint.errors import CheckpointError, checkpoint_errors
+from lightstep.checkpoint.file_list import CHECKPOINT, FILE_LIST, check_listed_files, read_file_list, write_file_list
 from lightstep.checkpoint.pending import PendingSave, writer_group
 from lightstep.checkpoint.ranks import Ranks
 from lightstep.checkpoint.storage import FolderKind, new_shared_folder, storage_for, sync
 
 logger = logging.getLogger(__name__)
-
-CHECKPOINT = "lightstep"
-"""The folder of lightstep's checkpoint beside the Trainer's or accelerate's own files."""
 
 
 class PendingFolder(PendingSave):
@@ -85,9 +83,11 @@ class PendingFolder(PendingSave):
             ranks.together(self._commit, only_first=True)
 
     def _commit(self) -> None:
-        for file in self.folder.rglob("*"):
-            if file.is_file() and file.parent != self.folder / CHECKPOINT:  # those in there are on the disk
-                sync(file)
+        files = [file for file in self.folder.rglob("*") if file.is_file()]
+        beside = [file for file in files if file.relative_to(self.folder).parts[0] != CHECKPOINT]
+        for file in beside:  # the others are on the disk
+            sync(file)
+        write_file_list(self.folder, [file.relative_to(self.folder).as_posix() for file in beside])
         storage_for(self._place).commit(self.folder, self._place, self._kind)
         self.folder.parent.rmdir()
         self._rotate()
@@ -129,7 +129,25 @@ def folder_kind(
 
 
 def _own_files(folder: Path, patterns: tuple[str, ...]) -> set[str]:
-    return {file.relative_to(folder).as_posix() for pattern in patterns for file in folder.glob(pattern)}
+    found = {file.relative_to(folder).as_posix() for pattern in patterns for file in folder.glob(pattern)}
+    with suppress(CheckpointError):
+        found |= set((read_file_list(folder) or {"files": ()})["files"])
+    return {*found, FILE_LIST}
+
+
+def check_before_load(folder: Path) -> None:
+    """Compare the files beside the checkpoint with their list, on the first rank; a warning says that there is none.
+
+    Raises:
+        DamagedError: a file is damaged; the message names it. All ranks raise.
+    """
+
+    def check() -> None:
+        if folder.is_dir() and not check_listed_files(folder):
+            logger.warning("%s has no %s: damage in its files would not be noticed; save again", folder, FILE_LIST)
+
+    with checkpoint_errors(f"{folder} was not loaded"):
+        Ranks().together(check, only_first=True)
 
 
 def newest_whole(folders: Sequence[Path], is_complete: Callable[[Path], bool]) -> Path | None:

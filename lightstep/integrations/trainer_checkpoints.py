@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,13 +18,14 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from lightstep import CheckpointError
 from lightstep.checkpoint.errors import DamagedError, is_damage
 from lightstep.checkpoint.export import full_weights
+from lightstep.checkpoint.file_list import CHECKPOINT
 from lightstep.checkpoint.layout import holds_checkpoint
 from lightstep.checkpoint.pretrained import load_pretrained
 from lightstep.checkpoint.ranks import Ranks
 from lightstep.integrations import adapters
 from lightstep.integrations.checks import unwrap_optimizer
 from lightstep.integrations.full_state import sharding_full_state
-from lightstep.integrations.pending_folder import CHECKPOINT, PendingFolder
+from lightstep.integrations.pending_folder import PendingFolder, check_before_load
 from lightstep.integrations.trainer_folders import (
     KIND,
     is_read_on_save,
@@ -171,6 +174,9 @@ class TrainerCheckpoints(_AnyTrainer):
         if resume_from_checkpoint is True:
             newest = Ranks().together(lambda: newest_checkpoint(folder), only_first=True)
             resume_from_checkpoint = True if newest is None else str(newest)
+        if isinstance(resume_from_checkpoint, str | Path):
+            with _naming_an_older_one(Path(resume_from_checkpoint)):
+                check_before_load(Path(resume_from_checkpoint))
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
@@ -180,15 +186,8 @@ class TrainerCheckpoints(_AnyTrainer):
         """
         if checkpoint is None:
             return
-        try:
+        with _naming_an_older_one(Path(checkpoint)):
             self._load_training_state(Path(checkpoint))
-        except CheckpointError as error:
-            folder = Path(checkpoint).resolve()
-            older = newest_checkpoint(folder.parent, below=folder) if is_damage(error) else None
-            if older is None:
-                raise
-            text = str(error).removesuffix("; no older one beside it is whole")
-            raise type(error)(f"{text}; {older} is whole: resume_from_checkpoint={str(older)!r}") from error
 
     def _load_training_state(self, folder: Path) -> None:
         optimizer = self._lightstep_optimizer
@@ -216,6 +215,7 @@ class TrainerCheckpoints(_AnyTrainer):
     def _load_best_model(self) -> None:
         best, score = self.state.best_model_checkpoint, self.state.best_metric
         logger.info("loading the best model from %s (score: %s)", best, score)
+        check_before_load(Path(best))
         if holds_checkpoint(Path(best) / CHECKPOINT):
             self.strategy.load_checkpoint(Path(best) / CHECKPOINT, self.model)
         elif not self._load_into_parameters(Path(best)):
@@ -234,6 +234,20 @@ class TrainerCheckpoints(_AnyTrainer):
         else:
             return False
         return True
+
+
+@contextmanager
+def _naming_an_older_one(folder: Path) -> Iterator[None]:
+    """Add to an error that says that ``folder`` is damaged which older checkpoint is whole."""
+    try:
+        yield
+    except CheckpointError as error:
+        folder = folder.resolve()
+        older = newest_checkpoint(folder.parent, below=folder) if is_damage(error) else None
+        if older is None:
+            raise
+        text = str(error).removesuffix("; no older one beside it is whole")
+        raise type(error)(f"{text}; {older} is whole: resume_from_checkpoint={str(older)!r}") from error
 
 
 def _load_on_cpu(file: Path) -> Any:

@@ -12,9 +12,11 @@ from typing import Any
 from transformers import TrainerCallback
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 
+from lightstep.checkpoint.errors import CheckpointError
+from lightstep.checkpoint.file_list import CHECKPOINT, read_file_list
 from lightstep.checkpoint.layout import has_complete_checkpoint, holds_checkpoint
 from lightstep.checkpoint.storage import recover_interrupted
-from lightstep.integrations.pending_folder import CHECKPOINT, folder_kind, newest_whole
+from lightstep.integrations.pending_folder import folder_kind, newest_whole
 
 __all__ = ["KIND", "is_read_on_save", "keep_best_only", "newest_checkpoint", "remove_leftovers", "rotate"]
 
@@ -22,7 +24,16 @@ _NAME = re.compile(r"checkpoint-(\d+)")
 
 
 def _is_whole(folder: Path) -> bool:
-    """Whether it has the Trainer's state, which is the last of its own files, and all of an optimizer's, if any."""
+    """Whether all of its files are there, with their sizes.
+
+    Without a list of them: whether it has the Trainer's state, which the Trainer writes last, and all of the
+    optimizer's, if it has any.
+    """
+    try:
+        if read_file_list(folder) is not None:
+            return True
+    except CheckpointError:
+        return False
     try:
         json.loads((folder / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
     except (OSError, ValueError):
