@@ -210,7 +210,7 @@ class Engine:
         def peek(item: Managed) -> Tensor | None:
             return self.gradients.peek(item.param)
 
-        with schedule.speculating(scaling.layers, self.param_groups, peek, assumed):
+        with schedule.speculating(scaling.layers, self.param_groups, peek, assumed, self.managed.find_written):
             yield
 
     def _take(self, item: Managed) -> Tensor | None:
@@ -263,7 +263,7 @@ class Engine:
             self.updater.reserve_stage_for(gradients)  # if that fails, step() may be called again
             self._consume()
             scale = self.loss_scale.tensor(norm.device).clone()
-            result = StepResult(norm, overflow, scale, loss, self.schedule.redone)
+            result = StepResult(norm, overflow, scale, loss, self.schedule.redone, self.schedule.rolled_back)
             if init_state and not any(item.updated for item in self.managed):
                 self._init_state(gradients, overflow)
                 return result

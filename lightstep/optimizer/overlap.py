@@ -74,6 +74,7 @@ class Overlap(NextForward):
         self._pause, self._next_pause = 0, 1
         self._verdict_unread = False
         self._assumed: Factors | None = None  # by the step whose backward has begun
+        self._find_written: FindWritten = lambda items: ()
 
     @property
     def pending(self) -> bool:
@@ -87,7 +88,12 @@ class Overlap(NextForward):
 
     @contextlib.contextmanager
     def speculating(
-        self, layers: Sequence[Sequence[Managed]], groups: Sequence[dict[str, Any]], peek: Peek, assumed: Factors
+        self,
+        layers: Sequence[Sequence[Managed]],
+        groups: Sequence[dict[str, Any]],
+        peek: Peek,
+        assumed: Factors,
+        find_written: FindWritten,
     ) -> Iterator[None]:
         """The last backward of a step runs in the body; units are updated as it completes their gradients.
 
@@ -96,7 +102,9 @@ class Overlap(NextForward):
             groups: their hyper-parameters.
             peek: called with parameters whose gradients may be complete.
             assumed: the scaling of gradients that are not clipped.
+            find_written: called before weights are rolled back.
         """
+        self._find_written = find_written
         self._update_pause()
         self._link_share.adapt()
         self._assumed = assumed
@@ -119,10 +127,10 @@ class Overlap(NextForward):
             speculation.shared_queue.clear()
             if self._updater.broken:
                 self.reset()
-            self.roll_back()
+            self._roll_back("an error in backward")
             raise
         if speculation.invalid:
-            self.roll_back()
+            self.roll_back("it continued in backward")
         elif self._speculation is speculation:
             self.on_early_update()
 
@@ -237,19 +245,47 @@ class Overlap(NextForward):
             self._link_share.record_done()
         self.on_early_update()
 
-    def roll_back(self) -> None:
+    def roll_back(self, reason: str) -> None:
         """Undo all speculative updates: what the caller does next sees the weights from before backward.
 
         During backward the remaining shared units are still updated after this, since other ranks wait for them.
+
+        Args:
+            reason: for the log.
+
+        Raises:
+            RuntimeError: somebody has written to a weight after its speculative update; the value is gone.
         """
+        written = self._roll_back(reason)
+        if written:
+            raise RuntimeError(
+                f"{written[0].name} was written to between backward() and step(), where optimizer_state.update overlap "
+                "has begun to update it: call optimizer.synchronize() before such an edit, or set update: next_forward"
+            )
+
+    def _roll_back(self, reason: str) -> Sequence[Managed]:
+        """:meth:`roll_back`; returns the parameters that somebody has written to."""
         with self._lock:
             speculation = self._speculation
             if speculation is None:
-                return
+                return ()
+            if speculation.submitted and not speculation.invalid:
+                self.rolled_back += 1
+                logger.info("updates in backward: rolled back before step() (%d so far): %s", self.rolled_back, reason)
+            written = self._written_after_update(speculation)
             speculation.invalid = bool(speculation.shared_queue)
             if not speculation.invalid:
                 self._speculation = None
             self._roll_back_units(speculation)
+            return written
+
+    def _written_after_update(self, speculation: Speculation) -> Sequence[Managed]:
+        if not speculation.submitted or self._updater.broken:
+            return ()
+        with self._aborting("the update under way", on_interrupt=False):
+            self._backend.lanes.caller().wait(speculation.done)  # on the CPU they have written only then
+        updated = (unit for unit in speculation.submitted if self._backend.is_speculative(unit))
+        return self._find_written(dict.fromkeys(owner for unit in updated for owner, _, _ in unit.parts))
 
     def _roll_back_units(self, speculation: Speculation) -> None:
         if speculation.submitted:
@@ -278,30 +314,20 @@ class Overlap(NextForward):
         speculation = self._speculation
         if speculation is None:
             return False
-        valid = (
-            speculation.values.matches(groups)
-            and all(item.updated for item in gradients)
-            and speculation.used.are_in(gradients)
-        )
-        if not valid:
-            self.roll_back()
-            return False
-        if self._backend.lanes.device.type == "cpu":  # `weights_changed` is known when the updates are done
+        if not speculation.values.matches(groups):
+            self.roll_back("hyper-parameters were changed")
+        elif not (all(item.updated for item in gradients) and speculation.used.are_in(gradients)):
+            self.roll_back("gradients were changed")
+        elif self._weights_were_written(speculation) or find_written(gradients):
+            self.roll_back("weights were written to")
+        return self._speculation is not None
+
+    def _weights_were_written(self, speculation: Speculation) -> bool:
+        """Whether somebody has written to a weight before its update."""
+        if self._backend.lanes.device.type == "cpu":  # it is known when the updates are done
             with self._aborting("the update under way", on_interrupt=False):
                 self._backend.lanes.caller().wait(speculation.done)
-        if speculation.weights_changed:
-            self.roll_back()
-            return False
-        written = find_written(gradients)
-        updated = [item.name for item in written if item in speculation.used]
-        if written:
-            self.roll_back()
-        if updated:
-            raise RuntimeError(
-                f"{updated[0]} was written to between backward() and step(), where optimizer_state.update overlap "
-                "has begun to update it: call optimizer.synchronize() before such an edit, or set update: next_forward"
-            )
-        return not written
+        return speculation.weights_changed
 
     def start(self, update: Update) -> None:
         speculation = self._speculation
@@ -386,8 +412,11 @@ class Overlap(NextForward):
             if speculation is None:
                 return True
             if speculation.update is None:
-                if items is None or any(item in speculation.used for item in items):
-                    self.roll_back()
+                read = () if items is None else [item.name for item in items if item in speculation.used]
+                if items is None:
+                    self.roll_back("everything was read, or another backward began")
+                elif read:
+                    self.roll_back(f"{read[0]} was read")
                 return False
             self._apply_verdict(speculation, speculation.update)
             return True
@@ -404,7 +433,8 @@ class Overlap(NextForward):
             self._next_pause = max(self._next_pause // 2, 1)
         else:
             self.redone += verdict == "redo"
-            logger.info("updates in backward: %s (%d steps redone so far)", verdict, self.redone)
+            reason = self._verdict.reason()
+            logger.info("updates in backward: %s (%d steps redone so far): %s", verdict, self.redone, reason)
             self._roll_back_units(speculation)
             update.note_own_writes(update.gradients)
         if verdict != "drop" or self._backend.peers_wait:  # others get weights in every step

@@ -18,17 +18,26 @@ class StepResult:
         grad_norm: 0-dim fp32 tensor on the gradients' device: the global norm, unscaled, before clipping.
         loss: what the closure returned, or ``None``.
         redone: with ``optimizer_state.update: overlap``, the number of steps before this one whose updates in backward
-            were rolled back and run again, because their gradients had to be clipped.
+            were rolled back and run again when the norm was known: mostly because gradients had to be clipped.
+        rolled_back: with ``overlap``, how often so far updates in backward were rolled back before ``step()``, which
+            then ran them: a weight was read, or a gradient or hyper-parameter changed. The log of
+            ``lightstep.optimizer.overlap`` has each reason (level ``INFO``), also of ``redone``.
     """
 
-    __slots__ = ("_loss_scale", "_overflow", "grad_norm", "loss", "redone")
+    __slots__ = ("_loss_scale", "_overflow", "grad_norm", "loss", "redone", "rolled_back")
 
     def __init__(
-        self, grad_norm: Tensor, overflow: Tensor, loss_scale: Tensor, loss: Any = None, redone: int = 0
+        self,
+        grad_norm: Tensor,
+        overflow: Tensor,
+        loss_scale: Tensor,
+        loss: Any = None,
+        redone: int = 0,
+        rolled_back: int = 0,
     ) -> None:
         self.grad_norm = grad_norm
         self.loss = loss
-        self.redone = redone
+        self.redone, self.rolled_back = redone, rolled_back
         self._overflow = overflow
         self._loss_scale = loss_scale
 

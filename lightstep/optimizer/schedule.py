@@ -38,6 +38,7 @@ class Schedule:
     Attributes:
         started: a backward has begun to update units of the current step.
         redone: steps so far whose speculative updates had to be redone.
+        rolled_back: how often speculative updates were rolled back before ``step()``.
         on_early_update: called when weights may change before ``step()``.
     """
 
@@ -64,7 +65,7 @@ class Schedule:
         self._arrival_job: dict[Managed, int] = {}  # the same for weights that other replicas send
         self._lock = threading.RLock()
         self.started = False
-        self.redone = 0
+        self.redone = self.rolled_back = 0
         self.on_early_update: Callable[[], object] = lambda: None
 
     @property

@@ -11,6 +11,7 @@ from torch import Tensor
 __all__ = ["Verdict"]
 
 _COMMIT, _REDO, _DROP = range(3)
+_CHANGED, _OVERRULED = 4, 8  # added to these, for :meth:`Verdict.reason`
 
 
 class Verdict:
@@ -37,11 +38,12 @@ class Verdict:
         for true, assumed in factors:
             if true is not None or assumed is not None:
                 right = right & ((1.0 if true is None else true) == (1.0 if assumed is None else assumed))
+        changed = torch.zeros_like(right)
         if checksums is not None:
             now, then = checksums
-            right = right & (now == then).all().to(right.device)
+            changed = (now != then).any().to(right.device)
         overflowed = (overflow != 0).to(torch.int32)
-        code = (~right).to(torch.int32) + overflowed  # commit 0, redo 1, drop 2
+        code = (~right | changed).to(torch.int32) + overflowed + _CHANGED * changed.to(torch.int32)
         if code.device.type == "cpu":
             self._code, self._event = code, None
             return
@@ -55,11 +57,23 @@ class Verdict:
         """Another rank cannot commit: a commit becomes a redo."""
         if self.read() == "commit":
             assert self._code is not None
-            self._code.fill_(_REDO)
+            self._code.fill_(_REDO + _OVERRULED)
 
     def read(self) -> str:
         """``commit``, ``redo`` or ``drop``; the host waits for the device."""
+        return {_COMMIT: "commit", _REDO: "redo", _DROP: "drop"}[self._read_code() % _CHANGED]
+
+    def reason(self) -> str:
+        """Why it is not ``commit``."""
+        code = self._read_code()
+        if code % _CHANGED == _DROP:
+            return "overflow"
+        if code & _OVERRULED:
+            return "another rank cannot commit"
+        return "gradients were changed after their use" if code & _CHANGED else "gradients are clipped"
+
+    def _read_code(self) -> int:
         assert self._code is not None
         if self._event is not None:
             self._event.synchronize()
-        return {_COMMIT: "commit", _REDO: "redo", _DROP: "drop"}[int(self._code)]
+        return int(self._code)

@@ -110,7 +110,7 @@ def check_tried(rank: int, world_size: int, moments: str, copies: int) -> None:
     strategy, model, optimizer, loop = beside_a_loop(rank, world_size, sharding, state)
     overlap: Overlap = optimizer.engine.schedule
     became: list[str] = []
-    apply_verdict, roll_back = overlap._apply_verdict, overlap.roll_back
+    apply_verdict, roll_back = overlap._apply_verdict, overlap._roll_back
 
     def note(speculation: Any, what: str) -> None:
         if speculation is not None and speculation.shared & set(speculation.submitted):
@@ -120,15 +120,15 @@ def check_tried(rank: int, world_size: int, moments: str, copies: int) -> None:
         note(speculation, overlap._verdict.read())
         apply_verdict(speculation, update)
 
-    def rolled_back() -> None:
+    def rolled_back(reason: str) -> Any:
         note(overlap._speculation, "rolled back")
-        roll_back()
+        return roll_back(reason)
 
     patches: dict[str, Any] = {
         "submit_in_step": 1,
         "submit_ahead": 0,
         "_apply_verdict": applied,
-        "roll_back": rolled_back,
+        "_roll_back": rolled_back,
         "_update_pause": lambda: setattr(overlap, "_pause", 0),
     }
     with mock.patch.multiple(overlap, **patches), mock.patch.object(overlap._link_share, "adapt"):

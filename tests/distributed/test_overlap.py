@@ -22,25 +22,25 @@ STATE: dict[str, Any] = {"backend": "stream", "update": "overlap", "ring_mib": 0
 def check_verdicts(rank: int, world_size: int, expected: list[str], **settings: Any) -> None:
     """The bits of updates in ``step()``, and what became of what was tried."""
     found: Counter[str] = Counter()
-    originals = Overlap._apply_verdict, Overlap.roll_back, Overlap._update_pause
+    originals = Overlap._apply_verdict, Overlap._roll_back, Overlap._update_pause
     apply_verdict, roll_back, _ = originals
 
     def applied(self: Overlap, speculation: Any, update: Any) -> None:
         found[self._verdict.read()] += bool(speculation.submitted)
         apply_verdict(self, speculation, update)
 
-    def rolled_back(self: Overlap) -> None:
+    def rolled_back(self: Overlap, reason: str) -> Any:
         found["rolled back"] += bool(self._speculation is not None and self._speculation.submitted)
-        roll_back(self)
+        return roll_back(self, reason)
 
     def never_pauses(self: Overlap) -> None:
         self._pause = 0
 
-    Overlap._apply_verdict, Overlap.roll_back, Overlap._update_pause = applied, rolled_back, never_pauses  # type: ignore[method-assign]
+    Overlap._apply_verdict, Overlap._roll_back, Overlap._update_pause = applied, rolled_back, never_pauses  # type: ignore[method-assign]
     try:
         check_same_bits(rank, world_size, **settings, state=STATE, compute="parameters", seeds=[1])
     finally:
-        Overlap._apply_verdict, Overlap.roll_back, Overlap._update_pause = originals  # type: ignore[method-assign]
+        Overlap._apply_verdict, Overlap._roll_back, Overlap._update_pause = originals  # type: ignore[method-assign]
     assert [verdict for verdict, number in sorted(found.items()) if number] == expected, found
 
 

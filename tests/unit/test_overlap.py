@@ -8,7 +8,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from itertools import cycle
+from itertools import cycle, product
 from pathlib import Path
 from typing import Any
 
@@ -51,19 +51,19 @@ def small_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
 def counted_verdicts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """How often units were updated speculatively, and what became of it."""
     found: Counter[str] = Counter()
-    apply_verdict, roll_back = Overlap._apply_verdict, Overlap.roll_back
+    apply_verdict, roll_back = Overlap._apply_verdict, Overlap._roll_back
 
     def applied(self: Overlap, speculation: Any, update: Any) -> None:
         if speculation.submitted:
             found[self._verdict.read()] += 1
         apply_verdict(self, speculation, update)
 
-    def rolled_back(self: Overlap) -> None:
+    def rolled_back(self: Overlap, reason: str) -> Any:
         found["rolled back"] += bool(self._speculation is not None and self._speculation.submitted)
-        roll_back(self)
+        return roll_back(self, reason)
 
     monkeypatch.setattr(Overlap, "_apply_verdict", applied)
-    monkeypatch.setattr(Overlap, "roll_back", rolled_back)
+    monkeypatch.setattr(Overlap, "_roll_back", rolled_back)
     return found
 
 
@@ -417,13 +417,14 @@ def test_what_happens_between_backward_and_step(
         verdicts.clear()
         backward(training)
         act(training)
-        training.optimizer.step()
+        result = training.optimizer.step()
         found = training.snapshot()
         training.steps += 1
         training.train(2)
         training.found = found, training.snapshot()  # type: ignore[attr-defined]
         if training is tested:
             seen = Counter(verdicts)
+            assert result.rolled_back == (BETWEEN[act] == "rolled back")
     for mine, theirs in zip(tested.found, expected.found, strict=True):  # type: ignore[attr-defined]
         assert_same(mine, theirs)
     assert seen[BETWEEN[act]] >= 1
@@ -520,6 +521,58 @@ def test_a_weight_that_is_written_to_past_the_model_is_refused() -> None:
     with pytest.raises(RuntimeError, match=r"was written to between backward\(\) and step\(\).*synchronize"):
         tested.optimizer.step()
     assert_same(weights(tested), before)
+
+
+WRITES: dict[str, Callable[[Tensor], object]] = {
+    "in place": lambda weight: weight.detach().mul_(0.5),
+    ".data": lambda weight: weight.data.mul_(0.5),
+    "exchanged": lambda weight: setattr(weight, "data", weight.data * 0.5),
+}
+
+
+@pytest.mark.parametrize(("write", "then"), [*product(WRITES, [change_lr, edit_gradient]), ("in place", None)])
+def test_a_weight_that_was_written_to_is_refused_before_it_is_rolled_back(
+    write: str, then: Callable[[Training], None] | None
+) -> None:
+    """Whatever rolls it back: the written value would be gone without a word."""
+    tested, _ = pair()
+    tested.train(3)
+    tested.optimizer.synchronize()
+    before = weights(tested)
+    backward(tested)
+    tested.optimizer._backend.lanes.compute.synchronize()
+    WRITES[write](tested.named[TRIED])
+    if then is not None:
+        then(tested)
+    with pytest.raises(RuntimeError, match=f"{TRIED} was written to between backward"):
+        tested.optimizer.synchronize() if then is None else tested.optimizer.step()
+    if write != "exchanged":
+        assert_same(weights(tested), before)
+
+
+@pytest.mark.parametrize(
+    ("act", "line"),
+    [
+        (change_lr, "rolled back before step() (1 so far): hyper-parameters were changed"),
+        (edit_gradient, "rolled back before step() (1 so far): gradients were changed"),
+        (evaluate, "rolled back before step() (1 so far): blocks.0.norm.weight was read"),
+        (READS["synchronize"], "rolled back before step() (1 so far): everything was read, or another backward began"),
+        (edit_gradient_data, "redo (1 steps redone so far): gradients were changed after their use"),
+        (clip_tighter, "redo (1 steps redone so far): gradients are clipped"),
+    ],
+)
+def test_the_log_says_why_updates_were_rolled_back(
+    act: Callable[[Training], Any], line: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", overlap.logger.name)
+    tested, _ = pair()
+    tested.train(3)
+    tested.optimizer.synchronize()
+    backward(tested)
+    act(tested)
+    tested.optimizer.step()
+    tested.optimizer.synchronize()
+    assert [text for text in caplog.messages if text.startswith("updates in")] == [f"updates in backward: {line}"]
 
 
 def test_an_error_in_backward_leaves_everything_as_it_was(verdicts: Counter[str]) -> None:
