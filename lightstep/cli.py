@@ -169,10 +169,10 @@ def plan(
         ),
     ] = None,
     measure: Annotated[
-        bool, typer.Option("--measure", help="Measure and save this machine's rates first. Takes less than a minute.")
+        bool, typer.Option("--measure", help="Measure and save this machine's rates first, in less than a minute.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    plot: Annotated[Path | None, typer.Option(metavar="PNG", help="Also draw a chart.")] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Also draw a chart: .png, .pdf or .svg.")] = None,
     against: Annotated[
         Path | None,
         typer.Option(metavar="DIR", help="Compare plans with the results of bench --iteration in DIR instead."),

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import yaml
 
-from lightstep.config import StrategyConfig, merge_overrides, parse_config
+from lightstep.config import ConfigError, StrategyConfig, merge_overrides, parse_config
 from lightstep.plan.models import SHAPES, from_values
 from lightstep.plan.planning import Planner, Workload
 from lightstep.plan.profiles import profile_of_device
@@ -57,12 +57,27 @@ _RESIDENT_SINCE = "2026-11-23T06:00"
 
 
 def compare(folder: Path) -> list[Comparison]:
-    """Compare every row of a lightstep strategy in the folder's JSON files of GPU iterations."""
+    """Compare every row of a lightstep strategy in the folder's JSON files of GPU iterations.
+
+    Raises:
+        ConfigError: there is no such folder, it has no such row, or a file cannot be read.
+    """
+    if not folder.is_dir():
+        raise ConfigError(f"{folder} is not a folder; results of lightstep bench --iteration are needed, as JSON files")
     rows: list[Comparison] = []
     for file in sorted(folder.glob("*.json")):
-        values = json.loads(file.read_text(encoding="utf-8"))
-        if "iterations" in values and "rows" in values and values["optimizer"]["class"] == "AdamW":
+        try:
+            values = json.loads(file.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ConfigError(f"{file} is not valid JSON: {error}") from error
+        is_result = isinstance(values, dict) and {"iterations", "rows"} <= set(values)
+        if is_result and values["optimizer"]["class"] == "AdamW":
             rows += _compare_file(file.name, values)
+    if not rows:
+        raise ConfigError(
+            f"{folder} has no results to compare with: rows of lightstep strategies with AdamW, measured with "
+            "lightstep bench --iteration on a GPU that lightstep knows"
+        )
     return rows
 
 
@@ -72,16 +87,16 @@ def _compare_file(file: str, values: Mapping[str, Any]) -> Iterator[Comparison]:
     if profile is None or model["name"] not in SHAPES:
         return
     shape = from_values(SHAPES[model["name"]], torch.bfloat16)
-    planners: dict[tuple[int, bool], Planner] = {}
+    planners: dict[int, Planner] = {}
     for row in values["rows"]:
         if row["kind"] != "lightstep" or not row.get("iteration_ms"):
             continue
         tokens, clips = row["tokens"], _was_clipped(row, values)
         if clips is None:  # a plan is for steps that are all clipped, or none
             continue
-        work = Workload(tokens, values["sequence"], 1, True, model["loss_chunk_tokens"], clips)
-        if (tokens, clips) not in planners:
-            planners[tokens, clips] = Planner(shape, work, profile, values["ranks"])
+        work = Workload(tokens, values["sequence"], 1, True, model["loss_chunk_tokens"])
+        if tokens not in planners:
+            planners[tokens] = Planner(shape, work, profile, values["ranks"])
         label = row["label"]
         if values["date"] < _OVERLAP_SINCE and "-overlap" in label:
             label += " update=next_forward"
@@ -94,10 +109,11 @@ def _compare_file(file: str, values: Mapping[str, Any]) -> Iterator[Comparison]:
             continue
         if config.optimizer_state.backend == "resident" and values["date"] < _WHOLE_MASTERS_UNTIL:
             continue
-        plan = planners[tokens, clips].plan(label, config)
-        assert plan.time is not None
+        plan = planners[tokens].plan(label, config)
+        time = plan.clipped_time if clips else plan.time
+        assert time is not None
         ranks = f"{values['ranks']} × " if values["ranks"] > 1 else ""
-        measured = row["peak_device_bytes"], plan.time.iteration, row["iteration_ms"]
+        measured = row["peak_device_bytes"], time.iteration, row["iteration_ms"]
         yield Comparison(file, ranks + profile.name, model["name"], tokens, label, plan.memory.peak, *measured)
 
 

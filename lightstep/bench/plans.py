@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -16,13 +18,14 @@ from lightstep.integrations.optimizer_class import optimizer_class
 from lightstep.optimizer.rules import Rule
 from lightstep.plan.models import SHAPES, load_shape
 from lightstep.plan.optimizer_state import state_by_rules
-from lightstep.plan.planning import Planner, Workload, is_plannable, plans
+from lightstep.plan.planning import Planner, Workload, first_that_fits, is_plannable, plans
 from lightstep.plan.profiles import Profile, find_profile, profile_of_device
 from lightstep.plan.report import draw, report
 from lightstep.strategy.presets import available_strategies, read_source
 
 _LOSS_CHUNK = 1024
 _DEFAULT = "H100"
+_PICTURES = (".png", ".pdf", ".svg")
 
 
 @dataclass(frozen=True)
@@ -66,19 +69,19 @@ def plan_text(options: PlanOptions) -> str:
 def _plan(options: PlanOptions) -> str:
     if options.model is None:
         raise ConfigError(f"MODEL is missing: a Hugging Face folder, a config.json, or one of {', '.join(SHAPES)}")
+    _check_sizes(options)
     configs = _strategies(options)
-    profile = _profile(options)
-    work = Workload(
-        tokens=options.tokens,
-        sequence=min(options.sequence, options.tokens),
-        micro_batches=options.micro_batches,
-        checkpointed=not options.no_checkpointing,
-        loss_chunk=_LOSS_CHUNK if options.fused_loss else None,
-    )
-    of_device, of_host = (None if gb is None else gb * 1e9 for gb in (options.gpu_memory, options.host_memory))
+    rules = _rules(options.optimizer)
+    find_profile(options.profile or _DEFAULT)
     model = load_shape(options.model)
-    optimizer = state_by_rules(model, _rules(options.optimizer))
-    made = plans(Planner(model, work, profile, options.gpus, of_device, of_host, optimizer), configs)
+    optimizer = state_by_rules(model, rules)
+    profile = _profile(options)
+
+    def planner(changed: PlanOptions) -> Planner:
+        of_device, of_host = (None if gb is None else gb * 1e9 for gb in (options.gpu_memory, options.host_memory))
+        return Planner(model, _workload(changed), profile, changed.gpus, of_device, of_host, optimizer)
+
+    made = plans(planner(options), configs, both=True)
     title = options.model if options.optimizer == "AdamW" else f"{options.model} with {options.optimizer}"
     if options.plot is not None:
         draw(title, made, options.plot)
@@ -86,7 +89,70 @@ def _plan(options: PlanOptions) -> str:
         given = {"model": options.model, "optimizer": options.optimizer, "profile": asdict(profile)}
         values = {**given, "plans": [plan.values() for plan in made]}
         return json.dumps(values, indent=2) + "\n"
-    return report(title, made, work, profile)
+    remedies = [] if any(plan.fits for plan in made) else _remedies(options, configs, planner)
+    return report(title, made, _workload(options), profile, remedies)
+
+
+def _workload(options: PlanOptions) -> Workload:
+    return Workload(
+        tokens=options.tokens,
+        sequence=min(options.sequence, options.tokens),
+        micro_batches=options.micro_batches,
+        checkpointed=not options.no_checkpointing,
+        loss_chunk=_LOSS_CHUNK if options.fused_loss else None,
+    )
+
+
+def _remedies(
+    options: PlanOptions, configs: Mapping[str, StrategyConfig], planner: Callable[[PlanOptions], Planner]
+) -> list[str]:
+    """The smallest single changes of the command with which a strategy fits."""
+
+    def found(changes: Mapping[str, Any]) -> str | None:
+        changed = replace(options, **changes)
+        tried = configs if changed.gpus == options.gpus else _strategies(replace(changed, strategy=None))
+        first = first_that_fits(plans(planner(changed), tried))
+        return first.strategy if first is not None else None
+
+    def smallest(*changes: tuple[str, Mapping[str, Any]]) -> list[str]:
+        for said, changed in changes:
+            if name := found(changed):
+                return [f"{said}: {name}"]
+        return []
+
+    sequence = min(options.sequence, options.tokens)
+    tokens = [sequence * 2**power for power in reversed(range((options.tokens // sequence).bit_length()))]
+    gpus = [count for count in (2, 4, 8) if count > options.gpus]
+    remedies: list[str] = []
+    if options.no_checkpointing:
+        remedies += smallest(("without --no-checkpointing", {"no_checkpointing": False}))
+    if not options.fused_loss:
+        remedies += smallest(("--fused-loss", {"fused_loss": True}))
+    remedies += smallest(*((f"--tokens {count}", {"tokens": count}) for count in tokens if count < options.tokens))
+    remedies += smallest(*((f"--gpus {count}", {"gpus": count}) for count in gpus))
+    if remedies:
+        return remedies
+    least = {"tokens": sequence, "fused_loss": True, "no_checkpointing": False}
+    said = f"--tokens {sequence} --fused-loss, with checkpointing"
+    return smallest(*((f"--gpus {count} {said}", {**least, "gpus": count}) for count in [options.gpus, *gpus]))
+
+
+def _check_sizes(options: PlanOptions) -> None:
+    for name, given in (("--gpu-memory", options.gpu_memory), ("--host-memory", options.host_memory)):
+        if given is not None and not 0 < given < math.inf:
+            raise ConfigError(f"{name} is {given:g}; a positive number of GB is needed")
+    if options.tokens > options.sequence and options.tokens % options.sequence:
+        raise ConfigError(
+            f"--tokens is {options.tokens}, which is no multiple of --sequence {options.sequence}; a micro-batch "
+            "consists of whole sequences"
+        )
+    if options.measure and options.profile is not None:
+        raise ConfigError(f"--measure takes this machine's rates, and --profile those of {options.profile}; give one")
+    if options.plot is not None:
+        if options.plot.suffix.lower() not in _PICTURES:
+            raise ConfigError(f"--plot is {options.plot}; a file that ends in {' or '.join(_PICTURES)} is needed")
+        if not options.plot.absolute().parent.is_dir():
+            raise ConfigError(f"--plot is {options.plot}, in a folder that does not exist")
 
 
 def _rules(name: str) -> list[Rule]:

@@ -65,6 +65,10 @@ class Activations:
     other_forward_flops: float
     other_backward_flops: float
 
+    @property
+    def peak(self) -> int:
+        return max((moment.live for moment in self.moments), default=0)
+
 
 def run_on_meta(
     model: nn.Module,

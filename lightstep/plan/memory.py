@@ -61,22 +61,33 @@ class Memory:
     Attributes:
         gradients: when all gradients are complete.
         state: masters and optimizer state between steps.
-        step: fp32 copies of gradients in use, the ring, previous weights.
+        ring: through which ``stream`` copies state.
+        previous_weights: of the units that ``overlap`` updates in backward.
+        other: gradient buckets; fp32 gradients of the unit that is updated; the state of ``bulk``, during its step.
         activations: their peak.
         gathered: unsharded weights and gradients of FSDP2.
-        host: page-locked, between steps.
+        host: page-locked, between steps, with ``spare``.
+        spare: second copies on the host, of the state that ``overlap`` updates in backward.
         link: bytes each way in a step.
     """
 
     weights: int
     gradients: int
     state: int
-    step: int
+    ring: int
+    previous_weights: int
+    other: int
     activations: int
     gathered: int
     peak: int
     host: int
+    spare: int
     link: int
+
+    @property
+    def step(self) -> int:
+        """All buffers of the step on the device."""
+        return self.ring + self.previous_weights + self.other
 
 
 def memory(
@@ -136,13 +147,14 @@ class _MemoryPlan:
         gradients = self._gradients(total)
         all_state = self.owned * self.state_width
         resident, streamed = self._split_state(all_state)
-        held = self._held_for_steps(all_state) + self._buckets()
+        ring = self._ring(all_state)
+        buffers = self._unit_buffers() + self._buckets()
         speculated = self._speculative_bytes(resident, streamed)
         previous = self.width * speculated / self.state_width if speculated else 0
         travel = state.previous_weights == "host" or (state.previous_weights == "auto" and state.resident_gib != 0)
         travelling = previous if travel else 0
         speculative = previous - travelling
-        base = weights + resident + held + speculative
+        base = weights + resident + ring + buffers + speculative
         moved = all_state if state.backend == "bulk" else 0
         sums = 0 if self.config.sharding.kind == "fsdp2" else self._sums()
         during_step = base + gradients + moved + sums
@@ -150,16 +162,19 @@ class _MemoryPlan:
         during_backward = [base + self._live_at(moment) + self._sums(moment.blocks_done) for moment in moments]
         reduced = base + gradients + self._root_reduction()
         peak = max([during_step, reduced, *during_backward])
-        most = max((moment.live for moment in activations.moments), default=0) if activations else 0
+        spare = self._limit_spare(speculated + travelling)
         return Memory(
             weights=int(weights),
             gradients=int(gradients + self._sums()),
             state=int(resident),
-            step=int(held + speculative + moved),
-            activations=int(most),
+            ring=int(ring),
+            previous_weights=int(speculative),
+            other=int(buffers + moved),
+            activations=activations.peak if activations else 0,
             gathered=int(max(self._gathered(2) + self._reductions(2), self._root_reduction())),
             peak=int(peak),
-            host=int((all_state if state.backend != "resident" else 0) + self._limit_spare(speculated + travelling)),
+            host=int((all_state if state.backend != "resident" else 0) + spare),
+            spare=int(spare),
             link=int(all_state if state.backend == "bulk" else streamed + travelling),
         )
 
@@ -184,11 +199,15 @@ class _MemoryPlan:
         staying = 0 if state.resident_gib == "auto" else min(all_state, float(state.resident_gib) * 2**30)
         return staying, all_state - staying
 
-    def _held_for_steps(self, all_state: float) -> float:
-        """Buffers kept between steps: the ring, or fp32 memory for the largest unit's gradients and bf16 moments."""
+    def _ring(self, all_state: float) -> float:
+        state = self.config.optimizer_state
+        return min(state.ring_mib * 2**20, all_state) if state.backend == "stream" else 0
+
+    def _unit_buffers(self) -> float:
+        """fp32 memory for the largest unit's gradients and bf16 moments; ``stream`` has it in its ring."""
         state = self.config.optimizer_state
         if state.backend == "stream":
-            return min(state.ring_mib * 2**20, all_state)
+            return 0
         width: float = 0 if self.gradient_width == 4 or self._sums() else 4
         if state.moments == "bfloat16":
             width += 2 * (self.optimizer.full - self.optimizer.short)  # in fp32, during their update

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -122,11 +125,22 @@ def _read(file: Path) -> dict[str, Any]:
     return values
 
 
+def _import(module: str) -> ModuleType:
+    """Import a module, also from the current folder, which a console script does not search."""
+    sys.path.insert(0, os.getcwd())
+    try:
+        return importlib.import_module(module)
+    finally:
+        sys.path.remove(os.getcwd())
+
+
 def _from_factory(module: str, attribute: str) -> nn.Module:
     try:
-        factory = getattr(importlib.import_module(module), attribute)
+        factory = getattr(_import(module), attribute)
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"{module}:{attribute}: {error}") from error
+    if not callable(factory):
+        raise ConfigError(f"{module}:{attribute} is not a function; one that returns the model is needed")
     with torch.device("meta"):
         model = factory()
     if not isinstance(model, nn.Module):

@@ -33,7 +33,6 @@ class Workload:
         micro_batches: micro-batches of one step.
         checkpointed: activation checkpointing; ``None``: as the strategy says.
         loss_chunk: tokens per chunk of the loss; ``None``: all logits at once, as in transformers' own loss.
-        clips: whether steps are clipped, which costs time under ``overlap``; ``None``: the longer time.
     """
 
     tokens: int
@@ -41,7 +40,6 @@ class Workload:
     micro_batches: int = 1
     checkpointed: bool | None = None
     loss_chunk: int | None = None
-    clips: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -49,7 +47,11 @@ class Plan:
     """The plan of one strategy.
 
     Attributes:
-        time: ``None`` if the machine's rates are unknown, for DeepSpeed, and for optimizers other than Adam and AdamW.
+        time: of a step that is not clipped; ``None`` if the machine's rates are unknown, for DeepSpeed, and for
+            optimizers other than Adam and AdamW.
+        clipped_time: of a step that is clipped, which takes longer under ``overlap``.
+        other_activations: their peak without activation checkpointing, or with it if ``workload`` is without;
+            ``None`` if not asked for.
         clips_by_layer: clips each unit by its own norm, so its training differs from that of other strategies.
         limit: usable bytes of device memory.
         reason: why it does not fit; ``None`` if it fits.
@@ -61,6 +63,8 @@ class Plan:
     workload: Workload
     memory: Memory
     time: Time | None
+    clipped_time: Time | None
+    other_activations: int | None
     clips_by_layer: bool
     limit: int | None
     reason: str | None
@@ -71,7 +75,12 @@ class Plan:
 
     def values(self) -> dict[str, Any]:
         """For JSON."""
-        return asdict(self) | {"fits": self.fits, "iteration_ms": self.time.iteration if self.time else None}
+        memory = asdict(self.memory) | {"step": self.memory.step}
+        iteration = {
+            "iteration_ms": self.time and self.time.iteration,
+            "clipped_iteration_ms": self.clipped_time and self.clipped_time.iteration,
+        }
+        return asdict(self) | {"memory": memory, "fits": self.fits} | iteration
 
     def __str__(self) -> str:
         """One line."""
@@ -79,8 +88,14 @@ class Plan:
         if self.memory.host:
             said += f", {_size(self.memory.host)} of host memory"
         if self.time is not None:
-            said += f", {self.time.iteration:,.{0 if self.time.iteration >= 10 else 2}f} ms per step"
+            said += f", {_milliseconds(self.time)} ms per step"
+            if self.clipped_time is not None and self.clipped_time != self.time:
+                said += f" ({_milliseconds(self.clipped_time)} if it is clipped)"
         return said if self.reason is None else f"{said}; {self.reason}"
+
+
+def _milliseconds(time: Time) -> str:
+    return f"{time.iteration:,.{0 if time.iteration >= 10 else 2}f}"
 
 
 def _size(nbytes: int) -> str:
@@ -110,8 +125,8 @@ class Planner:
         self._host_limit = host_memory
         self._seen: dict[tuple[bool, str], Activations] = {}
 
-    def plan(self, name: str, config: StrategyConfig) -> Plan:
-        """Plan one strategy.
+    def plan(self, name: str, config: StrategyConfig, both: bool = False) -> Plan:
+        """Plan one strategy; ``both``: find the activations with and without checkpointing.
 
         Raises:
             ConfigError: the DeepSpeed configuration that the strategy names cannot be used.
@@ -128,13 +143,15 @@ class Planner:
             held = zero_memory(config, self._sizes, seen, ranks, several, name, self._optimizer)
         else:
             held = memory(config, self._sizes, seen, ranks, several, self._optimizer)
-        time = None
+        time = clipped = None
         if self._profile is not None and self._profile.knows(compute) and self._optimizer.is_adam and not zero:
-            count = workload.micro_batches
-            time = iteration_time(config, self._sizes, seen, held, self._profile, ranks, count, workload.clips)
+            given = config, self._sizes, seen, held, self._profile, ranks, workload.micro_batches
+            time = iteration_time(*given)
+            clipped = iteration_time(*given, clips=config.clipping.max_norm is not None)
         reason = self._reason(config, held, ranks)
+        other = self._activations(not checkpointed, compute).peak if both else None
         by_layer = config.clipping.scope == "unit"
-        return Plan(name, self._sizes.total, ranks, workload, held, time, by_layer, self._limit, reason)
+        return Plan(name, self._sizes.total, ranks, workload, held, time, clipped, other, by_layer, self._limit, reason)
 
     def rank_count(self, config: StrategyConfig) -> int:
         return 1 if config.sharding.kind == "single" else self._ranks
@@ -155,16 +172,17 @@ class Planner:
             return f"the host needs {held.host * ranks / 1e9:.0f} GB and has {self._host_limit / 1e9:.0f}"
         if self._limit is None or held.peak <= self._limit:
             return None
-        over = f"{(held.peak - self._limit) / 1e9:.1f} GB too much"
+        over = f"{_size(held.peak - self._limit)} too much"
         parts = {
             "weights": held.weights,
             "gradients": held.gradients,
             "masters and optimizer state": held.state,
             "activations": held.activations,
+            "unsharded weights and gradients": held.gathered,
             "buffers of the step": held.step,
         }
         largest = max(parts, key=lambda part: parts[part])
-        return f"{over}; the largest part: {largest}, {parts[largest] / 1e9:.1f} GB"
+        return f"{over}; the largest part: {largest}, {_size(parts[largest])}"
 
 
 def compute_dtype(config: StrategyConfig) -> str:
@@ -202,9 +220,9 @@ def is_plannable(config: StrategyConfig, ranks: int) -> bool:
     return (config.sharding.kind == "single") == (ranks == 1)
 
 
-def plans(planner: Planner, configs: Mapping[str, StrategyConfig]) -> list[Plan]:
+def plans(planner: Planner, configs: Mapping[str, StrategyConfig], both: bool = False) -> list[Plan]:
     """The plan of each strategy, in the order of :func:`sorted_for_choice`."""
-    return [planner.plan(name, configs[name]) for name in sorted_for_choice(configs)]
+    return [planner.plan(name, configs[name], both) for name in sorted_for_choice(configs)]
 
 
 def first_that_fits(made: Sequence[Plan]) -> Plan | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lightstep.plan.planning import Plan, Workload, first_that_fits
 from lightstep.plan.profiles import Profile
@@ -16,7 +16,14 @@ if TYPE_CHECKING:
 _WIDTH = 80
 _NAME = 24
 _NO_TIMES = "No times: they are planned for Adam and AdamW, without DeepSpeed, and in dtypes with a known rate."
-_PARTS = ("weights", "gradients", "state", "activations", "gathered", "step")
+_PARTS = {
+    "weights": "weights",
+    "gradients": "gradients",
+    "state": "masters and state",
+    "activations": "activations",
+    "gathered": "gathered by FSDP2",
+    "step": "buffers of the step",
+}
 _COLOURS = ("#0072B2", "#56B4E9", "#E69F00", "#999999", "#CC79A7", "#009E73")
 
 
@@ -33,9 +40,15 @@ def measured_sentence(peak_gb: float, step_ms: float) -> str:
     return f"measured: {peak_gb:.1f} GB of memory at the peak, {step_ms:,.0f} ms per step"
 
 
-def report(model: str, made: Sequence[Plan], workload: Workload, profile: Profile | None) -> str:
-    """Tables of memory and time, the strategies that do not fit and why, and a recommendation."""
-    lines = [*_heading(model, made[0], workload, profile), "", *_memory_table(made)]
+def report(
+    model: str, made: Sequence[Plan], workload: Workload, profile: Profile | None, remedies: Sequence[str] = ()
+) -> str:
+    """Tables of memory and time, the strategies that do not fit and why, and a recommendation.
+
+    Args:
+        remedies: what makes a strategy fit, if none of ``made`` does.
+    """
+    lines = [*_heading(model, made[0], workload, profile), "", *_memory_table(made), "", *_detail_table(made)]
     timed = any(plan.time is not None for plan in made)
     if timed:
         lines += ["", *_time_table(made)]
@@ -45,15 +58,21 @@ def report(model: str, made: Sequence[Plan], workload: Workload, profile: Profil
         lines += ["", "Does not fit:"]
         for plan in refused:
             lines += _wrapped(f"{plan.strategy}: {plan.reason}", "  ")
-    first = first_that_fits(made)
-    how = "The fastest that fits" if timed else "The first that fits"
-    advice = (
-        f"{how}: {first.strategy}" if first else "None of these fits; use more devices or fewer tokens per micro-batch"
-    )
-    lines += ["", advice]
+    lines += ["", *_advice(made, remedies)]
     if profile is not None:
         lines += [line for source in profile.sources for line in _wrapped(source, "  ")]
     return "\n".join(lines) + "\n"
+
+
+def _advice(made: Sequence[Plan], remedies: Sequence[str]) -> list[str]:
+    first = first_that_fits(made)
+    if first is None:
+        if not remedies:
+            return _wrapped("None of these fits. Use a smaller model, or GPUs with more memory.", "")
+        enough = "Each of these alone" if len(remedies) > 1 else "This"
+        return [f"None of these fits. {enough} is enough:", *(f"  {each}" for each in remedies)]
+    advice = f"{'The fastest' if first.time else 'The first'} that fits: {first.strategy}"
+    return _wrapped(f"{advice}, which clips each layer by its own norm" if first.clips_by_layer else advice, "")
 
 
 def _heading(model: str, plan: Plan, workload: Workload, profile: Profile | None) -> list[str]:
@@ -70,24 +89,46 @@ def _heading(model: str, plan: Plan, workload: Workload, profile: Profile | None
 
 
 def _memory_table(made: Sequence[Plan]) -> list[str]:
-    unit, name = (1e9, "GB") if max(plan.memory.peak for plan in made) >= 1e9 else (1e6, "MB")
-    heads = ("peak", "weights", "grads", "state", "activ.", "host", "")
-    lines = [_row(f"{name} per device", heads, 8)]
+    unit, name = _unit(made)
+    lines = [_row(f"{name} per device", ("peak", "weights", "grads", "state", "activ.", "host", ""), 8)]
     for plan in made:
         held = plan.memory
         parts = (held.peak, held.weights, held.gradients, held.state, held.activations, held.host)
-        figures = [f"{part / unit:.1f}" for part in parts]
-        lines.append(_row(plan.strategy, [*figures, "fits" if plan.fits else "NO"], 8))
+        lines.append(_row(plan.strategy, [*_figures(parts, unit), "fits" if plan.fits else "NO"], 8))
     return lines
 
 
-def _time_table(made: Iterable[Plan]) -> list[str]:
-    lines = [_row("ms per step", ("step", "compute", "link", "exposed", "link GB"), 10)]
+def _detail_table(made: Sequence[Plan]) -> list[str]:
+    unit, name = _unit(made)
+    otherwise = "no ckpt." if made[0].workload.checkpointed is not False else "ckpt."
+    lines = [_row(f"{name}, buffers", ("ring", "previous", "gathered", "other", "spare", otherwise), 9)]
     for plan in made:
-        time = plan.time
-        known = [] if time is None else [time.iteration, time.compute, time.link, time.exposed]
-        figures = [f"{value:,.0f}" if value >= 10 else f"{value:.1f}" for value in known] or ["–"] * 4
-        lines.append(_row(plan.strategy, [*figures, f"{plan.memory.link / 1e9:.1f}"], 10))
+        held = plan.memory
+        parts = (held.ring, held.previous_weights, held.gathered, held.other, held.spare, plan.other_activations or 0)
+        lines.append(_row(plan.strategy, _figures(parts, unit), 9))
+    without = "without" if otherwise == "no ckpt." else "with"
+    note = (
+        "previous: weights before their update in backward. gathered: FSDP2's unsharded weights and gradients. "
+        f"spare: a part of host. {otherwise[:-1]}.: activations {without} checkpointing."
+    )
+    return [*lines, *_wrapped(note, "")]
+
+
+def _unit(made: Sequence[Plan]) -> tuple[float, str]:
+    return (1e9, "GB") if max(plan.memory.peak for plan in made) >= 1e9 else (1e6, "MB")
+
+
+def _figures(parts: Iterable[int], unit: float) -> list[str]:
+    return [f"{part / unit:.1f}" for part in parts]
+
+
+def _time_table(made: Iterable[Plan]) -> list[str]:
+    lines = [_row("ms per step", ("step", "clipped", "compute", "link", "exposed", "link GB"), 9)]
+    for plan in made:
+        time, clipped = plan.time, plan.clipped_time
+        known = [time.iteration, clipped.iteration, time.compute, time.link, time.exposed] if time and clipped else []
+        figures = [f"{value:,.0f}" if value >= 10 else f"{value:.1f}" for value in known] or ["–"] * 5
+        lines.append(_row(plan.strategy, [*figures, f"{plan.memory.link / 1e9:.1f}"], 9))
     if any(plan.time is None for plan in made):
         lines.append("–: not planned; it uses DeepSpeed, or the rate of its dtype is unknown.")
     return lines
@@ -102,42 +143,50 @@ def _wrapped(text: str, indent: str) -> list[str]:
 
 
 def draw(model: str, made: Sequence[Plan], path: Path) -> None:
-    """Draw device memory by part, and the time of a step, as a PNG. The parts may add up to more than the peak."""
+    """Draw device memory by part, and the time of a step. The parts may add up to more than the peak."""
     from matplotlib.figure import Figure
 
     timed = any(plan.time is not None for plan in made)
-    figure = Figure(figsize=(11, 1.4 + 0.45 * len(made)), layout="constrained")
-    panels = list(figure.subplots(1, 2 if timed else 1, squeeze=False)[0])
+    figure = Figure(figsize=(11, 2.2 + 0.4 * len(made)), layout="constrained")
+    panels = list(figure.subplots(1, 2 if timed else 1, squeeze=False, sharey=True)[0])
     figure.suptitle(f"{model}: planned, not measured", fontsize="medium")
     _draw_memory(panels[0], made)
     if timed:
         _draw_time(panels[1], made)
+    panels[0].set_yticks(range(len(made)), [plan.strategy for plan in made])
+    panels[0].invert_yaxis()
     for axes in panels:
-        axes.set_yticks(range(len(made)), [plan.strategy for plan in made] if axes is panels[0] else [""] * len(made))
-        axes.invert_yaxis()
         axes.spines[["top", "right"]].set_visible(False)
-        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=4, frameon=False, fontsize="small")
+    figure.legend(loc="outside lower center", ncols=6, frameon=False, fontsize="small")
     figure.savefig(path, dpi=150)
 
 
 def _draw_memory(axes: Axes, made: Sequence[Plan]) -> None:
-    left = [0.0] * len(made)
-    for part, colour in zip(_PARTS, _COLOURS, strict=True):
-        lengths = [getattr(plan.memory, part) / 1e9 for plan in made]
-        axes.barh(range(len(made)), lengths, left=left, color=colour, label=part, edgecolor="black", linewidth=0.5)
+    left, (unit, name) = [0.0] * len(made), _unit(made)
+    for (part, label), colour in zip(_PARTS.items(), _COLOURS, strict=True):
+        lengths = [getattr(plan.memory, part) / unit for plan in made]
+        axes.barh(range(len(made)), lengths, left=left, color=colour, label=label, edgecolor="black", linewidth=0.5)
         left = [start + length for start, length in zip(left, lengths, strict=True)]
-    peaks = [plan.memory.peak / 1e9 for plan in made]
-    axes.plot(peaks, range(len(made)), "kD", markersize=5, label="peak")
-    if made[0].limit is not None:
-        axes.axvline(made[0].limit / 1e9, color="black", linestyle=":", label="usable")
-    axes.set_xlabel("device memory, GB: parts and peak")
+    peaks = [plan.memory.peak / unit for plan in made]
+    axes.plot(peaks, range(len(made)), "kD", markersize=5, linestyle="none", label="peak")
+    limit = made[0].limit
+    if limit is not None and limit / unit <= 2 * max(left):  # otherwise the bars would be too short to read
+        axes.axvline(limit / unit, color="black", linestyle=":", label="usable memory")
+    axes.set_xlabel(f"device memory, {name}: parts and peak")
 
 
 def _draw_time(axes: Axes, made: Sequence[Plan]) -> None:
-    compute = [plan.time.compute if plan.time else 0.0 for plan in made]
-    axes.barh(range(len(made)), compute, color="#D0D0D0", label="compute", edgecolor="black", linewidth=0.5)
-    exposed = [plan.time.exposed if plan.time else 0.0 for plan in made]
-    axes.barh(
-        range(len(made)), exposed, left=compute, color="#0072B2", label="exposed", edgecolor="black", linewidth=0.5
-    )
+    edge: dict[str, Any] = {"edgecolor": "black", "linewidth": 0.5}
+    for row, plan in enumerate(made):
+        if plan.time is None or plan.clipped_time is None:
+            axes.text(0, row, " not planned", va="center", fontsize="small")
+            continue
+        compute, whole, clipped = plan.time.compute, plan.time.iteration, plan.clipped_time.iteration
+        axes.barh(row, compute, color="#D0D0D0", **edge)
+        axes.barh(row, whole - compute, left=compute, color="#D55E00", **edge)
+        if clipped > whole:
+            axes.barh(row, clipped - whole, left=whole, color="white", hatch="///", **edge)
+    axes.barh(0, 0, color="#D0D0D0", label="forward and backward", **edge)
+    axes.barh(0, 0, color="#D55E00", label="exposed", **edge)
+    axes.barh(0, 0, color="white", hatch="///", label="more if clipped", **edge)
     axes.set_xlabel("ms per step")

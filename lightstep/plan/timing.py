@@ -38,12 +38,12 @@ def iteration_time(
     profile: Profile,
     ranks: int = 1,
     micro_batches: int = 1,
-    clips: bool | None = None,
+    clips: bool = False,
 ) -> Time:
     """The time of one optimizer step with all its micro-batches. Assumes that collectives are hidden.
 
     Args:
-        clips: whether steps are clipped; ``None``: assume the slower case.
+        clips: whether steps are clipped; then ``overlap`` redoes the updates of its backward.
     """
     one = _Compute(activations, profile)
     compute = micro_batches * (one.forward + one.backward)
@@ -60,7 +60,7 @@ def iteration_time(
     elif state.update == "in_backward":
         copies = _Units(sizes, one, link).end_of_updates() - one.backward
     else:
-        early = updates_in_backward(config) and clips is False
+        early = updates_in_backward(config) and not clips
         copies = _Units(sizes, one, link).end_of_forward(early) - one.forward
     return Time(compute, link, max(update, copies))  # copies are hidden beside the computation, arithmetic is not
 

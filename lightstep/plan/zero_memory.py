@@ -54,11 +54,14 @@ def zero_memory(
         weights=int(weights),
         gradients=int(gradients),
         state=int(state),
-        step=int(max(flat, buckets)),
-        activations=int(max((moment.live for moment in moments), default=0)),
+        ring=0,
+        previous_weights=0,
+        other=int(max(flat, buckets)),
+        activations=activations.peak if activations else 0,
         gathered=int(live),
         peak=int(weights + state + gradients + max(flat, buckets + live + under_way)),
         host=int(host),
+        spare=0,
         link=int(own * max(gradient_width, 2 * width)) if offload else 0,
     )
 

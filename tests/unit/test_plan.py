@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from transformers import Adafactor, LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
 from lightstep import Rule, Strategy, available_strategies
-from lightstep.bench import planned
+from lightstep.bench import planned, rates
 from lightstep.cli import app
 from lightstep.config import ConfigError, merge_overrides, parse_config
 from lightstep.plan.activations import run_on_meta
@@ -189,8 +190,36 @@ def test_what_does_not_fit_says_why_and_what_does() -> None:
     assert first_that_fits([other]) is other
     text = report("tiny", made, work, find_profile("H100"))
     assert "The fastest that fits: stream" in text and max(map(len, text.splitlines())) <= 80
+    alone = report("tiny", [other], work, find_profile("H100"))
+    assert "The fastest that fits: by-layer, which clips each layer by its own norm" in alone
     crowded = Planner(model, work, None, gpu_memory=room, host_memory=1.0).plan("stream", configs["stream"])
     assert crowded.reason is not None and crowded.reason.startswith("the host needs")
+
+
+def test_the_parts_of_a_plan_are_in_its_json_and_its_tables() -> None:
+    """Also the time of clipped steps, which is longer only where updates begin in backward and are then redone."""
+    unclipped = Strategy.load("stream-overlap", overrides={"clipping.max_norm": None}).config
+    configs = {name: Strategy.load(name).config for name in ("resident", "stream", "stream-overlap", "bulk")}
+    model, work = load_shape("Llama-3.2-3B"), Workload(4096, checkpointed=True)
+    planner = Planner(model, work, find_profile("H200"))
+    made = {plan.strategy: plan for plan in plans(planner, configs | {"unclipped": unclipped}, both=True)}
+    values = {name: plan.values() for name, plan in made.items()}
+    assert values["stream"]["memory"]["ring"] == 512 * 2**20 and values["bulk"]["memory"]["other"] > 30e9
+    device = {"optimizer_state.previous_weights": "device"}
+    on_device = planner.plan("on device", Strategy.load("stream-overlap", overrides=device).config)
+    assert on_device.memory.previous_weights > 4e9 and on_device.memory.spare > 20e9
+    for plan in made.values():
+        memory = plan.values()["memory"]
+        assert memory["step"] == memory["ring"] + memory["previous_weights"] + memory["other"]
+        assert plan.other_activations is not None and plan.other_activations > 2 * plan.memory.activations
+        longer = plan.strategy == "stream-overlap"
+        assert (plan.values()["clipped_iteration_ms"] > plan.values()["iteration_ms"]) == longer
+        assert (" if it is clipped)" in str(plan)) == longer
+    lines = report("3 B", list(made.values()), work, find_profile("H200")).splitlines()
+    assert max(map(len, lines)) <= 80
+    heads = [line.split() for line in lines if line.startswith(("GB per", "GB, buffers", "ms per"))]
+    assert heads[1][2:] == ["ring", "previous", "gathered", "other", "spare", "no", "ckpt."]
+    assert heads[2][3:] == ["step", "clipped", "compute", "link", "exposed", "link", "GB"]
 
 
 @pytest.mark.parametrize("layers", [2, 30])
@@ -290,11 +319,54 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (("Llama-3.2-3B", "--strategy", "fsdp2"), "cannot be planned for --gpus 1"),
         (("Llama-3.2-3B", "--optimizer", "Adamw"), "--optimizer is 'Adamw', did you mean 'Adam"),
         (("json:nothing",), "json:nothing: module 'json' has no attribute 'nothing'"),
+        (("json:__name__",), "json:__name__ is not a function; one that returns the model is needed"),
+        (("nothing", "--gpu-memory", "-3"), "--gpu-memory is -3; a positive number of GB is needed"),
+        (("nothing", "--host-memory", "nan"), "--host-memory is nan; a positive number of GB is needed"),
+        (("nothing", "--tokens", "5000"), "--tokens is 5000, which is no multiple of --sequence 4096"),
+        (("nothing", "--plot", "plan.txt"), "--plot is plan.txt; a file that ends in .png"),
+        (("nothing", "--plot", "nowhere/plan.png"), "--plot is nowhere/plan.png, in a folder that does not exist"),
+        (("nothing", "--measure", "--profile", "H100"), "--measure takes this machine's rates"),
+        (("--against", "nowhere"), "nowhere is not a folder"),
+        (("--against", "lightstep"), "lightstep has no results to compare with"),
     ],
 )
 def test_a_mistake_gets_one_sentence(arguments: tuple[str, ...], message: str) -> None:
     code, said = _run(*arguments)
     assert code == 2 and message in said and len(said.splitlines()) == 1
+
+
+def test_everything_given_is_checked_before_rates_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rates, "measure_profile", lambda: pytest.fail("measured"))
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    for wrong in (("nowhere",), (tmp_path, "--strategy", "none"), (tmp_path, "--optimizer", "Adamw")):
+        assert _run(*wrong, "--tokens", 64, "--measure")[0] == 2
+
+
+def test_a_factory_is_found_in_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A console script has its own folder on `sys.path`, and not the one it is called in."""
+    values = {key: value for key, value in TINY.items() if key != "model_type"}
+    code = f"make = lambda: LlamaForCausalLM(LlamaConfig(**{values}))"
+    lines = "from transformers import LlamaConfig, LlamaForCausalLM", code
+    (tmp_path / "factory_of_a_plan.py").write_text("\n".join(lines))
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
+    before = list(sys.path)
+    monkeypatch.chdir(tmp_path)
+    code, said = _run("factory_of_a_plan:make", "--tokens", 64, "--strategy", "resident")
+    assert code == 0 and "factory_of_a_plan:make" in said and sys.path == before
+
+
+def test_what_none_fits_gets_the_changes_that_help(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    given = tmp_path, "--tokens", 4096, "--sequence", 32, "--strategy", "resident,bulk", "--gpu-memory"
+    said = _run(*given, 0.01, "--no-checkpointing")[1]
+    enough = "Each of these alone is enough:\n  without --no-checkpointing: resident\n  --tokens 1024: resident\n"
+    assert f"None of these fits. {enough}" in said
+    assert (
+        "None of these fits. This is enough:\n  --tokens 512: resident\n"
+        in _run(*given, 0.006, "--no-checkpointing")[1]
+    )
+    said = _run(*given, 1e-6)[1]
+    assert "None of these fits. Use a smaller model, or GPUs with more memory." in said
 
 
 def test_a_gpu_is_known_by_its_name() -> None:
