@@ -39,6 +39,8 @@ class Arrivals:
         self._listeners: list[Callable[[Tensor], None]] = []  # called by the hooks; empty outside of `listening`
         self._missing: list[int] = []  # gradients missing, by layer
         self._missing_layers: Counter[int] = Counter()  # incomplete layers, by batch
+        self._newest_streams: dict[torch.device, torch.Stream] = {}  # that finished the newest gradient
+        self._events: dict[torch.device, torch.Event] = {}
         self._completed: list[int] = []  # batches, in the order in which this backward completed them
         self._previously_completed: list[int] = []  # the same for the backward before
 
@@ -74,16 +76,38 @@ class Arrivals:
 
     @contextlib.contextmanager
     def listening(self, on_gradient: Callable[[Managed], None]) -> Iterator[None]:
-        """Call ``on_gradient`` with each parameter whose gradient autograd has finished in the body."""
+        """Call ``on_gradient`` with each parameter whose gradient autograd has finished in the body.
+
+        If a device finishes gradients on several streams, each first waits for the one before it. So what
+        ``on_gradient`` queues comes behind all gradients that it has been called with.
+        """
         if not self._hooked:
             self._hooks.set_parameters(self._items, after=lambda _: _make_hook(self._listeners))
             self._hooked = True
         self._hooks.put_last()
-        self._listeners.append(torch.no_grad()(lambda parameter: on_gradient(self._items[parameter])))
+        self._newest_streams.clear()
+
+        def listener(parameter: Tensor) -> None:
+            item = self._items[parameter]
+            if item.local.device.type != "cpu":
+                self._wait_for_other_stream(item.local.device)
+            on_gradient(item)
+
+        self._listeners.append(torch.no_grad()(listener))
         try:
             yield
         finally:
             self._listeners.clear()
+
+    def _wait_for_other_stream(self, device: torch.device) -> None:
+        stream = torch.accelerator.current_stream(device)
+        newest = self._newest_streams.setdefault(device, stream)
+        if stream != newest:
+            if device not in self._events:
+                self._events[device] = torch.Event(device)
+            newest.record_event(self._events[device])
+            stream.wait_event(self._events[device])
+            self._newest_streams[device] = stream
 
     def layer_of(self, item: Managed) -> int:
         return self._layer_of[item]

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 import torch
 from torch import nn
 
+from lightstep.optimizer import arrivals as arrivals_module
 from lightstep.optimizer.arrivals import Arrivals
 from lightstep.state.backend import Managed, Unit
 
@@ -82,3 +86,43 @@ def test_layers_that_are_staged_together_come_when_the_last_of_them_is_complete(
     assert counted.expected() == ["2 norm head", "1 b", "0 embed a"]
     assert counted.backward(AS_FSDP2) == ["1 b", "0 embed a", "2 norm head"]
     assert counted.backward(["head", "a", "norm", "embed", "b"]) == ["2 norm head", "0 embed a", "1 b"]
+
+
+class Stream:
+    """A stream that says what is asked of it."""
+
+    def __init__(self, name: str, said: list[str]) -> None:
+        self.name, self._said = name, said
+
+    def record_event(self, event: list[str]) -> None:
+        event[:] = [self.name]
+
+    def wait_event(self, event: list[str]) -> None:
+        self._said.append(f"{self.name} waits for {event[0]}")
+
+
+def test_gradients_of_several_streams_are_all_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is queued for a layer comes behind all of its gradients, on whatever streams they were finished."""
+    said: list[str] = []
+    main, side = Stream("main", said), Stream("side", said)
+    on = dict(zip(LAYERS, [main, side, side, main, main], strict=True))
+    weights = {name: nn.Parameter(torch.zeros(1, device="meta")) for name in LAYERS}
+    items = {own: Managed(own, own.detach(), {}, name) for name, own in weights.items()}
+    current = [main]
+    for name, own in weights.items():  # they are called before those of `Arrivals`
+        own.register_post_accumulate_grad_hook(lambda _, stream=on[name]: current.__setitem__(0, stream))
+    made: list[Any] = []
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda _: current[0])
+    monkeypatch.setattr(arrivals_module.torch, "Event", lambda _: made.append([]) or made[-1])
+    arrivals = Arrivals()
+    unit = Unit(0, tuple((item, 0, 1) for item in items.values()))
+    arrivals.set_layers([[*items.values()]], [unit], batched=True)
+    for _ in range(2):
+        said.clear()
+        with arrivals.listening(lambda item: said.append(item.name)):
+            for name in reversed(LAYERS):
+                weights[name].sum().backward()
+        assert said == [
+            *("head", "norm", "side waits for main", "b", "a", "main waits for side", "embed"),
+        ]
+    assert len(made) == 1, "no event is made in the second backward"
