@@ -5,6 +5,7 @@ Compared with plain files of the same size that all ranks write at once, and wit
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import statistics
@@ -32,9 +33,21 @@ _QUIET_STEPS = 5
 
 @dataclass(frozen=True)
 class Stall:
-    """Seconds for which a save blocks training, and the step time during the write relative to that without one."""
+    """What asynchronous saves cost training.
+
+    Attributes:
+        seconds: for which a call blocks training: the shortest of several.
+        first_seconds: the same for the first one, which also allocates memory that the others reuse.
+        lost: seconds by which training takes longer because of a save: the blocked ones, and what the steps during the
+            write take more than quiet ones. The median of those after the first.
+        first_lost: the same for the first one.
+        slowdown: step time during the writes relative to that without one.
+    """
 
     seconds: float
+    first_seconds: float
+    lost: float
+    first_lost: float
     slowdown: float
 
 
@@ -82,20 +95,25 @@ def measure_saving(saver: StrategyContender, step: Callable[[], None], folder: P
 
 
 def _stall(step: Callable[[], None], begin: Callable[[Path], Any], path: Path, ranks: Ranks) -> Stall:
-    """The shortest stall of several saves; the first one also allocates memory that the others reuse."""
     quiet: list[float] = []
-    stalls, during = [], []
+    blocked: list[float] = []
+    during: list[list[float]] = []
     for _ in range(_REPEATS):
         quiet += [elapsed(step, ranks.barrier) for _ in range(_QUIET_STEPS)]
         pending: list[Any] = []
-        stalls.append(elapsed(lambda pending=pending: pending.append(begin(path)), ranks.barrier))  # type: ignore[misc]
+        blocked.append(elapsed(lambda pending=pending: pending.append(begin(path)), ranks.barrier))  # type: ignore[misc]
+        steps: list[float] = []
         while ranks.maximum([0.0 if pending[0].done() else 1.0])[0]:
-            during.append(elapsed(step, ranks.barrier))
+            steps.append(elapsed(step, ranks.barrier))
+        during.append(steps)
         pending[0].result()
         ranks.barrier()
         _remove(path, ranks)
         ranks.barrier()
-    return Stall(min(stalls), statistics.median(during or quiet) / statistics.median(quiet))
+    usual = statistics.median(quiet)
+    first_lost, *lost = (call + sum(steps) - len(steps) * usual for call, steps in zip(blocked, during, strict=True))
+    slowdown = statistics.median(itertools.chain(*during) if any(during) else quiet) / usual
+    return Stall(min(blocked), blocked[0], statistics.median(lost), first_lost, slowdown)
 
 
 @contextmanager

@@ -141,8 +141,14 @@ def _checkpoint(disk: DiskTime) -> Values:
         "plain_files_gb_per_s": gigabytes / disk.plain_s,
         "stall_s": disk.stall.seconds,
         "stall_percent": 100 * disk.stall.seconds / disk.save_s,
+        "first_stall_s": disk.stall.first_seconds,
+        "lost_s": disk.stall.lost,
+        "first_lost_s": disk.stall.first_lost,
         "steps_meanwhile": disk.stall.slowdown,
         "torch_async_save_stall_s": disk.torch_stall.seconds,
+        "torch_async_save_first_stall_s": disk.torch_stall.first_seconds,
+        "torch_async_save_lost_s": disk.torch_stall.lost,
+        "torch_async_save_first_lost_s": disk.torch_stall.first_lost,
         "torch_async_save_steps_meanwhile": disk.torch_stall.slowdown,
     }
 
@@ -176,10 +182,16 @@ def _footnotes(values: Values) -> list[str]:
             rates = f"{saved['gb_per_s']:.2f} GB/s; plain files: {saved['plain_files_gb_per_s']:.2f} GB/s"
             said.append(f"  {row['name']}: checkpoint of {saved['gb']:.2f} GB saved at {rates}")
             stall = f"{saved['stall_s']:.3f} s, {saved['stall_percent']:.1f} % of a synchronous save"
-            torchs = f"{saved['torch_async_save_stall_s']:.3f} s"
-            steps = [f"{saved[key]:.2f}" for key in ("steps_meanwhile", "torch_async_save_steps_meanwhile")]
-            said.append(f"    asynchronous: training continues after {stall} (torch's async_save: {torchs})")
-            said.append(f"    during the write, steps take {steps[0]} times as long (torch's: {steps[1]})")
+            said.append(f"    asynchronous: training continues after {stall}")
+            for whose, prefix in (("", ""), ("torch's async_save: ", "torch_async_save_")):
+                first, later, lost, first_lost, steps = (
+                    saved[prefix + key]
+                    for key in ("first_stall_s", "stall_s", "lost_s", "first_lost_s", "steps_meanwhile")
+                )
+                said.append(
+                    f"    {whose}training is blocked for {first:.3f} s by the first save, then {later:.3f} s; with the "
+                    f"slower steps during the write (× {steps:.2f}) it loses {first_lost:.3f} s, then {lost:.3f} s"
+                )
     return said
 
 

@@ -6,7 +6,7 @@ import copy
 import itertools
 import logging
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -141,6 +141,8 @@ class _Plan:
     sources: list[Source]
     """What this rank writes."""
     retention: Retention
+    begin: Callable[[], object] = lambda: None
+    """Called before anything else by the thread that writes."""
 
     def detach(
         self, ranks: Ranks, model: nn.Module, optimizer: torch.optim.Optimizer | None, until_written: ExitStack
@@ -151,18 +153,18 @@ class _Plan:
             until_written: gets what has to be released when the checkpoint has been written.
         """
 
-        def stage() -> list[Source] | str:
+        def stage() -> tuple[list[Source], Callable[[], object]] | str:
             try:
                 return stage_sources(self.sources, model, optimizer, until_written)
             except HostMemoryError as error:
                 return str(error)
 
-        sources = ranks.together(stage)
-        errors = [text for text in ranks.gather(sources if isinstance(sources, str) else None) if text is not None]
-        if errors or isinstance(sources, str):
+        staged = ranks.together(stage)
+        errors = [text for text in ranks.gather(staged if isinstance(staged, str) else None) if text is not None]
+        if errors or isinstance(staged, str):
             logger.warning("training waits for %s: %s", self.path, errors[0])
             return False
-        self.sources = sources
+        self.sources, self.begin = staged
         content = self.content
         rank_values = {**content.rank_values, "values": copy.deepcopy(content.rank_values["values"])}
         self.content = replace(content, sources=[], state=copy.deepcopy(content.state), rank_values=rank_values)
@@ -171,6 +173,8 @@ class _Plan:
 
 def _write(plan: _Plan, ranks: Ranks) -> Path:
     target = location(plan.path).resolve()
+    with checkpoint_errors(f"{plan.path} was not saved"):
+        ranks.together(plan.begin)
     with (
         checkpoint_errors(f"{plan.path} was not saved"),
         plan.retention.applied(target, ranks),

@@ -5,7 +5,8 @@ An asynchronous save returns when training can no longer change what it will wri
 - *Optimizer state in host records* (``stream``, ``bulk``) is pinned, not copied. The thread reads the records; an
   update of a record that has not been read yet is written to a spare slab (:mod:`lightstep.state.snapshot`).
 - *Optimizer state on the device* (``resident``) is copied to the host in a lane of its own during the next iteration.
-  An update of a record that is still being copied waits on the device (:mod:`lightstep.state.device_snapshot`).
+  The thread allocates the memory for it. An update of a record that is not copied yet waits
+  (:mod:`lightstep.state.device_snapshot`).
 - *Weights, buffers, and all else that users may write to at any time* (state of plain torch optimizers, state that was
   handed out) is copied on the current stream. The host does not wait; the next forward is queued after the copies. On
   the CPU the caller makes these copies.
@@ -39,8 +40,10 @@ _kept: weakref.WeakKeyDictionary[nn.Module, HostCopyPool] = weakref.WeakKeyDicti
 
 def stage_sources(
     sources: Sequence[Source], model: nn.Module, optimizer: Any, until_written: ExitStack
-) -> list[Source]:
+) -> tuple[list[Source], Callable[[], object]]:
     """Sources of the same tensors that a thread can fetch, once each, while training continues.
+
+    Also returns what the thread has to call as soon as it runs.
 
     Args:
         until_written: gets the pinned state, which is released when the checkpoint has been written.
@@ -74,7 +77,7 @@ def stage_sources(
     copies.reserve(sum(source.nbytes for source in state if pinned is None or source.model_tensor not in pinned))
     found = [detached(source) for source in _pinned_first(sources)]
     copies.seal()
-    return found
+    return found, pinned.begin if pinned is not None else lambda: None
 
 
 def in_place(sources: Sequence[Source], optimizer: Any, until_written: ExitStack) -> list[Source]:

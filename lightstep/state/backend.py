@@ -133,6 +133,9 @@ class PinnedState(Protocol):
     def __contains__(self, parameter: object) -> bool:
         """Whether the snapshot has entries of this parameter."""
 
+    def begin(self) -> None:
+        """Called once, by the thread that will take the entries, as soon as it runs: updates may be waiting for it."""
+
     def take(self, parameter: Tensor, key: str) -> Tensor:
         """One entry on the host, in the parameter's local shape. It may be taken once, and stays valid until
         :meth:`written`."""

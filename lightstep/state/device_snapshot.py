@@ -1,12 +1,15 @@
 """State on the device at one moment, copied to the host in the background.
 
-The copies are queued in a lane, record by record, and the caller goes on. Forward and backward run concurrently with
-them; only the update of a record that is still being copied waits, on the device. Another thread reads the copies.
+The thread that reads the copies allocates their memory, which takes long the first time, and queues them in a lane,
+record by record. Meanwhile the caller goes on with forward and backward. Only the update of a record waits: on the host
+until its copy is queued, and on the device until it is complete.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import threading
+from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +29,7 @@ class DeviceSnapshot:
     """Entries of parameters, copied to memory of ``copies``, each of which is taken once, by one thread.
 
     :meth:`before_write` must be called before a record is written to. The source memory stays alive until it has been
-    copied, even if its owner drops it.
+    copied, even if its owner drops it. The reader calls :meth:`begin` first.
 
     Args:
         splitter: of bf16 masters on the host, used by nobody else; ``None``: all masters are whole.
@@ -38,7 +41,11 @@ class DeviceSnapshot:
         self._entries: dict[Tensor, dict[str, Tensor]] = {}
         self._weights: dict[Tensor, Callable[[], Tensor]] = {}
         self._record_of: dict[Tensor, Record] = {}
-        self._copied: dict[Record, Any] = {}  # events
+        self._queue: dict[Record, Callable[[], Any]] = {}  # queues a record's copies, returns the event after them
+        self._unqueued: set[Record] = set()
+        self._copied: dict[Record, Any] = {}  # the events
+        self._error: Exception | None = None
+        self._changed = threading.Condition()
         self._awaited: dict[Record, Lanes] = {}  # records whose next write must wait for the copy
         self._sources: dict[Record, list[Tensor]] = {}
         self.closed = False
@@ -50,39 +57,77 @@ class DeviceSnapshot:
         weight_of: Callable[[Tensor], Callable[[], Tensor]],
         lanes: Lanes,
     ) -> None:
-        """Copy entries of some parameters of one record, in the order of the caller's current stream.
+        """Add entries of some parameters of one record, as they are after what the current stream has queued.
 
         Args:
             entries: as :meth:`take` is to return them, or with the rows of a split master whose weight nobody edited.
             weight_of: for a parameter, a function that returns its present local weight on the host, later.
         """
-        lane, event = lanes.device_to_host, lanes.event()
-        lane.wait(lanes.caller().record(lanes.event()))
-        sources: list[Tensor] = []
-        targets: list[Tensor] = []
         for item, found in entries.items():
             self._record_of[item.param] = record
-            self._entries[item.param] = copies = {}
             if "master" in found or "low half" in found:
                 self._weights[item.param] = weight_of(item.param)
             if "low half" in found:
                 (part,) = (part for part in record.parts if part.owner is item)
                 self._carriers[item.param] = part.block.layout.carrier
-            for key, value in found.items():
-                copies[key] = self._allocate(value)
-                sources.append(value)
-                targets.append(copies[key])
-        lane.copies(targets, sources, f"copying the state of {record.unit.label}")
-        self._sources[record] = sources
-        self._copied[record] = lane.record(event)
+        self._sources[record] = [value for found in entries.values() for value in found.values()]
         self._awaited[record] = lanes
+        ready = lanes.caller().record(lanes.event())
+        named = {item.param: tuple(found) for item, found in entries.items()}
+        self._queue[record] = partial(self._copy, record, named, lanes, ready)
+        self._unqueued.add(record)
+
+    def begin(self) -> None:
+        """Queue the copies. Called by the reader."""
+        self._queue_copies()
+        if self._error is not None:
+            raise self._error
+
+    @torch.no_grad()
+    def _queue_copies(self) -> None:
+        """Whoever comes first queues all of them."""
+        with self._changed:
+            queue, self._queue = self._queue, {}
+        try:
+            for record, queue_copies in queue.items():
+                copied = queue_copies()
+                with self._changed:
+                    self._copied[record] = copied
+                    self._unqueued.remove(record)
+                    self._changed.notify_all()
+        except Exception as error:
+            self._error = error
+        finally:
+            with self._changed:
+                self._unqueued -= queue.keys()
+                self._changed.notify_all()
+
+    def _copy(self, record: Record, named: Mapping[Tensor, Iterable[str]], lanes: Lanes, ready: Any) -> Any:
+        """Queue the copies of one record; returns the event after them."""
+        sources, lane = self._sources[record], lanes.device_to_host
+        targets = [self._allocate(source) for source in sources]
+        left = iter(targets)
+        for parameter, keys in named.items():
+            self._entries[parameter] = {key: next(left) for key in keys}
+        lane.wait(ready)
+        lane.copies(targets, sources, f"copying the state of {record.unit.label}")
+        return lane.record(lanes.event())
 
     def before_write(self, records: Iterable[Record]) -> None:
         """Order the caller's next work after the copies of these records."""
         for record in records:
             lanes = self._awaited.pop(record, None)
-            if lanes is not None:
+            if lanes is None:
+                continue
+            if self._queue:  # the reader does not run yet
+                self._queue_copies()
+            self._wait_until_queued([record])
+            if record in self._copied:  # else the save has failed
                 lanes.caller().wait(self._copied[record])
+
+    def _wait_until_queued(self, records: Collection[Record]) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._unqueued.isdisjoint(records))
 
     def __contains__(self, parameter: object) -> bool:
         return parameter in self._record_of
@@ -118,12 +163,16 @@ class DeviceSnapshot:
 
     def wait(self) -> None:
         """Wait for all copies, and drop the references to their sources."""
+        self._wait_until_queued(self._record_of.values())
         for event in self._copied.values():
             event.synchronize()
         self._sources.clear()
 
     def close(self) -> None:
-        """Release everything: no entry will be taken any more."""
+        """Release everything: no entry will be taken any more. Called by the reader, or if there is none."""
+        with self._changed:
+            self._unqueued -= self._queue.keys()
+            self._queue = {}
         try:
             self.wait()
         finally:

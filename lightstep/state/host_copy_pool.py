@@ -35,7 +35,7 @@ class HostCopyPool:
     @property
     def nbytes(self) -> int:
         """Size of the host memory."""
-        return sum(slab.nbytes for slab in self._used)
+        return sum(slab.nbytes for slab in list(self._used))  # another thread may be adding one
 
     def reset(self) -> None:
         """Drop all copies, and reuse their memory. Nobody may read them any more."""
@@ -71,7 +71,7 @@ class HostCopyPool:
 
     def _new_slab(self, tensor: Tensor) -> HostSlab:
         nbytes = max(tensor.nbytes, min(max(self.nbytes, _SMALLEST), _LARGEST))
-        return HostSlab(nbytes, device=tensor.device, what=_WHAT)
+        return HostSlab(nbytes, device=tensor.device, what=_WHAT, touch=False)
 
     def copy(self, tensor: Tensor) -> Tensor:
         """Copy a tensor's local part, in the order of the current stream; read the copy with :meth:`wait_for`."""

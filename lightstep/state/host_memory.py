@@ -10,10 +10,10 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+import threading
 import warnings
 import weakref
 from collections.abc import Collection, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -148,17 +148,28 @@ class HostSlab:
     copies reach link speed and are asynchronous. If locking is refused, the pages stay pageable, and one warning says
     what that costs.
 
+    `touch`: allocate all pages now, with several threads, so that later checks of `require()` count them. With False,
+    each page of a slab for the CPU is allocated by the first write to it; locking pages allocates them anyway.
+
     `close()` (also called at exit, and when the slab is collected) ends the page-locking. The memory itself lives as
     long as any view of it, so a tensor from `tensor()` always stays valid.
     """
 
-    def __init__(self, nbytes: int, *, device: torch.device | str | None = None, what: str = "optimizer state") -> None:
+    def __init__(
+        self,
+        nbytes: int,
+        *,
+        device: torch.device | str | None = None,
+        what: str = "optimizer state",
+        touch: bool = True,
+    ) -> None:
         if nbytes < 0:
             raise ValueError(f"nbytes={nbytes}: a slab's size is 0 or more")
         device = torch.device(device) if device is not None else torch.device("cpu")
         self.nbytes = max(1, -(-nbytes // mmap.PAGESIZE)) * mmap.PAGESIZE
         self._bytes: Tensor | None = _map_pages(self.nbytes, what, for_device=device.type != "cpu")
-        _first_touch(self._bytes, numa.near(device))
+        if touch or device.type != "cpu":
+            _first_touch(self._bytes, numa.near(device))
         self.page_locked = device.type != "cpu" and _page_lock(self._bytes, device)
         self._finalizer = (
             weakref.finalize(self, _unlock, self._bytes.data_ptr(), device, os.getpid()) if self.page_locked else None
@@ -220,9 +231,22 @@ def _first_touch(pages: Tensor, processors: Collection[int] = ()) -> None:
     if threads == 1 and not processors:
         _touch(pages)
         return
-    bind = partial(os.sched_setaffinity, 0, processors) if processors else None  # binds the calling thread
-    with ThreadPoolExecutor(threads, thread_name_prefix="lightstep-first-touch", initializer=bind) as pool:
-        list(pool.map(_touch, chunks))
+
+    def touch(share: Sequence[Tensor]) -> None:
+        if processors:
+            os.sched_setaffinity(0, processors)  # of this thread
+        for chunk in share:
+            _touch(chunk)
+
+    # Not an executor: those take no work while the interpreter ends, and a save may run then.
+    workers = [
+        threading.Thread(target=touch, args=(chunks[first::threads],), name="lightstep-first-touch")
+        for first in range(threads)
+    ]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
 
 
 def _touch(pages: Tensor) -> None:

@@ -108,6 +108,9 @@ class Snapshot:
     def __contains__(self, parameter: object) -> bool:
         return parameter in self._wanted
 
+    def begin(self) -> None:
+        """Nothing to do: the records are pinned."""
+
     def take(self, parameter: Tensor, key: str) -> Tensor:
         """One entry on the host, in the parameter's local shape: a view of the record, or assembled from parts."""
         if self._current is None or self._current[0] is not parameter:

@@ -230,7 +230,7 @@ class Versions:
             self._full = True
             return None
         try:
-            slab = HostSlab(nbytes, device=device, what="spare optimizer state")
+            slab = HostSlab(nbytes, device=device, what="spare optimizer state", touch=False)
         except HostMemoryError:
             self._full = True
             return None

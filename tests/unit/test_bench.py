@@ -224,6 +224,10 @@ def test_two_ranks_measure_together(tmp_path: Path) -> None:
     whole = rows["fsdp2-stream"]["checkpoint"]  # fp32 masters and both moments, bf16 weights, over all ranks
     assert whole["gb"] * 1e9 == pytest.approx(14 * values["model"]["parameters"], rel=0.7)
     assert whole["gb_per_s"] > 0 and whole["plain_files_gb_per_s"] > 0
+    for prefix in ("", "torch_async_save_"):
+        assert 0 < whole[f"{prefix}stall_s"] <= whole[f"{prefix}first_stall_s"]
+        assert {f"{prefix}lost_s", f"{prefix}first_lost_s"} <= whole.keys()
+    assert "asynchronous: training continues after" in output and "torch's async_save: training is blocked" in output
     assert "fsdp2-stream: checkpoint of 0.00 GB saved at" in output
     assert list((tmp_path / "saved").iterdir()) == []
 

@@ -6,6 +6,7 @@ import os
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import Future, wait
 from pathlib import Path
@@ -16,6 +17,9 @@ import torch
 
 from lightstep.checkpoint import CheckpointError, latest_checkpoint, save
 from lightstep.checkpoint.pending import finish_pending
+from lightstep.state.device_snapshot import DeviceSnapshot
+from lightstep.state.host_copy_pool import HostCopyPool
+from lightstep.state.host_memory import HostMemoryError
 from tests.python import python
 from tests.reference.pair import BACKENDS
 from tests.unit.test_checkpoint_promises import content, same, trained
@@ -81,6 +85,73 @@ def test_training_goes_first_where_processors_are_scarce(tmp_path: Path, monkeyp
     strategy.save_checkpoint(tmp_path / "b", model, optimizer, asynchronous=True).result()
     assert [*niceness.values()] == [before, min(before + 10, 19)]
     assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == before
+
+
+def test_the_thread_allocates_the_memory_for_state_on_the_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    strategy, model, optimizer = trained("resident")
+    allocate, nbytes = HostCopyPool.allocate, Counter[bool]()
+
+    def counted(copies: HostCopyPool, tensor: torch.Tensor) -> torch.Tensor:
+        nbytes[threading.current_thread() is threading.main_thread()] += tensor.nbytes
+        return allocate(copies, tensor)
+
+    monkeypatch.setattr(HostCopyPool, "allocate", counted)
+    strategy.save_checkpoint(tmp_path / "a", model, optimizer, asynchronous=True).result(60)
+    weights = sum(p.nbytes for p in model.parameters())
+    assert nbytes[True] == weights and nbytes[False] >= 5 * weights
+
+
+@pytest.mark.parametrize("late", ["begin", "allocate"])
+def test_an_update_waits_for_the_copies_of_the_state_that_it_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, late: str
+) -> None:
+    """Whether the thread that queues them has not begun, or is allocating memory for them."""
+    strategy, model, optimizer = trained("resident")
+    expected = content(model, optimizer)
+    kind, go = DeviceSnapshot if late == "begin" else HostCopyPool, threading.Event()
+    method = getattr(kind, late)
+
+    def waits(*arguments: Any) -> Any:
+        if threading.current_thread() is not threading.main_thread():
+            assert go.wait(60)
+        return method(*arguments)
+
+    monkeypatch.setattr(kind, late, waits)
+    pending = strategy.save_checkpoint(tmp_path / "a", model, optimizer, asynchronous=True)
+    if late == "allocate":
+        threading.Timer(0.3, go.set).start()
+    for _ in range(2):
+        optimizer.backward(model(torch.randn(4, 5).to(torch.bfloat16)).float().square().sum())
+        optimizer.step()
+    go.set()
+    pending.result(60)
+    _, other, optimizer2 = trained("resident", steps=1)
+    strategy.load_checkpoint(tmp_path / "a", other, optimizer2)
+    same(content(other, optimizer2), expected)
+
+
+def test_memory_that_the_thread_does_not_get_is_an_error_of_the_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    strategy, model, optimizer = trained("resident")
+    allocate = HostCopyPool.allocate
+
+    def refused(copies: HostCopyPool, tensor: torch.Tensor) -> torch.Tensor:
+        if threading.current_thread() is threading.main_thread():
+            return allocate(copies, tensor)
+        raise HostMemoryError("no memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(HostCopyPool, "allocate", refused)
+        pending = strategy.save_checkpoint(tmp_path / "a", model, optimizer, asynchronous=True)
+        assert "a was not saved: HostMemoryError: no memory" in str(pending.exception(60))
+    with pytest.raises(CheckpointError, match="no memory"):
+        pending.result()
+    optimizer.backward(model(torch.randn(4, 5).to(torch.bfloat16)).float().square().sum())
+    optimizer.step()
+    strategy.save_checkpoint(tmp_path / "a", model, optimizer, asynchronous=True).result(60)
 
 
 def test_a_second_save_waits_for_the_first(tmp_path: Path, held: threading.Event) -> None:

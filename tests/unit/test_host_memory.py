@@ -84,6 +84,9 @@ def test_memory_goes_back_to_the_system() -> None:
         return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
 
     before = resident()
+    slab = HostSlab(64 << 20, touch=False)
+    assert resident() - before < 16 << 20
+    slab.tensor(torch.uint8, slab.nbytes).zero_()
     slab = HostSlab(64 << 20)
     held = resident() - before
     slab.close()
