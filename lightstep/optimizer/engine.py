@@ -152,11 +152,31 @@ class Engine:
         self._allow_dropped_gradients()
         if not self.loss_scale.is_identity:
             loss = loss.float() * self.loss_scale.tensor(loss.device)
-        with self.scaled_backward.running(), self._early_updates(retain_graph), eager_backward():
+        with self._explaining(), self.scaled_backward.running(), self._early_updates(retain_graph), eager_backward():
             loss.backward(retain_graph=retain_graph)
         self.gradients.end_backward()
         if not accumulates:
             self.expect_reduction()
+
+    @contextlib.contextmanager
+    def _explaining(self) -> Iterator[None]:
+        """Explain autograd's refusal of a graph that needs weights from before an update in backward."""
+        try:
+            yield
+        except RuntimeError as error:
+            if "modified by an inplace operation" not in str(error):
+                raise
+            if isinstance(self.schedule, InBackward):
+                update, other = "in_backward", "at_step"
+            elif isinstance(self.schedule, Overlap):
+                update, other = "overlap", "next_forward"
+            else:
+                raise
+            raise RuntimeError(
+                f"{error} If that is a weight: with optimizer_state.update: {update} a backward updates weights, and "
+                "another part of the graph, or a graph that was made before, needs the old ones. Run all backwards of "
+                f"a step but the last under strategy.accumulate(model, last=False), or set update: {other}"
+            ) from error
 
     def expect_reduction(self) -> None:
         if self.unreduced:

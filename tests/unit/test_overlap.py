@@ -878,3 +878,42 @@ def test_own_updates_are_not_taken_for_writes_of_others(update: str, clipping: d
         training.optimizer.synchronize()
         managed = training.optimizer.engine.managed
         assert [item.name for item in managed if not managed._watch.untouched(item, item.local)] == []
+
+
+def two_graphs(training: Training) -> None:
+    """The second one has saved weights that the backward of the first one updates."""
+    first, second = training.loss(0), training.loss(1)
+    training.optimizer.backward(first)
+    training.optimizer.backward(second)
+
+
+def a_weight_without_gradient(training: Training) -> None:
+    """The gradient of the embedding is computed last, and needs the weight of a block that is complete by then."""
+    block, embedding = training.model.blocks[2], training.model.embed.weight
+    penalty = nn.functional.linear(embedding, block.up.weight.detach()).float().square().mean()
+    training.optimizer.backward(training.loss() + penalty)
+
+
+@pytest.mark.parametrize(
+    ("update", "other", "act"),
+    [
+        ("overlap", "next_forward", two_graphs),
+        ("overlap", "next_forward", a_weight_without_gradient),
+        ("in_backward", "at_step", a_weight_without_gradient),
+    ],
+)
+def test_a_graph_that_needs_weights_from_before_their_update_is_explained(
+    update: str, other: str, act: Callable[[Training], None]
+) -> None:
+    state = {"backend": "stream", "ring_mib": 0.02}
+    clipping = {"max_norm": None}
+    tested, expected = (Training({**state, "update": each}, clipping=clipping) for each in (update, other))
+    for training in (tested, expected):
+        training.train(3)
+        training.optimizer.synchronize()
+    before = weights(tested)
+    act(expected)
+    with pytest.raises(RuntimeError, match=f"inplace operation: .* a backward updates weights.*set update: {other}"):
+        act(tested)
+    if update == "overlap":
+        assert_same(weights(tested), before)
