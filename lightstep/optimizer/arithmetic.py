@@ -206,11 +206,36 @@ class BaseArithmetic:
                 f"{name} is sharded, and {self.name} counts in its groups or in attributes of its own: only the rank "
                 "that gathers a tensor takes its step. Use sharding.kind single or ddp"
             )
+        self.check_shape(name, shape)
+        return None if stack else rows
+
+    def check_shape(self, name: str, shape: torch.Size) -> None:
+        """Raises ``ValueError`` if the class needs whole tensors, and refuses this shape of one."""
+        if not self.whole_tensors:
+            return
         try:
             self._construct([torch.empty(self._updated_shape(shape), device="meta")], fused=False)
         except ValueError as error:
             raise ValueError(f"{self.name} cannot update {name} of shape {tuple(shape)}: {error}") from error
-        return None if stack else rows
+
+    def check_settings(self, group: Mapping[str, Any]) -> None:
+        """Construct the class with a group's settings, and update a small probe.
+
+        Raises:
+            TypeError, ValueError: the class refuses them. Errors of other types are left to the set-up, which knows the
+                parameters' device.
+        """
+        given = {key: group[key] for key in inspect.signature(self.optimizer_class).parameters if key in group}
+        given = copy.deepcopy({**self.hyperparameters, **settings_of(given)})
+        probe = self._probe()
+        probe.grad = torch.zeros_like(probe)
+        try:
+            with torch.no_grad():
+                self._raw_step(self.optimizer_class([probe], **given))
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"a parameter group of {self.name}: {error}") from error
+        except Exception:
+            return
 
     @property
     def sends_directions(self) -> bool:

@@ -22,6 +22,8 @@ from lightstep.state.segment import Segment
 __all__ = ["GroupClasses", "class_name", "constructor_arguments", "kept_by_class"]
 
 CLASS = "optimizer_class"
+_SCHEDULERS = frozenset({"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"})
+_NO_SETTINGS = frozenset({"params", "param_names", "name", CLASS}) | _SCHEDULERS
 Group = Mapping[str, Any]
 
 
@@ -34,6 +36,7 @@ class GroupClasses:
 
     Attributes:
         own: the arithmetic of the optimizer's own class.
+        own_is_used: a new group may name no class, and has the optimizer's own then.
         in_backward: updates run in backward, where ranks cannot update a parameter together.
         exchanges: between ranks that do so, by process group; they exist from the set-up on.
 
@@ -42,7 +45,8 @@ class GroupClasses:
     """
 
     def __init__(self, optimizer_class: type[torch.optim.Optimizer], hyperparameters: dict[str, Any]) -> None:
-        self.own, self.in_backward = BaseArithmetic(optimizer_class, hyperparameters), False
+        self.own, self.own_is_used = BaseArithmetic(optimizer_class, hyperparameters), True
+        self.in_backward = False
         self.exchanges: dict[Any, MatrixExchange] = {}
         self._named: dict[str, BaseArithmetic] = {class_name(optimizer_class): self.own}
 
@@ -74,10 +78,20 @@ class GroupClasses:
         """The defaults for a new group. A class in it is added, and replaced by its name.
 
         Raises:
-            TypeError: it names something that is no optimizer class.
-            ValueError: a hyper-parameter without a default is missing.
+            TypeError: it names something that is no optimizer class, or has a setting that the class does not have.
+            ValueError: a hyper-parameter without a default is missing, or the class refuses one.
         """
+        defaults = self._defaults_for(group)
+        self.arithmetic_for(group).check_settings({**defaults, **group})
+        return defaults
+
+    def _defaults_for(self, group: dict[str, Any]) -> dict[str, Any]:
         given = group.get(CLASS)
+        if given is None and not self.own_is_used and len(self._named) > 1:
+            raise TypeError(
+                f"the groups of this optimizer name their classes ({self.name}), and a new one does not: add "
+                "'optimizer_class' to it"
+            )
         if given is None:
             return self.own.defaults
         if isinstance(given, str) and given in self._named:
@@ -89,6 +103,7 @@ class GroupClasses:
             )
         group[CLASS], arguments = class_name(given), constructor_arguments(given, group)
         kept, known = kept_by_class(given, group), self.add_class(given, arguments)
+        _refuse_unknown(known, group)
         theirs = {key: value for key, value in known.hyperparameters.items() if key not in known.defaults}
         if kept != theirs and (kept or known is not self.own):
             raise ValueError(
@@ -203,6 +218,17 @@ def constructor_arguments(optimizer_class: type[torch.optim.Optimizer], group: G
             f"into the group, {{'params': [...], 'optimizer_class': {name}, '{missing[0]}': ...}}"
         )
     return {name: group[name] for name in required} | kept_by_class(optimizer_class, group)
+
+
+def _refuse_unknown(arithmetic: BaseArithmetic, group: Group) -> None:
+    known = [parameter.name for parameter in _parameters_of(arithmetic.optimizer_class)]
+    unknown = [key for key in group if key not in {*known, *arithmetic.defaults, *_NO_SETTINGS}]
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(arithmetic.optimizer_class).parameters.values())
+    if unknown and not takes_any:
+        raise TypeError(
+            f"a parameter group of {arithmetic.name} has {unknown[0]!r}, which the class does not have; it has "
+            f"{', '.join(known)}"
+        )
 
 
 def kept_by_class(optimizer_class: type[torch.optim.Optimizer], group: Group) -> dict[str, Any]:

@@ -109,11 +109,23 @@ class MixedPrecisionOptimizer(BaseOptimizer):
             moments=moments,
         )
         super().__init__(params, dict(classes.own.defaults))
+        classes.own_is_used = any(group.get("optimizer_class") is None for group in self.param_groups)
         self.engine.watch_gradients()
 
     @property
     def _backend(self) -> StateBackend:
         return self.engine.backend
+
+    def check_shapes(self, names: Mapping[Tensor, str]) -> None:
+        """Check that the groups' classes take the shapes of their parameters; the set-up does that, too.
+
+        Raises:
+            ValueError: one of them refuses a parameter, which the error names as ``names`` does.
+        """
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.requires_grad:
+                    self.engine.classes.arithmetic_for(group).check_shape(names[parameter], parameter.shape)
 
     def forget_parameters(self) -> None:
         """Before the set-up: remove all parameters from ``param_groups``, until others are put there."""

@@ -174,21 +174,31 @@ def _check_class_settings(rules: Sequence[Rule]) -> None:
 def warn_of_muon_on_vocabularies(
     groups: Sequence[Mapping[str, Any]], optimizer_class: type[torch.optim.Optimizer], model: nn.Module
 ) -> None:
-    """Warn of embeddings and heads under Muon, which treats a matrix as a linear map and orthogonalizes it."""
-    classes = {p: group.get("optimizer_class", optimizer_class) for group in groups for p in group["params"]}
-    if torch.optim.Muon not in classes.values():
+    """Warn of embeddings and heads under Muon (or a subclass), which orthogonalizes a matrix as a linear map."""
+    muons = {
+        parameter: chosen.__name__
+        for group in groups
+        for parameter in group["params"]
+        if _is_muon(chosen := group.get("optimizer_class", optimizer_class))
+    }
+    if not muons:
         return
-    found = [
-        f"{name} ({kind})"
+    found = {
+        f"{name} ({kind})": muons[parameter]
         for name, parameter, kind in described_parameters(model)
-        if kind in ("embeddings", "head") and classes.get(parameter) is torch.optim.Muon
-    ]
+        if kind in ("embeddings", "head") and parameter in muons
+    }
     if found:
         warnings.warn(
-            f"Muon will update {', '.join(found)}: it is meant for hidden matrices, and treats these tables of "
-            "tokens as linear maps. Give them to AdamW (kinds='hidden_matrices' leaves them out)",
+            f"{' and '.join(dict.fromkeys(found.values()))} will update {', '.join(found)}: it is meant for hidden "
+            "matrices, and treats these tables of tokens as linear maps. Give them to AdamW (kinds='hidden_matrices' "
+            "leaves them out)",
             stacklevel=3,
         )
+
+
+def _is_muon(optimizer_class: Any) -> bool:
+    return isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Muon)
 
 
 def own_class(groups: Sequence[Mapping[str, Any]]) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:

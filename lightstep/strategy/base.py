@@ -353,6 +353,7 @@ class Strategy(ABC):
             initial_masters=PreparedModel.of(model).initial_master,
             **settings_of(self.config),
         )
+        optimizer.check_shapes({parameter: place.name for parameter, place in places(unwrap_model(model)).items()})
         self._register(model, optimizer)
         self._connect(model, optimizer)
         return optimizer

@@ -189,7 +189,7 @@ def test_a_state_dict_of_other_classes_is_refused() -> None:
         "torch.optim.AdamW",
     ]
     strategy, other_model, _ = made()
-    groups = [{**group, "optimizer_class": torch.optim.AdamW} for group in optimizer.param_groups]
+    groups = [{"params": group["params"], "optimizer_class": torch.optim.AdamW} for group in optimizer.param_groups]
     for group in groups:
         names = [name for name, p in model.named_parameters() if any(p is q for q in group["params"])]
         group["params"] = [other_model.get_parameter(name) for name in names]
@@ -420,23 +420,84 @@ def test_rules_replace_the_other_arguments() -> None:
         strategy.create_optimizer(model, rules=[Rule(torch.optim.AdamW)], lr=1e-3)
 
 
-def test_muon_on_an_embedding_warns() -> None:
+class OurMuon(torch.optim.Muon):
+    pass
+
+
+@pytest.mark.parametrize("muon", [torch.optim.Muon, OurMuon])
+def test_muon_on_an_embedding_warns(muon: type[torch.optim.Optimizer]) -> None:
     strategy = lightstep.Strategy.load("fp32")
     model = strategy.prepare_model(Named())
-    rules = [Rule(torch.optim.Muon, dims=[2, 3]), Rule(torch.optim.AdamW, dims=1)]
-    with pytest.warns(UserWarning, match=r"Muon will update tokens.weight \(embeddings\), out.weight \(head\): it is"):
+    rules = [Rule(muon, dims=[2, 3]), Rule(torch.optim.AdamW, dims=1)]
+    message = rf"^{muon.__name__} will update tokens.weight \(embeddings\), out.weight \(head\): it is"
+    with pytest.warns(UserWarning, match=message):
         strategy.create_optimizer(model, rules=rules)
 
 
 def test_muon_on_what_is_no_matrix_is_refused_by_name() -> None:
     strategy = lightstep.Strategy.load("fp32")
     model = strategy.prepare_model(Named())
-    with pytest.warns(UserWarning, match="Muon will update tokens"):
-        optimizer = strategy.create_optimizer(model, rules=[Rule(torch.optim.Muon)])
-    for parameter in model.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    with pytest.raises(ValueError, match=r"Muon cannot update scale of shape \(8,\)"):
-        optimizer.step()
+    message = r"Muon cannot update scale of shape \(8,\): Muon only supports 2D"
+    with pytest.warns(UserWarning, match="Muon will update tokens"), pytest.raises(ValueError, match=message):
+        strategy.create_optimizer(model, rules=[Rule(torch.optim.Muon)])
+    with pytest.raises(ValueError, match=message):
+        strategy.create_optimizer(model, torch.optim.Muon, param_groups=[model.scale])
+    conv = strategy.prepare_model(nn.Sequential(nn.Conv2d(3, 8, 4)))
+    with pytest.raises(ValueError, match=r"Muon cannot update 0.weight of shape \(8, 3, 4, 4\)"):
+        strategy.create_optimizer(conv, torch.optim.Muon, param_groups=[conv[0].weight])
+    model.scale.requires_grad_(False)
+    later = strategy.create_optimizer(model, torch.optim.Muon, param_groups=[model.scale, model.experts])
+    model.scale.requires_grad_(True).grad = torch.ones_like(model.scale)
+    with pytest.raises(ValueError, match=message):
+        later.step()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"lr": -1.0}, "a parameter group of Muon: Learning rate should be >= 0 but is: -1.0"),
+        ({"lr": "0.1"}, "a parameter group of Muon: '<=' not supported"),
+        ({"adjust_lr_fn": "rms"}, "a parameter group of Muon: Adjust learning rate function rms is not supported"),
+        ({"ns_steps": 100}, "a parameter group of Muon: Number of steps must be less than 100"),
+        ({"ns_coefficients": (1.0, 2.0)}, "a parameter group of Muon: Coefficients must be a tuple of exactly 3"),
+        (
+            {"momentun": 0.9},
+            "group of Muon has 'momentun', which the class does not have; it has lr, weight_",
+        ),
+    ],
+)
+def test_settings_that_the_class_refuses_are_refused_when_the_optimizer_is_made(
+    settings: dict[str, Any], message: str
+) -> None:
+    strategy = lightstep.Strategy.load("fp32")
+    model = strategy.prepare_model(nn.Sequential(nn.Linear(3, 3, bias=False)))
+    groups = [{"params": [model[0].weight], "optimizer_class": torch.optim.Muon, **settings}]
+    with pytest.raises((TypeError, ValueError), match=message):
+        strategy.create_optimizer(model, param_groups=groups)
+    if "momentun" not in settings:  # which torch would keep in the group
+        with pytest.raises((TypeError, ValueError), match=message):
+            strategy.create_optimizer(model, torch.optim.Muon, param_groups=[{"params": [model[0].weight], **settings}])
+
+
+@pytest.mark.parametrize("backend", ["resident", "stream"])
+def test_a_group_is_added_to_an_optimizer_made_by_rules(backend: str) -> None:
+    _, model, optimizer = made(backend)
+    model.extra = nn.Linear(8, 8, bias=False, dtype=torch.bfloat16)
+    with pytest.raises(TypeError, match=r"groups of this optimizer name their classes \(Muon \+ AdamW\)"):
+        optimizer.add_param_group({"params": [model.extra.weight]})
+    optimizer.add_param_group({"params": [model.extra.weight], "optimizer_class": torch.optim.SGD, "lr": 0.5})
+    expected = model.extra.weight.detach().float()
+    for step in range(3):
+        penalty = model.extra(torch.ones(1, 8, dtype=torch.bfloat16)).float().square().sum()
+        optimizer.backward(loss_of(model, step) + penalty)
+        gradient = model.extra.weight.grad.float()
+        norm = torch.nn.utils.get_total_norm([p.grad.float() for p in model.parameters()])
+        torch.nn.utils.clip_grads_with_norm_([stand_in := fake(gradient)], 1.0, norm)
+        assert optimizer.step()
+        optimizer.synchronize()
+        expected.sub_(stand_in.grad, alpha=0.5)
+        assert torch.equal(optimizer.state[model.extra.weight]["master"], expected)
+        assert torch.equal(model.extra.weight, expected.bfloat16())
 
 
 class NeedsDecay(torch.optim.SGD):
