@@ -112,15 +112,15 @@ class OnePass:
             by_part = len(memories) == len(own) and all(gradient.is_contiguous() for gradient in own)
             dtype = own[0].dtype if by_part else torch.float32
             _, _, _, weight, low, _ = memories[0].tensors
-            kind = dtype, None if weight is None else weight.dtype, low is None, segment.fingerprints is None
-            rows = found.setdefault((id(segment.group), *kind), [])
+            marks = segment.fingerprints if len(memories) == len(own) else None  # gathered parts have one each
+            kind = dtype, None if weight is None else weight.dtype, low is None
+            rows = found.setdefault((id(segment.group), *kind, marks is None), [])
             rows += [((i, j if by_part else None), memory) for j, memory in enumerate(memories) if memory.n]
         batches = []
-        for (group_id, dtype, *_), rows in found.items():
-            group = settings[group_id]
+        for (group_id, dtype, *_, unmarked), rows in found.items():
+            group, numbers = settings[group_id], list(dict.fromkeys(i for (i, _), _ in rows))
             assert group is not None
-            batch = AdamBatch([memory for _, memory in rows], segments[rows[0][0][0]].fingerprints)
-            numbers = list(dict.fromkeys(i for (i, _), _ in rows))
+            batch = AdamBatch([memory for _, memory in rows], None if unmarked else segments[numbers[0]].fingerprints)
             if runs_in_one_pass(kernels, kind_of(batch, dtype, group, scaling), group):
                 batches.append(_Planned(batch, [place for place, _ in rows], numbers))
             else:

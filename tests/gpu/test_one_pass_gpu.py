@@ -80,11 +80,11 @@ def test_it_runs_and_gives_the_bits_of_the_passes_apart(
 ) -> None:
     monkeypatch.setattr(segment, "LARGE", large)  # parameters put together, or in their own memory
     ran: Counter[str] = Counter()
-    update = adam_kernel.AdamBatch.update
-    monkeypatch.setattr(adam_kernel.AdamBatch, "update", lambda *given: (ran.update(["once"]), update(*given)))
+    plan = one_pass._Plan
+    monkeypatch.setattr(one_pass, "_Plan", lambda *given: (ran.update(planned=len(given[1])), plan(*given))[1])
     found = Training(state, parameters)
     losses = found.train(6)
-    assert ran["once"]
+    assert ran["planned"]
     for module in (arithmetic, one_pass):
         monkeypatch.setattr(module, "fused_kernel_on", lambda device: None)
     expected = Training(state, parameters)

@@ -84,6 +84,24 @@ def test_lanes_with_random_delays(update: str, one_pass_on_cpu: Counter[str], mo
     assert one_pass_on_cpu["split"] > 0, one_pass_on_cpu
 
 
+@pytest.mark.parametrize("backend", ["resident", "bulk", "stream"])
+def test_parameters_that_are_put_together_as_on_a_gpu(
+    backend: str, one_pass_on_cpu: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One row of several, each with a fingerprint of its own."""
+    monkeypatch.setattr(segment, "CPU_VECTOR", 1)
+    monkeypatch.setattr(segment, "_FEW", 1)
+    tested = Training({"backend": backend})
+    losses = tested.train(6)
+    assert one_pass_on_cpu.total() > 0
+    with monkeypatch.context() as apart:
+        for module in (arithmetic, one_pass):
+            apart.setattr(module, "fused_kernel_on", lambda device: None)
+        expected = Training({"backend": backend})
+        assert expected.train(6) == losses
+    assert_same(tested.snapshot(), expected.snapshot())
+
+
 def test_classes_that_are_not_torchs_own_are_left_alone(one_pass_on_cpu: Counter[str]) -> None:
     class Mine(torch.optim.AdamW):
         pass
