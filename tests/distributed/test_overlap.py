@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 
 from lightstep.optimizer.overlap import Overlap
-from tests.distributed.models import TinyTransformer
+from tests.distributed.models import TinyTransformer, loss_of
 from tests.distributed.ranks import Pool
 from tests.distributed.sharding_runs import DDP, HSDP
-from tests.distributed.test_next_forward import LAYOUTS, PRECISIONS, check_same_bits
+from tests.distributed.test_next_forward import LAYOUTS, PRECISIONS, Training, check_same_bits
 from tests.distributed.test_replicas import Run, same_runs
 from tests.unit.test_stream import random_delays, random_sleeps
 
@@ -114,3 +117,47 @@ def check_parts(rank: int, world_size: int) -> None:
 
 def test_parts_of_what_replicas_send(pool: Pool) -> None:
     pool.run(check_parts, 4)
+
+
+def check_resumed(rank: int, world_size: int, sharding: dict[str, Any], folder: Path, seed: int) -> None:
+    """Steps that are clipped, overflow or do neither, at random, with slow lanes and a resume in the middle."""
+    scale = {"kind": "dynamic", "init_scale": 2.0**8, "growth_interval": 3}
+    values = {"sharding": sharding, "precision": {"parameters": "float16", "loss_scale": scale}}
+
+    def new(state: dict[str, Any]) -> Training:
+        return Training(rank, world_size, {**values, "clipping": {"max_norm": 1e6}, "optimizer_state": state})
+
+    choose = random.Random(seed)  # the same on all ranks
+    where = {"previous_weights": choose.choice(["device", "host"])}
+    tested, expected = new({**STATE, **where}), new({"backend": "resident"})
+    resumes_at = choose.randrange(6, 10)
+    forced = {3: (1e6, 1.0), 4: (0.05, 1.0), 5: (1e6, float("inf")), 13: (0.05, 1.0)}
+    with mock.patch.object(Overlap, "_update_pause", lambda self: setattr(self, "_pause", 0)):
+        for step in range(15):
+            if step == resumes_at:
+                tested.strategy.save_checkpoint(folder, tested.model, tested.optimizer)
+                redone = tested.optimizer.engine.schedule.redone
+                tested.optimizer.close()
+                tested = new({**STATE, **where})
+                tested.strategy.load_checkpoint(folder, tested.model, tested.optimizer)
+                tested.steps = step
+            if step in (1, resumes_at):
+                tested.delay(world_size * step + rank)
+            max_norm, factor = choose.choice([1e6, 1e6, 0.05]), choose.choice([1.0, 1.0, 1.0, float("inf")])
+            max_norm, factor = forced.get(step, (max_norm, factor))
+            for run in (tested, expected):
+                run.optimizer.max_norm = max_norm
+                run.optimizer.backward(factor * loss_of(run.model, step, 0, rank, run.device))
+                run.optimizer.step()
+                run.steps += 1
+    found, wanted = tested.snapshot(), expected.snapshot()
+    assert found.keys() == wanted.keys()
+    assert [name for name, value in wanted.items() if not torch.equal(found[name], value)] == []
+    assert redone and tested.optimizer.engine.schedule.redone, "some steps before the resume, and some after it"
+    tested.optimizer.close()
+
+
+@pytest.mark.parametrize("layout", ["fsdp2", "fsdp2-named-units"])
+def test_random_verdicts_and_a_resume(pool: Pool, layout: str, tmp_path: Path) -> None:
+    world_size, sharding = LAYOUTS[layout]
+    pool.run(check_resumed, world_size, sharding=sharding, folder=tmp_path / "half", seed=len(layout))

@@ -27,7 +27,9 @@ from lightstep.state.lanes import DEVICE_TO_HOST
 from lightstep.state.ring import Ring
 from lightstep.state.versions import Version
 from tests.distributed.models import TinyTransformer
+from tests.reference.pair import TWO_GROUPS, Pair, scale_for
 from tests.unit.test_next_forward import Training, assert_same
+from tests.unit.test_stream import random_delays
 
 OVERLAP: dict[str, Any] = {
     "backend": "stream",
@@ -215,6 +217,51 @@ def test_every_class_with_random_verdicts(name: str, parameters: str, tmp_path: 
     train_with_random_verdicts(Training, name, parameters, tmp_path)
     assert verdicts["commit"] and verdicts["redo"]
     assert verdicts["drop"] or verdicts["rolled back"], "a class that cannot skip on the device waits for the norm"
+
+
+class Slow(Pair):
+    """Lanes with random delays; a step reads no weights."""
+
+    resumes_at = -1
+
+    def finish(self) -> Any:
+        result = self.optimizer.step()
+        assert bool(result) is self.reference.step(result.grad_norm)
+        if self.steps in (1, self.resumes_at + 1):
+            random_delays(self.optimizer._backend.lanes, self.steps, 1e-3)
+        return result
+
+
+BESIDE_A_LOOP = {
+    **TWO_GROUPS,
+    "RAdam": (torch.optim.RAdam, {"lr": 3e-3}, {"lr": 1e-3, "weight_decay": 0.1}),
+    "Adamax": (torch.optim.Adamax, {"lr": 3e-3}, {"lr": 1e-3, "weight_decay": 0.1}),
+    "ASGD": (torch.optim.ASGD, {"lr": 0.02}, {"lr": 0.05, "t0": 3.0}),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"), [*zip(BESIDE_A_LOOP, cycle(["bfloat16", "float16", "float32"]), strict=False)]
+)
+@pytest.mark.usefixtures("no_pause")
+def test_random_verdicts_beside_the_plain_loop(name: str, parameters: str, verdicts: Counter[str]) -> None:
+    """Clipped or not, with an overflow or not, and the rest of a run that is resumed at a random step."""
+    choose = random.Random(f"{name} {parameters} beside a loop")
+    overflow_at = {5, 14, *choose.sample(range(6, 16), 2)}
+    where = {"previous_weights": choose.choice(["device", "host"]), "ring_mib": 0.01}
+    settings = {"overflow_at": overflow_at, "micro_batches": choose.choice([1, 2]), **where, **scale_for(parameters)}
+    pair = Slow(*BESIDE_A_LOOP[name], parameters=parameters, backend="stream-in-backward-and-forward", **settings)
+    pair.resumes_at = choose.randrange(6, 12)
+    for step in range(16):
+        if step == pair.resumes_at:
+            pair.resume(choose.choice(["model first", "optimizer first"]))
+        pair.optimizer.max_norm = pair.reference.max_norm = 1e-3 if step == 4 else choose.choice([1e6, 1e6, 0.05])
+        pair.step()
+        if step % 4 == 3:
+            pair.check()
+    assert verdicts["commit"] and verdicts["redo"]
+    assert verdicts["drop"] or verdicts["rolled back"], "a class that cannot skip on the device waits for the norm"
+    pair.optimizer.close()
 
 
 class WithMuon(TinyTransformer):
