@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -112,17 +112,6 @@ class Optimizer(_Frozen):
     """Further keyword arguments of the class."""
     rules: list[OptimizerRule] = []
     """Other classes and settings for some parameters; exactly one rule must match each parameter."""
-
-    def resolved_rules(self) -> list[Self]:
-        """The complete optimizer settings of each rule."""
-        found = []
-        for rule in self.rules:
-            own = rule.name is None or rule.name == self.name
-            decay = self.weight_decay if own and rule.weight_decay is None else rule.weight_decay
-            arguments = {**(self.arguments if own else {}), **rule.arguments}
-            changes = {"name": rule.name or self.name, "lr": rule.lr or self.lr, "weight_decay": decay}
-            found.append(self.model_copy(update={**changes, "arguments": arguments, "rules": []}))
-        return found
 
 
 class Scheduler(_Frozen):

@@ -40,7 +40,7 @@ def check_optimization(config: settings.TrainConfig, device: torch.device) -> No
     """
     _make_rules(config.optimizer)
     _refuse_unused(config.optimizer)
-    for wanted in config.optimizer.resolved_rules() or [config.optimizer]:
+    for wanted in _resolved_rules(config.optimizer) or [config.optimizer]:
         try:
             optimizer = _small_optimizer(wanted, device)
         except (TypeError, ValueError) as error:
@@ -51,7 +51,8 @@ def check_optimization(config: settings.TrainConfig, device: torch.device) -> No
 def _refuse_unused(wanted: settings.Optimizer) -> None:
     """Raise :class:`ConfigError` if settings are for a class that no rule has."""
     given = [f"optimizer.{key}" for key in ("weight_decay", "arguments") if getattr(wanted, key) not in (None, {})]
-    if given and wanted.rules and all(rule.name not in (None, wanted.name) for rule in wanted.rules):
+    own = optimizer_class(wanted.name)
+    if given and wanted.rules and all(optimizer_class(rule.name) is not own for rule in _resolved_rules(wanted)):
         raise ConfigError(
             f"{' and '.join(given)}: for {wanted.name}, and each of optimizer.rules has another class; give them there"
         )
@@ -63,9 +64,22 @@ def _small_optimizer(wanted: settings.Optimizer, device: torch.device) -> torch.
     return optimizer_class(wanted.name)([weight], **_arguments(wanted))
 
 
+def _resolved_rules(wanted: settings.Optimizer) -> list[settings.Optimizer]:
+    """The complete optimizer settings of each rule; one for the same class, by whatever name, takes those it omits."""
+    default, found = optimizer_class(wanted.name), []
+    for number, rule in enumerate(wanted.rules):
+        name = wanted.name if rule.name is None else rule.name
+        own = optimizer_class(name, f"optimizer.rules[{number}].name") is default
+        decay = wanted.weight_decay if own and rule.weight_decay is None else rule.weight_decay
+        arguments = {**(wanted.arguments if own else {}), **rule.arguments}
+        changes = {"name": name, "lr": rule.lr or wanted.lr, "weight_decay": decay, "arguments": arguments, "rules": []}
+        found.append(wanted.model_copy(update=changes))
+    return found
+
+
 def _make_rules(wanted: settings.Optimizer) -> list[Rule]:
     found = []
-    for number, (rule, own) in enumerate(zip(wanted.rules, wanted.resolved_rules(), strict=True)):
+    for number, (rule, own) in enumerate(zip(wanted.rules, _resolved_rules(wanted), strict=True)):
         try:
             meant = {"names": rule.names, "kinds": rule.kinds, "dims": rule.dims}
             found.append(Rule(optimizer_class(own.name), **meant, **_arguments(own)))  # type: ignore[arg-type]
@@ -136,7 +150,7 @@ def apply_changes(
     if meant[0] != meant[1]:
         yield "optimizer: the rules stay as in the checkpoint; other rules need a new run"
         return
-    groups = zip(optimizer.param_groups, old.resolved_rules() or [old], new.resolved_rules() or [new], strict=True)
+    groups = zip(optimizer.param_groups, _resolved_rules(old) or [old], _resolved_rules(new) or [new], strict=True)
     learning_rates = False
     for number, (group, was, now) in enumerate(groups):
         label = f"optimizer.rules[{number}]" if new.rules else "optimizer"

@@ -650,7 +650,7 @@ def test_optimizers_of_torch_and_of_others(configured: Callable[..., TrainConfig
 RULES = [
     {"kinds": "hidden_matrices", "name": "Muon", "lr": 0.02, "arguments": {"nesterov": False}},
     {"kinds": ["norms", "biases"], "weight_decay": 0.0},
-    {"kinds": "rest", "arguments": {"eps": 1e-6}},
+    {"kinds": "rest", "name": "torch.optim.AdamW", "arguments": {"eps": 1e-6}},
 ]
 
 
@@ -664,6 +664,7 @@ def test_rules_give_each_parameter_its_class_and_settings(
     assert all(parameter.dim() == 2 for parameter in muon["params"])
     assert (norms["weight_decay"], norms["betas"], norms["eps"]) == (0.0, [0.9, 0.95], 1e-8)
     assert (rest["weight_decay"], rest["eps"], rest["initial_lr"]) == (0.1, 1e-6, 0.003)
+    assert rest["betas"] == [0.9, 0.95]  # of the same class, by another name
 
     changed = wanted | {"lr": 0.001, "rules": [RULES[0] | {"lr": 0.01}, *RULES[1:]]}
     _, said = _train(configured(steps=3, optimizer=changed, scheduler={"name": "constant"}), resume=True)
@@ -677,6 +678,7 @@ def test_rules_give_each_parameter_its_class_and_settings(
         ([{"kinds": "norm"}], r"optimizer.rules\[0\]: .*'norm' is not a kind of parameter"),
         ([{"kinds": "rest", "arguments": {"beta": 1}}], r"optimizer.rules\[0\]: .*AdamW has no 'beta'"),
         ([{"kinds": "norms"}], "optimizer: .* is trained, and matches no rule"),
+        ([{"kinds": "rest", "name": "Moun"}], r"^optimizer.rules\[0\].name is 'Moun', did you mean 'Muon'"),
     ],
 )
 def test_rules_that_cannot_be_followed_are_refused(
