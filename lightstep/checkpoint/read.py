@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lightstep.checkpoint.errors import CheckpointError, DamagedError, error_text
 from lightstep.checkpoint.storage import storage_for
-from lightstep.checkpoint.tensors import IN_FLIGHT_BYTES, Chunk, Index, Target
+from lightstep.checkpoint.tensors import IN_FLIGHT_BYTES, Chunk, Index, StoredTensor, Target
 from lightstep.crc32 import crc32
 
 _READERS = 4
@@ -69,6 +69,19 @@ def read_tensors(folder: Path, index: Index, targets: Sequence[Target], cache: C
             target.on_filled(local)
 
 
+def read_whole(folder: Path, key: str, stored: StoredTensor) -> Tensor:
+    """A whole tensor, read by the calling thread.
+
+    Raises:
+        DamagedError: a file cannot be read, or is damaged.
+    """
+    whole = torch.empty(stored.shape, dtype=stored.dtype)
+    for chunk in stored.chunks:
+        ends = zip(chunk.offsets, chunk.lengths, strict=True)
+        whole[tuple(slice(start, start + length) for start, length in ends)] = _load(folder, key, chunk)
+    return whole
+
+
 def read_chunk(folder: Path, key: str, chunk: Chunk) -> bytes:
     """A chunk's bytes, compared with their checksum.
 
@@ -118,16 +131,18 @@ def _prefetched(folder: Path, needed: Iterable[tuple[str, Chunk]], cache: ChunkC
     with ThreadPoolExecutor(_READERS, thread_name_prefix="checkpoint-reader") as pool:
         ahead: deque[tuple[int, Future[Tensor]]] = deque()
         for key, chunk in needed:
-            ahead.append((chunk.nbytes, pool.submit(_load, folder, key, chunk, cache.pop(chunk))))
+            ahead.append((chunk.nbytes, pool.submit(_load_unless, cache.pop(chunk), folder, key, chunk)))
             while sum(nbytes for nbytes, _ in ahead) > IN_FLIGHT_BYTES:
                 yield ahead.popleft()[1].result()
         while ahead:
             yield ahead.popleft()[1].result()
 
 
-def _load(folder: Path, key: str, chunk: Chunk, cached: Tensor | None) -> Tensor:
-    if cached is not None:
-        return cached
+def _load_unless(cached: Tensor | None, folder: Path, key: str, chunk: Chunk) -> Tensor:
+    return _load(folder, key, chunk) if cached is None else cached
+
+
+def _load(folder: Path, key: str, chunk: Chunk) -> Tensor:
     content = read_chunk(folder, key, chunk)
     try:
         tensor = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from lightstep.checkpoint.layout import (
     INDEX,
     Manifest,
@@ -15,6 +17,7 @@ from lightstep.checkpoint.layout import (
     refuse_engine_files,
     refuse_replaced,
 )
+from lightstep.checkpoint.read import read_whole
 from lightstep.checkpoint.small_state import read_state
 from lightstep.checkpoint.tensors import Index, parse_index
 
@@ -79,3 +82,10 @@ class SavedCheckpoint:
     def model_names(self) -> set[str]:
         """The names of the model's tensors that were saved."""
         return {key.removeprefix("model.") for key in self.index if key.startswith("model.")}
+
+    def weights(self) -> dict[str, Tensor]:
+        """The model's tensors on the host by name; tied names share one. The calling thread reads them."""
+        found = {
+            name: read_whole(self.data, f"model.{name}", self.index[f"model.{name}"]) for name in self.model_names()
+        }
+        return found | {alias: found[name] for alias, name in self.aliases.items() if name in found}

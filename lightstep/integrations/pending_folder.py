@@ -28,6 +28,7 @@ class PendingFolder(PendingSave):
         with PendingFolder(path, kind, rotate) as pending:
             ...  # small files into pending.folder
             pending.checkpoint = strategy.save_checkpoint(pending.folder / CHECKPOINT, ..., asynchronous=True)
+            pending.write_later = ...  # what is written after the checkpoint, on the first rank
 
     Args:
         path: where the folder appears. An older folder is replaced; files in it that no save wrote are kept.
@@ -39,6 +40,7 @@ class PendingFolder(PendingSave):
     """
 
     checkpoint: PendingSave | None = None
+    write_later: Callable[[], object] = staticmethod(lambda: None)
 
     def __init__(self, path: Path, kind: FolderKind, rotate: Callable[[], None]) -> None:
         super().__init__()
@@ -83,6 +85,7 @@ class PendingFolder(PendingSave):
             ranks.together(self._commit, only_first=True)
 
     def _commit(self) -> None:
+        self.write_later()
         files = [file for file in self.folder.rglob("*") if file.is_file()]
         beside = [file for file in files if file.relative_to(self.folder).parts[0] != CHECKPOINT]
         for file in beside:  # the others are on the disk

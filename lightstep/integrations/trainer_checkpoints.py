@@ -4,24 +4,31 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import torch
+from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from transformers import PreTrainedModel, Trainer
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.utils import SAFE_WEIGHTS_NAME
 
 from lightstep import CheckpointError
 from lightstep.checkpoint.errors import DamagedError, is_damage
 from lightstep.checkpoint.export import full_weights
 from lightstep.checkpoint.file_list import CHECKPOINT
+from lightstep.checkpoint.frozen_base import has_adapters
 from lightstep.checkpoint.layout import holds_checkpoint
 from lightstep.checkpoint.pretrained import load_pretrained
 from lightstep.checkpoint.ranks import Ranks
+from lightstep.checkpoint.saved import SavedCheckpoint
 from lightstep.integrations import adapters
 from lightstep.integrations.checks import unwrap_optimizer
 from lightstep.integrations.full_state import sharding_full_state
@@ -35,6 +42,7 @@ from lightstep.integrations.trainer_folders import (
     rotate,
 )
 from lightstep.optimizer.base import BaseOptimizer
+from lightstep.sharding.model_names import unwrap_model
 from lightstep.strategy import Strategy
 
 __all__ = ["TrainerCheckpoints"]
@@ -76,11 +84,33 @@ class TrainerCheckpoints(_AnyTrainer):
         config = self.strategy.config
         return config.sharding.kind == "single" and config.optimizer_state.backend == "resident"
 
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """As the Trainer's. Nothing is gathered if a thread writes the weights."""
+        if not (self.is_fsdp_enabled and self._writes_weights_later):
+            super().save_model(output_dir, _internal_call)
+        elif "FULL_STATE_DICT" in str(self.accelerator.state.fsdp_plugin.state_dict_type):
+            self._save(output_dir)
+
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """As the Trainer's; called by every process if the strategy has sharded the model."""
+        if state_dict is None and self._writes_weights_later:
+            assert self._open_folder is not None
+            super()._save(output_dir, {})  # the other files
+            folder, names = self._open_folder.folder, list(self.model.state_dict())
+            self._open_folder.write_later = partial(_write_weights, folder, unwrap_model(self.model), names)
+            return
         if state_dict is None and self._sharded_by_strategy:
             state_dict = full_weights(self.strategy.unwrap_model(self.model), keep=self.args.should_save)
         super()._save(output_dir, state_dict)
+
+    @property
+    def _writes_weights_later(self) -> bool:
+        """Whether a thread writes the weights, from the checkpoint in ``lightstep/``, which has all of them.
+
+        Not if a class in front of the Trainer has a ``_save`` of its own.
+        """
+        plain = getattr(super()._save, "__func__", None) is Trainer._save
+        return self.asynchronous_saves and self._open_folder is not None and plain and not has_adapters(self.model)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """As the Trainer's, in a hidden folder that becomes ``checkpoint-N`` when all of it is written."""
@@ -234,6 +264,25 @@ class TrainerCheckpoints(_AnyTrainer):
         else:
             return False
         return True
+
+
+def _write_weights(folder: Path, model: nn.Module, names: list[str]) -> None:
+    """Write the weights of the checkpoint in ``folder`` beside it, as the Trainer would.
+
+    Args:
+        names: the keys of the model's state dict, in their order.
+    """
+    checkpoint = folder / CHECKPOINT
+    saved = SavedCheckpoint.read(checkpoint).weights()
+    weights = {name: saved.pop(name) for name in names if name in saved}
+    if not isinstance(model, PreTrainedModel):
+        save_file(weights, folder / SAFE_WEIGHTS_NAME, metadata={"format": "pt"})
+        return
+    place = folder / ".weights"
+    model.save_pretrained(place, state_dict=weights)
+    for file in place.glob("*.safetensors*"):  # the other files may have changed since the save was asked for
+        os.replace(file, folder / file.name)
+    shutil.rmtree(place)
 
 
 @contextmanager

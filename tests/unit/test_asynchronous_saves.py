@@ -18,7 +18,8 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import ProjectConfiguration
-from transformers import TrainerCallback
+from torch import nn
+from transformers import LlamaForCausalLM, PreTrainedModel, TrainerCallback
 from transformers.integrations import integration_utils
 from transformers.trainer_utils import get_last_checkpoint
 
@@ -164,6 +165,8 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path, held: th
 
     class Look(TrainerCallback):
         def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            hidden = [file.name for file in tmp_path.glob(".checkpoint-*.saving-*/*/*")]
+            assert "model.safetensors" not in hidden and ("config.json" in hidden) is (state.global_step > 1)
             seen[state.global_step] = [path.name for path in tmp_path.glob("checkpoint-*")]
             last = get_last_checkpoint(tmp_path)
             assert ([] if last is None else [Path(last).name]) == seen[state.global_step]
@@ -327,6 +330,77 @@ def test_what_cannot_be_asynchronous(
     with pytest.raises(ConfigError, match=message):
         make(tmp_path, **arguments)
     make(tmp_path, push_to_hub=True, hub_strategy="end")
+
+
+class Tail(LlamaForCausalLM):
+    """With tied weights, and a persistent buffer."""
+
+    def __init__(self, config: Any) -> None:
+        config.tie_word_embeddings = True
+        super().__init__(config)
+        self.register_buffer("seen", torch.arange(3))
+
+
+class Plain(nn.Module):
+    """No model of transformers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = make_llama(0)
+
+    def forward(self, input_ids: Any, labels: Any, attention_mask: Any = None) -> Any:
+        return self.inner(input_ids=input_ids, labels=labels, attention_mask=attention_mask)
+
+
+@pytest.mark.parametrize("kind", [Tail, Plain, "sharded files"])
+def test_weights_are_those_that_the_trainer_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Any) -> None:
+    """In the same files. What the caller changes in the configuration meanwhile is not in them."""
+    if kind == "sharded files":
+        original = PreTrainedModel.save_pretrained
+        small = lambda *given, **options: original(*given, **options, max_shard_size="5KB")  # noqa: E731
+        monkeypatch.setattr(PreTrainedModel, "save_pretrained", small)
+    files = []
+    for mode in (False, True):
+        torch.manual_seed(0)
+        model = Plain() if kind is Plain else Tail(make_llama(0).config) if kind is Tail else make_llama(0)
+
+        class Edit(TrainerCallback):
+            def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+                if hasattr(model, "config") and state.global_step == 2:
+                    model.config.pad_token_id = 7
+
+        arguments = training_arguments(tmp_path / str(mode), save_strategy="steps", save_steps=1, max_steps=2)
+        LightstepTrainer(
+            model,
+            arguments,
+            strategy={"optimizer_state": STATES["stream"]},
+            train_dataset=Rows(),
+            asynchronous_saves=mode,
+            callbacks=[Edit()],
+        ).train()
+        folder = tmp_path / str(mode) / "checkpoint-1"
+        found = [file for pattern in ("model*", "config.json") for file in folder.glob(pattern)]
+        files.append({file.name: file.read_bytes() for file in found})
+    ours = files[1]
+    assert ours == files[0]
+    assert len(ours) > 2 if kind == "sharded files" else "model.safetensors" in ours
+
+
+def test_weights_that_cannot_be_written_end_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(PreTrainedModel, "save_pretrained", fails_in_threads(PreTrainedModel.save_pretrained))
+        with pytest.raises(CheckpointError, match="checkpoint-2 was not saved: No space left on device"):
+            make(tmp_path, save_steps=2).train()
+    assert names(tmp_path) == []
+
+
+def fails_in_threads(original: Any) -> Any:
+    def save_pretrained(*given: Any, **options: Any) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            raise OSError(28, "No space left on device")
+        original(*given, **options)
+
+    return save_pretrained
 
 
 # -- rotation
