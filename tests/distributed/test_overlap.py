@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 
+from lightstep.distributed import local_tensor
 from lightstep.optimizer.overlap import Overlap
 from tests.distributed.models import TinyTransformer, loss_of
 from tests.distributed.ranks import Pool
@@ -117,6 +118,35 @@ def check_parts(rank: int, world_size: int) -> None:
 
 def test_parts_of_what_replicas_send(pool: Pool) -> None:
     pool.run(check_parts, 4)
+
+
+def check_redone_twice(rank: int, world_size: int) -> None:
+    """Once after a write through the gradients' ``.data``, and once because of clipping."""
+    finals = []
+    for state in (STATE, {"backend": "stream", "ring_mib": 0.01}):
+        values = {"sharding": {"kind": "fsdp2"}, "clipping": {"max_norm": 1e6}, "optimizer_state": state}
+        training = Training(rank, world_size, values)
+        parameters = list(training.inner.parameters())
+        for step in range(8):
+            if step == 1:
+                training.delay(rank)
+            training.optimizer.max_norm = 0.05 if step == 5 else 1e6
+            training.optimizer.backward(loss_of(training.model, step, 0, rank, training.device))
+            if step == 3:
+                for gradient in [p.grad for p in parameters if p.grad is not None]:
+                    local_tensor(gradient).data.mul_(0.5)
+            result = training.optimizer.step()
+        finals.append(training.snapshot())
+        redone = result.redone, result.rolled_back
+        assert redone == ((2, 0) if state is STATE else (0, 0)), redone
+        training.optimizer.close()
+    assert finals[0].keys() == finals[1].keys()
+    assert [name for name, value in finals[1].items() if not torch.equal(finals[0][name], value)] == []
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_writes_to_gradients_and_clipping_are_redone(pool: Pool, world_size: int) -> None:
+    pool.run(check_redone_twice, world_size)
 
 
 def check_resumed(rank: int, world_size: int, sharding: dict[str, Any], folder: Path, seed: int) -> None:

@@ -12,6 +12,8 @@ import pytest
 from lightstep.optimizer import overlap
 from lightstep.optimizer.overlap import Overlap
 from lightstep.optimizer.schedule import NextForward
+from tests.distributed.ranks import Pool
+from tests.distributed.test_overlap import check_redone_twice
 from tests.gpu.test_next_forward_gpu import Training
 from tests.unit.test_next_forward import assert_same
 from tests.unit.test_overlap import (
@@ -88,6 +90,15 @@ def test_what_happens_between_backward_and_step(act: Callable[[Any], None]) -> N
         training.train(2)
         found.append(training.snapshot())
     assert_same(*found)
+
+
+def test_writes_to_gradients_and_clipping_are_redone_on_shards() -> None:
+    """FSDP2 on one rank: gradients arrive on its own streams, behind its reduction."""
+    ranks = Pool()
+    try:
+        ranks.run(check_redone_twice, 1)
+    finally:
+        ranks.close()
 
 
 @pytest.mark.parametrize("what", ["weights", "gradients"])
