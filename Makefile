@@ -1,4 +1,4 @@
-# make train | test | lint | format | types | docs | bench | venv | clean
+# make train | test | lint | format | types | docs | wheel | bench | venv | clean
 # Variables: PYTHON (3.11 or later), VENV, CONFIG and ARGS (train), BENCH_ARGS (bench), WORKERS and TESTS (test).
 
 PYTHON     ?= python3
@@ -10,16 +10,15 @@ WORKERS    ?= 2
 TESTS      ?=
 
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check
 # Of what is installed a tenth is imported: python compiles that when it first is. And pip run by root fails to build
 # packages when it cannot write to its cache, where other users are just warned.
 CACHE := $${XDG_CACHE_HOME:-$$HOME/.cache}/pip
-PIP_INSTALL = $(PIP) install --no-compile \
+PIP_OPTIONS = --disable-pip-version-check --no-compile \
 	$$({ mkdir -p "$(CACHE)" && test -w "$(CACHE)"; } 2>/dev/null || echo --no-cache-dir)
 unexport PYTHONDONTWRITEBYTECODE  # some machines set it, and every process of the tests would compile all it imports
 
 .DEFAULT_GOAL := help
-.PHONY: help venv train test lint format types docs bench clean
+.PHONY: help venv train test lint format types docs wheel bench clean
 .NOTPARALLEL:  # one pip at a time
 
 help:
@@ -31,7 +30,7 @@ venv: $(VENV)/.dev $(VENV)/.docs
 # documentation. Renewed when what is installed changes; otherwise the environment is used as it stands.
 $(VENV)/.%: setup.cfg pyproject.toml constraints.txt | $(BIN)/python
 	@echo "installing what '$*' needs into $(VENV)"
-	@$(PIP_INSTALL) --constraint constraints.txt --editable '.[$*]'
+	@$(BIN)/python -m pip install $(PIP_OPTIONS) --constraint constraints.txt --editable '.[$*]'
 	@touch $@
 
 $(BIN)/python:
@@ -62,6 +61,9 @@ types: $(VENV)/.dev
 
 docs: $(VENV)/.docs
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+wheel: $(VENV)/.dev
+	@VENV=$(VENV) PYTHON=$(PYTHON) PIP_OPTIONS="$(PIP_OPTIONS)" .ci/wheel
 
 bench: $(VENV)/.bench
 	@$(BIN)/lightstep bench $(BENCH_ARGS)
