@@ -143,15 +143,13 @@ def bench(
     ] = None,
     max_norm: Annotated[
         float | None,
-        typer.Option(
-            help="Iterations, without peers: the global norm to clip to. Default: 1, which clips the first steps."
-        ),
+        typer.Option(help="Iterations: the global norm to clip to. Default: 1, which clips the first steps."),
     ] = None,
     clip_every: Annotated[
         int | None,
         typer.Option(
             min=1,
-            help="Iterations, without peers: clip every N-th step, whatever its norm.",
+            help="Iterations: clip every N-th step, whatever its norm.",
         ),
     ] = None,
     roles: Annotated[
@@ -268,13 +266,7 @@ def _tasks(mode: str, options: Mapping[str, Any], device: torch.device, folder: 
     sequence = int(options["sequence"])
     counts = token_counts(str(options["tokens"]), sequence)
     max_norm = float(options.get("max_norm", MAX_NORM))
-    if max_norm != MAX_NORM and options.get("peers", "none") != "none":
-        raise ValueError(f"--max-norm {max_norm:g} with --peers {options['peers']}: peers clip to {MAX_NORM:g}")
     clip_every = int(options.get("clip_every", 0))
-    if clip_every and options.get("peers", "none") != "none":
-        raise ValueError(
-            f"--clip-every {clip_every} with --peers {options['peers']}: peers clip to the same norm in every step"
-        )
     settings: dict[str, Any] = {"max_norm": max_norm, "optimizer": optimizer}
     if mode == "iteration":
         settings["clip_every"] = clip_every

@@ -1,6 +1,6 @@
 """What is measured: contenders, and the task that all of them do.
 
-A contender computes one global gradient norm, clips to `MAX_NORM`, updates with fp32 AdamW (or Muon, see `--optimizer`)
+A contender computes one global gradient norm, clips to one norm, updates with fp32 AdamW (or Muon, see `--optimizer`)
 and leaves new bf16 weights on the device. Contenders differ in where the state lives and how it gets there. The same
 class does single steps from given gradients (`step`) and whole iterations from a batch (`iterate`).
 """
@@ -41,6 +41,7 @@ class Contender(ABC):
     Attributes:
         model: the model that is trained; called with a batch, it returns the loss.
         optimizers: the values of `--optimizer` that it supports.
+        max_norm: the global norm that it clips to.
         loss, grad_norm: of the last iteration, 0-dim on the device. The norm is the one before clipping, None if the
             contender does not expose it.
         redone_steps: how many steps before the last one had to redo updates of their backward, None for peers.
@@ -52,6 +53,7 @@ class Contender(ABC):
     gradient_dtype: torch.dtype = torch.bfloat16
     needs_group: ClassVar[bool] = False
     optimizers: ClassVar[tuple[str, ...]] = ("adamw",)
+    max_norm: float = MAX_NORM
     model: nn.Module
     loss: Tensor
     grad_norm: Tensor | None = None
@@ -73,7 +75,7 @@ class Contender(ABC):
 
     def set_max_norm(self, max_norm: float) -> None:
         """Clip to this global norm from the next step on."""
-        return
+        self.max_norm = max_norm
 
     def accumulate(self) -> AbstractContextManager[object]:
         """Context of one iteration."""
@@ -124,7 +126,7 @@ class Task(ABC):
         stem: file name of the result, without its suffix.
         case_name: the JSON key of `case`.
         provides_gradients: whether steps are given gradients instead of running backward.
-        max_norm: the global norm to clip to; peers always clip to :data:`MAX_NORM`.
+        max_norm: the global norm to clip to.
         optimizer: `--optimizer`.
         threads: torch's CPU threads; None: this rank's share of the cores.
         peers: the contenders that `--peers` can name.
@@ -197,5 +199,5 @@ def total_norm(gradients: Sequence[Tensor]) -> Tensor:
     return norm
 
 
-def clip_coefficient(norm: Tensor) -> Tensor:
-    return (MAX_NORM / (norm + 1e-6)).clamp(max=1.0)
+def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
+    return (max_norm / (norm + 1e-6)).clamp(max=1.0)

@@ -79,7 +79,7 @@ class IterationTask(Task):
 
         def iterate(batch: Sequence[Tensor]) -> None:
             limits.append(self._limit(len(limits)))
-            if self.clip_every:
+            if self.clip_every or contender.kind == "peer":  # strategies have their own
                 contender.set_max_norm(limits[-1])
             contender.iterate(batch)
             seen.append(contender.grad_norm)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightstep.bench.contender import ADAMW, MAX_NORM, Contender, Task
+from lightstep.bench.contender import ADAMW, Contender, Task
 from lightstep.bench.peers import pinned_like
 
 PREFETCH_LAYERS = 1
@@ -45,7 +45,7 @@ class LayerStream(Contender):
     def step(self, gradients: Sequence[Tensor]) -> None:
         for master, gradient in zip(self._masters, gradients, strict=True):
             master.grad = gradient
-        torch.nn.utils.clip_grad_norm_(self._masters, MAX_NORM)
+        torch.nn.utils.clip_grad_norm_(self._masters, self.max_norm)
         staged = {i: self._prefetch(i) for i in range(min(PREFETCH_LAYERS + 1, len(self._layers)))}
         for index in range(len(self._layers)):
             moments, arrived = staged.pop(index)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
-from lightstep.bench.contender import ADAMW, MAX_NORM, Contender, Skipped, Task, clip_coefficient, total_norm
+from lightstep.bench.contender import ADAMW, Contender, Skipped, Task, clip_coefficient, total_norm
 from lightstep.bench.optimizers import MUON, split_matrices
 from lightstep.bench.peers import CpuAdamW, HostSlot, TorchResident, shard
 from lightstep.distributed import local_tensor, world_size
@@ -71,7 +71,7 @@ class Fsdp2Offload(Contender):
         raise NotImplementedError("takes its gradients from backward only")
 
     def update(self) -> None:
-        self.grad_norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), MAX_NORM)
+        self.grad_norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.max_norm)
         self._optimizer.step()
         self._optimizer.zero_grad()
 
@@ -132,7 +132,7 @@ class TorchaoOffload(Contender):
         self._input = torch.zeros(1, device=task.device, requires_grad=True)
 
     def step(self, gradients: Sequence[Tensor]) -> None:
-        torch._foreach_mul_(list(gradients), clip_coefficient(total_norm(gradients)))
+        torch._foreach_mul_(list(gradients), clip_coefficient(total_norm(gradients), self.max_norm))
         self._module.gradients = gradients
         self._module(self._input).sum().backward()
         self._optimizer.step()

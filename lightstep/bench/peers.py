@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from lightstep.bench.contender import ADAMW, MAX_NORM, Contender, Skipped, Task, clip_coefficient, total_norm
+from lightstep.bench.contender import ADAMW, Contender, Skipped, Task, clip_coefficient, total_norm
 from lightstep.bench.optimizers import OPTIMIZERS, hidden_matrices, torch_optimizers
 from lightstep.distributed import like, local_tensor, world_size
 
@@ -42,7 +42,7 @@ class TorchResident(Contender):
     def step(self, gradients: Sequence[Tensor]) -> None:
         for master, gradient in zip(self._masters, gradients, strict=True):
             master.grad = like(master, local_tensor(gradient).float())
-        self.grad_norm = nn.utils.clip_grad_norm_(self._masters, MAX_NORM)
+        self.grad_norm = nn.utils.clip_grad_norm_(self._masters, self.max_norm)
         for optimizer in self._optimizers:
             optimizer.step()
             optimizer.zero_grad()
@@ -123,7 +123,7 @@ class TorchFsdp2(Contender):
         self.update()
 
     def update(self) -> None:
-        self.grad_norm = nn.utils.clip_grad_norm_(self._shards, MAX_NORM)
+        self.grad_norm = nn.utils.clip_grad_norm_(self._shards, self.max_norm)
         for shard, whole in self._wholes:
             assert isinstance(shard.grad, DTensor)
             whole.grad, shard.grad = shard.grad.full_tensor(), None
@@ -174,7 +174,7 @@ class CpuAdamW(Contender):
         return torch.optim.AdamW(masters, fused=True, **ADAMW)
 
     def step(self, gradients: Sequence[Tensor]) -> None:
-        self._coefficient.copy_(clip_coefficient(total_norm(gradients)), non_blocking=True)
+        self._coefficient.copy_(clip_coefficient(total_norm(gradients), self.max_norm), non_blocking=True)
         self._to_host.wait_stream(self._torch.current_stream())
         arrivals = [self._fetch(slot, gradient) for slot, gradient in zip(self._slots, gradients, strict=True)]
         for slot, weight, arrival in zip(self._slots, self._weights, arrivals, strict=True):
