@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import atexit
 import logging
-import os
-import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +15,9 @@ import torch
 import torch.distributed as dist
 
 from lightstep.checkpoint.ranks import Ranks
+from lightstep.checkpoint.workers import Background
 
 logger = logging.getLogger(__name__)
-
-_NICENESS = 10
-"""How much nicer the thread is than training, if they compete for processors: it gets about a tenth of the time."""
 
 
 class PendingSave(Future[Path]):
@@ -36,6 +32,11 @@ class PendingSave(Future[Path]):
         self._thread = thread
         self._result_seen = False
 
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        if timeout != 0 and not self.done():
+            _hurry()
+        return super().exception(timeout)
+
     def result(self, timeout: float | None = None) -> Path:
         self.exception(timeout)  # raises TimeoutError if the save is still running
         self._result_seen = True
@@ -44,6 +45,7 @@ class PendingSave(Future[Path]):
     def join(self) -> None:
         """Wait until the save has ended, and its callbacks with it. Its error is kept for later."""
         if self._thread is not None:
+            _hurry()
             self._thread.join()
 
     def raise_if_failed(self) -> None:
@@ -64,27 +66,29 @@ def completed_save(path: Path) -> PendingSave:
 
 
 _pending: PendingSave | None = None
+_background: Background | None = None
+"""The priority of the pending save."""
 _hook: Any = None
 """Handle of the step hook that raises the pending save's error."""
 
 
 def start_save(
-    write: Callable[[], Path], until_written: ExitStack, optimizer: torch.optim.Optimizer | None
+    write: Callable[[Background], Path], until_written: ExitStack, optimizer: torch.optim.Optimizer | None
 ) -> PendingSave:
     """Run ``write`` in a thread, which the process waits for when it ends.
 
     Args:
+        write: its argument decides on the priority of its workers.
         until_written: closed when ``write`` has returned or raised.
         optimizer: its next step raises the thread's error.
     """
-    global _pending, _hook
-    resources = until_written.pop_all()
+    global _pending, _background, _hook
+    resources, background = until_written.pop_all(), Background()
 
     def run() -> None:
         try:
             with resources:
-                _let_training_go_first()
-                path = write()
+                path = write(background)
             pending.set_result(path)
         except BaseException as error:
             pending.set_exception(error)
@@ -96,18 +100,16 @@ def start_save(
     except BaseException:
         resources.close()
         raise
-    _pending = pending
+    _pending, _background = pending, background
     if optimizer is not None:
         _hook = optimizer.register_step_pre_hook(lambda *_: pending.raise_if_failed())
     return pending
 
 
-def _let_training_go_first() -> None:
-    """Lower the priority of the calling thread and of those that it will start."""
-    if sys.platform == "linux":  # elsewhere this would be the priority of the whole process
-        thread = threading.get_native_id()
-        with suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + _NICENESS)
+def _hurry() -> None:
+    """Somebody waits for the pending save, or for what follows it."""
+    if _background is not None:
+        _background.hurry()
 
 
 @atexit.register
@@ -128,9 +130,9 @@ def wait_for_pending() -> None:
 
 def finish_pending() -> None:
     """Wait for the pending save, if there is one, and raise its error."""
-    global _pending, _hook
+    global _pending, _background, _hook
     wait_for_pending()
-    pending, hook, _pending, _hook = _pending, _hook, None, None
+    pending, hook, _pending, _background, _hook = _pending, _hook, None, None, None
     if hook is not None:
         hook.remove()
     if pending is not None:

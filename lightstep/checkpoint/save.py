@@ -37,6 +37,7 @@ from lightstep.checkpoint.tensors import (
     merge_indices,
     shard_of,
 )
+from lightstep.checkpoint.workers import Background
 from lightstep.checkpoint.write import share, write_tensors
 from lightstep.distributed import local_tensor
 from lightstep.sharding.model_names import (
@@ -123,7 +124,7 @@ def save_checkpoint(
         if asynchronous:
             with ExitStack() as until_written:
                 if plan.detach(ranks, model, optimizer, until_written):
-                    write = partial(_write, plan, writer_group(ranks))
+                    write = partial(_write, plan, writer_group(ranks))  # with the priority of its workers
                     return start_save(write, until_written, None if ranks.is_distributed else optimizer)
     with ExitStack() as until_written:
         with checkpoint_errors(f"{path} was not saved"):
@@ -171,7 +172,7 @@ class _Plan:
         return True
 
 
-def _write(plan: _Plan, ranks: Ranks) -> Path:
+def _write(plan: _Plan, ranks: Ranks, background: Background | None = None) -> Path:
     target = location(plan.path).resolve()
     with checkpoint_errors(f"{plan.path} was not saved"):
         ranks.together(plan.begin)
@@ -180,7 +181,7 @@ def _write(plan: _Plan, ranks: Ranks) -> Path:
         plan.retention.applied(target, ranks),
         new_shared_folder(target, CHECKPOINT, ranks) as temporary,
     ):
-        index = ranks.together(lambda: write_tensors(temporary, plan.sources, ranks.rank))
+        index = ranks.together(lambda: write_tensors(temporary, plan.sources, ranks.rank, background))
         indices, parts = zip(*ranks.gather((index, plan.content.rank_values)), strict=True)
         ranks.together(lambda: _finish(temporary, target, plan.content, parts, merge_indices(indices)), only_first=True)
     logger.info("saved %s", plan.path)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -26,6 +27,7 @@ from lightstep.checkpoint.layout import (
 from lightstep.checkpoint.read import read_chunk
 from lightstep.checkpoint.storage import location
 from lightstep.checkpoint.tensors import parse_index
+from lightstep.checkpoint.workers import Worker
 
 _READERS = 4
 
@@ -142,8 +144,9 @@ def _checks(folder: Path, manifest: Manifest) -> Iterator[Callable[[], object]]:
 
 def _damage(checks: Iterable[Callable[[], object]]) -> list[str]:
     """One sentence for each check that found damage."""
-    with ThreadPoolExecutor(_READERS) as pool:
-        results = [pool.submit(_damage_in, check) for check in checks]
+    with ExitStack() as stack:
+        workers = itertools.cycle([stack.enter_context(Worker()) for _ in range(_READERS)])
+        results = [next(workers).submit(partial(_damage_in, check)) for check in checks]
         return [text for result in results if (text := result.result()) is not None]
 
 

@@ -1,4 +1,4 @@
-"""Writing tensors: each rank fetches its share one tensor at a time, and background threads write it.
+"""Writing tensors: each rank fetches its share one tensor at a time, and threads write it.
 
 :func:`share` decides which rank writes what. After that no communication is needed. Tensors come from any
 :class:`~lightstep.checkpoint.tensors.Source`.
@@ -6,15 +6,13 @@
 
 from __future__ import annotations
 
-import contextvars
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
-from queue import SimpleQueue
-from threading import Thread
 from typing import IO, Any, BinaryIO, cast
 
 import torch
@@ -23,6 +21,7 @@ from torch import Tensor
 from lightstep.checkpoint.ranks import Ranks
 from lightstep.checkpoint.storage import storage_for
 from lightstep.checkpoint.tensors import IN_FLIGHT_BYTES, Chunk, Index, Source, StoredTensor, merge_indices
+from lightstep.checkpoint.workers import Background, Worker
 from lightstep.crc32 import crc32
 
 FILE_BYTES = 512 * 2**20
@@ -54,10 +53,15 @@ def share(sources: Sequence[Source], ranks: Ranks) -> list[Source]:
     return [source for shard, source in own.items() if writer[shard] == ranks.rank]
 
 
-def write_tensors(folder: Path, sources: Sequence[Source], rank: int = 0) -> Index:
+def write_tensors(
+    folder: Path, sources: Sequence[Source], rank: int = 0, background: Background | None = None
+) -> Index:
     """Write ``sources`` to files of this rank, and return their index.
 
     At most :data:`IN_FLIGHT_BYTES`, or two tensors, are in host memory at a time, and what the last fetch built.
+
+    Args:
+        background: the priority of fetches and writes; ``None``: that of the caller.
 
     Raises:
         Exception: the first error of a fetch or of the storage. Files may have been written.
@@ -67,14 +71,20 @@ def write_tensors(folder: Path, sources: Sequence[Source], rank: int = 0) -> Ind
     in_flight: deque[tuple[int, Future[Index]]] = deque()
     in_flight_bytes = 0
     with without_torch_crc32(), ExitStack() as stack:
-        writers = [stack.enter_context(_Writer(folder, f"__{rank}_{number}_")) for number in range(count)]
+        writers = [stack.enter_context(_Writer(folder, f"__{rank}_{number}_", background)) for number in range(count)]
+        fetcher = None if background is None else stack.enter_context(Worker(background))
         for source in sources:
             while len(in_flight) > 1 and in_flight_bytes >= IN_FLIGHT_BYTES:
                 nbytes, future = in_flight.popleft()
                 written.append(future.result())
                 in_flight_bytes -= nbytes
             writer = min(writers, key=lambda writer: writer.nbytes)
-            in_flight.append((source.nbytes, writer.submit(source, _to_host(source.fetch()))))
+            if background is not None:
+                background.hurry_if_process_ends()
+            fetch = partial(_fetch, source)
+            tensor = fetch() if fetcher is None else fetcher.submit(fetch).result()
+            in_flight.append((source.nbytes, writer.submit(source, tensor)))
+            del tensor
             in_flight_bytes += source.nbytes
         written += [future.result() for _, future in in_flight]
         for closed in [writer.submit_close() for writer in writers]:
@@ -83,58 +93,30 @@ def write_tensors(folder: Path, sources: Sequence[Source], rank: int = 0) -> Ind
 
 
 class _Writer:
-    """A thread that writes one file after another.
+    """A worker that writes one file after another."""
 
-    Not an executor of ``concurrent.futures``: those take no work while the interpreter shuts down, and a save that is
-    running then must still finish.
-    """
-
-    def __init__(self, folder: Path, prefix: str) -> None:
+    def __init__(self, folder: Path, prefix: str, background: Background | None) -> None:
         self.nbytes = 0
         """Bytes submitted so far."""
         self._folder, self._prefix = folder, prefix
         self._files = 0
         self._file: _ChecksummedFile | None = None
-        self._failed = False
-        self._tasks: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
-        run = contextvars.copy_context().run  # torch's serialization options are context variables
-        self._thread = Thread(target=run, args=(self._run,), name="checkpoint-writer", daemon=True)
-        self._thread.start()
+        self._worker = Worker(background)
 
     def __enter__(self) -> _Writer:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._failed = self._failed or kind is not None
-        self._tasks.put(None)
-        self._thread.join()
+    def __exit__(self, *error: Any) -> None:
+        self._worker.__exit__(*error)
         if self._file is not None:
             self._file.stream.close()
 
     def submit(self, source: Source, tensor: Tensor) -> Future[Index]:
         self.nbytes += source.nbytes
-        return self._submit(lambda: self._write(source, tensor))
+        return self._worker.submit(lambda: self._write(source, tensor))
 
     def submit_close(self) -> Future[None]:
-        return self._submit(self._close)
-
-    def _submit(self, task: Callable[[], Any]) -> Future[Any]:
-        future: Future[Any] = Future()
-        self._tasks.put((future, task))
-        return future
-
-    def _run(self) -> None:
-        while (entry := self._tasks.get()) is not None:
-            future, task = entry
-            if self._failed:
-                future.cancel()
-                continue
-            try:
-                future.set_result(task())
-            except BaseException as error:
-                self._failed = True
-                future.set_exception(error)
-            del entry, future, task  # frees the tensor before the wait for the next one
+        return self._worker.submit(self._close)
 
     def _write(self, source: Source, tensor: Tensor) -> Index:
         if self._file is None:
@@ -185,9 +167,9 @@ def without_torch_crc32() -> Iterator[None]:
         torch.serialization.set_crc32_options(before)
 
 
-def _to_host(tensor: Tensor) -> Tensor:
+def _fetch(source: Source) -> Tensor:
     """The tensor on the host, with a storage of its own size: ``torch.save`` writes the whole storage."""
-    tensor = tensor.detach().cpu()
+    tensor = source.fetch().detach().cpu()
     if tensor.untyped_storage().nbytes() <= tensor.nbytes:
         return tensor
     if not tensor.is_contiguous() or not tensor.numel():

@@ -7,15 +7,17 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from lightstep.checkpoint import CheckpointError, latest_checkpoint, save
+from lightstep.checkpoint import write as write_module
 from lightstep.checkpoint.pending import finish_pending
 from lightstep.state.device_snapshot import DeviceSnapshot
 from lightstep.state.host_copy_pool import HostCopyPool
@@ -70,21 +72,54 @@ def test_what_is_saved_is_the_run_when_it_was_asked_for(tmp_path: Path, backend:
     same(content(other, optimizer2), expected)
 
 
+def niceness() -> int:
+    return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere threads have no priority of their own")
-def test_training_goes_first_where_processors_are_scarce(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("waits", ["nobody", "result", "exception", "save", "load", "close"])
+def test_training_goes_first_where_processors_are_scarce_unless_it_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, waits: str
+) -> None:
+    """Fetches and writes have a lower priority until somebody waits for the save."""
     strategy, model, optimizer = trained("resident")
-    write, niceness = save.write_tensors, {}
+    before, seen, go, write, fetch = niceness(), [], threading.Event(), torch.save, write_module._fetch
 
-    def writes(*arguments: Any) -> Any:
-        niceness[threading.current_thread()] = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
-        return write(*arguments)
+    def written(*arguments: Any, **keywords: Any) -> None:
+        if threading.current_thread().name == "checkpoint-worker":
+            seen.append(niceness())
+            assert go.wait(60)
+        write(*arguments, **keywords)
 
-    monkeypatch.setattr(save, "write_tensors", writes)
-    before = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    def fetched(source: Any) -> torch.Tensor:
+        seen.append(niceness())
+        return fetch(source)
+
+    go.set()
+    monkeypatch.setattr(torch, "save", written)
+    monkeypatch.setattr(write_module, "_fetch", fetched)
     strategy.save_checkpoint(tmp_path / "a", model, optimizer)
-    strategy.save_checkpoint(tmp_path / "b", model, optimizer, asynchronous=True).result()
-    assert [*niceness.values()] == [before, min(before + 10, 19)]
-    assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == before
+    assert set(seen) == {before}
+    seen.clear()
+    go.clear()
+    pending = strategy.save_checkpoint(tmp_path / "b", model, optimizer, asynchronous=True)
+    ways = {
+        "nobody": lambda: wait_until(pending.done),
+        "result": pending.result,
+        "exception": pending.exception,
+        "save": lambda: strategy.save_checkpoint(tmp_path / "c", nn.Linear(2, 2)),
+        "load": lambda: strategy.load_checkpoint(tmp_path / "b", model, optimizer),
+        "close": strategy.close,
+    }
+    wait_until(lambda: len(seen) > 2)  # two fetches, and a write
+    with pytest.raises(TimeoutError):
+        pending.result(0)  # does not wait
+    threading.Timer(0.3, go.set).start()
+    ways[waits]()
+    low = min(before + 10, 19)
+    assert set(seen) == ({low} if waits == "nobody" else {low, before}) and seen[0] == low
+    assert seen[-1] == low if waits == "nobody" else before
+    assert niceness() == before
 
 
 def test_the_thread_allocates_the_memory_for_state_on_the_device(
@@ -266,22 +301,39 @@ def test_the_next_save_waits_for_callbacks(tmp_path: Path, held: threading.Event
     assert called == [tmp_path / "a"]
 
 
+def wait_until(condition: Callable[[], Any]) -> None:
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
 ENDS = """
-import sys, time, torch
+import os, sys, threading, time, torch
 from torch import nn
-from lightstep.checkpoint import save, save_checkpoint
-write = save.write_tensors
-def slowly(*arguments):
+from lightstep.checkpoint import save, save_checkpoint, write
+from lightstep.checkpoint.retention import Retention
+model, fetch, remove, seen = nn.Sequential(*(nn.Linear(3, 4) for _ in range(3))), write._fetch, Retention.remove_old, []
+optimizer = torch.optim.SGD(model.parameters())
+for step in range(3):
+    save_checkpoint(f"{sys.argv[1]}-{step}", model, optimizer)
+def slowly(source):
+    seen.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+    time.sleep(0.1)
+    return fetch(source)
+def late(*arguments, **keywords):
     time.sleep(0.3)
-    return write(*arguments)
-save.write_tensors = slowly
-model = nn.Linear(3, 4)
-save_checkpoint(sys.argv[1], model, torch.optim.SGD(model.parameters()), asynchronous=True)
+    remove(*arguments, **keywords)
+    if seen:
+        assert seen[-1] == os.getpriority(os.PRIO_PROCESS, 0), seen
+write._fetch, Retention.remove_old = slowly, late
+save_checkpoint(f"{sys.argv[1]}-3", model, optimizer, asynchronous=True, keep_last=1)
 """
 
 
 def test_the_end_of_the_process_waits_for_the_writer(tmp_path: Path) -> None:
+    """It also verifies older checkpoints before it removes them, and no longer has a low priority."""
     ended = python("-c", ENDS, str(tmp_path / "a"), cwd=tmp_path)
     assert (ended.returncode, ended.stderr) == (0, "")
-    assert [path.name for path in tmp_path.iterdir()] == ["a"]
-    assert latest_checkpoint(tmp_path) == tmp_path / "a"
+    assert [path.name for path in tmp_path.iterdir()] == ["a-3"]
+    assert latest_checkpoint(tmp_path) == tmp_path / "a-3"
