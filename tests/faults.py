@@ -127,13 +127,13 @@ def kills(
     return counts
 
 
-def trainer_kills(folder: Path, count: int, seed: int = 0) -> Counts:
-    """Kill a run of the Trainer that saves asynchronously; each time it goes on from what is left to its end."""
+def trainer_kills(folder: Path, count: int, seed: int = 0, asynchronous: bool = False) -> Counts:
+    """Kill a run of the Trainer; each time it goes on from what is left to its end."""
     chance, counts = random.Random(seed), Counts()
-    expected = _train_by_trainer(folder / "expected")
+    expected = _train_by_trainer(folder / "expected", asynchronous)
     for number in range(count):
         place = folder / str(number)
-        process = _fork(_train_by_trainer, place)
+        process = _fork(_train_by_trainer, place, asynchronous)
         while not (place.exists() and any(place.iterdir())) and process.is_alive():
             time.sleep(0.001)
         time.sleep(chance.random() * 0.5)
@@ -144,14 +144,16 @@ def trainer_kills(folder: Path, count: int, seed: int = 0) -> Counts:
         process.kill()
         process.join()
         was_over = (place / f"checkpoint-{STEPS}").exists()  # then the Trainer does one step more, or none
-        counts["no checkpoint yet"] += not any(place.glob("checkpoint-*"))
-        counts["resumed to other bits"] += not _same(_train_by_trainer(place), expected)
+        whole = list(place.glob("checkpoint-*"))
+        counts["no checkpoint yet"] += not whole
+        counts["left a damaged checkpoint"] += any(each.damage for path in whole for each in verify_checkpoints(path))
+        counts["resumed to other bits"] += not _same(_train_by_trainer(place, asynchronous), expected)
         left = [entry.name for entry in place.iterdir()]
         counts["left rubbish"] += not was_over and left != [f"checkpoint-{STEPS}"]
     return counts
 
 
-def _train_by_trainer(folder: Path) -> dict[str, Tensor]:
+def _train_by_trainer(folder: Path, asynchronous: bool) -> dict[str, Tensor]:
     """To the last step, with a checkpoint after each; the weights at the end."""
     from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
@@ -164,7 +166,7 @@ def _train_by_trainer(folder: Path) -> dict[str, Tensor]:
     arguments = TrainingArguments(
         str(folder), max_steps=STEPS, save_steps=1, save_total_limit=1, report_to=[], use_cpu=True, disable_tqdm=True
     )
-    trainer = LightstepTrainer(model, arguments, strategy="stream", train_dataset=rows, asynchronous_saves=True)
+    trainer = LightstepTrainer(model, arguments, strategy="stream", train_dataset=rows, asynchronous_saves=asynchronous)
     trainer.train(resume_from_checkpoint=any(folder.glob("checkpoint-*")) or None)
     return {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}
 
@@ -387,7 +389,8 @@ def main() -> None:
             "kill -9, 2 ranks": lambda place: kills(place, asked.kills, 2),
             "kill -9, 1 rank, asynchronous": lambda place: kills(place, asked.kills, 1, asynchronous=True),
             "kill -9, 2 ranks, asynchronous": lambda place: kills(place, asked.kills, 2, asynchronous=True),
-            "kill -9 of the Trainer, asynchronous": lambda place: trainer_kills(place, asked.kills),
+            "kill -9 of the Trainer": lambda place: trainer_kills(place, asked.kills),
+            "kill -9 of the Trainer, asynchronous": lambda place: trainer_kills(place, asked.kills, asynchronous=True),
             "kill -9 of one of 2 ranks": lambda place: kills(place, asked.kills // 4, 2, alone=True),
             "kill -9 of one of 2 ranks, asynchronous": lambda place: kills(
                 place, asked.kills // 4, 2, asynchronous=True, alone=True

@@ -326,6 +326,14 @@ def recover_interrupted(parent: Path, kind: FolderKind, is_selected: Callable[[s
             _recover(parent / name, kind)
 
 
+def remove_folder(path: Path) -> None:
+    """Remove a local folder at once: after a crash :func:`recover_interrupted` removes the rest."""
+    hidden = _temporary_path(path, _REPLACED)
+    with suppress(OSError):
+        os.replace(path, hidden)
+        shutil.rmtree(hidden, ignore_errors=True)
+
+
 def _remove_replaced(old: Path, new: Path, kind: FolderKind) -> None:
     """Move the user's files from the replaced folder to the new one, and remove the rest."""
     try:

@@ -10,7 +10,6 @@ import contextlib
 import logging
 import os
 import re
-import shutil
 import weakref
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -35,6 +34,7 @@ from lightstep.checkpoint.file_list import CHECKPOINT, FILE_LIST, read_file_list
 from lightstep.checkpoint.layout import has_complete_checkpoint, holds_checkpoint
 from lightstep.checkpoint.pending import PendingSave
 from lightstep.checkpoint.ranks import Ranks
+from lightstep.checkpoint.storage import recover_interrupted, remove_folder
 from lightstep.config import ConfigError, FSDP2Sharding
 from lightstep.distributed import local_tensor
 from lightstep.integrations.checks import (
@@ -467,11 +467,12 @@ class LightstepAccelerator(Accelerator):
         """
         if limit is None:
             return
+        recover_interrupted(self._states_folder, _KIND, lambda name: name != saved.name and bool(_NAME.fullmatch(name)))
         states = self._saved_states()
         states = states[: states.index(saved) + 1]
         kept = [folder for folder in states if folder == saved or _is_complete(folder)][-max(limit, 1) :]
         for folder in states[: states.index(kept[0])]:
-            shutil.rmtree(folder)
+            remove_folder(folder)
 
     def load_state(self, input_dir: Any = None, load_kwargs: Any = None, **kwargs: Any) -> None:
         """Load what :meth:`save_state` wrote, on any number of processes.

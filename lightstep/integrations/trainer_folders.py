@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_N
 from lightstep.checkpoint.errors import CheckpointError
 from lightstep.checkpoint.file_list import CHECKPOINT, read_file_list
 from lightstep.checkpoint.layout import has_complete_checkpoint, holds_checkpoint
-from lightstep.checkpoint.storage import recover_interrupted
+from lightstep.checkpoint.storage import recover_interrupted, remove_folder
 from lightstep.integrations.pending_folder import folder_kind, newest_whole
 
 __all__ = ["KIND", "is_read_on_save", "keep_best_only", "newest_checkpoint", "remove_leftovers", "rotate"]
@@ -98,7 +97,7 @@ def rotate(saved: Path, limit: int | None, best: str | None) -> None:
             kept.add(path)
     for path in earlier:
         if path not in kept:
-            shutil.rmtree(path, ignore_errors=True)
+            remove_folder(path)
 
 
 def keep_best_only(output_dir: Path, best: str) -> None:
@@ -107,7 +106,7 @@ def keep_best_only(output_dir: Path, best: str) -> None:
     if any(_is_best(path, best) for path in checkpoints):
         for path in checkpoints:
             if not _is_best(path, best):
-                shutil.rmtree(path, ignore_errors=True)
+                remove_folder(path)
 
 
 def _is_best(folder: Path, best: str | None) -> bool:

@@ -504,6 +504,7 @@ def test_states_are_rotated_up_to_the_saved_one(tmp_path: Path) -> None:
         training.accelerator.save_state()
     (tmp_path / "checkpoints" / "checkpoint_notes").mkdir()
     shutil.rmtree(tmp_path / "checkpoints" / "checkpoint_1")
+    (tmp_path / "checkpoints" / ".checkpoint_7.replaced-0123abcd").mkdir()  # a removal that was killed
     project.total_limit, project.iteration = 1, 1
     training.accelerator.save_state()
     assert names(tmp_path / "checkpoints") == ["checkpoint_1", "checkpoint_2", "checkpoint_notes"]
