@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,9 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
 from lightstep import BaseOptimizer, ConfigError, StepResult, Strategy
+from lightstep.optimizer.group_values import settings_of
 from lightstep.optimizer.param_groups import clean_name
+from lightstep.optimizer.rules import Rule, described_parameters, match_rules, own_class, refuse_unmatched
 
 __all__ = ["ModelParts", "OptimizersContainer", "optimizer_config"]
 
@@ -49,6 +51,9 @@ class OptimizersContainer(torch.optim.Optimizer, Stateful):
         optimizer_class: any element-wise ``torch.optim.Optimizer`` subclass.
         param_groups: ``{"pattern": regex, ...hyper-parameters}``, with ``"optimizer_class"`` for another class. Each
             trainable parameter belongs to the first group whose pattern is found in its name. Default: one group.
+        rules: instead of ``optimizer_class``, ``param_groups`` and ``hyperparameters``: a
+            :class:`~lightstep.optimizer.rules.Rule` for each group, as for ``strategy.create_optimizer``. Names are
+            those of the undivided model.
         hyperparameters: keyword arguments of ``optimizer_class``.
 
     Attributes:
@@ -57,10 +62,10 @@ class OptimizersContainer(torch.optim.Optimizer, Stateful):
         model: the only part, or all of them as one module, for ``strategy.accumulate``.
 
     Raises:
-        TypeError: not a strategy, or not a list of modules.
+        TypeError: not a strategy, not a list of modules, or rules together with what they replace.
         ConfigError: the strategy does not support several parts.
-        ValueError: a pattern matches nothing, a parameter is matched by no pattern, or the ranks of a pipeline stage
-            hold plain copies.
+        ValueError: a pattern or rule matches nothing on any rank, a parameter is matched by none, or the ranks of a
+            pipeline stage hold plain copies.
     """
 
     def __init__(
@@ -70,6 +75,7 @@ class OptimizersContainer(torch.optim.Optimizer, Stateful):
         optimizer_class: type[torch.optim.Optimizer] = torch.optim.AdamW,
         *,
         param_groups: Sequence[Mapping[str, Any]] | None = None,
+        rules: Sequence[Rule] | Rule | None = None,
         **hyperparameters: Any,
     ) -> None:
         self.model_parts, self.strategy = _checked_parts(model_parts), strategy
@@ -77,14 +83,17 @@ class OptimizersContainer(torch.optim.Optimizer, Stateful):
             raise TypeError(f"the strategy is {strategy!r:.80}; one from Strategy.load(...) is needed")
         _check_for_parts(strategy, self.model_parts)
         self.model = self.model_parts[0] if len(self.model_parts) == 1 else ModelParts(self.model_parts)
-        names = _trainable_parameters(self.model_parts)
-        _mark_pipeline_stages(names)
-        optimizer = strategy.create_optimizer(
-            self.model,
-            optimizer_class,
-            param_groups=_make_groups(names, param_groups or [{"pattern": ""}]),
-            **hyperparameters,
-        )
+        _mark_pipeline_stages(_trainable_parameters(self.model_parts))
+        if rules is None:
+            groups = _groups_by_patterns(
+                self.model, param_groups or [{"pattern": ""}], optimizer_class, hyperparameters
+            )
+        else:
+            if optimizer_class is not torch.optim.AdamW or param_groups is not None or hyperparameters:
+                raise TypeError("rules name their classes and hyper-parameters: leave all other arguments out")
+            groups = _groups_by_rules(self.model, rules)
+            optimizer_class, hyperparameters = own_class(groups)
+        optimizer = strategy.create_optimizer(self.model, optimizer_class, param_groups=groups, **hyperparameters)
         self.optimizers: list[BaseOptimizer] = [optimizer]
         torch.optim.Optimizer.__init__(self, [p for group in optimizer.param_groups for p in group["params"]], {})
 
@@ -130,7 +139,8 @@ class OptimizersContainer(torch.optim.Optimizer, Stateful):
             names = group["param_names"]
             numbers = range(first, first + len(names))
             first += len(names)
-            groups.append({**_common_hyperparameters(found["param_groups"], names), "params": list(numbers)})
+            settings = _common_hyperparameters(found["param_groups"], names) if names else settings_of(group)
+            groups.append({**settings, "params": list(numbers)})
             state |= {number: found["state"].get(name, {}) for number, name in zip(numbers, names, strict=True)}
         loaded: dict[str, Any] = {"state": state, "param_groups": groups}
         self.optimizer.load_state_dict(
@@ -206,22 +216,62 @@ def _common_hyperparameters(found: Mapping[str, Mapping[str, Any]], names: Seque
     return found[names[0]]
 
 
-def _make_groups(names: Mapping[str, nn.Parameter], settings: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    left, groups = dict(names), []
-    for given in settings:
-        found = [name for name in left if re.search(given["pattern"], name)]
-        if not found:
-            raise ValueError(
-                f"param_groups: the pattern {given['pattern']!r} matches none of the parameters that are left"
-            )
-        params = [(name, left.pop(name)) for name in found]
-        groups.append({**{key: value for key, value in given.items() if key != "pattern"}, "params": params})
-    if left:
-        raise ValueError(
-            f"param_groups: no pattern matches {len(left)} trainable parameters (first: {next(iter(left))}); end with "
-            "the pattern '.*'"
-        )
-    return groups
+def _groups_by_patterns(
+    model: nn.Module,
+    settings: Sequence[Mapping[str, Any]],
+    optimizer_class: type[torch.optim.Optimizer],
+    hyperparameters: Mapping[str, Any],
+) -> list[dict[str, Any]]:
+    rules, groups = [], [{key: value for key, value in given.items() if key != "pattern"} for given in settings]
+    for given, group in zip(settings, groups, strict=True):
+        own = {key: value for key, value in group.items() if key != "optimizer_class"}
+        common = {} if "optimizer_class" in group else hyperparameters
+        rules.append(Rule(group.get("optimizer_class", optimizer_class), names=given["pattern"], **{**common, **own}))
+    matched = _match(rules, model, first=True)
+    return [{**group, **_named(own)} for group, own in zip(groups, matched, strict=True)]
+
+
+def _groups_by_rules(model: nn.Module, rules: Sequence[Rule] | Rule) -> list[dict[str, Any]]:
+    listed = [rules] if isinstance(rules, Rule) else list(rules)
+    matched = _match(listed, model)
+    return [{**rule.group(), **_named(own)} for rule, own in zip(listed, matched, strict=True)]
+
+
+def _named(parameters: Mapping[str, nn.Parameter]) -> dict[str, Any]:
+    return {"params": list(parameters.values()), "param_names": list(parameters)}
+
+
+def _match(rules: Sequence[Rule], model: nn.Module, first: bool = False) -> list[dict[str, nn.Parameter]]:
+    """The trainable parameters of each rule, by their names in the undivided model.
+
+    A rule may match nothing here if it matches something on another rank.
+
+    Raises:
+        ValueError: on all ranks, if a rule matches nothing on any rank, or one rank's parameters cannot be divided.
+    """
+    described = [
+        (_undivided(name, model), parameter, kind)
+        for name, parameter, kind in described_parameters(model)
+        if parameter.requires_grad
+    ]
+    try:
+        outcome: Any = match_rules(rules, described, first=first)
+    except ValueError as error:
+        outcome = error
+    names = [[*own] for own in outcome] if isinstance(outcome, list) else f"{outcome}"
+    everywhere = [names]
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        everywhere = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(everywhere, names)
+    for told in everywhere:
+        if isinstance(told, str):
+            raise ValueError(told)
+    refuse_unmatched(rules, [[name for own in of_rule for name in own] for of_rule in zip(*everywhere, strict=True)])
+    return cast(list[dict[str, nn.Parameter]], outcome)
+
+
+def _undivided(name: str, model: nn.Module) -> str:
+    return name.partition(".")[2] if isinstance(model, ModelParts) else name
 
 
 def _mark_pipeline_stages(names: Mapping[str, nn.Parameter]) -> None:

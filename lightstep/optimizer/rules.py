@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +14,16 @@ from torch import Tensor, nn
 from lightstep.optimizer.classes import constructor_arguments, kept_by_class
 from lightstep.optimizer.param_groups import clean_name
 
-__all__ = ["KINDS", "Rule", "described_parameters", "groups_by_rules", "own_class", "warn_of_muon_on_vocabularies"]
+__all__ = [
+    "KINDS",
+    "Rule",
+    "described_parameters",
+    "groups_by_rules",
+    "match_rules",
+    "own_class",
+    "refuse_unmatched",
+    "warn_of_muon_on_vocabularies",
+]
 
 KINDS = ("hidden_matrices", "embeddings", "head", "norms", "biases", "rest")
 """The values of ``Rule(kinds=...)``; every parameter has one kind, and ``rest`` is what no other rule matches."""
@@ -89,7 +98,7 @@ class Rule:
         found = self._patterns is None or any(pattern.search(name) for pattern in self._patterns)
         return found and (self.dims is None or parameter.dim() in self.dims)
 
-    def refuse_unused_names(self, matched: Sequence[str]) -> None:
+    def refuse_unused_names(self, matched: Collection[str]) -> None:
         """Raise ``ValueError`` if one of several ``names`` is in no name that the rule has matched."""
         for pattern in self._patterns or ():
             if not any(map(pattern.search, matched)):
@@ -125,38 +134,57 @@ def groups_by_rules(rules: Sequence[Rule] | Rule, model: nn.Module) -> list[dict
         ValueError: a rule matches no parameter, two match the same one, or a trainable parameter matches none.
     """
     listed = [rules] if isinstance(rules, Rule) else list(rules)
-    if not listed:
+    matched = match_rules(listed, described_parameters(model))
+    refuse_unmatched(listed, matched)
+    return [{**rule.group(), "params": list(own.values())} for rule, own in zip(listed, matched, strict=True)]
+
+
+def match_rules(
+    rules: Sequence[Rule], described: Iterable[tuple[str, nn.Parameter, str]], *, first: bool = False
+) -> list[dict[str, nn.Parameter]]:
+    """The parameters of each rule by their names.
+
+    Args:
+        described: name, parameter and kind of each.
+        first: a parameter that several rules match belongs to the first of them.
+
+    Raises:
+        TypeError: not rules.
+        ValueError: there are no rules, two match the same parameter, or a trainable parameter matches none.
+    """
+    if not rules:
         raise ValueError("rules are empty: give at least one, such as lightstep.Rule(torch.optim.AdamW, lr=1e-5)")
-    for rule in listed:
+    for rule in rules:
         if not isinstance(rule, Rule):
             raise TypeError(f"rules hold {rule!r:.80}; lightstep.Rule(optimizer_class, kinds=..., lr=...) is needed")
-    _check_class_settings(listed)
-    groups = [rule.group() for rule in listed]
-    matched: list[list[str]] = [[] for _ in listed]
-    for name, parameter, kind in described_parameters(model):
-        found = [number for number, rule in enumerate(listed) if rule.matches(name, parameter, kind)]
-        found = found or [number for number, rule in enumerate(listed) if rule.matches_rest(name, parameter)]
-        for number in found:
-            matched[number].append(name)
-        if len(found) > 1:
+    _check_class_settings(rules)
+    matched: list[dict[str, nn.Parameter]] = [{} for _ in rules]
+    for name, parameter, kind in described:
+        found = [number for number, rule in enumerate(rules) if rule.matches(name, parameter, kind)]
+        found = found or [number for number, rule in enumerate(rules) if rule.matches_rest(name, parameter)]
+        if len(found) > 1 and not first:
             raise ValueError(
-                f"{name} of shape {tuple(parameter.shape)} matches {listed[found[0]]} and {listed[found[1]]}; each "
+                f"{name} of shape {tuple(parameter.shape)} matches {rules[found[0]]} and {rules[found[1]]}; each "
                 "parameter belongs to one rule (kinds='rest' is what no other rule matches)"
             )
         if found:
-            groups[found[0]]["params"].append(parameter)
+            matched[found[0]][name] = parameter
         elif parameter.requires_grad:
             raise ValueError(
                 f"{name} of shape {tuple(parameter.shape)} ({kind}) is trained, and matches no rule; "
-                f"rules: {', '.join(map(str, listed))}. Add one with kinds='rest'"
+                f"rules: {', '.join(map(str, rules))}. Add one with kinds='rest'"
             )
-    for rule, names in zip(listed, matched, strict=True):
+    return matched
+
+
+def refuse_unmatched(rules: Sequence[Rule], matched: Sequence[Collection[str]]) -> None:
+    """Raise ``ValueError`` if a rule, or a pattern of one, has matched none of the names."""
+    for rule, names in zip(rules, matched, strict=True):
         if not names:
             raise ValueError(
                 f"{rule} matches no parameter of the model; `lightstep params` lists their names and kinds"
             )
         rule.refuse_unused_names(names)
-    return groups
 
 
 def _check_class_settings(rules: Sequence[Rule]) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from lightstep import Strategy
+from lightstep import Rule, Strategy
 from lightstep.integrations.torchtitan import OptimizersContainer
 from tests.distributed.ranks import Pool, device_of
 from tests.reference.plain_loop import ReferenceLoop
@@ -140,3 +140,29 @@ def check_prepared(rank: int, world_size: int) -> None:
 
 def test_parts_that_the_strategy_shards(pool: Pool) -> None:
     pool.run(check_prepared, 2)
+
+
+def check_rules_of_stages(rank: int, world_size: int) -> None:
+    """Each rank may have nothing of a rule; one that nobody has anything of is refused by all."""
+    (part,) = stages(PARTS[rank])
+    strategy = Strategy.load({"precision": {"parameters": "float32"}, "clipping": {"max_norm": None}})
+    strategy.prepare_model(part)
+    by_stage = [Rule(torch.optim.SGD, names=rf"layers\.[{2 * n}{2 * n + 1}]\.", lr=0.1 + n) for n in range(2)]
+    container = OptimizersContainer(strategy, [part], rules=by_stage)
+    groups = container.optimizer.param_groups
+    assert [bool(group["params"]) for group in groups] == [rank == 0, rank == 1]
+    before = [parameter.detach().clone() for parameter in part.parameters()]
+    for parameter in part.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    container.step()
+    assert all(torch.equal(p, b - (0.1 + rank)) for p, b in zip(part.parameters(), before, strict=True))
+    container.load_state_dict(container.state_dict())
+    assert [group["lr"] for group in groups] == [0.1, 1.1]
+    with pytest.raises(ValueError, match=r"7' matches none of the 20 parameters"):
+        OptimizersContainer(strategy, [part], rules=Rule(torch.optim.SGD, names=["", r"layers\.7"], lr=0.1))
+    with pytest.raises(ValueError, match=r"layers\.2\..* is trained, and matches no rule"):
+        OptimizersContainer(strategy, [part], rules=by_stage[:1])
+
+
+def test_rules_of_pipeline_stages(pool: Pool) -> None:
+    pool.run(check_rules_of_stages, 2)

@@ -14,10 +14,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
-from lightstep import ConfigError, Strategy
+from lightstep import ConfigError, Rule, Strategy
 from lightstep.integrations.torchtitan import OptimizersContainer, optimizer_config
 from tests.distributed.models import Block
 from tests.reference.plain_loop import ReferenceLoop
+from tests.reference.several_classes import SeveralClasses
 
 WIDTH = 7
 
@@ -109,7 +110,8 @@ def container_of(parts: Sequence[nn.Module], strategy: Strategy | None = None, *
     strategy = strategy or strategy_for()
     for part in parts:
         strategy.prepare_model(part)
-    return OptimizersContainer(strategy, parts, **{"param_groups": GROUPS, "lr": 1e-2, **settings})
+    given = {"param_groups": GROUPS, "lr": 1e-2, **settings}
+    return OptimizersContainer(strategy, parts, **{key: value for key, value in given.items() if value is not None})
 
 
 def same(mine: Sequence[Tensor], theirs: Sequence[Tensor]) -> None:
@@ -222,16 +224,55 @@ def test_a_parameter_without_state_goes_on_without() -> None:
     assert other.state_dict().keys() == container.state_dict().keys()
 
 
+RULES = [
+    Rule(torch.optim.AdamW, names=r"^layers\.[02]\.(norm|up\.bias)", lr=2e-2, weight_decay=0.0),
+    Rule(torch.optim.Muon, kinds="hidden_matrices", lr=3e-2),
+    Rule(torch.optim.AdamW, kinds="rest", lr=1e-2),
+]
+
+
+class TwoClasses(SeveralClasses):
+    def __init__(self, parts: Sequence[nn.Module]) -> None:
+        named = [item for part in parts for item in part.named_parameters()]
+        matrices = [p for _, p in named if p.dim() == 2]
+        first = [p for name, p in named if re.match(RULES[0].names[0], name)]  # type: ignore[index]
+        rest = [p for _, p in named if all(p is not other for other in [*first, *matrices])]
+        listed = zip(RULES, (first, matrices, rest), strict=True)
+        super().__init__([{**rule.group(), "params": params} for rule, params in listed])
+        self.parts = parts
+
+    def zero_grad(self) -> None:
+        for part in self.parts:
+            part.zero_grad()
+
+
+def test_rules_see_the_names_of_the_undivided_model() -> None:
+    parts, expected = stages(*PARTS), stages(*PARTS)
+    container = container_of(parts, param_groups=None, lr=None, rules=RULES)
+    assert [len(group["params"]) for group in container.optimizer.param_groups] == [6, 8, 6]
+    assert train(container, parts, range(3)) == train(TwoClasses(expected), expected, range(3))
+    same(parameters_of(parts), parameters_of(expected))
+    (later,) = stages(range(4))
+    other = container_of([later], param_groups=None, lr=None, rules=RULES)
+    other.load_state_dict(container.state_dict())
+    assert other.state_dict().keys() == container.state_dict().keys()
+
+
 WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "pattern": (
-        lambda: container_of(stages(*PARTS), param_groups=[{"pattern": "head"}]),
+        lambda: container_of(stages(*PARTS), param_groups=[{"pattern": "head"}, {"pattern": ""}]),
         ValueError,
-        "the pattern 'head' matches none",
+        r"Rule\(AdamW, names='head'\) matches no parameter",
     ),
     "uncovered": (
         lambda: container_of(stages(*PARTS), param_groups=[{"pattern": "bias"}]),
         ValueError,
-        r"no pattern matches 12 trainable parameters \(first: layers\.0\.norm\.weight\)",
+        r"layers\.0\.norm\.weight of shape \(\d+,\) \(norms\) is trained, and matches no rule; rules: .*'bias'",
+    ),
+    "rules and groups": (
+        lambda: container_of(stages(*PARTS), rules=RULES),
+        TypeError,
+        "leave all other arguments out",
     ),
     "repeated": (
         lambda: container_of(stages([0, 1], [1, 2])),
