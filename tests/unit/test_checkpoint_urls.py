@@ -15,13 +15,16 @@ import torch
 from lightstep.checkpoint import (
     CheckpointError,
     latest_checkpoint,
+    layout,
     load_checkpoint,
+    retention,
     save,
     save_checkpoint,
     urls,
     verify_checkpoints,
 )
 from lightstep.checkpoint.layout import remove_checkpoint
+from lightstep.checkpoint.pending import finish_pending
 from lightstep.checkpoint.urls import UrlPath
 from lightstep.extras import MissingLibraryError
 from tests.reference.pair import BACKENDS
@@ -136,6 +139,67 @@ def test_damage_is_found_and_old_ones_are_removed(url: str) -> None:
         load_checkpoint(f"{url}/step-3", model_of(0.0))
     remove_checkpoint(UrlPath(f"{url}/step-3"))  # type: ignore[arg-type]
     assert str(latest_checkpoint(url)) == f"{url}/step-2"
+
+
+def names(url: str) -> list[str]:
+    return sorted({path.split("/")[1] for path in files(url)})
+
+
+def test_asynchronous_saves_keep_the_newest_ones(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The manifest is written last. Older checkpoints go after it, and none goes if the save fails."""
+    strategy, model, optimizer = trained("stream")
+    done: list[str] = []
+    write, remove = layout.write_file, retention.remove_checkpoint
+
+    def written(path: Path, data: bytes) -> Any:
+        assert path.name == "lightstep.json" and len(files(url)) % 5 == 4, "the four other files are there"
+        assert not any(name.startswith(f"/{path.parent.name}/lightstep") for name in files(url))
+        done.append(f"write {path.parent.name}")
+        return write(path, data)
+
+    def removed(path: Path) -> None:
+        done.append(f"remove {path.name}")
+        remove(path)
+
+    monkeypatch.setattr(layout, "write_file", written)
+    monkeypatch.setattr(retention, "remove_checkpoint", removed)
+    for number in range(1, 5):
+        strategy.save_checkpoint(f"{url}/step-{number}", model, optimizer, asynchronous=True, keep_last=2)
+        optimizer.backward(model(torch.ones(4, 5).to(torch.bfloat16)).float().sum())
+        optimizer.step()
+        finish_pending()
+    order = ["write step-1", "write step-2", "write step-3", "remove step-1", "write step-4", "remove step-2"]
+    assert done == order and names(url) == ["step-3", "step-4"]
+    with monkeypatch.context() as patch:
+        patch.setattr(save, "write_tensors", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+        strategy.save_checkpoint(f"{url}/step-5", model, optimizer, asynchronous=True, keep_last=1)
+        with pytest.raises(CheckpointError, match="No space left on device"):
+            finish_pending()
+    assert done == [*order, "remove step-3"] and names(url) == ["step-4"], "keep_last=1 makes room first"
+    _, other, optimizer2 = trained("resident", steps=1)
+    strategy.load_checkpoint(f"{url}/step-4", other, optimizer2)
+
+
+def test_an_asynchronous_save_makes_no_room_by_the_last_undamaged_checkpoint(url: str) -> None:
+    for number in (1, 2, 3):
+        save_checkpoint(f"{url}/step-{number}", model_of(float(number)))
+    for number in (2, 3):
+        system, root = fsspec.core.url_to_fs(f"{url}/step-{number}")
+        (file,) = [path for path in system.find(root) if path.endswith(".distcp")]
+        data = bytearray(system.cat_file(file))
+        data[1000] ^= 4
+        system.pipe_file(file, bytes(data))
+    write, seen = save.write_tensors, []
+
+    def writes(*arguments: Any) -> Any:
+        seen.append(names(url))
+        return write(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(save, "write_tensors", writes)
+        save_checkpoint(f"{url}/step-4", model_of(4.0), asynchronous=True, keep_last=1)
+        finish_pending()
+    assert "step-1" in seen[0] and names(url) == ["step-4"]
 
 
 def test_what_is_no_checkpoint_is_not_replaced(url: str) -> None:
