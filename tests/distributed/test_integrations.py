@@ -300,8 +300,7 @@ def rules(rank: int, world_size: int, kind: str, folder: str) -> None:
             muon = Rule(torch.optim.Muon, kinds="hidden_matrices", lr=0.02)
             chosen: dict[str, Any] = {"rules": [muon, {"kinds": "rest"}]}
             if spelling == "optimizers":
-                both = [muon, Rule(torch.optim.AdamW, kinds="rest", lr=3e-3)]
-                chosen = {"optimizers": (strategy.create_optimizer(model, rules=both), None)}
+                chosen = {"optimizers": (strategy.create_optimizer(model, rules=both_classes()), None)}
             trainer = LightstepTrainer(model, args, strategy=strategy, train_dataset=Rows(), **chosen)
             trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-2" if spelling == "resumed" else None)
             found.append(whole(trainer.model))
@@ -453,13 +452,25 @@ def test_accelerate_that_sees_one_process(pool: Pool, tmp_path: Path, kind: str,
 # -- accelerate
 
 
-def accelerated(kind: str, values: dict[str, Any], **options: Any) -> tuple[Accelerator, Strategy, Any, Any, Any]:
+ADAMW: dict[str, Any] = {"lr": 3e-3}
+
+
+def both_classes() -> list[Rule]:
+    return [
+        Rule(torch.optim.Muon, kinds="hidden_matrices", lr=0.02),
+        Rule(torch.optim.AdamW, kinds="rest", lr=3e-3),
+    ]
+
+
+def accelerated(
+    kind: str, values: dict[str, Any], chosen: dict[str, Any] = ADAMW, **options: Any
+) -> tuple[Accelerator, Strategy, Any, Any, Any]:
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="transformer_based_wrap")
     accelerator = Accelerator(
         cpu=CPU, gradient_accumulation_steps=2, fsdp_plugin=plugin if kind == "accelerate" else None, **options
     )
     strategy, model = Strategy.load(values), make_llama()
-    optimizer = strategy.create_optimizer(model, lr=3e-3)
+    optimizer = strategy.create_optimizer(model, **chosen)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
     prepared = prepare(accelerator, model, optimizer, scheduler, strategy=strategy)
     return accelerator, strategy, *prepared
@@ -487,11 +498,12 @@ def accelerated_steps(accelerator: Accelerator, model: nn.Module, optimizer: Any
     return skipped
 
 
-def accelerate(rank: int, world_size: int, kind: str, folder: str) -> None:
+def accelerate(rank: int, world_size: int, kind: str, folder: str, by_rules: bool = False) -> None:
     """Against the strategy's own loop, through save_state and load_state."""
     values = STRATEGIES[kind] | {"precision": {"parameters": "float16", "loss_scale": FP16_SCALE}}
+    chosen: dict[str, Any] = {"rules": both_classes()} if by_rules else ADAMW
     with fresh_state(kind):
-        accelerator, strategy, model, optimizer, scheduler = accelerated(kind, values)
+        accelerator, strategy, model, optimizer, scheduler = accelerated(kind, values, chosen)
         assert accelerator.mixed_precision == "no"
         assert accelerated_steps(accelerator, model, optimizer, scheduler, range(2)) == 1
         pending = accelerator.save_state(f"{folder}/state", asynchronous=True)
@@ -502,20 +514,20 @@ def accelerate(rank: int, world_size: int, kind: str, folder: str) -> None:
         if rank == 0:
             same({name: given[name].cpu() for name in weights}, weights)
     with fresh_state(kind):
-        accelerator, strategy, model, optimizer, scheduler = accelerated(kind, values)
+        accelerator, strategy, model, optimizer, scheduler = accelerated(kind, values, chosen)
         accelerator.load_state(f"{folder}/state")
         accelerated_steps(accelerator, model, optimizer, scheduler, range(2, STEPS))
         accelerator.save_state(f"{folder}/waited")
         same(whole(strategy.unwrap_model(model)), weights)
         assert scheduler.get_last_lr() == rate
-        assert rate[0] == pytest.approx(3e-3 * 0.9 ** (world_size * (STEPS - 1)))  # accelerate counts per process
-    same(own_loop(rank, world_size, values), weights)
+        assert rate[-1] == pytest.approx(3e-3 * 0.9 ** (world_size * (STEPS - 1)))  # accelerate counts per process
+    same(own_loop(rank, world_size, values, chosen), weights)
 
 
-def own_loop(rank: int, world_size: int, values: dict[str, Any]) -> dict[str, Tensor]:
+def own_loop(rank: int, world_size: int, values: dict[str, Any], chosen: dict[str, Any]) -> dict[str, Tensor]:
     strategy, rows = Strategy.load(values), Rows()
     model = strategy.prepare_model(make_llama())
-    optimizer = strategy.create_optimizer(model, lr=3e-3)
+    optimizer = strategy.create_optimizer(model, **chosen)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
     for step in range(STEPS):
         for micro in range(2):
@@ -533,6 +545,10 @@ def own_loop(rank: int, world_size: int, values: dict[str, Any]) -> dict[str, Te
 @pytest.mark.parametrize("kind", STRATEGIES)
 def test_accelerate(pool: Pool, tmp_path: Path, kind: str) -> None:
     pool.run(accelerate, 2, kind=kind, folder=str(tmp_path))
+
+
+def test_accelerate_with_rules(pool: Pool, tmp_path: Path) -> None:
+    pool.run(accelerate, 2, kind="accelerate", folder=str(tmp_path), by_rules=True)
 
 
 def load_plain(rank: int, world_size: int, folder: str) -> None:

@@ -118,6 +118,16 @@ def few_matrices(model: nn.Module) -> list[dict[str, Any]]:
     return [{**muon, "params": chosen}, {**adamw, "params": others}]
 
 
+def other_settings(model: nn.Module) -> list[dict[str, Any]]:
+    """Two groups of Muon, neither of which has torch's defaults."""
+    muon, adamw = groups_of(model)
+    changed = {"nesterov": False, "momentum": 0.8, "adjust_lr_fn": "match_rms_adamw", "weight_decay": 0.3, "lr": 3e-3}
+    newton_schulz = {"ns_steps": 3, "ns_coefficients": (2.0, -1.5, 0.5), "eps": 1e-3, "adjust_lr_fn": "original"}
+    tall = [p for p in muon["params"] if p.dim() == 2 and p.shape[0] > p.shape[1]]
+    others = [p for p in muon["params"] if all(p is not one for one in tall)]
+    return [{**muon, **changed, "params": tall}, {**muon, **newton_schulz, "params": others}, adamw]
+
+
 def beside_a_loop(
     rank: int, world_size: int, sharding: dict[str, Any], state: dict[str, Any], groups: Any = groups_of
 ) -> tuple[Any, Any, Any, Any]:
@@ -201,6 +211,11 @@ def test_the_bits_of_whole_matrices(pool: Pool, state: str, world_size: int) -> 
 def test_other_units_between_them(pool: Pool) -> None:
     state = {**STATES["stream, next forward"], "ring_mib": 0.006}
     pool.run(check_exact, 3, sharding={}, state=state, groups=few_matrices)
+
+
+@pytest.mark.parametrize(("state", "world_size"), [("stream, overlap", 2), ("resident", 3)])
+def test_settings_other_than_torchs(pool: Pool, state: str, world_size: int) -> None:
+    pool.run(check_exact, world_size, sharding={}, state=STATES[state], groups=other_settings)
 
 
 @pytest.mark.parametrize("state", ["resident", "stream, overlap"])

@@ -16,7 +16,16 @@ import lightstep
 from lightstep import Rule
 from lightstep.optimizer.rules import KINDS, described_parameters
 from tests.covering import every_pair
-from tests.reference.pair import BACKENDS, EVERY_TIME, TWO_GROUPS, Pair, same_tree, scale_for, through_bytes
+from tests.reference.pair import (
+    BACKENDS,
+    EVERY_TIME,
+    IN_BACKWARD,
+    TWO_GROUPS,
+    Pair,
+    same_tree,
+    scale_for,
+    through_bytes,
+)
 from tests.reference.several_classes import SeveralClasses
 from tests.reference.tiny_model import representable
 
@@ -66,6 +75,19 @@ def test_muon_and_adamw_under_one_norm_and_one_scale(
     assert pair.reference.clipped_steps > 0
     assert pair.optimizer.param_groups[0]["optimizer_class"] == "torch.optim.Muon"
     assert "betas" not in pair.optimizer.param_groups[0]
+
+
+@every_pair(backend=[*IN_BACKWARD], parameters=["bfloat16", "float32"], muon=[MUON, RMS], max_norm=[0.1, None])
+def test_muon_and_adamw_in_backward(
+    backend: str, parameters: str, muon: dict[str, Any], max_norm: float | None
+) -> None:
+    pair = MuonPair(
+        muon, backend=backend, parameters=parameters, micro_batches=2, max_norm=max_norm, scope="unit", late_from=2
+    )
+    pair.train(4)
+    pair.resume()
+    pair.train(3)
+    assert max_norm is None or pair.reference.clipped_steps > 0
 
 
 class Experts(nn.Module):
