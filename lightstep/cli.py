@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import sys
 import warnings
 from collections.abc import Iterator
@@ -38,7 +39,6 @@ _Resume = Annotated[
         "from the beginning if there is none.",
     ),
 ]
-_ResumeAuto = Annotated[bool, typer.Option("--resume-auto", hidden=True)]
 _Strategy = Annotated[str | None, typer.Option(help="Name or file of a strategy, instead of the one in CONFIG.")]
 _Set = Annotated[
     list[str] | None,
@@ -68,19 +68,45 @@ def _main(
     pass
 
 
-class _TrainCommand(TyperCommand):
+class _Command(TyperCommand):
+    """Says what is wrong with an option in the words of the other errors; typer says it in pydantic's."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except typer.BadParameter as error:
+            for theirs, ours in _NEEDED.items():
+                error.message = re.sub(f"^Input should be {theirs}$", ours, error.message)
+            raise
+
+
+_NEEDED = {
+    "a valid integer.*": "a whole number is needed",
+    "a valid number.*": "a number is needed",
+    "a valid boolean.*": "true or false is needed",
+    "greater than or equal to (.*)": r"at least \1 is needed",
+    "greater than (.*)": r"more than \1 is needed",
+    "less than or equal to (.*)": r"at most \1 is needed",
+}
+
+
+class _TrainCommand(_Command):
     """``--resume`` is a flag that accepts the optional value ``auto``."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        joined = "\0".join(args).replace("--resume\0auto", "--resume-auto").replace("--resume=auto", "--resume-auto")
-        return super().parse_args(ctx, joined.split("\0") if args else args)
+        joined = "\0".join(args).replace("--resume=auto", "--resume\0auto")
+        ctx.meta[_AUTO] = "--resume\0auto" in joined
+        return super().parse_args(ctx, joined.replace("--resume\0auto", "--resume").split("\0") if args else args)
+
+
+_AUTO = "lightstep.resume_auto"
 
 
 @app.command(cls=_TrainCommand)
 def train(
+    context: typer.Context,
     config: _Config,
     resume: _Resume = False,
-    resume_auto: _ResumeAuto = False,
     strategy: _Strategy = None,
     assignments: _Set = None,
     debug: _Debug = False,
@@ -96,12 +122,12 @@ def train(
         settings = load_config(config, strategy, assignments or ())
         from lightstep.trainer.session import train as run
 
-        outcome = run(settings, "auto" if resume_auto else resume)
+        outcome = run(settings, "auto" if context.meta[_AUTO] else resume)
     if outcome.stopped_by is not None:
         raise typer.Exit(128 + outcome.stopped_by)
 
 
-@app.command()
+@app.command(cls=_Command)
 def strategies(
     name: Annotated[str | None, typer.Argument(metavar="NAME", help="Show the file of this strategy instead.")] = None,
     debug: _Debug = False,
@@ -119,7 +145,7 @@ def strategies(
     sys.stdout.write(text)
 
 
-@app.command()
+@app.command(cls=_Command)
 def params(config: _Config, assignments: _Set = None, debug: _Debug = False) -> None:
     """Show the optimizer class and settings of each parameter under CONFIG. No weights are loaded."""
     with _reporting_errors(debug):
@@ -130,7 +156,7 @@ def params(config: _Config, assignments: _Set = None, debug: _Debug = False) -> 
             sys.stdout.write(f"{line}\n")
 
 
-@app.command()
+@app.command(cls=_Command)
 def plan(
     model: Annotated[
         str | None,
@@ -188,7 +214,7 @@ def plan(
     sys.stdout.write(text)
 
 
-@app.command()
+@app.command(cls=_Command)
 def env() -> None:
     """Print what a bug report needs: versions, devices, host memory. No names, no paths."""
     from lightstep.environment import describe_environment
@@ -209,7 +235,7 @@ def bench(context: typer.Context) -> None:
 
     command = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     paragraphs = (body.__doc__ or "").split("\n\n")  # typer keeps line ends
-    command.command(help="\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs))(body)
+    command.command(cls=_Command, help="\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs))(body)
     command(args=context.args, prog_name="lightstep bench")
 
 
@@ -229,7 +255,7 @@ _Names = Annotated[
 ]
 
 
-@_checkpoints.command()
+@_checkpoints.command(cls=_Command)
 def convert(
     source: _Source,
     destination: Annotated[Path, typer.Argument(metavar="DST", help="A new folder; for torch a file, such as run.pt.")],
@@ -253,7 +279,7 @@ def convert(
     sys.stdout.write(f"{source} ({state.format}) → {destination} ({to})\n")
 
 
-@_checkpoints.command()
+@_checkpoints.command(cls=_Command)
 def inspect(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="A checkpoint's folder, or its file.")],
     model: _Model = None,
@@ -274,9 +300,9 @@ def inspect(
     Console().print(table)
 
 
-@_checkpoints.command()
+@_checkpoints.command(cls=_Command)
 def verify(
-    folders: Annotated[list[str], typer.Argument(metavar="DIR...", help="Checkpoints, or folders of checkpoints.")],
+    folders: Annotated[list[str], typer.Argument(metavar="DIR", help="Checkpoints, or folders of checkpoints.")],
     debug: _Debug = False,
 ) -> None:
     """Compare every byte of checkpoints with their checksums. Exit code 1: one is damaged."""

@@ -236,8 +236,9 @@ def print_table(values: Values, view: View, console: Console | None = None) -> N
         console.print(f"Left out here for lack of room, see the JSON file: {names}.", highlight=False, markup=False)
     for sentence in view.footnotes(values):
         console.print(sentence, highlight=False, markup=False)
-    for note in dict.fromkeys(f"  {label(row)}: {row['note']}" for row in values["rows"] if row.get("note")):
-        console.print(note, highlight=False, markup=False)
+    noted = [(label(row), row["note"]) for row in values["rows"] if row.get("note")]
+    for name, note in dict.fromkeys(noted):
+        console.print(f"  {name}: {note.removeprefix(f'{name}: ')}", highlight=False, markup=False)
 
 
 def _table(title: str, rows: list[Values], columns: list[Column], key: str) -> Table:

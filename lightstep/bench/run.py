@@ -25,6 +25,7 @@ from lightstep.bench.muon_bounds import measure_exchange
 from lightstep.bench.probes import free_memory, gc_frozen, lap_times, pinned_bytes, synchronize
 from lightstep.bench.ranks import Ranks
 from lightstep.bench.trace import StepProfile, profile_step
+from lightstep.config import ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -268,5 +269,6 @@ def _failure(phase: Callable[[], None]) -> tuple[str | None, bool]:
     except Exception as error:
         logger.info("a contender failed", exc_info=True)
         first_line = (str(error).strip().splitlines() or [""])[0]
-        return f"{type(error).__name__}: {first_line}", False
+        is_sentence = isinstance(error, ConfigError)  # of ours, about what was given
+        return first_line if is_sentence else f"{type(error).__name__}: {first_line}", False
     return None, False

@@ -52,6 +52,10 @@ def verify_checkpoints(path: str | os.PathLike[str]) -> list[Verified]:
         CheckpointError: there is no checkpoint.
     """
     root = location(path).resolve()
+    if root.is_file():
+        raise CheckpointError(
+            f"{path} is a file; a folder is needed (lightstep checkpoint inspect reads other formats)"
+        )
     if _is_checkpoint(root) or not root.exists():
         return [_verify_any(root)]
     found = [verify(each) for each in checkpoints_in(root)]

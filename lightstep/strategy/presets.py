@@ -62,12 +62,9 @@ def _parse(text: str, source: str) -> dict[str, Any]:
         values = read_yaml(text)
     except yaml.YAMLError as error:
         raise ConfigError(f"{source} is not valid YAML: {' '.join(str(error).split())}") from error
-    if values is None:
-        return {}
     if not isinstance(values, dict):
-        raise ConfigError(
-            f"{source} holds {what_it_holds(values)}; a mapping of keys is needed (sharding:, precision:, …)"
-        )
+        what = "is empty" if values is None else f"holds {what_it_holds(values)}"
+        raise ConfigError(f"{source} {what}; a mapping of keys is needed (sharding:, precision:, …)")
     return {str(key): value for key, value in values.items()}
 
 

@@ -400,3 +400,30 @@ def test_bench_takes_its_own_options() -> None:
     result = _run("bench", "--help")
     assert result.exit_code == 0 and "--strategies" in result.output and "--peers" in result.output
     assert _run("bench", "--strategies", "nonsense").exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["bench", "--params", "abc"], "Invalid value for '--params': a number is needed"),
+        (["bench", "--rounds", "0"], "Invalid value for '--rounds': at least 1 is needed"),
+        (["plan", "--gpus", "many"], "Invalid value for '--gpus': a whole number is needed"),
+        (["train", str(EXAMPLE), "--resme"], "No such option: --resme (Possible options: --resume, --set)"),
+    ],
+)
+def test_a_mistake_in_an_option_is_told_in_plain_words(arguments: list[str], message: str) -> None:
+    result = _run(*arguments)
+    assert result.exit_code == 2 and message in result.stderr
+
+
+def test_a_strategy_file_that_is_empty_is_refused(file: Path, tmp_path: Path) -> None:
+    """It used to count as a file that changes no default."""
+    (tmp_path / "empty.yaml").write_text("# nothing yet\n")
+    said = _sentence(_run("train", file, "--strategy", tmp_path / "empty.yaml"), 2)
+    assert "empty.yaml is empty; a mapping of keys is needed (sharding:, precision:" in said
+
+
+def test_verify_is_told_a_file(tmp_path: Path) -> None:
+    torch.save({"weight": torch.zeros(2)}, tmp_path / "plain.pt")
+    said = _sentence(_run("checkpoint", "verify", tmp_path / "plain.pt"), 1)
+    assert "plain.pt is a file; a folder is needed (lightstep checkpoint inspect reads other formats)" in said

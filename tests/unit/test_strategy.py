@@ -93,8 +93,8 @@ def test_a_file_a_string_path_and_a_mapping_say_the_same(tmp_path: Path) -> None
 
 
 def test_every_key_is_optional(tmp_path: Path) -> None:
-    (tmp_path / "empty.yaml").write_text("")
-    for source in ({}, tmp_path / "empty.yaml"):
+    (tmp_path / "defaults.yaml").write_text("{}")
+    for source in ({}, tmp_path / "defaults.yaml"):
         config = Strategy.load(source).config
         assert config.sharding.kind == "single"
         assert config.precision.parameters == "bfloat16"
