@@ -405,7 +405,7 @@ class LightstepAccelerator(Accelerator):
                 raise RuntimeError("save_state(asynchronous=True) without a model and an optimizer: prepare them first")
             return super().save_state(output_dir, safe_serialization, **kwargs)
         path, limit = self._next_state(output_dir)
-        if not asynchronous and _holds_user_files(path):
+        if not asynchronous and _is_written_in_place(path):
             self._write_state(path, trained, safe_serialization, kwargs)
             Ranks().together(lambda: write_file_list(path, _files_beside(path)), only_first=True)
             return path
@@ -561,8 +561,12 @@ def _files_beside(path: Path) -> list[str]:
     return [name for name in own if (path / name).is_file()]
 
 
-def _holds_user_files(path: Path) -> bool:
-    """Whether ``path`` has files that no save wrote. Such a folder is not replaced: programs may be writing to it."""
+def _is_written_in_place(path: Path) -> bool:
+    """Whether the folder cannot be replaced, or programs may be using it: it has files that no save wrote."""
+    if not path.is_dir():
+        return False
+    if path.is_mount() or Path.cwd().is_relative_to(path.resolve()) or not os.access(path.resolve().parent, os.W_OK):
+        return True
     own = _KIND.own_files(path)
     return any(file.is_file() and file.relative_to(path).as_posix() not in own for file in path.rglob("*"))
 

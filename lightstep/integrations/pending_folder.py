@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
@@ -51,7 +52,7 @@ class PendingFolder(PendingSave):
     def __enter__(self) -> PendingFolder:
         with checkpoint_errors(f"{self.path} was not saved"):
             hidden = new_shared_folder(self._place, self._kind, self._ranks)
-            self.folder = self._hidden_folder.enter_context(hidden) / self.path.name
+            self.folder = self._hidden_folder.enter_context(hidden) / Path(os.path.abspath(self.path)).name
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -55,6 +56,11 @@ def check_arguments(args: TrainingArguments, strategy: Strategy) -> None:
         raise ConfigError(
             f"{name}: fsdp in TrainingArguments shards the model, and the strategy's sharding.kind is "
             f"{config.sharding.kind}; choose a strategy of kind fsdp2 (fsdp2, fsdp2-stream), or leave fsdp out"
+        )
+    if args.save_on_each_node and args.world_size > int(os.environ.get("LOCAL_WORLD_SIZE", args.world_size)):
+        raise ConfigError(
+            f"{name}: save_on_each_node=True on several nodes, and all processes save to one folder, on a disk that "
+            "all nodes share; leave save_on_each_node out"
         )
     _check_clipping(args, strategy)
     _check_ddp_arguments(args, strategy)

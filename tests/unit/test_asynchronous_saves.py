@@ -530,6 +530,19 @@ def test_a_save_over_a_state_replaces_it_at_once(tmp_path: Path, monkeypatch: py
     assert names(tmp_path) == ["a"]
 
 
+def test_the_working_directory_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    training = Training(VALUES | {"optimizer_state": STATES["stream"]})
+    training.train(range(1))
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "a")
+    for _ in range(2):
+        training.accelerator.save_state(".")
+        training.accelerator.save_state("b/../../c")
+        training.accelerator.load_state(".")
+        assert Path.cwd() == tmp_path / "a"
+    assert names(tmp_path) == ["a", "c"]
+
+
 def test_the_newest_whole_state_is_loaded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     project = ProjectConfiguration(project_dir=str(tmp_path), automatic_checkpoint_naming=True)
     training = Training(VALUES | {"optimizer_state": STATES["stream"]}, project_config=project)

@@ -19,6 +19,7 @@ import lightstep
 from lightstep import CheckpointError, ConfigError, Rule, Strategy
 from lightstep.integrations.accelerate import LightstepOptimizer
 from lightstep.integrations.step_report import StepReport
+from lightstep.integrations.training_arguments import check_arguments
 from lightstep.integrations.transformers import LightstepMixin, LightstepTrainer
 from lightstep.optimizer.in_backward import InBackward
 from tests.reference import peft_stand_in
@@ -589,6 +590,16 @@ def test_bf16_is_autocast_around_the_forward(tmp_path: Path) -> None:
 def trainer_of(folder: Path, strategy: Any = "resident", *, options: Any = None, **arguments: Any) -> LightstepTrainer:
     args = training_arguments(folder, **arguments)
     return LightstepTrainer(make_llama(), args, strategy=strategy, train_dataset=Rows(), **(options or {}))
+
+
+def test_checkpoints_of_each_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On one node the argument changes nothing."""
+    monkeypatch.setattr(TrainingArguments, "world_size", 2)
+    args = training_arguments(tmp_path, save_on_each_node=True)
+    check_arguments(args, Strategy.load("ddp"))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    with pytest.raises(ConfigError, match="save_on_each_node=True on several nodes"):
+        check_arguments(args, Strategy.load("ddp"))
 
 
 @pytest.mark.parametrize(
