@@ -414,7 +414,7 @@ def test_a_crash_while_the_optimizer_s_files_are_replaced(tmp_path: Path, crash:
         again.train(resume_from_checkpoint=str(checkpoint))
         same_weights(again.model, ran.model)
         return
-    message = "has no optimizer state" if crash == "missing" else "state.pt is missing"
+    message = "lightstep is missing" if crash == "missing" else "state.pt is missing"
     with pytest.raises(CheckpointError, match=message):
         again.train(resume_from_checkpoint=str(checkpoint))
 
