@@ -19,12 +19,13 @@ import torch
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import ProjectConfiguration
 from torch import nn
-from transformers import LlamaForCausalLM, PreTrainedModel, TrainerCallback
+from transformers import LlamaForCausalLM, PreTrainedModel, Trainer, TrainerCallback
 from transformers.integrations import integration_utils
 from transformers.trainer_utils import get_last_checkpoint
 
 from lightstep import CheckpointError, ConfigError
 from lightstep.checkpoint import save
+from lightstep.checkpoint.file_list import FILE_LIST
 from lightstep.checkpoint.pending import finish_pending
 from lightstep.checkpoint.ranks import Ranks
 from lightstep.integrations.pending_folder import PendingFolder
@@ -401,6 +402,19 @@ def fails_in_threads(original: Any) -> Any:
         original(*given, **options)
 
     return save_pretrained
+
+
+def test_a_checkpoint_is_uploaded_from_its_own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread uploads it, so it must not be renamed after that; its list of files goes with it."""
+    uploaded = []
+
+    def push(trainer: Any, folder: str) -> None:
+        uploaded.append((Path(folder), (Path(folder) / FILE_LIST).is_file()))
+
+    monkeypatch.setattr(LightstepTrainer, "init_hf_repo", lambda *_, **__: None)
+    monkeypatch.setattr(Trainer, "_push_from_checkpoint", push)
+    make(tmp_path, asynchronous_saves=False, push_to_hub=True, max_steps=2).train()
+    assert uploaded == [(tmp_path / f"checkpoint-{step}", True) for step in (1, 2)]
 
 
 # -- rotation
