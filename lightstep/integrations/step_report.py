@@ -1,4 +1,4 @@
-"""Planned and measured time and memory of the Trainer's steps on a GPU."""
+"""Planned and measured time and memory of the Trainer's steps."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ class StepReport:
     """Prints the plan at the first batch of a run, and the measurement at its end.
 
     Args:
-        strategy: nothing is printed unless its device is a GPU.
         args: the Trainer's.
     """
 
@@ -32,7 +31,7 @@ class StepReport:
         self._seconds: dict[int, float] = {}
 
     def _is_enabled(self) -> bool:
-        return bool(self._args.should_log) and self._strategy.device.type == "cuda"
+        return bool(self._args.should_log)
 
     def on_batch(self, model: Any, inputs: Any, optimizer: torch.optim.Optimizer) -> None:
         """Called before each micro-batch. The plan is for the size of the first one."""
@@ -51,10 +50,9 @@ class StepReport:
             "micro_batches": args.gradient_accumulation_steps,
             "checkpointed": args.gradient_checkpointing or None,
         }
-        named, inner = (self._strategy.name, self._strategy.config), unwrap_model(model)
-        return planned_sentence(
-            lambda: plan_one(*named, inner, tokens.numel(), work, args.world_size, optimizer=state_of(optimizer))
-        )
+        given = self._strategy.name, self._strategy.config, unwrap_model(model), tokens.numel(), work, args.world_size
+        on_cpu, state = self._strategy.device.type == "cpu", state_of(optimizer)
+        return planned_sentence(lambda: plan_one(*given, optimizer=state, on_cpu=on_cpu), on_cpu)
 
     def begin_step(self) -> None:
         """Start the clock, after logging, evaluation and saving."""
@@ -70,4 +68,4 @@ class StepReport:
         every = list(self._seconds.values())
         seconds = every[1:] or every
         if self._enabled and seconds:
-            tqdm.write(measured_sentence(torch.cuda.max_memory_allocated() / 1e9, 1e3 * sum(seconds) / len(seconds)))
+            tqdm.write(measured_sentence(self._strategy.device, 1e3 * sum(seconds) / len(seconds)))

@@ -56,15 +56,15 @@ class Cost:
     host_state: Bytes
 
 
-def cost(config: StrategyConfig, optimizer: StateBytes = ADAMW) -> Cost:
-    """Bytes per parameter on a GPU. On a CPU, ``resident`` keeps whole masters."""
+def cost(config: StrategyConfig, optimizer: StateBytes = ADAMW, on_cpu: bool = False) -> Cost:
+    """Bytes per parameter, on a GPU unless ``on_cpu``, where ``resident`` keeps whole masters."""
     sharding = config.sharding
     if isinstance(sharding, DeepSpeedSharding):
         on_host = sharding.offload == "cpu"
     else:
         on_host = config.optimizer_state.backend != "resident"
     weights, gradients, divided_by = _divisors(config)
-    state, none = Bytes(_state_bytes(config, optimizer), divided_by), Bytes(0)
+    state, none = Bytes(_state_bytes(config, optimizer, on_cpu), divided_by), Bytes(0)
     return Cost(
         Bytes(_BYTES[config.precision.parameters], weights),
         Bytes(_gradient_bytes(config), gradients),
@@ -93,12 +93,13 @@ def _gradient_bytes(config: StrategyConfig) -> int:
     return own + 4 if isinstance(config.sharding, DDPSharding) else 4
 
 
-def _state_bytes(config: StrategyConfig, optimizer: StateBytes) -> float:
+def _state_bytes(config: StrategyConfig, optimizer: StateBytes, on_cpu: bool) -> float:
     precision, backend = config.precision, config.optimizer_state.backend
     entries = optimizer.short if config.optimizer_state.moments == "bfloat16" else optimizer.full
     if isinstance(config.sharding, DeepSpeedSharding):
         return entries + _MASTER  # DeepSpeed keeps masters even for fp32 weights
     if precision.parameters == "float32" or not precision.master_weights:
         return entries
-    split = backend != "bulk" and precision.parameters == "bfloat16"
+    whole = backend == "bulk" or (backend == "resident" and on_cpu)
+    split = not whole and precision.parameters == "bfloat16"
     return entries + (_SPLIT_MASTER + optimizer.bitmap if split else _MASTER)

@@ -97,6 +97,7 @@ def memory(
     ranks: int = 1,
     accumulates: bool = False,
     optimizer: StateBytes = ADAMW,
+    on_cpu: bool = False,
 ) -> Memory:
     """The memory of a strategy.
 
@@ -104,19 +105,25 @@ def memory(
         activations: ``None`` if unknown; the peak then leaves them out.
         accumulates: a step has several micro-batches.
     """
-    return _MemoryPlan(config, sizes, ranks, accumulates, optimizer).memory(activations)
+    return _MemoryPlan(config, sizes, ranks, accumulates, optimizer, on_cpu).memory(activations)
 
 
 class _MemoryPlan:
     """Computes the parts of :class:`Memory`."""
 
     def __init__(
-        self, config: StrategyConfig, sizes: Sizes, ranks: int, accumulates: bool, optimizer: StateBytes
+        self,
+        config: StrategyConfig,
+        sizes: Sizes,
+        ranks: int,
+        accumulates: bool,
+        optimizer: StateBytes,
+        on_cpu: bool,
     ) -> None:
         self.config, self.sizes, self.ranks = config, sizes, ranks
         self.width = _WIDTHS[config.precision.parameters]
         self.shards = shard_count(config, ranks)
-        held = cost(config, optimizer)
+        held = cost(config, optimizer, on_cpu)
         self.state_width = max(held.device_state.count, held.host_state.count)
         divided = (held.device_state if held.device_state.count else held.host_state).divided_by
         self.owned = sizes.total / (

@@ -82,6 +82,11 @@ class Plan:
         }
         return asdict(self) | {"memory": memory, "fits": self.fits} | iteration
 
+    def on_cpu(self) -> str:
+        """One line for a run on a CPU, whose memory is the host's, and whose rates are unknown."""
+        size = _size(self.memory.peak + self.memory.host)
+        return f"{size} of memory for weights, gradients, optimizer state and activations; no time, since this is a CPU"
+
     def __str__(self) -> str:
         """One line."""
         said = f"{_size(self.memory.peak)} of device memory at the peak"
@@ -114,10 +119,11 @@ class Planner:
         gpu_memory: float | None = None,
         host_memory: float | None = None,
         optimizer: StateBytes = ADAMW,
+        on_cpu: bool = False,
     ) -> None:
         """``model`` may be on any device and is not changed. Memory in bytes: of one device, and of the whole host."""
         self._model, self._workload, self._profile, self._ranks = model, workload, profile, ranks
-        self._optimizer = optimizer
+        self._optimizer, self._on_cpu = optimizer, on_cpu
         self._sizes = model_sizes(model)
         of_profile = profile.memory_gb * 1e9 if profile is not None and profile.memory_gb else None
         limit = gpu_memory if gpu_memory is not None else of_profile
@@ -142,7 +148,7 @@ class Planner:
         if zero:
             held = zero_memory(config, self._sizes, seen, ranks, several, name, self._optimizer)
         else:
-            held = memory(config, self._sizes, seen, ranks, several, self._optimizer)
+            held = memory(config, self._sizes, seen, ranks, several, self._optimizer, self._on_cpu)
         time = clipped = None
         if self._profile is not None and self._profile.knows(compute) and self._optimizer.is_adam and not zero:
             given = config, self._sizes, seen, held, self._profile, ranks, workload.micro_batches
@@ -202,17 +208,19 @@ def plan_one(
     gpu_memory: float | None = None,
     profile: str | None = None,
     optimizer: StateBytes = ADAMW,
+    on_cpu: bool = False,
 ) -> Plan:
-    """Plan one strategy. Default profile: this machine's GPU, if it is known.
+    """Plan one strategy. Default profile: this machine's GPU, if it is known; none ``on_cpu``.
 
     Raises:
         ConfigError: the profile is not known.
         ValueError: the model cannot be run on the meta device.
     """
     named = find_profile(profile) if profile is not None else None
-    if named is None and torch.cuda.is_available():
+    if named is None and not on_cpu and torch.cuda.is_available():
         named = profile_of_device(torch.cuda.get_device_name())
-    return Planner(model, Workload(tokens, **work), named, ranks, gpu_memory, optimizer=optimizer).plan(name, config)
+    planner = Planner(model, Workload(tokens, **work), named, ranks, gpu_memory, None, optimizer, on_cpu)
+    return planner.plan(name, config)
 
 
 def is_plannable(config: StrategyConfig, ranks: int) -> bool:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import resource
+import sys
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from lightstep.plan.planning import Plan, Workload, first_that_fits
 from lightstep.plan.profiles import Profile
@@ -27,17 +31,25 @@ _PARTS = {
 _COLOURS = ("#0072B2", "#56B4E9", "#E69F00", "#999999", "#CC79A7", "#009E73")
 
 
-def planned_sentence(make: Callable[[], Plan]) -> str:
+def planned_sentence(make: Callable[[], Plan], on_cpu: bool = False) -> str:
     """The first line of a run: the planned memory and time of a step. A plan that fails never ends a run."""
     try:
-        return f"planned: {make()}"
+        return f"planned: {make().on_cpu() if on_cpu else make()}"
     except Exception as error:
         return f"no plan: {str(error) or type(error).__name__}"
 
 
-def measured_sentence(peak_gb: float, step_ms: float) -> str:
+def measured_sentence(device: torch.device, step_ms: float) -> str:
     """The last line of a run: the measured memory and time of a step."""
-    return f"measured: {peak_gb:.1f} GB of memory at the peak, {step_ms:,.0f} ms per step"
+    whole = " of the whole process" if device.type == "cpu" else ""
+    return f"measured: {peak_memory(device) / 1e9:.1f} GB of memory at the peak{whole}, {step_ms:,.0f} ms per step"
+
+
+def peak_memory(device: torch.device) -> int:
+    """Bytes: of tensors on the GPU, or of this process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def report(

@@ -22,7 +22,8 @@ class Figures:
     grad_norms: Sequence[float]
     loss_scale: float
     tokens_per_second: float
-    memory_gib: float
+    memory: int
+    """Bytes at the peak so far."""
     skipped: int = 0
     """Steps of the run that were skipped because of non-finite gradients."""
 
@@ -44,7 +45,7 @@ class _Mean:
         parts = [f"loss {_mean(self.losses):.3f}", f"norm {_mean(self.norms):.2f}"]
         if last.loss_scale != 1:
             parts.append(f"scale {last.loss_scale:g}")
-        parts += [f"{statistics.harmonic_mean(self.rates):,.0f} tokens/s", f"{last.memory_gib:.1f} GiB"]
+        parts += [f"{statistics.harmonic_mean(self.rates):,.0f} tokens/s", f"{last.memory / 1e9:.1f} GB"]
         if last.skipped:
             parts.append(f"{last.skipped} skipped")
         return "  ".join(parts)

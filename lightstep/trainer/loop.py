@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import resource
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -19,6 +17,7 @@ from lightstep.checkpoint import CheckpointError, latest_checkpoint
 from lightstep.checkpoint.pending import PendingSave
 from lightstep.optimizer.base import BaseOptimizer
 from lightstep.optimizer.result import StepResult
+from lightstep.plan.report import peak_memory
 from lightstep.sharding.weight_average import WeightAverage
 from lightstep.strategy import Strategy
 from lightstep.trainer import ranks
@@ -163,12 +162,12 @@ class Loop:
         unlogged, self._unlogged = self._unlogged, []
         losses = ranks.mean([value / self.components.bytes_per_token[0] for value in _read([u.loss for u in unlogged])])
         norms = _read([u.result.grad_norm for u in unlogged])
-        rate, memory = self._tokens_per_second(), self._memory_gib()
+        rate, memory = self._tokens_per_second(), peak_memory(self.components.strategy.device)
         for seen, loss, norm in zip(unlogged, losses, norms, strict=True):
             self.losses[seen.step] = loss
             scalars = {TRAINING: loss, "step/gradient_norm": norm, "step/learning_rate": seen.learning_rate}
             self.logs.write(seen.step, scalars | {"step/loss_scale": seen.result.loss_scale})
-        self.logs.write(self.step, {"speed/tokens_per_second": rate, "speed/memory_gib": memory})
+        self.logs.write(self.step, {"speed/tokens_per_second": rate, "speed/memory_gib": memory / 2**30})
         scale = unlogged[-1].result.loss_scale
         self.display.show(self.step, Figures(losses, norms, scale, rate, memory, self._skipped))
 
@@ -268,18 +267,6 @@ class Loop:
         timed = self._timed[1:] or self._timed
         steps = sum(count for count, _ in timed)
         return 1e3 * sum(seconds for _, seconds in timed) / steps if steps else 0.0
-
-    def most_memory_gb(self) -> float:
-        """Peak memory in 10⁹ bytes, the unit of plans."""
-        return self._memory_gib() * 2**30 / 1e9
-
-    def _memory_gib(self) -> float:
-        """Peak memory so far: of the GPU, or of this process on a CPU."""
-        device = self.components.strategy.device
-        if device.type == "cuda":
-            return torch.cuda.max_memory_allocated(device) / 2**30
-        unit = 1 if sys.platform == "darwin" else 1024
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
 
 
 def _loss(model: nn.Module, tokens: Tensor) -> Tensor:

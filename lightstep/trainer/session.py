@@ -22,6 +22,8 @@ with needs("train"):
 from lightstep.checkpoint import CheckpointError
 from lightstep.checkpoint.errors import is_damage
 from lightstep.config import ConfigError
+from lightstep.plan.optimizer_state import state_by_rules
+from lightstep.plan.planning import Plan, plan_one
 from lightstep.plan.report import measured_sentence, planned_sentence
 from lightstep.sharding.weight_average import WeightAverage
 from lightstep.strategy import Strategy
@@ -125,7 +127,7 @@ def _assemble(config: TrainConfig, strategy: Strategy, display: Display) -> tupl
     model = strategy.prepare_model(made, weights=folder)
     set_seed(config.seed + strategy.rank)
     display.say(_introduction(config, strategy, model, corpus))
-    if strategy.is_main and strategy.device.type != "cpu":
+    if strategy.is_main:
         display.say(expectation(config, strategy, architecture))
     optimizer = make_optimizer(strategy, model, config.optimizer)
     place = (strategy.rank, strategy.world_size)
@@ -164,10 +166,16 @@ def expectation(config: TrainConfig, strategy: Strategy, architecture: Any, prof
     """A sentence with the planned memory and time of a step."""
     batch = config.batch
     sequences = max(batch.sequences // (batch.accumulation * strategy.world_size), 1)
-    work: dict[str, Any] = {"sequence": batch.length, "micro_batches": batch.accumulation, "gpus": strategy.world_size}
-    work |= {"profile": profile, "rules": rules_of(config.optimizer)}
-    shape = make_model(config.model, architecture, meta=True)
-    return planned_sentence(lambda: strategy.plan(shape, sequences * batch.length, **work))
+    work = {"sequence": batch.length, "micro_batches": batch.accumulation}
+    on_cpu = strategy.device.type == "cpu" and profile is None
+
+    def plan() -> Plan:
+        shape = make_model(config.model, architecture, meta=True)
+        tokens, ranks = sequences * batch.length, strategy.world_size
+        optimizer = state_by_rules(shape, rules_of(config.optimizer))
+        return plan_one(strategy.name, strategy.config, shape, tokens, work, ranks, None, profile, optimizer, on_cpu)
+
+    return planned_sentence(plan, on_cpu)
 
 
 def _resume(config: TrainConfig, components: Components, checkpoint: Path, display: Display) -> int:
@@ -217,7 +225,7 @@ def _run(loop: Loop, tokenizer: Any) -> Outcome:
         display.say(f"{stopped.name}: stopped after step {loop.step}; continue from {loop.saved} with --resume")
         return Outcome(loop.step, loop.losses, before, None, loop.saved, stopped)
     if loop.step_ms:
-        display.say(measured_sentence(loop.most_memory_gb(), loop.step_ms))
+        display.say(measured_sentence(loop.components.strategy.device, loop.step_ms))
     after = loop.validate()
     display.say(f"validation loss after: {after:.3f} nats per byte (before: {before:.3f})")
     samples = _finish(loop, tokenizer)

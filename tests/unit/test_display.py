@@ -20,13 +20,13 @@ def _lines(monkeypatch: pytest.MonkeyPatch, seconds: float, steps: int, take: fl
     with shown.training(0, 20):
         for step in range(2, 21, 2):
             now += 2 * take
-            shown.show(step, Figures([step - 1.0, float(step)], [1.0, math.inf], 1.0, 100.0, 1.5, skipped=1))
+            shown.show(step, Figures([step - 1.0, float(step)], [1.0, math.inf], 1.0, 100.0, 1_500_000_000, skipped=1))
     return console.export_text().splitlines()
 
 
 def test_the_first_and_the_last_look_have_a_line_whatever_the_interval(monkeypatch: pytest.MonkeyPatch) -> None:
     first, last = _lines(monkeypatch, 1e9, 0)
-    assert first == "step 2/20  loss 1.500  norm 1.00  100 tokens/s  1.5 GiB  1 skipped  2 s"
+    assert first == "step 2/20  loss 1.500  norm 1.00  100 tokens/s  1.5 GB  1 skipped  2 s"
     assert last.startswith("step 20/20  loss 11.500  "), "the mean of steps 3 to 20"
 
 

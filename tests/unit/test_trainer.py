@@ -21,10 +21,11 @@ from safetensors.torch import load_file, save_file
 from tensorboard.summary.writer.record_writer import RecordWriter
 from torch import Tensor
 
-from lightstep import CheckpointError, ConfigError
+from lightstep import CheckpointError, ConfigError, Strategy
 from lightstep.checkpoint import save
 from lightstep.checkpoint.layout import is_complete
 from lightstep.checkpoint.retention import Retention
+from lightstep.plan.cost import cost
 from lightstep.trainer import logs, session
 from lightstep.trainer.config import TrainConfig
 from lightstep.trainer.logs import TRAINING, VALIDATION, read_scalars
@@ -141,6 +142,16 @@ def test_what_a_run_will_take_is_said_where_it_can_be_told(configured: Callable[
     )
     other = session.expectation(small, strategy, architecture, profile="H100")
     assert other.startswith("planned: ") and other.split(" MB")[0] < said.split(" MB")[0], "SGD keeps less"
+    here = session.expectation(config, strategy, architecture)
+    assert here.startswith("planned: ") and here.endswith("activations; no time, since this is a CPU")
+
+
+def test_masters_on_a_cpu_are_whole_under_resident_alone() -> None:
+    for name, more in (("resident", 2), ("stream", 0), ("bulk", 0), ("fp32", 0)):
+        given = Strategy.load(name).config
+        held = [cost(given, on_cpu=on_cpu) for on_cpu in (False, True)]
+        gpu, cpu = (each.device_state.count + each.host_state.count for each in held)
+        assert cpu - gpu == more, name
 
 
 # -- resuming
