@@ -487,6 +487,8 @@ class LightstepAccelerator(Accelerator):
             super().load_state(input_dir, load_kwargs, **kwargs)
             return
         input_dir = self._newest_state() if input_dir is None else os.path.expanduser(input_dir)
+        path = Path(os.path.abspath(input_dir))
+        Ranks().together(lambda: recover_interrupted(path.parent, _KIND, path.name.__eq__), only_first=True)
         if not holds_checkpoint(Path(input_dir) / CHECKPOINT):
             with self._loading_accelerate_state(trained, Path(input_dir)):
                 super().load_state(input_dir, load_kwargs, **kwargs)

@@ -537,6 +537,10 @@ def test_a_save_over_a_state_replaces_it_at_once(tmp_path: Path, monkeypatch: py
         with pytest.raises(CheckpointError, match="division by zero"):
             training.accelerator.save_state(str(tmp_path / "a"))
     assert before == {file: file.read_bytes() for file in (tmp_path / "a").rglob("*") if file.is_file()}
+    (tmp_path / "a").rename(tmp_path / ".a.replaced-0123abcd")  # a crash between the two renames
+    (tmp_path / ".a.saving-0123abcd" / "a").mkdir(parents=True)
+    training.accelerator.load_state(str(tmp_path / "a"))
+    assert names(tmp_path) == ["a"]
     (tmp_path / "a" / "log.txt").write_text("mine")
     inode = (tmp_path / "a").stat().st_ino
     training.accelerator.save_state(str(tmp_path / "a"))
