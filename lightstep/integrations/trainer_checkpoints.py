@@ -21,7 +21,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import SAFE_WEIGHTS_NAME
 
 from lightstep import CheckpointError
-from lightstep.checkpoint.errors import DamagedError, is_damage
+from lightstep.checkpoint.errors import DamagedError, is_damage, list_names
 from lightstep.checkpoint.export import full_weights
 from lightstep.checkpoint.file_list import CHECKPOINT
 from lightstep.checkpoint.frozen_base import has_adapters
@@ -42,6 +42,7 @@ from lightstep.integrations.trainer_folders import (
     rotate,
 )
 from lightstep.optimizer.base import BaseOptimizer
+from lightstep.optimizer.param_groups import clean_name
 from lightstep.sharding.model_names import unwrap_model
 from lightstep.strategy import Strategy
 
@@ -272,9 +273,15 @@ def _write_weights(folder: Path, model: nn.Module, names: list[str]) -> None:
     Args:
         names: the keys of the model's state dict, in their order.
     """
-    checkpoint = folder / CHECKPOINT
-    saved = SavedCheckpoint.read(checkpoint).weights()
-    weights = {name: saved.pop(name) for name in names if name in saved}
+    saved = SavedCheckpoint.read(folder / CHECKPOINT).weights()
+    weights = {name: saved[clean_name(name)] for name in names if clean_name(name) in saved}
+    others = saved.keys() - set(map(clean_name, names))
+    if others:
+        raise CheckpointError(
+            f"{SAFE_WEIGHTS_NAME} cannot hold {list_names(sorted(others))}, which are not in the model's state dict; "
+            "set asynchronous_saves=False"
+        )
+    del saved
     if not isinstance(model, PreTrainedModel):
         save_file(weights, folder / SAFE_WEIGHTS_NAME, metadata={"format": "pt"})
         return

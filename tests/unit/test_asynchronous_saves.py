@@ -353,7 +353,7 @@ class Plain(nn.Module):
         return self.inner(input_ids=input_ids, labels=labels, attention_mask=attention_mask)
 
 
-@pytest.mark.parametrize("kind", [Tail, Plain, "sharded files"])
+@pytest.mark.parametrize("kind", [Tail, Plain, "sharded files", "compiled"])
 def test_weights_are_those_that_the_trainer_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Any) -> None:
     """In the same files. What the caller changes in the configuration meanwhile is not in them."""
     if kind == "sharded files":
@@ -363,7 +363,9 @@ def test_weights_are_those_that_the_trainer_writes(tmp_path: Path, monkeypatch: 
     files = []
     for mode in (False, True):
         torch.manual_seed(0)
-        model = Plain() if kind is Plain else Tail(make_llama(0).config) if kind is Tail else make_llama(0)
+        model: Any = Plain() if kind is Plain else Tail(make_llama(0).config) if kind is Tail else make_llama(0)
+        if kind == "compiled":
+            model.model.layers[0].mlp = torch.compile(model.model.layers[0].mlp, backend="eager")
 
         class Edit(TrainerCallback):
             def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
