@@ -189,19 +189,39 @@ def _read(folder: Path) -> Manifest:
     """The manifest; the files that it lists are not checked."""
     try:
         manifest, undamaged = unseal((folder / MANIFEST).read_bytes())
-        version, _ = int(manifest["format"]), dict(manifest["files"])
+        version = int(manifest["format"])
+        if version <= FORMAT:
+            _check_types(manifest)
     except (FileNotFoundError, NotADirectoryError):
         raise CheckpointError(
             f"{folder} is not a complete checkpoint: it has no {MANIFEST}. If another library wrote it, convert it: "
             f"lightstep checkpoint convert {folder} DST --to lightstep"
         ) from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise DamagedError(f"{folder / MANIFEST} cannot be read: {error_text(error)}") from error
     if not undamaged:
         raise DamagedError(f"{folder / MANIFEST} is damaged: its text does not have the checksum at its end")
     if version > FORMAT:
         raise CheckpointError(f"{folder} has checkpoint format {version}; this lightstep reads up to {FORMAT}")
     return manifest
+
+
+def _check_types(manifest: Manifest) -> None:
+    """Anybody can write a manifest with a right checksum. One that cannot be used counts as damaged.
+
+    Raises:
+        TypeError, KeyError, AttributeError: an entry is missing, or is not what a save writes.
+    """
+    files, checksums = manifest["files"], manifest.get("checksums", {})
+    numbers = [*files.values(), *checksums.values(), manifest.get("counter", 0), manifest.get("saved_at", 0)]
+    aliases, base = manifest.get("aliases") or {}, manifest.get("base") or {"shapes": {}}
+    groups = [name for group in manifest.get("groups") or [] for name in [*group]]
+    names = [*groups, *aliases.values(), manifest.get("folder") or "", manifest.get("optimizer") or ""]
+    lengths = [length for shape in base["shapes"].values() for length in [*shape]]
+    wrong = [value for value in numbers + lengths if type(value) is not int]
+    wrong += [value for value in names if not isinstance(value, str)]
+    if wrong:
+        raise TypeError(f"it has {wrong[0]!r} where a save writes something else")
 
 
 def data_folder(folder: Path, manifest: Manifest) -> Path:

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from lightstep.checkpoint.errors import DamagedError
 from lightstep.checkpoint.layout import (
     INDEX,
     Manifest,
@@ -19,7 +20,21 @@ from lightstep.checkpoint.layout import (
 )
 from lightstep.checkpoint.read import read_whole
 from lightstep.checkpoint.small_state import read_state
-from lightstep.checkpoint.tensors import Index, parse_index
+from lightstep.checkpoint.tensors import Index, file_sizes, parse_index
+
+
+def read_index(folder: Path, manifest: Manifest) -> Index:
+    """The index of the tensors.
+
+    Raises:
+        DamagedError: it is damaged, or names bytes that its files do not have.
+    """
+    index, data = parse_index(read_checked(folder, manifest, INDEX)), manifest.get("folder")
+    for name, size in file_sizes(index).items():
+        if size > manifest["files"].get(f"{data}/{name}" if data else name, 0):
+            file = data_folder(folder, manifest) / INDEX
+            raise DamagedError(f"{file} cannot be read: {name} has fewer bytes than the {size} that it names")
+    return index
 
 
 @dataclass
@@ -44,7 +59,7 @@ class SavedCheckpoint:
         manifest = read_manifest(folder) if manifest is None else manifest
         refuse_engine_files(folder, manifest)
         try:
-            index = parse_index(read_checked(folder, manifest, INDEX))
+            index = read_index(folder, manifest)
             return cls(folder, manifest, index, read_state(folder, manifest))
         finally:
             refuse_replaced(folder, manifest)

@@ -177,7 +177,7 @@ def parse_index(text: bytes) -> Index:
     try:
         content = json.loads(text)
         return {key: _parse_stored(entry, content["files"]) for key, entry in content["tensors"].items()}
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError) as error:
         raise DamagedError(f"{INDEX} cannot be read: {error_text(error)}") from error
 
 
@@ -186,6 +186,11 @@ def _parse_stored(entry: dict[str, Any], files: Sequence[str]) -> StoredTensor:
     if not isinstance(dtype, torch.dtype) or any(PurePosixPath(file).name != file for file in files):
         raise ValueError(f"unknown dtype {entry['dtype']!r} or a file outside the folder")
     checksums = entry.get("crc32") or [None] * len(entry["chunks"])
+    numbers = [number for offsets, lengths, *others in entry["chunks"] for number in (*offsets, *lengths, *others)]
+    if any(type(number) is not int or number < 0 for number in numbers):
+        raise ValueError(f"a chunk has {entry['chunks']}")
+    if any(type(checksum) not in (int, type(None)) for checksum in checksums):
+        raise ValueError(f"a chunk has the checksum {checksums}")
     chunks = tuple(
         Chunk(torch.Size(offsets), torch.Size(lengths), files[file], int(start), int(size), checksum)
         for (offsets, lengths, file, start, size), checksum in zip(entry["chunks"], checksums, strict=True)

@@ -21,12 +21,11 @@ from lightstep.checkpoint.layout import (
     data_folder,
     find_checkpoint,
     is_weights_only,
-    read_checked,
     read_manifest,
 )
 from lightstep.checkpoint.read import read_chunk
+from lightstep.checkpoint.saved import read_index
 from lightstep.checkpoint.storage import location
-from lightstep.checkpoint.tensors import parse_index
 from lightstep.checkpoint.workers import Worker
 
 _READERS = 4
@@ -141,7 +140,7 @@ def _checks(folder: Path, manifest: Manifest) -> Iterator[Callable[[], object]]:
         yield partial(check_file, folder, manifest, name)
     data = data_folder(folder, manifest)
     if (data / INDEX).exists():
-        for key, stored in parse_index(read_checked(folder, manifest, INDEX)).items():
+        for key, stored in read_index(folder, manifest).items():
             for chunk in stored.chunks:
                 yield partial(read_chunk, data, key, chunk)
 

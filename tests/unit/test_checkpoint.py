@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import json
 import math
@@ -10,10 +11,12 @@ import pickle
 import random
 import re
 import resource
+import shutil
 import sys
 import weakref
 import zlib
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +35,10 @@ from lightstep.checkpoint import (
     load_checkpoint,
     save_checkpoint,
     to_torch_state_dict,
+    verify_checkpoints,
 )
 from lightstep.checkpoint import write as checkpoint_write
+from lightstep.checkpoint.checksums import seal
 from lightstep.checkpoint.optimizer_content import OptimizerContent
 from tests.covering import every_pair
 from tests.distributed.ranks import Pool
@@ -721,6 +726,50 @@ def test_pickles_of_a_stranger_are_not_executed(tmp_path: Path) -> None:
     forge(folder)
     with pytest.raises(CheckpointError, match=r"state\.pt cannot be read: it is damaged, or holds more than plain"):
         load_checkpoint(folder, small_model())
+
+
+STRANGE = [None, -1, 2**62, 2**70, 1.5, True, "x", "../x", "\ud800", [], [[]], ["a"], {}, {"a": 1}]
+
+
+def replaced(content: Any, chance: random.Random) -> Any:
+    """The content with something in it replaced by something else."""
+    if isinstance(content, dict | list) and content and chance.random() < 0.8:
+        changed: Any = copy.copy(content)
+        key = chance.choice(list(content) if isinstance(content, dict) else range(len(content)))
+        changed[key] = replaced(content[key], chance)
+        return changed
+    return chance.choice(STRANGE)
+
+
+@pytest.mark.parametrize("name", ["lightstep.json", "tensors.json"])
+def test_a_strangers_manifest_or_index_is_refused_and_stops_nobody_else(tmp_path: Path, name: str) -> None:
+    """All checksums are right."""
+    for number in (1, 2):
+        model = small_model(float(number))
+        save_checkpoint(tmp_path / f"step-{number}", model, torch.optim.SGD(model.parameters(), momentum=0.9))
+    folder, chance = tmp_path / "step-2", random.Random(0)
+    files = {each: json.loads((folder / each).read_text()) for each in ("lightstep.json", "tensors.json")}
+    del files["lightstep.json"]["crc32"]
+    for number in range(60):
+        changed = files | {name: replaced(files[name], chance)}
+        manifest, text = changed["lightstep.json"], json.dumps(changed["tensors.json"]).encode()
+        if not isinstance(manifest, dict):
+            continue
+        if name == "tensors.json":
+            (folder / name).write_bytes(text)
+            manifest = manifest | {
+                "files": manifest["files"] | {name: len(text)},
+                "checksums": manifest["checksums"] | {name: zlib.crc32(text)},
+            }
+        (folder / "lightstep.json").write_bytes(seal(manifest))
+        with suppress(CheckpointError):
+            load_checkpoint(folder, small_model())
+        with suppress(CheckpointError):
+            verify_checkpoints(folder)
+        assert latest_checkpoint(tmp_path) in {tmp_path / "step-1", folder}
+        if number % 10 == 0:
+            save_checkpoint(tmp_path / "step-3", small_model())
+            shutil.rmtree(tmp_path / "step-3")
 
 
 def test_an_index_does_not_lead_out_of_the_folder(tmp_path: Path) -> None:
