@@ -216,12 +216,17 @@ class Engine:
 
     @contextlib.contextmanager
     def _speculating(self, schedule: Overlap) -> Iterator[None]:
-        """Update units speculatively as the body's backward completes them."""
+        """Update units speculatively as the body's backward completes them.
+
+        There are none if somebody else has written to weights since the last step: they may be written back before
+        ``step()`` (SAM), and masters are rebuilt of those that are there then.
+        """
         if not self.is_set_up or self.clip_layers or self.broken:
             yield
             return
         with no_grad_no_inference():
-            scaling = self._prepare()
+            scaling = self._prepare(adopt=False)
+            written = bool(self.managed.find_written(self.managed))
         if scaling is None:
             yield
             return
@@ -230,7 +235,8 @@ class Engine:
         def peek(item: Managed) -> Tensor | None:
             return self.gradients.peek(item.param)
 
-        with schedule.speculating(scaling.layers, self.param_groups, peek, assumed, self.managed.find_written):
+        find_written = self.managed.find_written
+        with schedule.speculating(scaling.layers, self.param_groups, peek, assumed, find_written, paused=written):
             yield
 
     def _take(self, item: Managed) -> Tensor | None:
@@ -409,16 +415,19 @@ class Engine:
 
     # -- set-up
 
-    def _prepare(self) -> Scaling | None:
+    def _prepare(self, adopt: bool = True) -> Scaling | None:
         """Set up parameters and allocate memory, before gradients are touched: if that fails nothing is lost.
 
         ``None`` if all parameters are frozen.
+
+        Args:
+            adopt: rebuild the masters of weights that somebody else has written to.
         """
         self.set_up()
         if not self.is_set_up:
             return None
         self.managed.drop_provisional_state()
-        if self.managed.adopt_outside_changes(self.param_groups):
+        if adopt and self.managed.adopt_outside_changes(self.param_groups):
             self.on_parameters_changed()
         self.backend.prepare()
         return self._scaling

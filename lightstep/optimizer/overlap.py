@@ -94,6 +94,7 @@ class Overlap(NextForward):
         peek: Peek,
         assumed: Factors,
         find_written: FindWritten,
+        paused: bool,
     ) -> Iterator[None]:
         """The last backward of a step runs in the body; units are updated as it completes their gradients.
 
@@ -103,13 +104,14 @@ class Overlap(NextForward):
             peek: called with parameters whose gradients may be complete.
             assumed: the scaling of gradients that are not clipped.
             find_written: called before weights are rolled back.
+            paused: nothing is updated in this backward.
         """
         self._find_written = find_written
         self._update_pause()
         self._link_share.adapt()
         self._assumed = assumed
         self._arrivals.set_layers(layers, self._backend.units(), batched=True)
-        local, shared, after_backward = self._plan(groups)
+        local, shared, after_backward = self._plan(groups, paused)
         self._has_shared = bool(shared)
         if not (local or shared):
             yield
@@ -134,7 +136,7 @@ class Overlap(NextForward):
         elif self._speculation is speculation:
             self.on_early_update()
 
-    def _plan(self, groups: Sequence[dict[str, Any]]) -> tuple[list[Unit], list[Unit], list[Unit]]:
+    def _plan(self, groups: Sequence[dict[str, Any]], paused: bool) -> tuple[list[Unit], list[Unit], list[Unit]]:
         """The local units and the shared units to update speculatively, and the units that ``step()`` submits first.
 
         The first two are in the order in which backward completes them. The shared units are the same on all ranks.
@@ -148,7 +150,7 @@ class Overlap(NextForward):
         self._backend.prefer_resident(after_backward)
         candidates = candidates.difference(after_backward)
         local = [unit for unit in local if unit in candidates]
-        possible = comparable and not self._pause
+        possible = comparable and not self._pause and not paused
         ready = frozenset(self._backend.reserve_speculation({*local, *shared}) if possible else ())
         fraction = self._link_share.fraction
         local = evenly_spaced([unit for unit in local if unit in ready], fraction)
@@ -285,7 +287,8 @@ class Overlap(NextForward):
         with self._aborting("the update under way", on_interrupt=False):
             self._backend.lanes.caller().wait(speculation.done)  # on the CPU they have written only then
         updated = (unit for unit in speculation.submitted if self._backend.is_speculative(unit))
-        return self._find_written(dict.fromkeys(owner for unit in updated for owner, _, _ in unit.parts))
+        owners = dict.fromkeys(owner for unit in updated for owner, _, _ in unit.parts)
+        return self._find_written(owner for owner in owners if owner in speculation.used)
 
     def _roll_back_units(self, speculation: Speculation) -> None:
         if speculation.submitted:
@@ -457,6 +460,8 @@ class Overlap(NextForward):
     def reset(self) -> None:
         self._speculation = None
         super().reset()
+        for unit in filter(self._backend.is_speculative, self._backend.units()):
+            self._backend.drop_speculation(unit)
 
     def close(self) -> None:
         """Remove the hooks."""

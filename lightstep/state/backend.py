@@ -257,6 +257,9 @@ class StateBackend(ABC):
     def roll_back(self, unit: Unit) -> None:  # noqa: B027  (for backends that can speculate)
         """Undo the unit's speculative update; weights are restored by work on the current stream."""
 
+    def drop_speculation(self, unit: Unit) -> None:  # noqa: B027  (for backends that can speculate)
+        """Forget the unit's speculative update after a failure; its weights stay as they are."""
+
     def abandon(self) -> None:  # noqa: B027  (an optional hook)
         """The step failed: send what other processes wait for. Raises nothing."""
 

@@ -159,6 +159,9 @@ class ReplicaShardedBackend(StateBackend):
     def roll_back(self, unit: Unit) -> None:
         self.inner.roll_back(unit)
 
+    def drop_speculation(self, unit: Unit) -> None:
+        self.inner.drop_speculation(unit)
+
     def abandon(self) -> None:
         """Send what the others wait for, so that their step ends and the next collective matches on all replicas."""
         with contextlib.suppress(Exception):

@@ -306,6 +306,9 @@ class StreamBackend(RecordBackend):
             self.lanes.caller().wait(version.written_back)
         self._run(lambda: version.roll_back(fingerprints))
 
+    def drop_speculation(self, unit: Unit) -> None:
+        self._versions.discard(self._records[unit])
+
     def _speculative_version(self, record: Record) -> Version | None:
         return self._versions.get(record)
 

@@ -927,6 +927,35 @@ def test_own_updates_are_not_taken_for_writes_of_others(update: str, clipping: d
         assert [item.name for item in managed if not managed._watch.untouched(item, item.local)] == []
 
 
+@pytest.mark.parametrize("parameters", ["bfloat16", "float16"])
+@pytest.mark.parametrize("two_gradients", [True, False], ids=["of both weights", "of other weights"])
+@pytest.mark.usefixtures("no_pause")
+def test_weights_that_are_exchanged_for_a_backward_keep_their_masters(
+    two_gradients: bool, parameters: str, verdicts: Counter[str]
+) -> None:
+    """As for sharpness-aware minimization (SAM): they are the same again before the step."""
+    tested, expected = pair(parameters=parameters)
+    for training in (tested, expected):
+        training.train(2)
+        for _ in range(4):
+            if two_gradients:
+                backward(training)
+                training.optimizer.zero_grad()
+            weights_now = list(training.model.parameters())
+            kept = [weight.detach().clone() for weight in weights_now]
+            with torch.no_grad():
+                torch._foreach_mul_(weights_now, 1.125)
+            training.optimizer.backward(training.loss(1))
+            with torch.no_grad():
+                torch._foreach_copy_(weights_now, kept)
+            training.optimizer.step()
+            training.steps += 1
+        verdicts.clear()
+        training.train(3)
+        assert training is expected or verdicts["commit"], "updates run in backward again"
+    assert_same(tested.snapshot(), expected.snapshot())
+
+
 def two_graphs(training: Training) -> None:
     """The second one has saved weights that the backward of the first one updates."""
     first, second = training.loss(0), training.loss(1)
