@@ -41,7 +41,9 @@ def read_source(source: str | Path | Mapping[str, Any]) -> tuple[str, dict[str, 
         )
     try:
         return str(path), _parse(path.read_text(encoding="utf-8"), str(path))
-    except (OSError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not a text file in UTF-8; a YAML file is needed") from error
+    except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
 
 

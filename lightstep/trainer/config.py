@@ -280,8 +280,10 @@ def _read(path: Path) -> dict[str, Any]:
         values = read_yaml(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"{path} does not exist; give the path of a training file") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path} is not a text file in UTF-8; a YAML file is needed") from None
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from None
     except yaml.YAMLError as error:
         raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(values, dict):

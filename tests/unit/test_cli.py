@@ -160,13 +160,16 @@ def test_a_mistake_gets_one_sentence(file: Path, tmp_path: Path, arguments: list
         ("- 1", "holds a list; a mapping of keys is needed"),
         ("3", "holds the value 3; a mapping of keys is needed"),
         ("", "is empty; a mapping of keys is needed"),
+        ("\ufeff\udcff", "is not a text file in UTF-8; a YAML file is needed"),
+        ("steps: 0", "'steps' is 0: at least 1 is needed"),
+        ("ema: 2", "'ema' is 2: less than 1 is needed"),
         ("steps: 3", "'model' is missing: a value is needed"),
     ],
 )
 def test_an_unusable_file_gets_one_sentence(tmp_path: Path, content: str | None, message: str) -> None:
     path = tmp_path / "train.yaml"
     if content is not None:
-        path.write_text(content)
+        path.write_bytes(content.encode(errors="surrogateescape"))
     assert message in _sentence(_run("train", path), 2)
 
 
