@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -202,11 +203,28 @@ def _saved_group(saved: SavedCheckpoint, number: int, origins: list[int]) -> int
 
 
 def _refuse_other_class(saved: SavedCheckpoint, optimizer: OptimizerContent, number: int, origin: int) -> None:
+    if origin < 0:
+        return
     assert saved.optimizer is not None
-    expected = saved.optimizer["groups"][origin].get("optimizer_class") if origin >= 0 else None
-    known = optimizer.optimizer.param_groups[number].get("optimizer_class")
-    if expected and known and expected != known:
+    expected = _class_of(saved.optimizer["groups"], origin, saved.manifest.get("optimizer"))
+    known = _class_of(optimizer.optimizer.param_groups, number, optimizer.class_name)
+    same_form = (expected, known) if "." in expected and "." in known else map(_without_module, (expected, known))
+    if expected and known and len({*same_form}) > 1:
         raise CheckpointError(f"parameter group {number} is updated by {known}, and it holds the state of {expected}")
+
+
+def _class_of(groups: Sequence[Mapping[str, Any]], number: int, every: str | None) -> str:
+    """The class of a group; of one that names none, the one of ``every`` that no group names. ``""``: not known."""
+    named = groups[number].get("optimizer_class")
+    if named is not None or every is None:
+        return named or ""
+    others = {_without_module(name) for group in groups if (name := group.get("optimizer_class")) is not None}
+    left = set(every.split(" + ")) - others
+    return left.pop() if len(left) == 1 else ""
+
+
+def _without_module(name: str) -> str:
+    return name.rpartition(".")[2]
 
 
 def _entries_to_load(

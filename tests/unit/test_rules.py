@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -198,6 +199,30 @@ def test_a_checkpoint_keeps_the_classes(tmp_path: Path) -> None:
     swapped = again.create_optimizer(third, torch.optim.AdamW, lr=1e-3)
     with pytest.raises(lightstep.CheckpointError, match="state of AdamW \\+ Muon, the optimizer is AdamW"):
         again.load_checkpoint(tmp_path / "a", third, swapped)
+
+
+@pytest.mark.parametrize("named", [0, 1])
+def test_classes_that_have_changed_places_are_refused(tmp_path: Path, named: int) -> None:
+    """Of the groups on each side, one names its class, and the other has the optimizer's own."""
+    strategy = lightstep.Strategy.load("fp32")
+
+    def build(muon: int) -> tuple[nn.Module, Any]:
+        model = strategy.prepare_model(nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)))
+        groups: list[dict[str, Any]] = [{"params": [layer.weight]} for layer in model]
+        own = torch.optim.AdamW if muon == named else torch.optim.Muon
+        groups[named]["optimizer_class"] = torch.optim.Muon if muon == named else torch.optim.AdamW
+        return model, strategy.create_optimizer(model, own, param_groups=groups)
+
+    with warnings.catch_warnings(action="ignore"):  # the last layer passes for a head
+        (model, optimizer), (other_model, other) = build(0), build(1)
+    optimizer.backward(model(torch.ones(2, 4)).square().sum())
+    optimizer.step()
+    strategy.save_checkpoint(tmp_path / "a", model, optimizer)
+    with pytest.raises(
+        lightstep.CheckpointError, match=r"group 0 is updated by (torch.optim.)?AdamW, .* of (torch.optim.)?Muon"
+    ):
+        strategy.load_checkpoint(tmp_path / "a", other_model, other)
+    strategy.load_checkpoint(tmp_path / "a", model, optimizer)
 
 
 def test_a_state_dict_of_other_classes_is_refused() -> None:
