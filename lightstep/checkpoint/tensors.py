@@ -15,6 +15,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -60,6 +61,19 @@ def shard_of(tensor: Tensor) -> Shard | None:
     """This rank's part of a plain tensor or DTensor; ``None`` when the rank is not in the DTensor's mesh."""
     if type(tensor) in (Tensor, nn.Parameter):
         return full_shard(tensor.shape)
+    if not hasattr(tensor, "placements"):
+        return _planned_shard(tensor)
+    key = (tensor.shape, tensor.device_mesh, tensor.placements, dist.get_rank())  # type: ignore[attr-defined]
+    if key not in _known_shards:
+        _known_shards[key] = _planned_shard(tensor)
+    return _known_shards[key]
+
+
+_known_shards: dict[tuple[Any, ...], Shard | None] = {}
+"""By shape, mesh, placements and rank. torch's plan of one tensor takes long, and many tensors are alike."""
+
+
+def _planned_shard(tensor: Tensor) -> Shard | None:
     items = create_default_local_save_plan({"": tensor}, is_coordinator=False).items
     if not items or items[0].tensor_data is None:
         return None
