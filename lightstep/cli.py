@@ -168,10 +168,10 @@ def plan(
     strategy: Annotated[
         str | None, typer.Option(help="Names or files, separated by commas. Default: all that fit the number of GPUs.")
     ] = None,
-    gpus: Annotated[int, typer.Option(min=1, help="Number of GPUs, all in one host.")] = 1,
-    tokens: Annotated[int, typer.Option(min=2, help="Tokens per micro-batch on each GPU.")] = 16_384,
-    sequence: Annotated[int, typer.Option(min=2, help="Tokens per sequence.")] = 4096,
-    micro_batches: Annotated[int, typer.Option(min=1, help="Micro-batches per optimizer step.")] = 1,
+    gpus: Annotated[int, typer.Option(metavar="N", min=1, help="Number of GPUs, all in one host.")] = 1,
+    tokens: Annotated[int, typer.Option(metavar="N", min=2, help="Tokens per micro-batch on each GPU.")] = 16_384,
+    sequence: Annotated[int, typer.Option(metavar="N", min=2, help="Tokens per sequence.")] = 4096,
+    micro_batches: Annotated[int, typer.Option(metavar="N", min=1, help="Micro-batches per optimizer step.")] = 1,
     optimizer: Annotated[
         str,
         typer.Option(
@@ -185,8 +185,12 @@ def plan(
     fused_loss: Annotated[
         bool, typer.Option("--fused-loss", help="The loss computes the logits of 1024 tokens at a time.")
     ] = False,
-    gpu_memory: Annotated[float | None, typer.Option(help="Memory of each GPU in GB. Default: the profile's.")] = None,
-    host_memory: Annotated[float | None, typer.Option(help="Memory of the host in GB. Default: no limit.")] = None,
+    gpu_memory: Annotated[
+        float | None, typer.Option(metavar="GB", help="Memory of each GPU in GB. Default: the profile's.")
+    ] = None,
+    host_memory: Annotated[
+        float | None, typer.Option(metavar="GB", help="Memory of the host in GB. Default: no limit.")
+    ] = None,
     profile: Annotated[
         str | None,
         typer.Option(

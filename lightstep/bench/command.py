@@ -75,17 +75,21 @@ def bench(
     steps: Annotated[
         int | None,
         typer.Option(
+            metavar="N",
             min=1,
             help="Timed steps per round. Default: 8 on a GPU, 4 on a CPU; iterations 4 and 2; tensors 5; timeline 2.",
         ),
     ] = None,
     warmup: Annotated[
         int | None,
-        typer.Option(min=1, help="Untimed steps before them. Default: 2 on a GPU, 1 on a CPU and with --tensors."),
+        typer.Option(
+            metavar="N", min=1, help="Untimed steps before them. Default: 2 on a GPU, 1 on a CPU and with --tensors."
+        ),
     ] = None,
     rounds: Annotated[
         int | None,
         typer.Option(
+            metavar="N",
             min=1,
             help="How many times each contender is built and timed. Default: 2; iterations 1; tensors 3.",
         ),
@@ -139,7 +143,7 @@ def bench(
     ] = None,
     sequence: Annotated[
         int | None,
-        typer.Option(min=1, help="Iterations: tokens per sequence. Default: 4096 on a GPU, 64 on a CPU."),
+        typer.Option(metavar="N", min=1, help="Iterations: tokens per sequence. Default: 4096 on a GPU, 64 on a CPU."),
     ] = None,
     max_norm: Annotated[
         float | None,
@@ -148,6 +152,7 @@ def bench(
     clip_every: Annotated[
         int | None,
         typer.Option(
+            metavar="N",
             min=1,
             help="Iterations: clip every N-th step, whatever its norm.",
         ),
