@@ -284,6 +284,7 @@ class Engine:
                 moved = self.managed.in_other_groups(self.param_groups)
                 self.schedule.refuse_changed_settings(self.param_groups, moved)
                 self.schedule.wait_for_update()
+                self.schedule.refuse_written(self.managed.find_written(self.managed))
                 return self._complete(self.schedule, loss)
             gradients, norm, overflow = self._measure()
             self.updater.reserve_stage_for(gradients)  # if that fails, step() may be called again

@@ -172,6 +172,21 @@ class InBackward(Schedule):
                 "after step() or before the last backward, or set update: at_step"
             )
 
+    def refuse_written(self, written: Sequence[Managed]) -> None:
+        """Refuse weights that somebody else wrote to between the last backward and ``step()``.
+
+        Raises:
+            RuntimeError: some were: whether before or after their update is not known, and the step counts as failed.
+        """
+        if not written:
+            return
+        with self._aborting("the update"):
+            raise RuntimeError(
+                f"{written[0].name} was written to between backward() and step(), and backward has updated weights "
+                "(optimizer_state.update: in_backward). Write to weights after step() or before the last backward, or "
+                "set update: at_step"
+            )
+
     def complete(self, managed: Sequence[Managed], take: Take, make_update: MakeUpdate) -> None:
         """End the step: take the remaining gradients, update layers in which some are missing, and wait."""
         with self._aborting("the update"):

@@ -956,6 +956,26 @@ def test_weights_that_are_exchanged_for_a_backward_keep_their_masters(
     assert_same(tested.snapshot(), expected.snapshot())
 
 
+@pytest.mark.parametrize("backend", ["resident", "stream"])
+def test_updates_in_backward_refuse_weights_that_are_written_to_before_the_step(backend: str, tmp_path: Path) -> None:
+    """The write came after the update, and would come before it with any other update time."""
+    state = {"backend": backend, "update": "in_backward", **({"ring_mib": 0.02} if backend == "stream" else {})}
+    tested, expected = pair({"max_norm": None}, state)
+    for training in (tested, expected):
+        training.train(3)
+    tested.strategy.save_checkpoint(tmp_path / "good", tested.model, tested.optimizer)
+    backward(tested)
+    with torch.no_grad():
+        tested.model.head.weight.mul_(0.5)
+    with pytest.raises(RuntimeError, match=r"head\.weight was written to between backward.*in_backward"):
+        tested.optimizer.step()
+    with pytest.raises(RuntimeError, match="may be half updated"):
+        tested.optimizer.step()
+    tested.strategy.load_checkpoint(tmp_path / "good", tested.model, tested.optimizer)
+    assert tested.train(2) == expected.train(2)
+    assert_same(tested.snapshot(), expected.snapshot())
+
+
 def two_graphs(training: Training) -> None:
     """The second one has saved weights that the backward of the first one updates."""
     first, second = training.loss(0), training.loss(1)
