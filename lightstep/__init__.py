@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from lightstep.config import ConfigError
     from lightstep.optimizer.base import BaseOptimizer
     from lightstep.optimizer.optimizer import MixedPrecisionOptimizer
+    from lightstep.optimizer.param_table import param_table
     from lightstep.optimizer.result import StepResult
     from lightstep.optimizer.rules import Rule
     from lightstep.precision.loss_scale import ConstantLossScale, DynamicLossScale, LossScale
@@ -48,6 +49,7 @@ __all__ = [
     "global_grad_norm",
     "load_fsdp_optimizer",
     "offload_fsdp_optimizer",
+    "param_table",
 ]
 
 _MODULES = {
@@ -56,6 +58,7 @@ _MODULES = {
     "config": ["ConfigError"],
     "optimizer.base": ["BaseOptimizer"],
     "optimizer.optimizer": ["MixedPrecisionOptimizer"],
+    "optimizer.param_table": ["param_table"],
     "optimizer.result": ["StepResult"],
     "optimizer.rules": ["Rule"],
     "precision.loss_scale": ["ConstantLossScale", "DynamicLossScale", "LossScale"],

@@ -152,8 +152,8 @@ def params(config: _Config, assignments: _Set = None, debug: _Debug = False) -> 
         from lightstep.trainer.config import load_config
         from lightstep.trainer.params import describe_params
 
-        for line in describe_params(load_config(config, None, assignments or ())):
-            sys.stdout.write(f"{line}\n")
+        text = describe_params(load_config(config, None, assignments or ()))
+    sys.stdout.write(f"{text}\n")
 
 
 @app.command(cls=_Command)

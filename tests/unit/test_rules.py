@@ -577,3 +577,21 @@ def test_a_group_without_what_its_class_needs_is_refused() -> None:
         strategy.create_optimizer(model, rules=rules)
     with pytest.raises(TypeError, match=r"optimizer_class is 'Muon'; a subclass of torch.optim.Optimizer is needed"):
         strategy.create_optimizer(model, param_groups=[{"params": [model.weight], "optimizer_class": "Muon"}])
+
+
+def test_the_table_of_the_outcome() -> None:
+    strategy = lightstep.Strategy.load("fp32")
+    model = strategy.prepare_model(Named())
+    model.scale.requires_grad_(False)
+    rules = [
+        Rule(torch.optim.Muon, kinds="hidden_matrices", lr=2e-2),
+        Rule(torch.optim.SGD, names=["tokens", "out", "norm", "bias"], lr=1e-3),
+    ]
+    table = lightstep.param_table(model, strategy.create_optimizer(model, rules=rules)).splitlines()
+    assert table[:3] == [
+        "Muon: lr 0.02, weight_decay 0.1, 256 elements",
+        "  hidden_matrices 2×8×8         experts",
+        "  hidden_matrices 8×8           blocks.*.mix.weight (2)",
+    ]
+    assert "SGD: lr 0.001, weight_decay 0, 208 elements" in table
+    assert table[-2:] == ["in no group, 8 elements", "  rest            8             scale"]
