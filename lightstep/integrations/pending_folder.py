@@ -97,12 +97,11 @@ class PendingFolder(PendingSave):
         self._rotate()
 
     def result(self, timeout: float | None = None) -> Path:
-        try:
-            return super().result(timeout)
-        finally:
-            if self.done() and self.checkpoint is not None:
-                with suppress(Exception):
-                    self.checkpoint.result()  # its error has been raised
+        self.exception(timeout)  # raises TimeoutError if the save is still running
+        if self.checkpoint is not None:
+            with suppress(Exception):
+                self.checkpoint.result()  # its error is raised here
+        return super().result()
 
     def finish(self) -> None:
         """Wait on every rank; raise the error, unless ``result()`` or the optimizer's step has raised it already."""

@@ -11,6 +11,7 @@ import threading
 import time
 import zipfile
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,9 @@ from transformers.trainer_utils import get_last_checkpoint
 from lightstep import CheckpointError, ConfigError
 from lightstep.checkpoint import save
 from lightstep.checkpoint.file_list import FILE_LIST
-from lightstep.checkpoint.pending import finish_pending
+from lightstep.checkpoint.pending import PendingSave, finish_pending
 from lightstep.checkpoint.ranks import Ranks
-from lightstep.integrations.pending_folder import PendingFolder
+from lightstep.integrations.pending_folder import PendingFolder, folder_kind
 from lightstep.integrations.trainer_folders import is_read_on_save, rotate
 from lightstep.integrations.transformers import LightstepTrainer
 from tests.python import python
@@ -612,3 +613,25 @@ def test_what_save_state_refuses(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="without a model and an optimizer"):
         training.accelerator.save_state(str(tmp_path / "a"), asynchronous=True)
     assert names(tmp_path) == ["notes.txt"]
+
+
+def test_an_error_after_a_wait_that_timed_out_is_still_the_checkpoints_to_raise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even if the save fails right after the wait has ended."""
+    folder = PendingFolder(tmp_path / "a", folder_kind("a", (), lambda _: True, lambda _: True), lambda: None)
+    folder.checkpoint = PendingSave()
+
+    def times_out(pending: Future[Path], timeout: float | None = None) -> Path:
+        for one in (folder.checkpoint, folder):
+            assert one is not None
+            one.set_exception(OSError("No space left on device"))
+        raise TimeoutError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Future, "exception", times_out)
+        patch.setattr(Future, "result", times_out)
+        with pytest.raises(TimeoutError):
+            folder.result(0.01)
+    with pytest.raises(OSError, match="No space left"):
+        folder.checkpoint.raise_if_failed()
