@@ -227,6 +227,8 @@ class BaseArithmetic:
         """
         given = {key: group[key] for key in inspect.signature(self.optimizer_class).parameters if key in group}
         given = copy.deepcopy({**self.hyperparameters, **settings_of(given)})
+        if type(given.get("betas")) in (tuple, list):  # groups may have (0, 0.99), which torch's constructors refuse
+            given["betas"] = tuple(float(b) if type(b) is int else b for b in given["betas"])
         probe = self._probe()
         probe.grad = torch.zeros_like(probe)
         try:

@@ -118,7 +118,7 @@ def test_training_goes_first_where_processors_are_scarce_unless_it_waits(
     ways[waits]()
     low = min(before + 10, 19)
     assert set(seen) == ({low} if waits == "nobody" else {low, before}) and seen[0] == low
-    assert seen[-1] == low if waits == "nobody" else before
+    assert seen[-1] == (low if waits == "nobody" else before)
     assert niceness() == before
 
 
