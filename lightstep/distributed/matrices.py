@@ -59,6 +59,11 @@ class Rows:
         """Elements of the largest block."""
         return max(block.numel() for block in self.blocks)
 
+    def blocks_of(self, whole: Tensor) -> list[Tensor]:
+        """The blocks of a whole tensor of this shape, as matrices: views of it if it is contiguous."""
+        matrix = whole.reshape(whole.shape[0], -1)
+        return [block.of(matrix) for block in self.blocks]
+
     def local_shapes(self) -> set[tuple[int, ...]]:
         """The shapes of the ranks' parts."""
         if len(self.shape) == 2:
@@ -197,6 +202,7 @@ class MatrixExchange:
         self._free: list[_Buffers] = []
         self._all: list[_Buffers] = []
         self._whole = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._assembled: dict[Any, tuple[Tensor, list[Tensor]]] = {}  # views of it
 
     def open(self, device: torch.device) -> None:
         """Make the process group; all ranks call this at the same time."""
@@ -259,6 +265,7 @@ class MatrixExchange:
         """Free it; no transfer may be under way."""
         self._free, self._all = [], []
         self._whole = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._assembled.clear()
 
     def close(self) -> None:
         """Release the process groups for others; all ranks call this at the same time."""
@@ -277,14 +284,19 @@ class MatrixExchange:
             async_op=True,
         )
 
-    def _matrix(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Scratch memory in which a matrix is assembled."""
-        nbytes = shape.numel() * dtype.itemsize
+    def _matrix(self, rows: Rows, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, list[Tensor]]:
+        """Scratch memory in which a matrix is assembled, and its blocks."""
+        nbytes = rows.shape.numel() * dtype.itemsize
         if self._whole.nbytes < nbytes or self._whole.device != device:
             if self._whole.device.type != "cpu":
                 self._whole.record_stream(torch.accelerator.current_stream(self._whole.device))
             self._whole = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        return self._whole[:nbytes].view(dtype).view(shape)
+            self._assembled.clear()
+        key = rows.shape, rows.blocks, dtype
+        if key not in self._assembled:
+            matrix = self._whole[:nbytes].view(dtype).view(rows.shape)
+            self._assembled[key] = matrix, rows.blocks_of(matrix)
+        return self._assembled[key]
 
 
 class MatrixTransfer:
@@ -313,9 +325,9 @@ class MatrixTransfer:
         Replicas.wait([self._work])
         for number, pieces in zip(self._plan.own, self._pieces, strict=True):
             rows = self._plan.rows[number]
-            matrix = self._exchange._matrix(rows.shape, self._flat.dtype, self._flat.device)
-            _assemble(matrix, rows, pieces)
-            _disassemble(function(number, matrix), rows, pieces)
+            matrix, blocks = self._exchange._matrix(rows, self._flat.dtype, self._flat.device)
+            torch._foreach_copy_(blocks, pieces)
+            torch._foreach_copy_(pieces, rows.blocks_of(function(number, matrix)))
         self._send_back()
 
     def compute_together(self, each: int, function: Callable[[int, list[Tensor]], None]) -> None:
@@ -326,10 +338,10 @@ class MatrixTransfer:
             group = [(self._plan.rows[number], pieces) for number, pieces in own[first : first + each]]
             wholes = [torch.empty(rows.shape, dtype=self._flat.dtype, device=self._flat.device) for rows, _ in group]
             for whole, (rows, pieces) in zip(wholes, group, strict=True):
-                _assemble(whole, rows, pieces)
+                torch._foreach_copy_(rows.blocks_of(whole), pieces)
             function(own[first][0] // each, wholes)
             for whole, (rows, pieces) in zip(wholes, group, strict=True):
-                _disassemble(whole, rows, pieces)
+                torch._foreach_copy_(pieces, rows.blocks_of(whole))
         self._send_back()
 
     def _send_back(self) -> None:
@@ -342,18 +354,6 @@ class MatrixTransfer:
     def release(self) -> None:
         """Release the buffers; the work that reads the results has been queued."""
         self._exchange._free.append(self._buffers)
-
-
-def _assemble(whole: Tensor, rows: Rows, pieces: Sequence[Tensor]) -> None:
-    matrix = whole.view(whole.shape[0], -1)
-    for block, piece in zip(rows.blocks, pieces, strict=True):
-        block.of(matrix).copy_(piece)
-
-
-def _disassemble(whole: Tensor, rows: Rows, pieces: Sequence[Tensor]) -> None:
-    matrix = whole.reshape(whole.shape[0], -1)
-    for block, piece in zip(rows.blocks, pieces, strict=True):
-        piece.copy_(block.of(matrix))
 
 
 def assign_owners(shapes: Sequence[torch.Size], loads: list[int]) -> list[int]:

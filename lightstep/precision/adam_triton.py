@@ -10,28 +10,18 @@ versions, for whole blocks and for the last one, because accesses under a mask a
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from lightstep.precision.adam_kernel import AdamBatch, AdamMemory
-from lightstep.precision.split_triton import mixed
+from lightstep.precision.split_triton import TOGETHER, add_to_mark, pick, places_of
 from lightstep.precision.triton_launch import Launcher, is_aligned
 
 _BLOCK, _WARPS = 1024, 8
-_TOGETHER = 8
-
-
-@triton.jit
-def _add_to_mark(mark, codes, place, inside):  # type: ignore[no-untyped-def]
-    """Add the fingerprint of these weights (int32 from their 16 bits) to the run's, if fingerprints are kept."""
-    if mark is not None:
-        tl.atomic_add(mark, tl.sum(tl.where(inside, mixed(codes, place), 0), axis=0), sem="relaxed")
 
 
 @triton.jit
@@ -110,23 +100,14 @@ def _block(  # type: ignore[no-untyped-def]
         tl.store(low + place, bits.to(tl.int16), mask=inside)
         signed = (v.to(tl.int32, bitcast=True) & 0x7FFFFFFF) | (((code - upper) & 1) << 31)
         tl.store(exp_avg_sq + place, signed.to(tl.float32, bitcast=True), mask=inside)
-        _add_to_mark(mark, code.to(tl.int16).to(tl.int32), start + place, inside)
+        add_to_mark(mark, code.to(tl.int16).to(tl.int32), start + place, inside)
     else:
         tl.store(exp_avg_sq + place, v, mask=inside)
         tl.store(master + place, p, mask=inside)
         if weight is not None:
             rounded = p.to(weight.dtype.element_ty)
             tl.store(weight + place, rounded, mask=inside)
-            _add_to_mark(mark, rounded.to(tl.int16, bitcast=True).to(tl.int32), start + place, inside)
-
-
-@triton.jit
-def _of(pointers, number, COUNT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Element ``number`` of ``COUNT`` pointers."""
-    found = pointers[0]
-    for i in tl.static_range(1, COUNT):
-        found = tl.where(number >= i, pointers[i], found)
-    return found
+            add_to_mark(mark, rounded.to(tl.int16, bitcast=True).to(tl.int32), start + place, inside)
 
 
 @triton.jit(do_not_specialize=["length"])
@@ -162,14 +143,14 @@ def _adam_kernel(  # type: ignore[no-untyped-def]
     first = tl.program_id(0).to(tl.int64) * BLOCK
     n = tl.load(places + 3 * number)
     if first < n:
-        gradient = _of(gradients, number, COUNT) + first
-        exp_avg = _of(exp_avgs, number, COUNT) + first
-        exp_avg_sq = _of(exp_avg_sqs, number, COUNT) + first
-        max_exp_avg_sq = None if max_exp_avg_sqs is None else _of(max_exp_avg_sqs, number, COUNT) + first
-        weight = None if weights is None else _of(weights, number, COUNT) + first
-        low = None if lows is None else _of(lows, number, COUNT) + first
-        master = None if masters is None else _of(masters, number, COUNT) + first
-        step = _of(steps, number, COUNT)
+        gradient = pick(gradients, number, COUNT) + first
+        exp_avg = pick(exp_avgs, number, COUNT) + first
+        exp_avg_sq = pick(exp_avg_sqs, number, COUNT) + first
+        max_exp_avg_sq = None if max_exp_avg_sqs is None else pick(max_exp_avg_sqs, number, COUNT) + first
+        weight = None if weights is None else pick(weights, number, COUNT) + first
+        low = None if lows is None else pick(lows, number, COUNT) + first
+        master = None if masters is None else pick(masters, number, COUNT) + first
+        step = pick(steps, number, COUNT)
         mark = None if fingerprints is None else fingerprints + tl.load(places + 3 * number + 1)
         start = (tl.load(places + 3 * number + 2) + first).to(tl.int32)
         left = tl.minimum(n - first, BLOCK).to(tl.int32)
@@ -219,7 +200,7 @@ def _adam_kernel(  # type: ignore[no-untyped-def]
         elif mark is not None:
             place = tl.arange(0, BLOCK)
             code = tl.load(weight + place, mask=place < left, other=0).to(tl.int16, bitcast=True).to(tl.int32)
-            _add_to_mark(mark, code, start + place, place < left)
+            add_to_mark(mark, code, start + place, place < left)
 
 
 _launcher = Launcher(_adam_kernel, _BLOCK, _WARPS, enable_fp_fusion=False)
@@ -260,7 +241,7 @@ def _rows(memories: Sequence[AdamMemory], aligned: Sequence[bool]) -> Iterator[l
         if not (memories[number].aligned and aligned[number]):
             yield [number]
             continue
-        if len(rows) == _TOGETHER or (rows and n < 0.8 * memories[rows[0]].n):
+        if len(rows) == TOGETHER or (rows and n < 0.8 * memories[rows[0]].n):
             yield rows
             rows = []
         rows.append(number)
@@ -273,13 +254,13 @@ class _Launch:
 
     def __init__(self, batch: AdamBatch, rows: Sequence[int]) -> None:
         memories = [batch.memories[number] for number in rows]
-        self._rows = [*rows, *[rows[-1]] * (_TOGETHER - len(rows))]
+        self._rows = [*rows, *[rows[-1]] * (TOGETHER - len(rows))]
         self._count, self._n, self._tensors = len(rows), memories[0].n, memories[0].tensors
         self._fingerprints = batch.fingerprints
         self._columns = self._columns_of([batch.memories[number].addresses for number in self._rows])
         self._compiling = self._columns_of([batch.memories[number].tensors for number in self._rows])
         device = memories[0].written.device
-        self._places = _places(tuple((one.n, one.number, one.first) for one in memories), device)
+        self._places = places_of(tuple((one.n, one.number, one.first) for one in memories), device)
         self._keys: dict[Any, Any] = {}
 
     def _columns_of(self, rows: Sequence[Sequence[Any]]) -> list[Any]:
@@ -300,7 +281,7 @@ class _Launch:
         key = self._keys.get(form)
         if key is None:
             tensors = (gradients[first], *self._tensors, steps[first], self._fingerprints, *shared)
-            key = self._keys[form] = _launcher.key(tensors, (*constants, _TOGETHER))
+            key = self._keys[form] = _launcher.key(tensors, (*constants, TOGETHER))
         if _launcher.is_compiled(key):
             columns = self._columns
             own: tuple[Any, ...] = tuple([addresses[i] for i in self._rows])
@@ -310,9 +291,3 @@ class _Launch:
             own, counts = tuple(gradients[i] for i in self._rows), tuple(steps[i] for i in self._rows)
         arguments = (own, *columns, counts, self._fingerprints, self._places, *shared, *numbers)
         _launcher.launch(key, self._n, self._count, arguments)
-
-
-@functools.lru_cache(maxsize=4096)
-def _places(places: tuple[tuple[int, int, int], ...], device: torch.device) -> Tensor:
-    """``[3k]``: number of elements, ``number`` and ``first`` of each run."""
-    return torch.tensor(places, dtype=torch.int64, device="cpu").view(-1).to(device, non_blocking=True)

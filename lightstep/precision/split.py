@@ -19,11 +19,12 @@ import functools
 import logging
 from collections.abc import Sequence
 from types import ModuleType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-__all__ = ["Splitter"]
+__all__ = ["Splitter", "WeightRow"]
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +32,24 @@ _CHUNK = 1 << 18  # elements per pass: the scratch memory stays small; a multipl
 _CHUNK_ON_CPU = 1 << 15  # elements per thread and pass: they stay in the cache of its core
 # Constants of the fingerprint: odd 31-bit numbers without structure.
 _PLACE, _CODE, _FIRST_MIX, _SECOND_MIX = 0x1E3779B1, 0x05EBCA77, 0x7FEB352D, 0x046CA68B
+
+
+class WeightRow(NamedTuple):
+    """16-bit weights whose fingerprints are wanted.
+
+    Attributes:
+        weight, first, ranges: see :meth:`Splitter.fingerprints`.
+        number: of the first range's fingerprint.
+    """
+
+    weight: Tensor
+    first: int
+    ranges: Sequence[tuple[int, int]]
+    number: int
+
+    def marks(self, out: Tensor) -> Tensor:
+        """The fingerprints of its ranges."""
+        return out[self.number : self.number + len(self.ranges)]
 
 
 class Splitter:
@@ -98,6 +117,19 @@ class Splitter:
             ranges: in order, not overlapping.
         """
         self.add_fingerprints(weight, first, ranges, out.zero_())
+
+    def fingerprint_rows(self, rows: Sequence[WeightRow], out: Tensor) -> None:
+        """:meth:`fingerprints` of several rows to their places in ``out``; the others in ``out`` do not change."""
+        if sum(len(row.ranges) for row in rows) == out.numel():
+            out.zero_()
+        else:
+            for row in rows:
+                row.marks(out).zero_()
+        if self._fused is not None:
+            self._fused.fingerprint_rows(rows, out)
+            return
+        for row in rows:
+            self.add_fingerprints(row.weight, row.first, row.ranges, row.marks(out))
 
     def add_fingerprints(self, weight: Tensor, first: int, ranges: Sequence[tuple[int, int]], out: Tensor) -> None:
         """Add the checksums of :meth:`fingerprints` to ``out``."""
@@ -275,11 +307,13 @@ def _round_trip(splitter: Splitter | ModuleType, master: Tensor, extra: Tensor) 
     n, device = master.numel(), master.device
     weight, low = torch.empty(n, dtype=torch.bfloat16, device=device), torch.empty(n, dtype=torch.int16, device=device)
     ranges = [(0, n // 9), (n // 8, n // 7), (n // 7, n // 2), (n // 2, n)]
-    back, marks = torch.empty_like(master), torch.zeros(5, dtype=torch.int32, device=device)
+    back, marks = torch.empty_like(master), torch.zeros(5 + 14, dtype=torch.int32, device=device)
     splitter.split(master, weight, low, extra)
     stored = extra.clone()
     splitter.fingerprints(weight, 0, [(0, n)], marks[:1])
-    splitter.fingerprints(weight, 1 << 40, ranges, marks[1:])
+    splitter.fingerprints(weight, 1 << 40, ranges, marks[1:5])
+    rows = [WeightRow(weight[8 * i : n - i], (1 << 31) * i, [(0, n - 9 * i)], 13 - i) for i in range(10)]
+    splitter.fingerprint_rows([*rows, WeightRow(weight[3:], 5, [(0, n - 3)], 3)], marks[5:])
     splitter.join(weight, low, extra, back)
     return [
         weight.view(torch.int16),

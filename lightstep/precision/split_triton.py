@@ -11,11 +11,15 @@ from __future__ import annotations
 import bisect
 import functools
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from lightstep.precision.triton_launch import Launcher
+from lightstep.precision.triton_launch import Launcher, is_aligned
+
+if TYPE_CHECKING:
+    from lightstep.precision.split import WeightRow
 
 try:
     import triton
@@ -26,6 +30,8 @@ except ImportError:
 available = triton is not None
 _BLOCK, _WARPS = 1024, 4
 _SUMMED, _SUMMING = 4096, 8  # larger blocks: each ends with atomic additions to the same few numbers
+TOGETHER = 8
+"""Runs that share a launch."""
 
 
 def split(master: Tensor, weight: Tensor, low: Tensor, extra: Tensor) -> None:
@@ -44,6 +50,40 @@ def fingerprints(weight: Tensor, first: int, ranges: Sequence[tuple[int, int]], 
     """Add the sums of :meth:`Splitter.fingerprints` to ``out``."""
     edges, heads = _tables(tuple(ranges), weight.numel(), weight.device)
     _fingerprint(weight.numel(), (weight.view(torch.int16), out, edges, heads), (len(ranges), first))
+
+
+def fingerprint_rows(rows: Sequence[WeightRow], out: Tensor) -> None:
+    """Add the sums of :meth:`Splitter.fingerprint_rows` to ``out``."""
+    whole = []
+    for row in rows:
+        if len(row.ranges) == 1 and row.ranges[0][1] == row.weight.numel() and is_aligned(row.weight.data_ptr()):
+            whole.append(row)
+        else:
+            fingerprints(row.weight, row.first, row.ranges, row.marks(out))
+    whole.sort(key=lambda row: -row.weight.numel())
+    for start in range(0, len(whole), TOGETHER):
+        _sum_rows(whole[start : start + TOGETHER], out)
+
+
+def _sum_rows(rows: Sequence[WeightRow], out: Tensor) -> None:
+    """Add the sums of up to ``TOGETHER`` rows of one range, the longest first."""
+    longest = rows[0].weight.numel()
+    if not longest:
+        return
+    places = places_of(tuple((row.weight.numel(), row.number, row.first) for row in rows), out.device)
+    key = _row_sums.key((rows[0].weight, places, out), (TOGETHER,))
+    padded = [*rows, *[rows[-1]] * (TOGETHER - len(rows))]
+    if _row_sums.is_compiled(key):
+        weights: tuple[Any, ...] = tuple([row.weight.data_ptr() for row in padded])
+    else:  # the dtype is needed
+        weights = tuple(row.weight.view(torch.int16) for row in padded)
+    _row_sums.launch(key, longest, len(rows), (weights, places, out))
+
+
+@functools.lru_cache(maxsize=4096)
+def places_of(places: tuple[tuple[int, int, int], ...], device: torch.device) -> Tensor:
+    """``[3k]``: number of elements, number of the fingerprint, and position of the first element of each run."""
+    return torch.tensor(places, dtype=torch.int64, device="cpu").view(-1).to(device, non_blocking=True)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -164,5 +204,36 @@ if available:
         else:
             _fingerprint_block(weight, out, edges, head, first, n, ranges, start, BLOCK, False)
 
+    @triton.jit
+    def add_to_mark(mark, codes, place, inside):  # type: ignore[no-untyped-def]
+        """Add the fingerprint of these weights (int32 from their 16 bits) to the run's, if fingerprints are kept."""
+        if mark is not None:
+            tl.atomic_add(mark, tl.sum(tl.where(inside, mixed(codes, place), 0), axis=0), sem="relaxed")
+
+    @triton.jit
+    def pick(pointers, number, COUNT: tl.constexpr):  # type: ignore[no-untyped-def]
+        """Element ``number`` of ``COUNT`` pointers."""
+        found = pointers[0]
+        for i in tl.static_range(1, COUNT):
+            found = tl.where(number >= i, pointers[i], found)
+        return found
+
+    @triton.jit
+    def _row_sums_kernel(weights, places, out, COUNT: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+        number = tl.program_id(1)
+        first = tl.program_id(0).to(tl.int64) * BLOCK
+        n = tl.load(places + 3 * number)
+        if first < n:
+            weight = pick(weights, number, COUNT) + first
+            mark = out + tl.load(places + 3 * number + 1)
+            start = (tl.load(places + 3 * number + 2) + first).to(tl.int32)
+            place = tl.arange(0, BLOCK)
+            if n - first >= BLOCK:
+                add_to_mark(mark, tl.load(weight + place).to(tl.int32), start + place, place < BLOCK)
+            else:
+                inside = place < n - first
+                add_to_mark(mark, tl.load(weight + place, mask=inside, other=0).to(tl.int32), start + place, inside)
+
     _split, _join = (Launcher(kernel, _BLOCK, _WARPS) for kernel in (_split_kernel, _join_kernel))
     _fingerprint = Launcher(_fingerprint_kernel, _SUMMED, _SUMMING)
+    _row_sums = Launcher(_row_sums_kernel, _SUMMED, _SUMMING)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightstep.crc32 import crc32
+from lightstep.precision.split import WeightRow
 from lightstep.state.segment import MasterSplitter
 
 __all__ = ["ChecksummedWeights"]
@@ -27,3 +29,7 @@ class ChecksummedWeights:
         codes: Any = weight.view(torch.int16).numpy()
         sums = [crc32(codes[start:stop]) for start, stop in ranges]
         out.copy_(torch.tensor(sums, dtype=torch.int64, device="cpu"))  # int64 → int32 keeps the low half
+
+    def fingerprint_rows(self, rows: Sequence[WeightRow], out: Tensor) -> None:
+        for row in rows:
+            self.fingerprints(row.weight, row.first, row.ranges, row.marks(out))

@@ -253,9 +253,12 @@ class RecordBackend(StateBackend):
         for weights, sources in copies.values():
             torch._foreach_copy_(weights, sources)
         if self._fingerprints is not None:
-            for segment in modified:
-                if segment.coding != "own" and segment.has_state and not segment.fingerprinted:
-                    segment.write_fingerprints(staging, splitter, self._fingerprints[record])
+            rows = [
+                segment.weight_row(staging)
+                for segment in modified
+                if segment.coding != "own" and segment.has_state and not segment.fingerprinted
+            ]
+            splitter.fingerprint_rows(rows, self._fingerprints[record])
 
     def _slot_is_only_copy(self, record: Record) -> bool:
         """Whether the slot must be written even if nothing was updated: joining took bits out of the record."""
@@ -391,7 +394,7 @@ class RecordBackend(StateBackend):
         found = known.clone()
         for segment in segments:
             segment.weights(staging)
-            segment.write_fingerprints(staging, splitter, found)
+        splitter.fingerprint_rows([segment.weight_row(staging) for segment in segments], found)
         return found != known
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from lightstep.distributed import Window
+from lightstep.precision.split import WeightRow
 from lightstep.state.backend import Managed
 from lightstep.state.record import (
     History,
@@ -52,6 +53,7 @@ class MasterSplitter(Protocol):
         self, weight: Tensor, low: Tensor, extra: Tensor, master: Tensor, magnitudes: Tensor | None = None
     ) -> None: ...
     def fingerprints(self, weight: Tensor, first: int, ranges: Any, out: Tensor) -> None: ...
+    def fingerprint_rows(self, rows: Sequence[WeightRow], out: Tensor) -> None: ...
     def nbytes(self) -> int: ...
     def free(self) -> None: ...
 
@@ -437,12 +439,10 @@ class Segment:
             else:
                 rounding.round(value, out, key, self.state["step"], staging.element_numbers(self))
 
-    def write_fingerprints(self, staging: Staging, splitter: MasterSplitter, fingerprints: Tensor) -> None:
-        """Write fingerprints of the 16-bit weights to those of the unit; after :meth:`write` or :meth:`weights`."""
+    def weight_row(self, staging: Staging) -> WeightRow:
+        """The 16-bit weights, for fingerprints; after :meth:`write` or :meth:`weights`."""
         row = self.weights(staging) if self.coding == "whole" else self._row(staging)[0]
-        splitter.fingerprints(
-            row, self.first, self.ranges, fingerprints[self.parts[0].index : self.parts[-1].index + 1]
-        )
+        return WeightRow(row, self.first, self.ranges, self.index)
 
     def _row(self, staging: Staging) -> tuple[Tensor, list[Tensor]]:
         """The row that :meth:`weights` returns, and its parts if they are copies."""

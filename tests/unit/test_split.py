@@ -160,6 +160,26 @@ def test_nothing_is_allocated_after_the_first_call() -> None:
 
 
 # ---- fingerprints
+
+
+def test_fingerprints_of_rows_are_those_of_each_and_others_stay() -> None:
+    weight = torch.randn(1000, generator=torch.Generator().manual_seed(3)).bfloat16()
+    rows = [
+        split.WeightRow(weight[:300], 0, [(0, 300)], 4),
+        split.WeightRow(weight[300:300], 7, [(0, 0)], 0),
+        split.WeightRow(weight[301:], 1 << 33, [(0, 5), (8, 699)], 1),
+    ]
+    found = torch.full((6,), 9, dtype=torch.int32)
+    Splitter(CPU).fingerprint_rows(rows, found)
+    expected = torch.full((6,), 9, dtype=torch.int32)
+    for row in rows:
+        Splitter(CPU).fingerprints(row.weight, row.first, row.ranges, row.marks(expected))
+    assert torch.equal(found, expected) and found[3] == found[5] == 9 and found[0] == 0
+    alone = torch.full((1,), 9, dtype=torch.int32)
+    Splitter(CPU).fingerprint_rows([rows[0]._replace(number=0)], alone)
+    assert torch.equal(alone, expected[4:5])
+
+
 # -----------------------------------------------------------------------------------------------------------
 
 
@@ -258,16 +278,21 @@ def test_a_twin_that_agrees_is_accepted() -> None:
     assert torch.equal(torch.get_rng_state(), random_state), "a run's dropout depends on nothing of this"
 
 
-@pytest.mark.parametrize("wrong", ["split", "join", "fingerprints"])
+@pytest.mark.parametrize("wrong", ["split", "join", "fingerprints", "fingerprint_rows"])
 def test_a_twin_that_differs_in_one_bit_is_refused(wrong: str) -> None:
     plain = split._plain(CPU)
 
     def off_by_one_bit(*arguments: Tensor) -> None:
         getattr(plain, wrong)(*arguments)
-        target = arguments[{"split": 2, "join": 3, "fingerprints": 3}[wrong]]
+        target = arguments[{"split": 2, "join": 3, "fingerprints": 3, "fingerprint_rows": 1}[wrong]]
         target.view(-1).view(torch.uint8)[-4] ^= 1
 
-    twin = SimpleNamespace(split=plain.split, join=plain.join, fingerprints=plain.fingerprints)
+    twin = SimpleNamespace(
+        split=plain.split,
+        join=plain.join,
+        fingerprints=plain.fingerprints,
+        fingerprint_rows=plain.fingerprint_rows,
+    )
     setattr(twin, wrong, off_by_one_bit)
     assert not split._matches_torch(twin, CPU)
 
