@@ -23,7 +23,8 @@ from lightstep.optimizer.arithmetic import BaseArithmetic
 from lightstep.optimizer.classes import GroupClasses
 from lightstep.optimizer.gathered_updates import GatheredUpdates, rows_of_segment
 from lightstep.optimizer.group_values import GroupValues
-from lightstep.optimizer.sharded_muon import MOMENTUM, apply_direction, orthogonalize, update_momentum
+from lightstep.optimizer.orthogonalizer import Orthogonalizer
+from lightstep.optimizer.sharded_muon import MOMENTUM, apply_direction, update_momentum
 from lightstep.state.backend import Managed, StateBackend, Unit
 from lightstep.state.segment import Segment
 
@@ -51,7 +52,7 @@ class SharedUpdates:
 
     def __init__(self, classes: GroupClasses, backend: StateBackend) -> None:
         self._classes, self._exchanges, self._backend = classes, classes.exchanges, backend
-        self._gathered = GatheredUpdates(classes.exchanges)
+        self._gathered, self._orthogonalizer = GatheredUpdates(classes.exchanges), Orthogonalizer()
         self.units: list[Unit] = []
         self._positions: dict[Unit, int] = {}  # in `units`
         self._ahead = self._num_started = self._num_orthogonalized = 0
@@ -179,17 +180,18 @@ class SharedUpdates:
             for started in self._started.get(position, ()):  # a unit without gradients has not been started
 
                 def orthogonalized(n: int, matrix: Tensor, settings: Sequence[Any] = started.settings) -> Tensor:
-                    return orthogonalize(matrix, settings[n])
+                    return self._orthogonalizer(matrix, settings[n])
 
                 with torch.no_grad():
                     started.transfer.compute(orthogonalized)
             self._num_orthogonalized = position + 1
 
     def nbytes(self) -> int:
-        """Device memory held for exchanges."""
-        return sum(exchange.nbytes() for exchange in self._exchanges.values())
+        """Device memory held for exchanges and graphs."""
+        return self._orthogonalizer.nbytes() + sum(exchange.nbytes() for exchange in self._exchanges.values())
 
     def free(self) -> None:
         """Free that memory; no step may be under way."""
+        self._orthogonalizer.free()
         for exchange in self._exchanges.values():
             exchange.free()

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import lightstep
-from lightstep.optimizer import shared_updates
+from lightstep.optimizer.orthogonalizer import Orthogonalizer
 
 STATE = {"backend": "stream", "update": "overlap", "ring_mib": 0.02}
 
@@ -51,15 +51,15 @@ def _steps(rank: int) -> None:
     strategy = lightstep.Strategy.load({"sharding": {"kind": "fsdp2"}, "optimizer_state": STATE})
     model = strategy.prepare_model(nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(6))))
     optimizer = strategy.create_optimizer(model, torch.optim.Muon, lr=0.01)
-    original: Any = shared_updates.orthogonalize
+    original: Any = Orthogonalizer.__call__
     done: list[int] = []
 
-    def orthogonalize(direction: Tensor, group: Any) -> Tensor:
+    def orthogonalize(self: Orthogonalizer, direction: Tensor, group: Any) -> Tensor:
         if rank == 1 and len(done) == 2:
             raise torch.OutOfMemoryError("no more room")
-        return original(direction, group)
+        return original(self, direction, group)
 
-    shared_updates.orthogonalize = orthogonalize
+    Orthogonalizer.__call__ = orthogonalize  # type: ignore[method-assign]
     for step in range(4):
         optimizer.backward(model(torch.ones(2, 8, dtype=torch.bfloat16)).float().square().sum())
         optimizer.step()

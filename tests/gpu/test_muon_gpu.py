@@ -5,7 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
+from lightstep.optimizer.orthogonalizer import Orthogonalizer
+from lightstep.optimizer.sharded_muon import orthogonalize
 from tests.reference.pair import EVERY_TIME, scale_for
 from tests.unit.test_rules import MUON, RMS, MuonPair
 
@@ -24,3 +27,26 @@ def test_muon_and_adamw(backend: str, parameters: str, muon: dict[str, Any]) -> 
     pair.resume()
     pair.train(5)
     assert pair.reference.clipped_steps > 0
+
+
+def test_graphs_of_newton_schulz_have_torchs_bits() -> None:
+    """On any stream, with other work and allocations between recordings, and after their memory was freed."""
+    tested, memory = Orthogonalizer(), torch.empty(2048 * 1024, dtype=torch.bfloat16, device="cuda")
+    group = {"ns_coefficients": (3.4445, -4.775, 2.0315), "ns_steps": 5, "eps": 1e-7}
+    numbers = torch.Generator("cuda").manual_seed(1)
+    shapes = ((2048, 1024), (512, 1536), (256, 256), (64, 2048), (40, 24))
+    for step in range(8):
+        if step == 5:
+            tested.free()
+        stream = torch.cuda.Stream() if step % 2 else torch.cuda.current_stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for shape in shapes:
+                values = torch.randn(*shape, device="cuda", generator=numbers).bfloat16()
+                if step == 7:
+                    values[0, 0] = float("nan")
+                matrix = memory[: values.numel()].view(shape).copy_(values)
+                found, expected = tested(matrix, group), orthogonalize(values, group)
+                torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+        torch.cuda.current_stream().wait_stream(stream)
+    assert len(tested._graphs) == len(shapes) and not tested._eager and tested.nbytes() > 0
