@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,7 @@ _STYLE = {
     "peer": ("#E69F00", "//", "others"),
 }
 _GREY = "#D0D0D0"
+_LINE = 84  # characters of a title that fit beside the names of the rows
 
 
 def draw(values: Values, view: View, path: Path) -> None:
@@ -29,7 +31,7 @@ def draw(values: Values, view: View, path: Path) -> None:
     height = len(sections) * 1.2 + 0.8 + 0.45 * max(1, len(measured))
     figure = Figure(figsize=(11, height), layout="constrained")
     for line, (title, rows) in zip(figure.subplots(len(sections), len(panels), squeeze=False), sections, strict=True):
-        line[0].set_title(title, loc="left", fontsize="medium")
+        line[0].set_title(textwrap.fill(title, _LINE), loc="left", fontsize="medium")
         shown = [row for row in rows if view.key in row and row["kind"] != "baseline"]
         for axes, panel in zip(line, panels, strict=True):
             _draw_panel(axes, panel, shown, values)

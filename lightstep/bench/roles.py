@@ -51,7 +51,13 @@ class WorkerTask:
 def measure(
     params: float | None, layers: int | None, output: Path, device_name: str | None = None, seed: int = 0
 ) -> Values:
-    """Measure both variants, write roles.json and roles.png to `output`, and return the JSON values."""
+    """Measure both variants, write roles.json and roles.png to `output`, and return the JSON values.
+
+    Raises:
+        ValueError: this is one of several ranks.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ValueError("--roles starts the ranks that it needs itself; run it without torchrun")
     device = local_device(device_name)
     task = WorkerTask(
         LlamaShape.nearest(int(params or _PARAMETERS[device.type]), layers, released=True), device.type, seed

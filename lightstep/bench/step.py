@@ -100,7 +100,7 @@ class StepTask(Task):
             **times.values("step_ms"),
             "step_ms_all": steps,
             "block_ms": block,
-            **times.per_1e9(row.parameters).values("ms_per_1e9_parameters"),
+            **times.per_1e9(self.shape.parameters).values("ms_per_1e9_parameters"),
             **_traffic(run, row, times.middle),
             "weight_and_gradient_bytes_per_parameter": given,
             "peak_device_bytes_beyond": None if row.peak_bytes is None else int(beyond),
@@ -200,8 +200,9 @@ def _floor(values: Values) -> tuple[float, str] | None:
     if link is None:
         return None
     travelling = values.get("link_bytes_per_parameter", 10)
-    floor = travelling / link["duplex"] * 1e3
-    return floor, f"{floor:.0f} ms: {travelling:.3g} bytes per parameter each way at the link's rate"
+    floor = travelling / values["ranks"] / link["duplex"] * 1e3
+    shared = f", shared by {values['ranks']} ranks" if values["ranks"] > 1 else ""
+    return floor, f"{floor:.0f} ms: {travelling:.3g} bytes per parameter each way at the link's rate{shared}"
 
 
 StepTask.view = View(

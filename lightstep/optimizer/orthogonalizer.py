@@ -1,6 +1,6 @@
 """Newton-Schulz on the matrices that a rank owns, replayed as CUDA graphs.
 
-Orthogonalizing one matrix takes about 35 kernels, and starting them one by one can take the host longer than the GPU
+Orthogonalizing one matrix takes about 30 kernels, and starting them one by one can take the host longer than the GPU
 needs to run them. A graph starts all of them at once. It consists of the same kernels. One is recorded for each shape,
 and used if its first result has the bits of torch's own function.
 """

@@ -563,6 +563,14 @@ def test_the_memory_of_a_worker_is_measured(pool: Pool, tmp_path: Path) -> None:
     assert "22" in (text := console.export_text()) and bench.WITH in text and (tmp_path / "roles.png").exists()
 
 
+def test_bench_of_roles_is_not_for_torchrun(tmp_path: Path) -> None:
+    folder = str(tmp_path / "results")
+    outcome = CliRunner().invoke(
+        app, ["bench", "--roles", "--output", folder], env={"WORLD_SIZE": "2", "COLUMNS": "200"}
+    )
+    assert outcome.exit_code == 2 and "run it without torchrun" in outcome.output
+
+
 @pytest.mark.parametrize("option", ["--steps=3", "--iteration", "--strategies=stream", "--peers=all"])
 def test_bench_refuses_options_that_roles_do_not_use(option: str) -> None:
     outcome = CliRunner().invoke(app, ["bench", "--roles", option], env={"COLUMNS": "200"})
