@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightstep.crc32 import crc32
 from lightstep.precision.split import WeightRow
-from lightstep.state.segment import MasterSplitter
+from lightstep.state.staging import MasterSplitter
 
 __all__ = ["ChecksummedWeights"]
 

@@ -20,7 +20,7 @@ from lightstep.state.host_copy_pool import HostCopyPool
 from lightstep.state.lanes import Lanes
 from lightstep.state.record import Record
 from lightstep.state.record_backend import equals_rounded
-from lightstep.state.segment import MasterSplitter
+from lightstep.state.staging import MasterSplitter
 
 __all__ = ["DeviceSnapshot"]
 

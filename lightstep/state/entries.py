@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightstep.state.backend import EntrySpec, adopt_entry, entry_dtype
 from lightstep.state.record import History, Part, Record, is_record_entry, make_layout
-from lightstep.state.segment import MasterSplitter
+from lightstep.state.staging import MasterSplitter
 
 __all__ = ["Entries"]
 

@@ -17,7 +17,8 @@ from torch import Tensor
 from lightstep.state.backend import AHEAD, Managed, StateBackend, Unit
 from lightstep.state.entries import Entries
 from lightstep.state.record import Coding, ExpectedLayouts, Layout, Part, Record, Slot, make_record
-from lightstep.state.segment import LARGE, MasterSplitter, Segment, Staging, Views, segments_of
+from lightstep.state.segment import Segment, Views, segments_of
+from lightstep.state.staging import LARGE, MasterSplitter, Staging
 from lightstep.state.versions import Version
 
 __all__ = ["Compared", "RecordBackend", "equals_rounded", "was_rounded_from"]

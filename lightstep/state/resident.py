@@ -18,7 +18,7 @@ from lightstep.state.host_memory import HostSlab, require
 from lightstep.state.lanes import Lanes
 from lightstep.state.record import Coding, Part, Record, Slot, coding_of
 from lightstep.state.record_backend import Compared, RecordBackend, equals_rounded
-from lightstep.state.segment import MasterSplitter
+from lightstep.state.staging import MasterSplitter
 from lightstep.state.units import split_shared_updates
 
 __all__ = ["ResidentBackend"]

@@ -10,13 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import count
-from typing import Any, NamedTuple, Protocol
-from weakref import WeakKeyDictionary
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from lightstep.distributed import Window
 from lightstep.precision.split import WeightRow
 from lightstep.state.backend import Managed
 from lightstep.state.record import (
@@ -25,16 +23,13 @@ from lightstep.state.record import (
     Part,
     Record,
     Slot,
-    aligned,
     is_record_entry,
     make_layout,
     rounded_entries,
 )
+from lightstep.state.staging import MasterSplitter, Staging, is_own_segment
 
-__all__ = ["LARGE", "MasterSplitter", "Piece", "Segment", "Staging", "segments_of"]
-
-LARGE = 1 << 18
-"""Parts with at least so many elements are segments of their own: gathering them would cost more than a launch."""
+__all__ = ["Piece", "Segment", "Views", "segments_of"]
 
 _FEW = 8
 """Segments of at most so many parts are updated part by part by kernels that take several at once."""
@@ -42,20 +37,6 @@ _FEW = 8
 CPU_VECTOR = 16
 """A part whose size is not a multiple of this ends its segment on the CPU. torch's fused kernels compute the elements
 after the last whole vector with other instructions, which give other bits."""
-
-
-class MasterSplitter(Protocol):
-    """Splits fp32 masters into bf16 weights and the remaining bits, and joins them; see
-    ``lightstep.precision.split``."""
-
-    def split(self, master: Tensor, weight: Tensor, low: Tensor, extra: Tensor) -> None: ...
-    def join(
-        self, weight: Tensor, low: Tensor, extra: Tensor, master: Tensor, magnitudes: Tensor | None = None
-    ) -> None: ...
-    def fingerprints(self, weight: Tensor, first: int, ranges: Any, out: Tensor) -> None: ...
-    def fingerprint_rows(self, rows: Sequence[WeightRow], out: Tensor) -> None: ...
-    def nbytes(self) -> int: ...
-    def free(self) -> None: ...
 
 
 class Views:
@@ -451,12 +432,6 @@ class Segment:
         return staging.gather_row(self)[:2]
 
 
-def is_own_segment(part: Part) -> bool:
-    """Whether a part must be a segment of its own: it is large, or a 16-bit parameter that is its own master, which
-    torch's CPU kernels round vector by vector."""
-    return part.elements >= LARGE or (part.coding == "own" and part.owner.local.dtype != torch.float32)
-
-
 def segments_of(record: Record, active: Collection[Managed], apart: Mapping[Managed, object] | None) -> list[Segment]:
     """The segments of a record's active parts; reused as long as the same parts are active."""
     key = [
@@ -495,90 +470,3 @@ def _can_merge(part: Part, kind: Any, last: Part, last_kind: Any) -> bool:
     if device == "cpu" and last.elements % CPU_VECTOR:
         return False
     return kind[0] == last_kind[0] and kind[2:] == last_kind[2:]
-
-
-class Staging:
-    """Device memory for one unit in its flat order: joined masters, gathered weights, and fp32 copies of entries that
-    are stored in a shorter dtype."""
-
-    def __init__(self) -> None:
-        self.masters = torch.empty(0, dtype=torch.float32, device="cpu")
-        self.moments: Sequence[Tensor] = ()
-        self._numbers: WeakKeyDictionary[Part, Tensor] = WeakKeyDictionary()
-        self._rows: dict[torch.dtype, Tensor] = {}
-        self._gather_rows: WeakKeyDictionary[Segment, tuple[Tensor, list[Tensor], list[Tensor]]] = WeakKeyDictionary()
-
-    def required_sizes(
-        self, records: Collection[Record], masters: bool = True
-    ) -> tuple[int, dict[torch.dtype, int], tuple[int, int]]:
-        """Elements of masters (0 if they are not wanted), of gathered weights by dtype, and the number and length of
-        rows for moments."""
-        joined, rows = 0, dict.fromkeys((torch.bfloat16, torch.float16, torch.float32), 0)
-        count = length = 0
-        for record in records:
-            for part in record.parts:
-                end = part.first + aligned(part.elements)
-                if part.coding == "split" and masters:
-                    joined = max(joined, end)
-                if kept := rounded_entries(part.owner):
-                    count, length = max(count, len(kept)), max(length, end)
-                if not (is_own_segment(part) and part.owner.local.is_contiguous()):
-                    rows[part.owner.local.dtype] = max(rows[part.owner.local.dtype], end)
-        return joined, rows, (count, length)
-
-    def fits(self, sizes: tuple[int, dict[torch.dtype, int], tuple[int, int]]) -> bool:
-        masters, rows, (count, length) = sizes
-        return (
-            self.masters.numel() >= masters
-            and len(self.moments) >= count
-            and all(row.numel() >= length for row in self.moments)
-            and all(not n or (dtype in self._rows and self._rows[dtype].numel() >= n) for dtype, n in rows.items())
-        )
-
-    def allocate(self, sizes: tuple[int, dict[torch.dtype, int], tuple[int, int]], device: torch.device) -> None:
-        masters, rows, (count, length) = sizes
-        self.free()
-        self.masters = torch.empty(masters, dtype=torch.float32, device=device)
-        self.moments = [torch.zeros(length, dtype=torch.float32, device=device) for _ in range(count)]
-        self._rows = {dtype: torch.zeros(n, dtype=dtype, device=device) for dtype, n in rows.items() if n}
-
-    def element_numbers(self, segment: Segment) -> Tensor | Window:
-        """The positions of its elements in their whole parameters: a window for one part, a list (int32, modulo 2^32)
-        for several."""
-        head = segment.parts[0]
-        if len(segment.parts) == 1:
-            return head.owner.window._replace(first=head.start)
-        length, known = segment.stop - segment.first, self._numbers.get(head)
-        if known is None or known.numel() < length:
-            row = torch.zeros(length, dtype=torch.int32, device="cpu")
-            for part, (a, b) in zip(segment.parts, segment.ranges, strict=True):
-                row[a:b] = part.owner.window.numbers(part.start, part.stop)
-            known = self._numbers[head] = row.to(segment.device)
-        return known[:length]
-
-    def masters_for(self, segment: Segment) -> Tensor:
-        """The row for a segment's joined masters."""
-        if self.masters.numel() < segment.stop:
-            self.masters = torch.empty(segment.stop, dtype=torch.float32, device=segment.device)
-        return self.masters[segment.first : segment.stop]
-
-    def gather_row(self, segment: Segment) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-        """The row for a segment's gathered weights, views of its parts, and of the padding between them."""
-        place = self._gather_rows.get(segment)
-        if place is None:
-            local = segment.locals[0]
-            rows = self._rows.get(local.dtype)  # None if all shards of this dtype are empty
-            row = local.new_empty(0) if rows is None else rows[segment.first : segment.stop]
-            gaps = [row[b : a + aligned(b - a)] for a, b in segment.ranges[:-1] if b - a != aligned(b - a)]
-            place = self._gather_rows[segment] = row, segment.parts_of(row), gaps
-        return place
-
-    def nbytes(self) -> int:
-        held = (self.masters, *self.moments, *self._rows.values(), *self._numbers.values())
-        return sum(row.nbytes for row in held)
-
-    def free(self) -> None:
-        """Free the memory."""
-        self.masters, self._rows, self.moments = self.masters.new_empty(0), {}, ()
-        self._gather_rows.clear()
-        self._numbers.clear()

@@ -20,7 +20,7 @@ from lightstep.state.backend import Managed
 from lightstep.state.entries import Entries
 from lightstep.state.record import History, Part, Record
 from lightstep.state.record_backend import equals_rounded
-from lightstep.state.segment import MasterSplitter
+from lightstep.state.staging import MasterSplitter
 from lightstep.state.versions import Versions
 
 __all__ = ["Snapshot"]

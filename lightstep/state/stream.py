@@ -30,9 +30,9 @@ from lightstep.state.record import ExpectedLayouts, Part, Record, Slot, aligned,
 from lightstep.state.record_backend import Compared, RecordBackend
 from lightstep.state.residency import Residency
 from lightstep.state.ring import Ring
-from lightstep.state.segment import LARGE, MasterSplitter, Staging
 from lightstep.state.snapshot import Snapshot
 from lightstep.state.spare_memory import GIB, AutoBudget, device_memory
+from lightstep.state.staging import LARGE, MasterSplitter, Staging
 from lightstep.state.units import RingError, plan_units, smallest_piece
 from lightstep.state.versions import Version, Versions
 

@@ -26,8 +26,9 @@ from torch import Tensor
 
 from lightstep.state.host_memory import HostMemoryError, HostSlab, available_bytes
 from lightstep.state.record import History, Record, Slot
-from lightstep.state.segment import Segment, Staging
+from lightstep.state.segment import Segment
 from lightstep.state.spare_memory import GIB
+from lightstep.state.staging import Staging
 
 __all__ = ["Version", "Versions"]
 

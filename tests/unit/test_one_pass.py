@@ -13,7 +13,7 @@ import torch
 from lightstep.optimizer import arithmetic, one_pass
 from lightstep.optimizer.schedule import NextForward
 from lightstep.precision import adam_kernel
-from lightstep.state import segment, stream
+from lightstep.state import segment, staging, stream
 from tests import one_pass_on_cpu as twin
 from tests.covering import every_pair
 from tests.one_pass_on_cpu import one_pass_fixture
@@ -47,7 +47,7 @@ def test_it_equals_the_textbook_loop(
     one_pass_on_cpu: Counter[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(segment, "LARGE", large)  # parameters in their own memory, or put together
+    monkeypatch.setattr(staging, "LARGE", large)  # parameters in their own memory, or put together
     pair = Pair(
         *ADAMS[name],
         {"lr": 1e-3, "eps": 1e-6, **ADAMS[name][1]},
@@ -133,7 +133,7 @@ def test_a_kernel_with_other_bits_steps_aside(
                 if (row := rows[wrong]) is not None:
                     row[row.numel() // 2].add_(1)
 
-    monkeypatch.setattr(segment, "LARGE", 48)  # some parameters are updated by themselves
+    monkeypatch.setattr(staging, "LARGE", 48)  # some parameters are updated by themselves
     monkeypatch.setattr(stream, "ChecksummedWeights", lambda splitter: splitter)
     for module in (arithmetic, one_pass):
         monkeypatch.setattr(module, "fused_kernel_on", lambda device: OffByOne)
@@ -214,7 +214,7 @@ def test_a_neighbour_that_needs_more_room_changes_nothing(
     large: int, one_pass_on_cpu: Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its record is arranged anew when the kernel has written to weights already."""
-    monkeypatch.setattr(segment, "LARGE", large)
+    monkeypatch.setattr(staging, "LARGE", large)
     states = []
     for in_one_pass in (True, False):
         if not in_one_pass:
