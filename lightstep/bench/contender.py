@@ -59,9 +59,13 @@ class Contender(ABC):
     grad_norm: Tensor | None = None
     redone_steps: int | None = None
 
+    def placed(self, gradients: Sequence[Tensor]) -> list[Tensor]:
+        """Gradients, shaped like `gradient_weights()`, as :meth:`step` takes them: as backward would leave them."""
+        return list(gradients)
+
     @abstractmethod
     def step(self, gradients: Sequence[Tensor]) -> None:
-        """One optimizer step. `gradients`, shaped like `gradient_weights()`, may be changed, but not kept."""
+        """One optimizer step. `gradients` may be changed, but not kept."""
 
     def iterate(self, batch: Sequence[Tensor]) -> None:
         """Forward, backward and step. Waits for the device only if the contender itself does."""
@@ -189,7 +193,8 @@ class Task(ABC):
 
 
 def nbytes(tensors: Iterable[Tensor]) -> int:
-    return sum(tensor.nbytes for tensor in tensors)
+    """Bytes of this rank's parts."""
+    return sum(local_tensor(tensor.detach()).nbytes for tensor in tensors)
 
 
 def total_norm(gradients: Sequence[Tensor]) -> Tensor:

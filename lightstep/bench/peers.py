@@ -117,9 +117,12 @@ class TorchFsdp2(Contender):
         updated = [next(matrices) if inside else s for s, inside in zip(self._shards, hidden, strict=True)]
         self._optimizers = torch_optimizers(task.optimizer, stack, updated, fused=True)
 
+    def placed(self, gradients: Sequence[Tensor]) -> list[Tensor]:
+        return list(map(like, self._shards, gradients))
+
     def step(self, gradients: Sequence[Tensor]) -> None:
         for shard, gradient in zip(self._shards, gradients, strict=True):
-            shard.grad = like(shard, gradient)
+            shard.grad = gradient
         self.update()
 
     def update(self) -> None:

@@ -63,7 +63,8 @@ class StepTask(Task):
     def measure(self, measurement: Measurement) -> None:
         contender = measurement.contender
         seed = self.seed + measurement.number + 1
-        measurement.inputs = random_gradients(contender.gradient_weights(), contender.gradient_dtype, self.device, seed)
+        drawn = random_gradients(contender.gradient_weights(), contender.gradient_dtype, self.device, seed)
+        measurement.inputs = [contender.placed(gradients) for gradients in drawn]
         measurement.time(contender.step, measurement.run.effort.warmup, synchronize=True)
         # fp32 weights are rounded to bf16 first, as a forward in bf16 does.
         weights = contender.weights()

@@ -46,9 +46,12 @@ class StrategyContender(_Prepared):
         self.name = name
         self.about = strategy.config.description or name
 
+    def placed(self, gradients: Sequence[Tensor]) -> list[Tensor]:
+        return list(map(like, self._parameters, gradients))
+
     def step(self, gradients: Sequence[Tensor]) -> None:
         for parameter, gradient in zip(self._parameters, gradients, strict=True):
-            parameter.grad = like(parameter, gradient)
+            parameter.grad = gradient
         self._optimizer.step()
 
     def set_max_norm(self, max_norm: float) -> None:

@@ -19,7 +19,6 @@ import functools
 import logging
 from collections.abc import Sequence
 from types import ModuleType
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,22 +33,8 @@ _CHUNK_ON_CPU = 1 << 15  # elements per thread and pass: they stay in the cache 
 _PLACE, _CODE, _FIRST_MIX, _SECOND_MIX = 0x1E3779B1, 0x05EBCA77, 0x7FEB352D, 0x046CA68B
 
 
-class WeightRow(NamedTuple):
-    """16-bit weights whose fingerprints are wanted.
-
-    Attributes:
-        weight, first, ranges: see :meth:`Splitter.fingerprints`.
-        number: of the first range's fingerprint.
-    """
-
-    weight: Tensor
-    first: int
-    ranges: Sequence[tuple[int, int]]
-    number: int
-
-    def marks(self, out: Tensor) -> Tensor:
-        """The fingerprints of its ranges."""
-        return out[self.number : self.number + len(self.ranges)]
+WeightRow = tuple[Tensor, int, Sequence[tuple[int, int]], int]
+"""``weight``, ``first`` and ``ranges`` of :meth:`Splitter.fingerprints`, and the index of the first fingerprint."""
 
 
 class Splitter:
@@ -120,16 +105,16 @@ class Splitter:
 
     def fingerprint_rows(self, rows: Sequence[WeightRow], out: Tensor) -> None:
         """:meth:`fingerprints` of several rows to their places in ``out``; the others in ``out`` do not change."""
-        if sum(len(row.ranges) for row in rows) == out.numel():
+        if sum(len(ranges) for _, _, ranges, _ in rows) == out.numel():
             out.zero_()
         else:
-            for row in rows:
-                row.marks(out).zero_()
+            for _, _, ranges, index in rows:
+                out[index : index + len(ranges)].zero_()
         if self._fused is not None:
             self._fused.fingerprint_rows(rows, out)
             return
-        for row in rows:
-            self.add_fingerprints(row.weight, row.first, row.ranges, row.marks(out))
+        for weight, first, ranges, index in rows:
+            self.add_fingerprints(weight, first, ranges, out[index : index + len(ranges)])
 
     def add_fingerprints(self, weight: Tensor, first: int, ranges: Sequence[tuple[int, int]], out: Tensor) -> None:
         """Add the checksums of :meth:`fingerprints` to ``out``."""
@@ -312,8 +297,8 @@ def _round_trip(splitter: Splitter | ModuleType, master: Tensor, extra: Tensor) 
     stored = extra.clone()
     splitter.fingerprints(weight, 0, [(0, n)], marks[:1])
     splitter.fingerprints(weight, 1 << 40, ranges, marks[1:5])
-    rows = [WeightRow(weight[8 * i : n - i], (1 << 31) * i, [(0, n - 9 * i)], 13 - i) for i in range(10)]
-    splitter.fingerprint_rows([*rows, WeightRow(weight[3:], 5, [(0, n - 3)], 3)], marks[5:])
+    rows = [(weight[8 * i : n - i], (1 << 31) * i, [(0, n - 9 * i)], 13 - i) for i in range(10)]
+    splitter.fingerprint_rows([*rows, (weight[3:], 5, [(0, n - 3)], 3)], marks[5:])
     splitter.join(weight, low, extra, back)
     return [
         weight.view(torch.int16),

@@ -55,34 +55,38 @@ def fingerprints(weight: Tensor, first: int, ranges: Sequence[tuple[int, int]], 
 def fingerprint_rows(rows: Sequence[WeightRow], out: Tensor) -> None:
     """Add the sums of :meth:`Splitter.fingerprint_rows` to ``out``."""
     whole = []
-    for row in rows:
-        if len(row.ranges) == 1 and row.ranges[0][1] == row.weight.numel() and is_aligned(row.weight.data_ptr()):
-            whole.append(row)
+    for weight, first, ranges, index in rows:
+        if len(ranges) == 1 and ranges[0][1] == weight.numel() and is_aligned(weight.data_ptr()):
+            whole.append((weight, first, index))
         else:
-            fingerprints(row.weight, row.first, row.ranges, row.marks(out))
-    whole.sort(key=lambda row: -row.weight.numel())
+            fingerprints(weight, first, ranges, out[index : index + len(ranges)])
+    whole.sort(key=lambda row: -row[0].numel())
     for start in range(0, len(whole), TOGETHER):
         _sum_rows(whole[start : start + TOGETHER], out)
 
 
-def _sum_rows(rows: Sequence[WeightRow], out: Tensor) -> None:
-    """Add the sums of up to ``TOGETHER`` rows of one range, the longest first."""
-    longest = rows[0].weight.numel()
+def _sum_rows(rows: Sequence[tuple[Tensor, int, int]], out: Tensor) -> None:
+    """Add the sums of up to ``TOGETHER`` rows of one range, the longest first.
+
+    Args:
+        rows: weight, position of its first element, and index of its fingerprint.
+    """
+    longest = rows[0][0].numel()
     if not longest:
         return
-    places = places_of(tuple((row.weight.numel(), row.number, row.first) for row in rows), out.device)
-    key = _row_sums.key((rows[0].weight, places, out), (TOGETHER,))
-    padded = [*rows, *[rows[-1]] * (TOGETHER - len(rows))]
+    places = places_of(tuple((weight.numel(), index, first) for weight, first, index in rows), out.device)
+    key = _row_sums.key((rows[0][0], places, out), (TOGETHER,))
+    padded = [weight for weight, _, _ in rows] + [rows[-1][0]] * (TOGETHER - len(rows))
     if _row_sums.is_compiled(key):
-        weights: tuple[Any, ...] = tuple([row.weight.data_ptr() for row in padded])
+        weights: tuple[Any, ...] = tuple([weight.data_ptr() for weight in padded])
     else:  # the dtype is needed
-        weights = tuple(row.weight.view(torch.int16) for row in padded)
+        weights = tuple(weight.view(torch.int16) for weight in padded)
     _row_sums.launch(key, longest, len(rows), (weights, places, out))
 
 
 @functools.lru_cache(maxsize=4096)
 def places_of(places: tuple[tuple[int, int, int], ...], device: torch.device) -> Tensor:
-    """``[3k]``: number of elements, number of the fingerprint, and position of the first element of each run."""
+    """``[3k]``: number of elements, index of the fingerprint, and position of the first element of each run."""
     return torch.tensor(places, dtype=torch.int64, device="cpu").view(-1).to(device, non_blocking=True)
 
 

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from lightstep.crc32 import crc32
-from lightstep.precision.split import WeightRow
-from lightstep.state.staging import MasterSplitter
+from lightstep.state.staging import MasterSplitter, WeightRow
 
 __all__ = ["ChecksummedWeights"]
 
@@ -31,5 +30,5 @@ class ChecksummedWeights:
         out.copy_(torch.tensor(sums, dtype=torch.int64, device="cpu"))  # int64 → int32 keeps the low half
 
     def fingerprint_rows(self, rows: Sequence[WeightRow], out: Tensor) -> None:
-        for row in rows:
-            self.fingerprints(row.weight, row.first, row.ranges, row.marks(out))
+        for weight, first, ranges, index in rows:
+            self.fingerprints(weight, first, ranges, out[index : index + len(ranges)])

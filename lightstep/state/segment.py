@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightstep.precision.split import WeightRow
 from lightstep.state.backend import Managed
 from lightstep.state.record import (
     History,
@@ -27,7 +26,7 @@ from lightstep.state.record import (
     make_layout,
     rounded_entries,
 )
-from lightstep.state.staging import MasterSplitter, Staging, is_own_segment
+from lightstep.state.staging import MasterSplitter, Staging, WeightRow, is_own_segment
 
 __all__ = ["Piece", "Segment", "Views", "segments_of"]
 
@@ -423,7 +422,7 @@ class Segment:
     def weight_row(self, staging: Staging) -> WeightRow:
         """The 16-bit weights, for fingerprints; after :meth:`write` or :meth:`weights`."""
         row = self.weights(staging) if self.coding == "whole" else self._row(staging)[0]
-        return WeightRow(row, self.first, self.ranges, self.index)
+        return row, self.first, self.ranges, self.index
 
     def _row(self, staging: Staging) -> tuple[Tensor, list[Tensor]]:
         """The row that :meth:`weights` returns, and its parts if they are copies."""

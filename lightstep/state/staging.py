@@ -10,16 +10,20 @@ import torch
 from torch import Tensor
 
 from lightstep.distributed import Window
-from lightstep.precision.split import WeightRow
 from lightstep.state.record import Part, Record, aligned, rounded_entries
 
 if TYPE_CHECKING:
     from lightstep.state.segment import Segment
 
-__all__ = ["LARGE", "MasterSplitter", "Staging", "is_own_segment"]
+__all__ = ["LARGE", "MasterSplitter", "Staging", "WeightRow", "is_own_segment"]
 
 LARGE = 1 << 18
 """Parts with at least so many elements are segments of their own: gathering them would cost more than a launch."""
+
+
+WeightRow = tuple[Tensor, int, Sequence[tuple[int, int]], int]
+"""16-bit weights whose fingerprints are wanted: weights, position of the first one, ranges, and index of the first
+range's fingerprint."""
 
 
 class MasterSplitter(Protocol):
