@@ -257,6 +257,11 @@ class MatrixExchange:
         """Reclaim the buffers of all transfers, completed or failed."""
         self._free = list(self._all)
 
+    @property
+    def address(self) -> int:
+        """Of the memory in which matrices are assembled, one after the other; it changes if a larger one comes."""
+        return self._whole.data_ptr()
+
     def nbytes(self) -> int:
         """Device memory held."""
         return self._whole.nbytes + sum(buffers.nbytes() for buffers in self._all)

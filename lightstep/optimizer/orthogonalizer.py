@@ -8,7 +8,7 @@ and used if its first result has the bits of torch's own function.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +19,15 @@ from lightstep.optimizer.sharded_muon import orthogonalize
 __all__ = ["Graph", "Orthogonalizer"]
 
 logger = logging.getLogger(__name__)
+
+
+class _Key(NamedTuple):
+    """All that the kernels depend on."""
+
+    address: int
+    shape: torch.Size
+    settings: tuple[Any, ...]
+    reduced_precision: Any
 
 
 class Graph(NamedTuple):
@@ -44,9 +53,9 @@ class Orthogonalizer:
     """
 
     def __init__(self) -> None:
-        self._graphs: dict[Hashable, Graph] = {}
-        self._seen: set[Hashable] = set()
-        self._eager: set[Hashable] = set()
+        self._graphs: dict[_Key, Graph] = {}
+        self._seen: set[_Key] = set()
+        self._eager: set[_Key] = set()
         self._recorder: _Recorder | None = None
 
     def __reduce__(self) -> Any:
@@ -88,6 +97,16 @@ class Orthogonalizer:
             reason = "its result differs"
         logger.info("matrices of shape %s are orthogonalized without a graph: %s", tuple(direction.shape), reason)
         return None
+
+    def retain(self, addresses: Collection[int]) -> None:
+        """Drop the graphs for all other memory, which has been freed. The host then waits once."""
+        stale = [key for key in self._seen if key.address not in addresses]
+        if any(key in self._graphs for key in stale):
+            torch.accelerator.synchronize()  # their own memory is about to be freed, too
+        for key in stale:
+            self._graphs.pop(key, None)
+            self._eager.discard(key)
+            self._seen.discard(key)
 
     def nbytes(self) -> int:
         """Device memory held."""
@@ -134,8 +153,7 @@ def _can_record(device: torch.device) -> bool:
     return device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
 
 
-def _key(direction: Tensor, group: Mapping[str, Any]) -> Hashable:
-    """All that the kernels depend on."""
+def _key(direction: Tensor, group: Mapping[str, Any]) -> _Key:
     settings = tuple(group["ns_coefficients"]), group["ns_steps"], group["eps"]
     rounding = torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
-    return direction.data_ptr(), direction.shape, settings, rounding
+    return _Key(direction.data_ptr(), direction.shape, settings, rounding)

@@ -70,6 +70,7 @@ class SharedUpdates:
         self._num_started, self._num_orthogonalized, self._started = 0, 0, {}
         for exchange in self._exchanges.values():
             exchange.reset()
+        self._orthogonalizer.retain({exchange.address for exchange in self._exchanges.values()})
 
     def __contains__(self, unit: Unit) -> bool:
         return unit in self._positions

@@ -414,9 +414,8 @@ def check_bench(rank: int, world_size: int) -> None:
     by_hand = TorchFsdp2(task)
     for step in range(2):
         for contender in (ours, by_hand):
-            contender.step(
-                random_gradients(contender.gradient_weights(), contender.gradient_dtype, task.device, step)[0]
-            )
+            drawn = random_gradients(contender.gradient_weights(), contender.gradient_dtype, task.device, step)[0]
+            contender.step(contender.placed(drawn))
     for mine, theirs in zip(ours.weights(), by_hand.weights(), strict=True):
         assert (mine.float() - theirs).abs().max() <= 2**-9, "beyond a rounding to bf16"
     ours.close()

@@ -97,6 +97,20 @@ def test_freed_graphs_are_recorded_again_and_copies_have_none(monkeypatch: pytes
     assert recorder.recorded == 6
 
 
+def test_graphs_of_freed_memory_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    tested, recorder = prepared(monkeypatch)
+    synchronized: list[int] = []
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: synchronized.append(1))
+    run(tested, 3)
+    tested.retain({MEMORY.data_ptr(), 0})
+    assert tested.nbytes() == 3 * 8 and not synchronized
+    tested.retain({MEMORY.data_ptr() + 64})
+    assert tested.nbytes() == 0 and len(synchronized) == 1
+    tested.retain(())
+    run(tested, 3)
+    assert recorder.recorded == 6 and len(synchronized) == 1
+
+
 def test_the_cpu_has_no_graphs() -> None:
     tested = Orthogonalizer()
     run(tested, 3)
