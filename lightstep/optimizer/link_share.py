@@ -37,6 +37,7 @@ class LinkShare:
         self._done_events: list[Any] = []  # the units of that batch are updated
         self._batches = 0
         self._first = True
+        self._advised = False
 
     @property
     def _timed(self) -> bool:
@@ -85,9 +86,20 @@ class LinkShare:
         if late > layer / 2:
             self.fraction = max(self.fraction * max(span / (span + late), 0.5), 0.05)
             self._step = _STEP
+            self._advise()
         elif late < 0:
             self.fraction = min(self.fraction + self._step, 1.0)
             self._step = min(2 * self._step, 0.4)
+
+    def _advise(self) -> None:
+        if self._advised:
+            return
+        self._advised = True
+        logger.info(
+            "the link takes longer than backward: %.0f %% of the units are updated there, the others during the next "
+            "forward. Less has to cross it with optimizer_state.previous_weights: device or a larger resident_gib",
+            100 * self.fraction,
+        )
 
 
 def evenly_spaced(units: Sequence[Unit], fraction: float) -> list[Unit]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -84,6 +85,17 @@ def test_less_is_tried_when_the_lane_is_behind() -> None:
     assert share.backward(LATE) == pytest.approx(LAYERS / (LAYERS + LATE))
     assert share.backward(100.0) == pytest.approx(LAYERS / (LAYERS + LATE) / 2), "not less than half at a time"
     assert [share.backward(100.0) for _ in range(5)][-1] == 0.05
+
+
+def test_what_would_help_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "lightstep"):
+        share = Share()
+        share.backward(ON_TIME)
+        assert not caplog.text
+        for _ in range(3):
+            share.backward(LATE)
+    assert caplog.text.count("the link takes longer than backward: 71 % of the units") == 1
+    assert "optimizer_state.previous_weights: device" in caplog.text
 
 
 @pytest.mark.parametrize(("behind", "part"), [(LATE, 0.38), (ON_TIME, 0.5), (EARLY, 0.55)])
