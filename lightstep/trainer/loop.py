@@ -111,7 +111,6 @@ class Loop:
     def _train_step(self) -> None:
         optimizer = self.components.optimizer
         loss = self._accumulate(self.components.batches.step(self.step))
-        self._advance_scheduler()
         learning_rate = float(optimizer.param_groups[0]["lr"])
         result = optimizer.step()
         self.step += 1
@@ -128,14 +127,15 @@ class Loop:
             with components.strategy.accumulate(components.model, last=index == len(micro_batches) - 1):
                 loss = _loss(components.model, tokens.to(components.strategy.device)) / len(micro_batches)
                 self._update_average()
+                self._advance_scheduler()
                 components.optimizer.backward(loss)
             total += loss.detach()
         return total
 
     def _advance_scheduler(self) -> None:
-        """Advance the scheduler if the last step was applied.
+        """Advance the scheduler if the last step was applied, before the next one, which may begin in backward.
 
-        The result is read as late as possible, right before the next step, while the device runs its backward.
+        The result is read while the device runs the forward that follows it.
         """
         result, self._last_result = self._last_result, None
         if result is None:

@@ -270,6 +270,23 @@ def test_how_often_figures_are_read_changes_nothing_and_a_skipped_step_advances_
     assert loops[0].components.scheduler.last_epoch == 6 - loops[0]._skipped
 
 
+@pytest.mark.parametrize("update", ["overlap", "in_backward", "next_forward"])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_updates_in_backward_have_the_learning_rate_of_their_step(
+    configured: Callable[..., TrainConfig], loops: list[Loop], update: str, accumulation: int
+) -> None:
+    """A rate that changes between backward and step() is refused in backward, and costs overlap every update there."""
+    clipping = {"clipping.scope": "unit"} if update == "in_backward" else {"clipping.max_norm": 1e6}
+    batch = {"batch": {"sequences": 4, "length": 32, "accumulation": accumulation}}
+    for name in ("at_step", update):
+        state = {"optimizer_state.update": name, "optimizer_state.ring_mib": 0.1}
+        changes = {"strategy": "stream", "strategy_overrides": {**clipping, **state}}
+        _train(configured(name=name, log_every=100, **batch, **changes))
+    _assert_same(_everything(loops[0]), _everything(loops[1]))
+    schedule: Any = loops[1].components.optimizer
+    assert schedule.engine.schedule.rolled_back == schedule.engine.schedule.redone == 0
+
+
 def test_resuming_goes_past_an_incomplete_checkpoint(configured: Callable[..., TrainConfig], tmp_path: Path) -> None:
     _train(configured())
     (tmp_path / "runs/run/checkpoint-6/state.pt").unlink()
