@@ -56,6 +56,9 @@ Factors = tuple[Tensor | None, Tensor | None]
 _LONGEST_PAUSE = 16
 """Steps without speculation after several whose speculative updates had to be rolled back."""
 
+_A_HABIT = 3
+"""The number of rollbacks before ``step()`` that is worth a warning: something undoes updates in every step."""
+
 
 class Overlap(NextForward):
     """Updates units speculatively in backward; all other updates run as in :class:`NextForward`.
@@ -273,7 +276,9 @@ class Overlap(NextForward):
                 return ()
             if speculation.submitted and not speculation.invalid:
                 self.rolled_back += 1
-                logger.info("updates in backward: rolled back before step() (%d so far): %s", self.rolled_back, reason)
+                level = logging.WARNING if self.rolled_back == _A_HABIT else logging.INFO
+                said = "updates in backward: rolled back before step() (%d so far): %s"
+                logger.log(level, said, self.rolled_back, reason)
             written = self._written_after_update(speculation)
             speculation.invalid = bool(speculation.shared_queue)
             if not speculation.invalid:

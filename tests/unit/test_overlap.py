@@ -615,6 +615,20 @@ def test_the_log_says_why_updates_were_rolled_back(
     assert [text for text in caplog.messages if text.startswith("updates in")] == [f"updates in backward: {line}"]
 
 
+def test_a_loop_that_changes_the_learning_rate_after_every_backward_gets_one_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    tested, expected = pair()
+    for step in range(60):
+        for training in (tested, expected):
+            backward(training)
+            training.optimizer.param_groups[0]["lr"] = 1e-3 / (step + 1)
+            training.optimizer.step()
+    assert_same(tested.snapshot(), expected.snapshot())
+    (warned,) = [record for record in caplog.records if record.levelname == "WARNING" and "rolled back" in record.msg]
+    assert "(3 so far): hyper-parameters were changed" in warned.getMessage()
+
+
 def test_an_error_in_backward_leaves_everything_as_it_was(verdicts: Counter[str]) -> None:
     tested, expected = pair()
     for training in (tested, expected):
