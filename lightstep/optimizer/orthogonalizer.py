@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 class _Key(NamedTuple):
-    """All that the kernels depend on."""
+    """What the kernels depend on."""
 
     address: int
     shape: torch.Size
@@ -101,10 +101,10 @@ class Orthogonalizer:
     def retain(self, addresses: Collection[int]) -> None:
         """Drop the graphs for all other memory, which has been freed. The host then waits once."""
         stale = [key for key in self._seen if key.address not in addresses]
-        if any(key in self._graphs for key in stale):
-            torch.accelerator.synchronize()  # their own memory is about to be freed, too
+        graphs = [self._graphs.pop(key) for key in stale if key in self._graphs]
+        if graphs:
+            torch.accelerator.synchronize(graphs[0].result.device)  # their own memory is about to be freed, too
         for key in stale:
-            self._graphs.pop(key, None)
             self._eager.discard(key)
             self._seen.discard(key)
 

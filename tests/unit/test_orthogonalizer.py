@@ -99,13 +99,13 @@ def test_freed_graphs_are_recorded_again_and_copies_have_none(monkeypatch: pytes
 
 def test_graphs_of_freed_memory_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     tested, recorder = prepared(monkeypatch)
-    synchronized: list[int] = []
-    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: synchronized.append(1))
+    synchronized: list[torch.device] = []
+    monkeypatch.setattr(torch.accelerator, "synchronize", synchronized.append)
     run(tested, 3)
     tested.retain({MEMORY.data_ptr(), 0})
     assert tested.nbytes() == 3 * 8 and not synchronized
     tested.retain({MEMORY.data_ptr() + 64})
-    assert tested.nbytes() == 0 and len(synchronized) == 1
+    assert tested.nbytes() == 0 and synchronized == [MEMORY.device]
     tested.retain(())
     run(tested, 3)
     assert recorder.recorded == 6 and len(synchronized) == 1
