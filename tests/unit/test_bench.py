@@ -392,6 +392,14 @@ def test_percent_of_the_link_is_the_busier_ways() -> None:
     assert "91" in output.get() and "page-locked" in output.get() and "200.0 – 250.0" in output.get()
 
 
+@pytest.mark.parametrize(("ranks", "floor"), [(1, 250.0), (2, 125.0)])
+def test_ranks_share_the_bytes_of_the_model(ranks: int, floor: float) -> None:
+    mark = StepTask.view.panels[0].mark
+    assert mark is not None
+    found = mark({"link_gb_per_s": {"duplex": 40.0}, "ranks": ranks})
+    assert found is not None and found[0] == floor and ("shared by 2 ranks" in found[1]) == (ranks == 2)
+
+
 @pytest.mark.parametrize("width", [60, 80, 200])
 def test_the_table_fits_and_cuts_no_number(width: int, result: tuple[dict[str, Any], Path, str]) -> None:
     console = Console(width=width, force_terminal=True, color_system=None)
