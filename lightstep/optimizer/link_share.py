@@ -97,7 +97,7 @@ class LinkShare:
         self._advised = True
         logger.info(
             "the link takes longer than backward: %.0f %% of the units are updated there, the others during the next "
-            "forward. Less has to cross it with optimizer_state.previous_weights: device or a larger resident_gib",
+            "forward. Less has to cross it with a larger optimizer_state.resident_gib",
             100 * self.fraction,
         )
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -75,6 +75,20 @@ def _rows_of(record: Record) -> tuple[dict[torch.dtype, tuple[int, int]], int]:
     return ranges, end
 
 
+def _copy(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """Copy the second tensor of each pair to the first.
+
+    Kernels do it on a device: a plain ``copy_`` would queue for the engines that are busy with the host's copies.
+    """
+    by_dtype: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = defaultdict(lambda: ([], []))
+    for to, source in pairs:
+        targets, sources = by_dtype[to.dtype]
+        targets.append(to)
+        sources.append(source)
+    for targets, sources in by_dtype.values():
+        torch._foreach_copy_(targets, sources, non_blocking=True)
+
+
 class Version:
     """A unit as it was before its speculative update, and the slab to which the update is written."""
 
@@ -97,9 +111,11 @@ class Version:
         previous, self._segments = self.previous, segments
         place = slot.buffer[self.record.nbytes :] if previous.device is None else previous.device
         self._rows = previous.rows(place[: previous.nbytes])
+        copies = []
         for segment in segments:
             weights = segment.weights(staging)
-            self._rows[weights.dtype][segment.first : segment.stop].copy_(weights)
+            copies.append((self._rows[weights.dtype][segment.first : segment.stop], weights))
+        _copy(copies)
         if previous.fingerprints is not None and fingerprints is not None:
             previous.fingerprints.copy_(fingerprints)
 
@@ -119,14 +135,11 @@ class Version:
                 part.keys = keys
         on_host = self.previous.host is not None and self.written_back is not None
         rows = self.previous.rows(self.previous.host) if on_host else self._rows  # type: ignore[arg-type]
-        copies: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = defaultdict(lambda: ([], []))
+        copies: list[tuple[Tensor, Tensor]] = []
         for segment in self._segments:
             row = rows[segment.locals[0].dtype][segment.first : segment.stop]
-            weights, old = copies[row.dtype]
-            weights += segment.locals
-            old += segment.parts_of(row)
-        for weights, old in copies.values():
-            torch._foreach_copy_(weights, old, non_blocking=True)
+            copies += zip(segment.locals, segment.parts_of(row), strict=True)
+        _copy(copies)
         if self.previous.fingerprints is not None and fingerprints is not None:
             fingerprints.copy_(self.previous.fingerprints)
 

@@ -95,7 +95,7 @@ def test_what_would_help_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
         for _ in range(3):
             share.backward(LATE)
     assert caplog.text.count("the link takes longer than backward: 71 % of the units") == 1
-    assert "optimizer_state.previous_weights: device" in caplog.text
+    assert "a larger optimizer_state.resident_gib" in caplog.text
 
 
 @pytest.mark.parametrize(("behind", "part"), [(LATE, 0.38), (ON_TIME, 0.5), (EARLY, 0.55)])
