@@ -47,15 +47,6 @@ class Comparison:
         return abs(self.memory_error) <= MEMORY_GOAL and abs(self.time_error) <= TIME_GOAL
 
 
-_OVERLAP_SINCE = "2026-11-22T09:00"
-"""Before this date, presets whose name ends in `-overlap` had `update: next_forward`."""
-_WHOLE_MASTERS_UNTIL = "2026-11-22T15:30"
-"""Until this date, `resident` kept whole fp32 masters: 2 bytes per bf16 parameter more than now."""
-
-_RESIDENT_SINCE = "2026-11-23T06:00"
-"""Before this date, `stream-overlap` kept previous weights, but no state, on the device."""
-
-
 def compare(folder: Path) -> list[Comparison]:
     """Compare every row of a lightstep strategy in the folder's JSON files of GPU iterations.
 
@@ -98,16 +89,8 @@ def _compare_file(file: str, values: Mapping[str, Any]) -> Iterator[Comparison]:
         if tokens not in planners:
             planners[tokens] = Planner(shape, work, profile, values["ranks"])
         label = row["label"]
-        if values["date"] < _OVERLAP_SINCE and "-overlap" in label:
-            label += " update=next_forward"
-        before = "resident_gib=0"
-        if "update=" not in label:
-            before += " previous_weights=device"
-        then = values["date"] < _RESIDENT_SINCE and "-overlap" in label
-        config = _parse_label(label.replace("-overlap", f"-overlap {before}", 1) if then else label)
+        config = _parse_label(label)
         if config.sharding.kind == "deepspeed":
-            continue
-        if config.optimizer_state.backend == "resident" and values["date"] < _WHOLE_MASTERS_UNTIL:
             continue
         plan = planners[tokens].plan(label, config)
         time = plan.clipped_time if clips else plan.time
@@ -118,10 +101,8 @@ def _compare_file(file: str, values: Mapping[str, Any]) -> Iterator[Comparison]:
 
 
 def _was_clipped(row: Mapping[str, Any], values: Mapping[str, Any]) -> bool | None:
-    """Whether the measured steps were clipped; ``None``: only some. Older results have only the last norm."""
-    clipped = row.get("clipped_steps")
-    if clipped is None:
-        return bool(row["grad_norm"] > values["optimizer"]["max_norm"])
+    """Whether the measured steps were clipped; ``None``: only some."""
+    clipped: int = row["clipped_steps"]
     return None if 0 < clipped < values["iterations"] else clipped > 0
 
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from lightstep.config import ConfigError
 from lightstep.config_errors import suggest
 
-_TOTAL_OF_TWO = 4 * 39.636
-"""GB/s of a host's links together, both ways: h200-x2-8b-iteration.json. The same is assumed of more than two GPUs."""
+_TOTAL_OF_TWO = 4 * 37.202
+"""GB/s of a host's links together, both ways: h200-x2-8b-16k.json. The same is assumed of more than two GPUs."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Profile:
 
 LINKS = {
     "pcie4": Link(27.3, 25.0, None, "half of pcie5, as the standards' rates are; an estimate"),
-    "pcie5": Link(55.4, 50.65, _TOTAL_OF_TWO, "measured: h200-3b-iteration.json, h200-x2-8b-iteration.json"),
+    "pcie5": Link(55.4, 50.65, _TOTAL_OF_TWO, "measured: h200-3b-tokens.json, h200-x2-8b-16k.json"),
     "nvlink-c2c": Link(394, 360, None, "80 % of the data sheet's 450 GB/s each way, as pcie5 reaches; an estimate"),
 }
 
@@ -70,16 +70,16 @@ PROFILES = {
     "H100": Profile(
         "H100",
         409,
-        14.6,
+        10.3,
         85.0,
-        Link(54.9, 46.99, _TOTAL_OF_TWO, "measured: h100-3b-iteration.json; of two GPUs h200-x2-8b-iteration.json"),
-        "measured: h100-3b-iteration.json",
+        Link(54.9, 46.99, _TOTAL_OF_TWO, "measured: h100-3b-iteration.json; of two GPUs h200-x2-8b-16k.json"),
+        "measured: h100-3b-iteration.json; AdamW is H200's, by the data sheets' 3.35 of 4.8 TB/s",
     ),
-    "H200": Profile("H200", 442, 13.4, 150.7, LINKS["pcie5"], "measured: h200-3b-iteration.json, h200-1b.json"),
+    "H200": Profile("H200", 442, 7.2, 150.7, LINKS["pcie5"], "measured: h200-3b-tokens.json, h200-1b.json"),
     "A100": Profile(
         "A100",
         129,
-        24.0,
+        16.9,
         85.0,
         LINKS["pcie4"],
         "H100's, by the data sheets' 312 of 989 TFLOP/s and 2.04 of 3.35 TB/s; an estimate",
@@ -87,12 +87,12 @@ PROFILES = {
     "B200": Profile(
         "B200",
         930,
-        6.1,
+        4.3,
         192.0,
         LINKS["pcie5"],
         "H100's, by the data sheets' 2250 of 989 TFLOP/s and 8.0 of 3.35 TB/s; an estimate",
     ),
-    "GH200": Profile("GH200", 409, 14.6, 96.0, LINKS["nvlink-c2c"], "H100's, which it holds; an estimate"),
+    "GH200": Profile("GH200", 409, 10.3, 96.0, LINKS["nvlink-c2c"], "H100's, which it holds; an estimate"),
 }
 
 

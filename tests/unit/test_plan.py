@@ -47,20 +47,19 @@ def _tiny(**changes: object) -> LlamaForCausalLM:
 
 def test_plans_are_within_the_goals_of_what_was_measured(tmp_path: Path) -> None:
     """One file here, because running 65 536 tokens takes a while; docs/plan.md has the rows of all."""
-    name = "h200-3b-overlap.json"
+    name = "h200-3b.json"
     (tmp_path / name).write_text((DOCS / "benchmarks" / name).read_text())
     rows = planned.compare(tmp_path)
-    assert [row.strategy for row in rows] == ["resident", "stream", "stream-overlap", "stream-overlap resident_gib=8"]
+    assert [row.strategy for row in rows][:3] == ["resident", "stream", "stream-overlap"] and len(rows) == 6
     assert all(row.within for row in rows)
     page = (DOCS / "plan.md").read_text()
     for line in planned.as_markdown(rows).splitlines():
         assert line in page, "make the table again: lightstep plan --against docs/benchmarks"
 
 
-@pytest.mark.parametrize(("clipped", "norm", "said"), [(0, 2, False), (1, 2, None), (3, 0, True), (None, 2, True)])
-def test_a_result_says_whether_steps_were_clipped(clipped: int | None, norm: float, said: bool | None) -> None:
-    row = {"clipped_steps": clipped, "grad_norm": norm}
-    assert planned._was_clipped(row, {"iterations": 3, "optimizer": {"max_norm": 1.0}}) is said
+@pytest.mark.parametrize(("clipped", "said"), [(0, False), (1, None), (3, True)])
+def test_a_result_says_whether_steps_were_clipped(clipped: int, said: bool | None) -> None:
+    assert planned._was_clipped({"clipped_steps": clipped}, {"iterations": 3}) is said
 
 
 def test_the_profiles_rates_are_those_of_the_files_that_they_name() -> None:
@@ -72,9 +71,9 @@ def test_the_profiles_rates_are_those_of_the_files_that_they_name() -> None:
     seen = run_on_meta(load_shape("Llama-3.2-3B"), 16_384, 4096, True, 16_384)
     flops = seen.blocks * (seen.forward_flops + seen.backward_flops)
     flops += seen.other_forward_flops + seen.other_backward_flops
-    assert PROFILES["H200"].tflops == pytest.approx(no_optimizer("h200-3b-iteration.json", flops), rel=0.01)
+    assert PROFILES["H200"].tflops == pytest.approx(no_optimizer("h200-3b-tokens.json", flops), rel=0.01)
     assert PROFILES["H100"].tflops == pytest.approx(no_optimizer("h100-3b-iteration.json", flops), rel=0.01)
-    for file, link in (("h200-3b-iteration", LINKS["pcie5"]), ("h100-3b-iteration", PROFILES["H100"].link)):
+    for file, link in (("h200-3b-tokens", LINKS["pcie5"]), ("h100-3b-iteration", PROFILES["H100"].link)):
         measured = json.loads((DOCS / f"benchmarks/{file}.json").read_text())["link_gb_per_s"]
         assert link.both == pytest.approx(measured["duplex"], rel=0.001)
 
