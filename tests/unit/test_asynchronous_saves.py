@@ -147,7 +147,7 @@ def test_each_checkpoint_is_that_of_a_synchronous_save(tmp_path: Path, slow: Non
     make(tmp_path / "waited", backend, asynchronous_saves=False).train()
     make(tmp_path / "asked", backend).train()
     assert names(tmp_path / "asked") == [f"checkpoint-{step}" for step in range(1, 5)]
-    for step in range(1, 5):
+    for step in (1, 4):  # the first, beside whose writing training goes on, and the last
         folders = [tmp_path / name / f"checkpoint-{step}" for name in ("waited", "asked")]
         expected, found = (resumed(folder.parent, backend, folder) for folder in folders)
         torch.testing.assert_close(found, expected, rtol=0, atol=0)  # bit for bit, nested
