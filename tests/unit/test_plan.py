@@ -76,6 +76,8 @@ def test_the_profiles_rates_are_those_of_the_files_that_they_name() -> None:
     for file, link in (("h200-3b-tokens", LINKS["pcie5"]), ("h100-3b-iteration", PROFILES["H100"].link)):
         measured = json.loads((DOCS / f"benchmarks/{file}.json").read_text())["link_gb_per_s"]
         assert link.both == pytest.approx(measured["duplex"], rel=0.001)
+    measured = json.loads((DOCS / "benchmarks/h200-x2-8b-16k.json").read_text())["link_gb_per_s"]
+    assert LINKS["pcie5"].each_way(2) == pytest.approx(measured["duplex"], rel=0.001)
 
 
 def test_few_blocks_stand_for_all_of_them() -> None:
@@ -372,7 +374,7 @@ def test_a_gpu_is_known_by_its_name() -> None:
     found = [profile_of_device(name) for name in ("NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB", "Quadro")]
     assert [profile and profile.name for profile in found] == ["H100", "A100", None]
     assert find_profile("h200+nvlink-c2c").link == LINKS["nvlink-c2c"]
-    assert LINKS["pcie5"].each_way(2) == pytest.approx(39.636)
+    assert LINKS["pcie5"].each_way(2) < LINKS["pcie5"].both, "GPUs of a host share its links"
 
 
 def test_overlap_under_ddp_is_planned_as_the_next_forward() -> None:
