@@ -76,9 +76,9 @@ def _rows_of(record: Record) -> tuple[dict[torch.dtype, tuple[int, int]], int]:
 
 
 def _copy(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-    """Copy the second tensor of each pair to the first.
+    """Copy the second tensor of each pair to the first, by kernels on a device.
 
-    Kernels do it on a device: a plain ``copy_`` would queue for the engines that are busy with the host's copies.
+    ``copy_`` took up to 1.7 ms for 22 MB within an H200, beside copies from and to the host.
     """
     by_dtype: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = defaultdict(lambda: ([], []))
     for to, source in pairs:
