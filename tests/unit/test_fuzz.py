@@ -111,6 +111,16 @@ def _slowly(take: Any) -> Any:
     return slowly
 
 
+class Diverged(Exception):
+    """Both losses are NaN, which nothing is equal to: the program ends."""
+
+
+def check_losses(ours: Tensor, theirs: Tensor) -> None:
+    if ours.isnan() and theirs.isnan():
+        raise Diverged
+    assert torch.equal(ours, theirs), f"the losses are {ours} and {theirs}"
+
+
 class Programs:
     """lightstep (``model``, ``optimizer``) and the textbook (``twin``, ``loop``) side by side.
 
@@ -229,7 +239,7 @@ class Programs:
                 final = last and micro == micro_batches - 1
                 with self.strategy.accumulate(self.model, last=final):
                     losses = [loss_of(model, self.number) for model in (self.model, self.twin)]
-                    assert torch.equal(*losses), f"the losses are {losses}"
+                    check_losses(*losses)
                     if not losses[0].requires_grad:
                         return
                     ours, theirs = (loss * 0 for loss in losses) if special == "zero" else losses
@@ -385,7 +395,7 @@ class Programs:
     def read(self, how: str) -> None:
         if how == "evaluate":
             with torch.inference_mode():
-                assert torch.equal(loss_of(self.model, 4), loss_of(self.twin, 4))
+                check_losses(loss_of(self.model, 4), loss_of(self.twin, 4))
         elif how == "optimizer.state":
             self.check_state(self.optimizer.state)
         elif how == "optimizer.state_dict":
@@ -621,6 +631,8 @@ def run(calls: list[tuple[Any, ...]], at_once: int, one_pass: bool, **settings: 
                 if program.begun and name not in AT_ANY_TIME:
                     program.step(False)
                 getattr(program, name)(*arguments)
+            except Diverged:
+                break
             except BaseException as error:
                 error.add_note(f"in call {number}: {name}{tuple(arguments)}")
                 with contextlib.suppress(Exception):
