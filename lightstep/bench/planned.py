@@ -101,8 +101,8 @@ def _compare_file(file: str, values: Mapping[str, Any]) -> Iterator[Comparison]:
 
 
 def _was_clipped(row: Mapping[str, Any], values: Mapping[str, Any]) -> bool | None:
-    """Whether the measured steps were clipped; ``None``: only some."""
-    clipped: int = row["clipped_steps"]
+    """Whether the measured steps were clipped (``clipped_steps`` is null without a limit); ``None``: only some."""
+    clipped: int = row["clipped_steps"] or 0
     return None if 0 < clipped < values["iterations"] else clipped > 0
 
 
