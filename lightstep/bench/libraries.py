@@ -159,19 +159,30 @@ class DeepSpeedCpuAdam(CpuAdamW):
 
     def __init__(self, task: Task) -> None:
         self._library = _installed("deepspeed.ops.adam")
+        self._optimizer: torch.optim.Optimizer | None = None
+        self._groups: dict[Tensor, dict[str, Any]] = {}
         super().__init__(task)
 
     def make_optimizer(self, masters: list[nn.Parameter]) -> torch.optim.Optimizer:
-        """Raises Skipped if the kernel, which DeepSpeed compiles on first use, cannot be built."""
-        try:
-            optimizer: torch.optim.Optimizer = self._library.DeepSpeedCPUAdam(masters, adamw_mode=True, **ADAMW)
-        except RuntimeError as error:
-            raise Skipped(f"its kernel cannot be built here ({error})") from error
-        return optimizer
+        """One optimizer, with a group per call: making one takes a second, because it examines the CPU.
+
+        Raises:
+            Skipped: the kernel, which DeepSpeed compiles on first use, cannot be built.
+        """
+        if self._optimizer is not None:
+            self._optimizer.add_param_group({"params": masters})
+        else:
+            try:
+                self._optimizer = self._library.DeepSpeedCPUAdam(masters, adamw_mode=True, **ADAMW)
+            except RuntimeError as error:
+                raise Skipped(f"its kernel cannot be built here ({error})") from error
+        self._groups.update((master, self._optimizer.param_groups[-1]) for master in masters)
+        return self._optimizer
 
     def apply(self, slot: HostSlot) -> None:
         assert slot.master.grad is not None
         slot.master.grad.mul_(self._coefficient)
+        slot.optimizer.param_groups = [self._groups[slot.master]]
         slot.optimizer.step()
 
 

@@ -79,6 +79,24 @@ def test_a_peer_that_is_not_installed_is_skipped_visibly(monkeypatch: pytest.Mon
     assert row["skipped"] and row["note"] == "not installed"
 
 
+def test_deepspeed_has_one_optimizer_for_all_tensors(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    class CPUAdam(torch.optim.AdamW):  # DeepSpeed's examines the CPU for a second whenever one is made
+        made = 0
+
+        def __init__(self, masters: Any, adamw_mode: bool, **settings: Any) -> None:
+            super().__init__(masters, **settings)
+            assert adamw_mode
+            CPUAdam.made += 1
+
+    monkeypatch.setitem(sys.modules, "deepspeed", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "deepspeed.ops.adam", SimpleNamespace(DeepSpeedCPUAdam=CPUAdam))
+    done = run_bench(*TINY, "--strategies", "none", "--peers", "torch,deepspeed", "--output", str(tmp_path))
+    assert done.exit_code == 0, done.output
+    rows = rows_of(json.loads((tmp_path / "bench.json").read_text()))
+    assert CPUAdam.made == 2  # for the times, and for the other figures
+    assert rows["deepspeed"]["largest_weight_difference"] <= 2**-11
+
+
 def test_all_do_the_same_work(result: tuple[dict[str, Any], Path, str]) -> None:
     values, _, _ = result
     measured = {name: row for name, row in rows_of(values).items() if row["note"] is None}
