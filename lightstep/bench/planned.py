@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import yaml
 from lightstep.config import ConfigError, StrategyConfig, merge_overrides, parse_config
 from lightstep.plan.models import SHAPES, from_values
 from lightstep.plan.planning import Planner, Workload
-from lightstep.plan.profiles import profile_of_device
+from lightstep.plan.profiles import Link, profile_of_device
 from lightstep.strategy.presets import read_source
 
 MEMORY_GOAL, TIME_GOAL = 0.05, 0.10
@@ -77,6 +77,7 @@ def _compare_file(file: str, values: Mapping[str, Any]) -> Iterator[Comparison]:
     model = values["model"]
     if profile is None or model["name"] not in SHAPES:
         return
+    profile = replace(profile, link=_measured_link(values["link_gb_per_s"]))
     shape = from_values(SHAPES[model["name"]], torch.bfloat16)
     planners: dict[int, Planner] = {}
     for row in values["rows"]:
@@ -98,6 +99,12 @@ def _compare_file(file: str, values: Mapping[str, Any]) -> Iterator[Comparison]:
         ranks = f"{values['ranks']} × " if values["ranks"] > 1 else ""
         measured = row["peak_device_bytes"], time.iteration, row["iteration_ms"]
         yield Comparison(file, ranks + profile.name, model["name"], tokens, label, plan.memory.peak, *measured)
+
+
+def _measured_link(rates: Mapping[str, float]) -> Link:
+    """The link of a run, which measures it on every rank at once before the first contender."""
+    alone = min(rates["to_device"], rates["to_host"])
+    return Link(alone, rates["duplex"], None, "measured at the beginning of the run")
 
 
 def _was_clipped(row: Mapping[str, Any], values: Mapping[str, Any]) -> bool | None:

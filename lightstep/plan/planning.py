@@ -49,7 +49,7 @@ class Plan:
     Attributes:
         time: of a step that is not clipped; ``None`` if the machine's rates are unknown, for DeepSpeed, and for
             optimizers other than Adam and AdamW.
-        clipped_time: of a step that is clipped, which takes longer under ``overlap``.
+        clipped_time: of a step in a run that clips all of them, in which ``overlap`` updates during the next forward.
         other_activations: their peak without activation checkpointing, or with it if ``workload`` is without;
             ``None`` if not asked for.
         clips_by_layer: clips each unit by its own norm, so its training differs from that of other strategies.
@@ -95,7 +95,7 @@ class Plan:
         if self.time is not None:
             said += f", {_milliseconds(self.time)} ms per step"
             if self.clipped_time is not None and self.clipped_time != self.time:
-                said += f" ({_milliseconds(self.clipped_time)} if it is clipped)"
+                said += f" ({_milliseconds(self.clipped_time)} if all are clipped)"
         return said if self.reason is None else f"{said}; {self.reason}"
 
 
@@ -144,20 +144,30 @@ class Planner:
             checkpointed = config.sharding.activation_checkpointing
         compute = compute_dtype(config)
         seen = self._activations(checkpointed, compute)
-        several, zero = workload.micro_batches > 1, config.sharding.kind == "deepspeed"
-        if zero:
-            held = zero_memory(config, self._sizes, seen, ranks, several, name, self._optimizer)
-        else:
-            held = memory(config, self._sizes, seen, ranks, several, self._optimizer, self._on_cpu)
+        zero = config.sharding.kind == "deepspeed"
+        held = self._memory(name, config, seen)
         time = clipped = None
         if self._profile is not None and self._profile.knows(compute) and self._optimizer.is_adam and not zero:
-            given = config, self._sizes, seen, held, self._profile, ranks, workload.micro_batches
-            time = iteration_time(*given)
-            clipped = iteration_time(*given, clips=config.clipping.max_norm is not None)
+            time = clipped = self._time(config, seen, held)
+            if config.clipping.max_norm is not None and config.optimizer_state.update == "overlap":
+                state = config.optimizer_state.model_copy(update={"update": "next_forward"})
+                waiting = config.model_copy(update={"optimizer_state": state})
+                clipped = self._time(waiting, seen, self._memory(name, waiting, seen))
         reason = self._reason(config, held, ranks)
         other = self._activations(not checkpointed, compute).peak if both else None
         by_layer = config.clipping.scope == "unit"
         return Plan(name, self._sizes.total, ranks, workload, held, time, clipped, other, by_layer, self._limit, reason)
+
+    def _memory(self, name: str, config: StrategyConfig, seen: Activations) -> Memory:
+        ranks, several = self.rank_count(config), self._workload.micro_batches > 1
+        if config.sharding.kind == "deepspeed":
+            return zero_memory(config, self._sizes, seen, ranks, several, name, self._optimizer)
+        return memory(config, self._sizes, seen, ranks, several, self._optimizer, self._on_cpu)
+
+    def _time(self, config: StrategyConfig, seen: Activations, held: Memory) -> Time:
+        assert self._profile is not None
+        ranks, micro_batches = self.rank_count(config), self._workload.micro_batches
+        return iteration_time(config, self._sizes, seen, held, self._profile, ranks, micro_batches)
 
     def rank_count(self, config: StrategyConfig) -> int:
         return 1 if config.sharding.kind == "single" else self._ranks

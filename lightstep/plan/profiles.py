@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from lightstep.config import ConfigError
 from lightstep.config_errors import suggest
 
-_TOTAL_OF_TWO = 4 * 37.202
+_TOTAL_OF_TWO = 4 * 37.188
 """GB/s of a host's links together, both ways: h200-x2-8b-16k.json. The same is assumed of more than two GPUs."""
 
 

@@ -200,5 +200,5 @@ def _draw_time(axes: Axes, made: Sequence[Plan]) -> None:
             axes.barh(row, clipped - whole, left=whole, color="white", hatch="///", **edge)
     axes.barh(0, 0, color="#D0D0D0", label="forward and backward", **edge)
     axes.barh(0, 0, color="#D55E00", label="exposed", **edge)
-    axes.barh(0, 0, color="white", hatch="///", label="more if clipped", **edge)
+    axes.barh(0, 0, color="white", hatch="///", label="more if all are clipped", **edge)
     axes.set_xlabel("ms per step")

@@ -38,13 +38,8 @@ def iteration_time(
     profile: Profile,
     ranks: int = 1,
     micro_batches: int = 1,
-    clips: bool = False,
 ) -> Time:
-    """The time of one optimizer step with all its micro-batches. Assumes that collectives are hidden.
-
-    Args:
-        clips: whether steps are clipped; then ``overlap`` redoes the updates of its backward.
-    """
+    """The time of one optimizer step with all its micro-batches, none clipped. Assumes that collectives are hidden."""
     one = _Compute(activations, profile)
     compute = micro_batches * (one.forward + one.backward)
     state = config.optimizer_state
@@ -60,8 +55,7 @@ def iteration_time(
     elif state.update == "in_backward":
         copies = _Units(sizes, one, link).end_of_updates() - one.backward
     else:
-        early = updates_in_backward(config) and not clips
-        copies = _Units(sizes, one, link).end_of_forward(early) - one.forward
+        copies = _Units(sizes, one, link).end_of_forward(updates_in_backward(config)) - one.forward
     return Time(compute, link, max(update, copies))  # copies are hidden beside the computation, arithmetic is not
 
 

@@ -45,16 +45,12 @@ def _tiny(**changes: object) -> LlamaForCausalLM:
         return LlamaForCausalLM(LlamaConfig(**values)).to(torch.bfloat16)
 
 
-def test_plans_are_within_the_goals_of_what_was_measured(tmp_path: Path) -> None:
-    """One file here, because running 65 536 tokens takes a while; docs/plan.md has the rows of all."""
-    name = "h200-3b.json"
-    (tmp_path / name).write_text((DOCS / "benchmarks" / name).read_text())
-    rows = planned.compare(tmp_path)
-    assert [row.strategy for row in rows][:3] == ["resident", "stream", "stream-overlap"] and len(rows) == 6
-    assert all(row.within for row in rows)
+def test_plans_are_within_the_goals_of_what_was_measured() -> None:
+    rows = planned.compare(DOCS / "benchmarks")
+    assert {"resident", "stream-overlap", "fsdp2-stream-overlap", "fsdp2-in-backward"} <= {r.strategy for r in rows}
+    assert [row for row in rows if not row.within] == []
     page = (DOCS / "plan.md").read_text()
-    for line in planned.as_markdown(rows).splitlines():
-        assert line in page, "make the table again: lightstep plan --against docs/benchmarks"
+    assert planned.as_markdown(rows) in page, "make the table again: lightstep plan --against docs/benchmarks"
 
 
 @pytest.mark.parametrize(("clipped", "said"), [(None, False), (0, False), (1, None), (3, True)])
@@ -198,7 +194,7 @@ def test_what_does_not_fit_says_why_and_what_does() -> None:
 
 
 def test_the_parts_of_a_plan_are_in_its_json_and_its_tables() -> None:
-    """Also the time of clipped steps, which is longer only where updates begin in backward and are then redone."""
+    """Also the time if all steps are clipped, which is longer only where updates would begin in backward."""
     unclipped = Strategy.load("stream-overlap", overrides={"clipping.max_norm": None}).config
     configs = {name: Strategy.load(name).config for name in ("resident", "stream", "stream-overlap", "bulk")}
     model, work = load_shape("Llama-3.2-3B"), Workload(4096, checkpointed=True)
@@ -215,7 +211,7 @@ def test_the_parts_of_a_plan_are_in_its_json_and_its_tables() -> None:
         assert plan.other_activations is not None and plan.other_activations > 2 * plan.memory.activations
         longer = plan.strategy == "stream-overlap"
         assert (plan.values()["clipped_iteration_ms"] > plan.values()["iteration_ms"]) == longer
-        assert (" if it is clipped)" in str(plan)) == longer
+        assert (" if all are clipped)" in str(plan)) == longer
     lines = report("3 B", list(made.values()), work, find_profile("H200")).splitlines()
     assert max(map(len, lines)) <= 80
     heads = [line.split() for line in lines if line.startswith(("GB per", "GB, buffers", "ms per"))]
