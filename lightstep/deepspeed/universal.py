@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from lightstep.checkpoint.errors import CheckpointError, checkpoint_errors, list_names
-from lightstep.checkpoint.formats.safe_load import refused_name
+from lightstep.checkpoint.formats.safe_load import GETATTR, enum_member, refused_name
 from lightstep.checkpoint.formats.zero_files import RESERVED
 from lightstep.checkpoint.load import apply_scheduler
 from lightstep.checkpoint.partly_loaded import loading
@@ -49,7 +49,7 @@ def refuse_untrusted(file: Path) -> None:
     Raises:
         CheckpointError: it needs others; the message names them.
     """
-    wanted = set(torch.serialization.get_unsafe_globals_in_checkpoint(file)) - _TRUSTED
+    wanted = set(torch.serialization.get_unsafe_globals_in_checkpoint(file)) - _TRUSTED - {GETATTR}
     if wanted:
         raise CheckpointError(f"{file} asks for {', '.join(sorted(wanted))}, which no file of DeepSpeed's needs")
 
@@ -64,7 +64,8 @@ def trusted_loads() -> Iterator[None]:
     before = {name: os.environ.get(name) for name in switches}
     os.environ.update(switches)
     try:
-        with torch.serialization.safe_globals([_import_class(name) for name in _TRUSTED]):
+        classes = [_import_class(name) for name in _TRUSTED]
+        with torch.serialization.safe_globals([*classes, (enum_member, GETATTR)]):
             yield
     except pickle.UnpicklingError as error:  # torch's own message recommends weights_only=False
         raise CheckpointError(f"a file is damaged, or holds what must not be run ({refused_name(error)})") from error

@@ -39,7 +39,10 @@ def iteration_time(
     ranks: int = 1,
     micro_batches: int = 1,
 ) -> Time:
-    """The time of one optimizer step with all its micro-batches, none clipped. Assumes that collectives are hidden."""
+    """The time of one optimizer step with all its micro-batches.
+
+    Assumes that collectives are hidden, and that ``overlap`` repeats no updates, as it does for a clipped step.
+    """
     one = _Compute(activations, profile)
     compute = micro_batches * (one.forward + one.backward)
     state = config.optimizer_state

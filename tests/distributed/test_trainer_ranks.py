@@ -24,6 +24,7 @@ from lightstep.config import ConfigError
 from lightstep.trainer.config import TrainConfig
 from lightstep.trainer.loop import Loop
 from lightstep.trainer.session import train
+from tests.distributed.deepspeed_runs import number_anew
 from tests.distributed.ranks import Pool
 from tests.unit.test_trainer import MODEL
 from tests.unit.test_trainer_data import word_tokenizer
@@ -65,6 +66,8 @@ def run(
         return accumulate(loop, micro_batches)
 
     Loop._accumulate = interrupted  # type: ignore[method-assign]
+    if str(values.get("strategy")).startswith("deepspeed"):
+        number_anew()
     console = Console(record=True, file=open(os.devnull, "w"), width=200)  # noqa: SIM115
     try:
         outcome = train(TrainConfig.model_validate(values), resume, console)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import errno
 import json
 import os
+import pickle
 import random
 import shutil
 import weakref
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +24,11 @@ from lightstep import Strategy
 from lightstep.checkpoint import CheckpointError
 from lightstep.checkpoint.formats import convert, convert_checkpoint, describe_checkpoint, read_checkpoint
 from lightstep.checkpoint.formats.names import read_naming
+from lightstep.checkpoint.formats.safe_load import load_file
 from lightstep.checkpoint.formats.state import Group, LazyTensor, TrainingState
 from lightstep.cli import app
 from lightstep.config import LossScaleConfig, parse_config
+from lightstep.deepspeed.universal import refuse_untrusted, trusted_loads
 from tests.reference.converted_run import (
     ADAMW,
     AFTER,
@@ -331,6 +335,52 @@ def test_a_folder_of_distributed_checkpoint_is_read(tmp_path: Path) -> None:
     part.write_bytes(part.read_bytes()[:-100])
     with pytest.raises(CheckpointError, match="is truncated"):
         read_checkpoint(tmp_path / "dcp-True")
+
+
+class Member:
+    """Pickled as Python 3.11.0 to 3.11.3 pickle a member of an enum."""
+
+    def __init__(self, kind: type, name: str) -> None:
+        self.kind, self.name = kind, name
+
+    def __reduce__(self) -> tuple[Any, tuple[type, str]]:
+        return getattr, (self.kind, self.name)
+
+
+def test_members_of_enums_from_any_python_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
+
+    config = pytest.importorskip("deepspeed.runtime.zero.config")
+    torch.save({"stage": Member(config.ZeroStageEnum, "gradients"), "on": [Member(Color, "RED")]}, tmp_path / "a.pt")
+    read = load_file(tmp_path / "a.pt")
+    assert int(read["stage"]) == 2 and read["on"][0].arguments == ("RED",)
+    refuse_untrusted(_saved(tmp_path / "b.pt", Member(config.ZeroStageEnum, "gradients")))
+    with trusted_loads():
+        assert torch.load(tmp_path / "b.pt", weights_only=False) is config.ZeroStageEnum.gradients
+    monkeypatch.setattr(_MEM_FORMAT_ENCODING, "__reduce_ex__", lambda self, _: (getattr, (type(self), self.name)))
+    dcp.save({"model": {"w": torch.ones(2)}}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    assert read_checkpoint(tmp_path / "dcp").weights["w"].read().tolist() == [1, 1]
+
+
+def test_nothing_but_members_of_enums_is_looked_up(tmp_path: Path) -> None:
+    file = _saved(tmp_path / "a.pt", Member(dict, "fromkeys"))
+    assert repr(load_file(file)) == "<builtins.dict>"  # a stand-in, whose class was not asked for anything
+    with pytest.raises(CheckpointError, match="what must not be run"), trusted_loads():
+        torch.load(file, weights_only=False)
+    (tmp_path / "dcp").mkdir()
+    (tmp_path / "dcp" / ".metadata").write_bytes(pickle.dumps(Member(set, "pop")))
+    with pytest.raises(CheckpointError, match="is not the member of an enum"):
+        read_checkpoint(tmp_path / "dcp")
+
+
+class Color(Enum):
+    RED = 1
+
+
+def _saved(file: Path, value: object) -> Path:
+    torch.save(value, file)
+    return file
 
 
 def test_a_checkpoint_of_trainer_is_read_without_being_told_the_names(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMe
 
 from lightstep.checkpoint.errors import CheckpointError, error_text, list_names
 from lightstep.checkpoint.formats.from_lightstep import lazy
+from lightstep.checkpoint.formats.safe_load import enum_member
 from lightstep.checkpoint.formats.state import Group, LazyTensor, TrainingState, max_step, step_tensor
 from lightstep.checkpoint.optimizer_content import same_settings
 from lightstep.checkpoint.tensors import Chunk, StoredTensor
@@ -130,6 +131,7 @@ _ALLOWED: dict[tuple[str, str], Any] = {
     ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
     ("collections", "OrderedDict"): dict,
     ("builtins", "set"): set,
+    ("builtins", "getattr"): enum_member,
     ("pathlib", "PosixPath"): PurePosixPath,
     ("pathlib", "Path"): PurePosixPath,
     ("pathlib._local", "PosixPath"): PurePosixPath,

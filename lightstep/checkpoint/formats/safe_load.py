@@ -10,14 +10,13 @@ import pickle
 import re
 import warnings
 import zipfile
+from enum import Enum, IntEnum
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from lightstep.checkpoint.errors import CheckpointError, error_text
-
-_KNOWN: dict[str, Any] = {"deepspeed.runtime.zero.config.ZeroStageEnum": int}
 
 
 class StandIn:
@@ -39,6 +38,32 @@ class StandIn:
 
     def __repr__(self) -> str:
         return f"<{self.pickled_name}>"
+
+
+class _ZeroStage(IntEnum):
+    """DeepSpeed's ``ZeroStageEnum``."""
+
+    disabled = 0
+    optimizer_states = 1
+    gradients = 2
+    weights = 3
+
+
+def enum_member(kind: type, name: str) -> Any:
+    """What files mean by :data:`GETATTR`: Python 3.11.0 to 3.11.3 pickle an enum's member as ``getattr(class, name)``.
+
+    Raises:
+        pickle.UnpicklingError: ``kind`` is not an enum, or has no such member. Nothing else is looked up.
+    """
+    if isinstance(kind, type) and issubclass(kind, StandIn):
+        return kind(name)
+    if isinstance(kind, type) and issubclass(kind, Enum) and name in kind.__members__:
+        return kind[name]
+    raise pickle.UnpicklingError(f"{GETATTR}({kind!r}, {name!r}) is not the member of an enum")
+
+
+GETATTR = "builtins.getattr"
+_KNOWN: dict[str, Any] = {"deepspeed.runtime.zero.config.ZeroStageEnum": _ZeroStage, GETATTR: enum_member}
 
 
 def load_file(path: Path) -> Any:
