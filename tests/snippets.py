@@ -19,13 +19,14 @@ import os
 import re
 import runpy
 import shlex
-import socket
 import subprocess
 import sys
 import time
 from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+
+from tests.ports import free_port
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 SECONDS = 240.0
@@ -133,7 +134,7 @@ def _run_bash(path: Path) -> tuple[int, str]:
 
 
 def _run_python(path: Path, script: Script) -> tuple[int, str]:
-    port = _free_port() if script.ranks else 0
+    port = free_port() if script.ranks else 0
     environments = [_environment(rank, script.ranks, port) for rank in range(max(script.ranks, 1))]
     processes = [
         _processes.Process(target=_serve_script, args=(path, script.arguments, environment), daemon=False)
@@ -179,9 +180,3 @@ def _environment(rank: int, ranks: int, port: int) -> dict[str, str]:
     run = {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_RUN_ID": "none"}
     here = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": port}
     return {**run, **{name: str(value) for name, value in here.items()}}
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -67,6 +67,8 @@ class TrainerCheckpoints(_AnyTrainer):
     _pending_save: PendingFolder | None = None
     _open_folder: PendingFolder | None = None
     """The folder of a save, while the Trainer writes its own files into it."""
+    _gathered_weights: dict[str, Any] | None = None
+    """The whole weights of a model that the strategy has sharded, while the Trainer saves them."""
     _is_finalizing = False
 
     @property
@@ -86,23 +88,29 @@ class TrainerCheckpoints(_AnyTrainer):
         return config.sharding.kind == "single" and config.optimizer_state.backend == "resident"
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """As the Trainer's. Nothing is gathered if a thread writes the weights."""
-        if not (self.is_fsdp_enabled and self._writes_weights_later):
+        """As the Trainer's; called by every process. Nothing is gathered if a thread writes the weights."""
+        if self._writes_weights_later and self.is_fsdp_enabled:
+            if "FULL_STATE_DICT" in str(self.accelerator.state.fsdp_plugin.state_dict_type):
+                self._save(output_dir)
+            return
+        try:
+            if self._sharded_by_strategy and not self._writes_weights_later:
+                module = self.strategy.unwrap_model(self.model)
+                self._gathered_weights = full_weights(module, keep=self.args.should_save)
             super().save_model(output_dir, _internal_call)
-        elif "FULL_STATE_DICT" in str(self.accelerator.state.fsdp_plugin.state_dict_type):
-            self._save(output_dir)
+        finally:
+            self._gathered_weights = None
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        """As the Trainer's; called by every process if the strategy has sharded the model."""
+        """As the Trainer's. Before transformers 5.23 only the first process calls it, so nothing is gathered here."""
         if state_dict is None and self._writes_weights_later:
             assert self._open_folder is not None
-            super()._save(output_dir, {})  # the other files
+            if self.args.should_save:
+                super()._save(output_dir, {})  # the other files
             folder, names = self._open_folder.folder, list(self.model.state_dict())
             self._open_folder.write_later = partial(_write_weights, folder, unwrap_model(self.model), names)
             return
-        if state_dict is None and self._sharded_by_strategy:
-            state_dict = full_weights(self.strategy.unwrap_model(self.model), keep=self.args.should_save)
-        super()._save(output_dir, state_dict)
+        super()._save(output_dir, self._gathered_weights if state_dict is None else state_dict)
 
     @property
     def _writes_weights_later(self) -> bool:

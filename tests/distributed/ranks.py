@@ -14,7 +14,6 @@ import importlib
 import multiprocessing
 import os
 import pickle
-import socket
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -26,6 +25,8 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+
+from tests.ports import free_port
 
 TIMEOUT = datetime.timedelta(seconds=120)
 """Of one collective. A rank that waits longer for the others fails."""
@@ -66,7 +67,7 @@ class Pool:
         self._grow(world_size, gpus)
         with tempfile.TemporaryDirectory() as meeting_place:
             place = meeting_place if group else None  # a file: a port may be taken between its choice and its use
-            task = (check.__module__, check.__qualname__, world_size, _free_port(), place, arguments)
+            task = (check.__module__, check.__qualname__, world_size, free_port(), place, arguments)
             for rank in range(world_size):
                 pipes[rank].send_bytes(pickle.dumps((rank, *task)))
             outcomes = self._outcomes(pipes[:world_size])
@@ -172,9 +173,3 @@ def _run(
             from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
             _clear_sharding_prop_cache()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

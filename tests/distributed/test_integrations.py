@@ -214,6 +214,25 @@ def test_trainer(pool: Pool, tmp_path: Path, kind: str) -> None:
     assert len(list(tmp_path.glob("checkpoint-2/lightstep/*.distcp"))) == 2  # each rank wrote its part
 
 
+def save_as_before(trainer: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:
+    """The Trainer's before transformers 5.23."""
+    if trainer.args.should_save:
+        trainer._save(output_dir)
+
+
+def saved_by_one(rank: int, world_size: int, folder: str) -> None:
+    """Only the first process writes, and may be the only one that is asked to; all of them gather."""
+    with fresh_state("strategy"), mock.patch.object(Trainer, "save_model", save_as_before):
+        trainer = trained(Path(folder), "strategy")
+        weights = whole(trainer.model)
+    saved = type(make_llama()).from_pretrained(f"{folder}/checkpoint-{STEPS}", dtype="auto")
+    same({name: parameter.detach() for name, parameter in saved.named_parameters()}, weights)
+
+
+def test_older_versions_of_the_trainer_save(pool: Pool, tmp_path: Path) -> None:
+    pool.run(saved_by_one, 2, folder=str(tmp_path))
+
+
 @pytest.mark.parametrize("kind", ["ddp", "strategy"])
 def test_a_checkpoint_of_one_process_is_continued(pool: Pool, tmp_path: Path, kind: str) -> None:
     args = training_arguments(tmp_path, save_strategy="steps", save_steps=2, max_steps=2)
@@ -238,7 +257,9 @@ def asynchronous(rank: int, world_size: int, kind: str, state: dict[str, Any], f
         arguments |= {"fsdp": True if kind == "accelerate" else None, "per_device_train_batch_size": 1}
         args = training_arguments(f"{folder}/{name}", **arguments)
         pass_for_accelerators(kind)
-        return LightstepTrainer(make_llama(seed), args, strategy=strategy, train_dataset=Rows(), **chosen)
+        trainer = LightstepTrainer(make_llama(seed), args, strategy=strategy, train_dataset=Rows(), **chosen)
+        assert trainer.is_fsdp_enabled is (kind == "accelerate")
+        return trainer
 
     loaded: dict[tuple[str, int], list[dict[str, Tensor]]] = {}
     with mock.patch.object(save, "write_tensors", late):
@@ -280,10 +301,9 @@ def test_asynchronous_saves(pool: Pool, tmp_path: Path, kind: str, state: str) -
 
 def rules(rank: int, world_size: int, kind: str, folder: str) -> None:
     """Muon beside AdamW on shards: as with an optimizer that the strategy made; and continued."""
-    found = []
+    found = {}
     for spelling in ("rules", "optimizers", "resumed"):
         with fresh_state(kind):
-            pass_for_accelerators(kind)
             args = training_arguments(
                 folder,
                 per_device_train_batch_size=1,
@@ -295,16 +315,23 @@ def rules(rank: int, world_size: int, kind: str, folder: str) -> None:
                 fsdp=True if kind == "accelerate" else None,
                 weight_decay=0.01,  # AdamW's own
             )
+            assert args.device.type == ("cpu" if CPU else "cuda")
+            pass_for_accelerators(kind)
             strategy, model = Strategy.load(STRATEGIES[kind]), make_llama(spelling == "resumed")
             muon = Rule(torch.optim.Muon, kinds="hidden_matrices", lr=0.02)
             chosen: dict[str, Any] = {"rules": [muon, {"kinds": "rest"}]}
             if spelling == "optimizers":
                 chosen = {"optimizers": (strategy.create_optimizer(model, rules=both_classes()), None)}
+                if kind == "accelerate":  # FSDP replaces the parameters
+                    with pytest.raises(RuntimeError, match="not allowed if PyTorch FSDP is enabled"):
+                        LightstepTrainer(model, args, strategy=strategy, train_dataset=Rows(), **chosen)
+                    continue
             trainer = LightstepTrainer(model, args, strategy=strategy, train_dataset=Rows(), **chosen)
             trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-2" if spelling == "resumed" else None)
-            found.append(whole(trainer.model))
-    same(found[1], found[0])
-    same(found[2], found[0])
+            assert trainer.is_fsdp_enabled is (kind == "accelerate")
+            found[spelling] = whole(trainer.model)
+    for weights in found.values():
+        same(weights, found["rules"])
 
 
 @pytest.mark.parametrize("kind", STRATEGIES)
@@ -363,7 +390,7 @@ def reference(rank: int, world_size: int, kind: str, folder: str) -> None:
             for name, average in expected.items():
                 average.mul_(0.5).add_(weights[name].cpu(), alpha=0.5)
         same({name: p.cpu() for name, p in whole(trainer.reference).items()}, expected)
-        same(trainer.published.published[-1], whole(trainer.model))
+        same({name: weight.cpu() for name, weight in trainer.published.published[-1].items()}, whole(trainer.model))
 
 
 @pytest.mark.parametrize("kind", ["ddp", "strategy"])
