@@ -60,7 +60,9 @@ def _draw_panel(axes: Axes, panel: Panel, shown: list[Values], values: Values) -
         if most > least:
             axes.errorbar(end, place, xerr=[[max(0.0, end - least)], [max(0.0, most - end)]], color="black", capsize=3)
         text = f"{end:.0f}" if end >= 100 else f"{end:.1f}"
-        axes.annotate(text, (max(end, most), place), xytext=(4, 0), textcoords="offset points", va="center")
+        behind: Values = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}  # hides the mark's line
+        offset: Values = {"xytext": (4, 0), "textcoords": "offset points"}
+        axes.annotate(text, (max(end, most), place), va="center", bbox=behind, **offset)
     if (mark := panel.mark(values)) is not None:
         axes.axvline(mark[0], color="black", linestyle=":", linewidth=1.2, label=mark[1])
     axes.set_xlabel(f"{panel.label} (less is better)")

@@ -74,6 +74,10 @@ def test_the_profiles_rates_are_those_of_the_files_that_they_name() -> None:
         assert link.both == pytest.approx(measured["duplex"], rel=0.001)
     measured = json.loads((DOCS / "benchmarks/h200-x2-8b-16k.json").read_text())["link_gb_per_s"]
     assert LINKS["pcie5"].each_way(2) == pytest.approx(measured["duplex"], rel=0.001)
+    steps = json.loads((DOCS / "benchmarks/h200-1b.json").read_text())["rows"]
+    resident = next(row["ms_per_1e9_parameters"] for row in steps if row["name"] == "resident")
+    assert PROFILES["H200"].update_ms == pytest.approx(resident, rel=0.01)
+    assert PROFILES["H100"].update_ms == pytest.approx(resident * 4.8 / 3.35, rel=0.01)
 
 
 def test_few_blocks_stand_for_all_of_them() -> None:
