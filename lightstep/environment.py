@@ -8,7 +8,7 @@ import platform
 from collections.abc import Iterator
 
 _LIBRARIES = (
-    *("torch", "numpy", "pydantic", "safetensors", "triton"),
+    *("numpy", "pydantic", "safetensors", "triton"),
     *("transformers", "accelerate", "peft", "trl", "deepspeed", "lightning-fabric", "torchtitan", "torchao"),
 )
 _SETTINGS = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "WORLD_SIZE")
@@ -28,6 +28,7 @@ def _facts() -> Iterator[tuple[str, str]]:
 
     yield "lightstep", __version__
     yield "python", f"{platform.python_version()} ({platform.system()} {platform.machine()})"
+    yield "torch", torch.__version__  # with its build, such as +cu130
     for name in _LIBRARIES:
         if (version := _version(name)) is not None:
             yield name, version

@@ -1,4 +1,4 @@
-"""transformers' ``Trainer`` (5.x) with lightstep's optimizer, precision, clipping and sharding.
+"""transformers' ``Trainer`` (5.13 or later) with lightstep's optimizer, precision, clipping and sharding.
 
 :class:`LightstepTrainer` is the Trainer with the argument ``strategy``. :class:`LightstepMixin` adds it to any class
 made from the Trainer: ``class MyTrainer(LightstepMixin, SFTTrainer)``.

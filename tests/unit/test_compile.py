@@ -125,13 +125,14 @@ class Deep(nn.Module):
 @pytest.mark.parametrize(("compile_", "with_gates"), [(whole, 3), (blocks, 1)])
 def test_graphs_do_not_grow_with_the_model(update: str, compile_: Compile, with_gates: int) -> None:
     """Updates at the step: one graph. Deferred ones: embedding, blocks, head, all blocks sharing one graph."""
+    deferred = 1 if torch.__version__.startswith("2.11.") else with_gates  # it leaves embedding and head out
     for depth in (2, 12):  # more than torch compiles one function for
         torch._dynamo.reset()
         counter = CompileCounterWithBackend("eager")
         strategy = Strategy.load(UPDATES[update])
         model = compile_(strategy.prepare_model(Deep(depth)), counter)
         train(strategy, model, strategy.create_optimizer(model, lr=1e-2))
-        assert counter.frame_count == (1 if update == "at_step" else with_gates)
+        assert counter.frame_count == (1 if update == "at_step" else deferred)
 
 
 def test_one_graph_can_be_demanded_with_updates_at_the_step() -> None:
