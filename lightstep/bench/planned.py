@@ -11,8 +11,11 @@ from typing import Any
 import torch
 import yaml
 
+from lightstep.bench.optimizers import OPTIMIZERS, optimizer_arguments
 from lightstep.config import ConfigError, StrategyConfig, merge_overrides, parse_config
+from lightstep.plan.cost import ADAMW
 from lightstep.plan.models import SHAPES, from_values
+from lightstep.plan.optimizer_state import state_by_rules
 from lightstep.plan.planning import Planner, Workload
 from lightstep.plan.profiles import Link, profile_of_device
 from lightstep.strategy.presets import read_source
@@ -22,7 +25,7 @@ MEMORY_GOAL, TIME_GOAL = 0.05, 0.10
 
 @dataclass(frozen=True)
 class Comparison:
-    """One row: planned and measured bytes and milliseconds."""
+    """One row: planned and measured bytes and milliseconds. With other optimizers than AdamW no time is planned."""
 
     file: str
     device: str
@@ -31,7 +34,7 @@ class Comparison:
     strategy: str
     planned_bytes: int
     measured_bytes: int
-    planned_ms: float
+    planned_ms: float | None
     measured_ms: float
 
     @property
@@ -40,7 +43,7 @@ class Comparison:
 
     @property
     def time_error(self) -> float:
-        return self.planned_ms / self.measured_ms - 1
+        return 0.0 if self.planned_ms is None else self.planned_ms / self.measured_ms - 1
 
     @property
     def within(self) -> bool:
@@ -62,11 +65,11 @@ def compare(folder: Path) -> list[Comparison]:
         except ValueError as error:
             raise ConfigError(f"{file} is not valid JSON: {error}") from error
         is_result = isinstance(values, dict) and {"iterations", "rows"} <= set(values)
-        if is_result and values["optimizer"]["class"] == "AdamW":
+        if is_result:
             rows += _compare_file(file.name, values)
     if not rows:
         raise ConfigError(
-            f"{folder} has no results to compare with: rows of lightstep strategies with AdamW, measured with "
+            f"{folder} has no results to compare with: rows of lightstep strategies, measured with "
             "lightstep bench --iteration on a GPU that lightstep knows"
         )
     return rows
@@ -79,6 +82,8 @@ def _compare_file(file: str, values: Mapping[str, Any]) -> Iterator[Comparison]:
         return
     profile = replace(profile, link=_measured_link(values["link_gb_per_s"]))
     shape = from_values(SHAPES[model["name"]], torch.bfloat16)
+    name = next(name for name, entry in OPTIMIZERS.items() if entry["class"] == values["optimizer"]["class"])
+    optimizer = ADAMW if name == "adamw" else state_by_rules(shape, optimizer_arguments(name)["rules"])
     planners: dict[int, Planner] = {}
     for row in values["rows"]:
         if row["kind"] != "lightstep" or not row.get("iteration_ms"):
@@ -88,16 +93,16 @@ def _compare_file(file: str, values: Mapping[str, Any]) -> Iterator[Comparison]:
             continue
         work = Workload(tokens, values["sequence"], 1, True, model["loss_chunk_tokens"])
         if tokens not in planners:
-            planners[tokens] = Planner(shape, work, profile, values["ranks"])
-        label = row["label"]
-        config = _parse_label(label)
+            planners[tokens] = Planner(shape, work, profile, values["ranks"], optimizer=optimizer)
+        label = row["label"] + ("" if name == "adamw" else f", {name.capitalize()}")
+        config = _parse_label(row["label"])
         if config.sharding.kind == "deepspeed":
             continue
         plan = planners[tokens].plan(label, config)
         time = plan.clipped_time if clips else plan.time
-        assert time is not None
         ranks = f"{values['ranks']} × " if values["ranks"] > 1 else ""
-        measured = row["peak_device_bytes"], time.iteration, row["iteration_ms"]
+        planned_ms = None if time is None else time.iteration
+        measured = row["peak_device_bytes"], planned_ms, row["iteration_ms"]
         yield Comparison(file, ranks + profile.name, model["name"], tokens, label, plan.memory.peak, *measured)
 
 
@@ -134,7 +139,9 @@ def as_markdown(rows: list[Comparison]) -> str:
     for row in rows:
         planned, measured = row.planned_bytes / 1e9, row.measured_bytes / 1e9
         memory = f"{planned:.1f} | {measured:.1f} | {_percent(row.memory_error, MEMORY_GOAL)}"
-        time = f"{row.planned_ms:,.0f} | {row.measured_ms:,.0f} | {_percent(row.time_error, TIME_GOAL)}"
+        time = f"– | {row.measured_ms:,.0f} | –"
+        if row.planned_ms is not None:
+            time = f"{row.planned_ms:,.0f} | {row.measured_ms:,.0f} | {_percent(row.time_error, TIME_GOAL)}"
         name = f"[{row.device}](benchmarks/{row.file})"
         lines.append(f"| {name} | {row.model} | {row.tokens:,} | `{row.strategy}` | {memory} | {time} |")
     return "\n".join(lines) + "\n"

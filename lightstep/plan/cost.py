@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from lightstep.config import DDPSharding, DeepSpeedSharding, FSDP2Sharding, SingleSharding, StrategyConfig
 
 _BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
-_MASTER = 4
-_SPLIT_MASTER = 2
-"""The low half of a master whose high half is the bf16 weight. Only `bulk` keeps whole masters."""
+MASTER = 4
+SPLIT_MASTER = 2
+"""The low half of a master whose high half is the bf16 weight. `bulk` keeps whole masters, and `resident` those of
+optimizers without a kernel that joins them."""
 
 
 @dataclass(frozen=True)
@@ -32,12 +33,14 @@ class StateBytes:
         full: with fp32 moments.
         short: with ``optimizer_state.moments: bfloat16``.
         bitmap: what a split master needs in addition if no entry has unused sign bits.
+        resident_master: of a master that `resident` keeps on a GPU for a bf16 weight.
         is_adam: all classes are Adam or AdamW, for whose arithmetic profiles have a time.
     """
 
     full: float
     short: float
     bitmap: float = 0
+    resident_master: float = SPLIT_MASTER
     is_adam: bool = True
 
 
@@ -97,9 +100,9 @@ def _state_bytes(config: StrategyConfig, optimizer: StateBytes, on_cpu: bool) ->
     precision, backend = config.precision, config.optimizer_state.backend
     entries = optimizer.short if config.optimizer_state.moments == "bfloat16" else optimizer.full
     if isinstance(config.sharding, DeepSpeedSharding):
-        return entries + _MASTER  # DeepSpeed keeps masters even for fp32 weights
+        return entries + MASTER  # DeepSpeed keeps masters even for fp32 weights
     if precision.parameters == "float32" or not precision.master_weights:
         return entries
-    whole = backend == "bulk" or (backend == "resident" and on_cpu)
-    split = not whole and precision.parameters == "bfloat16"
-    return entries + (_SPLIT_MASTER + optimizer.bitmap if split else _MASTER)
+    if precision.parameters == "float16" or backend == "bulk" or (backend == "resident" and on_cpu):
+        return entries + MASTER
+    return entries + (optimizer.resident_master if backend == "resident" else SPLIT_MASTER + optimizer.bitmap)

@@ -13,7 +13,7 @@ from lightstep.optimizer.classes import GroupClasses
 from lightstep.optimizer.moments import moments_of
 from lightstep.optimizer.optimizer import MixedPrecisionOptimizer
 from lightstep.optimizer.rules import Rule, groups_by_rules, own_class
-from lightstep.plan.cost import ADAMW, StateBytes
+from lightstep.plan.cost import ADAMW, MASTER, SPLIT_MASTER, StateBytes
 
 _CPU = torch.device("cpu")
 Group = Mapping[str, Any]
@@ -45,7 +45,8 @@ def _mean(classes: GroupClasses, groups: Iterable[Group]) -> StateBytes:
     def mean(kind: str) -> float:
         return sum(size * getattr(state, kind) for size, state in sizes) / total
 
-    return StateBytes(mean("full"), mean("short"), mean("bitmap"), all(state.is_adam for _, state in sizes))
+    is_adam = all(state.is_adam for _, state in sizes)
+    return StateBytes(mean("full"), mean("short"), mean("bitmap"), mean("resident_master"), is_adam)
 
 
 def _state_of_group(classes: GroupClasses, group: Group) -> StateBytes:
@@ -57,5 +58,6 @@ def _state_of_group(classes: GroupClasses, group: Group) -> StateBytes:
     moments = moments_of(arithmetic.optimizer_class, schema)
     widths = {key: spec.dtype.itemsize for key, spec in schema.items() if spec.like_parameter and spec.dtype}
     full = sum(widths.values())
-    has_carrier = any(schema[key].never_negative for key in widths)
-    return StateBytes(full, full - 2 * len(moments), 0 if has_carrier else 1 / 8, arithmetic.optimizer_class in ADAMS)
+    bitmap = 0 if any(schema[key].never_negative for key in widths) else 1 / 8
+    is_adam = arithmetic.optimizer_class in ADAMS  # a kernel of lightstep's joins its masters
+    return StateBytes(full, full - 2 * len(moments), bitmap, SPLIT_MASTER if is_adam else MASTER, is_adam)

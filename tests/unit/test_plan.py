@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from lightstep.bench import planned, rates
 from lightstep.cli import app
 from lightstep.config import ConfigError, merge_overrides, parse_config
 from lightstep.plan.activations import run_on_meta
+from lightstep.plan.cost import cost
 from lightstep.plan.memory import largest_unit, memory, model_sizes
 from lightstep.plan.models import SHAPES, load_shape
 from lightstep.plan.optimizer_state import state_by_rules, state_of
@@ -26,6 +28,9 @@ from lightstep.plan.profiles import LINKS, PROFILES, find_profile, profile_of_de
 from lightstep.plan.report import report
 from lightstep.plan.zero_memory import zero_memory
 from lightstep.strategy.presets import read_source
+from tests.one_pass_on_cpu import one_pass_fixture
+
+__all__ = ["one_pass_fixture"]
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 TINY = {
@@ -148,6 +153,21 @@ def test_the_state_is_what_the_optimizer_holds(kind: str, moments: str) -> None:
     assert held == pytest.approx(planned_one.memory.host, rel=0.15), "but for whole pages"
     assert (planned_one.time is not None) == (kind in ("AdamW", "amsgrad")), "of others no time is known"
     assert planned_one.fits and " MB of host memory" in str(planned_one)
+
+
+@pytest.mark.parametrize("moments", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", [kind for kind in RULES if kind != "Adafactor"])
+def test_the_state_that_stays_on_the_device_is_planned(kind: str, moments: str, one_pass_on_cpu: Counter[str]) -> None:
+    """As on a GPU: masters are whole unless the kernel of AdamW joins them."""
+    strategy = Strategy.load("resident", overrides={"optimizer_state": {"moments": moments}})
+    values = {key: value for key, value in TINY.items() if key != "model_type"} | {"hidden_size": 64}
+    model, rules = strategy.prepare_model(LlamaForCausalLM(LlamaConfig(**values))), RULES[kind]()
+    optimizer = strategy.create_optimizer(model, rules=rules)
+    tokens = torch.randint(64, (2, 32))
+    optimizer.backward(model(input_ids=tokens, labels=tokens).loss)
+    optimizer.step()
+    planned_bytes = cost(strategy.config, state_by_rules(model, rules)).device_state.count
+    assert optimizer.memory_report()["device_bytes_per_parameter"] == pytest.approx(planned_bytes, rel=0.01)
 
 
 def test_the_command_plans_other_optimizers(tmp_path: Path) -> None:
