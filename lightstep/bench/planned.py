@@ -21,11 +21,12 @@ from lightstep.plan.profiles import Link, profile_of_device
 from lightstep.strategy.presets import read_source
 
 MEMORY_GOAL, TIME_GOAL = 0.05, 0.10
+_OPTIMIZER_NAMES = {entry["class"]: name for name, entry in OPTIMIZERS.items()}
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """One row: planned and measured bytes and milliseconds. With other optimizers than AdamW no time is planned."""
+    """One row: planned and measured bytes and milliseconds. ``planned_ms`` is ``None`` if no time is planned."""
 
     file: str
     device: str
@@ -42,12 +43,12 @@ class Comparison:
         return self.planned_bytes / self.measured_bytes - 1
 
     @property
-    def time_error(self) -> float:
-        return 0.0 if self.planned_ms is None else self.planned_ms / self.measured_ms - 1
+    def time_error(self) -> float | None:
+        return None if self.planned_ms is None else self.planned_ms / self.measured_ms - 1
 
     @property
     def within(self) -> bool:
-        return abs(self.memory_error) <= MEMORY_GOAL and abs(self.time_error) <= TIME_GOAL
+        return abs(self.memory_error) <= MEMORY_GOAL and abs(self.time_error or 0.0) <= TIME_GOAL
 
 
 def compare(folder: Path) -> list[Comparison]:
@@ -65,7 +66,7 @@ def compare(folder: Path) -> list[Comparison]:
         except ValueError as error:
             raise ConfigError(f"{file} is not valid JSON: {error}") from error
         is_result = isinstance(values, dict) and {"iterations", "rows"} <= set(values)
-        if is_result:
+        if is_result and values["optimizer"]["class"] in _OPTIMIZER_NAMES:
             rows += _compare_file(file.name, values)
     if not rows:
         raise ConfigError(
@@ -82,7 +83,7 @@ def _compare_file(file: str, values: Mapping[str, Any]) -> Iterator[Comparison]:
         return
     profile = replace(profile, link=_measured_link(values["link_gb_per_s"]))
     shape = from_values(SHAPES[model["name"]], torch.bfloat16)
-    name = next(name for name, entry in OPTIMIZERS.items() if entry["class"] == values["optimizer"]["class"])
+    name = _OPTIMIZER_NAMES[values["optimizer"]["class"]]
     optimizer = ADAMW if name == "adamw" else state_by_rules(shape, optimizer_arguments(name)["rules"])
     planners: dict[int, Planner] = {}
     for row in values["rows"]:
@@ -140,7 +141,7 @@ def as_markdown(rows: list[Comparison]) -> str:
         planned, measured = row.planned_bytes / 1e9, row.measured_bytes / 1e9
         memory = f"{planned:.1f} | {measured:.1f} | {_percent(row.memory_error, MEMORY_GOAL)}"
         time = f"– | {row.measured_ms:,.0f} | –"
-        if row.planned_ms is not None:
+        if row.planned_ms is not None and row.time_error is not None:
             time = f"{row.planned_ms:,.0f} | {row.measured_ms:,.0f} | {_percent(row.time_error, TIME_GOAL)}"
         name = f"[{row.device}](benchmarks/{row.file})"
         lines.append(f"| {name} | {row.model} | {row.tokens:,} | `{row.strategy}` | {memory} | {time} |")

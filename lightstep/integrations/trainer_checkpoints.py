@@ -95,14 +95,19 @@ class TrainerCheckpoints(_AnyTrainer):
             return
         try:
             if self._sharded_by_strategy and not self._writes_weights_later:
-                module = self.strategy.unwrap_model(self.model)
-                self._gathered_weights = full_weights(module, keep=self.args.should_save)
+                self._gathered_weights = self._gather_weights()
             super().save_model(output_dir, _internal_call)
         finally:
             self._gathered_weights = None
 
+    def _gather_weights(self) -> dict[str, Any]:
+        return full_weights(self.strategy.unwrap_model(self.model), keep=self.args.should_save)
+
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        """As the Trainer's. Before transformers 5.23 only the first process calls it, so nothing is gathered here."""
+        """As the Trainer's. Before transformers 5.23 only the first process calls it, when all have gathered.
+
+        A class in front of this one whose ``save_model`` calls it must call it on every process.
+        """
         if state_dict is None and self._writes_weights_later:
             assert self._open_folder is not None
             if self.args.should_save:
@@ -110,7 +115,11 @@ class TrainerCheckpoints(_AnyTrainer):
             folder, names = self._open_folder.folder, list(self.model.state_dict())
             self._open_folder.write_later = partial(_write_weights, folder, unwrap_model(self.model), names)
             return
-        super()._save(output_dir, self._gathered_weights if state_dict is None else state_dict)
+        if state_dict is None:
+            state_dict = self._gathered_weights
+        if state_dict is None and self._sharded_by_strategy:
+            state_dict = self._gather_weights()
+        super()._save(output_dir, state_dict)
 
     @property
     def _writes_weights_later(self) -> bool:
