@@ -24,6 +24,7 @@ from lightstep.state.host_copy_pool import HostCopyPool
 from lightstep.state.lanes import Lanes
 from lightstep.state.record import ExpectedLayouts
 from lightstep.state.segment import Segment
+from lightstep.state.stream import StreamBackend
 from lightstep.state.units import group_by_layer, split_shared_updates
 
 __all__ = ["ReplicaShardedBackend", "assign_owners"]
@@ -47,11 +48,10 @@ class ReplicaShardedBackend(StateBackend):
     returns_live_state = False
     peers_wait = True
 
-    def __init__(self, inner: StateBackend, replicas: Replicas) -> None:
+    def __init__(self, inner: StreamBackend, replicas: Replicas) -> None:
         self.inner, self.supports_lanes = inner, inner.supports_lanes
         self._replicas = replicas
         self._owners: dict[Managed, int] = {}
-        self._own: list[Managed] = []
         self._broadcasts = _WeightBroadcasts(replicas)
 
     def fresh(self) -> ReplicaShardedBackend:
@@ -68,15 +68,11 @@ class ReplicaShardedBackend(StateBackend):
         self._owners = assign_owners(managed, cost, self._owners, self._replicas.size)
         for item, owner in self._owners.items():
             item.is_remote = owner != self._replicas.rank
-        self._own = [item for item in managed if not item.is_remote]
+        own = [item for item in managed if not item.is_remote]
         self._broadcasts.plan(managed, self._owners, cost)
-        self._run_on_all_replicas(self._register_own)
-
-    def _register_own(self) -> None:
-        if self._own:
-            self.inner.register(self._own)
-        else:
-            self.inner.close()
+        # A replica without a share has lanes, too: it receives the others' weights in them.
+        device = managed[0].local.device if managed else None
+        self._run_on_all_replicas(lambda: self.inner.register(own, device) if managed else self.inner.close())
 
     def _run_on_all_replicas(self, step: Callable[[], None]) -> None:
         """Run ``step``. If it fails on one replica, all of them raise, so that none waits for another's weights."""
@@ -108,8 +104,7 @@ class ReplicaShardedBackend(StateBackend):
 
     def begin(self, managed: Collection[Managed], order: Sequence[Unit] | None = None) -> None:
         self._broadcasts.begin()
-        if self._own:
-            self.inner.begin([item for item in managed if not item.is_remote], order)
+        self.inner.begin([item for item in managed if not item.is_remote], order)
 
     def acquire(
         self, unit: Unit, active: Collection[Managed], apart: Mapping[Managed, object] | None = None
@@ -136,8 +131,7 @@ class ReplicaShardedBackend(StateBackend):
 
     def finish(self) -> None:
         self._broadcasts.send_all()
-        if self._own:
-            self.inner.finish()
+        self.inner.finish()
         self._broadcasts.arrive()
 
     def reserve_speculation(self, units: Collection[Unit]) -> Sequence[Unit]:
@@ -229,7 +223,7 @@ class ReplicaShardedBackend(StateBackend):
     def close(self) -> None:
         self.inner.close()
         self._replicas.close()
-        self._owners, self._own, self._broadcasts = {}, [], _WeightBroadcasts(self._replicas)
+        self._owners, self._broadcasts = {}, _WeightBroadcasts(self._replicas)
 
 
 def assign_owners(managed: Sequence[Managed], cost: Cost, known: Owners, replicas: int) -> dict[Managed, int]:

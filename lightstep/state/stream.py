@@ -138,8 +138,9 @@ class StreamBackend(RecordBackend):
 
     # -- set-up
 
-    def register(self, managed: Sequence[Managed]) -> None:
-        device = _common_device(managed)
+    def register(self, managed: Sequence[Managed], device: torch.device | None = None) -> None:
+        """As :meth:`StateBackend.register`. Without parameters, ``device`` is the device of the lanes."""
+        device = _common_device(managed) if managed or device is None else device
         if self._lanes is not None and self._lanes.device != device:
             raise ValueError(
                 f"parameters moved from {self._lanes.device} to {device} after set-up; make a new optimizer"

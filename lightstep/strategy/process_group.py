@@ -27,10 +27,10 @@ class ProcessGroupStrategy(Strategy):
     def _make_backend(self, model: nn.Module) -> StateBackend:
         backend = super()._make_backend(model)
         alike = not any(differs_across_ranks(parameter) for parameter in model.parameters())
-        replicas = self._replicas(model) if isinstance(backend, StreamBackend) and alike else None
-        if replicas is None or replicas.size == 1:
+        if not isinstance(backend, StreamBackend) or not alike:
             return backend
-        return ReplicaShardedBackend(backend, replicas)
+        replicas = self._replicas(model)
+        return backend if replicas is None or replicas.size == 1 else ReplicaShardedBackend(backend, replicas)
 
     @abstractmethod
     def _replicas(self, model: nn.Module) -> Replicas | None:

@@ -69,13 +69,14 @@ class Run:
         groups: Callable[[Any], Any] | None = None,
         optimizer_class: type[torch.optim.Optimizer] = torch.optim.AdamW,
         seed: int = 0,
+        scope: str = "global",
     ) -> None:
         self.strategy = lightstep.Strategy.load(
             {
                 "sharding": sharding,
                 "precision": PRECISIONS[precision],
                 "optimizer_state": state,
-                "clipping": {"max_norm": 0.5},
+                "clipping": {"max_norm": 0.5, "scope": scope},
             }
         )
         torch.manual_seed(seed)
@@ -257,26 +258,70 @@ class OneWeight(nn.Module):
         return self.weight.t()[tokens]
 
 
-def check_without_share(rank: int, world_size: int) -> None:
-    """More replicas than parameters."""
-    runs = [
-        Run(DDP, state, make_model=OneWeight, groups=lambda model: [{"params": list(model.parameters())}])
-        for state in (STREAM, RESIDENT)
-    ]
-    for run in runs:
-        run.train(3)
-    assert len(runs[0].owned()) == (rank == 0)
+class HeadOnly(OneWeight):
+    """Two trained tensors on a frozen base."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight.requires_grad_(False)
+        self.head = nn.Linear(5, 11)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(super().forward(tokens))
+
+
+def check_without_share(
+    rank: int, world_size: int, folder: str, sharding: dict[str, Any], update: str, make_model: Callable[[], nn.Module]
+) -> None:
+    """More replicas than trained parameters; lanes are slow. Then a checkpoint, and a state dict."""
+
+    def make(state: dict[str, Any], seed: int = 0) -> Run:
+        scope = "unit" if update == "in_backward" else "global"
+        groups = lambda model: [{"params": [p for p in model.parameters() if p.requires_grad]}]  # noqa: E731
+        return Run(sharding, state, make_model=make_model, groups=groups, scope=scope, seed=seed)
+
+    runs = [make({**STREAM, "update": update}), make(RESIDENT)]
+    for step in range(5):
+        results = [run.step(overflow=step == 3) for run in runs]
+        assert torch.equal(results[0].grad_norm.nan_to_num(), results[1].grad_norm.nan_to_num())
+        if step == 1:
+            _delay_lanes(runs[0].backend.inner.lanes, seed=rank)
+        if step % 2:
+            same_weights(f"rank {rank}, step {step}", *runs)
+    owned = runs[0].backend._replicas.gather_objects(len(runs[0].owned()))
+    assert sum(owned) == len(runs[0].optimizer.managed()) and owned[-1] == 0
     same_runs(f"rank {rank}", *runs)
-    loaded = through_bytes(runs[0].optimizer.state_dict())
-    runs[0].optimizer.load_state_dict(loaded)
-    for run in runs:
+    runs[0].strategy.save_checkpoint(Path(folder, "saved"), runs[0].model, runs[0].optimizer)
+    loaded = make({**STREAM, "update": update}, seed=1)
+    loaded.strategy.load_checkpoint(Path(folder, "saved"), loaded.model, loaded.optimizer)
+    loaded.steps = runs[0].steps
+    runs[0].optimizer.load_state_dict(through_bytes(runs[0].optimizer.state_dict()))
+    for run in (loaded, *runs):
+        run.train(2)
+        run.optimizer.release_device_memory()
         run.train(1)
-    same_runs(f"rank {rank}, loaded", *runs)
-    runs[0].optimizer.close()
+    same_runs(f"rank {rank}, its state dict loaded", *runs)
+    same_runs(f"rank {rank}, its checkpoint loaded", loaded, runs[1])
+    for run in (loaded, *runs):
+        run.optimizer.close()
 
 
-def test_a_replica_without_parameters(pool: Pool) -> None:
-    pool.run(check_without_share, 2)
+@pytest.mark.parametrize("update", ["at_step", "next_forward", "in_backward", "overlap"])
+@pytest.mark.parametrize(
+    ("sharding", "world_size", "make_model"),
+    [(DDP, 2, OneWeight), (DDP, 4, HeadOnly), (HSDP, 4, OneWeight)],
+    ids=["ddp-2", "ddp-4", "hsdp-4"],
+)
+def test_a_replica_without_parameters(
+    pool: Pool,
+    tmp_path: Path,
+    sharding: dict[str, Any],
+    world_size: int,
+    make_model: Callable[[], nn.Module],
+    update: str,
+) -> None:
+    arguments = {"folder": str(tmp_path), "sharding": sharding, "update": update, "make_model": make_model}
+    pool.run(check_without_share, world_size, **arguments)
 
 
 # -- the share
