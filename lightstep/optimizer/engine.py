@@ -111,6 +111,7 @@ class Engine:
         self.schedule.on_early_update = lambda: [listener() for listener in listeners]
         self._scaling: Scaling | None = None
         self._measured: Measured | None = None
+        self._used: list[Tensor] = []  # the parameters that had a gradient in the last step
 
     @property
     def is_set_up(self) -> bool:
@@ -211,6 +212,7 @@ class Engine:
             yield
             return
         scaling.reset_norms()
+        self._used = []
         with schedule.updating(scaling.layers, self.param_groups, self._take, self._make_layer_update):
             yield
 
@@ -241,6 +243,8 @@ class Engine:
 
     def _take(self, item: Managed) -> Tensor | None:
         gradient = self.gradients.take(item.param)
+        if gradient is not None:
+            self._used.append(item.param)
         if gradient is not None and self._scaling is not None:
             self._scaling.add_norm(item, gradient, self.loss_scale)
         return gradient
@@ -264,8 +268,22 @@ class Engine:
             left = any(p.grad is not None for group in self.param_groups for p in group["params"])
             self.scaled_backward.unscaled = left
 
-    def drop_gradients(self) -> None:
-        """Drop all gradients, the fp32 sums too (``zero_grad``)."""
+    def zero_gradients(self, set_to_none: bool) -> None:
+        """Drop all gradients, the fp32 sums too.
+
+        Args:
+            set_to_none: if false, parameters that have a gradient, or had one in the last step, have zeros afterwards.
+                A step has dropped the gradients that torch would still have there.
+        """
+        listed = [p for group in self.param_groups for p in group["params"]]
+        measured = () if self._measured is None else (item.param for item in self._measured.gradients)
+        used = {*self._used, *measured, *(p for p in listed if p.grad is not None)}
+        self._drop_gradients()
+        self._used = []
+        for parameter in listed:
+            parameter.grad = torch.zeros_like(parameter) if parameter in used and not set_to_none else None
+
+    def _drop_gradients(self) -> None:
         if self.unreduced:
             self.gradients.drop_unreduced(p for group in self.param_groups for p in group["params"])
         self.gradients.clear()
@@ -288,6 +306,7 @@ class Engine:
                 return self._complete(self.schedule, loss)
             gradients, norm, overflow = self._measure()
             self.updater.reserve_stage_for(gradients)  # if that fails, step() may be called again
+            self._used = [item.param for item in gradients]
             self._consume()
             scale = self.loss_scale.tensor(norm.device).clone()
             result = StepResult(norm, overflow, scale, loss, self.schedule.redone, self.schedule.rolled_back)

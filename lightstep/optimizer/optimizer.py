@@ -177,9 +177,12 @@ class MixedPrecisionOptimizer(BaseOptimizer):
 
         Gradients that micro-batches under ``strategy.accumulate(last=False)`` left inside FSDP2 cannot be reached
         before they are reduced: to drop a started accumulation, run one more micro-batch with ``last=True`` first.
+
+        Args:
+            set_to_none: if false, every parameter that had a gradient in the last step gets zeros. The next step takes
+                zeros as a gradient, as torch does: it decays the weight, and its momentum moves it.
         """
-        self.engine.drop_gradients()
-        super().zero_grad(set_to_none)
+        self.engine.zero_gradients(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         own = self.defaults

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 from torch.optim.swa_utils import AveragedModel
 
@@ -20,7 +21,7 @@ from lightstep.optimizer.schedule import NextForward
 from lightstep.sharding.prepared_model import PreparedModel
 from tests.distributed.models import TinyTransformer, loss_of
 from tests.distributed.ranks import Pool
-from tests.distributed.sharding_runs import DDP, FSDP2, load, same_on_all_ranks, same_weights, train, weights_of
+from tests.distributed.sharding_runs import DDP, FSDP2, full, load, same_on_all_ranks, same_weights, train, weights_of
 
 KINDS = pytest.mark.parametrize("sharding", [DDP, FSDP2], ids=["ddp", "fsdp2"])
 STATES = {"at_step": {"backend": "stream"}, "next_forward": {"backend": "stream", "update": "next_forward"}}
@@ -170,3 +171,44 @@ def record_names(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 @KINDS
 def test_masters_start_from_what_rank_0_was_given(pool: Pool, sharding: dict[str, Any]) -> None:
     pool.run(check_initial_masters, 2, sharding=sharding)
+
+
+class Heads(nn.Module):
+    """Each step uses the trunk and one of the heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.trunk, self.heads = nn.Linear(6, 5), nn.ModuleList([nn.Linear(5, 4), nn.Linear(5, 4), nn.Linear(5, 4)])
+
+    def forward(self, inputs: Tensor, head: int) -> Tensor:
+        return self.heads[head](torch.tanh(self.trunk(inputs)))
+
+
+def check_zeroed(rank: int, world_size: int, sharding: dict[str, Any], state: dict[str, Any]) -> None:
+    """The weights of a plain loop with torch's DDP or FSDP2, after ``zero_grad(set_to_none=False)`` in every step."""
+    plain: nn.Module = Heads()
+    strategy = load(sharding, precision={"parameters": "float32"}, clipping={"max_norm": None}, optimizer_state=state)
+    model = strategy.prepare_model(Heads())
+    if sharding["kind"] == "ddp":
+        wrapped: nn.Module = nn.parallel.DistributedDataParallel(plain, find_unused_parameters=True)
+    else:
+        wrapped = fully_shard(plain)
+    optimizer = strategy.create_optimizer(model, torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
+    reference = torch.optim.AdamW(wrapped.parameters(), lr=1e-2, weight_decay=0.1, fused=True)
+    for step in range(6):
+        inputs = torch.randn(3, 6, generator=torch.Generator().manual_seed(10 * step + rank))
+        for trained, one, backward in ((wrapped, reference, Tensor.backward), (model, optimizer, None)):
+            one.zero_grad(set_to_none=False)
+            loss = trained(inputs, step % 2).square().mean()
+            optimizer.backward(loss) if backward is None else backward(loss)
+            one.step()
+    optimizer.synchronize()
+    expected = {name: full(p) for name, p in plain.named_parameters()}
+    same_weights(weights_of(strategy, model), expected)
+
+
+@KINDS
+@pytest.mark.parametrize("update", ["at_step", "next_forward", "in_backward", "overlap"])
+def test_gradients_that_are_set_to_zero_are_gradients(pool: Pool, sharding: dict[str, Any], update: str) -> None:
+    pool.run(check_zeroed, 2, cpu=True, sharding=sharding, state={"backend": "stream", "update": update})
