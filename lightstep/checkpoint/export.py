@@ -8,8 +8,6 @@ the configuration and the names.
 from __future__ import annotations
 
 import os
-import secrets
-import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,12 +18,16 @@ from torch import Tensor, nn
 
 from lightstep.checkpoint.errors import CheckpointError, checkpoint_errors
 from lightstep.checkpoint.partly_loaded import refuse_partly_loaded
+from lightstep.checkpoint.pending import wait_for_pending
 from lightstep.checkpoint.ranks import Ranks
+from lightstep.checkpoint.storage import FolderKind, LocalStorage, sync_files, was_replaced
 from lightstep.distributed import is_sharded, mesh_ranks, rank
+from lightstep.paths import local_path
 from lightstep.sharding.engine_model import tell_deepspeed_where_it_is
 from lightstep.sharding.model_names import NamedTensor, holders, named_tensors, several_holders, unwrap_model
 
 WEIGHTS = "model.safetensors"
+_MODEL_FILES, _ADAPTER_FILES = "model*.safetensors*", ("adapter_model*.safetensors*", "adapter_config.json")
 
 
 def export_model(
@@ -38,23 +40,26 @@ def export_model(
     """Write the weights to a folder: with ``save_pretrained`` if the model has it, else as ``model.safetensors``.
 
     Called by every rank. A sharded model is gathered parameter by parameter. The first rank needs host memory for the
-    whole model, the others for one parameter. Files appear in ``path`` when all of them have been written. Other files
-    in it stay, but ``model*.safetensors*`` files of an earlier export are removed.
+    whole model, the others for one parameter. The folder is written beside ``path`` and replaces it when all is on the
+    disk, as a checkpoint does. Other files in ``path`` move into the new folder, but for the weights of an earlier
+    export: ``model*.safetensors*``, and the files of an adapter.
 
     Args:
-        path: the folder.
+        path: a local folder.
         model: wrapped or not; tied weights are written once.
         tokenizer: anything with ``save_pretrained``; written to the same folder.
         group: default: the ranks of this process's role.
 
     Raises:
-        CheckpointError: the folder could not be written, or ranks have different tensors of one name (experts). All
-            ranks raise.
+        CheckpointError: the folder could not be written, ``path`` is a URL, or ranks have different tensors of one name
+            (experts). All ranks raise.
     """
     ranks = Ranks(group)
     with checkpoint_errors(f"{path} was not exported"):
+        target = export_path(path)
+        ranks.together(wait_for_pending)  # a save may be writing to a folder in this one
         weights = full_weights(model, keep=ranks.is_first, group=group)
-        ranks.together(lambda: write_export(Path(path), unwrap_model(model), weights, tokenizer), only_first=True)
+        ranks.together(lambda: write_export(target, unwrap_model(model), weights, tokenizer), only_first=True)
 
 
 @torch.no_grad()
@@ -146,23 +151,38 @@ def to_torch_state_dict(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return {"state": {i: entries for i, entries in state.items() if entries}, "param_groups": packed["param_groups"]}
 
 
-def write_export(path: Path, model: nn.Module, weights: dict[str, Tensor], tokenizer: Any) -> None:
-    """Write whole weights and the tokenizer to a folder, on one rank."""
-    path = path.expanduser()
-    path.mkdir(parents=True, exist_ok=True)
-    temporary = path.parent / f".{path.name}.saving-{secrets.token_hex(4)}"
-    temporary.mkdir()
+def export_path(path: str | os.PathLike[str]) -> Path:
+    """The folder to export to.
+
+    Raises:
+        CheckpointError: it is a URL.
+    """
     try:
+        return local_path(path, "save_pretrained writes to local folders; export to one, and copy it").resolve()
+    except ValueError as error:
+        raise CheckpointError(str(error)) from None
+
+
+def write_export(path: Path, model: nn.Module, weights: dict[str, Tensor], tokenizer: Any) -> None:
+    """Write whole weights and the tokenizer to a folder, on one rank. The folder is replaced when all is on the disk."""
+    storage, kind = LocalStorage(), _export_kind(path)
+    with storage.new_folder(path, kind) as temporary:
         _write_model(temporary, model, weights)
         if tokenizer is not None:
             tokenizer.save_pretrained(temporary)
-        written = [entry.name for entry in temporary.iterdir()]
-        for stale in {file.name for file in path.glob("model*.safetensors*")} - set(written):
-            (path / stale).unlink()
-        for name in written:
-            os.replace(temporary / name, path / name)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        sync_files(temporary)
+        storage.commit(temporary, path, kind)
+
+
+def _export_kind(path: Path) -> FolderKind:
+    """Any folder may be replaced: its files move to the new one, but for the weights of an earlier export."""
+
+    def weights_before(old: Path) -> set[str]:
+        is_whole = any(path.glob(_MODEL_FILES))  # not an adapter, beside which the base may be
+        patterns = (_MODEL_FILES, *_ADAPTER_FILES) if is_whole else _ADAPTER_FILES
+        return {file.name for pattern in patterns for file in old.glob(pattern)}
+
+    return FolderKind("a folder", is_ours=Path.is_dir, is_complete=was_replaced, own_files=weights_before)
 
 
 def _write_model(folder: Path, model: Any, weights: dict[str, Tensor]) -> None:

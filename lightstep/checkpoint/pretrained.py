@@ -53,7 +53,7 @@ def load_pretrained(model: nn.Module, folder: str | Path) -> None:
             Nothing has been changed. After any other error the model cannot be saved, and its optimizers' ``step()``
             raises.
     """
-    folder = Path(folder)
+    folder = Path(folder).expanduser()
     files, wanted = find_tensors(model, folder)
     warn_of_unused(model, folder, files)
     with loading(model, PreparedModel.of(model).optimizers, folder, weights_only=True):
@@ -174,7 +174,7 @@ def shards_with_other_dtypes(model: nn.Module, folder: str | Path) -> Iterator[t
 
     None if the folder does not have this model's weights.
     """
-    folder = Path(folder)
+    folder = Path(folder).expanduser()
     try:
         files, wanted = find_tensors(model, folder)
     except (FileNotFoundError, ValueError):

@@ -25,6 +25,7 @@ from lightstep.checkpoint.errors import CheckpointError
 from lightstep.checkpoint.ranks import Ranks
 from lightstep.checkpoint.urls import UrlPath, UrlStorage
 from lightstep.crc32 import crc32
+from lightstep.paths import is_url
 
 logger = logging.getLogger(__name__)
 
@@ -80,6 +81,8 @@ class LocalStorage:
     @contextmanager
     def new_folder(self, path: Path, kind: FolderKind) -> Iterator[Path]:
         """The temporary folder is next to ``path``, which is locked in the block."""
+        if _is_working_directory(path):
+            raise CheckpointError(f"{path} is the working directory, which cannot be replaced; choose a folder in it")
         path.parent.mkdir(parents=True, exist_ok=True)
         with locked(path):  # before the checks: another process may be replacing the folder
             check_replaceable(path, kind.is_ours, kind.name)
@@ -151,9 +154,15 @@ class _SyncedFile(io.FileIO):
 
 
 def location(path: str | os.PathLike[str]) -> Path:
-    """A ``Path`` for a local path; a :class:`UrlPath`, with the same methods, for a URL (``s3://bucket/run/step-100``)."""
+    """A ``Path`` for a local path; a :class:`UrlPath`, with the same methods, for a URL (``s3://bucket/run/step-100``).
+
+    Raises:
+        CheckpointError: a ``Path`` was made of a URL.
+    """
     if isinstance(path, UrlPath) or "://" in str(path):
         return cast(Path, UrlPath(str(path)))
+    if is_url(path):
+        raise CheckpointError(f"{str(path)!r} is a pathlib.Path that was made of a URL; pass the URL as a string")
     return Path(path).expanduser()
 
 
@@ -344,15 +353,23 @@ def _remove_replaced(old: Path, new: Path, kind: FolderKind) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _move_user_files(old: Path, new: Path, own: set[str]) -> None:
-    for parent, folders, files in os.walk(old):
-        links = [name for name in folders if (Path(parent) / name).is_symlink()]
-        for name in (*files, *links):
-            entry = Path(parent, name)
-            relative = entry.relative_to(old)
-            if relative.as_posix() not in own and not os.path.lexists(new / relative):
-                (new / relative).parent.mkdir(parents=True, exist_ok=True)
-                os.replace(entry, new / relative)
+def _move_user_files(old: Path, new: Path, own: set[str], inside: str = "") -> None:
+    """Move all but ``own``, and what the new folder has too. A folder that is only the user's moves whole."""
+    for entry in list((old / inside).iterdir()):
+        name = f"{inside}{entry.name}"
+        exists = os.path.lexists(new / name)
+        is_shared = exists or any(file.startswith(f"{name}/") for file in own)
+        if is_shared and entry.is_dir() and not entry.is_symlink():
+            _move_user_files(old, new, own, f"{name}/")
+        elif name not in own and not exists:
+            (new / name).parent.mkdir(parents=True, exist_ok=True)
+            os.replace(entry, new / name)
+
+
+def _is_working_directory(path: Path) -> bool:
+    with suppress(OSError):  # it may have been removed
+        return path == Path.cwd()
+    return False
 
 
 def _temporary_path(path: Path, suffix: str) -> Path:
@@ -360,6 +377,13 @@ def _temporary_path(path: Path, suffix: str) -> Path:
 
 
 # -- flushing to disk --------------------------------------------------------------------------------------------------
+
+
+def sync_files(folder: Path) -> None:
+    """Wait until the content of all files in a folder is on disk; :meth:`LocalStorage.commit` does so for its entries."""
+    for file in folder.rglob("*"):
+        if file.is_file():
+            sync(file)
 
 
 def sync(path: Path) -> None:

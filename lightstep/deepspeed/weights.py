@@ -13,7 +13,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from lightstep.checkpoint.errors import CheckpointError, checkpoint_errors
-from lightstep.checkpoint.export import write_export
+from lightstep.checkpoint.export import export_path, write_export
 from lightstep.checkpoint.pretrained import find_tensors, warn_of_unused
 from lightstep.checkpoint.ranks import Ranks
 from lightstep.config import ConfigError
@@ -109,7 +109,7 @@ def load_pretrained(model: nn.Module, folder: str | Path) -> None:
     import deepspeed
 
     ranks = Ranks()
-    folder = Path(folder)
+    folder = Path(folder).expanduser()
     files, wanted = ranks.together(lambda: find_tensors(model, folder, whole_shape))
     warn_of_unused(model, folder, files)
     for key, tensor in wanted.items():
@@ -137,8 +137,9 @@ def export(path: str | Path, model: nn.Module, tokenizer: Any = None) -> None:
     """``export.export_model`` for a partitioned model."""
     ranks = Ranks()
     with checkpoint_errors(f"{path} was not exported"):
+        target = export_path(path)
         weights = gather_weights(model, keep=ranks.is_first)
-        ranks.together(lambda: write_export(Path(path), model, weights, tokenizer), only_first=True)
+        ranks.together(lambda: write_export(target, model, weights, tokenizer), only_first=True)
 
 
 def shapes(tensors: Iterable[NamedTensor]) -> Mapping[str, list[int]]:

@@ -22,15 +22,16 @@ MAY_IMPORT: dict[str, set[str]] = {
     "distributed": set(),
     "config_errors": set(),
     "extras": set(),
-    "config": {"config_errors"},
+    "paths": set(),
+    "config": {"config_errors", "paths"},
     "precision": CORE,
     "clipping": CORE,
     "state": CORE,
     "optimizer": CORE | SIBLINGS,
     "sharding": CORE | SIBLINGS | {"optimizer", "config", "config_errors"},
 }
-MAY_IMPORT["checkpoint"] = MAY_IMPORT["sharding"] | {"sharding", "lightstep", "extras"}
-MAY_IMPORT["plan"] = MAY_IMPORT["sharding"] | {"sharding", "extras"}
+MAY_IMPORT["checkpoint"] = MAY_IMPORT["sharding"] | {"sharding", "lightstep", "extras", "paths"}
+MAY_IMPORT["plan"] = MAY_IMPORT["sharding"] | {"sharding", "extras", "paths"}
 MAY_IMPORT["environment"] = {"lightstep"}
 MAY_IMPORT["rollout"] = MAY_IMPORT["checkpoint"] | {"checkpoint"}
 MAY_IMPORT["strategy"] = MAY_IMPORT["rollout"] | {"rollout", "plan"}

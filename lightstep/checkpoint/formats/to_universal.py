@@ -33,7 +33,7 @@ from lightstep.checkpoint.formats.lazy_save import save_lazily
 from lightstep.checkpoint.formats.state import MASTER, Group, LazyTensor, TrainingState, read_step
 from lightstep.checkpoint.formats.to_lightstep import compact
 from lightstep.checkpoint.formats.zero_files import COUNTERS, RESERVED
-from lightstep.checkpoint.storage import FolderKind, LocalStorage, sync, was_replaced, write_file
+from lightstep.checkpoint.storage import FolderKind, LocalStorage, sync_files, was_replaced, write_file
 
 MARK = "lightstep-conversion.json"
 DEEPSPEED = "0.19.8"
@@ -67,8 +67,7 @@ def write_universal(state: TrainingState, path: Path) -> None:
         files = sorted(entry.relative_to(temporary).as_posix() for entry in written if entry.is_file())
         mark = {"lightstep": lightstep.__version__, "to": "deepspeed-universal", "from": state.format, "files": files}
         write_file(temporary / MARK, json.dumps(mark, indent=1).encode())
-        for entry in written:
-            sync(entry)
+        sync_files(temporary)
         LocalStorage().commit(temporary, path, CONVERSION)
 
 
