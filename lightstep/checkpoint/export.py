@@ -164,7 +164,7 @@ def export_path(path: str | os.PathLike[str]) -> Path:
 
 
 def write_export(path: Path, model: nn.Module, weights: dict[str, Tensor], tokenizer: Any) -> None:
-    """Write whole weights and the tokenizer to a folder, on one rank. The folder is replaced when all is on the disk."""
+    """Write whole weights and the tokenizer to a folder, on one rank; they appear when all is on the disk."""
     storage, kind = LocalStorage(), _export_kind(path)
     with storage.new_folder(path, kind) as temporary:
         _write_model(temporary, model, weights)

@@ -380,7 +380,7 @@ def _temporary_path(path: Path, suffix: str) -> Path:
 
 
 def sync_files(folder: Path) -> None:
-    """Wait until the content of all files in a folder is on disk; :meth:`LocalStorage.commit` does so for its entries."""
+    """Wait until the content of all files in a folder is on disk. :meth:`LocalStorage.commit` waits for the entries."""
     for file in folder.rglob("*"):
         if file.is_file():
             sync(file)

@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 
 from lightstep import Strategy
 from lightstep.checkpoint import CheckpointError
-from lightstep.checkpoint.formats import convert, convert_checkpoint, describe_checkpoint, read_checkpoint
+from lightstep.checkpoint.formats import convert, convert_checkpoint, describe_checkpoint, from_dcp, read_checkpoint
 from lightstep.checkpoint.formats.names import read_naming
 from lightstep.checkpoint.formats.safe_load import load_file
 from lightstep.checkpoint.formats.state import Group, LazyTensor, TrainingState
@@ -603,3 +603,105 @@ def test_the_commands(tmp_path: Path) -> None:
     assert refused.output == (
         "lightstep: 'jax' is not a format to convert to; allowed: lightstep, torch, deepspeed-universal\n"
     )
+
+
+# -- what is beside the model ------------------------------------------------------------------------------------------
+
+
+def saved_by_dcp(folder: Path, content: dict[str, Any]) -> Path:
+    import torch.distributed.checkpoint as dcp
+
+    dcp.save(content, checkpoint_id=folder, no_dist=True)
+    return folder
+
+
+@pytest.mark.parametrize("key", ["scheduler", "lr_scheduler"])
+def test_what_dcp_saved_beside_the_model_is_kept(tmp_path: Path, key: str) -> None:
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
+    plain = Plain().train(BEFORE)
+    model, optimizer = get_state_dict(plain.model, plain.optimizer)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(plain.optimizer, 10).state_dict()
+    scaler = torch.amp.GradScaler("cpu", init_scale=16384.0)
+    scaler.scale(torch.ones(1))
+    content = {"model": model, "optimizer": optimizer, key: scheduler, "scaler": scaler.state_dict()}
+    own = {"epoch": 3, "order": torch.arange(4), "seen": [torch.ones(2), {"a": (1, 2)}]}
+    beside = {"extra": own, "train_state": {"step": torch.tensor(7)}, "name": "run"}
+    folder = saved_by_dcp(tmp_path / "dcp", content | beside)
+    state = convert_checkpoint(folder, tmp_path / "converted", "lightstep")
+    assert not state.notes and set(state.weights) == set(model)
+    back = read_checkpoint(tmp_path / "converted")
+    assert back.scheduler == scheduler
+    assert back.loss_scale is not None and back.loss_scale["scale"] == 16384.0
+    assert back.extra["epoch"] == 3 and back.extra["name"] == "run" and back.extra["train_state"]["step"] == 7
+    assert torch.equal(back.extra["order"], torch.arange(4)) and back.extra["seen"][0].tolist() == [1, 1]
+
+
+def test_a_flat_model_of_dcp_is_told_from_what_is_beside_it(tmp_path: Path) -> None:
+    """torchtitan's layout, and that of a model whose own modules are named like the parts of a checkpoint."""
+    model = {"model.layers.0.weight": torch.ones(2), "lm_head.weight": torch.ones(3)}
+    beside = {
+        "train_state": {"step": torch.tensor(7)},
+        "lr_scheduler": {"last_epoch": 7},
+        "dataloader": {"rank_0": b"1"},
+    }
+    state = read_checkpoint(saved_by_dcp(tmp_path / "nested", model | beside))
+    assert set(state.weights) == set(model)
+    assert state.scheduler == {"last_epoch": 7}
+    assert state.extra == {"train_state": {"step": torch.tensor(7)}, "dataloader": {"rank_0": b"1"}}
+    flat = {"layers.0.weight": torch.ones(2), "train_state.step": torch.tensor(7), "lr_scheduler.last_epoch": 7}
+    state = read_checkpoint(saved_by_dcp(tmp_path / "flat", flat))
+    assert set(state.weights) == {"layers.0.weight"} and state.scheduler == {"last_epoch": 7}
+    assert state.extra == {"train_state": {"step": torch.tensor(7)}}
+    state = read_checkpoint(
+        saved_by_dcp(tmp_path / "prefixed", {"model.w": torch.ones(2), "optim.param_groups.w.lr": 0.1})
+    )
+    assert set(state.weights) == {"w"} and state.optimized() == ["w"]
+
+
+def test_what_extra_of_dcp_cannot_hold_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    content = {"model": {"w": torch.ones(2), "_extra_state": 1}, "ema": {"w": torch.ones(300)}, "color": Color.RED}
+    monkeypatch.setattr(from_dcp, "_LARGEST_EXTRA", 1000)
+    state = convert_checkpoint(saved_by_dcp(tmp_path / "dcp", content), tmp_path / "converted", "lightstep")
+    assert set(state.weights) == {"w"} and not state.extra
+    first, second, third = state.notes
+    assert first == "_extra_state of the model is not a tensor and was left out"
+    assert second.startswith("ema was left out: it has 0.0 GiB of tensors")
+    assert third.startswith("extra['color'] was left out")
+    with pytest.raises(
+        CheckpointError, match="has no model: it has net, step, and model or a flat state dict is needed"
+    ):
+        read_checkpoint(saved_by_dcp(tmp_path / "net", {"net": {"w": torch.ones(2)}, "step": 3}))
+
+
+def test_the_loss_scale_of_a_trainers_run_is_kept(tmp_path: Path) -> None:
+    """In ``scaler.pt``, or, if the run was lightstep's, with the optimizer."""
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    strategy = Strategy.load("fp16", {"precision.loss_scale": {"kind": "dynamic", "init_scale": 16384.0}})
+    strategy.prepare_model(model)
+    optimizer = strategy.create_optimizer(model, torch.optim.AdamW, lr=1e-3)
+    optimizer.backward(model(torch.ones(1, 2, dtype=torch.float16)).float().sum())
+    optimizer.step()
+    packed = optimizer.state_dict()
+    for group in packed["param_groups"]:
+        group["param_names"] = [name for name, _ in model.named_parameters()]
+    folder = tmp_path / "checkpoint-1"
+    folder.mkdir()
+    save_file({name: p.detach() for name, p in model.named_parameters()}, folder / "model.safetensors")
+    torch.save(packed, folder / "optimizer.pt")
+    torch.save({}, folder / "rng_state.pth")
+    state = convert_checkpoint(folder, tmp_path / "converted", "lightstep")
+    assert state.notes == ["the Trainer's random states (rng_state) are pickles, and were left out"]
+    strategy.load_checkpoint(tmp_path / "converted", model, other := strategy.create_optimizer(model, lr=1e-3))
+    assert other.loss_scale.state_dict() == optimizer.loss_scale.state_dict()
+    assert other.loss_scale.scale == 16384.0
+    torch.save({"scale": 4096.0, "_growth_tracker": 5, "growth_interval": 2000}, folder / "scaler.pt")
+    found = read_checkpoint(folder).loss_scale
+    assert found is not None and (found["scale"], found["good_steps"]) == (4096.0, 5)
+
+
+def test_extra_of_a_torch_file_is_the_runs_extra(tmp_path: Path) -> None:
+    content = {"model": {"w": torch.ones(2)}, "extra": {"epoch": 3}, "best": 0.5}
+    assert read_checkpoint(_saved(tmp_path / "a.pt", content)).extra == {"epoch": 3, "best": 0.5}
+    clash = {**content, "epoch": 4}
+    assert read_checkpoint(_saved(tmp_path / "b.pt", clash)).extra == {"extra": {"epoch": 3}, "best": 0.5, "epoch": 4}

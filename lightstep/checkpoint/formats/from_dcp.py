@@ -5,10 +5,9 @@
 
 from __future__ import annotations
 
-import io
 import pickle
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -19,7 +18,9 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMe
 
 from lightstep.checkpoint.errors import CheckpointError, error_text, list_names
 from lightstep.checkpoint.formats.from_lightstep import lazy
-from lightstep.checkpoint.formats.safe_load import enum_member
+from lightstep.checkpoint.formats.from_torch import MODEL_KEYS, OPTIMIZER_KEYS, SCALER_KEYS, SCHEDULER_KEYS, own_extra
+from lightstep.checkpoint.formats.safe_load import enum_member, load_bytes
+from lightstep.checkpoint.formats.scales import from_torch
 from lightstep.checkpoint.formats.state import Group, LazyTensor, TrainingState, max_step, step_tensor
 from lightstep.checkpoint.optimizer_content import same_settings
 from lightstep.checkpoint.tensors import Chunk, StoredTensor
@@ -28,42 +29,82 @@ from lightstep.optimizer.param_groups import clean_name
 METADATA = ".metadata"
 _LISTED = re.compile(r"param_groups\.\d+\.params(\.\d+)?")
 """A key of groups that are a list. Flattened ones have a parameter's name in place of the number."""
-_MODEL_KEYS, _OPTIMIZER_KEYS = ("model", "app.model"), ("optimizer", "optim", "app.optimizer", "app.optim")
+_MODEL_KEYS = (*MODEL_KEYS, "app.model")
+_OPTIMIZER_KEYS = (*OPTIMIZER_KEYS, "app.optimizer", "app.optim")
+_NEVER_WEIGHTS = ("train_state", "lr_scheduler", "dataloader")
+"""What torchtitan saves beside its model, whose names have no prefix."""
+_SECTIONS = {*_NEVER_WEIGHTS, *SCHEDULER_KEYS, *SCALER_KEYS, "extra"}
+"""First parts of keys that stand for a dictionary even if the index does not say that they were in one."""
+_LARGEST_EXTRA = 2**30
+"""Bytes of tensors that are kept as a part of ``extra``, which is in memory as a whole."""
+
+_Values = dict[str, Any]
+"""Key in the folder -> lazy tensor or plain value."""
 
 
 def read_dcp(folder: Path) -> TrainingState:
     """The run in a folder: ``{"model": ..., "optimizer": ...}``, or a model's state dict alone.
 
-    The optimizer may also be in a folder below: ``optim_states``, ``optimizer`` or ``optim``.
+    The optimizer may also be in a folder below: ``optim_states``, ``optimizer`` or ``optim``. A ``scheduler`` and a
+    ``scaler`` are the run's; everything else is its ``extra``.
 
     Raises:
-        CheckpointError: a file is missing, or shorter than the index says.
+        CheckpointError: a file is missing, or shorter than the index says; or there is no model.
     """
-    values, ordered = _values(folder)
-    model, optimizer = _part(values, _MODEL_KEYS), _part(values, _OPTIMIZER_KEYS)
-    if not model:
-        model = {key: value for key, value in values.items() if not _part({key: value}, _OPTIMIZER_KEYS)}
+    values, paths, ordered = _values(folder)
+    model, optimizer, rest = _divided(values, paths)
     for name in ("optim_states", "optimizer", "optim"):
         if not optimizer and (folder / name / METADATA).is_file():
-            optimizer, _ = _values(folder / name)
+            optimizer, _, _ = _values(folder / name)
     weights = {clean_name(key): value for key, value in model.items() if isinstance(value, LazyTensor)}
+    if not weights:
+        found = list_names(dict.fromkeys(str(_path(key, paths)[0]) for key in values))
+        raise CheckpointError(f"{folder} has no model: it has {found}, and model or a flat state dict is needed")
     state = TrainingState("torch.distributed.checkpoint", weights, ordered=ordered)
+    state.notes += [f"{key} of the model is not a tensor and was left out" for key in model.keys() - weights.keys()]
     if optimizer:
         _add_optimizer(state, optimizer)
+    _add_rest(state, _nested(rest, paths))
     return state
 
 
-def _part(values: dict[str, Any], prefixes: tuple[str, ...]) -> dict[str, Any]:
-    """The values under the first of ``prefixes`` that has any; the keys are without the prefix."""
+def _divided(values: _Values, paths: _Paths) -> tuple[_Values, _Values, _Values]:
+    """The values of the model and of the optimizer, without the prefixes of their keys, and all others."""
+    optimizer, rest = _part(values, _OPTIMIZER_KEYS)
+    model, others = _part(rest, _MODEL_KEYS)
+    may_be_weights = {key: value for key, value in rest.items() if _may_be_weight(key, value)}
+    flat = {key: value for key, value in may_be_weights.items() if len(paths.get(key, ())) == 1}
+    if not model or (flat.keys() - others.keys() and flat.keys() & others.keys()):  # "model" may be a module's name
+        model = flat or {key: value for key, value in may_be_weights.items() if key not in paths}
+        others = {key: value for key, value in rest.items() if key not in model}
+    return model, optimizer, others
+
+
+def _may_be_weight(key: str, value: Any) -> bool:
+    return isinstance(value, LazyTensor) and key.partition(".")[0] not in _NEVER_WEIGHTS
+
+
+def _part(values: _Values, prefixes: tuple[str, ...]) -> tuple[_Values, _Values]:
+    """The values under the first of ``prefixes`` that has any, without the prefix, and all others."""
     for prefix in prefixes:
-        found = {key.removeprefix(f"{prefix}."): v for key, v in values.items() if key.startswith(f"{prefix}.")}
+        found = {key: value for key, value in values.items() if key.startswith(f"{prefix}.")}
         if found:
-            return found
-    return {}
+            others = {key: value for key, value in values.items() if key not in found}
+            return {key.removeprefix(f"{prefix}."): value for key, value in found.items()}, others
+    return {}, values
 
 
-def _values(folder: Path) -> tuple[dict[str, Any], bool]:
-    """Lazy tensors and plain values by their dotted keys, and whether tensors are in the order of the state dict.
+_Paths = Mapping[str, tuple[str | int, ...]]
+"""Key -> where its value was in the nested state dict, if the index says so. One element: at the top."""
+
+
+def _path(key: str, paths: _Paths) -> tuple[str | int, ...]:
+    path = paths.get(key, (key,))
+    return tuple(key.split(".")) if len(path) == 1 and key.partition(".")[0] in _SECTIONS else path
+
+
+def _values(folder: Path) -> tuple[_Values, _Paths, bool]:
+    """Lazy tensors and plain values, where they were, and whether tensors are in the order of the state dict.
 
     They are if the first rank wrote a part of each. ``dcp.save`` lists the tensors of one rank after those of another,
     and divides what all ranks have among them.
@@ -71,7 +112,7 @@ def _values(folder: Path) -> tuple[dict[str, Any], bool]:
     metadata = _read_metadata(folder / METADATA)
     _check_files(folder, metadata)
     ordered = True
-    values: dict[str, Any] = {}
+    values: _Values = {}
     for key, stored in metadata.state_dict_metadata.items():
         if isinstance(stored, TensorStorageMetadata):
             found = _stored(key, stored, metadata.storage_data)
@@ -81,8 +122,9 @@ def _values(folder: Path) -> tuple[dict[str, Any], bool]:
             location = metadata.storage_data[MetadataIndex(key)]
             with (folder / location.relative_path).open("rb") as stream:
                 stream.seek(location.offset)
-                values[key] = torch.load(io.BytesIO(stream.read(location.length)), weights_only=True)
-    return values, ordered
+                values[key] = load_bytes(stream.read(location.length), folder / location.relative_path)
+    paths = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
+    return values, {key: path for key, path in paths.items() if isinstance(path, tuple) and path}, ordered
 
 
 def _stored(key: str, stored: TensorStorageMetadata, locations: Any) -> StoredTensor:
@@ -147,6 +189,62 @@ def _read_metadata(path: Path) -> Any:
         return metadata
     except Exception as error:
         raise CheckpointError(f"{path} cannot be read: {error_text(error)}") from error
+
+
+# -- what is neither of the model nor of the optimizer -----------------------------------------------------------------
+
+
+def _nested(values: _Values, paths: _Paths) -> dict[str, Any]:
+    """The values as the nested dictionaries and lists that were saved."""
+    root: dict[Any, Any] = {}
+    for key, value in values.items():
+        *folders, last = _path(key, paths)
+        place = root
+        for name in folders:
+            place = place.setdefault(name, {})
+        place[last] = value
+    return {str(key): _with_lists_inside(value) for key, value in root.items()}
+
+
+def _with_lists_inside(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    entries = {key: _with_lists_inside(entry) for key, entry in value.items()}
+    if entries and all(isinstance(key, int) for key in entries):
+        return [entries[number] for number in sorted(entries)]
+    return entries
+
+
+def _add_rest(state: TrainingState, rest: dict[str, Any]) -> None:
+    """Add the scheduler, the scaler and ``extra``. A note names sections that are too large for it."""
+    kept = {}
+    for key, value in rest.items():
+        nbytes = sum(tensor.nbytes for tensor in _tensors(value))
+        if nbytes > _LARGEST_EXTRA:
+            state.notes.append(f"{key} was left out: it has {nbytes / 2**30:.1f} GiB of tensors, and is not the model")
+        else:
+            kept[key] = _read_tensors(value)
+    for keys, name in ((SCHEDULER_KEYS, "scheduler"), (SCALER_KEYS, "loss_scale")):
+        found = next((key for key in keys if isinstance(kept.get(key), dict) and kept[key]), None)
+        if found is not None:
+            value = kept.pop(found)
+            setattr(state, name, value if name == "scheduler" else from_torch(value))
+    state.extra = own_extra(kept)
+
+
+def _tensors(value: Any) -> Iterator[LazyTensor]:
+    if isinstance(value, LazyTensor):
+        yield value
+    for entry in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from _tensors(entry)
+
+
+def _read_tensors(value: Any) -> Any:
+    if isinstance(value, LazyTensor):
+        return value.read()
+    if isinstance(value, dict):
+        return {key: _read_tensors(entry) for key, entry in value.items()}
+    return [_read_tensors(entry) for entry in value] if isinstance(value, list) else value
 
 
 # -- the optimizer -----------------------------------------------------------------------------------------------------

@@ -61,9 +61,15 @@ def _read_rest(
         state.extra, state.world_size = dict(content.get("extra") or {}), content.get("world_size")
         _cast_back(state, section.get("trained_in") or {})
     else:
-        state.extra = {key: value for key, value in content.items() if key not in used}
-        scale = content[found["optimizer"]].get("loss_scale") if found["optimizer"] else None
-        state.loss_scale = state.loss_scale or scale
+        state.extra = own_extra({key: value for key, value in content.items() if key not in used})
+
+
+def own_extra(rest: Mapping[str, Any]) -> dict[str, Any]:
+    """What the user saved beside the known parts. Entries of a dictionary ``extra`` are entries of the whole."""
+    extra = rest.get("extra")
+    if not isinstance(extra, Mapping) or extra.keys() & rest.keys():
+        return dict(rest)
+    return {**{key: value for key, value in rest.items() if key != "extra"}, **extra}
 
 
 def _cast_back(state: TrainingState, trained_in: Mapping[str, str]) -> None:
@@ -125,6 +131,7 @@ def add_optimizer(
         for index, name in zip(group["params"], named.names, strict=True):
             if entries := states.get(index):
                 state.entries[name] = {key: _entry(key, value) for key, value in entries.items()}
+    state.loss_scale = packed.get("loss_scale")  # of an optimizer of lightstep
     state.step = max_step(state.entries.values())
 
 
@@ -170,6 +177,8 @@ def read_trainer_checkpoint(folder: Path, naming: Naming) -> TrainingState:
         state.loss_scale = from_torch(load_file(folder / "scaler.pt"))
     if (folder / "trainer_state.json").is_file():
         state.extra["trainer_state"] = json.loads((folder / "trainer_state.json").read_text(encoding="utf-8"))
+    if any(folder.glob("rng_state*.pth")):
+        state.notes.append("the Trainer's random states (rng_state) are pickles, and were left out")
     return state
 
 

@@ -6,10 +6,12 @@ objects, which have the attributes and no behaviour. So the libraries need not b
 
 from __future__ import annotations
 
+import io
 import pickle
 import re
 import warnings
 import zipfile
+from collections.abc import Callable
 from enum import Enum, IntEnum
 from pathlib import Path
 from typing import Any
@@ -73,12 +75,25 @@ def load_file(path: Path) -> Any:
         CheckpointError: the file is missing, damaged, or not a file of ``torch.save``; the message names what torch
             refuses to load.
     """
+    return _load(lambda: path, path)
+
+
+def load_bytes(content: bytes, path: Path) -> Any:
+    """The object that ``torch.save`` wrote to a part of the file at ``path``.
+
+    Raises:
+        CheckpointError: as :func:`load_file`.
+    """
+    return _load(lambda: io.BytesIO(content), path)
+
+
+def _load(source: Callable[[], Path | io.BytesIO], path: Path) -> Any:
     try:
-        zipped = zipfile.is_zipfile(path)
-        names = torch.serialization.get_unsafe_globals_in_checkpoint(path) if zipped else []
+        zipped = zipfile.is_zipfile(source())
+        names = torch.serialization.get_unsafe_globals_in_checkpoint(source()) if zipped else []
         with torch.serialization.safe_globals(_replacements(names)), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns about device meshes without a process group
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
+            return torch.load(source(), map_location="cpu", weights_only=True, mmap=zipped and source() is path)
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing") from None
     except pickle.UnpicklingError as error:
