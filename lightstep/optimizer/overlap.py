@@ -454,7 +454,7 @@ class Overlap(NextForward):
         done = dict.fromkeys([*speculative, *speculation.after_backward])
         left = [unit for unit in self._backend.units() if unit not in done]
         with self._aborting("the update under way"):
-            jobs = [Commit(list(done), left, update), *(Job(unit, update) for unit in left)]
+            jobs = [Commit(list(done), update), *(Job(unit, update) for unit in left)]
             self._begin(update.gradients.keys(), update.values, True, left)
             self._units = ()
             self._completing_job = {item: number for number, job in enumerate(jobs) for item in job.owners()}

@@ -155,6 +155,11 @@ class Schedule:
         lanes.compute.wait(lanes.caller().record(self._caller_event))
 
     def _schedule(self, jobs: Iterable[Job]) -> None:
+        """Schedule jobs, among them all that update parts of the same parameters: the last one completes them."""
+        jobs = list(jobs)
+        last = {owner: job for job in jobs for owner in job.owners()}
+        for owner in last:
+            last[owner].completed.append(owner)
         for job in jobs:
             job.number = self._num_jobs
             self._scheduled.append(job)
@@ -312,7 +317,7 @@ class Job:
     Attributes:
         number: its position in the step.
         is_end: the step ends with it.
-        completed: the parameters that are complete with it; known once it is queued on the stream (on the CPU: done).
+        completed: the parameters that are complete with it, because it is the last one with a part of them.
     """
 
     def __init__(self, unit: Unit | None, update: Update) -> None:
@@ -320,14 +325,14 @@ class Job:
         self.completed: list[Managed] = []
 
     def owners(self) -> Iterable[Managed]:
-        """The parameters whose readers wait for this job."""
+        """The parameters that it updates, or parts of which it updates."""
         return () if self.unit is None else (owner for owner, _, _ in self.unit.parts)
 
     def run(self, updater: UnitUpdater) -> None:
         if self.unit is None:
             updater.finish(self.update.elsewhere)
         else:
-            self.completed.extend(updater.update(self.unit, self.update))
+            updater.update(self.unit, self.update)
 
 
 def refuse_older_graphs(items: Iterable[Managed]) -> None:

@@ -176,23 +176,19 @@ class Speculation:
 
 
 class Commit(Job):
-    """Commits the units that are updated. Their parameters are complete, unless another of their units is left.
+    """Commits the units that are updated.
 
     Args:
         done: the units that are updated already.
-        left: the units that are not.
     """
 
-    def __init__(self, done: Sequence[Unit], left: Sequence[Unit], update: Update) -> None:
+    def __init__(self, done: Sequence[Unit], update: Update) -> None:
         super().__init__(None, update)
-        incomplete = {owner for unit in left for owner, _, _ in unit.parts}
         self._done = done
-        self._owners = dict.fromkeys(o for unit in done for o, _, _ in unit.parts if o not in incomplete)
         self.is_end = False
 
     def owners(self) -> Iterable[Managed]:
-        return self._owners
+        return (owner for unit in self._done for owner, _, _ in unit.parts)
 
     def run(self, updater: UnitUpdater) -> None:
         updater.commit(self._done)
-        self.completed.extend(self._owners)

@@ -165,7 +165,8 @@ class UnitUpdater:
         update.drop_gradients(update.elsewhere)
         self.begin(update.gradients.keys())
         for unit in self._backend.units():
-            update.drop_gradients(self.update(unit, update))
+            self.update(unit, update)
+            update.drop_gradients([owner for owner, _, stop in unit.parts if stop == owner.local.numel()])
         self.finish(update.elsewhere)
         update.values.write_back()
 
@@ -181,10 +182,11 @@ class UnitUpdater:
             self._backend.begin(managed, order)
             self.shared.begin(managed, order, ahead)
 
-    def update(self, unit: Unit, update: Update) -> list[Managed]:
-        """Update one unit; returns the parameters that are complete with it."""
+    def update(self, unit: Unit, update: Update) -> None:
+        """Update one unit."""
         if unit in self.shared:
-            return self._update_shared(unit, update)
+            self._update_shared(unit, update)
+            return
         with self._guard(f"the update of {unit.label}"):
             update.refuse_written(owner for owner, _, _ in unit.parts)
             segments = self._backend.acquire(unit, update.gradients, update.separated_by)
@@ -192,9 +194,9 @@ class UnitUpdater:
                 self._apply(group, update, _on(group[0].device, update.divisor, factor, overflow))
             self._backend.release(unit, segments)
             update.note_own_writes(owner for owner, _, _ in unit.parts)
-        return self._mark_updated(segments)
+        self._mark_updated(segments)
 
-    def _update_shared(self, unit: Unit, update: Update) -> list[Managed]:
+    def _update_shared(self, unit: Unit, update: Update) -> None:
         """Update a unit together with other ranks; the communication of later units is started first."""
         divisor, factor, overflow = update.divisor, update.factor, update.overflow
         assert isinstance(overflow, Tensor) and not isinstance(factor, Mapping), "it is not updated in backward"
@@ -211,7 +213,7 @@ class UnitUpdater:
             self.shared.apply(unit, segments, scaled, scaling.overflow, update.values)
             self._backend.release(unit, segments)
             update.note_own_writes(owner for owner, _, _ in unit.parts)
-        return self._mark_updated(segments)
+        self._mark_updated(segments)
 
     def finish(self, elsewhere: Iterable[Managed]) -> None:
         """End the step.
@@ -281,13 +283,11 @@ class UnitUpdater:
         dtypes = [segment.locals[0].dtype if segment.coding == "own" else torch.float32 for segment in segments]
         return [row.view(segment.shape).to(d) for segment, row, d in zip(segments, rows, dtypes, strict=True)]
 
-    def _mark_updated(self, segments: list[Segment]) -> list[Managed]:
-        """Record the update; returns the parameters that are complete with it."""
-        parts = [part for segment in segments for part in segment.parts]
-        for part in parts:
-            part.owner.updated = True
-            self._record(part.owner)
-        return [part.owner for part in parts if part.stop == part.owner.local.numel()]
+    def _mark_updated(self, segments: list[Segment]) -> None:
+        for segment in segments:
+            for part in segment.parts:
+                part.owner.updated = True
+                self._record(part.owner)
 
 
 def _on(device: torch.device, divisor: Tensor | None, factor: Tensor | None, overflow: Tensor) -> Scaling:

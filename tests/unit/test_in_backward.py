@@ -6,7 +6,7 @@ import copy
 import gc
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -354,6 +354,79 @@ def test_a_layer_that_is_read_in_backward_is_updated_if_it_is_complete(monkeypat
     chained.step()
     assert torch.equal(seen[0], chained.model.blocks[4].weight)
     assert not torch.equal(seen[0], before)
+
+
+class Normed(nn.Module):
+    """A matrix that is cut over several units, in a layer with small parameters."""
+
+    def __init__(self, width: int = 96) -> None:
+        super().__init__()
+        self.down = nn.Linear(width, width, bias=False)
+        self.norm = nn.LayerNorm(width)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + torch.relu(self.down(self.norm(hidden)))
+
+
+class CutTraining:
+    """Three layers with matrices that are cut.
+
+    Args:
+        in_hooks: names of parameters that a backward hook of each layer's norm reads; their values are in ``seen``.
+        before_step: the name of a parameter that is read between backward and ``step()``.
+    """
+
+    def __init__(self, backend: str, update: str, in_hooks: Sequence[str] = (), before_step: str = "") -> None:
+        torch.manual_seed(0)
+        state = {**BACKENDS[backend], "update": update} | ({"ring_mib": 0.1} if backend == "stream" else {})
+        self.strategy = Strategy.load({"clipping": {"max_norm": None}, "optimizer_state": state})
+        self.model: Any = self.strategy.prepare_model(nn.Sequential(*(Normed() for _ in range(3))))
+        self.optimizer: Any = self.strategy.create_optimizer(self.model, lr=1e-2)
+        self.before_step, self.seen = before_step, list[Tensor]()
+
+        def hook(norm: nn.Module, *_: Any) -> None:
+            (block,) = (block for block in self.model if block.norm is norm)
+            self.seen += [block.get_parameter(name).detach().clone() for name in in_hooks]
+
+        for block in self.model if in_hooks else ():
+            block.norm.register_full_backward_hook(hook)
+
+    def train(self, steps: int, seed: int | None = None) -> dict[str, Tensor]:
+        """The weights after so many steps, in lanes with random delays from the second step on."""
+        for step in range(steps):
+            inputs = torch.randn(4, 96, generator=torch.Generator().manual_seed(step)).bfloat16().requires_grad_()
+            with self.strategy.accumulate(self.model, last=True):
+                self.optimizer.backward(self.model(inputs).float().square().mean())
+            if self.before_step:
+                self.model.get_parameter(self.before_step)
+            self.optimizer.step()
+            if seed is not None:
+                others.random_delays(self.optimizer.engine.backend.lanes, seed + step, 2e-3)
+        return {name: weight.detach().clone() for name, weight in self.model.named_parameters()}
+
+    def units_of(self, name: str) -> int:
+        units = self.optimizer.engine.backend.units()
+        return sum(any(item.name == name for item, *_ in unit.parts) for unit in units)
+
+
+@pytest.mark.parametrize("read", [["norm.weight"], ["norm.bias", "down.weight"]], ids=str)
+def test_a_hook_reads_a_neighbour_of_a_matrix_that_is_cut(read: list[str]) -> None:
+    """The first unit of a layer to be updated has the end of the matrix, but the matrix is not complete with it."""
+    expected = CutTraining("resident", "at_step").train(3)
+    resident = CutTraining("resident", "in_backward", read)
+    resident.train(3)
+    for seed in range(4):
+        tested = CutTraining("stream", "in_backward", read)
+        assert_same(tested.train(3, seed), expected)
+        assert tested.units_of("0.down.weight") > 2
+        assert len(tested.seen) == 9 * len(read)
+        assert all(map(torch.equal, tested.seen, resident.seen)), seed
+
+
+def test_a_reader_that_waits_for_the_end_of_a_cut_matrix_leaves_its_gradient() -> None:
+    """A neighbour of the matrix's last piece is read before ``step()``, while a slow lane updates the other pieces."""
+    expected = CutTraining("resident", "at_step").train(8)
+    assert_same(CutTraining("stream", "in_backward", before_step="0.norm.weight").train(8, seed=0), expected)
 
 
 # -- what goes wrong
