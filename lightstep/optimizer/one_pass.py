@@ -21,6 +21,7 @@ from lightstep.precision.adam_kernel import (
     AdamMemory,
     AdamSettings,
     Scaling,
+    corrections,
     fused_kernel_on,
     kind_of,
     runs_in_one_pass,
@@ -121,7 +122,7 @@ class OnePass:
             group, numbers = settings[group_id], list(dict.fromkeys(i for (i, _), _ in rows))
             assert group is not None
             batch = AdamBatch([memory for _, memory in rows], None if unmarked else segments[numbers[0]].fingerprints)
-            if runs_in_one_pass(kernels, kind_of(batch, dtype, group, scaling), group):
+            if runs_in_one_pass(kernels, kind_of(batch, dtype, group, scaling)):
                 batches.append(_Planned(batch, [place for place, _ in rows], numbers))
             else:
                 left += numbers
@@ -144,6 +145,8 @@ class OnePass:
         decoupled = group.get("decoupled_weight_decay", arithmetic.optimizer_class is torch.optim.AdamW)
         rate = lr if on_device else float(lr)
         beta1, beta2, decay, eps = map(float, (beta1, beta2, decay, eps))  # the kernel is compiled for floats
+        if corrections(beta1, beta2, segment.device) is None:
+            return None
         return AdamSettings(rate, beta1, beta2, decay, eps, decoupled, group["maximize"], bool(group["amsgrad"]))
 
 
@@ -174,13 +177,11 @@ def _form(
     settings: Sequence[AdamSettings | None],
     scaling: Scaling,
 ) -> tuple[Any, ...]:
-    """What a plan depends on, apart from the segments' memory."""
+    """What a plan depends on, apart from the segments' memory. Values that schedulers change (learning rate, betas,
+    decay) are arguments of the kernel."""
     fingerprints = next((one.fingerprints.data_ptr() for one in segments if one.fingerprints is not None), 0)
     return (
-        [
-            None if one is None else (isinstance(one.lr, Tensor), one.weight_decay == 0, *one[1:3], *one[5:])
-            for one in settings
-        ],
+        [None if one is None else (isinstance(one.lr, Tensor), one.weight_decay == 0, *one[5:]) for one in settings],
         [segment.parts[0].keys for segment in segments],
         [(gradient.dtype, gradient.is_contiguous()) for own in gradients for gradient in own],
         (scaling.divisor is None, scaling.factor is None, fingerprints),

@@ -170,8 +170,8 @@ def corrections(beta1: float, beta2: float, device: torch.device) -> Tensor | No
         return None
     numbers = torch.arange(updates, dtype=torch.float32, device=device)
     first, second = (
-        1 - torch.pow(torch.tensor(beta, dtype=torch.float32, device=device), numbers) for beta in (beta1, beta2)
-    )
+        1 - torch.pow(torch.full((), beta, dtype=torch.float32, device=device), numbers) for beta in (beta1, beta2)
+    )  # `torch.tensor` would make the host wait, in every step if a scheduler cycles betas
     return torch.stack([first, second.sqrt()])
 
 
@@ -186,11 +186,6 @@ def fused_kernel_on(device: torch.device) -> ModuleType | None:
         _warn_fallback(device, f"{type(error).__name__}: {error}")
         return None
     return adam_triton
-
-
-def runs_in_one_pass(kernels: ModuleType, kind: Kind, settings: AdamSettings) -> bool:
-    """Whether ``kernels`` gives torch's bits for updates of this kind; checked at the first call."""
-    return corrections(settings.beta1, settings.beta2, kind.device) is not None and _matches_torch(kernels, kind)
 
 
 def kind_of(batch: AdamBatch, gradient: torch.dtype, settings: AdamSettings, scaling: Scaling) -> Kind:
@@ -243,7 +238,8 @@ class Kind(NamedTuple):
 
 
 @functools.cache
-def _matches_torch(kernels: ModuleType, kind: Kind) -> bool:
+def runs_in_one_pass(kernels: ModuleType, kind: Kind) -> bool:
+    """Whether ``kernels`` gives torch's bits for updates of this kind; checked at the first call."""
     try:
         settings = (kind.settings(3e-4, 0.9, 0.999, 1e-8), kind.settings(2.0, 0.0, 0.95, 1e-3))
         cases = [(one, edges, step) for one in settings for edges in (False, True) for step in (1.0, 7.0, 4321.0)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -137,7 +138,7 @@ def test_a_kernel_with_other_bits_steps_aside(
     monkeypatch.setattr(stream, "ChecksummedWeights", lambda splitter: splitter)
     for module in (arithmetic, one_pass):
         monkeypatch.setattr(module, "fused_kernel_on", lambda device: OffByOne)
-    monkeypatch.setattr(adam_kernel, "_matches_torch", functools.cache(adam_kernel._matches_torch.__wrapped__))
+    monkeypatch.setattr(one_pass, "runs_in_one_pass", functools.cache(adam_kernel.runs_in_one_pass.__wrapped__))
     pair = Pair(torch.optim.AdamW, {"lr": 1e-2}, {}, parameters="bfloat16", backend=backend, max_norm=0.35)
     pair.train(3)
     pair.check()
@@ -153,6 +154,47 @@ def test_betas_whose_corrections_never_end_are_left_alone() -> None:
     steps = torch.tensor([1.0, 7.0, 10_000.0])
     assert torch.equal(table[0, steps.long()], 1 - torch.pow(torch.tensor(0.9), steps))
     assert table[:, -1].tolist() == [1.0, 1.0]
+
+
+@pytest.fixture(name="plans")
+def counted_plans(monkeypatch: pytest.MonkeyPatch) -> list[None]:
+    """One entry for each plan that is made."""
+    made: list[None] = []
+    plan = one_pass.OnePass._plan
+    monkeypatch.setattr(one_pass.OnePass, "_plan", lambda *args: (made.append(None), plan(*args))[1])
+    return made
+
+
+SCHEDULERS: dict[str, Callable[[Any], Any]] = {
+    "none": lambda optimizer: torch.optim.lr_scheduler.ConstantLR(optimizer),
+    "OneCycleLR": lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=20),
+    "CyclicLR": lambda optimizer: torch.optim.lr_scheduler.CyclicLR(optimizer, 1e-3, 3e-3, step_size_up=4),
+}
+
+
+@pytest.mark.usefixtures("one_pass_on_cpu")
+@pytest.mark.parametrize("backend", ["resident", "stream-in-backward-and-forward"])
+def test_betas_that_a_scheduler_cycles_are_read_and_not_planned(backend: str, plans: list[None]) -> None:
+    counts: dict[str, int] = {}
+    for name, make in SCHEDULERS.items():
+        plans.clear()
+        pair = Pair(torch.optim.AdamW, {"lr": 1e-2}, {"lr": 1e-3}, backend=backend, max_norm=None)
+        schedulers = [make(optimizer) for optimizer in (pair.optimizer, pair.reference.optimizer)]
+        pair.train(5, lambda _, each=schedulers: [one.step() for one in each])
+        assert (pair.optimizer.param_groups[0]["betas"] == (0.9, 0.999)) == (name == "none")
+        counts[name] = len(plans)
+    assert counts["OneCycleLR"] == counts["CyclicLR"] == counts["none"] > 0
+
+
+def test_betas_may_leave_what_the_kernel_supports_and_come_back(one_pass_on_cpu: Counter[str]) -> None:
+    pair = Pair(torch.optim.AdamW, {"lr": 1e-2}, {"lr": 1e-3}, backend="stream", max_norm=None)
+    for betas in [(0.9, 0.999)] * 2 + [(0.9, 0.9999999)] * 2 + [(0.8, 0.99)] * 2:
+        for optimizer in (pair.optimizer, pair.reference.optimizer):
+            for group in optimizer.param_groups:
+                group["betas"] = betas
+        before = one_pass_on_cpu.total()
+        pair.train(1)
+        assert (one_pass_on_cpu.total() > before) == (betas[1] != 0.9999999 and pair.steps > 1)
 
 
 @pytest.mark.parametrize(
