@@ -82,8 +82,9 @@ class Arrivals:
         ``on_gradient`` queues comes behind all gradients that it has been called with.
         """
         if not self._hooked:
-            self._hooks.set_parameters(self._items, after=lambda _: _make_hook(self._listeners))
+            self._hooks.set_parameters(self._items, after=_make_hook(self._listeners))
             self._hooked = True
+        self._hooks.restore()
         self._hooks.put_last()
         self._newest_streams.clear()
 

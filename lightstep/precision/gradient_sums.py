@@ -40,10 +40,11 @@ class SumsInPlace:
     def set_parameters(self, parameters: Sequence[Tensor]) -> None:
         """Sum the gradients of exactly these parameters."""
         self._parameters = parameters
-        self._hooks.set_parameters(parameters, before=_widening)
+        self._hooks.set_parameters(parameters, before=_widen_before_sum)
 
     def begin(self) -> None:
         """A backward begins. Compiled autograd reads ``p.grad`` before it calls hooks, so all are converted here."""
+        self._hooks.restore()
         if _compiled_autograd():
             for parameter in self._parameters:
                 _widen(parameter)
@@ -67,20 +68,14 @@ class SumsInPlace:
         """The gradients have been consumed or dropped."""
 
 
-def _widening(parameter: Tensor) -> Callable[[Tensor], None]:
-    reference = weakref.ref(parameter)
-
-    def hook(_: Tensor) -> None:
-        leaf = reference()
-        if leaf is not None and leaf.grad is not None and leaf.grad.dtype is not torch.float32:
-            if _compiled_autograd():
-                raise RuntimeError(
-                    "compiled autograd is about to add gradients in the parameters' dtype, and precision.reduce is "
-                    "'float32': call optimizer.backward(loss) instead of loss.backward(), or set it to 'parameters'"
-                )
-            _widen(leaf)
-
-    return hook
+def _widen_before_sum(parameter: Tensor) -> None:
+    if parameter.grad is not None and parameter.grad.dtype is not torch.float32:
+        if _compiled_autograd():
+            raise RuntimeError(
+                "compiled autograd is about to add gradients in the parameters' dtype, and precision.reduce is "
+                "'float32': call optimizer.backward(loss) instead of loss.backward(), or set it to 'parameters'"
+            )
+        _widen(parameter)
 
 
 def _widen(parameter: Tensor) -> None:
@@ -134,9 +129,7 @@ class SumsAside:
         """Sum the gradients of exactly these parameters."""
         self._parameters = parameters
         own = weakref.ref(self)
-        self._hooks.set_parameters(
-            parameters, lambda p: _weak_hook(own, SumsAside.before, p), lambda p: _weak_hook(own, SumsAside._after, p)
-        )
+        self._hooks.set_parameters(parameters, _weak_hook(own, SumsAside.before), _weak_hook(own, SumsAside._after))
 
     def begin(self) -> None:
         """A backward begins.
@@ -144,6 +137,7 @@ class SumsAside:
         If it has no gradient for a parameter, the reduction may read ``p.grad`` as it is, in the parameter's dtype. So
         fp32 sums are taken out of it and leave zeros behind.
         """
+        self._hooks.restore()
         if _compiled_autograd() and any(p.grad is not None for p in self._parameters):
             raise RuntimeError(
                 "compiled autograd over several processes with precision.reduce 'float32': it would add gradients in "
@@ -333,14 +327,12 @@ class SumsAside:
 
 
 def _weak_hook(
-    reference: weakref.ref[SumsAside], tell: Callable[[SumsAside, Tensor], None], parameter: Tensor
+    reference: weakref.ref[SumsAside], tell: Callable[[SumsAside, Tensor], None]
 ) -> Callable[[Tensor], None]:
-    leaf = weakref.ref(parameter)
-
-    def hook(_: Tensor) -> None:
-        sums, own = reference(), leaf()
-        if sums is not None and own is not None:
-            tell(sums, own)
+    def hook(parameter: Tensor) -> None:
+        sums = reference()
+        if sums is not None:
+            tell(sums, parameter)
 
     return hook
 

@@ -54,6 +54,7 @@ class GradientAccumulator:
         self.float32 = float32
         self._sums: SumsInPlace | SumsAside = SumsInPlace()
         self._watched: list[tuple[Tensor, torch.dtype, bool]] = []
+        self._watched_set: frozenset[Tensor] = frozenset()
         self._reduction: ReducedGradients | None = None
         self._collected: list[Tensor] = []
 
@@ -74,10 +75,14 @@ class GradientAccumulator:
             self._sums.set_parameters(())
             reads_unused = _none_unused if self._reduction is None else self._reduction.reads_unused
             self._sums = SumsAside(reads_unused) if several else SumsInPlace()
-        self._watched = watched
+        self._watched, self._watched_set = watched, frozenset(parameter for parameter, _, _ in watched)
         self._sums.set_parameters([parameter for parameter, _, _ in watched])
         if self._reduction is not None:
             self._reduction.connect([parameter for parameter, _, _ in watched], self)
+
+    def watches(self, parameter: Tensor) -> bool:
+        """Whether it sums the gradients of this parameter."""
+        return parameter in self._watched_set
 
     def begin_backward(self) -> None:
         """A backward begins whose gradients are to be added to those that are there."""
@@ -207,7 +212,7 @@ class GradientAccumulator:
     def close(self) -> None:
         """Drop all sums and remove the hooks."""
         self.clear()
-        self._watched = []
+        self._watched, self._watched_set = [], frozenset()
         self._sums.set_parameters(())
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle, unserializable_hook
@@ -10,34 +12,48 @@ from torch.utils.hooks import RemovableHandle, unserializable_hook
 __all__ = ["LeafHooks"]
 
 Hook = Callable[[Tensor], None]
-Make = Callable[[Tensor], Hook]
 
 
 class LeafHooks:
-    """A tensor hook, a post-accumulate-grad hook or both on each of several parameters.
+    """A hook before each new gradient, a hook after it or both, on each of several parameters.
 
-    Autograd calls a tensor hook with each new gradient before it is added to ``p.grad`` (``torch.autograd.grad`` does
-    too, and then adds nothing), and a post-accumulate-grad hook with the parameter afterwards.
+    Autograd calls the first one before it adds a gradient to ``p.grad`` (``torch.autograd.grad`` does too, and then
+    adds nothing), and the second one, a post-accumulate-grad hook, afterwards.
+
+    There are no weak references to the parameters: ``torch.utils.swap_tensors`` refuses tensors that have some, and
+    ``model.to(...)`` swaps DTensors.
     """
 
     def __init__(self) -> None:
         self._handles: dict[Tensor, list[RemovableHandle]] = {}
+        self._by_id: dict[int, Tensor] = {}
+        self._attributes: dict[Tensor, dict[str, Any]] = {}  # ``vars(p)`` when its hooks were registered
 
     def set_parameters(
-        self, parameters: Iterable[Tensor], before: Make | None = None, after: Make | None = None
+        self, parameters: Iterable[Tensor], before: Hook | None = None, after: Hook | None = None
     ) -> None:
         """Keep hooks on exactly these parameters; on frozen ones too, which may be unfrozen at any time.
 
         Args:
-            before, after: return the hook for a parameter; it must not refer to the parameter.
+            before, after: called with the parameter; they must not refer to one.
         """
         wanted = dict.fromkeys(parameters)
         for parameter in [parameter for parameter in self._handles if parameter not in wanted]:
+            del self._by_id[id(parameter)], self._attributes[parameter]
             for handle in self._handles.pop(parameter):
                 handle.remove()
         for parameter in wanted:
             if parameter not in self._handles:
-                self._handles[parameter] = _register(parameter, before, after)
+                self._by_id[id(parameter)], self._attributes[parameter] = parameter, vars(parameter)
+                self._handles[parameter] = self._register(parameter, before, after)
+
+    def restore(self) -> None:
+        """Make autograd call the hooks of parameters that have been swapped (``model.to`` of DTensors): a swap takes
+        the tensor from its hooks, and its attributes too."""
+        for parameter, attributes in self._attributes.items():
+            if vars(parameter) is not attributes:
+                _register_again(parameter)
+                self._attributes[parameter] = vars(parameter)
 
     def put_last(self) -> None:
         """Have post-accumulate-grad hooks called after those that others have registered since, which may still change
@@ -48,24 +64,49 @@ class LeafHooks:
                 if handle.id in hooks and next(reversed(hooks)) != handle.id:
                     hooks[handle.id] = hooks.pop(handle.id)
 
+    def _register(self, parameter: Tensor, before: Hook | None, after: Hook | None) -> list[RemovableHandle]:
+        frozen = not parameter.requires_grad
+        if frozen:  # torch registers hooks only on tensors that require gradients, and keeps them
+            parameter.requires_grad_(True)
+        try:
+            handles = []
+            if before is not None:
+                hook = _called_with_parameter(weakref.ref(self), id(parameter), before)
+                handles.append(parameter.register_hook(_excluded(hook)))
+            if after is not None:
+                handles.append(parameter.register_post_accumulate_grad_hook(_excluded(after)))
+            return handles
+        finally:
+            if frozen:
+                parameter.requires_grad_(False)
 
-def _register(parameter: Tensor, before: Make | None, after: Make | None) -> list[RemovableHandle]:
-    frozen = not parameter.requires_grad
-    if frozen:  # torch registers hooks only on tensors that require gradients, and keeps them
-        parameter.requires_grad_(True)
-    try:
-        handles = []
-        if before is not None:
-            handles.append(parameter.register_hook(_excluded(before(parameter))))
-        if after is not None:
-            handles.append(parameter.register_post_accumulate_grad_hook(_excluded(after(parameter))))
-        return handles
-    finally:
-        if frozen:
-            parameter.requires_grad_(False)
+
+def _called_with_parameter(reference: weakref.ref[LeafHooks], number: int, hook: Hook) -> Hook:
+    """A tensor hook, which autograd calls with the gradient; ``number`` is the parameter's ``id``."""
+
+    def with_parameter(_: Tensor) -> None:
+        hooks = reference()
+        parameter = None if hooks is None else hooks._by_id.get(number)
+        if parameter is not None:
+            hook(parameter)
+
+    return with_parameter
+
+
+def _register_again(parameter: Tensor) -> None:
+    """Setting torch's tables of hooks registers them with autograd."""
+    hooks, later = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
+    if hooks is not None:
+        parameter._backward_hooks = hooks
+    if later is not None:
+        parameter._post_accumulate_grad_hooks = later
 
 
 def _excluded(hook: Hook) -> Hook:
     """Exclude the hook from serialization and from tracing by compiled autograd."""
-    hook._torchdynamo_disable = True  # type: ignore[attr-defined]  # torch.compiler.disable's mark, without dynamo
-    return unserializable_hook(hook)
+
+    def excluded(tensor: Tensor) -> None:
+        hook(tensor)
+
+    excluded._torchdynamo_disable = True  # type: ignore[attr-defined]  # torch.compiler.disable's mark, without dynamo
+    return unserializable_hook(excluded)

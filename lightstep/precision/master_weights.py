@@ -29,9 +29,9 @@ class ModelWatch:
         return self._seen.get(key) == (local._version, local.data_ptr())
 
     def moved(self, key: Hashable, local: Tensor) -> bool:
-        """Whether the parameter has another address than at the last :meth:`record`."""
+        """Whether the parameter has another address than at the last :meth:`record`, or none, since it is empty."""
         seen = self._seen.get(key)
-        return seen is None or seen[1] != local.data_ptr()
+        return seen is None or seen[1] != local.data_ptr() or not local.numel()
 
     def forget(self, key: Hashable) -> None:
         """Forget the parameter: it counts as written to, whatever its version."""

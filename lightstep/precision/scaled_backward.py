@@ -41,7 +41,7 @@ class ScaledBackward:
             return
         self._watched = wanted
         reference = weakref.ref(self)
-        self._hooks.set_parameters(wanted, after=lambda _: _make_hook(reference))
+        self._hooks.set_parameters(wanted, after=_make_hook(reference))
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -49,6 +49,7 @@ class ScaledBackward:
         if self._scale is None or self._scale.is_identity:
             yield
             return
+        self._hooks.restore()
         same_scale = [watch for watch in _instances if watch._scale is not None and _equal(self._scale, watch._scale)]
         for watch in same_scale:
             watch._running += 1

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
@@ -26,6 +28,14 @@ class ParameterGroup(NamedTuple):
         """The sharded parameters."""
         return [part.sharded_param for part in self.parts]
 
+    def shards_later(self) -> Callable[[], list[Tensor]]:
+        """A function that returns :attr:`shards`, as they are when it is called; it does not keep them alive.
+
+        torch cannot swap tensors that have weak references: the references are to its records.
+        """
+        references = [weakref.ref(part) for part in self.parts]
+        return lambda: [part.sharded_param for reference in references if (part := reference()) is not None]
+
     def set_all_gather(self, all_gather: Any) -> None:
         if self.one_of_several is None:
             self.module.set_custom_all_gather(all_gather)
@@ -45,14 +55,53 @@ def parameter_groups(module: nn.Module) -> list[ParameterGroup]:
     Modules that were given to one call of ``fully_shard`` have their groups in common.
     """
     assert isinstance(module, FSDPModule)
-    state: Any = module._get_fsdp_state()
-    if hasattr(state, "_fsdp_param_groups"):
-        groups = state._fsdp_param_groups
-    else:  # torch 2.11 has at most one
-        groups = [group for group in [state._fsdp_param_group] if group is not None]
+    groups = _torchs_groups(module)
     if len(groups) < 2:
         return [ParameterGroup(module, groups[0].fsdp_params if groups else ())]
     return [ParameterGroup(module, group.fsdp_params, group) for group in groups]
+
+
+def _torchs_groups(module: FSDPModule) -> list[Any]:
+    state: Any = module._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [group for group in [state._fsdp_param_group] if group is not None]  # torch 2.11 has at most one
+
+
+def accumulate_whatever_is_used(module: FSDPModule) -> None:
+    """Let micro-batches between two reductions use different parameters of the module, or none.
+
+    torch's FSDP2 fails without a reduction if the module has never been called, and with one if the parameters of a
+    group have gradients of different dtypes: the sums of earlier micro-batches are in the dtype of the reduction, and a
+    first gradient is not. It then joins them.
+    """
+    for group in _torchs_groups(module):
+        if not hasattr(group.post_backward, "original"):
+            group.post_backward = _accumulating(weakref.ref(group), type(group).post_backward)
+
+
+def _accumulating(reference: weakref.ref[Any], original: Callable[..., None]) -> Callable[..., None]:
+    def post_backward(*unused: Any) -> None:
+        group = reference()
+        assert group is not None
+        parts = [part for part in group.fsdp_params if _is_gathered(part)]
+        if group.reduce_grads and any(part.unsharded_accumulated_grad is not None for part in parts):
+            _sum_alike(parts, zeros=getattr(group, "reduce_scatter_unused_params", False))
+        if parts or group.reduce_grads:
+            original(group, *unused)
+
+    post_backward.original = original  # type: ignore[attr-defined]
+    return post_backward
+
+
+def _sum_alike(parts: Iterable[Any], zeros: bool) -> None:
+    """Make first gradients sums, in the dtype of the reduction; with ``zeros`` those of unused parameters, too."""
+    for part in parts:
+        if part.unsharded_accumulated_grad is not None:
+            continue
+        if part._unsharded_param.grad is None and zeros and part._unsharded_param.requires_grad:
+            part._unsharded_param.grad = torch.zeros_like(part._unsharded_param)
+        part.to_accumulated_grad_if_needed()
 
 
 def keeps_unreduced(model: nn.Module, parameters: Collection[Tensor]) -> bool:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, UnshardHandle
 
 from lightstep.distributed import local_tensor
-from lightstep.sharding.fsdp_groups import own_parts, parameter_groups
+from lightstep.sharding.fsdp_groups import ParameterGroup, own_parts, parameter_groups
 from lightstep.sharding.hooks import ModuleHook
 from lightstep.sharding.parameter_reads import AwaitedParameters, awaited, updates_of
 
@@ -117,7 +117,7 @@ def _gate_all_gathers(module: nn.Module, sharded: Sequence[nn.Module]) -> list[_
     own = awaited(part for other in sharded for part in own_parts(other))
     gates = []
     for group in parameter_groups(module):
-        gates.append(_GatedAllGather(group.shards, own))
+        gates.append(_GatedAllGather(group, own))
         group.set_all_gather(gates[-1])
     return gates
 
@@ -129,10 +129,11 @@ class _GatedAllGather:
         reads_early: its shards are cast, and so read before :meth:`allocate` can make the stream wait.
     """
 
-    def __init__(self, shards: Sequence[Tensor], own: Sequence[AwaitedParameters]) -> None:
+    def __init__(self, group: ParameterGroup, own: Sequence[AwaitedParameters]) -> None:
+        shards = group.shards
         self.device = local_tensor(shards[0]).device if shards else torch.device("cpu")
         self.reads_early = False
-        self._shards = [weakref.ref(shard) for shard in shards]
+        self._shards = group.shards_later()
         self._dtypes = {local_tensor(shard).dtype for shard in shards}
         self._own = own
 
@@ -145,7 +146,7 @@ class _GatedAllGather:
 
     def wait_on_stream(self) -> None:
         """The current stream waits for the updates of the shards."""
-        shards = [shard for reference in self._shards if (shard := reference()) is not None]
+        shards = self._shards()
         for updates in updates_of(self._own):
             updates.wait_on_stream(shards)
 

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightstep.distributed import is_sharded, local_tensor
 from lightstep.optimizer.base import BaseOptimizer
@@ -49,7 +48,9 @@ class PreparedModel:
         self.optimizers: weakref.WeakSet[BaseOptimizer] = weakref.WeakSet()
         self._wrapper: weakref.ref[nn.Module] | None = None
         self._average: weakref.ref[WeightAverage] | None = None
-        self._fp32_values = WeakTensorKeyDictionary()
+        # By id: torch cannot swap tensors that have weak references, and these must not be kept alive. An id may be
+        # used again; values count only if they round to the weight (`initial_master`).
+        self._fp32_values: dict[int, Tensor | None] = {}
 
     @classmethod
     def of(cls, model: nn.Module) -> PreparedModel:
@@ -106,12 +107,17 @@ class PreparedModel:
     def keep_masters(self, values: Iterable[tuple[Tensor, Tensor | None]]) -> None:
         """Keep the fp32 values (local shards) of parameters that are being rounded, until an optimizer takes them."""
         for parameter, value in values:
-            self._fp32_values[parameter] = value
+            self._fp32_values[id(parameter)] = value
+
+    def forget_replaced(self, model: nn.Module) -> None:
+        """Drop the values of parameters that are not the model's any more."""
+        present = {id(parameter) for parameter in model.parameters()}
+        self._fp32_values = {number: value for number, value in self._fp32_values.items() if number in present}
 
     def kept_masters(self, model: nn.Module) -> Iterator[tuple[str, tuple[Tensor, Tensor]]]:
         """Name, parameter and fp32 values, for each parameter whose values are kept."""
         for name, parameter in unwrap_model(model).named_parameters():
-            value: Tensor | None = self._fp32_values.get(parameter)
+            value = self._fp32_values.get(id(parameter))
             if value is not None:
                 yield name, (parameter, value)
 
@@ -127,7 +133,7 @@ class PreparedModel:
 
         ``None`` if no values are kept, or if the weight has been changed since: then the weight counts.
         """
-        value: Tensor | None = self._fp32_values.get(parameter) if keep else self._fp32_values.pop(parameter, None)
+        value = self._fp32_values.get(id(parameter)) if keep else self._fp32_values.pop(id(parameter), None)
         local = local_tensor(parameter).detach()
         if value is None or value.shape != local.shape:
             return None

@@ -7,7 +7,7 @@ The classes here read the result before that. The optimizer's
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import ClassVar
 
@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightstep.distributed import like, local_tensor
 from lightstep.precision.gradient_sums import set_grad
@@ -26,23 +25,27 @@ _LOW = (torch.bfloat16, torch.float16)
 
 
 class Listeners:
-    """Maps parameters to the accumulators of their gradients; keeps neither alive."""
+    """Maps parameters to the accumulators of their gradients; keeps neither alive.
+
+    torch cannot swap tensors that have weak references (:class:`~lightstep.precision.leaf_hooks.LeafHooks`). So the
+    keys are ids, which may be used again for other tensors, and the accumulator knows its parameters.
+    """
 
     def __init__(self) -> None:
-        self._by_parameter = WeakTensorKeyDictionary()  # parameter -> weakref of its accumulator
+        self._by_id: dict[int, weakref.ref[GradientAccumulator]] = {}
 
     def add(self, parameters: Iterable[Tensor], accumulator: GradientAccumulator) -> list[Tensor]:
-        """Add the parameters whose gradients would be rounded. Returns those that are new."""
+        """Add the parameters whose gradients would be rounded, and return them."""
         wanted = [p for p in parameters if accumulator.float32 and p.requires_grad and p.dtype in _LOW]
-        new = [p for p in wanted if p not in self._by_parameter]
-        for parameter in wanted:
-            self._by_parameter[parameter] = weakref.ref(accumulator)
-        return new
+        self._by_id = {number: reference for number, reference in self._by_id.items() if reference() is not None}
+        self._by_id |= {id(parameter): weakref.ref(accumulator) for parameter in wanted}
+        return wanted
 
     def of(self, parameter: Tensor) -> GradientAccumulator | None:
         """The accumulator, if it is still alive."""
-        reference = self._by_parameter.get(parameter)
-        return None if reference is None else reference()
+        reference = self._by_id.get(id(parameter))
+        accumulator = None if reference is None else reference()
+        return accumulator if accumulator is not None and accumulator.watches(parameter) else None
 
 
 class ShardedGradients:
@@ -67,7 +70,8 @@ class ShardedGradients:
 
     def connect(self, parameters: Iterable[Tensor], accumulator: GradientAccumulator) -> None:
         """From the next backward on, add the gradients of 16-bit parameters in fp32, by ``accumulator``."""
-        new = self._listeners.add(parameters, accumulator)
+        listed = self._listeners.add(parameters, accumulator)
+        new = [p for p in listed if self._replace_rounded not in (p._post_accumulate_grad_hooks or {}).values()]
         if new:
             self._hook_groups()
         for parameter in new:
@@ -92,18 +96,17 @@ class ShardedGradients:
         """Repeated for new parameters: the model may have been sharded since."""
         for model in self._models:
             for group in (group for module in sharded_modules(model) for group in parameter_groups(module)):
-                group.set_all_reduce_hook(partial(self._before_group, [weakref.ref(shard) for shard in group.shards]))
+                group.set_all_reduce_hook(partial(self._before_group, group.shards_later()))
 
     @torch.no_grad()
-    def _before_group(self, shards: Sequence[weakref.ref[Tensor]], flat: Tensor) -> None:
+    def _before_group(self, shards: Callable[[], list[Tensor]], flat: Tensor) -> None:
         """FSDP is about to add the gradients of a group to ``p.grad``."""
         self._flat = flat if flat.dtype == torch.float32 else None  # a user's fully_shard may reduce in 16 bits
         if self._flat is not None:
             Variable._execution_engine.queue_callback(self._release)
             _used_on_this_stream(flat)  # allocated on FSDP's reduce-scatter stream
-        for reference in shards:
-            parameter = reference()
-            if parameter is None or parameter.grad is None:
+        for parameter in shards():
+            if parameter.grad is None:
                 continue
             accumulator = self._listeners.of(parameter)
             if accumulator is not None:
@@ -153,7 +156,7 @@ class ReplicatedGradients:
         self._model, self._group = weakref.ref(model), model.process_group
         ignored = model.parameters_to_ignore
         reduced = [parameter for name, parameter in model.module.named_parameters() if name not in ignored]
-        self._parameters = WeakTensorKeyDictionary(dict.fromkeys(reduced))
+        self._parameters = frozenset(reduced)
         self._reducing: weakref.WeakSet[GradientAccumulator] = weakref.WeakSet()  # in this backward
         # DDP compares annotations with types, and in this file they are strings: give it a function without any.
         model.register_comm_hook(None, lambda state, bucket: self._reduce(bucket))

@@ -225,6 +225,7 @@ class Strategy(ABC):
         record = PreparedModel.of(inner)
         with record.exchanging_parameters(inner) as optimizers:
             yield
+        record.forget_replaced(inner)
         record.role = "trainer"
         for optimizer in optimizers:
             optimizer.start_over(self._make_backend(inner))
@@ -269,10 +270,7 @@ class Strategy(ABC):
 
     @contextlib.contextmanager
     def _keeping_fp32_values(self, model: nn.Module) -> Iterator[None]:
-        """Keep the fp32 values of the weights that the block rounds, for the masters.
-
-        They are registered after the block: torch cannot cast a DTensor while there are weak references to it.
-        """
+        """Keep the fp32 values of the weights that the block rounds, for the masters."""
         values = unrounded_values(model) if self._rounds_weights else []
         yield
         PreparedModel.of(model).keep_masters(values)

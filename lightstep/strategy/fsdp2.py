@@ -20,7 +20,7 @@ from lightstep.config import ConfigError, FSDP2Sharding
 from lightstep.distributed import Replicas, is_sharded, local_tensor, make_mesh, role_group
 from lightstep.optimizer.base import BaseOptimizer
 from lightstep.optimizer.param_groups import Place
-from lightstep.sharding.fsdp_groups import sharded_modules
+from lightstep.sharding.fsdp_groups import accumulate_whatever_is_used, sharded_modules
 from lightstep.sharding.model_names import unwrap_model
 from lightstep.sharding.preparation import (
     cast_parameters,
@@ -263,6 +263,7 @@ def _refuse_unsharded(optimizer: BaseOptimizer, shards: Mapping[Tensor, Place]) 
 def _no_sync(model: nn.Module) -> Iterator[None]:
     units = [cast(FSDPModule, module) for module in sharded_modules(model)]
     for unit in units:
+        accumulate_whatever_is_used(unit)
         unit.set_requires_gradient_sync(False, recurse=False)
     try:
         yield

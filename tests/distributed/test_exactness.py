@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -61,12 +62,19 @@ def _keys(kind: str) -> set[str]:
 class DistributedPair:
     """``tested`` (lightstep) and ``reference`` (by hand), trained on the same data on every rank."""
 
-    def __init__(self, rank: int, world_size: int, case: dict[str, Any], sharding: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        case: dict[str, Any],
+        sharding: dict[str, Any],
+        make_model: Callable[[], nn.Module] = TinyTransformer,
+    ) -> None:
         self.rank, self.device = rank, device_of(rank, world_size)
         self.values = values_of(case, sharding)
         self.strategy = lightstep.Strategy.load(self.values)
         torch.manual_seed(0)
-        model = representable(TinyTransformer())
+        model = representable(make_model())
         self.replica = copy.deepcopy(model).to(self.device, self.strategy.parameter_dtype)
         self.model = self.strategy.prepare_model(model)
         inner = self.strategy.unwrap_model(self.model)

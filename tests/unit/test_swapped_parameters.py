@@ -1,0 +1,115 @@
+"""``swap_tensors`` on parameters in mid-run: it refuses tensors with weak references, and takes hooks from others."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lightstep
+from tests.unit.test_stream import random_delays
+
+Move = Callable[[nn.Module], object]
+
+
+def move(model: nn.Module) -> None:
+    """What ``model.to(...)`` does where it has another device to go to."""
+    model._apply(torch.clone)
+
+
+def reload(model: nn.Module) -> None:
+    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()})
+
+
+def cast(model: nn.Module) -> None:
+    """There and back; every 16-bit number is an fp32 number."""
+    dtype = next(model.parameters()).dtype
+    model.float().to(dtype)
+
+
+@pytest.fixture(autouse=True)
+def swaps() -> Iterator[None]:
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    yield
+    torch.__future__.set_swap_module_params_on_conversion(False)
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(3)))
+
+
+def train(strategy: lightstep.Strategy, moved: Move | None) -> tuple[nn.Module, Any]:
+    """Two micro-batches a step, by turns with ``optimizer.backward`` and, where nothing is scaled, without it."""
+    model = strategy.prepare_model(network())
+    if moved is not None:
+        moved(model)  # the fp32 values that masters start from are kept
+    optimizer = strategy.create_optimizer(model, torch.optim.AdamW, lr=1e-2)
+    generator = torch.Generator().manual_seed(1)
+    for step in range(5):
+        for micro in range(2):
+            inputs = torch.randn(4, 6, generator=generator).to(next(model.parameters()).dtype)
+            with strategy.accumulate(model, last=micro == 1):
+                loss = model(inputs).float().square().mean()
+                optimizer.backward(loss)
+                del loss
+        optimizer.step()
+        if step == 1 and strategy.config.optimizer_state.backend == "stream":
+            random_delays(optimizer._backend.lanes, step)
+        if moved is not None:
+            moved(model)
+    optimizer.synchronize()
+    return model, optimizer
+
+
+def overrides(name: str, update: str) -> dict[str, Any]:
+    if name == "fp16":
+        return {"precision.loss_scale": {"kind": "constant", "scale": 256.0}}
+    clipping = {"clipping.scope": "unit"} if update == "in_backward" else {}
+    return {"optimizer_state.update": update, **clipping}
+
+
+@pytest.mark.parametrize("moved", [move, reload, cast])
+@pytest.mark.parametrize(
+    ("name", "update"),
+    [
+        ("resident", "at_step"),
+        ("fp16", "at_step"),
+        ("fp32", "at_step"),
+        *(("stream", update) for update in ("at_step", "next_forward", "in_backward", "overlap")),
+    ],
+)
+def test_same_bits_with_parameters_that_are_swapped(name: str, update: str, moved: Move) -> None:
+    runs = [train(lightstep.Strategy.load(name, overrides=overrides(name, update)), how) for how in (moved, None)]
+    (model, optimizer), (expected, other) = runs
+    for (key, parameter), wanted in zip(model.named_parameters(), expected.parameters(), strict=True):
+        assert torch.equal(parameter, wanted), key
+        for entry, value in other.state[wanted].items():
+            assert torch.equal(torch.as_tensor(optimizer.state[parameter][entry]), torch.as_tensor(value)), (key, entry)
+
+
+@pytest.mark.parametrize("name", ["resident", "fp16", "stream", "stream-overlap"])
+def test_parameters_have_no_weak_references(name: str) -> None:
+    strategy = lightstep.Strategy.load(name)
+    model, _ = train(strategy, None)
+    assert not [key for key, parameter in model.named_parameters() if weakref.getweakrefs(parameter)]
+
+
+def test_a_hook_of_the_users_survives_with_ours() -> None:
+    strategy = lightstep.Strategy.load("resident")
+    model = strategy.prepare_model(network())
+    optimizer = strategy.create_optimizer(model, torch.optim.AdamW)
+    called: list[Tensor] = []
+    first = next(model.parameters())
+    for _ in range(2):
+        optimizer.backward(model(torch.ones(2, 6, dtype=torch.bfloat16)).float().sum())
+        optimizer.step()
+        move(model)
+    assert not called
+    first.register_hook(called.append)
+    optimizer.backward(model(torch.ones(2, 6, dtype=torch.bfloat16)).float().sum())
+    assert len(called) == 1
