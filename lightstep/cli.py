@@ -94,9 +94,10 @@ class _TrainCommand(_Command):
     """``--resume`` is a flag that accepts the optional value ``auto``."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        joined = "\0".join(args).replace("--resume=auto", "--resume\0auto")
-        ctx.meta[_AUTO] = "--resume\0auto" in joined
-        return super().parse_args(ctx, joined.replace("--resume\0auto", "--resume").split("\0") if args else args)
+        split = [part for arg in args for part in (("--resume", "auto") if arg == "--resume=auto" else (arg,))]
+        follows = [before == "--resume" and arg == "auto" for before, arg in zip(["", *split], split, strict=False)]
+        ctx.meta[_AUTO] = any(follows)
+        return super().parse_args(ctx, [arg for arg, is_value in zip(split, follows, strict=True) if not is_value])
 
 
 _AUTO = "lightstep.resume_auto"
@@ -186,7 +187,11 @@ def plan(
         bool, typer.Option("--fused-loss", help="The loss computes the logits of 1024 tokens at a time.")
     ] = False,
     gpu_memory: Annotated[
-        float | None, typer.Option(metavar="GB", help="Memory of each GPU in GB. Default: the profile's.")
+        float | None,
+        typer.Option(
+            metavar="GB",
+            help="Memory of each GPU in GB. Default: the profile's, or that of this machine's GPU if it is less.",
+        ),
     ] = None,
     host_memory: Annotated[
         float | None, typer.Option(metavar="GB", help="Memory of the host in GB. Default: no limit.")
@@ -246,9 +251,7 @@ def bench(context: typer.Context) -> None:
 _checkpoints = typer.Typer(help="Inspect, verify and convert checkpoints.", no_args_is_help=True)
 app.add_typer(_checkpoints, name="checkpoint")
 
-_Source = Annotated[
-    Path, typer.Argument(metavar="SRC", help="A checkpoint of lightstep, DeepSpeed, torch or LightRFT.")
-]
+_Source = Annotated[str, typer.Argument(metavar="SRC", help="A checkpoint of lightstep, DeepSpeed, torch or LightRFT.")]
 _Model = Annotated[
     Path | None,
     typer.Option(help="Folder with the model's config.json, if the checkpoint does not name its parameters."),
@@ -262,7 +265,7 @@ _Names = Annotated[
 @_checkpoints.command(cls=_Command)
 def convert(
     source: _Source,
-    destination: Annotated[Path, typer.Argument(metavar="DST", help="A new folder; for torch a file, such as run.pt.")],
+    destination: Annotated[str, typer.Argument(metavar="DST", help="A new folder; for torch a file, such as run.pt.")],
     to: Annotated[
         str, typer.Option(metavar="FORMAT", help="The format of DST: lightstep, torch or deepspeed-universal.")
     ],
@@ -285,7 +288,7 @@ def convert(
 
 @_checkpoints.command(cls=_Command)
 def inspect(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A checkpoint's folder, or its file.")],
+    folder: Annotated[str, typer.Argument(metavar="DIR", help="A checkpoint's folder, or its file.")],
     model: _Model = None,
     names: _Names = None,
     debug: _Debug = False,
@@ -348,13 +351,10 @@ def _reporting_errors(debug: bool = False) -> Iterator[None]:
         where = f"{error.filename}: " if error.filename else ""
         _fail(f"{where}{error.strerror or error}", FAILED, debug)
     except Exception as error:
-        if type(error).__name__ not in (
-            "CheckpointError",
-            "DamagedError",
-            "RemoteRankError",
-        ):  # without importing torch for it
+        kind = type(error).__name__  # without importing torch for the classes
+        if kind not in ("CheckpointError", "DamagedError", "NotFoundError", "RemoteRankError"):
             raise
-        _fail(str(error), FAILED, debug)
+        _fail(str(error), BAD_INPUT if kind == "NotFoundError" else FAILED, debug)
     finally:
         warnings.formatwarning = formatted
 

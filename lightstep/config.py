@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -389,8 +390,9 @@ def parse_config(values: Mapping[str, Any], source: str) -> StrategyConfig:
         raise ConfigError(describe_errors(error, StrategyConfig, source)) from None
 
 
-class _OneOfEachKey(yaml.SafeLoader):
-    """YAML of plain values in which a mapping has each key once; of two, PyYAML would drop the first."""
+class _PlainValues(yaml.SafeLoader):
+    """YAML of plain values in which a mapping has each key once (of two, PyYAML would drop the first) and ``1e-8`` is a
+    number, as in YAML 1.2 (in PyYAML's 1.1 it is text)."""
 
     def compose_mapping_node(self, anchor: Any) -> Any:
         node = super().compose_mapping_node(anchor)
@@ -402,6 +404,11 @@ class _OneOfEachKey(yaml.SafeLoader):
         return node
 
 
+_PlainValues.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\.[0-9]+|[0-9]+\.?[0-9]*)[eE][-+]?[0-9]+$"), list("-+.0123456789")
+)
+
+
 def read_yaml(text: str) -> Any:
     """What the YAML text holds.
 
@@ -409,7 +416,7 @@ def read_yaml(text: str) -> Any:
         yaml.YAMLError: it is not valid, or a key is twice in one mapping.
     """
     try:
-        return yaml.load(text, Loader=_OneOfEachKey)
+        return yaml.load(text, Loader=_PlainValues)
     except yaml.MarkedYAMLError as error:
         raise yaml.YAMLError(_where_and_why(error)) from None
     except RecursionError:

@@ -125,6 +125,13 @@ def _walk(model: type[BaseModel], location: list[str]) -> tuple[type[BaseModel],
     return owner, ".".join(keys)
 
 
+def one_sentence(error: Exception) -> str:
+    """The first two lines of a library's error, at most 300 characters; its class if it says nothing."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    reason = " ".join(lines[:2]) if lines else type(error).__name__
+    return reason if len(reason) < 300 else reason[:300] + " ..."
+
+
 def suggest(name: str, allowed: list[str]) -> str:
     """``, did you mean 'x'?`` for the nearest of ``allowed``, or nothing."""
     near = difflib.get_close_matches(name, allowed, n=2, cutoff=0.5)

@@ -245,7 +245,13 @@ def plan(mode: str, given: Mapping[str, Any], folder: Path) -> Run:
         raise ValueError("--strategies none and no --peers: nothing to measure")
     share_cores(tasks[0].threads)
     effort = Effort(int(options["steps"]), int(options["warmup"]), int(options["rounds"]))
-    return Run.create(tasks, effort, Ranks(device), entries, given.get("checkpoints"))
+    return Run.create(tasks, effort, Ranks(device), entries, _expanded(given.get("checkpoints")))
+
+
+def _expanded(checkpoints: Path | None) -> Path | None:
+    from lightstep.paths import local_path
+
+    return checkpoints and local_path(checkpoints, "checkpoints are timed on local folders")
 
 
 def _tasks(mode: str, options: Mapping[str, Any], device: torch.device, folder: Path) -> Sequence[Task]:

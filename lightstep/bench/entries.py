@@ -12,7 +12,7 @@ import yaml
 
 from lightstep.bench.contender import Contender, Skipped, Task
 from lightstep.bench.strategies import StrategyContender
-from lightstep.config import ConfigError, merge_overrides, parse_config
+from lightstep.config import ConfigError, merge_overrides, parse_config, read_yaml
 from lightstep.strategy import Strategy
 from lightstep.strategy.presets import read_source
 
@@ -90,7 +90,7 @@ def parse_overrides(text: str, settings: Mapping[str, Any]) -> tuple[str, dict[s
     own: dict[str, Any] = {}
     for key, _, value in (assignment.partition("=") for assignment in assignments):
         try:
-            own[key] = yaml.safe_load(value)
+            own[key] = read_yaml(value)
         except yaml.YAMLError:
             raise ConfigError(f"--strategies {text}: {value!r} is not a valid YAML value of {key}") from None
     return strategy, {**own, **{key: value for key, value in settings.items() if key not in own}}

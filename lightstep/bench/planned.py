@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 
 from lightstep.bench.optimizers import OPTIMIZERS, optimizer_arguments
-from lightstep.config import ConfigError, StrategyConfig, merge_overrides, parse_config
+from lightstep.config import ConfigError, StrategyConfig, merge_overrides, parse_config, read_yaml
 from lightstep.plan.cost import ADAMW
 from lightstep.plan.models import SHAPES, from_values
 from lightstep.plan.optimizer_state import state_by_rules
@@ -126,7 +125,7 @@ def _parse_label(label: str) -> StrategyConfig:
     for assignment in assignments:
         key, _, text = assignment.partition("=")
         section = next(part for part, keys in values.items() if isinstance(keys, dict) and key in keys)
-        values = merge_overrides(values, {f"{section}.{key}": yaml.safe_load(text)})
+        values = merge_overrides(values, {f"{section}.{key}": read_yaml(text)})
     return parse_config(values, label)
 
 

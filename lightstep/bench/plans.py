@@ -16,10 +16,11 @@ from lightstep.config import ConfigError, StrategyConfig, parse_config
 from lightstep.extras import needs
 from lightstep.integrations.optimizer_class import optimizer_class
 from lightstep.optimizer.rules import Rule
+from lightstep.paths import local_path
 from lightstep.plan.models import SHAPES, load_shape
 from lightstep.plan.optimizer_state import state_by_rules
 from lightstep.plan.planning import Planner, Workload, first_that_fits, is_plannable, plans
-from lightstep.plan.profiles import Profile, find_profile, profile_of_device
+from lightstep.plan.profiles import Profile, find_profile, profile_here, with_own_memory
 from lightstep.plan.report import draw, report
 from lightstep.strategy.presets import available_strategies, read_source
 
@@ -62,8 +63,9 @@ def plan_text(options: PlanOptions) -> str:
         if options.against is not None:
             from lightstep.bench.planned import as_markdown, compare
 
-            return as_markdown(compare(options.against))
-        return _plan(options)
+            return as_markdown(compare(options.against.expanduser()))
+        plot = options.plot and local_path(options.plot, "--plot is a local file")
+        return _plan(replace(options, plot=plot))
 
 
 def _plan(options: PlanOptions) -> str:
@@ -187,9 +189,9 @@ def _profile(options: PlanOptions) -> Profile:
         return measure_profile()
     if options.profile is not None:
         return find_profile(options.profile)
-    if torch.cuda.is_available():
-        known = cached_profile() or profile_of_device(torch.cuda.get_device_name())
-        if known is not None:
-            return known
-    taken = find_profile(_DEFAULT)
+    if torch.cuda.is_available() and (measured := cached_profile()) is not None:
+        return with_own_memory(measured)
+    if (known := profile_here()) is not None:
+        return known
+    taken = with_own_memory(find_profile(_DEFAULT))
     return replace(taken, source=f"assumed, because no known GPU was found here (see --profile); {taken.source}")

@@ -20,6 +20,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from lightstep.paths import local_path
 from lightstep.state import numa
 
 if TYPE_CHECKING:
@@ -100,7 +101,8 @@ def result_folder(asked: Path | None, what: str, stem: str) -> Path:
     Raises:
         ValueError: the folder holds results of an earlier run, which are not replaced.
     """
-    folder = asked or RUNS / f"{datetime.datetime.now():%Y%m%d-%H%M%S}-{what}"
+    folder = asked and local_path(asked, "results are written to a local folder")
+    folder = folder or RUNS / f"{datetime.datetime.now():%Y%m%d-%H%M%S}-{what}"
     earlier = next(folder.glob(f"*{stem}.*"), None)
     if earlier is not None:
         raise ValueError(f"{earlier} is there from an earlier run; give another --output, or none for a new folder")

@@ -12,6 +12,10 @@ class CheckpointError(RuntimeError):
     """A checkpoint that could not be written, or cannot be loaded; the message names the path and the cause."""
 
 
+class NotFoundError(CheckpointError):
+    """Nothing is at the path that was given, or it is no checkpoint."""
+
+
 class DamagedError(CheckpointError):
     """Files are missing, truncated or changed since they were written. An older checkpoint may be undamaged."""
 

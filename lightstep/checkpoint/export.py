@@ -20,13 +20,13 @@ from lightstep.checkpoint.errors import CheckpointError, checkpoint_errors
 from lightstep.checkpoint.partly_loaded import refuse_partly_loaded
 from lightstep.checkpoint.pending import wait_for_pending
 from lightstep.checkpoint.ranks import Ranks
-from lightstep.checkpoint.storage import FolderKind, LocalStorage, sync_files, was_replaced
+from lightstep.checkpoint.storage import FolderKind, LocalStorage, local_folder, sync_files, was_replaced
 from lightstep.distributed import is_sharded, mesh_ranks, rank
-from lightstep.paths import local_path
 from lightstep.sharding.engine_model import tell_deepspeed_where_it_is
 from lightstep.sharding.model_names import NamedTensor, holders, named_tensors, several_holders, unwrap_model
 
 WEIGHTS = "model.safetensors"
+ONLY_LOCAL = "save_pretrained writes to local folders; export to one, and copy it"
 _MODEL_FILES, _ADAPTER_FILES = "model*.safetensors*", ("adapter_model*.safetensors*", "adapter_config.json")
 
 
@@ -56,7 +56,7 @@ def export_model(
     """
     ranks = Ranks(group)
     with checkpoint_errors(f"{path} was not exported"):
-        target = export_path(path)
+        target = local_folder(path, ONLY_LOCAL)
         ranks.together(wait_for_pending)  # a save may be writing to a folder in this one
         weights = full_weights(model, keep=ranks.is_first, group=group)
         ranks.together(lambda: write_export(target, unwrap_model(model), weights, tokenizer), only_first=True)
@@ -149,18 +149,6 @@ def to_torch_state_dict(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         for index, entries in packed["state"].items()
     }
     return {"state": {i: entries for i, entries in state.items() if entries}, "param_groups": packed["param_groups"]}
-
-
-def export_path(path: str | os.PathLike[str]) -> Path:
-    """The folder to export to.
-
-    Raises:
-        CheckpointError: it is a URL.
-    """
-    try:
-        return local_path(path, "save_pretrained writes to local folders; export to one, and copy it").resolve()
-    except ValueError as error:
-        raise CheckpointError(str(error)) from None
 
 
 def write_export(path: Path, model: nn.Module, weights: dict[str, Tensor], tokenizer: Any) -> None:

@@ -32,7 +32,7 @@ from typing import Any
 import torch
 
 from lightstep.checkpoint.checksums import seal, unseal
-from lightstep.checkpoint.errors import CheckpointError, DamagedError, error_text
+from lightstep.checkpoint.errors import CheckpointError, DamagedError, NotFoundError, error_text
 from lightstep.checkpoint.storage import FolderKind, final_name, leftovers, location, storage_for, write_file
 from lightstep.crc32 import crc32
 
@@ -59,10 +59,10 @@ def find_checkpoint(path: Path) -> Path:
     if not path.exists():
         newest = _newest_complete(leftovers(path))
         if newest is None:
-            raise CheckpointError(f"{path} does not exist")
+            raise NotFoundError(f"{path} does not exist")
         return newest
     if not (path / MANIFEST).exists() and (newest := latest_checkpoint(path)) is not None:
-        raise CheckpointError(f"{path} is a folder of checkpoints; the newest is {newest}")
+        raise NotFoundError(f"{path} is a folder of checkpoints; the newest is {newest}")
     read_manifest(path)
     return path
 

@@ -43,6 +43,11 @@ class Retention:
         if (last is not None and last < 1) or every < 0:
             raise ValueError(f"keep_last is {last} and keep_every {every}; at least 1 and 0 are needed")
 
+    def check(self, path: Path) -> None:
+        """Raise ``ValueError`` unless ``path`` ends in a number, if older checkpoints are to be removed."""
+        if self.keep_last is not None and not _NUMBERED.fullmatch(path.name):
+            raise ValueError(f"keep_last needs a path that ends in a number, such as runs/a/step-100; got {path}")
+
     @contextmanager
     def applied(self, path: Path, ranks: Ranks) -> Iterator[None]:
         """Remove older checkpoints before and after the block, which saves to ``path``.
@@ -53,8 +58,7 @@ class Retention:
         Raises:
             ValueError: ``path`` does not end in a number.
         """
-        if self.keep_last is not None and not _NUMBERED.fullmatch(path.name):
-            raise ValueError(f"keep_last needs a path that ends in a number, such as runs/a/step-100; got {path}")
+        self.check(path)
         ranks.together(partial(self.remove_old, path, saved=False), only_first=True)
         yield
         ranks.together(partial(self.remove_old, path), only_first=True)

@@ -105,6 +105,8 @@ def save_checkpoint(
     """
     ranks = Ranks(group)
     with checkpoint_errors(f"{path} was not saved"):
+        retention = Retention(keep_last, keep_every, weights_only=weights_only or optimizer is None)
+        retention.check(location(path).resolve())
         ranks.together(finish_pending)
         tensors = live_tensors(model, optimizer, ranks)
         saved_optimizer, saved_scheduler = (None, None) if weights_only else (optimizer, scheduler)
@@ -119,7 +121,6 @@ def save_checkpoint(
                 for named, tensor in averaged_weights(model, tensors)
                 for source in _sources(average_key(named.name), tensor)
             ]
-        retention = Retention(keep_last, keep_every, weights_only=saved_optimizer is None)
         plan = _Plan(path, content, share(content.sources, ranks), retention)
         if asynchronous:
             with ExitStack() as until_written:

@@ -25,7 +25,7 @@ from lightstep.checkpoint.errors import CheckpointError
 from lightstep.checkpoint.ranks import Ranks
 from lightstep.checkpoint.urls import UrlPath, UrlStorage
 from lightstep.crc32 import crc32
-from lightstep.paths import is_url
+from lightstep.paths import is_url, local_path
 
 logger = logging.getLogger(__name__)
 
@@ -164,6 +164,18 @@ def location(path: str | os.PathLike[str]) -> Path:
     if is_url(path):
         raise CheckpointError(f"{str(path)!r} is a pathlib.Path that was made of a URL; pass the URL as a string")
     return Path(path).expanduser()
+
+
+def local_folder(path: str | os.PathLike[str], needed: str) -> Path:
+    """:func:`~lightstep.paths.local_path`, absolute.
+
+    Raises:
+        CheckpointError: it is a URL.
+    """
+    try:
+        return local_path(path, needed).resolve()
+    except ValueError as error:
+        raise CheckpointError(str(error)) from None
 
 
 def storage_for(path: Path) -> Storage:

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from lightstep.checkpoint.checksums import check_file
-from lightstep.checkpoint.errors import CheckpointError, DamagedError
+from lightstep.checkpoint.errors import CheckpointError, DamagedError, NotFoundError
 from lightstep.checkpoint.file_list import CHECKPOINT, FILE_LIST, read_file_list
 from lightstep.checkpoint.layout import (
     INDEX,
@@ -52,16 +52,14 @@ def verify_checkpoints(path: str | os.PathLike[str]) -> list[Verified]:
     """
     root = location(path).resolve()
     if root.is_file():
-        raise CheckpointError(
-            f"{path} is a file; a folder is needed (lightstep checkpoint inspect reads other formats)"
-        )
+        raise NotFoundError(f"{path} is a file; a folder is needed (lightstep checkpoint inspect reads other formats)")
     if _is_checkpoint(root) or not root.exists():
         return [_verify_any(root)]
     found = [verify(each) for each in checkpoints_in(root)]
     verified = {each.path for each in found}
     others = [entry for entry in root.iterdir() if entry not in verified and entry.is_dir() and _is_checkpoint(entry)]
     if not found and not others:
-        raise CheckpointError(f"{path} holds no checkpoint of lightstep")
+        raise NotFoundError(f"{path} holds no checkpoint of lightstep")
     return [*found, *map(_verify_any, sorted(others, key=lambda entry: (len(entry.name), entry.name), reverse=True))]
 
 

@@ -42,7 +42,7 @@ from lightstep.checkpoint.partly_loaded import loading, refuse_partly_loaded
 from lightstep.checkpoint.ranks import Ranks
 from lightstep.checkpoint.retention import Retention
 from lightstep.checkpoint.small_state import check_loadable, random_states, read_state, set_random_states, write_state
-from lightstep.checkpoint.storage import new_shared_folder, sync, write_file
+from lightstep.checkpoint.storage import local_folder, new_shared_folder, sync, write_file
 from lightstep.deepspeed.optimizer import DeepSpeedOptimizer
 from lightstep.deepspeed.universal import UNIVERSAL, load_universal, refuse_untrusted, trusted_loads
 from lightstep.deepspeed.weights import shapes
@@ -71,10 +71,10 @@ def save_checkpoint(
         TypeError: something in ``scheduler`` or ``extra`` could not be loaded again.
         CheckpointError: the checkpoint could not be written. All ranks raise, and what was at ``path`` is still there.
     """
-    target, ranks = Path(path).expanduser().resolve(), Ranks()
+    ranks = Ranks()
+    with checkpoint_errors(f"{path} was not saved"):
+        target = local_folder(path, "DeepSpeed writes its files to local folders")
     with checkpoint_errors(f"{path} was not saved"), Retention(keep_last, keep_every).applied(target, ranks):
-        if "://" in str(path):
-            raise CheckpointError("DeepSpeed writes its files to local paths only, not to a URL")
         state, manifest = ranks.together(lambda: _content(model, optimizer, scheduler, extra))
         with new_shared_folder(target, CHECKPOINT, ranks) as temporary:
             files = _write_engine(temporary, manifest[_SECTION]["tag"], optimizer, ranks, state)

@@ -13,9 +13,10 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from lightstep.checkpoint.errors import CheckpointError, checkpoint_errors
-from lightstep.checkpoint.export import export_path, write_export
+from lightstep.checkpoint.export import ONLY_LOCAL, write_export
 from lightstep.checkpoint.pretrained import find_tensors, warn_of_unused
 from lightstep.checkpoint.ranks import Ranks
+from lightstep.checkpoint.storage import local_folder
 from lightstep.config import ConfigError
 from lightstep.sharding.model_names import NamedTensor, named_tensors, unwrap_model
 
@@ -137,7 +138,7 @@ def export(path: str | Path, model: nn.Module, tokenizer: Any = None) -> None:
     """``export.export_model`` for a partitioned model."""
     ranks = Ranks()
     with checkpoint_errors(f"{path} was not exported"):
-        target = export_path(path)
+        target = local_folder(path, ONLY_LOCAL)
         weights = gather_weights(model, keep=ranks.is_first)
         ranks.together(lambda: write_export(target, model, weights, tokenizer), only_first=True)
 

@@ -123,7 +123,12 @@ class OptimizersContainer(torch.optim.Optimizer, Stateful):
         """The state by parameter names, flat, with the loss scale if there is one. It exists before the first step."""
         flat = get_optimizer_state_dict(self.model, self.optimizer, options=_FLAT)
         scale = {} if self.optimizer.loss_scale.is_identity else self.optimizer.loss_scale.state_dict()
-        named = {_without_part(key): value for key, value in flat.items() if not key.endswith(".param_names")}
+        several = len(self.model_parts) > 1  # the modules of a single part may be named part0, too
+        named = {
+            _without_part(key) if several else key: value
+            for key, value in flat.items()
+            if not key.endswith(".param_names")
+        }
         return named | {f"loss_scale.{key}": value for key, value in scale.items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

@@ -223,6 +223,7 @@ class TrainerCheckpoints(_AnyTrainer):
             newest = Ranks().together(lambda: newest_checkpoint(folder), only_first=True)
             resume_from_checkpoint = True if newest is None else str(newest)
         if isinstance(resume_from_checkpoint, str | Path):
+            resume_from_checkpoint = os.path.expanduser(resume_from_checkpoint)
             with _naming_an_older_one(Path(resume_from_checkpoint)):
                 check_before_load(Path(resume_from_checkpoint))
         return super().train(resume_from_checkpoint, *args, **kwargs)

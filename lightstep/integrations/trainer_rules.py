@@ -10,7 +10,7 @@ import torch
 import yaml
 from transformers import TrainingArguments
 
-from lightstep.config import ConfigError
+from lightstep.config import ConfigError, read_yaml
 from lightstep.config_errors import suggest
 from lightstep.integrations.optimizer_class import optimizer_class
 from lightstep.optimizer.rules import Rule
@@ -34,7 +34,7 @@ def read_rules(given: GivenRules | None, args: TrainingArguments) -> Sequence[Ru
         raise ConfigError(f"rules are given twice: as rules= and as optim_args='rules={file}'; leave one out")
     given = file if given is None else given
     if isinstance(given, str | Path):
-        return _read_file(Path(given))
+        return _read_file(Path(given).expanduser())
     return [given] if isinstance(given, Rule) else given
 
 
@@ -52,8 +52,8 @@ def split_optim_args(optim_args: str | None) -> tuple[str | None, str | None]:
 
 def _read_file(file: Path) -> list[Any]:
     try:
-        content = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError) as error:
+        content = read_yaml(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"rules={file} cannot be read: {error}") from error
     rules = content.get("rules") if isinstance(content, dict) and set(content) == {"rules"} else None
     if not isinstance(rules, list):

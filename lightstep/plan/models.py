@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from lightstep.config import ConfigError
-from lightstep.config_errors import suggest
+from lightstep.config_errors import one_sentence, suggest
 
 SHAPES: dict[str, dict[str, Any]] = {
     "Llama-3.2-3B": {
@@ -111,8 +111,8 @@ def from_values(values: dict[str, Any], dtype: torch.dtype) -> nn.Module:
         config = AutoConfig.for_model(**values)
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(config, dtype=dtype)
-    except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"model_type {kind!r}: {(str(error).splitlines() or [''])[0]}") from error
+    except Exception as error:  # transformers has many classes of errors
+        raise ConfigError(f"model_type {kind!r}: {one_sentence(error)}") from error
 
 
 def _read(file: Path) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from lightstep.config import FSDP2Sharding, StrategyConfig
 from lightstep.plan.activations import Activations, run_on_meta
 from lightstep.plan.cost import ADAMW, StateBytes
 from lightstep.plan.memory import Memory, memory, model_sizes, shard_count
-from lightstep.plan.profiles import Profile, find_profile, profile_of_device
+from lightstep.plan.profiles import Profile, find_profile, profile_here
 from lightstep.plan.strategy_list import sorted_for_choice
 from lightstep.plan.timing import Time, iteration_time
 from lightstep.plan.zero_memory import zero_memory
@@ -227,8 +227,8 @@ def plan_one(
         ValueError: the model cannot be run on the meta device.
     """
     named = find_profile(profile) if profile is not None else None
-    if named is None and not on_cpu and torch.cuda.is_available():
-        named = profile_of_device(torch.cuda.get_device_name())
+    if named is None and not on_cpu:
+        named = profile_here()
     planner = Planner(model, Workload(tokens, **work), named, ranks, gpu_memory, None, optimizer, on_cpu)
     return planner.plan(name, config)
 

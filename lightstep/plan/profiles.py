@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import torch
 
 from lightstep.config import ConfigError
 from lightstep.config_errors import suggest
@@ -121,6 +123,21 @@ def profile_of_device(name: str) -> Profile | None:
     """The profile of a GPU by its CUDA name, for example ``NVIDIA H100 80GB HBM3``; None if unknown."""
     words = name.upper().replace("-", " ").split()
     return next((profile for key, profile in PROFILES.items() if key in words), None)
+
+
+def profile_here() -> Profile | None:
+    """The profile of this process's GPU, with the memory that this one has; None without a known one."""
+    known = profile_of_device(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
+    return None if known is None else with_own_memory(known)
+
+
+def with_own_memory(profile: Profile) -> Profile:
+    """The profile with the memory of this process's GPU, if it has one and that is smaller: a smaller model of the
+    same name, or a part of it (MIG)."""
+    if not torch.cuda.is_available():
+        return profile
+    found = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory / 1e9
+    return replace(profile, memory_gb=found) if found < profile.memory_gb else profile
 
 
 def from_values(values: Mapping[str, object]) -> Profile:

@@ -12,6 +12,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from lightstep.config import ConfigError, StrategyConfig, merge_overrides, read_yaml, what_it_holds
 from lightstep.config_errors import describe_errors
+from lightstep.paths import local_path
 
 DEVICES = ("cpu", "cuda")
 STDLIB = "stdlib"
@@ -24,23 +25,6 @@ CountOrZero = Annotated[int, Field(ge=0)]
 
 class _Frozen(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
-
-
-def _numbers(value: Any) -> Any:
-    """YAML 1.1 reads ``1e-3`` as text (it wants ``1.0e-3``); people mean the number."""
-    if isinstance(value, Mapping):
-        return {key: _numbers(entry) for key, entry in value.items()}
-    if isinstance(value, list):
-        return [_numbers(entry) for entry in value]
-    if isinstance(value, str):
-        try:
-            return float(value)
-        except ValueError:
-            return value
-    return value
-
-
-Arguments = Annotated[dict[str, Any], BeforeValidator(_numbers)]
 
 
 class Model(_Frozen):
@@ -97,7 +81,7 @@ class OptimizerRule(_Frozen):
     lr: Annotated[float, Field(gt=0)] | None = None
     weight_decay: Annotated[float, Field(ge=0)] | None = None
     """Default: ``optimizer.weight_decay`` if the class is the same."""
-    arguments: Arguments = {}
+    arguments: dict[str, Any] = {}
     """Merged over ``optimizer.arguments`` if the class is the same."""
 
 
@@ -108,7 +92,7 @@ class Optimizer(_Frozen):
     lr: Annotated[float, Field(gt=0)] = 1e-3
     weight_decay: Annotated[float, Field(ge=0)] | None = None
     """Default: that of the class."""
-    arguments: Arguments = {}
+    arguments: dict[str, Any] = {}
     """Further keyword arguments of the class."""
     rules: list[OptimizerRule] = []
     """Other classes and settings for some parameters; exactly one rule must match each parameter."""
@@ -119,7 +103,7 @@ class Scheduler(_Frozen):
 
     name: str = "cosine"
     warmup_steps: CountOrZero = 0
-    arguments: Arguments = {}
+    arguments: dict[str, Any] = {}
     """``scheduler_specific_kwargs``, for example ``{min_lr_rate: 0.1}``."""
 
     @model_validator(mode="after")
@@ -223,6 +207,11 @@ class TrainConfig(_Frozen):
     """``tensorboard`` writes to the run's folder; accelerate's other trackers log under the run's name."""
     sample: Sample | None = Sample()
 
+    @field_validator("output", mode="before")
+    @classmethod
+    def _check_output(cls, value: Any) -> Any:
+        return local_path(value, "a run writes to a local folder") if isinstance(value, str | Path) else value
+
     @field_validator("name")
     @classmethod
     def _check_name(cls, value: str) -> str:
@@ -240,7 +229,7 @@ class TrainConfig(_Frozen):
     @property
     def folder(self) -> Path:
         """The folder of this run."""
-        return self.output.expanduser() / self.name
+        return self.output / self.name
 
     def strategy_for(self, device: str) -> str | dict[str, Any]:
         """The strategy on this type of device."""
@@ -277,7 +266,7 @@ def load_config(path: Path, strategy: str | None = None, assignments: Sequence[s
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        values = read_yaml(path.read_text(encoding="utf-8"))
+        values = read_yaml(path.expanduser().read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"{path} does not exist; give the path of a training file") from None
     except UnicodeDecodeError:

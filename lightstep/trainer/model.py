@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, ByT5To
 from lightstep.checkpoint.errors import list_names
 from lightstep.checkpoint.pretrained import TiedWeightsDifferError, find_tensors
 from lightstep.config import ConfigError
-from lightstep.config_errors import suggest
+from lightstep.config_errors import one_sentence, suggest
 from lightstep.trainer.config import Model
 
 logger = logging.getLogger(__name__)
@@ -146,6 +146,4 @@ def _as_config_error(what: str) -> Any:
     except ConfigError:
         raise
     except Exception as error:
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        reason = " ".join(lines[:2]) if lines else type(error).__name__
-        raise ConfigError(f"{what}: {reason if len(reason) < 300 else reason[:300] + ' ...'}") from error
+        raise ConfigError(f"{what}: {one_sentence(error)}") from error

@@ -8,7 +8,15 @@ import torch
 from torch import nn
 from transformers import set_seed
 
+from lightstep.config import ConfigError
 from lightstep.trainer.config import Sample
+
+
+def check_prompts(sample: Sample | None, tokenizer: Any) -> None:
+    """Raise ``ConfigError`` if a prompt has no tokens: the model needs one to continue from."""
+    for prompt in sample.prompts if sample is not None else ():
+        if not len(tokenizer(prompt, add_special_tokens=False)["input_ids"]):
+            raise ConfigError(f"sample.prompts: {prompt!r} has no tokens; at least one is needed to continue from")
 
 
 @torch.no_grad()

@@ -37,7 +37,7 @@ from lightstep.trainer.model import load_tokenizer, make_model, model_config, sh
 from lightstep.trainer.optimization import apply_changes, check_optimization, make_optimizer, make_scheduler, rules_of
 from lightstep.trainer.ranks import join, together
 from lightstep.trainer.run_folder import newest_checkpoint, newest_undamaged, start_run
-from lightstep.trainer.samples import write_samples
+from lightstep.trainer.samples import check_prompts, write_samples
 from lightstep.trainer.tokens import Corpus, load_corpus
 
 _CHANGEABLE = {
@@ -148,6 +148,7 @@ def _assemble(config: TrainConfig, strategy: Strategy, display: Display) -> tupl
 def _read_inputs(config: TrainConfig, display: Display) -> tuple[Any, Any, Corpus]:
     """Tokenizer, model configuration and text."""
     tokenizer = load_tokenizer(config.model)
+    check_prompts(config.sample, tokenizer)
     architecture = model_config(config.model, tokenizer, config.batch.length)
     display.say(f"reading {config.data.path}")
     return tokenizer, architecture, load_corpus(config.data, tokenizer, config.batch.length)

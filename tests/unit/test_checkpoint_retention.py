@@ -139,6 +139,7 @@ def test_a_crash_at_any_moment_of_a_rotation_leaves_a_whole_one(tmp_path: Path) 
     assert died >= 3
 
 
+@pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
@@ -147,9 +148,11 @@ def test_a_crash_at_any_moment_of_a_rotation_leaves_a_whole_one(tmp_path: Path) 
         ("step-1", {"keep_every": 5}, "keep_every is 5 without keep_last"),
     ],
 )
-def test_what_cannot_be_meant_is_refused(tmp_path: Path, name: str, options: dict[str, int], message: str) -> None:
+def test_what_cannot_be_meant_is_refused_at_once(
+    tmp_path: Path, name: str, options: dict[str, int], message: str, asynchronous: bool
+) -> None:
     strategy = Strategy.load("fp32")
     model = strategy.prepare_model(model_of(1.0))
     with pytest.raises(CheckpointError, match=message):
-        strategy.save_checkpoint(tmp_path / name, model, **options)
+        strategy.save_checkpoint(tmp_path / name, model, **options, asynchronous=asynchronous)
     assert not list(tmp_path.iterdir())

@@ -23,6 +23,7 @@ from lightstep.checkpoint import (
     urls,
     verify_checkpoints,
 )
+from lightstep.checkpoint.formats import convert_checkpoint, describe_checkpoint
 from lightstep.checkpoint.layout import remove_checkpoint
 from lightstep.checkpoint.pending import finish_pending
 from lightstep.checkpoint.urls import UrlPath
@@ -231,3 +232,42 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises((CheckpointError, MissingLibraryError), match=r"pip install 'lightstep-optim\[urls\]'"):
         save_checkpoint("memory://a/b", model_of(1.0))
+
+
+def test_checkpoints_of_lightstep_are_converted_from_and_to_urls(url: str, tmp_path: Path) -> None:
+    save_checkpoint(f"{url}/step-1", model_of(1.0), extra={"epoch": 3})
+    convert_checkpoint(f"{url}/step-1", tmp_path / "run.pt", "torch")
+    convert_checkpoint(tmp_path / "run.pt", f"{url}/step-2", "lightstep")
+    assert load_checkpoint(f"{url}/step-2", model := model_of(0.0)) == {"epoch": 3}
+    assert values_of(model) == {1.0}
+    assert dict(describe_checkpoint(f"{url}/step-2"))["format"] == "lightstep"
+    with pytest.raises(CheckpointError, match="lie in each other"):
+        convert_checkpoint(f"{url}/step-2", f"{url}/step-2/inside", "lightstep")
+    for to in ("torch", "deepspeed-universal"):
+        with pytest.raises(
+            ValueError, match=f"is a URL, and {to} is written to local paths; write to one, and copy it"
+        ):
+            convert_checkpoint(f"{url}/step-1", f"{url}/converted", to)
+    with pytest.raises(
+        CheckpointError, match="no checkpoint of lightstep; copy one of another format to a local folder"
+    ):
+        convert_checkpoint(url, tmp_path / "x", "lightstep")
+
+
+def test_a_path_that_was_made_of_a_url_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would be a local folder named ``s3:``."""
+    monkeypatch.chdir(tmp_path)
+    where = Path("s3://bucket/run/step-1")
+    for call in (
+        lambda: save_checkpoint(where, model_of(1.0)),
+        lambda: load_checkpoint(where, model_of(1.0)),
+        lambda: latest_checkpoint(where),
+        lambda: verify_checkpoints(where),
+        lambda: convert_checkpoint(where, tmp_path / "x", "lightstep"),
+        lambda: describe_checkpoint(where),
+    ):
+        with pytest.raises(
+            CheckpointError, match=r"is a pathlib\.Path that was made of a URL; pass the URL as a string"
+        ):
+            call()
+    assert not [*tmp_path.iterdir()]

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +20,7 @@ from torch import nn
 from typer.testing import CliRunner, Result
 
 import lightstep
-from lightstep import Strategy, available_strategies
+from lightstep import Strategy, available_strategies, cli
 from lightstep.checkpoint import save
 from lightstep.cli import app
 from lightstep.config import StrategyConfig, parse_config
@@ -127,6 +129,11 @@ def test_train_and_resume(file: Path, tmp_path: Path) -> None:
         (["--set", "model.config.model_type=3"], "config needs model_type"),
         (["--set", "name=../x"], "'name' is '../x': letters, digits, '_', '.' and '-' are allowed"),
         (["--set", "optimizer=AdamW"], "'optimizer' is 'AdamW': a mapping is needed, write optimizer: {name: ...}"),
+        (
+            ["--set", "output=s3://bucket/runs"],
+            "'output' is 's3://bucket/runs': s3://bucket/runs is a URL, and a run wri",
+        ),
+        (["--set", "sample.prompts=['']"], "sample.prompts: '' has no tokens; at least one is needed"),
         (["--set", "trackers=[wnadb]"], "'trackers' is 'wnadb', did you mean 'wandb'"),
         (["--set", "strategy=3"], "'strategy' is 3: text is needed, or a mapping is needed"),
         (["--set", "strategy.cpu=resident"], "strategy is 'fp32', one for every device; write --set strategy=NAME"),
@@ -302,6 +309,77 @@ def _signal_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+# -- paths
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["train", "missing"],
+        ["train", EXAMPLE, "--strategy", "missing/missing.yaml"],
+        ["train", EXAMPLE, "--set", "model=missing"],
+        ["train", EXAMPLE, "--set", "data=missing"],
+        ["params", "missing"],
+        ["strategies", "missing"],
+        ["plan", "missing"],
+        ["plan", "Llama-3.2-3B", "--strategy", "missing.yaml"],
+        ["plan", "--against", "missing"],
+        ["plan", "Llama-3.2-3B", "--plot", "missing/plan.png"],
+        ["bench", "--strategies", "missing.yaml"],
+        ["checkpoint", "verify", "missing"],
+        ["checkpoint", "verify", "."],
+        ["checkpoint", "inspect", "missing"],
+        ["checkpoint", "inspect", "."],
+        ["checkpoint", "convert", "missing", "new", "--to", "torch"],
+        ["checkpoint", "convert", ".", "../new", "--to", "torch"],
+        ["checkpoint", "convert", "missing", "new", "--to", "torch", "--names", "missing.json"],
+        ["checkpoint", "convert", "missing", "new", "--to", "torch", "--model", "missing"],
+        ["checkpoint", "convert", "missing", "s3://missing/run.pt", "--to", "torch"],
+        ["checkpoint", "convert", "memory://missing", "new", "--to", "torch"],
+        ["checkpoint", "verify", "memory://missing"],
+    ],
+    ids=lambda arguments: " ".join(map(str, arguments)),
+)
+def test_a_path_that_does_not_exist_is_wrong_input(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[Any]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = _run(*arguments)
+    assert result.exit_code == 2, result.output
+    assert "Traceback" not in result.stderr
+    assert not [*tmp_path.iterdir()], "nothing was changed"
+
+
+def test_the_home_folder_stands_for_a_tilde_everywhere(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = tmp_path / "home"
+    home.mkdir()
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.chdir(tmp_path)
+    file.rename(home / "train.yaml")
+    shutil.copy(tmp_path / "text.txt", home)
+    (home / "mine.yaml").write_text((ROOT / "strategies/fp32.yaml").read_text())
+    trained = _run("train", "~/train.yaml", "--strategy", "~/mine.yaml", "--set", "output=~/runs")
+    assert trained.exit_code == 0, trained.output
+    run = "~/runs/train"
+    for arguments in (
+        ["train", "~/train.yaml", "--resume", "--set", "output=~/runs"],
+        ["train", "~/train.yaml", "--set", f"model={run}/model", "--set", "data=~/text.txt", "--set", "output=~/b"],
+        ["params", "~/train.yaml"],
+        ["plan", f"{run}/model", "--strategy", "~/mine.yaml", "--tokens", "32", "--plot", "~/plan.png"],
+        ["checkpoint", "verify", f"{run}/checkpoint-4"],
+        ["checkpoint", "inspect", f"{run}/checkpoint-4", "--model", f"{run}/model"],
+        ["checkpoint", "convert", f"{run}/checkpoint-4", "~/a.pt", "--to", "torch"],
+        ["checkpoint", "convert", "~/a.pt", "~/a", "--to", "lightstep", "--strategy", "~/mine.yaml"],
+        ["checkpoint", "convert", "~/a", "~/u", "--to", "deepspeed-universal"],
+    ):
+        result = _run(*arguments)
+        assert result.exit_code == 0, (arguments, result.output)
+    assert {"a", "a.pt", "u", "plan.png", "runs", "b"} <= {entry.name for entry in home.iterdir()}
+    assert "~" not in [entry.name for entry in tmp_path.iterdir()]
+
+
 # -- strategies, bench, help
 
 
@@ -417,6 +495,28 @@ def test_bench_takes_its_own_options() -> None:
 def test_a_mistake_in_an_option_is_told_in_plain_words(arguments: list[str], message: str) -> None:
     result = _run(*arguments)
     assert result.exit_code == 2 and message in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "rest", "auto"),
+    [
+        ("automatic.yaml --resume", ["automatic.yaml", "--resume"], False),
+        ("--resume automatic.yaml", ["--resume", "automatic.yaml"], False),
+        ("--resume auto automatic.yaml", ["--resume", "automatic.yaml"], True),
+        ("auto --resume=auto", ["auto", "--resume"], True),
+        ("--resume=automatic a.yaml", ["--resume=automatic", "a.yaml"], False),
+        ("--set name=--resume auto", ["--set", "name=--resume", "auto"], False),
+        ("", [], False),
+    ],
+)
+def test_resume_takes_the_word_auto_and_no_part_of_another(
+    monkeypatch: pytest.MonkeyPatch, words: str, rest: list[str], auto: bool
+) -> None:
+    seen: list[list[str]] = []
+    monkeypatch.setattr(cli._Command, "parse_args", lambda self, ctx, args: seen.append(args) or args)
+    context = SimpleNamespace(meta={})
+    cli._TrainCommand("train").parse_args(context, words.split())
+    assert seen == [rest] and context.meta[cli._AUTO] is auto
 
 
 def test_a_strategy_file_that_is_empty_is_refused(file: Path, tmp_path: Path) -> None:

@@ -596,7 +596,7 @@ def test_the_commands(tmp_path: Path) -> None:
     assert rows["format"] == "lightstep"
     assert rows["step"] == "3"
     failed = call(app, ["checkpoint", "inspect", str(tmp_path / "nothing")])
-    assert failed.exit_code == 1
+    assert failed.exit_code == 2
     assert "nothing was not read: " in failed.output
     refused = call(app, ["checkpoint", "convert", str(source), str(tmp_path / "y"), "--to", "jax"])
     assert refused.exit_code == 2

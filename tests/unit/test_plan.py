@@ -6,6 +6,7 @@ import json
 import sys
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,8 +24,8 @@ from lightstep.plan.cost import cost
 from lightstep.plan.memory import largest_unit, memory, model_sizes
 from lightstep.plan.models import SHAPES, load_shape
 from lightstep.plan.optimizer_state import state_by_rules, state_of
-from lightstep.plan.planning import Planner, Workload, first_that_fits, plans
-from lightstep.plan.profiles import LINKS, PROFILES, find_profile, profile_of_device
+from lightstep.plan.planning import Planner, Workload, first_that_fits, plan_one, plans
+from lightstep.plan.profiles import LINKS, PROFILES, find_profile, profile_here, profile_of_device
 from lightstep.plan.report import report
 from lightstep.plan.zero_memory import zero_memory
 from lightstep.strategy.presets import read_source
@@ -404,3 +405,51 @@ def test_overlap_under_ddp_is_planned_as_the_next_forward() -> None:
         values = merge_overrides(read_source("ddp-stream")[1], {"optimizer_state.update": update})
         planned_memory.append(memory(parse_config(values, "ddp-stream"), model_sizes(_tiny()), None, ranks=2))
     assert planned_memory[0] == planned_memory[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "gigabytes", "expected"),
+    [("NVIDIA A100-SXM4-40GB", 42.4, 42.4), ("NVIDIA A100 80GB PCIe MIG 1g.10gb", 10.2, 10.2), ("H100", 99.0, 85.0)],
+)
+def test_a_gpu_has_the_memory_that_it_has(
+    monkeypatch: pytest.MonkeyPatch, name: str, gigabytes: float, expected: float
+) -> None:
+    _pretend_gpu(monkeypatch, name, gigabytes)
+    found = profile_here()
+    assert found is not None and found.memory_gb == pytest.approx(expected)
+    plan = plan_one("resident", parse_config(read_source("resident")[1], "resident"), _tiny(), 64, {"sequence": 32})
+    assert plan.limit == pytest.approx(expected * 1e9 * 0.95)
+
+
+def test_the_command_plans_for_the_memory_of_this_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    given = tmp_path, "--tokens", 64, "--sequence", 32, "--strategy", "resident", "--json"
+
+    def limit(*more: Any) -> float:
+        return float(json.loads(_run(*given, *more)[1])["plans"][0]["limit"]) / 0.95e9
+
+    monkeypatch.setattr(rates, "cached_profile", lambda: None)
+    _pretend_gpu(monkeypatch, "NVIDIA A100-SXM4-40GB", 42.4)
+    assert limit() == pytest.approx(42.4)
+    assert limit("--gpu-memory", 60) == pytest.approx(60.0)
+    assert limit("--profile", "A100") == pytest.approx(85.0), "another machine's"
+    _pretend_gpu(monkeypatch, "NVIDIA GeForce RTX 4090", 25.3)
+    assert limit() == pytest.approx(25.3), "no known GPU"
+    monkeypatch.setattr(rates, "cached_profile", lambda: find_profile("H200"))
+    assert limit() == pytest.approx(25.3), "measured, and a part of the GPU since"
+
+
+def _pretend_gpu(monkeypatch: pytest.MonkeyPatch, name: str, gigabytes: float) -> None:
+    found = SimpleNamespace(total_memory=int(gigabytes * 1e9))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: name)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: found)
+
+
+@pytest.mark.parametrize("wrong", [{"hidden_size": "abc"}, {"num_attention_heads": 0}, {"hidden_size": -4}])
+def test_a_wrong_value_in_a_config_is_one_sentence(tmp_path: Path, wrong: dict[str, Any]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**TINY, **wrong}))
+    code, said = _run(tmp_path)
+    assert code == 2 and said.count("\n") == 1
+    assert said.startswith("lightstep: model_type 'llama': ")

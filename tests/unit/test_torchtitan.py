@@ -195,6 +195,24 @@ def test_a_checkpoint_goes_on_in_another_division(tmp_path: Path, parameters: st
     assert any(key.startswith("loss_scale") for key in mine) == (parameters == "float16")
 
 
+def test_modules_of_a_single_part_may_be_named_part0() -> None:
+    def model() -> nn.Module:
+        return nn.ModuleDict({f"part{number}": nn.Linear(3, 3, bias=False) for number in range(2)})
+
+    first, second = model(), model()
+    container, other = (OptimizersContainer(strategy_for(), [made], lr=1e-2) for made in (first, second))
+    for number, module in enumerate(first.children(), 1):
+        (module.weight.sum() * number).backward()  # type: ignore[operator]
+    container.step()
+    saved = container.state_dict()
+    assert {f"state.part{number}.weight.exp_avg" for number in range(2)} <= saved.keys()
+    other.load_state_dict(saved)
+    for one, loaded in zip(first.parameters(), second.parameters(), strict=True):
+        expected, found = container.optimizer.state[one], other.optimizer.state[loaded]
+        assert all(torch.equal(expected[key], found[key]) for key in ("exp_avg", "exp_avg_sq", "step"))
+    assert not torch.equal(saved["state.part0.weight.exp_avg"], saved["state.part1.weight.exp_avg"])
+
+
 def test_entries_of_fp32_weights_are_those_of_torch_optim() -> None:
     parts, expected = stages(*PARTS), stages(*PARTS)
     container, plain = container_of(parts), PlainContainer(expected, lr=1e-2)

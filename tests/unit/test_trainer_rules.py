@@ -153,3 +153,18 @@ def test_other_optim_args_still_count(tmp_path: Path) -> None:
     (group,) = trainer.optimizer.param_groups
     assert (group["momentum"], group["weight_decay"], group["initial_lr"]) == (0.5, 0.1, 3e-3)
     assert trainer.args.optim_args.startswith("momentum=0.5")
+
+
+def test_numbers_in_a_file_are_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In YAML 1.1, which PyYAML reads, ``1e-8`` is text."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    text = "rules: [{kinds: rest, lr: 1e-3, weight_decay: 1E-2, arguments: {eps: 1e-8, betas: [.9e0, 9.5e-1]}}]"
+    (tmp_path / "rules.yaml").write_text(text)
+    (group,) = make(tmp_path, options={"rules": "~/rules.yaml"}).create_optimizer().param_groups
+    assert (group["lr"], group["weight_decay"], group["eps"], group["betas"]) == (1e-3, 1e-2, 1e-8, [0.9, 0.95])
+
+
+def test_a_key_that_is_twice_in_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "rules.yaml").write_text("rules: [{kinds: rest, lr: 0.1, lr: 0.2}]")
+    with pytest.raises(ConfigError, match=r"rules\.yaml cannot be read: .*'lr' is there twice"):
+        make(tmp_path, options={"rules": tmp_path / "rules.yaml"}).create_optimizer()

@@ -15,8 +15,10 @@ from lightstep.checkpoint.formats.to_lightstep import write_lightstep
 from lightstep.checkpoint.formats.to_torch import write_torch
 from lightstep.checkpoint.formats.to_universal import write_universal
 from lightstep.checkpoint.small_state import check_loadable
+from lightstep.checkpoint.storage import location
 from lightstep.config import DynamicScale, LossScaleConfig
 from lightstep.optimizer.param_groups import plain_numbers
+from lightstep.paths import local_path
 
 WRITERS: dict[str, Callable[[TrainingState, Path], None]] = {
     "lightstep": write_lightstep,
@@ -40,9 +42,11 @@ def convert_checkpoint(
     a few tensors.
 
     Args:
-        source: a checkpoint in any format of :data:`~lightstep.checkpoint.formats.read.READABLE`.
-        destination: a folder, or a file for ``"torch"``. An existing one is replaced if it is a checkpoint of lightstep
-            (for ``"lightstep"``) or a conversion wrote it; otherwise it is refused.
+        source: a checkpoint in any format of :data:`~lightstep.checkpoint.formats.read.READABLE`, or the URL of one of
+            lightstep's.
+        destination: a folder, or a file for ``"torch"``; for ``"lightstep"`` it may be a URL. An existing one is
+            replaced if it is a checkpoint of lightstep (for ``"lightstep"``) or a conversion wrote it; otherwise it is
+            refused.
         to: ``"lightstep"``, ``"torch"`` or ``"deepspeed-universal"``.
         model: a Hugging Face folder or ``config.json``, for sources that number their parameters but do not name them.
         names: a JSON file with the parameters' names in the optimizer's order, for the same sources.
@@ -55,12 +59,14 @@ def convert_checkpoint(
     Raises:
         CheckpointError: the source cannot be used, the destination format cannot hold it, or something else is at
             ``destination``.
-        ValueError: ``to`` is not a known format.
+        ValueError: ``to`` is not a known format, or its destination is a URL.
     """
     if to not in WRITERS:
         raise ValueError(f"{to!r} is not a format to convert to; allowed: {', '.join(WRITERS)}")
-    source_path, destination_path = Path(source).resolve(), Path(destination).resolve()
+    if to != "lightstep":
+        local_path(destination, f"{to} is written to local paths; write to one, and copy it")
     with checkpoint_errors(f"{source} was not converted"):
+        source_path, destination_path = location(source).resolve(), location(destination).resolve()
         _refuse_overlap(source_path, destination_path)
         state = read_checkpoint(source_path, read_naming(model, names))
         _drop_unloadable(state)
@@ -78,7 +84,7 @@ def convert_checkpoint(
 
 def _refuse_overlap(source: Path, destination: Path) -> None:
     """Raise if one contains the other: replacing the destination must not change the source."""
-    if source == destination or source in destination.parents or destination in source.parents:
+    if any(f"{one}/".startswith(f"{other}/") for one, other in ((source, destination), (destination, source))):
         raise CheckpointError(f"{destination} and {source} lie in each other; choose a destination outside the source")
 
 

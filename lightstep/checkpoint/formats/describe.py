@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 from lightstep.checkpoint.errors import checkpoint_errors, list_names
 from lightstep.checkpoint.formats.names import read_naming
 from lightstep.checkpoint.formats.read import read_checkpoint
 from lightstep.checkpoint.formats.state import LazyTensor, TrainingState
+from lightstep.checkpoint.storage import location
 
 _HYPERPARAMETERS = ("lr", "betas", "momentum", "eps", "weight_decay")
 
@@ -32,7 +32,7 @@ def describe_checkpoint(
         CheckpointError: there is no checkpoint in a known format, or it is incomplete; the message says why.
     """
     with checkpoint_errors(f"{path} was not read"):
-        return list(_rows(read_checkpoint(Path(path).resolve(), read_naming(model, names))))
+        return list(_rows(read_checkpoint(location(path).resolve(), read_naming(model, names))))
 
 
 def _rows(state: TrainingState) -> Iterable[tuple[str, str]]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from lightstep.checkpoint.errors import CheckpointError, list_names
+from lightstep.checkpoint.errors import CheckpointError, NotFoundError, list_names
 from lightstep.extras import needs
 
 Grouping = Callable[[list[str]], list[list[str]]]
@@ -53,7 +53,8 @@ def read_naming(model: str | os.PathLike[str] | None, names: str | os.PathLike[s
         CheckpointError: as :func:`read_model` and :func:`read_names`.
     """
     return Naming(
-        None if model is None else read_model(Path(model)), None if names is None else read_names(Path(names))
+        None if model is None else read_model(Path(model).expanduser()),
+        None if names is None else read_names(Path(names).expanduser()),
     )
 
 
@@ -65,6 +66,8 @@ def read_names(path: Path) -> list[list[str]]:
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise NotFoundError(f"{path} does not exist") from None
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read as JSON: {error}") from error
     groups = content if isinstance(content, list) and content and isinstance(content[0], list) else [content]
@@ -79,6 +82,8 @@ def read_model(path: Path) -> ParameterOrder:
     Raises:
         CheckpointError: transformers cannot build the model.
     """
+    if not path.exists():
+        raise NotFoundError(f"{path} does not exist; the folder of a model's config.json is needed")
     folder = path.parent if path.is_file() else path
     with needs("train"):
         import transformers

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from lightstep.checkpoint.errors import CheckpointError
+from lightstep.checkpoint.errors import CheckpointError, NotFoundError
 from lightstep.checkpoint.formats.from_dcp import METADATA, read_dcp
 from lightstep.checkpoint.formats.from_engine import is_engine_checkpoint, read_engine_checkpoint
 from lightstep.checkpoint.formats.from_lightrft import is_lightrft, rank_files, read_lightrft
@@ -17,6 +17,7 @@ from lightstep.checkpoint.formats.safe_load import load_file
 from lightstep.checkpoint.formats.state import TrainingState
 from lightstep.checkpoint.formats.zero_files import MODEL_FILE, OPTIMIZER_FILE, open_zero
 from lightstep.checkpoint.layout import MANIFEST, find_checkpoint, latest_checkpoint
+from lightstep.checkpoint.urls import UrlPath
 
 READABLE = (
     "lightstep checkpoints, DeepSpeed's ZeRO and universal checkpoints, files of torch.save with a model and an "
@@ -43,6 +44,8 @@ def _read(path: Path, naming: Naming) -> TrainingState:
     if not path.is_dir() or (path / MANIFEST).is_file():
         whole = find_checkpoint(path)
         return read_engine_checkpoint(whole) if is_engine_checkpoint(whole) else read_lightstep(whole)
+    if isinstance(path, UrlPath):
+        raise NotFoundError(f"{path} holds no checkpoint of lightstep; copy one of another format to a local folder")
     folder = _tagged(path)
     if (folder / PARAMETERS).is_dir():
         return read_universal(folder)
@@ -55,8 +58,8 @@ def _read(path: Path, naming: Naming) -> TrainingState:
     if is_trainer_checkpoint(path):
         return read_trainer_checkpoint(path, naming)
     if (newest := latest_checkpoint(path)) is not None:
-        raise CheckpointError(f"{path} is a folder of checkpoints; the newest is {newest}")
-    raise CheckpointError(f"{path} holds no checkpoint in a known format. Known are {READABLE}")
+        raise NotFoundError(f"{path} is a folder of checkpoints; the newest is {newest}")
+    raise NotFoundError(f"{path} holds no checkpoint in a known format. Known are {READABLE}")
 
 
 def _tagged(path: Path) -> Path:
