@@ -29,7 +29,7 @@ several processes. `lightstep --version` prints the version.
 |---|---|
 | 0 | the command did its work |
 | 1 | it failed on the way: a full disk, a damaged checkpoint, a contender of `bench` that failed |
-| 2 | the input is wrong; nothing was changed |
+| 2 | the input is wrong, for example a path that does not exist; nothing was changed |
 | 128 + a signal's number | it was stopped by that signal; `train` saves a checkpoint first |
 """
 

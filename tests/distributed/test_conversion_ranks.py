@@ -19,7 +19,6 @@ from lightstep.checkpoint.formats import convert_checkpoint, read_checkpoint, sc
 from lightstep.checkpoint.formats.names import read_naming
 from lightstep.checkpoint.formats.state import TrainingState
 from tests.distributed import deepspeed_runs, lightrft_runs
-from tests.distributed.deepspeed_runs import trainable
 from tests.distributed.ranks import Pool
 from tests.reference.converted_run import ADAMW, AFTER, BEFORE, Run, differences, make_groups, make_net
 
@@ -45,8 +44,7 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def zero(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Saved:
     """Checkpoints of two ranks in each stage and dtype, and what was in them."""
     folder = tmp_path_factory.mktemp("zero")
-    runs = {name: (stage, trainable(pool, dtype)) for name, (stage, dtype) in RUNS.items()}
-    return folder, pool.run(deepspeed_runs.save_stages, 2, folder=str(folder), runs=runs)[0]
+    return folder, pool.run(deepspeed_runs.save_stages, 2, folder=str(folder), runs=RUNS)[0]
 
 
 def lightstep_state(run: Run) -> dict[str, Any]:
@@ -59,7 +57,7 @@ def test_a_deepspeed_run_continues_under_lightstep(zero: Saved, pool: Pool, name
     folder, contents = zero
     at, after = contents[name]
     convert_checkpoint(folder / name, tmp_path / "converted", "lightstep")
-    run = Run(trainable(pool, RUNS[name][1]), deepspeed_runs.WINDOW)
+    run = Run(RUNS[name][1], deepspeed_runs.WINDOW)
     extra = run.load(tmp_path / "converted")
     assert extra["epoch"] == 3
     assert extra["deepspeed"]["global_steps"] == 3
@@ -84,7 +82,6 @@ def test_a_deepspeed_run_continues_under_lightstep(zero: Saved, pool: Pool, name
 def test_a_lightstep_run_continues_under_deepspeed(
     pool: Pool, stage: int, dtype: str, world_size: int, tmp_path: Path
 ) -> None:
-    dtype = trainable(pool, dtype)
     run = Run(dtype, deepspeed_runs.WINDOW).train(BEFORE)
     scale = {"kind": "dynamic", "growth_interval": 8, "hysteresis": 2}
     strategy = Strategy.load({"precision": {"parameters": dtype, "loss_scale": scale}})
@@ -112,7 +109,7 @@ def test_zero_to_universal_continues_as_it_would_have(zero: Saved, pool: Pool, t
     """Stage 3 of two ranks becomes stage 1, and stage 2 becomes stage 3: unused parameters and scaler included."""
     folder, contents = zero
     for source, stage in (("3-float16", 1), ("2-bfloat16", 3)):
-        dtype = trainable(pool, RUNS[source][1])
+        dtype = RUNS[source][1]
         convert_checkpoint(folder / source, tmp_path / source, "deepspeed-universal")
         arguments = {"folder": str(tmp_path / source), "stage": stage, "dtype": dtype}
         client, loaded, continued = pool.run(deepspeed_runs.resume_universal, 2, **arguments)[0]

@@ -25,7 +25,7 @@ from lightstep.config import ConfigError
 from lightstep.deepspeed.optimizer import DeepSpeedOptimizer
 from lightstep.deepspeed.weights import gather_weights
 from tests.distributed.deepspeed_reference import DeepSpeedLoop
-from tests.distributed.deepspeed_runs import number_anew, trainable
+from tests.distributed.deepspeed_runs import number_anew
 from tests.distributed.models import TinyTransformer, loss_of
 from tests.distributed.ranks import Pool
 from tests.faults import forge
@@ -175,7 +175,6 @@ def follows(rank: int, world_size: int, stage: int, dtype: str, reduce: str, off
 def test_weights_and_masters_are_those_of_a_plain_loop(
     pool: Pool, stage: int, dtype: str, reduce: str, offload: str
 ) -> None:
-    dtype = trainable(pool, dtype)
     first, second = pool.run(follows, 2, stage=stage, dtype=dtype, reduce=reduce, offload=offload)
     assert first == second, "the ranks agree"
     assert max(norm for norm in first["norms"] if norm != float("inf")) > 0.3, "clipping was active"
@@ -224,7 +223,7 @@ def resumes(rank: int, world_size: int, stage: int, dtype: str, folder: str) -> 
     ("stage", "dtype"), [(1, "bfloat16"), (2, "bfloat16"), (3, "bfloat16"), (2, "float16"), (3, "float16")]
 )
 def test_a_resumed_run_continues_bit_for_bit(pool: Pool, tmp_path: Path, stage: int, dtype: str) -> None:
-    folder, dtype = tmp_path / "step-3", trainable(pool, dtype)
+    folder = tmp_path / "step-3"
     pool.run(resumes, 2, stage=stage, dtype=dtype, folder=str(folder))
     manifest = json.loads((folder / "lightstep.json").read_text())
     tag = manifest["deepspeed"]["tag"]

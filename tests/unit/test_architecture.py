@@ -23,7 +23,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "config_errors": set(),
     "extras": set(),
     "paths": set(),
-    "config": {"config_errors", "paths"},
+    "config": {"config_errors"},
     "precision": CORE,
     "clipping": CORE,
     "state": CORE,
@@ -31,7 +31,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "sharding": CORE | SIBLINGS | {"optimizer", "config", "config_errors"},
 }
 MAY_IMPORT["checkpoint"] = MAY_IMPORT["sharding"] | {"sharding", "lightstep", "extras", "paths"}
-MAY_IMPORT["plan"] = MAY_IMPORT["sharding"] | {"sharding", "extras", "paths"}
+MAY_IMPORT["plan"] = MAY_IMPORT["sharding"] | {"sharding", "extras"}
 MAY_IMPORT["environment"] = {"lightstep"}
 MAY_IMPORT["rollout"] = MAY_IMPORT["checkpoint"] | {"checkpoint"}
 MAY_IMPORT["strategy"] = MAY_IMPORT["rollout"] | {"rollout", "plan"}
