@@ -18,9 +18,11 @@ from torch import Tensor, nn
 from lightstep.distributed import local_tensor
 from lightstep.integrations.full_state import local_part
 
-__all__ = ["has_adapters", "load_adapters"]
+__all__ = ["has_adapters", "learns_prompts", "load_adapters", "unsaved_encoders"]
 
 _FILE = "adapter_model.safetensors"
+_PROMPTS = (".embedding.weight", ".trainable_embedding", ".prefix_task_cols", ".prefix_task_rows")
+"""What PEFT saves of a prompt encoder."""
 
 
 def has_adapters(folder: Path, model: nn.Module) -> bool:
@@ -30,6 +32,20 @@ def has_adapters(folder: Path, model: nn.Module) -> bool:
         return False
     configs: dict[str, Any] = model.peft_config
     return all(not config.is_prompt_learning and _file(folder, name).is_file() for name, config in configs.items())
+
+
+def learns_prompts(model: nn.Module) -> bool:
+    """Whether PEFT trains prompts for this model."""
+    peft = sys.modules.get("peft")
+    if peft is None or not isinstance(model, peft.PeftModel):
+        return False
+    return any(config.is_prompt_learning for config in model.peft_config.values())
+
+
+def unsaved_encoders(model: nn.Module) -> list[str]:
+    """The trained parameters that compute a model's prompts: PEFT saves what they have computed, and not them."""
+    named = model.named_parameters() if learns_prompts(model) else ()
+    return [name for name, p in named if p.requires_grad and "prompt_encoder." in name and not name.endswith(_PROMPTS)]
 
 
 @torch.no_grad()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +22,19 @@ _LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 
 @contextlib.contextmanager
-def sharding_full_state(model: nn.Module, optimizer: BaseOptimizer, folder: Path) -> Iterator[None]:
+def sharding_full_state(
+    model: nn.Module,
+    optimizer: BaseOptimizer,
+    folder: Path,
+    other_dtypes: Callable[[nn.Module, Path], Iterable[tuple[Tensor, Tensor]]] = shards_with_other_dtypes,
+) -> Iterator[None]:
     """Convert what ``optimizer.load_state_dict`` is given in the block to the model's shards and dtypes.
 
     Each process takes its shards. Weights change dtype through fp32, as in every checkpoint: masters become the weights
     of another dtype, and fp32 weights in the folder's safetensors become the masters of 16-bit weights.
+
+    Args:
+        other_dtypes: returns the model's tensors that have another dtype in the folder, each with this process's part.
     """
 
     def convert(_: torch.optim.Optimizer, packed: Mapping[str, Any]) -> dict[str, Any]:
@@ -35,7 +43,7 @@ def sharding_full_state(model: nn.Module, optimizer: BaseOptimizer, folder: Path
         by_parameter = {parameter: state[index] for index, parameter in parameters.items()}
         for parameter, entries in by_parameter.items():
             entries.update({key: local_part(parameter, value) for key, value in entries.items()})
-        _convert_dtypes(model, folder, by_parameter)
+        _convert_dtypes(other_dtypes(model, folder), by_parameter)
         return {**packed, "state": {index: entries for index, entries in state.items() if entries}}
 
     handle = optimizer.register_load_state_dict_pre_hook(convert)
@@ -58,8 +66,8 @@ def local_part(parameter: Tensor, value: Any) -> Any:
 
 
 @torch.no_grad()
-def _convert_dtypes(model: nn.Module, folder: Path, states: Mapping[Tensor, dict[str, Any]]) -> None:
-    for parameter, part in shards_with_other_dtypes(model, folder):
+def _convert_dtypes(found: Iterable[tuple[Tensor, Tensor]], states: Mapping[Tensor, dict[str, Any]]) -> None:
+    for parameter, part in found:
         if parameter not in states or parameter.dtype not in _LOW_PRECISION:
             continue
         if "master" in states[parameter]:

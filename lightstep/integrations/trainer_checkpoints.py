@@ -29,8 +29,10 @@ from lightstep.checkpoint.layout import holds_checkpoint
 from lightstep.checkpoint.pretrained import load_pretrained
 from lightstep.checkpoint.ranks import Ranks
 from lightstep.checkpoint.saved import SavedCheckpoint
+from lightstep.config import ConfigError
 from lightstep.integrations import adapters
 from lightstep.integrations.checks import unwrap_optimizer
+from lightstep.integrations.converted_weights import converts_weights, load_converted, parts_with_other_dtypes
 from lightstep.integrations.full_state import sharding_full_state
 from lightstep.integrations.pending_folder import PendingFolder, check_before_load
 from lightstep.integrations.trainer_folders import (
@@ -83,9 +85,13 @@ class TrainerCheckpoints(_AnyTrainer):
 
     @property
     def _saves_optimizer_pt(self) -> bool:
-        """Whether a synchronous save writes ``optimizer.pt``: one process holds the full state on its device."""
+        """Whether a synchronous save writes ``optimizer.pt``: one process holds the full state on its device.
+
+        Not for learnt prompts, of which PEFT may save less than is trained.
+        """
         config = self.strategy.config
-        return config.sharding.kind == "single" and config.optimizer_state.backend == "resident"
+        whole = config.sharding.kind == "single" and config.optimizer_state.backend == "resident"
+        return whole and not adapters.learns_prompts(self.model)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """As the Trainer's; called by every process. Nothing is gathered if a thread writes the weights."""
@@ -211,12 +217,18 @@ class TrainerCheckpoints(_AnyTrainer):
     # -- loading
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """As the Trainer's. ``resume_from_checkpoint=True`` continues from the newest checkpoint that is whole."""
+        """As the Trainer's. ``resume_from_checkpoint=True`` continues from the newest checkpoint that is whole.
+
+        Raises:
+            CheckpointError: the checkpoint cannot be loaded.
+            ConfigError: the best model could not be loaded at the end.
+        """
         if self._pending_save is not None:  # an error has ended the last call before its save was whole
             self._pending_save.exception()
         readers = self._callbacks_that_read_saves() if self.asynchronous_saves else []
         if readers and self.args.should_log:
             logger.warning("asynchronous_saves: training waits for each save, for on_save of %s", ", ".join(readers))
+        self._check_best_model()
         folder = Path(self.args.output_dir)
         Ranks().together(lambda: remove_leftovers(folder), only_first=True)
         if resume_from_checkpoint is True:
@@ -243,7 +255,8 @@ class TrainerCheckpoints(_AnyTrainer):
         if holds_checkpoint(folder / CHECKPOINT):
             self.strategy.load_checkpoint(folder / CHECKPOINT, self.model, optimizer, self.lr_scheduler)
         elif not self.is_fsdp_enabled and (folder / OPTIMIZER_NAME).is_file():
-            with sharding_full_state(self.model, optimizer, folder):
+            other_dtypes = partial(parts_with_other_dtypes, device=self.strategy.device)
+            with sharding_full_state(self.model, optimizer, folder, other_dtypes):
                 # The Trainer would load all of it onto the device of each process.
                 self.optimizer.load_state_dict(_load_on_cpu(folder / OPTIMIZER_NAME))
             self.lr_scheduler.load_state_dict(_load_on_cpu(folder / SCHEDULER_NAME))
@@ -256,7 +269,7 @@ class TrainerCheckpoints(_AnyTrainer):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         folder = Path(resume_from_checkpoint)
-        if self.is_fsdp_enabled and holds_checkpoint(folder / CHECKPOINT):
+        if holds_checkpoint(folder / CHECKPOINT):
             return  # the weights are loaded with the optimizer
         if not self._load_into_parameters(folder):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
@@ -271,18 +284,68 @@ class TrainerCheckpoints(_AnyTrainer):
             super()._load_best_model()
 
     def _load_into_parameters(self, folder: Path) -> bool:
-        """Load adapters, or weights into shards, in place; the Trainer would replace parameters, or cannot.
+        """Load adapters, weights that transformers converts, or weights into shards, in place.
+
+        The Trainer would replace parameters, leave some as they are, or cannot.
 
         Returns:
             ``False`` if the Trainer can load these weights itself.
         """
         if not self.is_fsdp_enabled and adapters.has_adapters(folder, self.model):
             adapters.load_adapters(self.model, folder)
+            return True
+        self._refuse_unsaved_encoders(folder)
+        if not self.is_fsdp_enabled and converts_weights(self.model, folder):
+            load_converted(self.model, folder, self.strategy.device)
         elif self._sharded_by_strategy:
             load_pretrained(self.model, folder)
         else:
             return False
         return True
+
+    def _check_best_model(self) -> None:
+        """
+        Raises:
+            ConfigError: the best model could not be loaded at the end.
+        """
+        if not (self.args.load_best_model_at_end and self.args.save_only_model):
+            return
+        sharded = self.strategy.config.sharding.kind == "fsdp2" and adapters.learns_prompts(self.model)
+        if sharded or adapters.unsaved_encoders(self.model):
+            raise ConfigError(
+                "save_only_model=True and load_best_model_at_end=True: PEFT saves the prompts, and neither what "
+                "computes them nor for shards; leave one of the two out"
+            )
+
+    def _refuse_unsaved_encoders(self, folder: Path) -> None:
+        """
+        Raises:
+            CheckpointError: PEFT's files in ``folder`` do not have all that is trained.
+        """
+        unsaved = adapters.unsaved_encoders(self.model)
+        if unsaved:
+            raise CheckpointError(
+                f"{folder} has the prompts, as PEFT saves them, and not {list_names(unsaved)}, which compute them and "
+                f"are trained; only a checkpoint with {CHECKPOINT}/ has these (not one of save_only_model=True or of "
+                "the plain Trainer)"
+            )
+
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        """As the Trainer's, after a load that may have left weights as they were.
+
+        Raises:
+            CheckpointError: parameters that are trained are among them.
+        """
+        missing = set(load_result.missing_keys)
+        parameters = dict(self.model.named_parameters(remove_duplicate=False))
+        loaded = {parameter for name, parameter in parameters.items() if name not in missing}  # tied weights need one
+        lost = [name for name, p in parameters.items() if name in missing and p.requires_grad and p not in loaded]
+        if lost:
+            raise CheckpointError(
+                f"the checkpoint has no {list_names(lost)}, which this {type(self.model).__name__} trains: they would "
+                "stay what they were"
+            )
+        super()._issue_warnings_after_load(load_result)
 
 
 def _write_weights(folder: Path, model: nn.Module, names: list[str]) -> None:

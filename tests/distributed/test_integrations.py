@@ -46,6 +46,7 @@ from tests.distributed.test_next_forward import Training
 from tests.reference import peft_stand_in
 from tests.reference.pair import FP16_SCALE
 from tests.reference.tiny_llama import ROWS, Rows, make_llama, training_arguments
+from tests.reference.tiny_models import make_converted
 from tests.reference.trl_stand_in import ReferenceTrainer
 
 OVERLAP = {"backend": "stream", "ring_mib": 0.05, "update": "next_forward"}
@@ -459,6 +460,28 @@ def best_adapter(rank: int, world_size: int, folder: str) -> None:
 
 def test_the_best_adapter_of_a_sharded_model(pool: Pool, tmp_path: Path) -> None:
     pool.run(best_adapter, 2, folder=str(tmp_path))
+
+
+def best_converted(rank: int, world_size: int, kind: str, folder: str) -> None:
+    """Weights that transformers stores under other names, into shards, from a checkpoint that has nothing else."""
+    with fresh_state(kind):
+        steps = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1, "max_steps": 3}
+        steps |= {"per_device_train_batch_size": 1, "use_cpu": CPU, "train_sampling_strategy": "sequential"}
+        best = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True}
+        args = training_arguments(folder, save_only_model=True, **best, **steps)
+        data = torch.utils.data.Subset(Rows(), range(8))
+        trainer = LightstepTrainer(
+            make_converted("mixtral"), args, strategy=STRATEGIES[kind], train_dataset=data, eval_dataset=data
+        )
+        trainer.train()
+        losses = {entry["step"]: entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry}
+        assert trainer.state.best_global_step == 1
+        assert trainer.evaluate()["eval_loss"] == losses[1]
+
+
+@pytest.mark.parametrize("kind", ["ddp", "strategy"])
+def test_the_best_of_models_whose_weights_transformers_converts(pool: Pool, tmp_path: Path, kind: str) -> None:
+    pool.run(best_converted, 2, kind=kind, folder=str(tmp_path))
 
 
 def alone(rank: int, world_size: int, kind: str, folder: str) -> None:
