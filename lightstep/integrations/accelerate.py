@@ -45,6 +45,7 @@ from lightstep.integrations.checks import (
     unwrap_optimizer,
 )
 from lightstep.integrations.full_state import local_part, sharding_full_state
+from lightstep.integrations.gradient_callbacks import ClippedGradients
 from lightstep.integrations.pending_folder import PendingFolder, check_before_load, folder_kind, newest_whole
 from lightstep.optimizer.base import BaseOptimizer
 from lightstep.optimizer.param_groups import clean_name
@@ -147,9 +148,11 @@ class LightstepOptimizer(AcceleratedOptimizer):
     Attributes:
         optimizer: the result of ``strategy.create_optimizer``.
         result: the :class:`StepResult` of the last step; ``None`` before the first.
+        clipped: the gradients, if they are clipped before the next step (the Trainer's callbacks see them).
     """
 
     optimizer: Any
+    clipped: ClippedGradients | None = None
 
     def __init__(self, optimizer: BaseOptimizer) -> None:
         # With device_placement accelerate would load the state onto the device; the model may not be sharded yet.
@@ -161,7 +164,12 @@ class LightstepOptimizer(AcceleratedOptimizer):
         """Take a step at the end of an accumulation; before that do nothing and return ``None``."""
         if not self.gradient_state.sync_gradients:
             return None
-        self.result = self.optimizer.step(closure)
+        if self.clipped is None:
+            self.result = self.optimizer.step(closure)
+        else:
+            with self.clipped.stepping():
+                self.result = self.optimizer.step(closure)
+            cast(StepResult, self.result).grad_norm = self.clipped.norm
         return self.result
 
     @property

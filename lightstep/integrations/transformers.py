@@ -28,6 +28,7 @@ with needs("train"):
 from lightstep.config import ConfigError
 from lightstep.integrations.accelerate import LightstepOptimizer, connect
 from lightstep.integrations.checks import unwrap_optimizer
+from lightstep.integrations.gradient_callbacks import ClippedGradients, check_gradients_are_kept
 from lightstep.integrations.step_report import StepReport
 from lightstep.integrations.trainer_checkpoints import TrainerCheckpoints
 from lightstep.integrations.trainer_rules import GivenRules, make_rules, read_rules, split_optim_args
@@ -51,15 +52,33 @@ logger = logging.getLogger(__name__)
 class SynchronizedCallbackHandler(CallbackHandler):
     """Waits for deferred updates before a callback runs, which may have kept parameters since training began (EMA).
 
-    transformers' own callbacks read no weights. If there are no others, nothing waits.
+    transformers' own callbacks read no weights and no gradients. If there are no others, nothing waits. If another one
+    defines an event around the step, it gets the clipped gradients.
     """
 
     def call_event(self, event: str, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        handlers = [getattr(callback, event) for callback in self.callbacks]
-        others = any(not str(handler.__module__).startswith("transformers.") for handler in handlers)
-        if others and isinstance(self.optimizer, LightstepOptimizer):
-            self.optimizer.wait_for_update()
+        optimizer = self.optimizer
+        if not isinstance(optimizer, LightstepOptimizer):
+            return super().call_event(event, args, state, control, **kwargs)
+        if self._others(event):
+            optimizer.wait_for_update()
+        if event in ("on_train_begin", "on_pre_optimizer_step"):
+            readers = self._others("on_pre_optimizer_step", "on_optimizer_step")
+            check_gradients_are_kept(optimizer.optimizer, readers)
+            if readers and event == "on_pre_optimizer_step":
+                optimizer.clipped = ClippedGradients(optimizer.optimizer, self.model.parameters())
+        if event == "on_optimizer_step" and optimizer.clipped is not None:
+            optimizer.clipped.restore()
+            optimizer.clipped = None
         return super().call_event(event, args, state, control, **kwargs)
+
+    def _others(self, *events: str) -> list[str]:
+        """The classes of callbacks that define one of the events and are not transformers' own."""
+        return [type(callback).__name__ for callback in self.callbacks if any(_is_other(callback, e) for e in events)]
+
+
+def _is_other(callback: Any, event: str) -> bool:
+    return not str(getattr(callback, event).__module__).startswith("transformers.")
 
 
 class LightstepMixin(TrainerCheckpoints):

@@ -1,0 +1,197 @@
+"""Callbacks around the step get the gradients that the Trainer gives them: clipped before it, still there after it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import Trainer, TrainerCallback
+
+from lightstep import ConfigError
+from lightstep.integrations.transformers import LightstepTrainer
+from tests.reference.pair import FP16_SCALE
+from tests.reference.tiny_llama import Rows, make_llama, training_arguments
+
+MAX_NORM = 0.05
+FP32: dict[str, Any] = {"precision": {"parameters": "float32"}, "clipping": {"max_norm": MAX_NORM}}
+BF16: dict[str, Any] = {"clipping": {"max_norm": MAX_NORM}}
+FP16: dict[str, Any] = {**BF16, "precision": {"parameters": "float16", "loss_scale": FP16_SCALE}}
+STREAM = {"optimizer_state": {"backend": "stream", "ring_mib": 0.05}}
+DEFERRED = {"optimizer_state": {"backend": "stream", "ring_mib": 0.05, "update": "next_forward"}}
+OVERLAP = {"optimizer_state": {"backend": "stream", "ring_mib": 0.05, "update": "overlap"}}
+
+
+@pytest.fixture(autouse=True)
+def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU, if there is one, is left alone."""
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_, **__: None)
+
+
+class Watch(TrainerCallback):
+    """Keeps the gradients before and after each step."""
+
+    def __init__(self) -> None:
+        self.before: list[list[Tensor]] = []
+        self.after: list[list[Tensor]] = []
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        self.before.append([p.grad.clone() for p in model.parameters()])
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        self.after.append([p.grad.clone() for p in model.parameters()])
+
+
+class Noise(TrainerCallback):
+    """Adds noise to clipped gradients (differential privacy)."""
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        generator = torch.Generator().manual_seed(state.global_step)
+        for p in model.parameters():
+            p.grad.add_(0.01 * torch.randn(p.shape, generator=generator))
+
+
+class AfterOnly(TrainerCallback):
+    """Counts gradients."""
+
+    def __init__(self) -> None:
+        self.counts: list[int] = []
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        self.counts.append(sum(p.grad is not None for p in model.parameters()))
+
+
+def ran(folder: Path, strategy: dict[str, Any] | None, *callbacks: TrainerCallback, **changes: Any) -> Any:
+    model = changes.pop("model", None) or make_llama()
+    values = {"max_grad_norm": MAX_NORM, "train_sampling_strategy": "sequential", "max_steps": 3, "optim": "sgd"}
+    args = training_arguments(folder, **values | {"learning_rate": 0.1} | changes)
+    given: dict[str, Any] = {"train_dataset": Rows(), "callbacks": list(callbacks)}
+    if strategy is None:
+        trainer = Trainer(model, args, **given)
+    else:
+        trainer = LightstepTrainer(model, args, strategy=strategy, **given)
+    trainer.train()
+    return trainer
+
+
+def same(found: nn.Module, expected: nn.Module) -> None:
+    for (name, p), q in zip(found.named_parameters(), expected.parameters(), strict=True):
+        assert torch.equal(p, q), f"{name} differs"
+
+
+@pytest.mark.parametrize("more", [{}, STREAM, DEFERRED, OVERLAP], ids=["resident", "stream", "next_forward", "overlap"])
+def test_gradients_are_those_that_the_trainer_shows(tmp_path: Path, more: dict[str, Any]) -> None:
+    """In fp32, before and after the step."""
+    expected, found = Watch(), Watch()
+    ran(tmp_path, None, expected)
+    ran(tmp_path, FP32 | more, found)
+    assert len(found.before) == len(found.after) == 3
+    for tested, plain in ((found.before, expected.before), (found.after, expected.after)):
+        for mine, theirs in zip(tested, plain, strict=True):
+            for p, q in zip(mine, theirs, strict=True):
+                torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-8)  # the norm's last bit
+
+
+@pytest.mark.parametrize("values", [FP32, BF16, FP16], ids=["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_watching_changes_nothing(tmp_path: Path, values: dict[str, Any], accumulation: int) -> None:
+    """Weights, norms and scales are bit for bit those of the run that clips in its step."""
+    changes = {"gradient_accumulation_steps": accumulation, "optim": "adamw_torch", "learning_rate": 3e-3}
+    plain, watch = ran(tmp_path, values, **changes), Watch()
+    watched = ran(tmp_path, values, watch, **changes)
+    same(watched.model, plain.model)
+    logs = [
+        [(e["grad_norm"], e["loss_scale"]) for e in t.state.log_history if "grad_norm" in e] for t in (watched, plain)
+    ]
+    assert logs[0] == logs[1]
+    assert all(norm > MAX_NORM for norm, _ in logs[0])
+    for gradients in watch.before + watch.after:
+        assert {gradient.dtype for gradient in gradients} == {torch.float32}
+        norm = torch.stack([gradient.norm() for gradient in gradients]).norm()
+        assert float(norm) == pytest.approx(MAX_NORM, rel=1e-4)
+
+
+@pytest.mark.parametrize("more", [{}, DEFERRED, OVERLAP], ids=["resident", "next_forward", "overlap"])
+def test_noise_is_added_to_clipped_gradients(tmp_path: Path, more: dict[str, Any]) -> None:
+    expected = ran(tmp_path, None, Noise())
+    found = ran(tmp_path, FP32 | more, Noise())
+    for p, q in zip(found.model.parameters(), expected.model.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-7)
+    assert found.state.log_history[0]["grad_norm"] == pytest.approx(expected.state.log_history[0]["grad_norm"])
+
+
+def test_the_event_after_the_step_alone(tmp_path: Path) -> None:
+    callback = AfterOnly()
+    trainer = ran(tmp_path, BF16 | STREAM, callback)
+    assert callback.counts == [21, 21, 21]
+    assert all(p.grad is None for p in trainer.model.parameters())
+    same(trainer.model, ran(tmp_path, BF16 | STREAM).model)
+
+
+def test_an_overflow_is_skipped(tmp_path: Path) -> None:
+    """An inf that a callback finds, or leaves there."""
+
+    class Break(Watch):
+        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+            if state.global_step == 1:
+                next(model.parameters()).grad[0] = torch.inf
+
+    trainer = ran(tmp_path, FP16, Break())
+    assert [entry["loss_scale"] for entry in trainer.state.log_history if "loss_scale" in entry] == [1024, 1024, 512]
+    assert trainer.lr_scheduler.last_epoch == 2
+
+
+class Allocate(TrainerCallback):
+    """AdaLoRA's, as PEFT documents it."""
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        model.base_model.update_and_allocate(state.global_step)
+
+
+def adalora() -> nn.Module:
+    config = peft.AdaLoraConfig(
+        task_type="CAUSAL_LM",
+        init_r=4,
+        target_r=1,
+        tinit=1,
+        tfinal=1,
+        total_step=6,
+        deltaT=1,
+        target_modules=["q_proj"],
+    )
+    model = make_llama()
+    torch.manual_seed(1)
+    return peft.get_peft_model(model, config)
+
+
+@pytest.mark.parametrize("more", [{}, DEFERRED], ids=["resident", "next_forward"])
+def test_adalora_allocates_ranks_by_gradients(tmp_path: Path, more: dict[str, Any]) -> None:
+    changes = {"optim": "adamw_torch", "max_steps": 6, "learning_rate": 1e-2}
+    expected = ran(tmp_path, None, Allocate(), model=adalora(), **changes)
+    found = ran(tmp_path, FP32 | more, Allocate(), model=adalora(), **changes)
+    masks = []
+    for (name, p), q in zip(found.model.named_parameters(), expected.model.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-6, msg=name)
+        masks += [(p == 0).sum().item()] if "lora_E" in name else []
+    assert sum(masks) > 0
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (
+            {"clipping": {"max_norm": None}, "optimizer_state": {"update": "in_backward"}},
+            "AfterOnly: .*in_backward has used and freed the gradients.*update: at_step",
+        ),
+        ({"clipping": {"max_norm": MAX_NORM, "scope": "unit"}}, "AfterOnly: .*scope unit clips each layer"),
+    ],
+    ids=["in_backward", "unit"],
+)
+def test_gradients_that_cannot_be_shown(tmp_path: Path, values: dict[str, Any], message: str) -> None:
+    """Before the first step."""
+    with pytest.raises(ConfigError, match=message):
+        ran(tmp_path, values, AfterOnly(), max_grad_norm=1.0)
+    ran(tmp_path, values, max_grad_norm=1.0, max_steps=1)
