@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
@@ -46,6 +47,20 @@ class BaseOptimizer(torch.optim.Optimizer):
         """A backward reduces them now, or has done so: :attr:`unreduced` becomes ``False``, unless they are left.
         ``strategy.accumulate`` calls this."""
         self.unreduced = False
+
+    @contextmanager
+    def between_steps(self, what: str = "reading weights and state") -> Iterator[None]:
+        """No other thread changes weights or state in the body: what it reads is of one moment, after a whole step.
+
+        Steps in other threads wait for the body. ``state_dict`` and checkpoints use this by themselves.
+
+        Args:
+            what: names the body in errors.
+
+        Raises:
+            RuntimeError: in a forked process, or in the middle of a step (a signal handler, a finalizer).
+        """
+        yield
 
     @abstractmethod
     def wait_for_update(self, parameters: Iterable[Tensor] | None = None) -> None:

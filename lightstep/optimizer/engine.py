@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import sys
 import threading
+import time
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lightstep.clipping import check_max_norm, check_norm_type
 from lightstep.distributed import local_tensor
+from lightstep.optimizer import forks
 from lightstep.optimizer.broken_step import BrokenStep
 from lightstep.optimizer.classes import GroupClasses
 from lightstep.optimizer.eager import eager_backward, no_grad_no_inference
@@ -28,6 +29,7 @@ from lightstep.optimizer.result import StepResult
 from lightstep.optimizer.scaling import Scaling
 from lightstep.optimizer.schedule import Schedule
 from lightstep.optimizer.settings import FixedSetting, Setting, check_loss_scale
+from lightstep.optimizer.step_guard import StepGuard
 from lightstep.optimizer.unit_updater import Gradients, UnitUpdater, Update
 from lightstep.precision.gradients import GradientAccumulator, unshared
 from lightstep.precision.loss_scale import ConstantLossScale, LossScale
@@ -36,6 +38,9 @@ from lightstep.state.backend import Managed, StateBackend
 from lightstep.state.interrupts import uninterrupted
 
 logger = logging.getLogger(__name__)
+
+_LONGEST_GAP = 60.0
+"""Seconds that a reader in another thread waits between a backward that has updated weights and its ``step()``."""
 
 
 class Measured(NamedTuple):
@@ -81,7 +86,7 @@ class Engine:
         initial_masters: InitialMasters | None = None,
         moments: Moments | None = None,
     ) -> None:
-        self._process, self.closed = os.getpid(), True
+        self.closed = True
         self.unreduced = False
         self.param_groups: list[dict[str, Any]] = []
         self.accumulating: bool | None = None
@@ -95,6 +100,7 @@ class Engine:
         self.norm_type, self.clip_layers = norm_type, clip_layers
         self._check_in_backward_settings()
         self.closed = False
+        forks.watch(self)
 
     def _build(self, backend: StateBackend, reduce_float32: bool, places: Places | None) -> None:
         """Make the parts that are never saved."""
@@ -112,6 +118,77 @@ class Engine:
         self._scaling: Scaling | None = None
         self._measured: Measured | None = None
         self._used: list[Tensor] = []  # the parameters that had a gradient in the last step
+
+    # -- readers and other threads
+
+    @property
+    def guard(self) -> StepGuard:
+        return self.schedule.guard
+
+    @property
+    def are_under_way(self) -> bool:
+        """Whether updates are running, pending or begun."""
+        return self.guard.is_busy or self.schedule.pending or self.schedule.started
+
+    def parameters(self) -> Iterator[Tensor]:
+        return (item.param for item in self.managed)
+
+    @contextlib.contextmanager
+    def reading(self, what: str) -> Iterator[None]:
+        """In the body, no other thread changes weights or state. Another thread gets in when no step has begun.
+
+        Args:
+            what: names the body in messages.
+
+        Raises:
+            RuntimeError: in a forked child; from a signal handler or hook in the middle of a step.
+        """
+        end = time.monotonic() + _LONGEST_GAP
+        while True:
+            with self.guard.reading(what):
+                if not (self.guard.is_foreign and self.schedule.started) or time.monotonic() > end:
+                    self._settle()
+                    yield
+                    self._settle()
+                    return
+            time.sleep(0.001)
+
+    def _settle(self) -> None:
+        """If this is another thread than the one that trains, the host waits: their streams may be different ones."""
+        if self.guard.is_foreign:
+            for device in self.managed.devices:
+                if device.type != "cpu":
+                    torch.accelerator.synchronize(device)
+
+    def wait_for_update(self, items: Iterable[Managed] | None = None) -> None:
+        """:meth:`Schedule.wait_for_update`, from outside of a step. A fork waits for nothing: see ``forks.py``."""
+        self._wait(self.schedule.wait_for_update, items)
+
+    def wait_for_step(self) -> None:
+        """:meth:`Schedule.wait_for_step`, likewise."""
+        self._wait(self.schedule.wait_for_step)
+
+    def wait_on_stream(self, items: Iterable[Managed]) -> None:
+        """:meth:`Schedule.wait_on_stream`, likewise."""
+        self._wait(self.schedule.wait_on_stream, items)
+
+    @property
+    def may_be_pending(self) -> bool:
+        """Whether there are updates to wait for: pending ones, or those of a step that another thread runs."""
+        schedule, guard = self.schedule, self.guard
+        found = schedule.pending or guard.is_busy_elsewhere or (schedule.started and guard.is_foreign)
+        return found and not guard.is_forked
+
+    def _wait(self, wait: Callable[..., None], *arguments: Any) -> None:
+        def waiting() -> None:
+            with no_grad_no_inference():
+                wait(*arguments)
+            self._settle()
+
+        if self.may_be_pending:
+            self.guard.work("a read of weights that are being updated", waiting)
+
+    # -- set-up
 
     @property
     def is_set_up(self) -> bool:
@@ -145,7 +222,9 @@ class Engine:
                 "backward() between grad_norm() and step(): the gradients have been added up; call step() or "
                 "zero_grad() first"
             )
-        self.schedule.wait_for_update()  # it may still read gradients from memory that the next ones will be written to
+        self.guard.check("backward()")
+        self.guard.trainer = threading.get_ident()
+        self.wait_for_update()  # it may still read gradients from memory that the next ones will be written to
         self.watch_gradients()  # parameters may have been cast, frozen or unfrozen
         self.gradients.begin_backward()
         accumulates = self.accumulating is True and self._overflow_everywhere is True
@@ -190,10 +269,16 @@ class Engine:
         """Updates during the last micro-batch's backward. There are no speculative ones if the graph is retained: a
         second backward would need the old weights."""
         if self.accumulating is False and isinstance(self.schedule, InBackward):
-            return self._updating(self.schedule)
+            return self._keeping_out(self._updating(self.schedule))
         if self.accumulating is False and isinstance(self.schedule, Overlap) and not retain_graph:
-            return self._speculating(self.schedule)
+            return self._keeping_out(self._speculating(self.schedule))
         return contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def _keeping_out(self, updates: contextlib.AbstractContextManager[None]) -> Iterator[None]:
+        """Other threads wait until the backward with these updates ends."""
+        with self.guard.backward, updates:
+            yield
 
     @contextlib.contextmanager
     def _updating(self, schedule: InBackward) -> Iterator[None]:
@@ -207,7 +292,7 @@ class Engine:
         self._check_in_backward_settings()  # settings may have been changed
         self.refuse_unusable("Load a checkpoint before the next backward")
         with torch.no_grad():
-            scaling = self._prepare()
+            scaling = self.guard.work("backward()", self._prepare)
         if scaling is None:
             yield
             return
@@ -227,7 +312,7 @@ class Engine:
             yield
             return
         with no_grad_no_inference():
-            scaling = self._prepare(adopt=False)
+            scaling = self.guard.work("backward()", self._prepare, adopt=False)
             written = bool(self.managed.find_written(self.managed))
         if scaling is None:
             yield
@@ -294,9 +379,14 @@ class Engine:
     # -- step
 
     def step(self, closure: Callable[[], Any] | None, init_state: bool = False) -> StepResult:
+        self.guard.check("step()")
         loss = self._run_closure(closure)
         self.refuse_unscaled()
         self._refuse_unreduced()
+        self.guard.trainer = threading.get_ident()
+        return self.guard.work("step()", self._step, loss, init_state)
+
+    def _step(self, loss: Any, init_state: bool) -> StepResult:
         with no_grad_no_inference():
             if isinstance(self.schedule, InBackward) and self.schedule.started:
                 moved = self.managed.in_other_groups(self.param_groups)
@@ -323,6 +413,8 @@ class Engine:
         if self._skips(update):
             self.schedule.wait_for_update()
         else:
+            for listener in self.update_listeners:  # reads in other threads wait from now on
+                listener()
             self.schedule.start(update)
 
     def _run_closure(self, closure: Callable[[], Any] | None) -> Any:
@@ -356,6 +448,9 @@ class Engine:
                 "grad_norm() before step(): optimizer_state.update is in_backward, and the layers' gradients have been "
                 "freed with their updates; read the norm from the result of step()"
             )
+        return self.guard.work("grad_norm()", self._measure_norm)
+
+    def _measure_norm(self) -> Tensor:
         with no_grad_no_inference():
             self._measured = self._measure()
             self.gradients.consume()
@@ -476,6 +571,10 @@ class Engine:
     def parameter_state(self, parameter: Tensor, kept_only: bool = False) -> dict[str, Any]:
         """Live entries if possible; ``kept_only``: what this process keeps, without communication."""
         self.refuse_if_closed()
+        with self.reading("reading state"):
+            return self.guard.work("reading state", self._parameter_state, parameter, kept_only)
+
+    def _parameter_state(self, parameter: Tensor, kept_only: bool) -> dict[str, Any]:
         item = self.managed.get(parameter)
         with no_grad_no_inference():
             if item is None:
@@ -486,6 +585,10 @@ class Engine:
 
     def replace_state(self, parameter: Tensor, entries: Mapping[str, Any]) -> None:
         """Replace the parameter's state; ``{}`` removes it."""
+        with self.reading("loading state"):
+            self.guard.work("loading state", self._replace_state, parameter, entries)
+
+    def _replace_state(self, parameter: Tensor, entries: Mapping[str, Any]) -> None:
         if not self.is_set_up and [*entries] == ["master"]:  # no set-up yet: the model may still be sharded
             self.managed.keep_initial_master(parameter, local_tensor(entries["master"]))
             return
@@ -537,6 +640,17 @@ class Engine:
                 "saved now belongs to no step. Call step() first"
             )
 
+    def refresh_masters(self) -> None:
+        """Rebuild the masters from the weights."""
+        if self.managed.refresh(self.param_groups):
+            self.on_parameters_changed()
+        self.broken.mark_masters_rebuilt()
+
+    def release_device_memory(self) -> None:
+        self.updater.stage.free()
+        self.updater.shared.free()
+        self.backend.release_device_memory()
+
     # -- end
 
     def remove_hooks(self) -> None:
@@ -546,6 +660,7 @@ class Engine:
 
     def close(self) -> None:
         """Complete pending updates, remove the hooks from the parameters, and free all memory."""
+        self.guard.check("close()")
         try:
             self._finish()
         finally:
@@ -553,6 +668,9 @@ class Engine:
             self.classes.close()
 
     def _finish(self) -> None:
+        self.guard.work("close()", self._finish_here)
+
+    def _finish_here(self) -> None:
         with no_grad_no_inference():
             try:
                 self.schedule.wait_for_update()
@@ -567,9 +685,9 @@ class Engine:
 
     def shut_down(self, on_done: Callable[[], object] = bool) -> None:
         """The optimizer is gone: complete pending updates, then call ``on_done``."""
-        if sys.is_finalizing() or os.getpid() != self._process:
+        if sys.is_finalizing() or self.guard.is_forked:
             return
-        if self.schedule.pending and self.backend.lanes.is_lane_thread:  # the garbage collector runs in any thread
+        if self.backend.is_lane_thread:  # the garbage collector runs in any thread
             threading.Thread(target=self._shut_down, args=(on_done,), name="lightstep-end").start()
         else:
             self._shut_down(on_done)
@@ -585,16 +703,11 @@ class Engine:
         except Exception as error:
             logger.warning("the last update of a deleted optimizer failed: %s: %s", type(error).__name__, error)
 
-    def finish_update(self) -> None:
-        """What the caller does next sees every parameter updated."""
-        with no_grad_no_inference():
-            self.schedule.wait_for_update()
-
 
 def _warn_no_gradients(managed: ManagedParameters) -> None:
     warnings.warn(
         f"step() found no gradient on any of {len(managed)} parameters and changes nothing: backward was "
         "not called, its gradients were not reduced (strategy.accumulate(last=True)), or the model's "
         "parameters were replaced (load_state_dict(assign=True)) after the optimizer was made",
-        stacklevel=7,
+        stacklevel=10,
     )

@@ -39,6 +39,7 @@ class InBackward(Schedule):
         super().__init__(updater, backend)
         self._arrivals = Arrivals()
         self._make_update: MakeUpdate | None = None
+        self._hooks_run = False  # in backward
         self._reset_step()
 
     def _reset_step(self) -> None:
@@ -78,13 +79,15 @@ class InBackward(Schedule):
             everything = [item for layer in self._arrivals.layers for item in layer]
             values = GroupValues(groups)
             values.copy_mutable()
-            self._begin(everything, values, self._backend.supports_lanes, self._arrivals.backward_order())
+            order = self._arrivals.backward_order()
+            self.guard.work("backward()", self._begin, everything, values, self._backend.supports_lanes, order)
+            self._hooks_run = True
             try:
                 with self._arrivals.listening(lambda item: self._take_gradient(item, take)):
                     yield
-                    self._flush()
+                    self.guard.work("backward()", self._flush)
             finally:
-                self._make_update = None
+                self._make_update, self._hooks_run = None, False
 
     def _take_gradient(self, item: Managed, take: Take) -> None:
         gradient = take(item)
@@ -102,7 +105,11 @@ class InBackward(Schedule):
         self._arrived.add(item)
         self._incomplete[item] = self._newest = gradient
         layer = self._arrivals.layer_of(item)
-        if self._arrivals.count_gradient(layer):
+        if not self._arrivals.count_gradient(layer):
+            return
+        if self._hooks_run:
+            self.guard.work("backward()", self._complete_layer, layer)
+        else:  # it is part of step()
             self._complete_layer(layer)
 
     def _complete_layer(self, layer: int) -> None:

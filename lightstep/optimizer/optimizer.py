@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
@@ -197,38 +198,40 @@ class MixedPrecisionOptimizer(BaseOptimizer):
 
     # -- deferred updates
 
+    @contextmanager
+    def between_steps(self, what: str = "reading weights and state") -> Iterator[None]:
+        with self.engine.reading(what):
+            self.wait_for_update()
+            yield
+
     @eager
     def wait_for_update(self, parameters: Iterable[Tensor] | None = None) -> None:
-        schedule = self.engine.schedule
-        if not schedule.pending:
-            return
-        with no_grad_no_inference():
-            schedule.wait_for_update(None if parameters is None else self.engine.managed.lookup(parameters))
+        if self.engine.may_be_pending:
+            self.engine.wait_for_update(None if parameters is None else self.engine.managed.lookup(parameters))
 
     @eager
     def wait_for_step(self) -> None:
-        if self.engine.schedule.pending:
-            with no_grad_no_inference():
-                self.engine.schedule.wait_for_step()
+        self.engine.wait_for_step()
 
     @property
     def has_deferred_updates(self) -> bool:
-        return self.engine.schedule.pending
+        return self.engine.may_be_pending
 
     def add_update_listener(self, listener: Callable[[], object]) -> None:
         self.engine.update_listeners.append(listener)
 
     @eager
     def wait_on_stream(self, parameters: Iterable[Tensor]) -> None:
-        with no_grad_no_inference():
-            self.engine.schedule.wait_on_stream(self.engine.managed.lookup(parameters))
+        if self.engine.may_be_pending:
+            self.engine.wait_on_stream(self.engine.managed.lookup(parameters))
 
     def synchronize(self) -> None:
-        self.wait_for_update()
-        self._backend.synchronize()
-        for device in self.engine.managed.devices:
-            if device.type != "cpu":
-                torch.accelerator.synchronize(device)
+        with self.engine.reading("synchronize()"):
+            self.wait_for_update()
+            self._backend.synchronize()
+            for device in self.engine.managed.devices:
+                if device.type != "cpu":
+                    torch.accelerator.synchronize(device)
 
     # -- memory
 
@@ -237,28 +240,28 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         if gib != "auto" and not (is_number and 0 <= gib < math.inf):
             raise ValueError(f"set_residency({gib!r}): a number of GiB of at least 0 is needed, or 'auto'")
         self.engine.refuse_if_closed()
-        self.wait_for_update()
-        with no_grad_no_inference():
-            self._backend.set_residency(gib)
+        with self.engine.reading("set_residency()"), no_grad_no_inference():
+            self.wait_for_update()
+            self.engine.guard.work("set_residency()", self._backend.set_residency, gib)
 
     def release_device_memory(self) -> None:
         self.engine.refuse_if_closed()
-        self.synchronize()
-        with no_grad_no_inference():
-            self.engine.updater.stage.free()
-            self.engine.updater.shared.free()
-            self._backend.release_device_memory()
+        with self.engine.reading("release_device_memory()"), no_grad_no_inference():
+            self.synchronize()
+            self.engine.guard.work("release_device_memory()", self.engine.release_device_memory)
         if any(device.type != "cpu" for device in self.engine.managed.devices):
             torch.accelerator.memory.empty_cache()
 
     def refresh_master_weights(self) -> None:
-        self.wait_for_update()
-        with no_grad_no_inference():
-            if self.engine.managed.refresh(self.param_groups):
-                self.engine.on_parameters_changed()
-        self.engine.broken.mark_masters_rebuilt()
+        with self.engine.reading("refresh_master_weights()"), no_grad_no_inference():
+            self.wait_for_update()
+            self.engine.guard.work("refresh_master_weights()", self.engine.refresh_masters)
 
     def memory_report(self) -> dict[str, float]:
+        with self.engine.reading("memory_report()"):
+            return self._memory_report()
+
+    def _memory_report(self) -> dict[str, float]:
         parameters = sum(item.local.numel() for item in self.engine.managed)
         stage = self.engine.updater.stage.nbytes()
         report: dict[str, float] = {**self._backend.memory(), "gradient_stage_bytes": stage}
@@ -278,8 +281,9 @@ class MixedPrecisionOptimizer(BaseOptimizer):
 
     @state.setter
     def state(self, entries: Mapping[Tensor, Mapping[str, Any]]) -> None:
-        for item in self.engine.managed:
-            self.engine.replace_state(item.param, entries.get(item.param, {}))
+        with self.engine.reading("loading state"):
+            for item in self.engine.managed:
+                self.engine.replace_state(item.param, entries.get(item.param, {}))
 
     @property
     def optimizer_class(self) -> type[torch.optim.Optimizer]:
@@ -297,7 +301,7 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         Args:
             also: frozen parameters of the groups that are about to get state.
         """
-        self.engine.set_up(also)
+        self.engine.guard.work("setting up the optimizer", self.engine.set_up, also)
         return list(self.engine.managed)
 
     def parameter_state(self, parameter: Tensor) -> dict[str, Any]:
@@ -315,7 +319,8 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         """:meth:`kept_state` without data: meta tensors of the local shapes and dtypes, and plain values."""
         self.engine.refuse_if_closed()
         item = self.engine.managed.get(parameter)
-        return self.engine.managed.initial_state(parameter) if item is None else self._backend.describe(item)
+        with self.engine.reading("reading state"):
+            return self.engine.managed.initial_state(parameter) if item is None else self._backend.describe(item)
 
     def pinned_state(
         self,
@@ -333,12 +338,12 @@ class MixedPrecisionOptimizer(BaseOptimizer):
             copies: host memory for copies; ``None``: there are no steps until the snapshot is closed.
         """
         with no_grad_no_inference():
-            return self.engine.managed.pin(wanted, weight_of, copies)
+            return self.engine.guard.work("saving state", self.engine.managed.pin, wanted, weight_of, copies)
 
     def keeps_state(self, parameter: Tensor) -> bool:
         """Whether this process keeps the parameter's state, and no other replica; sets up if necessary."""
         if parameter.requires_grad:
-            self.engine.set_up()
+            self.managed()
         item = self.engine.managed.get(parameter)
         return item is None or not item.is_remote
 
@@ -400,9 +405,12 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         of them call this, and each then has all the state in memory; ``strategy.save_checkpoint`` does not need that.
         """
         self.engine.refuse_if_closed()
-        self.engine.refuse_unfinished()
-        self.wait_for_update()
-        packed = super().state_dict()
+        with self.engine.reading("state_dict()"):
+            self.engine.refuse_unfinished()
+            self.wait_for_update()
+            return self._state_dict(super().state_dict())
+
+    def _state_dict(self, packed: dict[str, Any]) -> dict[str, Any]:
         packed.setdefault("loss_scale", self.loss_scale.state_dict())
         packed["param_groups"] = [plain_numbers(group) for group in packed["param_groups"]]
         indices = [index for group in packed["param_groups"] for index in group["params"]]
@@ -424,8 +432,9 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         Raises:
             ValueError: groups or shapes do not match; nothing has been changed then.
         """
-        self.wait_for_update()  # a pending update still writes to its groups
-        load_torch_state_dict(self, state_dict)
+        with self.engine.reading("load_state_dict()"):
+            self.wait_for_update()  # a pending update still writes to its groups
+            load_torch_state_dict(self, state_dict)
 
     def __repr__(self) -> str:
         name = type(self).__name__
@@ -436,9 +445,13 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         self.engine.close()
 
     def __getstate__(self) -> dict[str, Any]:
+        with self.engine.reading("copying or pickling the optimizer"):
+            self.engine.refuse_unfinished()
+            self.wait_for_update()
+            return self._copied_state()
+
+    def _copied_state(self) -> dict[str, Any]:
         engine = self.engine
-        engine.refuse_unfinished()
-        self.wait_for_update()
         mine = set(self._parameters())
         return {
             "defaults": self.defaults,

@@ -132,10 +132,10 @@ class Overlap(NextForward):
             speculation.shared_queue.clear()
             if self._updater.broken:
                 self.reset()
-            self._roll_back("an error in backward")
+            self.guard.work("backward()", self._roll_back, "an error in backward")
             raise
         if speculation.invalid:
-            self.roll_back("it continued in backward")
+            self.guard.work("backward()", self.roll_back, "it continued in backward")
         elif self._speculation is speculation:
             self.on_early_update()
 
@@ -230,6 +230,11 @@ class Overlap(NextForward):
 
     def _speculate(self, speculation: Speculation, units: Sequence[Unit]) -> None:
         """Submit the speculative updates of units whose gradients are complete."""
+        self.guard.work("backward()", self._submit_speculative, speculation, units)
+
+    def _submit_speculative(self, speculation: Speculation, units: Sequence[Unit]) -> None:
+        if self._speculation is not speculation:  # a hook has read a weight meanwhile
+            return
         available = speculation.gradients
         owners = dict.fromkeys(owner for unit in units for owner, _, _ in unit.parts if owner in available)
         if not owners:
@@ -239,15 +244,14 @@ class Overlap(NextForward):
         speculation.used.add(gradients)
         update = speculation.assumed_update(gradients)
         compute = self._backend.lanes.compute
-        with self._lock:
-            self._wait_for_caller()
-            self._link_share.record_ready()
-            for unit in units:
-                versions = [(owner.local, owner.local._version) for owner, _, _ in unit.parts]
-                compute.run(partial(speculation.run, self._updater, unit, update, versions))
-                speculation.submitted.append(unit)
-            compute.record(speculation.done)
-            self._link_share.record_done()
+        self._wait_for_caller()
+        self._link_share.record_ready()
+        for unit in units:
+            versions = [(owner.local, owner.local._version) for owner, _, _ in unit.parts]
+            compute.run(partial(speculation.run, self._updater, unit, update, versions))
+            speculation.submitted.append(unit)
+        compute.record(speculation.done)
+        self._link_share.record_done()
         self.on_early_update()
 
     def roll_back(self, reason: str) -> None:
@@ -270,21 +274,20 @@ class Overlap(NextForward):
 
     def _roll_back(self, reason: str) -> Sequence[Managed]:
         """:meth:`roll_back`; returns the parameters that somebody has written to."""
-        with self._lock:
-            speculation = self._speculation
-            if speculation is None:
-                return ()
-            if speculation.submitted and not speculation.invalid:
-                self.rolled_back += 1
-                level = logging.WARNING if self.rolled_back == _A_HABIT else logging.INFO
-                said = "updates in backward: rolled back before step() (%d so far): %s"
-                logger.log(level, said, self.rolled_back, reason)
-            written = self._written_after_update(speculation)
-            speculation.invalid = bool(speculation.shared_queue)
-            if not speculation.invalid:
-                self._speculation = None
-            self._roll_back_units(speculation)
-            return written
+        speculation = self._speculation
+        if speculation is None:
+            return ()
+        if speculation.submitted and not speculation.invalid:
+            self.rolled_back += 1
+            level = logging.WARNING if self.rolled_back == _A_HABIT else logging.INFO
+            said = "updates in backward: rolled back before step() (%d so far): %s"
+            logger.log(level, said, self.rolled_back, reason)
+        written = self._written_after_update(speculation)
+        speculation.invalid = bool(speculation.shared_queue)
+        if not speculation.invalid:
+            self._speculation = None
+        self._roll_back_units(speculation)
+        return written
 
     def _written_after_update(self, speculation: Speculation) -> Sequence[Managed]:
         if not speculation.submitted or self._updater.broken:
@@ -348,7 +351,7 @@ class Overlap(NextForward):
         update.drop_gradients(update.elsewhere)
         refuse_older_graphs(item for item in update.gradients if item not in speculation.used)
         update.note_versions()
-        with self._lock, self._aborting("the update under way"):
+        with self._aborting("the update under way"):
             self._wait_for_caller()
             for unit in speculation.after_backward:
                 self._backend.lanes.compute.run(partial(Job(unit, update).run, self._updater))
@@ -413,21 +416,18 @@ class Overlap(NextForward):
         Before ``step()`` speculative updates are rolled back if they concern these parameters. After it the verdict
         decides.
         """
-        if self._speculation is None:
+        speculation = self._speculation
+        if speculation is None:
             return True
-        with self._lock:
-            speculation = self._speculation
-            if speculation is None:
-                return True
-            if speculation.update is None:
-                read = () if items is None else [item.name for item in items if item in speculation.used]
-                if items is None:
-                    self.roll_back("everything was read, or another backward began")
-                elif read:
-                    self.roll_back(f"{read[0]} was read")
-                return False
-            self._apply_verdict(speculation, speculation.update)
-            return True
+        if speculation.update is None:
+            read = () if items is None else [item.name for item in items if item in speculation.used]
+            if items is None:
+                self.roll_back("everything was read, or another backward began")
+            elif read:
+                self.roll_back(f"{read[0]} was read")
+            return False
+        self._apply_verdict(speculation, speculation.update)
+        return True
 
     def _apply_verdict(self, speculation: Speculation, update: Update) -> None:
         """Read the verdict, roll back unless it is to commit, and schedule the remaining updates."""

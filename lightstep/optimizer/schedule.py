@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
@@ -13,6 +12,7 @@ from typing import Any, ClassVar
 import torch
 
 from lightstep.optimizer.group_values import GroupValues
+from lightstep.optimizer.step_guard import StepGuard
 from lightstep.optimizer.unit_updater import Gradients, UnitUpdater, Update
 from lightstep.state.backend import Managed, StateBackend, Unit
 
@@ -27,6 +27,8 @@ _ALL = sys.maxsize
 class Schedule:
     """Runs every unit of a step once, in order. Callers wait for single units or for all; an error ends the queue.
 
+    Callers outside of this room pass the guard first; only what hooks call in backward passes it here.
+
     A unit's update is a *job*. It is first *scheduled*, then *submitted*: to the compute lane, or run at once on the
     caller's stream. A job in the lane counts as submitted until the caller has waited for it. Subclasses decide when
     jobs are scheduled, and how far ahead of the callers that wait they are submitted.
@@ -36,6 +38,7 @@ class Schedule:
         backend: where the state of the units lives.
 
     Attributes:
+        guard: admits one thread at a time.
         started: a backward has begun to update units of the current step.
         redone: steps so far whose speculative updates had to be redone.
         rolled_back: how often speculative updates were rolled back before ``step()``.
@@ -63,7 +66,7 @@ class Schedule:
         self._units: Sequence[Unit] = ()
         self._completing_job: dict[Managed, int] = {}  # the job with which all of a parameter is updated
         self._arrival_job: dict[Managed, int] = {}  # the same for weights that other replicas send
-        self._lock = threading.RLock()
+        self.guard = StepGuard(backend)
         self.started = False
         self.redone = self.rolled_back = 0
         self.on_early_update: Callable[[], object] = lambda: None
@@ -103,7 +106,7 @@ class Schedule:
         deferred = self.deferred and all(item.updated for item in update.gradients)
         if deferred:
             update.values.copy_mutable()
-        with self._lock, self._aborting("the update under way"):
+        with self._aborting("the update under way"):
             self._begin(update.gradients.keys(), update.values, deferred)
             units = self._backend.units()
             if deferred:
@@ -208,15 +211,12 @@ class Schedule:
         """
         if not self.pending:
             return
-        with self._lock:  # forwards in several threads: none may go on before what the first one waits for is there
-            if not self.pending:
-                return
-            sent, last = ([], _ALL) if items is None else self._last_job_of(items)
-            with self._aborting("the update under way"):
-                self._submit(last + 1 + self.submit_ahead)
-            with self._aborting("the update under way", on_interrupt=False):
-                self._wait(last)
-                self._backend.receive(sent)
+        sent, last = ([], _ALL) if items is None else self._last_job_of(items)
+        with self._aborting("the update under way"):
+            self._submit(last + 1 + self.submit_ahead)
+        with self._aborting("the update under way", on_interrupt=False):
+            self._wait(last)
+            self._backend.receive(sent)
 
     def wait_for_step(self) -> None:
         """What the caller does next sees all updates that ``step()`` has decided."""
@@ -224,14 +224,13 @@ class Schedule:
 
     def wait_on_stream(self, items: Iterable[Managed]) -> None:
         """The current stream waits for these parameters, and no other stream does: the jobs stay unwaited for."""
-        with self._lock:
-            sent, last = self._last_job_of(items)
-            if last < 0:
-                return
-            with self._aborting("the update under way"):
-                self._submit(last + 1 + self.submit_ahead)
-                self._backend.lanes.caller().wait(self._events[last])
-                self._backend.receive(sent)
+        sent, last = self._last_job_of(items)
+        if last < 0:
+            return
+        with self._aborting("the update under way"):
+            self._submit(last + 1 + self.submit_ahead)
+            self._backend.lanes.caller().wait(self._events[last])
+            self._backend.receive(sent)
 
     def _last_job_of(self, items: Iterable[Managed]) -> tuple[list[Managed], int]:
         """Those of the parameters that other replicas send, and the job that completes the last one (-1: none)."""

@@ -59,7 +59,12 @@ class ReinforcementLearning:
         self._roles.require_trainer("publish_weights", "it receives weights: call receive_weights(engine)", model)
         record = PreparedModel.of(model)
         refuse_partly_loaded(model, "publishing weights")
-        record.wait_for_updates()
+        with record.between_steps("publish_weights()"):
+            return self._publish(model, dtype, to, version)
+
+    def _publish(
+        self, model: nn.Module, dtype: torch.dtype, to: RolloutEngine | WeightTransport | None, version: int | None
+    ) -> int:
         self._reshard(model)
         if version is not None and (isinstance(version, bool) or not isinstance(version, int) or version < 0):
             raise ValueError(f"version is {version!r}; a whole number of at least 0 is needed")

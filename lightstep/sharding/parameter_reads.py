@@ -124,7 +124,7 @@ class DeferredUpdates:
 
     def _finish_orphaned(self) -> None:
         for _, engine in self._orphaned():
-            engine.finish_update()
+            engine.wait_for_update()
 
 
 def _count_step(*_: Any) -> None:

@@ -82,6 +82,14 @@ class PreparedModel:
         for optimizer in self.optimizers:
             optimizer.wait_for_update()
 
+    @contextlib.contextmanager
+    def between_steps(self, what: str) -> Iterator[None]:
+        """:meth:`BaseOptimizer.between_steps` of all its optimizers."""
+        with contextlib.ExitStack() as stack:
+            for optimizer in sorted(self.optimizers, key=id):  # in one order: two threads may read
+                stack.enter_context(optimizer.between_steps(what))
+            yield
+
     # -- optimizers made before the model is sharded
 
     @contextlib.contextmanager

@@ -167,6 +167,11 @@ class StateBackend(ABC):
         """Manage exactly these parameters. New ones are added; those no longer listed are removed with their state."""
 
     @property
+    def is_lane_thread(self) -> bool:
+        """Whether the calling thread is one of the lanes."""
+        return False
+
+    @property
     def lanes(self) -> Lanes:
         """Streams (threads on the CPU) for updates that run concurrently with the caller's own work."""
         raise NotImplementedError(f"the {self.name} backend has no lanes")

@@ -9,7 +9,6 @@ rules, so that tests on the CPU find what is ordered wrongly.
 from __future__ import annotations
 
 import atexit
-import os
 import queue
 import threading
 import time
@@ -129,10 +128,7 @@ class Lanes:
         self.check()
 
     def check(self) -> None:
-        """Raise if a job has failed: its own failure first, later an error that refers to it.
-
-        Raises in a forked child, too, which has neither the threads nor the streams of its parent.
-        """
+        """Raise if a job has failed: its own failure first, later an error that refers to it."""
         self._status.check()
 
     @property
@@ -270,7 +266,6 @@ class _Status:
 
     def __init__(self) -> None:
         self.delay: Delay | None = None
-        self._process = os.getpid()
         self.changed = threading.Condition()
         self.error: LaneError | None = None
         self._raised = False
@@ -290,11 +285,6 @@ class _Status:
             self.changed.notify_all()
 
     def check(self) -> None:
-        if os.getpid() != self._process:
-            raise LaneError(
-                f"this optimizer's lanes belong to process {self._process} and this is its fork {os.getpid()}; make "
-                "the optimizer in the process that trains"
-            )
         if self.error is None:
             return
         if self._raised:

@@ -91,6 +91,10 @@ class ReplicaShardedBackend(StateBackend):
     # -- one step
 
     @property
+    def is_lane_thread(self) -> bool:
+        return self.inner.is_lane_thread
+
+    @property
     def lanes(self) -> Lanes:
         """The lanes of this replica."""
         return self.inner.lanes

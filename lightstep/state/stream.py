@@ -120,6 +120,10 @@ class StreamBackend(RecordBackend):
         return type(self)(**self._settings)
 
     @property
+    def is_lane_thread(self) -> bool:
+        return self._lanes is not None and self._lanes.is_lane_thread
+
+    @property
     def lanes(self) -> Lanes:
         """The lanes of the parameters' device; they exist once parameters are registered."""
         assert self._lanes is not None, "no parameters are registered"

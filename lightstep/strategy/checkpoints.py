@@ -1,4 +1,4 @@
-"""A strategy's checkpoints: checks roles, and waits for pending updates, before saving and loading."""
+"""A strategy's checkpoints: checks roles, and saves and loads between two steps."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class Checkpoints:
     ) -> PendingSave | None:
         """See ``Strategy.save_checkpoint``."""
         self._roles.require_trainer("save_checkpoint", _SAVED_BY_TRAINERS, model, allowed=("reference",))
-        PreparedModel.of(model).wait_for_updates()
-        return checkpoint.save_checkpoint(path, model, optimizer, scheduler, extra, **options)
+        with PreparedModel.of(model).between_steps("save_checkpoint()"):
+            return checkpoint.save_checkpoint(path, model, optimizer, scheduler, extra, **options)
 
     def load(
         self,
@@ -53,10 +53,10 @@ class Checkpoints:
         """See ``Strategy.load_checkpoint``."""
         allowed: tuple[Role, ...] = ("reference", "rollout") if optimizer is None else ()
         self._roles.require_trainer("load_checkpoint with an optimizer", "leave the optimizer out", model, allowed)
-        PreparedModel.of(model).wait_for_updates()
-        return checkpoint.load_checkpoint(path, model, optimizer, scheduler, trainable_only=trainable_only)
+        with PreparedModel.of(model).between_steps("load_checkpoint()"):
+            return checkpoint.load_checkpoint(path, model, optimizer, scheduler, trainable_only=trainable_only)
 
     def export(self, path: str | Path, model: nn.Module, tokenizer: Any) -> None:
         """See ``Strategy.export_model``."""
-        PreparedModel.of(model).wait_for_updates()
-        checkpoint.export_model(path, unwrap_model(model), tokenizer)
+        with PreparedModel.of(model).between_steps("export_model()"):
+            checkpoint.export_model(path, unwrap_model(model), tokenizer)

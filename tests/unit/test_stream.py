@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -830,16 +829,6 @@ def test_an_interrupt_while_waiting_for_a_slot_loses_none(monkeypatch: pytest.Mo
 
 def _interrupted(*_: object) -> None:
     raise KeyboardInterrupt
-
-
-def test_a_forked_child_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Run(streamed(2))
-    run.step(0)
-    parent = os.getpid()
-    monkeypatch.setattr(os, "getpid", lambda: parent + 1)
-    with pytest.raises(LaneError, match=f"belong to process {parent}"):
-        run.step(1)
-    monkeypatch.undo()
 
 
 def test_loading_takes_each_records_memory_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,566 @@
+"""Readers that come half-way: in other threads, in signal handlers in the middle of a step, in forked processes."""
+
+from __future__ import annotations
+
+import copy
+import multiprocessing
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightstep import Strategy
+from lightstep.optimizer.managed_parameters import ManagedParameters
+from lightstep.optimizer.step_guard import StepGuard
+from lightstep.sharding.parameter_reads import DeferredUpdates
+from tests.unit.test_stream import random_delays
+
+STATES: dict[str, dict[str, Any]] = {
+    "resident": {"backend": "resident"},
+    "bulk": {"backend": "bulk"},
+    "stream": {"backend": "stream", "ring_mib": 0.02},
+    "next_forward": {"backend": "stream", "ring_mib": 0.02, "update": "next_forward"},
+    "overlap": {"backend": "stream", "ring_mib": 0.02, "update": "overlap"},
+    "in_backward": {"backend": "stream", "ring_mib": 0.02, "update": "in_backward"},
+}
+DEFERRED = ["next_forward", "overlap", "in_backward"]
+calls: list[Callable[[], object]] = []  # made by the next update of AdamW
+
+
+class AdamW(torch.optim.AdamW):
+    def step(self, closure: Any = None) -> Any:
+        while calls:
+            calls.pop()()
+        return super().step(closure)
+
+
+class Run:
+    """A small network; batches depend on the step alone."""
+
+    def __init__(self, name: str, delays: int | None = None) -> None:
+        torch.manual_seed(0)
+        self.strategy = Strategy.load({"clipping": {"max_norm": None}, "optimizer_state": STATES[name]})
+        layers = [nn.Sequential(nn.Linear(24, 24), nn.GELU()) for _ in range(5)]
+        self.model = self.strategy.prepare_model(nn.Sequential(*layers))
+        self.optimizer: Any = self.strategy.create_optimizer(self.model, AdamW, lr=1e-2)
+        self.steps, self.delays = 0, delays
+
+    def step(self) -> None:
+        batch = torch.randn(4, 24, generator=torch.Generator().manual_seed(self.steps)).bfloat16()
+        with self.strategy.accumulate(self.model, last=True):
+            self.optimizer.backward(self.model(batch).float().square().mean())
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.steps += 1
+        backend = self.optimizer.engine.backend
+        if self.delays is not None and backend.supports_lanes:
+            random_delays(backend.lanes, self.delays + self.steps, 4e-4)
+
+    def train(self, steps: int) -> None:
+        for _ in range(steps):
+            self.step()
+
+    def weights(self) -> list[Tensor]:
+        return [parameter.detach().clone() for parameter in self.model.parameters()]
+
+    def state(self) -> list[Tensor]:
+        return tensors_of(self.optimizer.state_dict())
+
+    def everything(self) -> list[Tensor]:
+        self.optimizer.synchronize()
+        return [*self.weights(), *self.state()]
+
+
+def tensors_of(state_dict: dict[str, Any]) -> list[Tensor]:
+    entries = state_dict["state"]
+    return [entries[index][key] for index in sorted(entries) for key in ("exp_avg", "exp_avg_sq", "master", "step")]
+
+
+def same(some: list[Tensor], others: list[Tensor]) -> bool:
+    return len(some) == len(others) and all(map(torch.equal, some, others))
+
+
+@pytest.fixture(scope="module")
+def history() -> list[tuple[list[Tensor], list[Tensor]]]:
+    """Weights and state after each step of an undisturbed run."""
+    run, found = Run("resident"), []
+    run.step()
+    for _ in range(50):
+        found.append((run.weights(), run.state()))
+        run.step()
+    return found
+
+
+History = list[tuple[list[Tensor], list[Tensor]]]
+
+
+def step_of(state: list[Tensor], history: History) -> int:
+    """The step after which the state was this; -1: it never was."""
+    return next((step for step, (_, known) in enumerate(history) if same(state, known)), -1)
+
+
+def assert_ends_as(run: Run, history: History) -> None:
+    weights, state = history[run.steps - 1]
+    assert same(run.everything(), [*weights, *state])
+
+
+# -- threads
+
+
+@contextmanager
+def in_thread(work: Callable[[], object]) -> Iterator[list[BaseException]]:
+    """Do this again and again in a thread until the block is left; yields its errors."""
+    stop, errors = threading.Event(), []
+
+    def repeat() -> None:
+        generator = random.Random(0)
+        try:
+            while not stop.is_set():
+                work()
+                time.sleep(generator.random() * 2e-3)
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=repeat)
+    thread.start()
+    try:
+        yield errors
+    finally:
+        stop.set()
+        thread.join(60)
+    assert not thread.is_alive(), "a deadlock"
+
+
+def reload(run: Run) -> None:
+    with run.optimizer.between_steps():
+        run.optimizer.load_state_dict(run.optimizer.state_dict())
+
+
+OTHERS: dict[str, Callable[[Run], object]] = {
+    "entries": lambda run: [dict(run.optimizer.state[p]) for p in run.model.parameters()],
+    "weights": lambda run: [parameter.sum() for parameter in run.model.parameters()],
+    "model": lambda run: run.model.state_dict(),
+    "forward": lambda run: run.model(torch.ones(2, 24).bfloat16()),
+    "report": lambda run: run.optimizer.memory_report(),
+    "copy": lambda run: copy.deepcopy(run.optimizer),
+    "synchronize": lambda run: run.optimizer.synchronize(),
+    "load": reload,
+}
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_what_another_thread_reads_is_of_one_step(name: str, history: History) -> None:
+    run, states, pairs = Run(name, delays=1), [], []
+    run.step()
+
+    def read() -> None:
+        states.append(run.state())
+        with run.optimizer.between_steps():
+            pairs.append((run.weights(), run.state()))
+
+    with in_thread(read) as errors:
+        run.train(30)
+    assert not errors
+    assert_ends_as(run, history)
+    steps = [step_of(state, history) for state in states]
+    assert len(steps) > 3 and steps[0] >= 0 and steps == sorted(steps)
+    assert all(same(weights, history[step_of(state, history)][0]) for weights, state in pairs)
+
+
+@pytest.mark.parametrize("name", STATES)
+@pytest.mark.parametrize("read", OTHERS)
+def test_other_readers_change_nothing(name: str, read: str, history: History) -> None:
+    run = Run(name, delays=2)
+    run.step()
+    with in_thread(lambda: OTHERS[read](run)) as errors:
+        run.train(12)
+    assert not errors
+    assert_ends_as(run, history)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["waiting", "asynchronous"])
+@pytest.mark.parametrize("name", STATES)
+def test_a_thread_saves_checkpoints(name: str, asynchronous: bool, tmp_path: Path, history: History) -> None:
+    run, saved = Run(name, delays=3), []
+    run.step()
+
+    def save() -> None:
+        folder = tmp_path / f"save-{len(saved)}"
+        handle: Any = run.strategy.save_checkpoint(folder, run.model, run.optimizer, asynchronous=asynchronous)
+        if handle is not None:
+            handle.result()
+        saved.append(folder)
+
+    with in_thread(save) as errors:
+        while len(saved) < 2 and run.steps < 40 and not errors:
+            run.step()
+    assert not errors
+    assert_ends_as(run, history)
+    for folder in saved:
+        loaded = Run("resident")
+        loaded.strategy.load_checkpoint(folder, loaded.model, loaded.optimizer)
+        step = step_of(loaded.state(), history)
+        assert step >= 0 and same(loaded.weights(), history[step][0])
+
+
+@pytest.mark.parametrize("name", DEFERRED)
+def test_a_thread_trains_another_optimizer(name: str, history: History) -> None:
+    one, other = Run(name, delays=4), Run(name, delays=5)
+    with in_thread(lambda: other.steps < 40 and other.step()) as errors:
+        one.train(15)
+    assert not errors
+    assert_ends_as(one, history)
+    assert_ends_as(other, history)
+
+
+@pytest.mark.parametrize("name", ["overlap", "in_backward"])
+def test_threads_of_autograd_are_not_kept_out(name: str, history: History) -> None:
+    """On an accelerator they run the very backward that keeps other threads out."""
+    run, seen = Run(name, delays=6), []
+    run.step()
+    run.optimizer.synchronize()
+
+    def read_in_backward(*_: Any) -> None:
+        seen.append(run.model[4][0].weight.sum())
+
+    def of_a_device() -> None:
+        leaf = torch.ones(1, requires_grad=True)
+        leaf.register_hook(read_in_backward)
+        leaf.sum().backward()
+
+    def hook(*_: Any) -> None:
+        thread = threading.Thread(target=of_a_device)
+        thread.start()
+        thread.join(30)
+        assert not thread.is_alive(), "a deadlock"
+
+    handle = run.model[1].register_full_backward_hook(hook)
+    run.train(3)
+    handle.remove()
+    assert len(seen) == 3
+    assert_ends_as(run, history)
+
+
+def test_a_step_that_begins_is_told_to_readers_in_other_threads() -> None:
+    """They may have waited for a module, and would not wait for it again until the step ends."""
+    run = Run("next_forward")
+    run.step()
+    run.optimizer.synchronize()
+    before, start, seen = DeferredUpdates.steps, run.optimizer.engine.schedule.start, []
+    run.optimizer.engine.schedule.start = lambda update: (seen.append(DeferredUpdates.steps), start(update))
+    run.step()
+    assert seen == [before + 1]
+
+
+def test_the_host_waits_for_devices_in_other_threads_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their streams may be others than those of the thread that trains."""
+    run, waits = Run("resident"), []
+    run.step()
+    monkeypatch.setattr(ManagedParameters, "devices", {torch.device("cuda")})
+    monkeypatch.setattr(torch.accelerator, "synchronize", waits.append)
+    run.optimizer.state_dict()
+    assert not waits
+    thread = threading.Thread(target=run.optimizer.state_dict)
+    thread.start()
+    thread.join()
+    assert len(waits) >= 2
+
+
+def test_a_step_passes_the_guard_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    passed: list[str] = []
+    work = StepGuard.work
+
+    def counting(self: StepGuard, what: str, *arguments: Any, **keywords: Any) -> Any:
+        passed.append(what)
+        return work(self, what, *arguments, **keywords)
+
+    for name in ("resident", "bulk", "stream"):
+        run = Run(name)
+        run.train(2)
+        with monkeypatch.context() as patched:
+            patched.setattr(StepGuard, "work", counting)
+            run.step()
+        assert passed == ["step()"], name
+        passed.clear()
+
+
+# -- signal handlers and finalizers
+
+
+@contextmanager
+def handling(handler: Callable[[], object]) -> Iterator[None]:
+    """Handle SIGALRM in the block."""
+    before = signal.signal(signal.SIGALRM, lambda *_: handler())
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+class Reader:
+    """Reads like a careless handler, and keeps what it got or was told."""
+
+    def __init__(self, run: Run, folder: Path) -> None:
+        self.run, self.folder, self.working = run, folder, False
+        self.states: list[list[Tensor]] = []
+        self.said: list[str] = []
+
+    def __call__(self) -> None:
+        if self.working:
+            return
+        self.working = True
+        for read in (self.read_state, self.save, lambda: [p.sum() for p in self.run.model.parameters()]):
+            try:
+                read()
+            except Exception as error:
+                self.said.append(str(error))
+        self.working = False
+
+    def read_state(self) -> None:
+        self.states.append(self.run.state())
+
+    def save(self) -> None:
+        if len(self.states) < 3:
+            self.run.strategy.save_checkpoint(self.folder / "save", self.run.model, self.run.optimizer)
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_a_handler_in_the_middle_of_an_update_is_told(name: str, history: History, tmp_path: Path) -> None:
+    run = Run(name)
+    run.step()
+    reader = Reader(run, tmp_path)
+    with handling(reader):
+        for _ in range(3):
+            calls.append(lambda: signal.raise_signal(signal.SIGALRM))
+            run.step()
+            run.optimizer.synchronize()
+    assert all(step_of(state, history) >= 0 for state in reader.states)
+    assert not [said for said in reader.said if "in the middle of" not in said and "has begun to update" not in said]
+    assert reader.said or name in DEFERRED  # there another thread updates
+    assert_ends_as(run, history)
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_handlers_at_any_moment_leave_the_run_as_it_is(name: str, history: History, tmp_path: Path) -> None:
+    run = Run(name, delays=7)
+    run.step()
+    reader = Reader(run, tmp_path)
+    with handling(reader):
+        signal.setitimer(signal.ITIMER_REAL, 0.002, 0.0137)
+        run.train(25)
+    assert reader.states and all(step_of(state, history) >= 0 for state in reader.states)
+    assert not [said for said in reader.said if "in the middle of" not in said and "has begun to update" not in said]
+    assert_ends_as(run, history)
+
+
+def test_a_refusal_that_nobody_catches_ends_the_step_as_an_interrupt_does(history: History) -> None:
+    run = Run("stream")
+    run.train(2)
+    before = run.optimizer.state_dict()
+    calls.append(run.optimizer.state_dict)
+    with pytest.raises(RuntimeError, match=r"state_dict\(\) in the middle of step\(\) .* set a flag in the handler"):
+        run.step()
+    with pytest.raises(RuntimeError, match="may be half updated"):
+        run.optimizer.step()
+    run.optimizer.load_state_dict(before)
+    with torch.no_grad():
+        for parameter, weight in zip(run.model.parameters(), history[1][0], strict=True):
+            parameter.copy_(weight)
+    run.train(1)
+    assert_ends_as(run, history)
+
+
+def step_and_wait(run: Run) -> None:
+    run.step()
+    run.optimizer.synchronize()
+
+
+@pytest.mark.parametrize("name", ["stream", "next_forward"])
+def test_an_optimizer_class_that_reads_the_model_is_told(name: str) -> None:
+    """In a lane's own thread the read would wait for that thread."""
+    run = Run(name)
+    run.train(2)
+    run.optimizer.synchronize()
+    calls.append(run.optimizer.state_dict)
+    with pytest.raises(RuntimeError, match=r"failed .*in the middle of"):
+        step_and_wait(run)
+
+
+def test_a_finalizer_in_the_middle_of_a_step_is_told(history: History, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, said = Run("stream"), []
+    run.step()
+    monkeypatch.setattr("sys.unraisablehook", lambda unraisable: said.append(str(unraisable.exc_value)))
+
+    class Watcher:
+        def __del__(self) -> None:
+            run.optimizer.state_dict()
+
+    kept = [Watcher()]
+    calls.append(kept.clear)
+    run.step()
+    assert len(said) == 1 and said[0].startswith("state_dict() in the middle of step()")
+    assert_ends_as(run, history)
+
+
+# -- forks
+
+
+def in_fork(work: Callable[[], Any]) -> Any:
+    """What ``work`` returns in a forked child, or its error as text."""
+    context = multiprocessing.get_context("fork")
+    mine, theirs = context.Pipe(duplex=False)
+
+    def child() -> None:
+        try:
+            theirs.send(work())
+        except Exception as error:
+            theirs.send(f"{type(error).__name__}: {error}")
+
+    process = context.Process(target=child)
+    process.start()
+    try:
+        assert mine.poll(60), "the child hangs"
+        return mine.recv()
+    finally:
+        process.kill()
+        process.join()
+
+
+def slow(run: Run) -> None:
+    """From here on updates are pending for some time."""
+    run.optimizer.synchronize()
+    run.optimizer.engine.backend.lanes.delay = lambda lane: time.sleep(0.02)
+
+
+@pytest.mark.parametrize("name", ["next_forward", "overlap"])
+def test_a_fork_reads_settings_while_updates_are_pending_and_no_stale_weights(name: str, history: History) -> None:
+    run = Run(name)
+    run.train(2)
+    slow(run)
+    run.step()
+    weight, refused = run.model[4][0].weight, "which was forked while the parameter was being updated"
+
+    def settings() -> Any:
+        return (
+            str(next(run.model.parameters()).dtype),
+            [(*parameter.shape, parameter.numel(), str(parameter.device)) for parameter in run.model.parameters()],
+            [group["lr"] for group in run.optimizer.param_groups],
+            [type(parameter).__name__ for parameter in run.model.parameters()],
+            weight.requires_grad and weight.is_floating_point() and weight.grad is None and len(weight),
+        )
+
+    assert in_fork(settings) == settings()
+    run.step()
+    reads: list[Callable[[], Any]] = [
+        lambda: weight.sum().item(),
+        lambda: weight.data.tolist(),
+        lambda: weight.detach().tolist(),
+        lambda: weight.tolist(),
+        lambda: run.model(torch.ones(2, 24).bfloat16()).tolist(),
+        lambda: copy.deepcopy(run.model) and 0,
+        lambda: weight.data_ptr(),
+        lambda: [value.tolist() for value in run.model.state_dict().values()],
+    ]
+    for read in reads:
+        run.step()
+        assert refused in in_fork(read)
+    assert_ends_as(run, history)
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_a_fork_neither_trains_nor_reads_state(name: str, history: History) -> None:
+    run = Run(name)
+    run.train(2)
+    run.optimizer.synchronize()
+    works: list[Callable[[], Any]] = [
+        run.step,
+        run.optimizer.step,
+        run.optimizer.state_dict,
+        run.optimizer.synchronize,
+        run.optimizer.memory_report,
+        run.optimizer.refresh_master_weights,
+        lambda: run.optimizer.load_state_dict({}),
+        lambda: run.optimizer.state[run.model[0][0].weight],
+        lambda: run.strategy.save_checkpoint("/nowhere", run.model, run.optimizer),
+        lambda: copy.deepcopy(run.optimizer),
+    ]
+    for work in works:
+        assert f"a fork of process {os.getpid()}" in in_fork(work)
+    expected = run.model(torch.ones(2, 24).bfloat16()).tolist()
+    assert in_fork(lambda: run.model(torch.ones(2, 24).bfloat16()).tolist()) == expected  # as in plain torch
+    run.step()
+    assert_ends_as(run, history)
+
+
+@pytest.mark.parametrize("persistent", [False, True], ids=["new", "persistent"])
+@pytest.mark.parametrize("name", DEFERRED)
+def test_workers_of_a_data_loader_read_the_dtype(name: str, persistent: bool, history: History) -> None:
+    run = Run(name)
+    run.train(2)
+
+    def collate(rows: list[Tensor]) -> Tensor:
+        return torch.stack(rows).to(next(run.model.parameters()).dtype)
+
+    loader: Any = torch.utils.data.DataLoader(
+        list(torch.randn(8, 24)),
+        4,
+        num_workers=2,
+        collate_fn=collate,
+        timeout=60,
+        multiprocessing_context="fork",
+        persistent_workers=persistent,
+    )
+    for _ in range(2):
+        slow(run)
+        run.step()
+        for batch in loader:
+            assert batch.dtype == torch.bfloat16
+            run.step()
+    assert_ends_as(run, history)
+
+
+@pytest.mark.parametrize("name", ["stream", "next_forward"])
+def test_a_fork_while_another_thread_runs_a_step(name: str, history: History) -> None:
+    run = Run(name)
+    run.train(2)
+    run.optimizer.synchronize()
+    begun, free = threading.Event(), threading.Event()
+    calls.append(lambda: (begun.set(), free.wait(60)))
+    thread = threading.Thread(target=run.step)
+    thread.start()
+    assert begun.wait(60)
+    weight = run.model._modules["4"]._modules["0"]._parameters
+    assert in_fork(lambda: str(weight["weight"].dtype)) == "torch.bfloat16"
+    assert "was forked while the parameter" in in_fork(lambda: weight["weight"].tolist())
+    assert "a fork of process" in in_fork(run.optimizer.state_dict)
+    free.set()
+    thread.join()
+    assert_ends_as(run, history)
+
+
+def test_a_child_ends_by_itself_and_ends_nothing_of_its_parent(history: History) -> None:
+    """It collects its copy of the optimizer, and exits as a script does."""
+    run = Run("next_forward")
+    run.train(2)
+    slow(run)
+    run.step()
+    child = os.fork()
+    if child == 0:
+        try:
+            run.optimizer = run.model = None
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+        finally:
+            os._exit(7)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    run.step()
+    assert_ends_as(run, history)
