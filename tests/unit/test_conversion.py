@@ -419,6 +419,24 @@ def test_a_checkpoint_of_trainer_is_read_without_being_told_the_names(tmp_path: 
         assert torch.equal(state.weights[name].read(), parameter)
 
 
+def test_the_trainers_schedule_beside_the_files_of_deepspeed_is_kept(tmp_path: Path) -> None:
+    """In ``checkpoint-N`` under DeepSpeed, whose own files have no scheduler then."""
+    run = Run("float32").train(BEFORE)
+    folder = tmp_path / "checkpoint-3"
+    convert_checkpoint(run.save(tmp_path / "step-3"), folder, "deepspeed-universal")
+    files = folder / (folder / "latest_universal").read_text().strip()
+    torch.save({"last_epoch": 7, "base_lrs": [0.1]}, folder / "scheduler.pt")
+    for path in (folder, files):
+        assert (read_checkpoint(path).scheduler or {}).get("last_epoch") != 7
+    (folder / "trainer_state.json").write_text('{"global_step": 3}')
+    for path in (folder, files):
+        state = convert_checkpoint(path, tmp_path / "converted", "lightstep")
+        assert state.scheduler == {"last_epoch": 7, "base_lrs": [0.1]}
+        assert state.extra["trainer_state"] == {"global_step": 3}
+    read = read_checkpoint(tmp_path / "converted")
+    assert read.scheduler == {"last_epoch": 7, "base_lrs": [0.1]}
+
+
 def test_the_order_of_safetensors_names_no_parameters(tmp_path: Path) -> None:
     """They are sorted by name, ``layers.10`` before ``layers.2``: no order of a model."""
     model = nn.Module()

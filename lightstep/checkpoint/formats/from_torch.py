@@ -23,6 +23,7 @@ OPTIMIZER_KEYS = ("optimizer", "optimizer_state_dict", "optim")
 SCHEDULER_KEYS = ("scheduler", "scheduler_state_dict", "lr_scheduler")
 SCALER_KEYS = ("scaler", "scaler_state_dict", "grad_scaler")
 _SAFETENSORS, _INDEX = "model.safetensors", "model.safetensors.index.json"
+TRAINER_STATE = "trainer_state.json"
 
 
 def read_torch_file(path: Path, naming: Naming) -> TrainingState:
@@ -171,15 +172,20 @@ def read_trainer_checkpoint(folder: Path, naming: Naming) -> TrainingState:
         state.aliases = {alias: name for alias, name in naming.model.aliases.items() if alias not in state.weights}
         state.weights = _in_model_order(state.weights, naming.model)
     add_optimizer(state, load_file(folder / "optimizer.pt"), naming, [_trainer_groups(naming.model)])
-    if (folder / "scheduler.pt").is_file():
-        state.scheduler = load_file(folder / "scheduler.pt")
     if (folder / "scaler.pt").is_file():
         state.loss_scale = from_torch(load_file(folder / "scaler.pt"))
-    if (folder / "trainer_state.json").is_file():
-        state.extra["trainer_state"] = json.loads((folder / "trainer_state.json").read_text(encoding="utf-8"))
+    add_trainer_files(state, folder)
+    return state
+
+
+def add_trainer_files(state: TrainingState, folder: Path) -> None:
+    """Add what the Trainer keeps beside any optimizer's files, DeepSpeed's too: the scheduler and its own state."""
+    if (folder / "scheduler.pt").is_file():
+        state.scheduler = load_file(folder / "scheduler.pt")
+    if (folder / TRAINER_STATE).is_file():
+        state.extra["trainer_state"] = json.loads((folder / TRAINER_STATE).read_text(encoding="utf-8"))
     if any(folder.glob("rng_state*.pth")):
         state.notes.append("the Trainer's random states (rng_state) are pickles, and were left out")
-    return state
 
 
 def safetensors_weights(folder: Path) -> dict[str, LazyTensor]:

@@ -9,7 +9,13 @@ from lightstep.checkpoint.formats.from_dcp import METADATA, read_dcp
 from lightstep.checkpoint.formats.from_engine import is_engine_checkpoint, read_engine_checkpoint
 from lightstep.checkpoint.formats.from_lightrft import is_lightrft, rank_files, read_lightrft
 from lightstep.checkpoint.formats.from_lightstep import read_lightstep
-from lightstep.checkpoint.formats.from_torch import is_trainer_checkpoint, read_torch_file, read_trainer_checkpoint
+from lightstep.checkpoint.formats.from_torch import (
+    TRAINER_STATE,
+    add_trainer_files,
+    is_trainer_checkpoint,
+    read_torch_file,
+    read_trainer_checkpoint,
+)
 from lightstep.checkpoint.formats.from_universal import PARAMETERS, read_universal
 from lightstep.checkpoint.formats.from_zero import read_zero
 from lightstep.checkpoint.formats.names import Naming
@@ -48,9 +54,9 @@ def _read(path: Path, naming: Naming) -> TrainingState:
         raise NotFoundError(f"{path} holds no checkpoint of lightstep; copy one of another format to a local folder")
     folder = _tagged(path)
     if (folder / PARAMETERS).is_dir():
-        return read_universal(folder)
+        return _with_trainer_files(read_universal(folder), folder.parent)
     if any(OPTIMIZER_FILE.fullmatch(entry.name) or MODEL_FILE.fullmatch(entry.name) for entry in folder.iterdir()):
-        return read_zero(open_zero(folder))
+        return _with_trainer_files(read_zero(open_zero(folder)), folder.parent)
     if rank_files(path):
         return read_lightrft(path, naming)
     if (path / METADATA).is_file():
@@ -60,6 +66,13 @@ def _read(path: Path, naming: Naming) -> TrainingState:
     if (newest := latest_checkpoint(path)) is not None:
         raise NotFoundError(f"{path} is a folder of checkpoints; the newest is {newest}")
     raise NotFoundError(f"{path} holds no checkpoint in a known format. Known are {READABLE}")
+
+
+def _with_trainer_files(state: TrainingState, folder: Path) -> TrainingState:
+    """The run of DeepSpeed's files, with the Trainer's own if ``folder`` is a checkpoint of it."""
+    if (folder / TRAINER_STATE).is_file():
+        add_trainer_files(state, folder)
+    return state
 
 
 def _tagged(path: Path) -> Path:
