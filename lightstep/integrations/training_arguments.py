@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import TrainingArguments
 from transformers.trainer_utils import HubStrategy
 
@@ -17,7 +18,14 @@ from lightstep.config import ConfigError, DDPSharding, FSDP2Sharding
 from lightstep.optimizer.base import BaseOptimizer
 from lightstep.strategy import Strategy
 
-__all__ = ["check_arguments", "check_asynchronous_saves", "check_optimizer_class", "is_max_norm_chosen", "max_norm"]
+__all__ = [
+    "check_arguments",
+    "check_asynchronous_saves",
+    "check_groups",
+    "check_optimizer_class",
+    "is_max_norm_chosen",
+    "max_norm",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -116,12 +124,34 @@ def _check_ddp_arguments(args: TrainingArguments, strategy: Strategy) -> None:
             )
 
 
+def check_groups(model: nn.Module, loss: Any, values: Mapping[str, Any]) -> None:
+    """
+    Args:
+        loss: the trainer's loss modules, if it has any (Sentence Transformers).
+        values: with the groups that a class made from the Trainer may have put there, under the Trainer's keys.
+
+    Raises:
+        ConfigError: there are parameters in them that are not the model's.
+    """
+    groups = [*values.get("params", ()), *values.get("optimizer_dict", ())]
+    own = set(model.parameters())
+    others = [p for group in groups if isinstance(group, Mapping) for p in group["params"] if p not in own]
+    if others:
+        shapes = ", ".join(str(tuple(p.shape)) for p in others[:3])
+        raise ConfigError(
+            f"{len(others)} of the parameters to train (shapes {shapes}) are not the model's but of the loss, "
+            f"{type(loss).__name__}: the strategy casts, places and shards the model alone. Choose a loss without "
+            "weights of its own, or make them a part of the model"
+        )
+
+
 def check_optimizer_class(optimizer_class: Any, values: Mapping[str, Any], optim: str | None) -> None:
     source = "optimizer_cls_and_kwargs" if optim is None else f"optim={str(optim)!r} in TrainingArguments"
     is_class = isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)
     wraps = is_class and issubclass(optimizer_class, BaseOptimizer)
     library = getattr(optimizer_class, "__module__", "").partition(".")[0]
-    if not is_class or wraps or library in _UNSUPPORTED_LIBRARIES or {"model", "optimizer_dict"} & set(values):
+    per_parameter = "optimizer_dict" in values and not isinstance(values["optimizer_dict"], list)  # optimizers
+    if not is_class or wraps or library in _UNSUPPORTED_LIBRARIES or per_parameter or "model" in values:
         raise ConfigError(
             f"{source} is {getattr(optimizer_class, '__name__', optimizer_class)} of {library}, which does more than "
             "update a weight from its gradient; lightstep runs any element-wise torch.optim.Optimizer class on its "

@@ -35,6 +35,7 @@ from lightstep.integrations.trainer_rules import GivenRules, make_rules, read_ru
 from lightstep.integrations.training_arguments import (
     check_arguments,
     check_asynchronous_saves,
+    check_groups,
     check_optimizer_class,
     is_max_norm_chosen,
     max_norm,
@@ -148,7 +149,9 @@ class LightstepMixin(TrainerCheckpoints):
         _, args.optim_args = split_optim_args(args.optim_args)
         optimizer_class, values = given or self.get_optimizer_cls_and_kwargs(args, trained)
         check_optimizer_class(optimizer_class, values, None if given else args.optim)
+        check_groups(trained, getattr(self, "loss", None), values)
         if self.rules is not None:
+            values = {key: value for key, value in values.items() if key not in ("params", "optimizer_dict")}
             rules = make_rules(self.rules, optimizer_class, values, args)
             self.optimizer = self.strategy.create_optimizer(trained, rules=rules)
             self.optimizer.defaults["lr"] = args.learning_rate  # what min_lr and lr_end of schedules are relative to

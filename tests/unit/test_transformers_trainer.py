@@ -567,6 +567,48 @@ def test_the_mixin_stands_in_front_of_other_trainers(tmp_path: Path) -> None:
     assert entry["grad_norm"] == expected.logs[0]["grad_norm"]
 
 
+class OwnGroups(LightstepMixin, Trainer):
+    """As ``SentenceTransformerTrainer``: the groups are the loss's, which has the model in it and may have weights."""
+
+    loss: nn.Module
+
+    def get_optimizer_cls_and_kwargs(self, args: TrainingArguments, model: Any = None) -> tuple[Any, dict[str, Any]]:
+        kind, values = Trainer.get_optimizer_cls_and_kwargs(args, self.loss)
+        names = dict(self.loss.named_parameters())
+        slow = [p for name, p in names.items() if "norm" in name]
+        rest = [p for name, p in names.items() if "norm" not in name]
+        groups = [{"params": rest, "weight_decay": 0.1}, {"params": slow, "weight_decay": 0.0, "lr": 1e-4}]
+        return kind, {**values, "optimizer_dict": groups}
+
+
+@pytest.mark.parametrize("backend", ["resident", "stream"])
+def test_groups_that_a_class_returns_with_its_optimizer(tmp_path: Path, backend: str) -> None:
+    """Bit for bit those of an optimizer with the same groups, which the user has made."""
+    values = {"optimizer_state": {"backend": backend}}
+    args = training_arguments(tmp_path, train_sampling_strategy="sequential", max_steps=3)
+    trainer = OwnGroups(model := make_llama(), args, strategy=values, train_dataset=Rows())
+    trainer.loss = nn.ModuleDict({"model": model})
+    trainer.train()
+    assert [(g["weight_decay"], g["initial_lr"]) for g in trainer.optimizer.param_groups] == [(0.1, 3e-3), (0.0, 1e-4)]
+    strategy, expected = Strategy.load(values), make_llama()
+    named = dict(expected.named_parameters())
+    groups = [
+        {"params": [p for name, p in named.items() if "norm" not in name], "weight_decay": 0.1},
+        {"params": [p for name, p in named.items() if "norm" in name], "weight_decay": 0.0, "lr": 1e-4},
+    ]
+    optimizer = strategy.create_optimizer(expected, torch.optim.AdamW, param_groups=groups, lr=3e-3)
+    given = {"train_dataset": Rows(), "optimizers": (optimizer, None)}
+    LightstepTrainer(expected, args, strategy=strategy, **given).train()
+    same_weights(trainer.model, expected)
+
+
+def test_weights_of_a_loss_are_refused(tmp_path: Path) -> None:
+    trainer = OwnGroups(model := make_llama(), training_arguments(tmp_path), strategy="resident", train_dataset=Rows())
+    trainer.loss = nn.ModuleDict({"model": model, "head": nn.Linear(4, 2)})
+    with pytest.raises(ConfigError, match=r"2 of the parameters to train \(shapes .*\) are .* of the loss, ModuleDict"):
+        trainer.train()
+
+
 def test_bf16_is_autocast_around_the_forward(tmp_path: Path) -> None:
     """The dtype of the weights stays the strategy's."""
     values = BF16 | {"precision": {"parameters": "float32"}}
