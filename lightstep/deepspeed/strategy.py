@@ -30,6 +30,7 @@ from lightstep.extras import needs
 from lightstep.optimizer.base import BaseOptimizer
 from lightstep.rollout.engine import RolloutEngine
 from lightstep.rollout.transport import WeightTransport
+from lightstep.sharding.dtypes import planned_by_tensor
 from lightstep.sharding.engine_model import EngineModel, tell_deepspeed_where_it_is
 from lightstep.sharding.model_names import unwrap_model
 from lightstep.strategy.base import ModelSource
@@ -98,6 +99,7 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
 
     def _prepare(self, model: nn.Module) -> nn.Module:
         self._refuse_wrapped(model)
+        self._refuse_kept(model)
         if deepspeed_weights.is_partitioned(model):
             self._refuse_other_dtype(model)
             return EngineModel(model, partitioned=True)
@@ -123,6 +125,18 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
                 f"{self.name}: {len(sharded)} parameters are DTensors (first: {sharded[0]}), and DeepSpeed partitions "
                 "only plain ones; prepare the model before anything else shards it"
             )
+
+    def _refuse_kept(self, model: nn.Module) -> None:
+        """Raise ``ConfigError`` if parameters must not be cast: DeepSpeed casts all that have 16 bits or more."""
+        planned = planned_by_tensor(model, self.parameter_dtype)
+        for name, parameter in model.named_parameters():
+            castable = parameter.is_floating_point() and parameter.dtype.itemsize > 1
+            if castable and planned.get(parameter) != self.parameter_dtype:
+                why = "is quantised" if parameter not in planned else "is kept in float32 (_keep_in_fp32_modules)"
+                raise ConfigError(
+                    f"{self.name}: {name} of this {type(model).__name__} {why}, and DeepSpeed casts every parameter to "
+                    f"{self.config.precision.parameters}; choose a strategy of kind single, ddp or fsdp2"
+                )
 
     def _refuse_other_dtype(self, model: nn.Module) -> None:
         """Raise ``ConfigError`` if parameters were partitioned in another dtype: they can no longer be cast."""

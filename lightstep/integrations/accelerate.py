@@ -42,6 +42,7 @@ from lightstep.integrations.checks import (
     check_all_parameters,
     check_made_by_strategy,
     check_max_norm,
+    check_one_dtype,
     unwrap_optimizer,
 )
 from lightstep.integrations.full_state import local_part, sharding_full_state
@@ -269,6 +270,7 @@ class LightstepAccelerator(Accelerator):
         strategy = self.strategy
         with strategy.preparing(model), self._strategy_precision():
             strategy.cast_parameters(model)
+            check_one_dtype(strategy, model)
             unrounded = {clean_name(name): value for name, (_, value) in PreparedModel.of(model).kept_masters(model)}
             sharded, _ = super().prepare(model, LightstepOptimizer(optimizer))
             _keep_fp32_masters(sharded, unrounded)

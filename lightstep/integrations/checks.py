@@ -19,7 +19,14 @@ from lightstep.distributed import initialized
 from lightstep.optimizer.base import BaseOptimizer
 from lightstep.strategy import Strategy
 
-__all__ = ["check_accelerator", "check_all_parameters", "check_made_by_strategy", "check_max_norm", "unwrap_optimizer"]
+__all__ = [
+    "check_accelerator",
+    "check_all_parameters",
+    "check_made_by_strategy",
+    "check_max_norm",
+    "check_one_dtype",
+    "unwrap_optimizer",
+]
 
 _SUPPORTED_KINDS = ("single", "ddp", "fsdp2")
 
@@ -109,6 +116,21 @@ def _check_fsdp_plugin(accelerator: Accelerator, strategy: Strategy) -> None:
             f"{strategy.name}: accelerate shards as its FSDP plugin says, and sharding.{ignored[0]} of the strategy "
             "would have no effect; set it in the plugin (fsdp_config), or switch accelerate's FSDP off and let the "
             "strategy shard"
+        )
+
+
+def check_one_dtype(strategy: Strategy, model: nn.Module) -> None:
+    """
+    Raises:
+        ConfigError: the model keeps trainable parameters in fp32, which accelerate's plugin cannot shard on their own.
+    """
+    trained = {name: p.dtype for name, p in model.named_parameters() if p.requires_grad and p.is_floating_point()}
+    kept = [name for name, dtype in trained.items() if dtype != strategy.parameter_dtype]
+    if kept:
+        raise ConfigError(
+            f"{strategy.name}: {type(model).__name__} keeps {len(kept)} trainable parameters in float32 "
+            f"(_keep_in_fp32_modules; first: {kept[0]}), and accelerate's FSDP plugin shards parameters of one dtype; "
+            "switch accelerate's FSDP off (fsdp in TrainingArguments, or the plugin) and let the strategy shard"
         )
 
 

@@ -14,8 +14,8 @@ from lightstep.distributed import local_tensor
 from lightstep.optimizer.param_groups import layer_of
 from lightstep.rollout.engine import RolloutEngine
 from lightstep.rollout.transport import Bucket, WeightInfo, WeightTransferError, WeightTransport, buckets_of
+from lightstep.sharding.dtypes import planned_by_tensor
 from lightstep.sharding.model_names import named_tensors
-from lightstep.sharding.preparation import buffers_like_parameters
 
 _MIB = 2**20
 
@@ -47,7 +47,7 @@ class Publication:
 
     Args:
         model: without wrappers, and without pending updates.
-        dtype: floating-point weights are sent in it.
+        dtype: weights are sent in it, except those that a rollout model keeps in another one.
         bucket_mib: size of a bucket in MiB.
         transport: ``None`` on ranks that only take part in gathering.
 
@@ -65,8 +65,8 @@ class Publication:
             self._senders = find_senders(tensors, self._ranks)
         except CheckpointError as error:  # all ranks raise it
             raise WeightTransferError(f"{error}; engines know one tensor of a name") from error
-        cast_buffers = {id(buffer) for buffer in buffers_like_parameters(model)}
-        infos = [WeightInfo.of(named, dtype if _is_cast(named.tensor, cast_buffers) else None) for named in tensors]
+        planned = planned_by_tensor(model, dtype)
+        infos = [WeightInfo.of(named, planned.get(named.tensor)) for named in tensors]
         self._named = dict(zip(infos, tensors, strict=True))
         self._buckets = buckets_of(infos, [layer_of(info.name) for info in infos], bucket_mib * _MIB)
         self._device = next((local_tensor(named.tensor).device for named in tensors), torch.device("cpu"))
@@ -125,8 +125,3 @@ class Publication:
         for rank, failure in enumerate(failures):
             if failure is not None:
                 raise WeightTransferError(f"trainer {rank}: {failure[0]}", failure[1])
-
-
-def _is_cast(tensor: Tensor, buffers: set[int]) -> bool:
-    """Whether a tensor is sent in the rollout dtype: floating-point parameters, and these buffers (by ``id``)."""
-    return tensor.is_floating_point() and (isinstance(tensor, nn.Parameter) or id(tensor) in buffers)

@@ -12,8 +12,9 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from lightstep.config import ConfigError, Rollout
 from lightstep.distributed import form_role_group, initialized
+from lightstep.sharding.dtypes import planned_dtypes
 from lightstep.sharding.model_names import unwrap_model
-from lightstep.sharding.preparation import cast_parameters, materialise
+from lightstep.sharding.preparation import cast_tensors, materialise
 from lightstep.sharding.prepared_model import PreparedModel
 
 Role = Literal["trainer", "rollout", "reference"]
@@ -148,8 +149,8 @@ class Roles:
 
 
 def prepare_inference(model: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:
-    """Cast the whole model to ``dtype``, and move it to ``device``, without gradients, in evaluation mode."""
-    cast_parameters(model, dtype)  # before the move: the device needs no memory for a wider dtype
+    """Cast the whole model to ``dtype`` and move it to ``device``, without gradients, in evaluation mode."""
+    cast_tensors(model, planned_dtypes(model, dtype))  # before the move: the device needs no memory for a wider dtype
     return materialise(model, device).requires_grad_(False).eval()
 
 

@@ -11,10 +11,9 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
     checkpoint_wrapper,
 )
-from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.utils.parametrize import ParametrizationList
 
 from lightstep.distributed import is_sharded, local_tensor
+from lightstep.sharding.dtypes import DtypePlan, cast, tensor_of
 
 
 def materialise(model: nn.Module, device: torch.device) -> nn.Module:
@@ -58,42 +57,17 @@ def _empty_like(tensor: Tensor, device: torch.device) -> Tensor:
     return parameter
 
 
-def cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
-    """Cast floating-point parameters to ``dtype``; they stay the same objects, with their attributes.
-
-    Buffers keep their dtype (rotary frequencies in bf16 would be wrong), except those that torch combines with
-    parameters and needs in the same dtype: running statistics, buffers of modules with parameters, parametrizations.
-    """
+def cast_tensors(model: nn.Module, plan: DtypePlan) -> None:
+    """Cast as :func:`~lightstep.sharding.dtypes.planned_dtypes` says; attributes of parameters are kept."""
     with _keeping_attributes(model):
-        for buffer in buffers_like_parameters(model):
-            buffer.data = buffer.data.to(dtype)
-        for parameter in model.parameters():
-            if not parameter.is_floating_point() or parameter.dtype == dtype:
-                continue
-            if is_sharded(parameter):  # assigning .data would change a DTensor's metadata, not its local tensor
-                cast = nn.Parameter(parameter.detach().to(dtype), parameter.requires_grad)
-                torch.utils.swap_tensors(parameter, cast)
-            else:
-                parameter.data = parameter.data.to(dtype)
+        cast(model, plan)
 
 
-def unrounded_values(model: nn.Module) -> list[tuple[nn.Parameter, Tensor]]:
-    """Trainable fp32 parameters with their present values (local shards), which later casts do not change."""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad and not parameter.is_meta]
+def unrounded_values(model: nn.Module, plan: DtypePlan) -> list[tuple[nn.Parameter, Tensor]]:
+    """Trainable fp32 parameters that :func:`cast_tensors` will round, with their present values (local shards)."""
+    rounded = {tensor_of(*key) for key, dtype in plan.items() if dtype.itemsize < 4}
+    trained = [p for p in model.parameters() if p.requires_grad and not p.is_meta and p in rounded]
     return [(p, local_tensor(p).detach()) for p in trained if p.dtype == torch.float32]
-
-
-def buffers_like_parameters(model: nn.Module) -> list[Tensor]:
-    """The floating-point buffers that have the parameters' dtype."""
-    return [buffer for module in model.modules() for buffer in _with_parameters(module) if buffer.is_floating_point()]
-
-
-def _with_parameters(module: nn.Module) -> list[Tensor]:
-    """Buffers that are used together with parameters."""
-    if isinstance(module, ParametrizationList):
-        return list(module.buffers())
-    alike = isinstance(module, _NormBase) or any(True for _ in module.parameters(recurse=False))
-    return list(module.buffers(recurse=False)) if alike else []
 
 
 @contextlib.contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from torch import nn
 
@@ -32,6 +32,45 @@ def sharding_units(model: nn.Module, wrap: str | Sequence[str]) -> list[nn.Modul
     inner_first = [module for module in reversed(list(model.modules())) if module in chosen and module is not model]
     wrappers = _checkpointed(model)
     return [wrappers.get(module, module) for module in inner_first]
+
+
+Key = tuple[nn.Module, str]
+"""A module and the name of a parameter of its own."""
+
+
+def fp32_parts(unit: nn.Module, units: Collection[nn.Module], grouped: set[Key], kept: set[Key]) -> list[nn.Module]:
+    """The largest modules in a unit whose parameters are all kept in fp32; they are gathered on their own.
+
+    Args:
+        unit: the module to search, without the units inside it.
+        units: all units.
+        grouped: the parameters that need one dtype in a group of FSDP2.
+        kept: those of them that stay fp32.
+
+    Raises:
+        ConfigError: a module has parameters of its own in fp32 beside others that are not.
+    """
+    below = grouped.intersection(_keys(unit, units))
+    if not below & kept:
+        return []
+    if below <= kept and not isinstance(unit, nn.ModuleList | nn.ModuleDict):
+        return [unit]
+    mixed = sorted(name for module, name in below & kept if module is unit)
+    if mixed:
+        raise ConfigError(
+            f"{type(unit).__name__} keeps its own {', '.join(mixed)} in float32 (_keep_in_fp32_modules), and its other "
+            "parameters are cast. FSDP2 gathers one dtype per module; train this model with sharding.kind ddp, or set "
+            "type(model)._keep_in_fp32_modules_strict = None before you build it, and they are cast, too"
+        )
+    return [part for child in unit.children() if child not in units for part in fp32_parts(child, units, grouped, kept)]
+
+
+def _keys(module: nn.Module, units: Collection[nn.Module]) -> Iterator[Key]:
+    """The parameters of the module and of those below it, without other units."""
+    yield from ((module, name) for name, _ in module.named_parameters(recurse=False))
+    for child in module.children():
+        if child not in units:
+            yield from _keys(child, units)
 
 
 def _named(model: nn.Module, name: str) -> list[nn.Module]:

@@ -35,9 +35,10 @@ from lightstep.rollout.engine import RolloutEngine
 from lightstep.rollout.reinforcement_learning import ReinforcementLearning
 from lightstep.rollout.roles import Role, Roles, check_role, fsdp_version, prepare_inference
 from lightstep.rollout.transport import WeightTransport
+from lightstep.sharding.dtypes import planned_dtypes
 from lightstep.sharding.forward_gates import in_order_of_use
 from lightstep.sharding.model_names import unwrap_model
-from lightstep.sharding.preparation import cast_parameters, checkpoint_activations, materialise, unrounded_values
+from lightstep.sharding.preparation import cast_tensors, checkpoint_activations, materialise, unrounded_values
 from lightstep.sharding.prepared_model import PreparedModel
 from lightstep.sharding.reduced_gradients import sharded_gradients
 from lightstep.state.backend import StateBackend
@@ -174,10 +175,11 @@ class Strategy(ABC):
     def prepare_model(self, model: ModelSource, role: str = "trainer", weights: str | Path | None = None) -> nn.Module:
         """Move the model to this strategy's devices, cast it, and shard it.
 
-        The model is changed in place. Parameters are cast to ``precision.parameters``; buffers keep their dtype. The
-        fp32 values of trainable parameters are kept until the masters are initialised from them. Optimizers that were
-        created for the model before get its new parameters. Under ``ddp`` a wrapper is returned. A loop may also use
-        the module itself, if ``create_optimizer`` was given that module.
+        The model is changed in place. Parameters and buffers are cast to ``precision.parameters``, as by
+        ``model.to(dtype)``; what the model keeps in fp32 stays fp32, and quantised storage is not touched
+        (docs/strategy-files.md). The fp32 values of trainable parameters are kept until the masters are initialised
+        from them. Optimizers that were created for the model before get its new parameters. Under ``ddp`` a wrapper is
+        returned. A loop may also use the module itself, if ``create_optimizer`` was given that module.
 
         Args:
             model: a module, a module on the meta device (its weights are then initialised here), or a function that
@@ -253,9 +255,8 @@ class Strategy(ABC):
 
     def _place_model(self, model: nn.Module) -> nn.Module:
         """Move the whole model to this process's device, cast it, and set up activation checkpointing if configured."""
-        with self._keeping_fp32_values(model):
-            model = materialise(model, self.device)
-            cast_parameters(model, self.parameter_dtype)
+        model = materialise(model, self.device)
+        self.cast_parameters(model)
         if getattr(self.config.sharding, "activation_checkpointing", False):
             checkpoint_activations(model)
         return model
@@ -263,16 +264,11 @@ class Strategy(ABC):
     def cast_parameters(self, model: nn.Module) -> None:
         """Cast to ``precision.parameters`` in place. The masters will still be initialised from the fp32 values.
 
-        For code that has to cast before it calls :meth:`prepare_model`.
+        :meth:`prepare_model` does this; for code that has to cast before it. What is not cast: docs/strategy-files.md.
         """
-        with self._keeping_fp32_values(model):
-            cast_parameters(model, self.parameter_dtype)
-
-    @contextlib.contextmanager
-    def _keeping_fp32_values(self, model: nn.Module) -> Iterator[None]:
-        """Keep the fp32 values of the weights that the block rounds, for the masters."""
-        values = unrounded_values(model) if self._rounds_weights else []
-        yield
+        plan = planned_dtypes(model, self.parameter_dtype)
+        values = unrounded_values(model, plan) if self._rounds_weights else []
+        cast_tensors(model, plan)
         PreparedModel.of(model).keep_masters(values)
 
     @property

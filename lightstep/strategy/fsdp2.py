@@ -20,10 +20,11 @@ from lightstep.config import ConfigError, FSDP2Sharding
 from lightstep.distributed import Replicas, is_sharded, local_tensor, make_mesh, role_group
 from lightstep.optimizer.base import BaseOptimizer
 from lightstep.optimizer.param_groups import Place
+from lightstep.sharding.dtypes import DtypePlan, planned_dtypes, tensor_of
 from lightstep.sharding.fsdp_groups import accumulate_whatever_is_used, sharded_modules
 from lightstep.sharding.model_names import unwrap_model
 from lightstep.sharding.preparation import (
-    cast_parameters,
+    cast_tensors,
     checkpoint_activations,
     initialise_weights,
     to_device,
@@ -31,7 +32,7 @@ from lightstep.sharding.preparation import (
 )
 from lightstep.sharding.prepared_model import PreparedModel
 from lightstep.sharding.reduced_gradients import sharded_gradients
-from lightstep.sharding.units import sharding_units
+from lightstep.sharding.units import fp32_parts, sharding_units
 from lightstep.strategy.process_group import ProcessGroupStrategy, broadcast_from_first, refuse_experts
 
 
@@ -55,24 +56,44 @@ class FSDP2Strategy(ProcessGroupStrategy):
 
     def _prepare(self, model: nn.Module) -> nn.Module:
         inner = unwrap_model(model)
-        self._refuse_sharded(inner)
+        plan = planned_dtypes(inner, self.parameter_dtype)
+        self._refuse_sharded(inner, plan)
         PreparedModel.of(inner).unround(inner)
         mesh = self.mesh()
-        units = self._units(inner)
+        units = [*self._units(inner), inner]
+        parts = self._fp32_parts(inner, units, plan)
         loaded, same_dtypes = self._check_initial_weights(inner)
         if not loaded or not same_dtypes:
-            cast_parameters(inner, self.parameter_dtype)
-        for unit in [*units, inner]:
-            unrounded = self._broadcast_weights(unit) if loaded else {}
+            cast_tensors(inner, plan)
+        for unit in units:
+            unrounded = self._broadcast_weights(unit, plan) if loaded else {}
+            for part in parts[unit]:
+                if part is not unit:
+                    self._shard(part, mesh, False, torch.float32)
             is_trained_root = unit is inner and any(p.requires_grad for p in inner.parameters())
-            self._shard(unit, mesh, is_trained_root)
+            self._shard(unit, mesh, is_trained_root, torch.float32 if unit in parts[unit] else None)
             PreparedModel.of(inner).keep_masters(_local_shards(unrounded, unit))
         if not loaded:
             self._initialise(inner, mesh)
         sharded_gradients.add_model(inner)  # an optimizer that was created before may be given these parameters
         return model
 
-    def _refuse_sharded(self, model: nn.Module) -> None:
+    def _fp32_parts(
+        self, model: nn.Module, units: list[nn.Module], plan: DtypePlan
+    ) -> Mapping[nn.Module, list[nn.Module]]:
+        """The parts of each unit that are gathered in fp32: what the model keeps in fp32 when it computes in 16 bits.
+
+        FSDP2 needs one dtype for the trainable parameters of a group. Frozen ones may have others, unless it casts.
+        """
+        casts = self._sharding.compute != "parameters"
+        plan = planned_dtypes(model, getattr(torch, self._sharding.compute)) if casts else plan
+        present = {key: p for key in plan if isinstance(p := tensor_of(*key), nn.Parameter)}
+        grouped = {key for key, parameter in present.items() if casts or parameter.requires_grad}
+        usual = getattr(torch, self._sharding.compute) if casts else self.parameter_dtype
+        kept = {key for key in grouped if plan[key] != usual}
+        return {unit: fp32_parts(unit, units, grouped, kept) for unit in units}
+
+    def _refuse_sharded(self, model: nn.Module, plan: DtypePlan) -> None:
         if isinstance(model, FSDPModule):
             raise ConfigError(
                 f"{self.name}: this {type(model).__name__} is sharded already (by prepare_model or fully_shard); "
@@ -80,6 +101,7 @@ class FSDP2Strategy(ProcessGroupStrategy):
             )
         refuse_experts(self, dict(model.named_parameters()))
         by_fsdp = {p for module in model.modules() if isinstance(module, FSDPModule) for p in module.parameters()}
+        dtypes = {tensor_of(*key): dtype for key, dtype in plan.items()}
         for name, parameter in model.named_parameters():
             if is_sharded(parameter) and parameter not in by_fsdp:
                 raise ConfigError(
@@ -87,7 +109,7 @@ class FSDP2Strategy(ProcessGroupStrategy):
                     "only plain parameters, over all ranks; call fully_shard yourself on another dimension of the same "
                     "mesh, and create the optimizer with a strategy of sharding.kind single"
                 )
-            if parameter in by_fsdp and parameter.is_floating_point() and parameter.dtype != self.parameter_dtype:
+            if parameter in by_fsdp and dtypes.get(parameter, parameter.dtype) != parameter.dtype:
                 raise ConfigError(
                     f"{self.name}: {name} was sharded by fully_shard in {parameter.dtype}, and precision.parameters is "
                     f"{self.config.precision.parameters}; cast its module before fully_shard"
@@ -135,12 +157,13 @@ class FSDP2Strategy(ProcessGroupStrategy):
             checkpoint_activations(model)
         return sharding_units(model, self._sharding.wrap)
 
-    def _shard(self, unit: nn.Module, mesh: DeviceMesh, is_trained_root: bool) -> None:
+    def _shard(self, unit: nn.Module, mesh: DeviceMesh, is_trained_root: bool, kept: torch.dtype | None = None) -> None:
+        """``fully_shard``. A part that is ``kept`` in its dtype is gathered and reduced in it, and not cast."""
         after_forward = self._sharding.reshard_after_forward
         compute, reduce = self._sharding.compute, self.config.precision.reduce
         policy = MixedPrecisionPolicy(
-            param_dtype=None if compute == "parameters" else getattr(torch, compute),
-            reduce_dtype=torch.float32 if reduce == "float32" else self.parameter_dtype,
+            param_dtype=None if compute == "parameters" or kept is not None else getattr(torch, compute),
+            reduce_dtype=torch.float32 if reduce == "float32" else kept or self.parameter_dtype,
         )
         # None is torch's default: the root stays unsharded after forward, because backward needs it first.
         reshard = None if is_trained_root and after_forward is True else after_forward
@@ -168,7 +191,7 @@ class FSDP2Strategy(ProcessGroupStrategy):
             )
         return bool(all_loaded[0]), dtypes.count(dtypes[0]) == len(dtypes)
 
-    def _broadcast_weights(self, unit: nn.Module) -> dict[str, Tensor]:
+    def _broadcast_weights(self, unit: nn.Module, plan: DtypePlan) -> dict[str, Tensor]:
         """Give every rank rank 0's weights of a unit, on its device, and cast them. They are sharded next.
 
         Returns:
@@ -178,8 +201,8 @@ class FSDP2Strategy(ProcessGroupStrategy):
         tensors = [*unit.parameters(), *unit.buffers()]
         broadcast_from_first(tensor for tensor in tensors if not is_sharded(tensor))
         names = {parameter: name for name, parameter in unit.named_parameters()}
-        unrounded = {names[p]: value for p, value in unrounded_values(unit)} if self._rounds_weights else {}
-        cast_parameters(unit, self.parameter_dtype)
+        unrounded = {names[p]: value for p, value in unrounded_values(unit, plan)} if self._rounds_weights else {}
+        cast_tensors(unit, plan)
         return unrounded
 
     def _initialise(self, model: nn.Module, mesh: DeviceMesh) -> None:

@@ -59,7 +59,7 @@ class Model(TinyTransformer):
         super().__init__(tied=True)
         self.norm = nn.BatchNorm1d(7)
         self.rotary = nn.Module()
-        self.rotary.register_buffer("frequencies", torch.rand(5))
+        self.rotary.register_buffer("inv_freq", torch.rand(5))
 
     def forward(self, tokens: Tensor) -> Tensor:
         self.norm.num_batches_tracked += 1
@@ -145,7 +145,7 @@ def test_weights_arrive_as_they_are_cast(
         for (_, received), (_, weights) in zip(versions, published, strict=True):
             assert received.keys() == weights.keys()
             for name, tensor in received.items():
-                kept = name in ("rotary.frequencies", "norm.num_batches_tracked")
+                kept = name in ("rotary.inv_freq", "norm.num_batches_tracked")
                 dtype = weights[name].dtype if kept else getattr(torch, sent)
                 assert tensor.dtype == dtype and torch.equal(tensor, weights[name].to(dtype)), name
 

@@ -334,7 +334,7 @@ def check_tensor_parallel(rank: int, world_size: int, dtype: str) -> None:
     for parallel in (False, True):
         torch.manual_seed(0)
         model = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 12), nn.Tanh(), nn.Linear(12, 6)).to(device)
-        model.register_buffer("steps", torch.ones(3))
+        model.register_buffer("inv_freq", torch.ones(3))
         if parallel:
             tensor_parallel(model, world_size, device)
             model[1].bias.mark = "kept"
@@ -343,7 +343,7 @@ def check_tensor_parallel(rank: int, world_size: int, dtype: str) -> None:
         assert all(after is before for after, before in zip(model.parameters(), given, strict=True))
         assert {p.dtype for p in model.parameters()} == {local_tensor(p).dtype for p in model.parameters()}
         assert next(model.parameters()).dtype == strategy.parameter_dtype
-        assert model.steps.dtype == torch.float32  # a buffer
+        assert model.inv_freq.dtype == torch.float32
         assert not parallel or model[1].bias.mark == "kept"
         optimizer = strategy.create_optimizer(model, lr=1e-2)
         found = []
