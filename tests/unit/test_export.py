@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import sys
-import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from lightstep import Strategy
-from lightstep.checkpoint import CheckpointError, export_model, load_checkpoint
+from lightstep.checkpoint import CheckpointError, export, export_model, load_checkpoint
 from lightstep.checkpoint.pretrained import load_pretrained
 from lightstep.checkpoint.storage import LocalStorage
 
@@ -189,17 +189,20 @@ def test_checkpoints_in_the_folder_stay_and_a_save_that_is_running_is_waited_for
     strategy = Strategy.load("fp32")
     model = strategy.prepare_model(nn.Linear(2, 2))
     optimizer = strategy.create_optimizer(model, torch.optim.AdamW, lr=1.0)
-    create, exported = LocalStorage.create, threading.Event()
+    create, write = LocalStorage.create, export.write_export
 
     def slowly(self: LocalStorage, file: Path) -> Any:
-        exported.wait(0.3)
+        time.sleep(0.1)
         return create(self, file)
 
+    def afterwards(*arguments: Any) -> None:
+        assert pending is not None and pending.done()
+        write(*arguments)
+
     monkeypatch.setattr(LocalStorage, "create", slowly)
+    monkeypatch.setattr(export, "write_export", afterwards)
     pending = strategy.save_checkpoint(tmp_path / "run" / "step-1", model, optimizer, asynchronous=True)
     strategy.export_model(tmp_path / "run", model)
-    exported.set()
-    assert pending is not None and pending.result() == tmp_path / "run" / "step-1"
     assert entries(tmp_path / "run") == ["model.safetensors", "step-1"]
     load_checkpoint(tmp_path / "run" / "step-1", model, optimizer)
     assert torch.equal(load_file(tmp_path / "run" / "model.safetensors")["weight"], model.weight)
