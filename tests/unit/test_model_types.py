@@ -1,0 +1,27 @@
+"""Tiny models of transformers: the loss is that of plain mixed precision. tests/model_types.py tries all types."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.model_types import attempt
+
+KEEP = ("glm4_moe", "ernie4_5_moe", "lfm2_moe", "flint", "solar_open", "ctrl", "codegen", "gptj")
+"""Buffers or parameters stay fp32."""
+FOLLOW = ("xglm", "openai-gpt", "minimax", "falcon_mamba", "recurrent_gemma", "gemma3_text")
+"""Buffers have to follow the parameters."""
+OTHERS = ("gpt2", "llama", "qwen3_moe", "mixtral", "bloom", "opt")
+
+
+@pytest.mark.parametrize("model_type", [*KEEP, *FOLLOW, *OTHERS])
+def test_the_loss_is_that_of_plain_mixed_precision(model_type: str) -> None:
+    outcome = attempt(model_type)
+    assert outcome.result == "equal", outcome
+    named = [name for name in outcome.kept if not name.endswith("inv_freq")]
+    assert bool(named) == (model_type in KEEP), outcome
+
+
+@pytest.mark.parametrize("model_type", ["glm4_moe", "ernie4_5_moe", "xglm"])
+@pytest.mark.parametrize("preset", ["stream-overlap", "fp16", "fp32"])
+def test_so_it_is_under_other_presets(model_type: str, preset: str) -> None:
+    assert attempt(model_type, preset).result == "equal"
