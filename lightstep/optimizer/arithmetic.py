@@ -71,6 +71,7 @@ class BaseArithmetic:
         self._raw_step = undecorated_step(optimizer_class)
         self._inner: dict[torch.device, torch.optim.Optimizer] = {}
         self._default_fused: dict[torch.device, bool] = {}
+        self._problems: dict[Any, str | None] = {}
 
     @property
     def name(self) -> str:
@@ -123,6 +124,29 @@ class BaseArithmetic:
             self._raw_step(optimizer)
         states = (optimizer.state[probe] for probe in probes)
         return {key: self._entry_spec(key, value, probes[0]) for state in states for key, value in state.items()}
+
+    def problem_without(self, missing: frozenset[str], device: torch.device, group: Mapping[str, Any]) -> str | None:
+        """What goes wrong in an update of state that lacks these entries; ``None``: the class makes them again, or the
+        group's parameters do not have them."""
+        setting = copy.deepcopy(self.resolved(group, device))
+        case = (missing, device, repr(setting))
+        if case not in self._problems:
+            self._problems[case] = self._try_without(missing, setting, device)
+        return self._problems[case]
+
+    def _try_without(self, missing: frozenset[str], setting: dict[str, Any], device: torch.device) -> str | None:
+        probe = self._probe(device)
+        optimizer = self._construct([{**setting, "params": [probe]}], self._default_fused[device])
+        probe.grad = torch.zeros_like(probe)
+        with torch.no_grad():
+            self._raw_step(optimizer)
+            for key in missing & optimizer.state[probe].keys():
+                del optimizer.state[probe][key]
+            try:
+                self._raw_step(optimizer)
+            except Exception as error:
+                return f"{type(error).__name__}: {error}"
+        return None
 
     def apply(
         self, segments: Sequence[Segment], gradients: Sequence[Tensor], overflow: Tensor, values: GroupValues

@@ -174,6 +174,10 @@ class GroupClasses:
                 self.exchanges[item.rows.group] = MatrixExchange(item.rows.group)
                 self.exchanges[item.rows.group].open(item.local.device)
 
+    def problem_without(self, item: Managed, missing: frozenset[str]) -> str | None:
+        """See :meth:`BaseArithmetic.problem_without`."""
+        return self.arithmetic_for(item.group).problem_without(missing, item.local.device, item.group)
+
     # -- one step
 
     def skips_on_device(self, device: torch.device, groups: Sequence[Group]) -> bool:

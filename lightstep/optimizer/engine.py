@@ -29,6 +29,8 @@ from lightstep.optimizer.result import StepResult
 from lightstep.optimizer.scaling import Scaling
 from lightstep.optimizer.schedule import Schedule
 from lightstep.optimizer.settings import FixedSetting, Setting, check_loss_scale
+from lightstep.optimizer.state_copies import plain
+from lightstep.optimizer.state_edits import Edit, StateEdits
 from lightstep.optimizer.step_guard import StepGuard
 from lightstep.optimizer.unit_updater import Gradients, UnitUpdater, Update
 from lightstep.precision.gradients import GradientAccumulator, unshared
@@ -59,6 +61,7 @@ class Engine:
         accumulating: see :attr:`BaseOptimizer.accumulating <lightstep.optimizer.base.BaseOptimizer.accumulating>`.
         unreduced: see :attr:`BaseOptimizer.unreduced <lightstep.optimizer.base.BaseOptimizer.unreduced>`.
         managed: the parameters that it trains, from the set-up on.
+        edits: what the user has changed in the state, until it is used.
         gradients: accumulates gradients.
         schedule: decides when updates run.
         update_listeners: called when weights may change before ``step()``.
@@ -95,6 +98,7 @@ class Engine:
         self._initial_masters, classes.in_backward = initial_masters, update_time.in_backward
         self.moments = moments or Moments()
         self.update_listeners: list[Callable[[], object]] = []
+        self.edits = StateEdits()
         self._build(backend, reduce_float32, places)
         self.loss_scale, self.max_norm = loss_scale, max_norm
         self.norm_type, self.clip_layers = norm_type, clip_layers
@@ -298,6 +302,7 @@ class Engine:
             return
         scaling.reset_norms()
         self._used = []
+        self.edits.outdate()
         with schedule.updating(scaling.layers, self.param_groups, self._take, self._make_layer_update):
             yield
 
@@ -317,6 +322,7 @@ class Engine:
         if scaling is None:
             yield
             return
+        self.edits.outdate()
         assumed = scaling.unclipped_factors(self.loss_scale, next(iter(self.managed)).local.device)
 
         def peek(item: Managed) -> Tensor | None:
@@ -389,11 +395,13 @@ class Engine:
     def _step(self, loss: Any, init_state: bool) -> StepResult:
         with no_grad_no_inference():
             if isinstance(self.schedule, InBackward) and self.schedule.started:
+                self._refuse_late_edits()
                 moved = self.managed.in_other_groups(self.param_groups)
                 self.schedule.refuse_changed_settings(self.param_groups, moved)
                 self.schedule.wait_for_update()
                 self.schedule.refuse_written(self.managed.find_written(self.managed))
                 return self._complete(self.schedule, loss)
+            self.apply_edits()
             gradients, norm, overflow = self._measure()
             self.updater.reserve_stage_for(gradients)  # if that fails, step() may be called again
             self._used = [item.param for item in gradients]
@@ -410,6 +418,7 @@ class Engine:
             return result
 
     def _start(self, update: Update) -> None:
+        self.edits.outdate()
         if self._skips(update):
             self.schedule.wait_for_update()
         else:
@@ -452,6 +461,7 @@ class Engine:
 
     def _measure_norm(self) -> Tensor:
         with no_grad_no_inference():
+            self.apply_edits()
             self._measured = self._measure()
             self.gradients.consume()
             return self._measured.norm.clone()
@@ -524,6 +534,7 @@ class Engine:
     def _init_state(self, gradients: Gradients, overflow: Tensor) -> None:
         """Make state for a checkpoint to fill; without one, the first update starts from scratch."""
         initialised = list(gradients)
+        self.edits.outdate()
         self.updater.run(Update(gradients, None, None, overflow, GroupValues(self.param_groups)))
         self.backend.synchronize()
         self.managed.mark_provisional(initialised)
@@ -551,6 +562,7 @@ class Engine:
         """Manage the trainable parameters of the groups, and the frozen ones in ``also``."""
         self.refuse_if_closed()
         with no_grad_no_inference():
+            self.apply_edits()
             self.schedule.wait_for_update()
             if self.managed.set_up(self.param_groups, also):
                 self.on_parameters_changed()
@@ -568,11 +580,65 @@ class Engine:
 
     # -- state
 
+    def apply_edits(self) -> None:
+        """Bring what the user has changed in the state to where it lives.
+
+        State that was assigned to a parameter which is in no group (yet) waits.
+
+        Raises:
+            ValueError: some of it cannot be a parameter's state. Nothing has been changed, and the edits are kept.
+        """
+        if not self.edits:
+            return
+        edits, listed = self.edits.take(), {p for group in self.param_groups for p in group["params"]}
+        try:
+            with no_grad_no_inference():
+                self._apply_edits({p: edit for p, edit in edits.items() if p in listed})
+        except BaseException:
+            self.edits.put_back(edits)
+            raise
+        waiting = {p: edit for p, edit in edits.items() if p not in listed and edit.whole and edit.entries}
+        self.edits.put_back(waiting)
+
+    def settle_edits(self) -> None:
+        """:meth:`apply_edits` from outside of a step."""
+        if self.edits:
+            self.guard.work("changing state", self.apply_edits)
+
+    def _apply_edits(self, edits: dict[Tensor, Edit]) -> None:
+        if not self.is_set_up and all([*edit.entries] == ["master"] for edit in edits.values()):
+            for parameter, edit in edits.items():  # no set-up yet: the model may still be sharded
+                self.managed.keep_initial_master(parameter, local_tensor(plain(edit.entries["master"])))
+            return
+        self.set_up(also=[parameter for parameter, edit in edits.items() if edit.entries])
+        pairs = [(item, edits[item.param]) for item in self.managed.lookup(edits)]
+        for item, edit in pairs:
+            self.managed.check_edit(item, {key: plain(value) for key, value in edit.entries.items()}, edit)
+        for item, edit in pairs:
+            known = {} if edit.whole else self.managed.state_of(item)
+            self.managed.load_state(item, {key: plain(value) for key, value in edit.applied_to(known).items()})
+
+    def _refuse_late_edits(self) -> None:
+        if self.edits:
+            self.edits.take()
+            raise RuntimeError(
+                "optimizer.state was changed between backward() and step(), and backward has updated with the earlier "
+                "state (optimizer_state.update: in_backward); the change has been dropped. Change the state after "
+                "step() or before the last backward, or set update: at_step"
+            )
+
     def parameter_state(self, parameter: Tensor, kept_only: bool = False) -> dict[str, Any]:
-        """Live entries if possible; ``kept_only``: what this process keeps, without communication."""
+        """Copies of the entries; ``kept_only``: what this process keeps, without communication, and not as copies."""
         self.refuse_if_closed()
         with self.reading("reading state"):
+            self.settle_edits()
             return self.guard.work("reading state", self._parameter_state, parameter, kept_only)
+
+    def read_state(self, parameter: Tensor) -> dict[str, Any]:
+        """:meth:`parameter_state` without what the user has changed since the state was used last."""
+        self.refuse_if_closed()
+        with self.reading("reading state"):
+            return self.guard.work("reading state", self._parameter_state, parameter, False)
 
     def _parameter_state(self, parameter: Tensor, kept_only: bool) -> dict[str, Any]:
         item = self.managed.get(parameter)
@@ -589,6 +655,7 @@ class Engine:
             self.guard.work("loading state", self._replace_state, parameter, entries)
 
     def _replace_state(self, parameter: Tensor, entries: Mapping[str, Any]) -> None:
+        self.edits.release([parameter])
         if not self.is_set_up and [*entries] == ["master"]:  # no set-up yet: the model may still be sharded
             self.managed.keep_initial_master(parameter, local_tensor(entries["master"]))
             return

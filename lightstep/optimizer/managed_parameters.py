@@ -15,6 +15,7 @@ from lightstep.distributed import like, local_tensor
 from lightstep.optimizer.classes import GroupClasses
 from lightstep.optimizer.moments import Moments
 from lightstep.optimizer.param_groups import Place
+from lightstep.optimizer.state_edits import Edit
 from lightstep.precision.master_weights import ModelWatch
 from lightstep.state.backend import Managed, PinnedState, StateBackend
 from lightstep.state.host_copy_pool import HostCopyPool
@@ -152,7 +153,7 @@ class ManagedParameters:
         if master is None or not self._master_weights or local.dtype == torch.float32 or local.is_meta:
             return {}
         fits = local.shape == master.shape and was_rounded_from(local, master)
-        return {"master": like(parameter, master)} if fits else {}
+        return {"master": like(parameter, master.clone())} if fits else {}
 
     def _manage(self, parameter: Tensor, group: dict[str, Any], place: Place | None, index: int) -> Managed:
         local = local_tensor(parameter).detach()
@@ -227,7 +228,7 @@ class ManagedParameters:
         for old in converted:
             _refuse_new_shape(old)
         self._backend.synchronize()
-        carried = {item: _copied(self._backend.gather(item)) for item in converted}
+        carried = {item: self._backend.gather(item) for item in converted}
         before = self._items
         self._items = {parameter: item for parameter, item in before.items() if item not in carried}
         for item in converted:
@@ -258,14 +259,14 @@ class ManagedParameters:
     # -- state as it is seen from outside
 
     def state_of(self, item: Managed, kept_only: bool = False) -> dict[str, Any]:
-        """The entries, with ``"master"``: live if possible; DTensors if the parameter is one.
+        """Copies of the entries, with ``"master"``; DTensors if the parameter is one.
 
         If replicas share the work, all of them call this. With ``kept_only`` it returns what this process keeps,
-        without communication.
+        without communication, and not as copies.
         """
         entries = self._backend.entries(item) if kept_only else self._backend.gather(item)
         if "master" in entries and self._was_edited(item, entries["master"]):
-            entries["master"] = local_tensor(item.param).detach().float()
+            entries["master"] = local_tensor(item.param).detach().to(torch.float32, copy=True)
         return {key: _as_parameter(item, value) for key, value in entries.items()}
 
     def _was_edited(self, item: Managed, master: Tensor) -> bool:
@@ -277,7 +278,7 @@ class ManagedParameters:
         local = local_tensor(item.param)
         if local.device.type != "cpu" and self._watch.untouched(item, local):
             return False
-        if not self._backend.returns_live_state and local.data_ptr() == item.local.data_ptr():
+        if self._backend.compares_weights and local.data_ptr() == item.local.data_ptr():
             return False  # the backend has compared them itself
         return not equals_rounded(local, master)
 
@@ -299,14 +300,42 @@ class ManagedParameters:
         return 0 if copies is None else copies.nbytes
 
     def check_state(self, item: Managed, entries: Mapping[str, Any]) -> None:
-        """Raises ``ValueError`` for an entry of another shape than the parameter's local shard."""
+        """Raises ``ValueError`` for an entry of another shape than the parameter's local shard, and for one that is
+        missing."""
+        self._check_shapes(item, entries)
+        self._check_complete(item, entries)
+
+    def _check_shapes(self, item: Managed, entries: Mapping[str, Any], remedy: str = "") -> None:
         for key, entry in entries.items():
             value = local_tensor(entry) if isinstance(entry, Tensor) else entry
             if isinstance(value, Tensor) and not self.accepts(item.group, key, value, item.local.shape):
                 raise ValueError(
                     f"state {key!r} of {item.name} has shape {tuple(value.shape)}; the parameter's local shape is "
-                    f"{tuple(item.local.shape)}"
+                    f"{tuple(item.local.shape)}{remedy}"
                 )
+
+    def check_edit(self, item: Managed, new: Mapping[str, Any], edit: Edit) -> None:
+        """Raises ``ValueError`` if a parameter cannot have the state that an edit makes of its own."""
+        remedy = (
+            ". Cut or pad it as the parameter, or delete it: a master that is deleted starts from the weight, and "
+            "after del optimizer.state[parameter] the whole state starts anew"
+        )
+        self._check_shapes(item, new, remedy)
+        before: Iterable[str] = () if edit.whole else self._backend.describe(item)
+        self._check_complete(item, edit.applied_to(dict.fromkeys(before)))
+
+    def _check_complete(self, item: Managed, names: Collection[str]) -> None:
+        """Refuse state without an entry that the class does not make again: the step would fail halfway."""
+        missing = [key for key in item.schema if key not in names]
+        if not missing or not {*names} - {"master"}:
+            return
+        problem = self._classes.problem_without(item, frozenset(missing))
+        if problem is not None:
+            raise ValueError(
+                f"the state of {item.name} has {', '.join(sorted(names))} and no {' and no '.join(missing)}, which "
+                f"{self._classes.arithmetic_for(item.group).name} does not make again ({problem}). Assign what is "
+                "missing, or delete the whole state: with del optimizer.state[parameter] it starts anew"
+            )
 
     def load_state(self, item: Managed, entries: Mapping[str, Any]) -> None:
         """Replace one parameter's state; ``{}`` removes it.
@@ -315,7 +344,8 @@ class ManagedParameters:
         iterate over them with collectives.
 
         Raises:
-            ValueError: an entry has another shape than the parameter's local shard; nothing has been changed then.
+            ValueError: an entry has another shape than the parameter's local shard, or is missing; nothing has been
+                changed then.
         """
         self.check_state(item, entries)
         order = [*(key for key in item.schema if key in entries), *sorted(entries.keys() - item.schema.keys())]

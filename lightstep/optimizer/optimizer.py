@@ -73,6 +73,7 @@ class MixedPrecisionOptimizer(BaseOptimizer):
     gradients = EngineAttribute()
     is_set_up = EngineAttribute()
     param_groups = EngineAttribute()
+    _packing = False  # state_dict() is reading the state
 
     def __init__(
         self,
@@ -255,6 +256,7 @@ class MixedPrecisionOptimizer(BaseOptimizer):
     def refresh_master_weights(self) -> None:
         with self.engine.reading("refresh_master_weights()"), no_grad_no_inference():
             self.wait_for_update()
+            self.engine.settle_edits()
             self.engine.guard.work("refresh_master_weights()", self.engine.refresh_masters)
 
     def memory_report(self) -> dict[str, float]:
@@ -277,13 +279,17 @@ class MixedPrecisionOptimizer(BaseOptimizer):
     @property  # type: ignore[override]
     def state(self) -> MutableMapping[Tensor, dict[str, Any]]:
         """Parameter → entries of the base optimizer, and ``"master"``; assigning a mapping replaces all state."""
+        if self._packing:
+            updated = [item.param for item in self.engine.managed if item.updated]
+            return {parameter: self.engine.parameter_state(parameter) for parameter in updated}
         return StateView(self.engine)
 
     @state.setter
     def state(self, entries: Mapping[Tensor, Mapping[str, Any]]) -> None:
+        view = StateView(self.engine)
         with self.engine.reading("loading state"):
-            for item in self.engine.managed:
-                self.engine.replace_state(item.param, entries.get(item.param, {}))
+            for parameter in dict.fromkeys([*view, *filter(torch.is_tensor, entries)]):
+                view[parameter] = dict(entries.get(parameter, {}))
 
     @property
     def optimizer_class(self) -> type[torch.optim.Optimizer]:
@@ -305,21 +311,23 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         return list(self.engine.managed)
 
     def parameter_state(self, parameter: Tensor) -> dict[str, Any]:
-        """``state[parameter]``: live entries if possible; DTensors for a DTensor; ``{}`` without state.
+        """Copies of ``state[parameter]``; DTensors for a DTensor; ``{}`` without state.
 
         If replicas share the work, all of them call this, and those that do not keep the state get a copy.
         """
         return self.engine.parameter_state(parameter)
 
     def kept_state(self, parameter: Tensor) -> dict[str, Any]:
-        """:meth:`parameter_state` without communication: ``{}`` if another replica keeps the state."""
+        """:meth:`parameter_state` without communication: ``{}`` if another replica keeps the state. Not copies, where
+        the state itself can be returned."""
         return self.engine.parameter_state(parameter, kept_only=True)
 
     def described_state(self, parameter: Tensor) -> dict[str, Any]:
         """:meth:`kept_state` without data: meta tensors of the local shapes and dtypes, and plain values."""
         self.engine.refuse_if_closed()
-        item = self.engine.managed.get(parameter)
         with self.engine.reading("reading state"):
+            self.engine.settle_edits()
+            item = self.engine.managed.get(parameter)
             return self.engine.managed.initial_state(parameter) if item is None else self._backend.describe(item)
 
     def pinned_state(
@@ -338,6 +346,7 @@ class MixedPrecisionOptimizer(BaseOptimizer):
             copies: host memory for copies; ``None``: there are no steps until the snapshot is closed.
         """
         with no_grad_no_inference():
+            self.engine.settle_edits()
             return self.engine.guard.work("saving state", self.engine.managed.pin, wanted, weight_of, copies)
 
     def keeps_state(self, parameter: Tensor) -> bool:
@@ -408,7 +417,13 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         with self.engine.reading("state_dict()"):
             self.engine.refuse_unfinished()
             self.wait_for_update()
-            return self._state_dict(super().state_dict())
+            self.engine.settle_edits()
+            self._packing = True
+            try:
+                packed = super().state_dict()
+            finally:
+                self._packing = False
+            return self._state_dict(packed)
 
     def _state_dict(self, packed: dict[str, Any]) -> dict[str, Any]:
         packed.setdefault("loss_scale", self.loss_scale.state_dict())
@@ -416,7 +431,8 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         indices = [index for group in packed["param_groups"] for index in group["params"]]
         masters = {index: self._initial_state(p) for index, p in zip(indices, self._parameters(), strict=True)}
         states = {**masters, **packed["state"]}
-        return snapshot({**packed, "state": {index: dict(own) for index, own in states.items() if own}})
+        state = {index: dict(own) for index, own in states.items() if own}  # copies already
+        return {**snapshot({key: value for key, value in packed.items() if key != "state"}), "state": state}
 
     def _parameters(self) -> Iterator[Tensor]:
         return (parameter for group in self.param_groups for parameter in group["params"])
@@ -456,7 +472,7 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         return {
             "defaults": self.defaults,
             "param_groups": self.param_groups,
-            "state": {p: snapshot(engine.parameter_state(p)) for p in self._parameters()},  # live entries are views
+            "state": {p: engine.parameter_state(p) for p in self._parameters()},
             "places": {p: place for p, place in engine.managed.places().items() if p in mine},
             "classes": engine.classes.classes,
             "engine": engine.settings,

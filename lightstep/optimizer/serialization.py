@@ -70,6 +70,7 @@ def refuse_nan(name: str, entries: Mapping[str, Any]) -> None:
 
 def _load_states(optimizer: MixedPrecisionOptimizer, states: Mapping[Tensor, Mapping[str, Any]]) -> None:
     """Load all states; if that fails halfway, the optimizer refuses further steps."""
+    optimizer.engine.edits.release(states)
     if not optimizer.is_set_up and all([*entries] == ["master"] for entries in states.values()):
         for parameter, entries in states.items():  # wrappers load their state back before the model is sharded
             optimizer.load_parameter_state(parameter, entries)

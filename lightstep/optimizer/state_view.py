@@ -1,176 +1,92 @@
-"""``optimizer.state``: reading and assigning state entries."""
+"""``optimizer.state``: reading and changing state entries."""
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
-from typing import Any, cast
+from collections.abc import Iterator, Mapping, MutableMapping
+from typing import Any
 
-import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
 
-from lightstep.distributed import DTensor
 from lightstep.optimizer.engine import Engine
+from lightstep.optimizer.state_copies import noticing, plain
+from lightstep.optimizer.state_edits import Reading, Standing
 
 __all__ = ["Entries", "StateView"]
-
-Change = Callable[[Mapping[str, Any], Collection[str]], None]
 
 
 class StateView(MutableMapping[Tensor, dict[str, Any]]):
     """``optimizer.state``: parameter → entries, read from the state backend at each access.
 
-    Assigning replaces a parameter's state; assigning to an entry replaces that entry. A tensor that was read is the
-    state itself or a copy, depending on the backend: ``stream`` returns copies, ``resident`` and ``bulk`` return copies
-    of step counts only. Writing to a copy raises. As in torch, a parameter without state has ``{}``.
+    What is read is a copy, under every backend. Assigning replaces a parameter's state or an entry; writing into a
+    copy, or into a view of it, changes the state, too, until the next update: then it raises. The optimizer applies the
+    changes, and checks them, before it uses the state. As in torch, a parameter without state has ``{}``.
     """
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
 
     def __getitem__(self, parameter: Tensor) -> dict[str, Any]:
-        entries, item = self._engine.parameter_state(parameter), self._engine.managed.get(parameter)
-        if item is not None:
-            is_live = self._engine.backend.is_live
-            entries = {key: value if is_live(item, key) else _read_only(value) for key, value in entries.items()}
-        return Entries(entries, _make_writer(weakref.ref(self._engine), parameter))
+        edits = self._engine.edits
+        edit, reading = edits.get(parameter), edits.reading(parameter)
+        entries = {} if edit is not None and edit.whole else self._engine.read_state(parameter)
+        known = {key: reading.copies.get(key, value) for key, value in entries.items()}
+        return Entries(known if edit is None else edit.applied_to(known), reading)
 
     def __setitem__(self, parameter: Tensor, entries: Mapping[str, Any]) -> None:
-        _replace(self._engine, parameter, entries)
+        self._engine.guard.check("changing state")
+        edits = self._engine.edits
+        edits.release([parameter])
+        shared = isinstance(entries, dict) and not (isinstance(entries, Entries) and not entries.is_own)
+        edits.replace(parameter, entries if shared else dict(entries))  # type: ignore[arg-type]
 
     def __delitem__(self, parameter: Tensor) -> None:
-        self[parameter] = {}
+        self._engine.refuse_if_closed()
+        self._engine.guard.check("changing state")
+        self._engine.edits.replace(parameter, {})
 
     def __contains__(self, parameter: object) -> bool:
-        item = self._engine.managed.get(parameter)
+        edit, item = self._engine.edits.get(parameter), self._engine.managed.get(parameter)
+        if edit is not None and (edit.whole or edit.entries):
+            return bool(edit.entries)
         return item is not None and item.updated
 
     def __iter__(self) -> Iterator[Tensor]:
-        return (item.param for item in self._engine.managed if item.updated)
+        listed = dict.fromkeys([*(item.param for item in self._engine.managed), *self._engine.edits])
+        return (parameter for parameter in listed if parameter in self)
 
     def __len__(self) -> int:
-        return sum(item.updated for item in self._engine.managed)
-
-
-def _replace(engine: Engine, parameter: Tensor, entries: Mapping[str, Any]) -> None:
-    engine.replace_state(parameter, {key: plain(value) for key, value in entries.items()})
-
-
-def _make_writer(
-    reference: weakref.ref[Engine], parameter: Tensor
-) -> Callable[[Mapping[str, Any], Collection[str]], None]:
-    """A function that writes entries to a parameter's state; it does not keep the optimizer alive."""
-
-    def change(new: Mapping[str, Any], gone: Collection[str]) -> None:
-        engine = reference()
-        if engine is not None:
-            entries = {**engine.parameter_state(parameter), **new}
-            _replace(engine, parameter, {key: value for key, value in entries.items() if key not in gone})
-
-    return change
-
-
-class _ReadOnlyCopy:
-    """Copies of entries. Writing to one raises, since it would not change the state."""
-
-    __slots__ = ()
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if (_writes(func) and _any_read_only(args[0])) or _any_read_only(kwargs.get("out")):
-            raise RuntimeError(
-                f"{func.__name__} on a copy of optimizer state: the state itself is elsewhere, and the change would be "
-                "lost. Assign instead: optimizer.state[parameter]['exp_avg'] = new; or edit a .clone()"
-            )
-        with torch._C.DisableTorchFunctionSubclass():
-            result = func(*tree_map(plain, args), **tree_map(plain, kwargs))
-            copies = [value for value in tree_leaves(args) if isinstance(value, _ReadOnlyCopy)]
-            shares = isinstance(result, Tensor) and _storage(result) in map(_storage, copies)
-            return _read_only(result) if shares else result
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return plain(self).__reduce_ex__(protocol)
-
-    def __deepcopy__(self, memo: Any) -> Tensor:
-        copied: Tensor = plain(self).clone()
-        return copied
-
-
-class ReadOnly(_ReadOnlyCopy, Tensor):
-    """A copy of an entry."""
-
-
-class ReadOnlyShard(_ReadOnlyCopy, DTensor):
-    """A copy of an entry whose parameter is a DTensor."""
-
-    def to_local(self, **options: Any) -> Tensor:
-        return cast(Tensor, _read_only(plain(self).to_local(**options)))
-
-
-def plain(value: Any) -> Any:
-    """A read-only copy as an ordinary tensor; anything else as it is."""
-    if not isinstance(value, _ReadOnlyCopy):
-        return value
-    with torch._C.DisableTorchFunctionSubclass():
-        return value.detach() if isinstance(value, DTensor) else value.as_subclass(Tensor)  # type: ignore[attr-defined]
-
-
-def _read_only(value: Any) -> Any:
-    """``value`` as a read-only copy; nobody else holds a reference to it."""
-    if type(value) is DTensor:
-        value.__class__ = ReadOnlyShard
-    return value.as_subclass(ReadOnly) if type(value) is Tensor else value
-
-
-def _storage(value: Any) -> int:
-    """Address of the tensor's storage, which its views share."""
-    if not isinstance(value, Tensor):
-        return -1
-    with torch._C.DisableTorchFunctionSubclass():
-        local = value._local_tensor if isinstance(value, DTensor) else value
-        return local.untyped_storage().data_ptr()
-
-
-def _writes(func: Any) -> bool:
-    name = getattr(func, "__name__", "")
-    in_place = name.endswith("_") and not name.endswith("__")
-    return in_place or name in ("__setitem__", "__set__") or (name.startswith("__i") and name in _IN_PLACE_OPERATORS)
-
-
-_OPERATORS = "add sub mul matmul truediv floordiv mod pow and or xor lshift rshift"
-_IN_PLACE_OPERATORS = {f"__i{name}__" for name in _OPERATORS.split()}
-
-
-def _any_read_only(target: Any) -> bool:
-    return isinstance(target, _ReadOnlyCopy) or (isinstance(target, (list, tuple)) and any(map(_any_read_only, target)))
+        return sum(1 for _ in self)
 
 
 class Entries(dict[str, Any]):
     """One parameter's entries as they were read; assigning to an entry or deleting it changes the state.
 
-    Args:
-        change: called with new entries and the names of deleted ones.
+    Once the parameter's state has been deleted or replaced as a whole it is an ordinary dictionary, as in torch.
     """
 
-    def __init__(
-        self, entries: Mapping[str, Any], change: Callable[[Mapping[str, Any], Collection[str]], None]
-    ) -> None:
-        super().__init__(entries)
-        self._change = change
+    def __init__(self, entries: Mapping[str, Any], reading: Reading) -> None:
+        super().__init__({key: noticing(value, key, reading) for key, value in entries.items()})
+        self._reading = reading
+
+    @property
+    def is_own(self) -> bool:
+        """Whether it belongs to no parameter (any more)."""
+        return self._reading.standing is Standing.RELEASED
 
     def __setitem__(self, key: str, value: Any) -> None:
         self.update({key: value})
 
     def __delitem__(self, key: str) -> None:
         super().__delitem__(key)
-        self._change({}, [key])
+        if not self.is_own:
+            self._reading = self._reading.change({}, [key])
 
     def update(self, *arguments: Any, **entries: Any) -> None:
-        new = dict(*arguments, **entries)
+        new = {key: plain(value) for key, value in dict(*arguments, **entries).items()}
+        if not self.is_own:
+            self._reading = self._reading.change(new, ())
+            new = {key: noticing(value, key, self._reading) for key, value in new.items()}
         super().update(new)
-        self._change(new, ())
 
     def __ior__(self, other: Any) -> Entries:  # type: ignore[misc,override]
         self.update(other)
@@ -193,9 +109,9 @@ class Entries(dict[str, Any]):
         return key, self.pop(key)
 
     def clear(self) -> None:
-        gone = list(self)
         super().clear()
-        self._change({}, gone)
+        if not self.is_own:
+            self._reading.clear()
 
     def __reduce__(self) -> Any:
         return dict, (dict(self),)

@@ -151,8 +151,8 @@ class StateBackend(ABC):
     """Where masters and optimizer state live between steps."""
 
     name: ClassVar[str]
-    returns_live_state: ClassVar[bool] = True
-    """Whether :meth:`gather` returns the state itself (see :meth:`is_live`) or copies, which have no effect on it."""
+    compares_weights: ClassVar[bool] = False
+    """Whether :meth:`entries` finds weights that somebody else wrote to, and returns masters that follow them."""
     supports_lanes: bool = False
     """Whether units may be updated in :attr:`lanes`, concurrently with the caller's own work."""
     peers_wait: bool = False
@@ -285,11 +285,10 @@ class StateBackend(ABC):
         }
 
     def gather(self, managed: Managed) -> dict[str, Any]:
-        """:meth:`entries`, from the replica that owns them. A collective where replicas shard the state.
-
-        Returns the state itself or copies of it: see :attr:`returns_live_state`.
-        """
-        return self.entries(managed)
+        """Copies of :meth:`entries`, from the replica that owns them. A collective where replicas shard the state."""
+        return {
+            key: value.clone() if isinstance(value, Tensor) else value for key, value in self.entries(managed).items()
+        }
 
     def pin(
         self,
@@ -307,13 +306,6 @@ class StateBackend(ABC):
                 nothing has to be copied.
         """
         return None
-
-    def is_live(self, managed: Managed, key: str) -> bool:
-        """Whether the entry that :meth:`gather` has just returned is the state itself, and not a copy.
-
-        It stays live until the parameter's state is loaded: the tensor then keeps its value and is the user's alone.
-        """
-        return self.returns_live_state
 
     @abstractmethod
     def load(self, managed: Managed, entries: Mapping[str, Any]) -> None:

@@ -45,7 +45,7 @@ class OffloadBuffers:
 
 
 class BulkBackend(ResidentBackend):
-    """Records on the host between steps, with whole masters (12 bytes per parameter for Adam). All entries are live."""
+    """Records on the host between steps, with whole masters (12 bytes per parameter for Adam)."""
 
     name: ClassVar[str] = "bulk"
     on_host = True
@@ -85,7 +85,6 @@ class BulkBackend(ResidentBackend):
         self.synchronize()
         self._before_write([record])
         relayout()
-        self._rebind_live_tensors(record)
         self._slots[record] = self._fetched(record)
         return self._slots[record]
 
@@ -98,8 +97,7 @@ class BulkBackend(ResidentBackend):
         devices = set()
         for record in records:
             if record in self._slots and record.bytes is not None:
-                if self._versions.move_if_pinned(record):
-                    self._rebind_live_tensors(record)
+                self._versions.move_if_pinned(record)
                 record.bytes.copy_(self._slots[record].buffer, non_blocking=True)
                 devices.add(record.device)
         for device in devices:
@@ -122,7 +120,7 @@ class BulkBackend(ResidentBackend):
         weight_of: Callable[[Tensor], Callable[[], Tensor]],
         copies: HostCopyPool | None,
     ) -> PinnedState | None:
-        kept = [item for items in self._without_live_tensors(wanted).values() for item in items]
+        kept = [item for items in self._with_state(wanted).values() for item in items]
         if self._versions.pinned or not kept:
             return None
         self.synchronize()
@@ -135,8 +133,7 @@ class BulkBackend(ResidentBackend):
 
     def _before_write(self, records: Iterable[Record]) -> None:
         for record in records:
-            if self._versions.move_if_pinned(record, keep=True):
-                self._rebind_live_tensors(record)
+            self._versions.move_if_pinned(record, keep=True)
 
     def _after_edit(self, records: Iterable[Record]) -> None:
         for record in records:

@@ -293,6 +293,16 @@ class RecordBackend(StateBackend):
         initial = self._initial_masters.get(managed)
         return {} if initial is None or not was_rounded_from(managed.local, initial) else {"master": initial}
 
+    def gather(self, managed: Managed) -> dict[str, Any]:
+        """Clones what is in a record; all else that :meth:`entries` returns has been made for the caller."""
+        records = [self._record_of[part].bytes for part in self._parts.get(managed, ())]
+        lent = {_memory(memory) for memory in (*records, self._initial_masters.get(managed)) if memory is not None}
+        entries = self.entries(managed).items()
+        return {
+            key: value.clone() if isinstance(value, Tensor) and _memory(value) in lent else value
+            for key, value in entries
+        }
+
     def _was_edited(self, part: Part) -> bool:
         """Whether somebody else wrote to the weight. A weight that is still to be loaded does not count."""
         alone = Compared(self._record_of[part], [Segment([part])], [part])
@@ -397,6 +407,10 @@ class RecordBackend(StateBackend):
             segment.weights(staging)
         splitter.fingerprint_rows([segment.weight_row(staging) for segment in segments], found)
         return found != known
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 def equals_rounded(local: Tensor, master: Tensor) -> bool:

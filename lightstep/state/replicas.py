@@ -45,7 +45,7 @@ class ReplicaShardedBackend(StateBackend):
     """
 
     name: ClassVar[str] = "stream"
-    returns_live_state = False
+    compares_weights = True
     peers_wait = True
 
     def __init__(self, inner: StreamBackend, replicas: Replicas) -> None:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -27,7 +26,7 @@ _CPU = torch.device("cpu")
 
 
 class ResidentBackend(RecordBackend):
-    """Records on the parameters' devices. Entries that are read from them are live, except split masters.
+    """Records on the parameters' devices.
 
     A unit is whole parameters of at most ``unit_elements`` together, which bounds the memory for scaled gradients.
 
@@ -46,7 +45,6 @@ class ResidentBackend(RecordBackend):
         self._splitters: dict[torch.device, MasterSplitter] = {}
         super().__init__()
         self._slots: dict[Record, Slot] = {}
-        self._live_tensors: dict[Part, dict[str, Tensor]] = {}
         self._slabs: dict[torch.device, HostSlab] = {}
         self._is_offloaded = False
         self._lanes: dict[torch.device, Lanes] = {}  # for snapshots
@@ -67,7 +65,6 @@ class ResidentBackend(RecordBackend):
         for record in self._set_records(managed, [*staying, *self._make_records(units, self._coding)]):
             self._slots.pop(record, None)
             record.close()
-        self._live_tensors = {part: views for part, views in self._live_tensors.items() if part in self._record_of}
         self._entries = Entries(
             functools.partial(_cached_splitter, self._splitters, self._make_splitter), self._fingerprints
         )
@@ -102,7 +99,6 @@ class ResidentBackend(RecordBackend):
 
     def _reacquire_slot(self, record: Record, slot: Slot, relayout: Callable[[], None]) -> Slot:
         relayout()
-        self._rebind_live_tensors(record)
         return self._acquire_slot(record)
 
     def _coding(self, owner: Managed) -> Coding:
@@ -117,24 +113,6 @@ class ResidentBackend(RecordBackend):
 
     # -- state seen from outside
 
-    def gather(self, managed: Managed) -> dict[str, Any]:
-        self._before_write(self._record_of[part] for part in self._parts.get(managed, ()))  # the user may write to it
-        found = self.entries(managed)
-        if not found or not managed.updated:
-            return found
-        (part,) = self._parts[managed]
-        rows = {key for key, _, _ in part.block.layout.entries} - {part.block.layout.carrier}
-        if part.coding == "whole":
-            rows.add("master")
-        known = self._live_tensors.setdefault(part, {})
-        for key in rows & found.keys():
-            found[key] = known.setdefault(key, found[key])
-        return found
-
-    def is_live(self, managed: Managed, key: str) -> bool:
-        """Whether the entry is live; counters are not, because the parameters of a record share them."""
-        return any(key in self._live_tensors.get(part, ()) for part in self._parts.get(managed, ()))
-
     def pin(
         self,
         wanted: Mapping[Managed, Collection[str]],
@@ -145,7 +123,7 @@ class ResidentBackend(RecordBackend):
             return None
         splits = self._make_splitter is not None and self._fingerprints is not None
         snapshot, found = DeviceSnapshot(copies, self._make_splitter(_CPU) if splits else None), {}  # type: ignore[misc]
-        kept = self._without_live_tensors(wanted)
+        kept = self._with_state(wanted)
         edited = set(self.changed(item for items in kept.values() for item in items) if splits else ())
         for record, items in kept.items():
             entries = {item: self._raw_entries(item, wanted[item]) for item in items if item not in edited}
@@ -179,8 +157,8 @@ class ResidentBackend(RecordBackend):
             **({"low half": rows["low half"], extra: own.get(extra, rows[extra])} if coded else {}),
         }
 
-    def _without_live_tensors(self, wanted: Iterable[Managed]) -> dict[Record, list[Managed]]:
-        """The parameters with state whose record has no live tensors, to which a user could write at any time."""
+    def _with_state(self, wanted: Iterable[Managed]) -> dict[Record, list[Managed]]:
+        """The parameters with state, by record."""
         found: dict[Record, list[Managed]] = {}
         for item in wanted:
             if (
@@ -189,8 +167,7 @@ class ResidentBackend(RecordBackend):
                 and self._record_of[self._parts[item][0]].bytes is not None
             ):
                 found.setdefault(self._record_of[self._parts[item][0]], []).append(item)
-        held = {self._record_of[part] for part in self._live_tensors}
-        return {record: items for record, items in found.items() if record not in held}
+        return found
 
     def _lanes_for(self, device: torch.device) -> Lanes:
         if device not in self._lanes or self._lanes[device].failed:
@@ -204,42 +181,6 @@ class ResidentBackend(RecordBackend):
     def _edit(self, managed: Managed, edit: Callable[[Record, Part], None]) -> None:
         self._reload()
         super()._edit(managed, edit)
-        for part in self._parts[managed]:
-            self._rebind_live_tensors(self._record_of[part])
-
-    def _rebind_live_tensors(self, record: Record) -> None:
-        """Point live tensors to the record's present memory."""
-        for part in record.parts:
-            known = self._live_tensors.get(part)
-            if known and part.history is not None:
-                now = record.rows(part)
-                for key in known.keys() & now.keys():
-                    known[key].data = now[key].view(known[key].shape)
-
-    def load(self, managed: Managed, entries: Mapping[str, Any]) -> None:
-        self._reload()
-        parts = self._parts[managed]
-        self._before_edit(self._record_of[part] for part in parts)
-        for part in parts:
-            self._detach(part, entries)
-        super().load(managed, entries)
-
-    def _detach(self, part: Part, loaded: Mapping[str, Any]) -> None:
-        """Tensors that were read before a load keep their values, as with torch's own ``load_state_dict``.
-
-        An entry that is loaded from its own tensor (the user assigned another entry) stays live.
-        """
-        live = self._live_tensors.get(part, {})
-        for key in list(live):
-            value = loaded.get(key)
-            if isinstance(value, Tensor) and value.data_ptr() == live[key].data_ptr():
-                continue
-            reference = weakref.ref(live.pop(key))
-            held = reference()  # None, and no memory for a copy, unless the user still has it
-            if held is not None:
-                held.data = held.clone()
-        if not live:
-            self._live_tensors.pop(part, None)
 
     def _differing_parts(self, compared: Sequence[Compared]) -> list[Part]:
         self._before_edit(one.record for one in compared)
@@ -278,7 +219,7 @@ class ResidentBackend(RecordBackend):
     # -- releasing device memory
 
     def release_device_memory(self) -> None:
-        """Offload the records to the host until the next step or load. Live tensors stay the same and move along."""
+        """Offload the records to the host until the next step or load."""
         for staging in self._staging.values():
             staging.free()
         records = [record for record in self._records.values() if record.bytes is not None]
@@ -314,7 +255,6 @@ class ResidentBackend(RecordBackend):
         for record, place in zip(records, places, strict=True):
             record.bytes = place
             self._slots.pop(record, None)
-            self._rebind_live_tensors(record)
 
     def _host_buffers(self, records: Sequence[Record]) -> list[Tensor]:
         """Host memory for the records, in one slab per device. Slabs are reused, because page-locking is slow."""
@@ -339,7 +279,7 @@ class ResidentBackend(RecordBackend):
         for slab in self._slabs.values():
             slab.close()
         self._lanes, self._snapshot = {}, None
-        self._slots, self._live_tensors, self._slabs, self._is_offloaded = {}, {}, {}, False
+        self._slots, self._slabs, self._is_offloaded = {}, {}, False
         self._reset()
 
 

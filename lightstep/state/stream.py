@@ -69,7 +69,7 @@ class StreamBackend(RecordBackend):
     """
 
     name: ClassVar[str] = "stream"
-    returns_live_state = False
+    compares_weights = True
     supports_lanes = True
 
     def __init__(
@@ -369,15 +369,6 @@ class StreamBackend(RecordBackend):
         return slot
 
     # -- state seen from outside
-
-    def gather(self, managed: Managed) -> dict[str, Any]:
-        """Copies of the entries. Live tensors are impossible: records are cut, coded, or fetched for the next step."""
-        entries, home = self.entries(managed), self._record_of[self._parts[managed][0]].bytes
-        live = None if home is None else home.untyped_storage().data_ptr()
-        return {
-            key: value.clone() if isinstance(value, Tensor) and value.untyped_storage().data_ptr() == live else value
-            for key, value in entries.items()
-        }
 
     def load(self, managed: Managed, entries: Mapping[str, Any]) -> None:
         self._reset_pipeline()

@@ -212,3 +212,41 @@ def check_zeroed(rank: int, world_size: int, sharding: dict[str, Any], state: di
 @pytest.mark.parametrize("update", ["at_step", "next_forward", "in_backward", "overlap"])
 def test_gradients_that_are_set_to_zero_are_gradients(pool: Pool, sharding: dict[str, Any], update: str) -> None:
     pool.run(check_zeroed, 2, cpu=True, sharding=sharding, state={"backend": "stream", "update": update})
+
+
+def change_state(optimizer: Any, parameters: list[nn.Parameter]) -> None:
+    """Every rank does this: reading the state of a parameter may be a collective."""
+    optimizer.state.pop(parameters[0])
+    for parameter in parameters[1:]:
+        entries = optimizer.state[parameter]
+        entries["exp_avg"].mul_(0.5)
+        entries["step"] += 3
+        entries["exp_avg_sq"] = entries["exp_avg_sq"] * 2
+
+
+def check_state_writes(rank: int, world_size: int, sharding: dict[str, Any], state: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    plain: nn.Module = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 4))
+    given = copy.deepcopy(plain)
+    strategy = load(sharding, precision={"parameters": "float32"}, clipping={"max_norm": None}, optimizer_state=state)
+    model = strategy.prepare_model(given)
+    wrapped = nn.parallel.DistributedDataParallel(plain) if sharding["kind"] == "ddp" else fully_shard(plain)
+    optimizer = strategy.create_optimizer(model, torch.optim.AdamW, lr=1e-2)
+    reference = torch.optim.AdamW(wrapped.parameters(), lr=1e-2, fused=True)
+    for step in range(5):
+        inputs = torch.randn(3, 6, generator=torch.Generator().manual_seed(10 * step + rank))
+        for trained, one in ((wrapped, reference), (model, optimizer)):
+            if step == 3:
+                change_state(one, list(trained.parameters()))
+            one.zero_grad()
+            loss = trained(inputs).square().mean()
+            optimizer.backward(loss) if trained is model else loss.backward()
+            one.step()
+    optimizer.synchronize()
+    same_weights(weights_of(strategy, model), {name: full(p) for name, p in plain.named_parameters()})
+
+
+@KINDS
+@pytest.mark.parametrize("update", ["at_step", "overlap"])
+def test_writes_into_what_was_read_change_the_state(pool: Pool, sharding: dict[str, Any], update: str) -> None:
+    pool.run(check_state_writes, 2, cpu=True, sharding=sharding, state={"backend": "stream", "update": update})
