@@ -1,0 +1,80 @@
+"""Every method of PEFT under 16-bit weights: it trains, and its first loss is that of the model in fp32, rounded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import peft
+import pytest
+import torch
+from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
+from torch import nn
+
+from lightstep import Strategy
+from tests.reference.tiny_llama import Rows, make_llama
+
+VIRTUAL: dict[str, Any] = {"num_virtual_tokens": 3}
+LINEAR: dict[str, Any] = {"target_modules": ["q_proj"]}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "ADALORA": {**LINEAR, "total_step": 20, "tinit": 2, "tfinal": 5},
+    "ADAPTION_PROMPT": {"adapter_len": 4, "adapter_layers": 1},
+    "BOFT": {**LINEAR, "boft_block_size": 4},
+    "C3A": {**LINEAR, "block_size": 4},
+    "CARTRIDGE": VIRTUAL,
+    "FOURIERFT": {**LINEAR, "n_frequency": 20},
+    "IA3": {"target_modules": ["q_proj", "down_proj"], "feedforward_modules": ["down_proj"]},
+    "LN_TUNING": {"target_modules": ["input_layernorm"]},
+    "MISS": {**LINEAR, "r": 4},
+    "MULTITASK_PROMPT_TUNING": {**VIRTUAL, "num_tasks": 2},
+    "OFT": {**LINEAR, "r": 0, "oft_block_size": 4},
+    "POLY": {**LINEAR, "n_tasks": 2},
+    "PREFIX_TUNING": VIRTUAL,
+    "PROMPT_TUNING": VIRTUAL,
+    "P_TUNING": {**VIRTUAL, "encoder_hidden_size": 8},
+    "PSOFT": {**LINEAR, "r": 4},
+    "ROAD": {**LINEAR, "group_size": 8},
+    "SHIRA": {**LINEAR, "r": 4},
+    "TRAINABLE_TOKENS": {"token_indices": [1, 2]},
+    "VBLORA": {**LINEAR, "vector_length": 8, "num_vectors": 16},
+    "WAVEFT": {**LINEAR, "n_frequency": 20},
+}
+NOT_RUN = {
+    "ADAMSS": "needs scikit-learn",
+    "CPT": "has a loss of its own, over typed tokens",
+    "SHADOW": "a model for inference",
+    "XLORA": "needs adapters that were trained",
+}
+METHODS = sorted({str(kind.value) for kind in PEFT_TYPE_TO_CONFIG_MAPPING} - NOT_RUN.keys())
+BY_TASK = ("MULTITASK_PROMPT_TUNING", "POLY")
+
+
+def adapted(method: str) -> nn.Module:
+    kind = PEFT_TYPE_TO_CONFIG_MAPPING[peft.PeftType[method]]
+    model = make_llama()
+    torch.manual_seed(1)
+    return peft.get_peft_model(model, kind(task_type="CAUSAL_LM", **SETTINGS.get(method, LINEAR)))
+
+
+def batch(method: str) -> dict[str, torch.Tensor]:
+    rows = [Rows()[number] for number in range(2)]
+    tasks = {"task_ids": torch.zeros(2, dtype=torch.long)} if method in BY_TASK else {}
+    return {key: torch.stack([row[key] for row in rows]) for key in ("input_ids", "labels")} | tasks
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_method_trains_in_16_bits(method: str) -> None:
+    strategy = Strategy.load("stream", {"optimizer_state.ring_mib": 0.05})
+    expected = adapted(method)(**batch(method)).loss
+    model = strategy.prepare_model(adapted(method))
+    optimizer = strategy.create_optimizer(model, torch.optim.AdamW, lr=1e-2)
+    before = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+    losses = []
+    for _ in range(2):
+        loss = model(**batch(method)).loss
+        losses.append(float(loss))
+        optimizer.backward(loss)
+        optimizer.step()
+    optimizer.synchronize()
+    assert losses[0] == pytest.approx(float(expected), rel=0.02)  # weights and activations have 8 bits
+    assert {p.dtype for name, p in model.named_parameters() if name in before} == {torch.bfloat16}
+    assert any(not torch.equal(p, before[name]) for name, p in model.named_parameters() if name in before)
