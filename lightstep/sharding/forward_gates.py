@@ -98,6 +98,8 @@ class Gates:
         """Gates of modules that are in no unit, for all parameters below them except the units'."""
         inside = {part for unit in units for part in unit.modules()}
         for module in model.modules():
+            if isinstance(module, torch.jit.ScriptModule):
+                continue  # it has no trained parameters (`scripted_modules`)
             if module is not but and module not in inside:
                 holds_units = not inside.isdisjoint(module.modules())
                 yield self._before(module, awaited([module] if holds_units else module.modules()))

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -50,6 +51,8 @@ def unwrap_model(model: nn.Module) -> nn.Module:
 def _inside(model: nn.Module) -> Any:
     if isinstance(model, DistributedDataParallel | EngineModel):
         return model.module
+    if isinstance(model, torch.jit.ScriptModule):  # the tables of its children and parameters are not Python's
+        return None
     own = vars(model).get("_modules", {})
     return own.get("_orig_mod", own.get("_forward_module") if "_original_module" in own else None)
 

@@ -218,7 +218,7 @@ def _is_zero_grad(frame: Any) -> bool:
 def await_reads(modules: Iterable[nn.Module], updates: DeferredUpdates) -> list[AwaitedParameters]:
     """Make reads of these modules' own parameters wait for ``updates``; returns their ``_parameters``."""
     for module in modules:
-        if vars(module)["_parameters"]:
+        if not isinstance(module, torch.jit.ScriptModule) and vars(module)["_parameters"]:
             _await_reads_of(module, updates)
     return awaited(modules)
 
@@ -234,7 +234,7 @@ def _await_reads_of(module: nn.Module, updates: DeferredUpdates) -> None:
 
 def awaited(modules: Iterable[nn.Module]) -> list[AwaitedParameters]:
     """The ``_parameters`` of those modules whose reads wait."""
-    return [own for module in modules if isinstance(own := vars(module)["_parameters"], AwaitedParameters)]
+    return [own for module in modules if isinstance(own := vars(module).get("_parameters"), AwaitedParameters)]
 
 
 def updates_of(modules: Iterable[AwaitedParameters]) -> list[DeferredUpdates]:

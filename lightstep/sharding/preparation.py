@@ -110,6 +110,18 @@ def transformer_blocks(model: nn.Module) -> list[nn.Module]:
     return max(lists, key=_size, default=[])
 
 
+def scripted_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """The outermost scripted and traced modules with trained parameters, by name. Reads of their weights cannot wait:
+    they are not Python's."""
+    found: dict[str, nn.Module] = {}
+    scripted = (named for named in model.named_modules() if isinstance(named[1], torch.jit.ScriptModule))
+    for name, module in scripted:
+        inside = any(not outer or name.startswith(f"{outer}.") for outer in found)
+        if not inside and any(parameter.requires_grad for parameter in module.parameters()):
+            found[name] = module
+    return found
+
+
 def checkpoint_activations(model: nn.Module) -> None:
     """Recompute each block in backward: by ``gradient_checkpointing_enable`` if the model has it, else by wrapping.
 

@@ -38,7 +38,13 @@ from lightstep.rollout.transport import WeightTransport
 from lightstep.sharding.dtypes import planned_dtypes
 from lightstep.sharding.forward_gates import in_order_of_use
 from lightstep.sharding.model_names import unwrap_model
-from lightstep.sharding.preparation import cast_tensors, checkpoint_activations, materialise, unrounded_values
+from lightstep.sharding.preparation import (
+    cast_tensors,
+    checkpoint_activations,
+    materialise,
+    scripted_modules,
+    unrounded_values,
+)
 from lightstep.sharding.prepared_model import PreparedModel
 from lightstep.sharding.reduced_gradients import sharded_gradients
 from lightstep.state.backend import StateBackend
@@ -235,6 +241,7 @@ class Strategy(ABC):
 
     def _prepare_for_role(self, role: Role, model: nn.Module) -> nn.Module:
         if role == "trainer":
+            self._refuse_scripted(unwrap_model(model))
             return self._prepare(model)
         if role == "reference" and self.role == "trainer":
             return self._prepare_reference(model.requires_grad_(False)).eval()
@@ -379,7 +386,19 @@ class Strategy(ABC):
             optimizer.gradients.set_reduction(gradients)
         if self._schedule_class is not AtStep:
             inner = unwrap_model(model)
+            self._refuse_scripted(inner)
             PreparedModel.of(inner).gates.guard(inner, optimizer, self._schedule_class.in_backward)
+
+    def _refuse_scripted(self, model: nn.Module) -> None:
+        """Raise ``ConfigError`` if scripted or traced modules are trained, and updates are deferred."""
+        found = {} if self._schedule_class is AtStep else scripted_modules(model)
+        if found:
+            names = ", ".join(f"{name or 'the model'} ({type(module).__name__})" for name, module in found.items())
+            raise ConfigError(
+                f"{self.name}: these modules are scripted or traced by torch.jit: {names}. Reads of their "
+                f"weights cannot wait for updates, and optimizer_state.update is {self.config.optimizer_state.update}: "
+                "set it to at_step, freeze them, or train them without torch.jit (torch.compile works)"
+            )
 
     def _optimizers_of(self, model: nn.Module) -> list[BaseOptimizer]:
         """The optimizers of this model that are still referenced."""

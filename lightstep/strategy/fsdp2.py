@@ -99,6 +99,12 @@ class FSDP2Strategy(ProcessGroupStrategy):
                 f"{self.name}: this {type(model).__name__} is sharded already (by prepare_model or fully_shard); "
                 "prepare a model once, and use what the first call returned"
             )
+        for name, module in model.named_modules():
+            if isinstance(module, torch.jit.RecursiveScriptModule):
+                raise ConfigError(
+                    f"{self.name}: {name or 'the model'} is scripted (torch.jit), and FSDP2 cannot shard such modules: "
+                    "use the module as it was before torch.jit.script (torch.compile works), or sharding.kind ddp"
+                )
         refuse_experts(self, dict(model.named_parameters()))
         by_fsdp = {p for module in model.modules() if isinstance(module, FSDPModule) for p in module.parameters()}
         dtypes = {tensor_of(*key): dtype for key, dtype in plan.items()}
