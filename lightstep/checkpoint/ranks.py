@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -60,21 +60,38 @@ class Ranks:
             raise error
         for rank, failure in enumerate(failures):
             if failure is not None:
-                raise RemoteRankError(f"rank {rank}: {failure[1]}", kind=failure[0])
+                kind, text, has_left = failure
+                raise RemoteRankError(f"rank {rank}: {text}", kind, has_left)
         return self.gather(result)[0] if only_first else result
+
+    def leave(self, error: BaseException) -> None:
+        """This rank leaves a block with ``error``, which the next :meth:`together` of the others raises on them.
+
+        All ranks that leave a block with an error call this. It does nothing if the error is from a rank that has left:
+        that rank waits for nobody.
+        """
+        if not any(isinstance(link, RemoteRankError) and link.has_left for link in _chain(error)):
+            self.gather(_describe(error, has_left=True))
 
 
 class RemoteRankError(Exception):
-    """Another rank failed; ``kind`` is the name of its error's class."""
+    """Another rank failed; ``kind`` is the name of its error's class, ``has_left`` that of :meth:`Ranks.leave`."""
 
-    def __init__(self, message: str, kind: str) -> None:
+    def __init__(self, message: str, kind: str, has_left: bool = False) -> None:
         super().__init__(message)
-        self.kind = kind
+        self.kind, self.has_left = kind, has_left
 
 
-def _describe(error: BaseException) -> tuple[str, str]:
-    """The name of the error's class, and a message for the other ranks."""
+def _describe(error: BaseException, has_left: bool = False) -> tuple[str, str, bool]:
+    """The name of the error's class, a message for the other ranks, and ``has_left``."""
     kind, text = type(error).__name__, str(error)
     if isinstance(error, OSError) and error.strerror:
-        return kind, error.strerror
-    return kind, text if isinstance(error, RuntimeError | TypeError) and text else f"{kind}: {text}"
+        return kind, error.strerror, has_left
+    return kind, text if isinstance(error, RuntimeError | TypeError) and text else f"{kind}: {text}", has_left
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """The error, then its causes."""
+    while error is not None:
+        yield error
+        error = error.__cause__

@@ -28,7 +28,7 @@ with needs("train"):
     from accelerate.state import AcceleratorState
     from accelerate.utils import FullyShardedDataParallelPlugin, broadcast, gather_object
 
-from lightstep.checkpoint import CheckpointError
+from lightstep.checkpoint.errors import CheckpointError, checkpoint_errors
 from lightstep.checkpoint.export import full_weights
 from lightstep.checkpoint.file_list import CHECKPOINT, FILE_LIST, read_file_list, write_file_list
 from lightstep.checkpoint.layout import has_complete_checkpoint, holds_checkpoint
@@ -450,12 +450,12 @@ class LightstepAccelerator(Accelerator):
     ) -> PendingSave | None:
         project = self.project_configuration
         naming, project.automatic_checkpoint_naming = project.automatic_checkpoint_naming, False  # else another folder
+        write = super().save_state
         try:
-            with self._hidden_from_accelerate(trained):
-                super().save_state(str(folder), safe_serialization, **kwargs)
+            with checkpoint_errors(f"{folder.name} was not saved"), self._hidden_from_accelerate(trained):
+                Ranks().together(lambda: write(str(folder), safe_serialization, **kwargs))
         finally:
             project.automatic_checkpoint_naming = naming
-        self.wait_for_everyone()
         model, optimizer = trained
         return self.strategy.save_checkpoint(folder / CHECKPOINT, model, optimizer.optimizer, asynchronous=asynchronous)
 

@@ -36,8 +36,11 @@ class PendingFolder(PendingSave):
         kind: what may be replaced.
         rotate: called on the first rank when the folder is in its place.
 
+    If the block fails on one rank, it is left with an error on all of them, and the hidden folder is removed. In the
+    block the others may only wait in :meth:`Ranks.together <lightstep.checkpoint.ranks.Ranks.together>`.
+
     Raises:
-        CheckpointError: another process is saving to ``path``, or something else is there.
+        CheckpointError: another process is saving to ``path``, something else is there, or another rank has failed.
     """
 
     checkpoint: PendingSave | None = None
@@ -57,15 +60,28 @@ class PendingFolder(PendingSave):
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         if error is not None:
-            self._hidden_folder.__exit__(kind, error, at)
+            if isinstance(error, Exception):  # else this process is about to end
+                self._ranks.leave(error)
+            self._remove(error)
             return
-        self._ranks.gather(None)  # the small files of every rank are written
+        try:
+            with checkpoint_errors(f"{self.path} was not saved"):
+                self._ranks.together(lambda: None)  # the small files of every rank are written
+        except Exception as failure:
+            self._remove(failure)
+            raise
         if self.checkpoint is None:
             self._put_in_place(self._ranks)
             self.set_result(self.path)
             return
         writers = writer_group(self._ranks)
         self.checkpoint.add_done_callback(lambda _: self._complete(writers))
+
+    def _remove(self, error: BaseException) -> None:
+        """Remove the hidden folder, to which nobody writes any more."""
+        if self.checkpoint is not None and isinstance(error, Exception):
+            self.checkpoint.exception()
+        self._hidden_folder.__exit__(type(error), error, error.__traceback__)
 
     def _complete(self, writers: Ranks) -> None:
         """The checkpoint has been written, or has failed on every rank."""
