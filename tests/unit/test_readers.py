@@ -22,7 +22,7 @@ from lightstep import Strategy
 from lightstep.optimizer.managed_parameters import ManagedParameters
 from lightstep.optimizer.step_guard import StepGuard
 from lightstep.sharding.parameter_reads import DeferredUpdates
-from tests.unit.test_stream import random_delays
+from tests.unit.test_stream import random_delays, random_sleeps
 
 STATES: dict[str, dict[str, Any]] = {
     "resident": {"backend": "resident"},
@@ -55,7 +55,8 @@ class Run:
         self.steps, self.delays = 0, delays
 
     def step(self) -> None:
-        batch = torch.randn(4, 24, generator=torch.Generator().manual_seed(self.steps)).bfloat16()
+        batch = torch.randn(4, 24, generator=torch.Generator().manual_seed(self.steps))
+        batch = batch.to(self.strategy.device, torch.bfloat16)
         with self.strategy.accumulate(self.model, last=True):
             self.optimizer.backward(self.model(batch).float().square().mean())
         self.optimizer.step()
@@ -63,7 +64,11 @@ class Run:
         self.steps += 1
         backend = self.optimizer.engine.backend
         if self.delays is not None and backend.supports_lanes:
-            random_delays(backend.lanes, self.delays + self.steps, 4e-4)
+            slow_down = random_sleeps if self.strategy.device.type == "cuda" else random_delays
+            slow_down(backend.lanes, self.delays + self.steps)
+
+    def ones(self) -> Tensor:
+        return torch.ones(2, 24, dtype=torch.bfloat16, device=self.strategy.device)
 
     def train(self, steps: int) -> None:
         for _ in range(steps):
@@ -149,7 +154,7 @@ OTHERS: dict[str, Callable[[Run], object]] = {
     "entries": lambda run: [dict(run.optimizer.state[p]) for p in run.model.parameters()],
     "weights": lambda run: [parameter.sum() for parameter in run.model.parameters()],
     "model": lambda run: run.model.state_dict(),
-    "forward": lambda run: run.model(torch.ones(2, 24).bfloat16()),
+    "forward": lambda run: run.model(run.ones()),
     "report": lambda run: run.optimizer.memory_report(),
     "copy": lambda run: copy.deepcopy(run.optimizer),
     "synchronize": lambda run: run.optimizer.synchronize(),
@@ -466,7 +471,7 @@ def test_a_fork_reads_settings_while_updates_are_pending_and_no_stale_weights(na
         lambda: weight.data.tolist(),
         lambda: weight.detach().tolist(),
         lambda: weight.tolist(),
-        lambda: run.model(torch.ones(2, 24).bfloat16()).tolist(),
+        lambda: run.model(run.ones()).tolist(),
         lambda: copy.deepcopy(run.model) and 0,
         lambda: weight.data_ptr(),
         lambda: [value.tolist() for value in run.model.state_dict().values()],
@@ -496,8 +501,8 @@ def test_a_fork_neither_trains_nor_reads_state(name: str, history: History) -> N
     ]
     for work in works:
         assert f"a fork of process {os.getpid()}" in in_fork(work)
-    expected = run.model(torch.ones(2, 24).bfloat16()).tolist()
-    assert in_fork(lambda: run.model(torch.ones(2, 24).bfloat16()).tolist()) == expected  # as in plain torch
+    expected = run.model(run.ones()).tolist()
+    assert in_fork(lambda: run.model(run.ones()).tolist()) == expected  # as in plain torch
     run.step()
     assert_ends_as(run, history)
 
