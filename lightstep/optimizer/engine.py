@@ -420,7 +420,7 @@ class Engine:
     def _start(self, update: Update) -> None:
         self.edits.outdate()
         if self._skips(update):
-            self.schedule.wait_for_update()
+            self.schedule.skip()
         else:
             for listener in self.update_listeners:  # reads in other threads wait from now on
                 listener()

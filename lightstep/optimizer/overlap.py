@@ -363,6 +363,16 @@ class Overlap(NextForward):
         """The verdict tells it, if there is one: the host waits once."""
         return self._verdict.read() == "drop" if self._request_verdict(update) else super().overflows(update)
 
+    def skip(self) -> None:
+        """The verdict is ``drop``, and it has been read."""
+        with self._lock:
+            speculation = self._speculation
+            if speculation is not None and speculation.update is None:
+                self._log_verdict("drop")
+                self._speculation = None
+                self._roll_back_units(speculation)
+        super().skip()
+
     def _request_verdict(self, update: Update) -> bool:
         """Have the device compare this update with the assumed one, once per step; ``False``: nothing was assumed."""
         assumed, self._assumed = self._assumed, None
@@ -441,12 +451,15 @@ class Overlap(NextForward):
             self._next_pause = max(self._next_pause // 2, 1)
         else:
             self.redone += verdict == "redo"
-            reason = self._verdict.reason()
-            logger.info("updates in backward: %s (%d steps redone so far): %s", verdict, self.redone, reason)
+            self._log_verdict(verdict)
             self._roll_back_units(speculation)
             update.note_own_writes(update.gradients)
         if verdict != "drop" or self._backend.peers_wait:  # others get weights in every step
             self._schedule_rest(speculation, update)
+
+    def _log_verdict(self, verdict: str) -> None:
+        reason = self._verdict.reason()
+        logger.info("updates in backward: %s (%d steps redone so far): %s", verdict, self.redone, reason)
 
     def _schedule_rest(self, speculation: Speculation, update: Update) -> None:
         """Schedule the commit of what has been updated, and the updates of all other units."""

@@ -120,6 +120,10 @@ class Schedule:
         """Whether the step is to be skipped; the host waits for the device."""
         return bool(update.overflow)
 
+    def skip(self) -> None:
+        """Update nothing: the step overflows."""
+        self.wait_for_update()
+
     def _map_parameters(self, units: Sequence[Unit]) -> None:
         """Find the job that completes each parameter; kept while the units stay the same."""
         if list(units) != list(self._units):

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from lightstep.state.host_memory import HostMemoryError, HostSlab, available_bytes
-from lightstep.state.record import History, Record, Slot
+from lightstep.state.record import History, Record, Slot, aligned
 from lightstep.state.segment import Segment
 from lightstep.state.spare_memory import GIB
 from lightstep.state.staging import Staging
@@ -39,21 +39,21 @@ _LEFT_FREE = 0.1
 
 
 class PreviousWeights:
-    """Memory for a record's previous weights, one row for each dtype, and for their fingerprints.
+    """Memory for a record's previous weights, one after another in their own dtypes, and for their fingerprints.
 
     Args:
         slab: host memory to which they are written; ``None``: they stay on the device.
         fingerprinted: they have fingerprints.
 
     Attributes:
-        nbytes: size of the rows.
-        host: the rows on the host; ``None`` if they stay on the device.
-        device: the rows on the device; ``None``: they follow the record in its slot until that is written back.
+        nbytes: size of the weights.
+        host: the weights on the host; ``None`` if they stay on the device.
+        device: the weights on the device; ``None``: they follow the record in its slot until that is written back.
         fingerprints: on the device.
     """
 
     def __init__(self, record: Record, slab: HostSlab | None, fingerprinted: bool) -> None:
-        self._ranges, self.nbytes = _rows_of(record)
+        self._offsets, self.nbytes = _offsets_of(record)
         self.slab = slab
         self.host = None if slab is None else slab.tensor(torch.uint8, self.nbytes)
         on_device = self.nbytes if slab is None else 0
@@ -61,18 +61,19 @@ class PreviousWeights:
         count = len(record.parts)
         self.fingerprints = torch.zeros(count, dtype=torch.int32, device=record.device) if fingerprinted else None
 
-    def rows(self, buffer: Tensor) -> dict[torch.dtype, Tensor]:
-        """The rows in ``buffer`` (uint8)."""
-        return {dtype: buffer[start:stop].view(dtype) for dtype, (start, stop) in self._ranges.items()}
+    def row(self, segment: Segment, buffer: Tensor) -> Tensor:
+        """The weights of one segment in ``buffer`` (uint8), flat."""
+        dtype, start = segment.locals[0].dtype, self._offsets[segment.first]
+        return buffer[start : start + dtype.itemsize * (segment.stop - segment.first)].view(dtype)
 
 
-def _rows_of(record: Record) -> tuple[dict[torch.dtype, tuple[int, int]], int]:
-    """The byte range of each row, and the size of all."""
-    ranges, end = {}, 0
-    for dtype in dict.fromkeys(part.owner.local.dtype for part in record.parts):
-        ranges[dtype] = end, end + dtype.itemsize * record.elements
-        end = ranges[dtype][1]
-    return ranges, end
+def _offsets_of(record: Record) -> tuple[dict[int, int], int]:
+    """The first byte of each part's weight, by the part's first element, and the size of all weights."""
+    offsets, end = {}, 0
+    for part in record.parts:
+        offsets[part.first] = end
+        end += part.owner.local.itemsize * aligned(part.elements)
+    return offsets, end
 
 
 def _copy(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
@@ -96,7 +97,7 @@ class Version:
         self.record, self.slab, self.previous = record, slab, previous
         self.bytes = slab.tensor(torch.uint8, record.nbytes)
         self.written_back: Any = None
-        self._rows: dict[torch.dtype, Tensor] = {}
+        self._place: Tensor | None = None  # the previous weights
         self._segments: Sequence[Segment] = ()
         self._histories: list[tuple[History, dict[str, Any], object, tuple[str, ...]]] = []
 
@@ -110,12 +111,8 @@ class Version:
         """
         previous, self._segments = self.previous, segments
         place = slot.buffer[self.record.nbytes :] if previous.device is None else previous.device
-        self._rows = previous.rows(place[: previous.nbytes])
-        copies = []
-        for segment in segments:
-            weights = segment.weights(staging)
-            copies.append((self._rows[weights.dtype][segment.first : segment.stop], weights))
-        _copy(copies)
+        _copy((previous.row(segment, place), segment.weights(staging)) for segment in segments)
+        self._place = place
         if previous.fingerprints is not None and fingerprints is not None:
             previous.fingerprints.copy_(fingerprints)
 
@@ -134,10 +131,11 @@ class Version:
             for part in segment.parts:
                 part.keys = keys
         on_host = self.previous.host is not None and self.written_back is not None
-        rows = self.previous.rows(self.previous.host) if on_host else self._rows  # type: ignore[arg-type]
+        place = self.previous.host if on_host else self._place
         copies: list[tuple[Tensor, Tensor]] = []
         for segment in self._segments:
-            row = rows[segment.locals[0].dtype][segment.first : segment.stop]
+            assert place is not None
+            row = self.previous.row(segment, place)
             copies += zip(segment.locals, segment.parts_of(row), strict=True)
         _copy(copies)
         if self.previous.fingerprints is not None and fingerprints is not None:
@@ -197,7 +195,7 @@ class Versions:
         previous = self._previous.get(record)
         if previous is not None:
             return record.nbytes + (0 if previous.host is None else previous.nbytes)
-        return record.nbytes + (_rows_of(record)[1] if self._goes_to_host and self._reserved else 0)
+        return record.nbytes + (_offsets_of(record)[1] if self._goes_to_host and self._reserved else 0)
 
     @property
     def _goes_to_host(self) -> bool:
@@ -269,7 +267,7 @@ class Versions:
             self._device_full = True  # another try in every step would empty torch's cache in every step
             effect = "they are kept on the host" if self._goes_to_host else "fewer updates run during backward"
             logger.warning("no room on %s for previous weights: %s", record.device, effect)
-        slab = self._new_slab(_rows_of(record)[1], record.device) if self._goes_to_host else None
+        slab = self._new_slab(_offsets_of(record)[1], record.device) if self._goes_to_host else None
         if slab is not None:
             self._previous[record] = PreviousWeights(record, slab, fingerprinted)
         return slab is not None

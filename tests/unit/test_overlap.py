@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import lightstep
 from lightstep.optimizer import overlap
 from lightstep.optimizer.arrivals import Arrivals
 from lightstep.optimizer.overlap import Overlap
@@ -24,6 +25,7 @@ from lightstep.optimizer.schedule import NextForward
 from lightstep.state import units as units_module
 from lightstep.state import versions
 from lightstep.state.lanes import DEVICE_TO_HOST
+from lightstep.state.record import aligned
 from lightstep.state.ring import Ring
 from lightstep.state.versions import Version
 from tests.distributed.models import TinyTransformer
@@ -139,8 +141,8 @@ def test_the_delays_find_a_version_that_is_not_kept(
     def forgets(self: Version, *args: Any) -> None:
         original(self, *args)
         if what == "save_weights":
-            for row in self._rows.values():
-                row.zero_()
+            assert self._place is not None
+            self._place[: self.previous.nbytes].zero_()
         else:
             kept = self._histories
             self._histories = [(own, {**values, "step": values["step"] + 1}, *rest) for own, values, *rest in kept]
@@ -615,6 +617,32 @@ def test_the_log_says_why_updates_were_rolled_back(
     assert [text for text in caplog.messages if text.startswith("updates in")] == [f"updates in backward: {line}"]
 
 
+@pytest.mark.usefixtures("no_pause")
+@pytest.mark.parametrize("optimizer_class", [torch.optim.AdamW, torch.optim.Adamax])
+def test_an_overflow_is_reported_alike_where_the_host_and_where_the_device_skips(
+    optimizer_class: Any, caplog: pytest.LogCaptureFixture, verdicts: Counter[str]
+) -> None:
+    """Adamax knows no ``found_inf``: the host reads the verdict in ``step()``, and drops the updates there."""
+    caplog.set_level("INFO", overlap.logger.name)
+    tested, expected = pair(optimizer_class=optimizer_class)
+    for training in (tested, expected):
+        for step in range(10):
+            with training.strategy.accumulate(training.model, last=True):
+                training.optimizer.backward(training.loss() * (torch.inf if step in (2, 4, 6, 8) else 1))
+            result = training.optimizer.step()
+            assert bool(result) == (step not in (2, 4, 6, 8))
+            assert result.redone == result.rolled_back == 0
+            training.steps += 1
+            if training is tested:
+                tested.delays(step)
+    assert_same(tested.snapshot(), expected.snapshot())
+    logged = (record for record in caplog.records if record.name == overlap.logger.name)
+    assert [(record.levelname, record.getMessage()) for record in logged] == [
+        ("INFO", "updates in backward: drop (0 steps redone so far): overflow")
+    ] * 4
+    assert verdicts["rolled back"] == 0
+
+
 def test_a_loop_that_changes_the_learning_rate_after_every_backward_gets_one_warning(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -733,6 +761,46 @@ def test_weights_that_travel_take_no_device_memory_beside_the_ring(verdicts: Cou
     assert reports[0]["device_bytes"] > reports[1]["device_bytes"] == 0
     assert reports[1]["ring_bytes"] <= 1.25 * reports[0]["ring_bytes"]
     assert reports[1]["host_bytes"] > reports[0]["host_bytes"]
+
+
+class Gated(nn.Module):
+    """A layer with a gate, which reads what it is given in its own dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.gate = nn.Linear(24, 24), nn.Linear(24, 2)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        gate = self.gate(hidden.to(self.gate.weight.dtype)).sigmoid().mean()
+        return hidden + self.layer(hidden).tanh() * gate.to(hidden.dtype)
+
+
+@pytest.mark.parametrize("where", ["device", "host"])
+def test_previous_weights_take_their_own_bytes(where: str, verdicts: Counter[str]) -> None:
+    """2 for a weight in bf16, and 4 for one in fp32 in the same unit."""
+    trained = []
+    for state in (RESIDENT, {**OVERLAP, "previous_weights": where}):
+        torch.manual_seed(0)
+        strategy = lightstep.Strategy.load({"clipping": {"max_norm": 100.0}, "optimizer_state": state})
+        model: Any = strategy.prepare_model(nn.Sequential(*(Gated() for _ in range(4))))
+        for block in model:
+            block.gate.float()
+        optimizer: Any = strategy.create_optimizer(model, lr=1e-2)
+        for step in range(10):
+            inputs = torch.randn(4, 24, generator=torch.Generator().manual_seed(step)).bfloat16()
+            with strategy.accumulate(model, last=True):
+                loss = model(inputs).float().square().mean()
+                optimizer.backward(loss * (1000 if step in (3, 7) else 1))
+            optimizer.step()
+            if state is not RESIDENT:
+                random_delays(optimizer.engine.backend.lanes, step, 1e-3)
+        trained.append({name: weight.detach().clone() for name, weight in model.named_parameters()})
+    assert_same(trained[1], trained[0])
+    assert verdicts["commit"] > 1 and verdicts["redo"] > 1
+    previous: dict[Any, Any] = optimizer.engine.backend._versions._previous
+    assert any(len({part.owner.local.dtype for part in record.parts}) > 1 for record in previous)
+    for record, kept in previous.items():
+        assert kept.nbytes == sum(part.owner.local.itemsize * aligned(part.elements) for part in record.parts)
 
 
 def test_where_the_ring_has_no_room_for_weights_they_do_not_travel(
