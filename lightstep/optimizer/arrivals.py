@@ -121,12 +121,13 @@ class Arrivals:
         return self._units_of[batch]
 
     def backward_order(self) -> list[Unit]:
-        """All units in the order in which this backward is expected to complete them: that of the previous backward.
+        """All units in the order in which a backward is expected to complete them: that of the last one.
 
         The first backward is expected in the reverse order of the model. That is not always right: under FSDP2 the
         parameters outside the blocks come at the end of backward, in the order of the model.
         """
-        batches = dict.fromkeys([*self._previously_completed, *reversed(range(len(self.layers)))])
+        last = self._completed or self._previously_completed
+        batches = dict.fromkeys([*last, *reversed(range(len(self.layers)))])
         return list(dict.fromkeys(unit for batch in batches for unit in reversed(self._units_of[batch])))
 
     def last_in_backward(self) -> list[Unit]:

@@ -175,15 +175,18 @@ class Overlap(NextForward):
         speculation.values.copy_mutable()
         everything = [item for layer in self._arrivals.layers for item in layer]
         self._arrivals.start_backward(without_gradient={item for item in everything if not item.updated})
-        shared = iter(speculation.shared_queue)
-        order = [
-            next(shared) if unit in speculation.shared else unit
-            for unit in self._arrivals.backward_order()
-            if unit in speculation
-        ]
-        self._begin(everything, speculation.values, True, [*order, *speculation.after_backward], ahead=False)
+        self._begin(everything, speculation.values, True, self._backward_order(speculation), ahead=False)
         self._link_share.record_begin()
         return speculation
+
+    def _backward_order(self, speculation: Speculation) -> list[Unit]:
+        """The order in which a backward with these updates, and the step after it, are expected to submit them."""
+        shared = iter(speculation.shared_order)
+        order = (unit for unit in self._arrivals.backward_order() if unit in speculation)
+        return [
+            *(next(shared) if unit in speculation.shared else unit for unit in order),
+            *speculation.after_backward,
+        ]
 
     def _on_gradient(self, item: Managed, peek: Peek) -> None:
         """A gradient is complete: with the last one of its batch, the units of the batch are updated.
@@ -455,14 +458,16 @@ class Overlap(NextForward):
             self._roll_back_units(speculation)
             update.note_own_writes(update.gradients)
         if verdict != "drop" or self._backend.peers_wait:  # others get weights in every step
-            self._schedule_rest(speculation, update)
+            self._schedule_rest(speculation, update, verdict)
 
     def _log_verdict(self, verdict: str) -> None:
         reason = self._verdict.reason()
         logger.info("updates in backward: %s (%d steps redone so far): %s", verdict, self.redone, reason)
 
-    def _schedule_rest(self, speculation: Speculation, update: Update) -> None:
+    def _schedule_rest(self, speculation: Speculation, update: Update, verdict: str) -> None:
         """Schedule the commit of what has been updated, and the updates of all other units."""
+        # After a rollback there is a pause.
+        next_order = self._backward_order(speculation) if verdict == "commit" else self._backend.units()
         speculative = (unit for unit in speculation.submitted if self._backend.is_speculative(unit))
         done = dict.fromkeys([*speculative, *speculation.after_backward])
         left = [unit for unit in self._backend.units() if unit not in done]
@@ -472,7 +477,7 @@ class Overlap(NextForward):
             self._units = ()
             self._completing_job = {item: number for number, job in enumerate(jobs) for item in job.owners()}
             self._arrival_job = self._backend.arrival_jobs(self._completing_job, len(jobs))
-            self._schedule([*jobs, Job(None, update)])
+            self._schedule([*jobs, Job(None, update, next_order)])
             self._submit_in_step()
 
     def reset(self) -> None:

@@ -317,14 +317,18 @@ class NextForward(Schedule):
 class Job:
     """The update of one unit, or (``unit`` is ``None``) the end of the step.
 
+    Args:
+        next_order: see :meth:`UnitUpdater.finish`.
+
     Attributes:
         number: its position in the step.
         is_end: the step ends with it.
         completed: the parameters that are complete with it, because it is the last one with a part of them.
     """
 
-    def __init__(self, unit: Unit | None, update: Update) -> None:
+    def __init__(self, unit: Unit | None, update: Update, next_order: Sequence[Unit] | None = None) -> None:
         self.number, self.unit, self.update, self.is_end = -1, unit, update, unit is None
+        self._next_order = next_order
         self.completed: list[Managed] = []
 
     def owners(self) -> Iterable[Managed]:
@@ -333,7 +337,7 @@ class Job:
 
     def run(self, updater: UnitUpdater) -> None:
         if self.unit is None:
-            updater.finish(self.update.elsewhere)
+            updater.finish(self.update.elsewhere, self._next_order)
         else:
             updater.update(self.unit, self.update)
 

@@ -108,7 +108,8 @@ class Speculation:
         checksums: memory for those of gradients.
 
     Attributes:
-        shared_queue: the units of ``shared`` that have not been submitted yet.
+        shared_order: the units of ``shared``, in order.
+        shared_queue: those of them that have not been submitted yet.
         gradients: the gradients that are complete.
         used: the gradients that updates have used.
         submitted: the units that have been submitted, in order.
@@ -128,7 +129,8 @@ class Speculation:
         factor: Tensor | None,
         checksums: Checksums,
     ) -> None:
-        self.local, self.shared, self.shared_queue = frozenset(local), frozenset(shared), deque(shared)
+        self.local, self.shared = frozenset(local), frozenset(shared)
+        self.shared_order, self.shared_queue = tuple(shared), deque(shared)
         self.after_backward = after_backward
         self.values, self.divisor, self.factor = values, divisor, factor
         self.gradients: Gradients = {}

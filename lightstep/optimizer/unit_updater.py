@@ -215,14 +215,15 @@ class UnitUpdater:
             update.note_own_writes(owner for owner, _, _ in unit.parts)
         self._mark_updated(segments)
 
-    def finish(self, elsewhere: Iterable[Managed]) -> None:
+    def finish(self, elsewhere: Iterable[Managed], next_order: Sequence[Unit] | None = None) -> None:
         """End the step.
 
         Args:
             elsewhere: parameters whose weights other replicas have sent.
+            next_order: the order in which the next step is expected to update units; ``None``: that of this step.
         """
         with self._guard("the end of the update"):
-            self._backend.finish()
+            self._backend.finish(next_order)
         for item in elsewhere:
             item.updated = True
             self._record(item)

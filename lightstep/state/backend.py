@@ -237,8 +237,12 @@ class StateBackend(ABC):
         """
         raise NotImplementedError(f"the {self.name} backend cannot look ahead: a unit is available once it is acquired")
 
-    def finish(self) -> None:  # noqa: B027  (an optional hook)
-        """End the step: order the caller's next work after what is still under way."""
+    def finish(self, next_order: Sequence[Unit] | None = None) -> None:  # noqa: B027  (an optional hook)
+        """End the step: order the caller's next work after what is still under way.
+
+        Args:
+            next_order: the expected order of the next step; ``None``: that of this one.
+        """
 
     def reserve_speculation(self, units: Collection[Unit]) -> Sequence[Unit]:
         """Allocate memory for speculative updates of these units; returns those with enough of it. No step may be

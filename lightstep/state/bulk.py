@@ -88,7 +88,7 @@ class BulkBackend(ResidentBackend):
         self._slots[record] = self._fetched(record)
         return self._slots[record]
 
-    def finish(self) -> None:
+    def finish(self, next_order: Sequence[Unit] | None = None) -> None:
         self._write_back(self._slots)
         self._slots = {}
 

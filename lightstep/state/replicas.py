@@ -133,9 +133,9 @@ class ReplicaShardedBackend(StateBackend):
     def receive(self, managed: Iterable[Managed]) -> None:
         self._broadcasts.receive(managed)
 
-    def finish(self) -> None:
+    def finish(self, next_order: Sequence[Unit] | None = None) -> None:
         self._broadcasts.send_all()
-        self.inner.finish()
+        self.inner.finish(next_order)
         self._broadcasts.arrive()
 
     def reserve_speculation(self, units: Collection[Unit]) -> Sequence[Unit]:

@@ -245,14 +245,15 @@ class StreamBackend(RecordBackend):
         if not self._prepared:
             self.prepare()
         wanted = frozenset(managed)
-        self._walk = [
-            record
-            for record in (self._records.values() if order is None else map(self._records.__getitem__, order))
-            if record not in self._residency and any(part.owner in wanted for part in record.parts)
-        ]
-        self._walk = list(self._fetch_order(self._walk))
+        self._walk = self._walk_in(self._records if order is None else order, wanted.__contains__)
         self._ensure_ring().prefetch(self._walk)
         self.lanes.caller().wait(self._computed)  # the last step may have used the scratch memory on another stream
+
+    def _walk_in(self, order: Iterable[Unit], is_wanted: Callable[[Managed], bool]) -> list[Record]:
+        """The records that go through the ring, in the order in which they are first needed."""
+        records = (self._records[unit] for unit in order)
+        streamed = (record for record in records if record not in self._residency)
+        return list(self._fetch_order([one for one in streamed if any(is_wanted(part.owner) for part in one.parts)]))
 
     def _fetch_order(self, walk: Sequence[Record]) -> Iterator[Record]:
         """The records in the order in which :meth:`look_ahead` or :meth:`acquire` first needs them."""
@@ -267,9 +268,11 @@ class StreamBackend(RecordBackend):
             yield from together[asked:stop]
             asked = max(asked, stop)
 
-    def finish(self) -> None:
+    def finish(self, next_order: Sequence[Unit] | None = None) -> None:
         self.lanes.caller().record(self._computed)
         self._prepared = False
+        if next_order is not None:
+            self._walk = self._walk_in(next_order, lambda owner: owner.updated)
         self._live_ring().prefetch(self._walk)  # for the next step
 
     # -- speculative updates
