@@ -310,15 +310,17 @@ class Engine:
     def _speculating(self, schedule: Overlap) -> Iterator[None]:
         """Update units speculatively as the body's backward completes them.
 
-        There are none if somebody else has written to weights since the last step: they may be written back before
-        ``step()`` (SAM), and masters are rebuilt of those that are there then.
+        Weights that somebody else has written to since the last step are left to ``step()``: they may be written back
+        before it (SAM), and masters are rebuilt of those that are there then.
         """
         if not self.is_set_up or self.clip_layers or self.broken:
             yield
             return
         with no_grad_no_inference():
             scaling = self.guard.work("backward()", self._prepare, adopt=False)
-            written = bool(self.managed.find_written(self.managed))
+            written = self.managed.find_written(self.managed)
+            if not self.managed.are_unmoved(written):  # they will get other records
+                written = list(self.managed)
         if scaling is None:
             yield
             return
@@ -329,7 +331,7 @@ class Engine:
             return self.gradients.peek(item.param)
 
         find_written = self.managed.find_written
-        with schedule.speculating(scaling.layers, self.param_groups, peek, assumed, find_written, paused=written):
+        with schedule.speculating(scaling.layers, self.param_groups, peek, assumed, find_written, written):
             yield
 
     def _take(self, item: Managed) -> Tensor | None:
@@ -493,7 +495,7 @@ class Engine:
     def _can_use_speculation(self, gradients: Gradients) -> bool:
         """Whether the speculative updates may count; if not, they are rolled back or :meth:`_prepare` does so."""
         return bool(gradients) and self.schedule.validate_speculation(
-            gradients, self.param_groups, self.managed.find_written
+            gradients, self.param_groups, self.managed.adopt_writes
         )
 
     def _check_measured(self, measured: Measured) -> Measured:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -191,7 +191,26 @@ class ManagedParameters:
         tell."""
         items = list(items)
         found = [item for item in items if not self._watch.untouched(item, local_tensor(item.param))]
-        return found or self._backend.changed(item for item in items if item.local.device.type == "cpu")
+        others = {item for item in items if item.local.device.type == "cpu"}.difference(found)
+        return found + self._backend.changed(item for item in items if item in others)
+
+    def adopt_writes(self, items: Iterable[Managed], used: Container[Managed]) -> bool:
+        """Rebuild the masters of those weights that somebody else has written to in place, while others are updated.
+
+        Returns ``False``, and changes nothing, if one of them is in ``used``, or was moved or cast.
+        """
+        written = self.find_written(items)
+        if any(item in used for item in written) or not self.are_unmoved(written):
+            return False
+        for item in written:
+            self.record(item)
+        for item in self._backend.changed(written) if written else ():
+            self._backend.refresh(item)
+        return True
+
+    def are_unmoved(self, items: Iterable[Managed]) -> bool:
+        """Whether these parameters have the memory, shape and dtype that they had in the last step."""
+        return all(map(_is_unmoved, items))
 
     def adopt_outside_changes(self, groups: Sequence[dict[str, Any]]) -> bool:
         """Rebuild the masters of weights that somebody else has written; ``True`` if some records were replaced."""

@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -38,7 +38,7 @@ from torch import Tensor
 from lightstep.optimizer.arrivals import Arrivals, second_gradient
 from lightstep.optimizer.group_values import GroupValues
 from lightstep.optimizer.link_share import LinkShare, evenly_spaced
-from lightstep.optimizer.schedule import FindWritten, Job, NextForward, refuse_older_graphs
+from lightstep.optimizer.schedule import AdoptWrites, FindWritten, Job, NextForward, refuse_older_graphs
 from lightstep.optimizer.speculation import Checksums, Commit, Speculation
 from lightstep.optimizer.unit_updater import Gradients, UnitUpdater, Update
 from lightstep.optimizer.verdict import Verdict
@@ -78,6 +78,7 @@ class Overlap(NextForward):
         self._verdict_unread = False
         self._assumed: Factors | None = None  # by the step whose backward has begun
         self._find_written: FindWritten = lambda items: ()
+        self._units_with_writes: frozenset[Unit] = frozenset()  # in the log
 
     @property
     def pending(self) -> bool:
@@ -97,7 +98,7 @@ class Overlap(NextForward):
         peek: Peek,
         assumed: Factors,
         find_written: FindWritten,
-        paused: bool,
+        written: Collection[Managed],
     ) -> Iterator[None]:
         """The last backward of a step runs in the body; units are updated as it completes their gradients.
 
@@ -107,14 +108,14 @@ class Overlap(NextForward):
             peek: called with parameters whose gradients may be complete.
             assumed: the scaling of gradients that are not clipped.
             find_written: called before weights are rolled back.
-            paused: nothing is updated in this backward.
+            written: parameters that are not updated in this backward, because somebody else has written to them.
         """
         self._find_written = find_written
         self._update_pause()
         self._link_share.adapt()
         self._assumed = assumed
         self._arrivals.set_layers(layers, self._backend.units(), batched=True)
-        local, shared, after_backward = self._plan(groups, paused)
+        local, shared, after_backward = self._plan(groups, written)
         self._has_shared = bool(shared)
         if not (local or shared):
             yield
@@ -139,7 +140,9 @@ class Overlap(NextForward):
         elif self._speculation is speculation:
             self.on_early_update()
 
-    def _plan(self, groups: Sequence[dict[str, Any]], paused: bool) -> tuple[list[Unit], list[Unit], list[Unit]]:
+    def _plan(
+        self, groups: Sequence[dict[str, Any]], written: Collection[Managed]
+    ) -> tuple[list[Unit], list[Unit], list[Unit]]:
         """The local units and the shared units to update speculatively, and the units that ``step()`` submits first.
 
         The first two are in the order in which backward completes them. The shared units are the same on all ranks.
@@ -153,8 +156,9 @@ class Overlap(NextForward):
         self._backend.prefer_resident(after_backward)
         candidates = candidates.difference(after_backward)
         local = [unit for unit in local if unit in candidates]
-        possible = comparable and not self._pause and not paused
+        possible = comparable and not self._pause
         ready = frozenset(self._backend.reserve_speculation({*local, *shared}) if possible else ())
+        ready = ready.difference(self._units_with(written, ready))
         fraction = self._link_share.fraction
         local = evenly_spaced([unit for unit in local if unit in ready], fraction)
         if shared:
@@ -162,6 +166,23 @@ class Overlap(NextForward):
             *agreed, permille = self._updater.shared.all_reduce_min(offered)
             shared = evenly_spaced([unit for unit, yes in zip(shared, agreed, strict=True) if yes], permille / 1000)
         return local, shared, after_backward
+
+    def _units_with(self, written: Collection[Managed], units: Collection[Unit]) -> frozenset[Unit]:
+        """Those of the units that have a part of a written parameter; the log says so when they change."""
+        known = frozenset(written)
+        found = frozenset(unit for unit in units if known and any(owner in known for owner, _, _ in unit.parts))
+        if found and found != self._units_with_writes:
+            self._units_with_writes = found
+            name = next(item.name for item in written if any(item is owner for u in found for owner, _, _ in u.parts))
+            logger.info(
+                "updates in backward: %d of %d units are left to step(), because their weights were written to after "
+                "the last one (%s and %d others)",
+                len(found),
+                len(units),
+                name,
+                len(written) - 1,
+            )
+        return found
 
     def _reset_checksums(self, units: Iterable[Unit]) -> Checksums:
         """Memory for the checksums of all gradients that updates of these units use."""
@@ -323,7 +344,7 @@ class Overlap(NextForward):
         return self._speculation is not None and self._speculation.update is None
 
     def validate_speculation(
-        self, gradients: Gradients, groups: Sequence[dict[str, Any]], find_written: FindWritten
+        self, gradients: Gradients, groups: Sequence[dict[str, Any]], adopt_writes: AdoptWrites
     ) -> bool:
         speculation = self._speculation
         if speculation is None:
@@ -332,7 +353,7 @@ class Overlap(NextForward):
             self.roll_back("hyper-parameters were changed")
         elif not (all(item.updated for item in gradients) and speculation.used.are_in(gradients)):
             self.roll_back("gradients were changed")
-        elif self._weights_were_written(speculation) or find_written(gradients):
+        elif self._weights_were_written(speculation) or not adopt_writes(gradients, speculation.used):
             self.roll_back("weights were written to")
         return self._speculation is not None
 

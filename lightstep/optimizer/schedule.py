@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
@@ -16,10 +16,12 @@ from lightstep.optimizer.step_guard import StepGuard
 from lightstep.optimizer.unit_updater import Gradients, UnitUpdater, Update
 from lightstep.state.backend import Managed, StateBackend, Unit
 
-__all__ = ["AtStep", "FindWritten", "Job", "NextForward", "Schedule", "refuse_older_graphs"]
+__all__ = ["AdoptWrites", "AtStep", "FindWritten", "Job", "NextForward", "Schedule", "refuse_older_graphs"]
 
 FindWritten = Callable[[Iterable[Managed]], Sequence[Managed]]
 """Returns those of some parameters that somebody else has written to."""
+AdoptWrites = Callable[[Iterable[Managed], Container[Managed]], bool]
+"""Adopts writes to some parameters; returns ``False`` if that is impossible, because others have been used already."""
 
 _ALL = sys.maxsize
 
@@ -84,7 +86,7 @@ class Schedule:
     # -- whole steps
 
     def validate_speculation(
-        self, gradients: Gradients, groups: Sequence[dict[str, Any]], find_written: FindWritten
+        self, gradients: Gradients, groups: Sequence[dict[str, Any]], adopt_writes: AdoptWrites
     ) -> bool:
         """Whether a step with these gradients and hyper-parameters may use the speculative updates.
 

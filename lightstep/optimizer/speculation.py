@@ -60,7 +60,7 @@ class UsedGradients:
         self._checksums = checksums
         self._used: dict[Managed, tuple[Tensor, int]] = {}
 
-    def __contains__(self, item: Managed) -> bool:
+    def __contains__(self, item: object) -> bool:
         return item in self._used
 
     def __iter__(self) -> Iterator[Managed]:

@@ -380,8 +380,10 @@ class StreamBackend(RecordBackend):
     def refresh(self, managed: Managed) -> None:
         if not managed.own_master:
             self.synchronize()
-            self._drop_prefetched()
+            self._drop_prefetched(managed)
         super().refresh(managed)
+        if self._versions.any_speculative:  # a step is under way
+            self._residency.reload()
 
     def _before_write(self, records: Iterable[Record]) -> None:
         for record in records:
@@ -527,8 +529,10 @@ class StreamBackend(RecordBackend):
         listed = dict.fromkeys(self._records.values())
         return list(dict.fromkeys([*(one for one in self._preferred_resident if one in listed), *listed]))
 
-    def _drop_prefetched(self) -> None:
-        if self._ring is not None:
+    def _drop_prefetched(self, managed: Managed) -> None:
+        """Drop what was fetched if a record of this parameter is in it."""
+        records = {self._record_of[part] for part in self._parts[managed]}
+        if self._ring is not None and not records.isdisjoint(self._ring.staged()):
             self._ring.drop_prefetched()
 
     def _reset_pipeline(self) -> None:

@@ -992,6 +992,62 @@ def test_several_units_of_one_weight_count(verdicts: Counter[str]) -> None:
     assert verdicts["commit"] == 1 and not verdicts["rolled back"]
 
 
+RESIDENT_IN_PART: dict[str, Any] = {**OVERLAP, "resident_gib": 6 * 1024 / 2**30}
+
+
+@pytest.mark.usefixtures("no_pause")
+@pytest.mark.parametrize("name", ["embed.weight", "blocks.1.norm.weight"])
+@pytest.mark.parametrize("state", [OVERLAP, ON_HOST, RESIDENT_IN_PART], ids=["device", "host", "resident in part"])
+@pytest.mark.parametrize("clipping", [NEVER, LOOSE], ids=["never", "sometimes"])
+def test_a_weight_that_is_written_to_after_every_step_leaves_the_others_alone(
+    name: str,
+    state: dict[str, Any],
+    clipping: dict[str, Any],
+    verdicts: Counter[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A logit scale that is clamped: its own unit is left to ``step()``, which rebuilds its master."""
+    caplog.set_level("INFO", overlap.logger.name)
+    tested, expected = pair(clipping, state)
+    for step in range(7):
+        for training in (tested, expected):
+            assert training.step()
+            with torch.no_grad():
+                training.model.get_parameter(name).mul_(0.9)
+        tested.delays(step)
+    assert_same(tested.snapshot(), expected.snapshot())
+    assert verdicts["commit"] > 0 and verdicts["rolled back"] == 0
+    assert (verdicts["redo"] > 0) == (clipping is LOOSE)
+    said = [text for text in caplog.messages if "were written to" in text]
+    assert len(said) == (name == "blocks.1.norm.weight")  # what is complete last is never speculative
+    assert all(name in text for text in said)
+
+
+@pytest.mark.parametrize("state", [OVERLAP, RESIDENT_IN_PART], ids=["device", "resident in part"])
+@pytest.mark.parametrize("write", [lambda weight: weight.mul_(0.5), lambda weight: weight.add_(1).sub_(1)])
+def test_a_weight_that_is_exchanged_for_a_backward_leaves_the_others_alone(
+    state: dict[str, Any], write: Callable[[Tensor], Any], verdicts: Counter[str]
+) -> None:
+    """Written to before the backward, and again between it and ``step()``: the master is that of the last value."""
+    tested, expected = pair(state=state)
+    for step in range(6):
+        for training in (tested, expected):
+            weight = training.model.get_parameter("blocks.1.norm.weight")
+            kept = weight.detach().clone()
+            with torch.no_grad():
+                weight.add_(0.25)
+            backward(training)
+            with torch.no_grad():
+                training.named["blocks.1.norm.weight"].copy_(kept)  # type: ignore[attr-defined]
+                if step % 2:
+                    write(training.named["blocks.1.norm.weight"])  # type: ignore[attr-defined]
+            training.optimizer.step()
+            training.steps += 1
+        tested.delays(step)
+    assert_same(tested.snapshot(), expected.snapshot())
+    assert verdicts["commit"] > 1 and verdicts["rolled back"] == 0
+
+
 def test_a_weight_that_is_written_to_before_it_is_tried_is_updated_from_there() -> None:
     tested, expected = pair()
     for training in (tested, expected):
