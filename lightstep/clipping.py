@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lightstep.distributed import NormReduction, local_gradient, local_tensor
+from lightstep.error_text import value_text
 
 LARGEST_POWER = 8
 """The largest finite p of a norm."""
@@ -222,7 +223,9 @@ def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float, norm
 def check_max_norm(max_norm: float) -> float:
     """``max_norm`` as a float; raises ``ValueError`` if it is not a positive number."""
     if isinstance(max_norm, bool) or not isinstance(max_norm, (int, float)) or not max_norm > 0:
-        raise ValueError(f"max_norm is {max_norm!r}; a positive number is needed (leave clipping out to turn it off)")
+        raise ValueError(
+            f"max_norm is {value_text(max_norm)}; a positive number is needed (leave clipping out to turn it off)"
+        )
     return float(max_norm)
 
 
@@ -231,8 +234,8 @@ def check_norm_type(norm_type: float) -> float:
     is_number = isinstance(norm_type, (int, float)) and not isinstance(norm_type, bool)
     if not is_number or not (1 <= norm_type <= LARGEST_POWER or norm_type == math.inf):
         raise ValueError(
-            f"norm_type is {norm_type!r}; a number from 1 to {LARGEST_POWER} or math.inf is needed (2 is Euclidean, "
-            "math.inf the largest element; higher powers of fp32 gradients overflow fp64)"
+            f"norm_type is {value_text(norm_type)}; a number from 1 to {LARGEST_POWER} or math.inf is needed (2 is "
+            "Euclidean, math.inf the largest element; higher powers of fp32 gradients overflow fp64)"
         )
     return float(norm_type)
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lightstep.deepspeed.scale import EngineLossScale
 from lightstep.deepspeed.state import EngineState
+from lightstep.error_text import error_text
 from lightstep.optimizer.base import BaseOptimizer
 from lightstep.optimizer.param_groups import plain_numbers
 from lightstep.optimizer.result import StepResult
@@ -131,7 +132,7 @@ class DeepSpeedOptimizer(BaseOptimizer):
         try:
             yield
         except BaseException as error:
-            self._failure = f"{what} failed ({type(error).__name__}: {error})"
+            self._failure = f"{what} failed ({error_text(error)})"
             raise
 
     @property

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 
 from torch import Tensor
 
+from lightstep.error_text import error_text
 from lightstep.state.backend import Managed, StateBackend
 
 
@@ -51,7 +52,7 @@ class BrokenStep:
 
     def mark_failed(self, what: str, error: BaseException) -> str:
         """:meth:`mark` with a reason made of ``what`` and the error."""
-        return self.mark(f"{what} failed ({type(error).__name__}: {error})")
+        return self.mark(f"{what} failed ({error_text(error)})")
 
     def mark(self, reason: str, weights_only: bool = False) -> str:
         """Mark the step as broken; returns ``reason``.

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lightstep.distributed import MatrixExchange, Rows
+from lightstep.error_text import value_text
 from lightstep.optimizer.arithmetic import BaseArithmetic
 from lightstep.optimizer.group_values import GroupValues
 from lightstep.state.backend import Managed
@@ -98,8 +99,8 @@ class GroupClasses:
             return self._named[given].defaults
         if not (isinstance(given, type) and issubclass(given, torch.optim.Optimizer)):
             raise TypeError(
-                f"a parameter group's optimizer_class is {given!r}; a subclass of torch.optim.Optimizer is needed, "
-                "for example torch.optim.Muon (the class, not an instance)"
+                f"a parameter group's optimizer_class is {value_text(given)}; a subclass of torch.optim.Optimizer is "
+                "needed, for example torch.optim.Muon (the class, not an instance)"
             )
         group[CLASS], arguments = class_name(given), constructor_arguments(given, group)
         kept, known = kept_by_class(given, group), self.add_class(given, arguments)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lightstep.clipping import check_max_norm, check_norm_type
 from lightstep.distributed import local_tensor
+from lightstep.error_text import error_text
 from lightstep.optimizer import forks
 from lightstep.optimizer.broken_step import BrokenStep
 from lightstep.optimizer.classes import GroupClasses
@@ -770,7 +771,7 @@ class Engine:
             self._finish()
             self.backend.synchronize()  # other streams may still use memory that is freed now
         except Exception as error:
-            logger.warning("the last update of a deleted optimizer failed: %s: %s", type(error).__name__, error)
+            logger.warning("the last update of a deleted optimizer failed: %s", error_text(error))
 
 
 def _warn_no_gradients(managed: ManagedParameters) -> None:

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from lightstep.error_text import value_text
+
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 
 
@@ -83,7 +85,7 @@ def _as_groups(groups: Any, model: nn.Module) -> Sequence[Any]:
 
 def _as_group(group: Any) -> dict[str, Any]:
     if not isinstance(group, Mapping) or "params" not in group:
-        raise TypeError(f"a parameter group is {group!r:.80}; a dictionary with 'params' is needed")
+        raise TypeError(f"a parameter group is {value_text(group, 80)}; a dictionary with 'params' is needed")
     params = group["params"]
     listed = [params] if isinstance(params, Tensor) else list(params)
     names = {"param_names": [item[0] for item in listed]} if listed and isinstance(listed[0], tuple) else {}

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from lightstep.error_text import value_text
 from lightstep.optimizer.classes import constructor_arguments, kept_by_class
 from lightstep.optimizer.param_groups import clean_name
 
@@ -156,7 +157,9 @@ def match_rules(
         raise ValueError("rules are empty: give at least one, such as lightstep.Rule(torch.optim.AdamW, lr=1e-5)")
     for rule in rules:
         if not isinstance(rule, Rule):
-            raise TypeError(f"rules hold {rule!r:.80}; lightstep.Rule(optimizer_class, kinds=..., lr=...) is needed")
+            raise TypeError(
+                f"rules hold {value_text(rule, 80)}; lightstep.Rule(optimizer_class, kinds=..., lr=...) is needed"
+            )
     _check_class_settings(rules)
     matched: list[dict[str, nn.Parameter]] = [{} for _ in rules]
     for name, parameter, kind in described:
@@ -347,7 +350,7 @@ def _several(key: str, given: Any, kind: type) -> list[Any] | None:
         return None
     listed = [given] if isinstance(given, kind) else given
     if not isinstance(listed, list | tuple | set | frozenset) or not all(isinstance(value, kind) for value in listed):
-        raise TypeError(f"a rule's {key} is {given!r}; {_CALLED[kind]} or a list of them is needed")
+        raise TypeError(f"a rule's {key} is {value_text(given)}; {_CALLED[kind]} or a list of them is needed")
     return list(listed)
 
 

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
 from lightstep.distributed import is_sharded, local_tensor
+from lightstep.error_text import error_text
 from lightstep.optimizer.classes import class_name
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ def _load_states(optimizer: MixedPrecisionOptimizer, states: Mapping[Tensor, Map
         for item in items:
             optimizer.load_parameter_state(item.param, states.get(item.param, {}))
     except BaseException as error:
-        optimizer.refuse_until_loaded(f"load_state_dict failed ({type(error).__name__}: {error})")
+        optimizer.refuse_until_loaded(f"load_state_dict failed ({error_text(error)})")
         raise
 
 

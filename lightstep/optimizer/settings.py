@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from lightstep.error_text import value_text
 from lightstep.precision.loss_scale import LossScale
 
 __all__ = ["EngineAttribute", "FixedSetting", "Setting", "check_loss_scale"]
@@ -63,6 +64,7 @@ def check_loss_scale(value: Any) -> LossScale:
     """``value`` itself; raises ``TypeError`` if it is not a :class:`LossScale`."""
     if not isinstance(value, LossScale):
         raise TypeError(
-            f"loss_scale is {value!r}; a lightstep.LossScale is needed, for example lightstep.DynamicLossScale()"
+            f"loss_scale is {value_text(value)}; a lightstep.LossScale is needed, for example "
+            "lightstep.DynamicLossScale()"
         )
     return value

@@ -67,7 +67,7 @@ Schema = Mapping[str, EntrySpec]
 _WHOLE = Window()
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Managed:
     """One trainable parameter managed by a backend.
 
@@ -94,7 +94,7 @@ class Managed:
     name: str
     layer: Hashable = None
     own_master: bool = False
-    schema: Schema = field(default_factory=dict, repr=False)
+    schema: Schema = field(default_factory=dict)
     whole_tensors: bool = False
     rows: Rows | None = None
     window: Window = _WHOLE
@@ -102,6 +102,10 @@ class Managed:
     updated: bool = False
     provisional: bool = False
     is_remote: bool = False
+
+    def __repr__(self) -> str:
+        """Without elements and groups: errors of dictionaries print their keys."""
+        return f"<{self.name} of shape {tuple(self.local.shape)} and {self.local.dtype}>"
 
     @property
     def planned_elements(self) -> int:

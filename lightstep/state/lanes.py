@@ -20,6 +20,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from lightstep.error_text import error_text
+
 __all__ = ["COMPUTE", "DEVICE_TO_HOST", "HOST_TO_DEVICE", "Lane", "LaneError", "Lanes"]
 
 HOST_TO_DEVICE = "host_to_device"
@@ -280,7 +282,7 @@ class _Status:
         with self.changed:
             if self.error is None:
                 what = f"{label} failed" if label else "a job failed"
-                self.error = LaneError(f"{what} in the {lane} lane: {type(cause).__name__}: {cause}")
+                self.error = LaneError(f"{what} in the {lane} lane: {error_text(cause)}")
                 self.error.__cause__ = cause
             self.changed.notify_all()
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from lightstep.distributed import Replicas
+from lightstep.error_text import error_text
 from lightstep.state.backend import Managed, PinnedState, StateBackend, Unit
 from lightstep.state.host_copy_pool import HostCopyPool
 from lightstep.state.lanes import Lanes
@@ -81,7 +82,7 @@ class ReplicaShardedBackend(StateBackend):
             step()
         except Exception as error:
             failure = error
-        texts = self._replicas.gather_objects(None if failure is None else f"{type(failure).__name__}: {failure}")
+        texts = self._replicas.gather_objects(None if failure is None else error_text(failure))
         if failure is not None:
             raise failure
         for rank, text in enumerate(texts):

@@ -15,11 +15,12 @@ PACKAGE = Path(lightstep.__file__).resolve().parent
 
 # What each part of the package may import of the others. Data flows YAML → config → strategy → optimizer →
 # {precision, clipping, state} → distributed, and imports run the same way. "lightstep" stands for the public names.
-CORE = {"crc32", "distributed"}
+CORE = {"crc32", "distributed", "error_text"}
 SIBLINGS = {"precision", "clipping", "state"}
 MAY_IMPORT: dict[str, set[str]] = {
     "crc32": set(),
     "distributed": set(),
+    "error_text": set(),
     "config_errors": set(),
     "extras": set(),
     "paths": set(),

@@ -1,0 +1,95 @@
+"""Error texts name tensors by shape and dtype, and print none of their elements."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lightstep
+from lightstep.error_text import error_text, value_text
+
+
+def is_short(text: str) -> bool:
+    return "tensor([" not in text and len(text) < 600
+
+
+def test_errors_with_tensors() -> None:
+    weight = nn.Parameter(torch.zeros(300, 300))
+    assert error_text(KeyError(weight)) == "KeyError: a tensor of shape (300, 300) and torch.float32"
+    assert error_text(KeyError("exp_avg")) == "KeyError: 'exp_avg'"
+    assert error_text(ValueError("plain")) == "ValueError: plain"
+    assert len(error_text(RuntimeError("x" * 10**6))) < 1100
+
+
+def test_values_with_tensors() -> None:
+    weight = torch.zeros(300, 300)
+    assert value_text([weight] * 5).startswith("[a tensor of shape (300, 300) and torch.float32, ")
+    assert is_short(value_text([weight] * 5)) and is_short(value_text({"params": [weight]}, 80).replace("tensor([", ""))
+    assert value_text(torch.tensor(0.5)) == "tensor(0.5000)"
+    assert value_text("a") == "'a'"
+
+
+class Forgetful(torch.optim.SGD):
+    """Finds no entry of its own for a parameter, from the second step on."""
+
+    steps = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        known: dict[Tensor, int] = {}
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.numel() >= 300:
+                    known[parameter] += 1
+                parameter.add_(parameter.grad)
+
+
+@pytest.mark.parametrize("update", ["at_step", "next_forward", "in_backward"])
+def test_a_class_that_fails_on_a_parameter(update: str) -> None:
+    state = {"backend": "stream", "update": update}
+    strategy = lightstep.Strategy.load({"clipping": {"max_norm": None}, "optimizer_state": state})
+    model: Any = strategy.prepare_model(nn.Linear(64, 64))
+    optimizer = strategy.create_optimizer(model, Forgetful, lr=1e-2)
+
+    def train() -> None:
+        for _ in range(2):
+            with strategy.accumulate(model, last=True):
+                optimizer.backward(model(torch.ones(2, 64, dtype=torch.bfloat16)).float().sum())
+            optimizer.step()
+            optimizer.synchronize()
+
+    with pytest.raises(RuntimeError) as raised:
+        train()
+    error: BaseException | None = raised.value
+    while isinstance(error, RuntimeError):
+        assert is_short(str(error)), str(error)[:300]
+        error = error.__cause__
+    assert isinstance(error, KeyError)
+
+
+def test_records_of_parameters_are_short() -> None:
+    strategy = lightstep.Strategy.load({"optimizer_state": {"backend": "resident"}})
+    model: Any = strategy.prepare_model(nn.Linear(64, 64))
+    optimizer: Any = strategy.create_optimizer(model, torch.optim.AdamW)
+    model(torch.ones(2, 64, dtype=torch.bfloat16)).float().sum().backward()
+    optimizer.step()
+    (first, _) = optimizer.engine.managed
+    assert repr(first) == "<weight of shape (64, 64) and torch.bfloat16>"
+    assert is_short(repr(optimizer.engine.backend.units()[0]))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda model: lightstep.Rule(torch.optim.AdamW, names=list(model.parameters())),
+        lambda model: lightstep.Rule(torch.optim.AdamW, kinds=model.weight),
+    ],
+)
+def test_rules_that_are_given_parameters(make: Any) -> None:
+    model = nn.Linear(64, 64)
+    with pytest.raises((TypeError, ValueError)) as raised:
+        make(model)
+    assert is_short(str(raised.value)), str(raised.value)[:300]
