@@ -411,8 +411,8 @@ BETWEEN: dict[Callable[[Training], None], str] = {
     edit_last_gradient: "commit",
     exchange_gradient: "rolled back",
     another_backward: "rolled back",
-    edit_a_weight: "rolled back",
-    edit_the_last_weight: "rolled back",
+    edit_a_weight: "commit",  # the embedding's, and that of the last layer in backward, are not tried
+    edit_the_last_weight: "commit",
     evaluate: "rolled back",
 }
 
@@ -487,7 +487,7 @@ def test_what_happens_between_backward_and_step(
 
 @pytest.mark.parametrize("parameters", ["bfloat16", "float32"])
 def test_a_weight_that_is_not_tried_may_be_written_to(parameters: str, verdicts: Counter[str]) -> None:
-    """There is room for a part of the units only; the weights of the others are looked at as well."""
+    """There is room for a part of the units only; the masters of the others follow their weights in ``step()``."""
     tested, expected = pair(parameters=parameters, state={**OVERLAP, "spare_host_gib": 1e-5})
     for training in (tested, expected):
         training.train(3)
@@ -504,7 +504,7 @@ def test_a_weight_that_is_not_tried_may_be_written_to(parameters: str, verdicts:
         training.steps += 1
         training.train(2)
         if training is tested:
-            assert verdicts["rolled back"] == 1
+            assert verdicts["commit"] >= 1 and verdicts["rolled back"] == 0
     assert_same(tested.snapshot(), expected.snapshot())
 
 
