@@ -389,12 +389,11 @@ class Overlap(NextForward):
 
     def skip(self) -> None:
         """The verdict is ``drop``, and it has been read."""
-        with self._lock:
-            speculation = self._speculation
-            if speculation is not None and speculation.update is None:
-                self._log_verdict("drop")
-                self._speculation = None
-                self._roll_back_units(speculation)
+        speculation = self._speculation
+        if speculation is not None and speculation.update is None:
+            self._log_verdict("drop")
+            self._speculation = None
+            self._roll_back_units(speculation)
         super().skip()
 
     def _request_verdict(self, update: Update) -> bool:
