@@ -78,7 +78,7 @@ class Overlap(NextForward):
         self._verdict_unread = False
         self._assumed: Factors | None = None  # by the step whose backward has begun
         self._find_written: FindWritten = lambda items: ()
-        self._units_with_writes: frozenset[Unit] = frozenset()  # in the log
+        self._said_written: frozenset[str] = frozenset()  # labels of units, in the log
 
     @property
     def pending(self) -> bool:
@@ -171,8 +171,9 @@ class Overlap(NextForward):
         """Those of the units that have a part of a written parameter; the log says so when they change."""
         known = frozenset(written)
         found = frozenset(unit for unit in units if known and any(owner in known for owner, _, _ in unit.parts))
-        if found and found != self._units_with_writes:
-            self._units_with_writes = found
+        labels = frozenset(unit.label for unit in found)
+        if found and labels != self._said_written:
+            self._said_written = labels
             name = next(item.name for item in written if any(item is owner for u in found for owner, _, _ in u.parts))
             logger.info(
                 "updates in backward: %d of %d units are left to step(), because their weights were written to after "
