@@ -272,7 +272,8 @@ class TrainerCheckpoints(_AnyTrainer):
         if holds_checkpoint(folder / CHECKPOINT):
             return  # the weights are loaded with the optimizer
         if not self._load_into_parameters(folder):
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
+            # Sentence Transformers' own takes no model.
+            super()._load_from_checkpoint(resume_from_checkpoint, *(() if model is None else (model,)))
 
     def _load_best_model(self) -> None:
         best, score = self.state.best_model_checkpoint, self.state.best_metric

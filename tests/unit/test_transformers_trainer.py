@@ -567,7 +567,7 @@ def test_the_mixin_stands_in_front_of_other_trainers(tmp_path: Path) -> None:
     assert entry["grad_norm"] == expected.logs[0]["grad_norm"]
 
 
-class OwnGroups(LightstepMixin, Trainer):
+class WithOwnGroups(Trainer):
     """As ``SentenceTransformerTrainer``: the groups are the loss's, which has the model in it and may have weights."""
 
     loss: nn.Module
@@ -580,12 +580,20 @@ class OwnGroups(LightstepMixin, Trainer):
         groups = [{"params": rest, "weight_decay": 0.1}, {"params": slow, "weight_decay": 0.0, "lr": 1e-4}]
         return kind, {**values, "optimizer_dict": groups}
 
+    def _load_from_checkpoint(self, checkpoint: str) -> None:
+        super()._load_from_checkpoint(checkpoint)
+
+
+class OwnGroups(LightstepMixin, WithOwnGroups):
+    pass
+
 
 @pytest.mark.parametrize("backend", ["resident", "stream"])
 def test_groups_that_a_class_returns_with_its_optimizer(tmp_path: Path, backend: str) -> None:
     """Bit for bit those of an optimizer with the same groups, which the user has made."""
     values = {"optimizer_state": {"backend": backend}}
-    args = training_arguments(tmp_path, train_sampling_strategy="sequential", max_steps=3)
+    saves = {"save_strategy": "steps", "save_steps": 2}
+    args = training_arguments(tmp_path, train_sampling_strategy="sequential", max_steps=3, **saves)
     trainer = OwnGroups(model := make_llama(), args, strategy=values, train_dataset=Rows())
     trainer.loss = nn.ModuleDict({"model": model})
     trainer.train()
@@ -600,6 +608,10 @@ def test_groups_that_a_class_returns_with_its_optimizer(tmp_path: Path, backend:
     given = {"train_dataset": Rows(), "optimizers": (optimizer, None)}
     LightstepTrainer(expected, args, strategy=strategy, **given).train()
     same_weights(trainer.model, expected)
+    resumed = OwnGroups(model := make_llama(1), args, strategy=values, train_dataset=Rows())
+    resumed.loss = nn.ModuleDict({"model": model})
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    same_weights(resumed.model, expected)
 
 
 def test_weights_of_a_loss_are_refused(tmp_path: Path) -> None:
