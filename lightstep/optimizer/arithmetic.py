@@ -11,23 +11,32 @@ import functools
 import inspect
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from lightstep.distributed import Rows, rows_of
-from lightstep.optimizer.group_values import GroupValues, equal_settings, settings_of
+from lightstep.optimizer.class_trial import UntriedError, is_carried, needs_whole_tensors, rates_differ
+from lightstep.optimizer.group_values import GroupValues, copied, equal_settings, same_value, settings_of
+from lightstep.optimizer.known_classes import (
+    counts_steps,
+    is_torchs_own,
+    torchs_own_needs_whole_tensors,
+    undecorated_step,
+)
 from lightstep.optimizer.matrix_stack import MatrixStack
 from lightstep.optimizer.param_groups import plain_numbers
 from lightstep.optimizer.sharded_muon import is_installed_muon
-from lightstep.optimizer.whole_tensors import counts_steps, is_torchs_own, needs_whole_tensors, undecorated_step
+from lightstep.optimizer.undisturbed import undisturbed
 from lightstep.precision.adam_kernel import fused_kernel_on
 from lightstep.state.backend import EntrySpec, Schema
 from lightstep.state.segment import Segment
 
 ADAMS = (torch.optim.AdamW, torch.optim.Adam)
 _CPU = torch.device("cpu")  # explicit everywhere: users may change torch's default device and dtype
+_OWN_ATTRIBUTES = frozenset({"state", "param_groups", "defaults", "found_inf", "grad_scale"})
 _SQUARES = frozenset({"exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum"})
 
 
@@ -40,6 +49,8 @@ class ParameterLike(Protocol):
     def group(self) -> dict[str, Any]: ...
     @property
     def state(self) -> dict[str, Any]: ...
+    @property
+    def attributes(self) -> Mapping[str, Any]: ...
 
 
 class BaseArithmetic:
@@ -62,16 +73,17 @@ class BaseArithmetic:
         _check_class(optimizer_class, hyperparameters)
         self.optimizer_class = optimizer_class
         self.hyperparameters = plain_numbers(hyperparameters)
-        self.whole_tensors = needs_whole_tensors(optimizer_class, self.hyperparameters, {})
-        self._inspected: list[dict[str, Any]] = []
-        self.defaults: dict[str, Any] = self._construct([self._probe()], fused=False).defaults
+        self.is_torchs_own, self._raw_step = is_torchs_own(optimizer_class), undecorated_step(optimizer_class)
+        self.defaults: dict[str, Any] = self._first_construction().defaults
         self.defaults.update(
             {key: self.hyperparameters.get(key) for key in ("fused", "foreach") if key in self.defaults}
         )
-        self._raw_step = undecorated_step(optimizer_class)
         self._inner: dict[torch.device, torch.optim.Optimizer] = {}
+        self._fresh: dict[torch.device, dict[str, Any]] = {}  # what the class keeps, as constructed
         self._default_fused: dict[torch.device, bool] = {}
         self._problems: dict[Any, str | None] = {}
+        self.whole_tensors = self.is_torchs_own and torchs_own_needs_whole_tensors(optimizer_class)
+        self._inspect([{}])
 
     @property
     def name(self) -> str:
@@ -80,12 +92,35 @@ class BaseArithmetic:
 
     def inspect_groups(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Update :attr:`whole_tensors` for these groups' settings; called at set-up."""
+        known = {*self.defaults, "initial_lr"}
+        found: list[dict[str, Any]] = []
         for group in groups:
-            settings = {key: value for key, value in settings_of(group).items() if key in self.defaults}
-            if not any(equal_settings(settings, known) for known in self._inspected):
-                self._inspected.append(copy.deepcopy(settings))
-                needs = needs_whole_tensors(self.optimizer_class, self.hyperparameters, settings)
-                self.whole_tensors = self.whole_tensors or needs
+            settings = {key: value for key, value in settings_of(group).items() if key in known}
+            if not any(equal_settings(settings, other) for other in found) or (
+                len(found) == 1 and rates_differ([found[0], settings])
+            ):
+                found.append(settings)
+        self._inspect(found)
+
+    def _inspect(self, settings: list[dict[str, Any]]) -> None:
+        if self.is_torchs_own:
+            return
+        try:
+            whole = needs_whole_tensors(self, settings, _CPU)
+        except UntriedError:
+            if not torch.accelerator.is_available():
+                raise
+            device = torch.accelerator.current_accelerator(check_available=True)
+            assert device is not None
+            whole = needs_whole_tensors(self, settings, device)
+        self.whole_tensors = whole or self.whole_tensors
+
+    def prepared(self, hyperparameters: dict[str, Any], device: torch.device) -> BaseArithmetic:
+        """A copy with other hyper-parameters and instances of the class of its own, for a trial."""
+        new = copy.copy(self)
+        new.hyperparameters, new._inner, new._fresh, new._default_fused = hyperparameters, {}, {}, {}
+        new.prepare(device)
+        return new
 
     def prepare(self, device: torch.device, low_precision: bool = False) -> None:
         """Find out how this class runs on ``device``; called at set-up, so that ``step()`` does not have to.
@@ -98,6 +133,7 @@ class BaseArithmetic:
         if device not in self._inner or (unfused and self._default_fused[device]):
             self._default_fused[device] = not unfused and self._prefers_fused(device)
             self._inner[device] = self._construct([self._probe(device)], self._default_fused[device])
+            self._fresh[device] = copied(_kept_by(self._inner[device]))
 
     def skips_on_device(self, device: torch.device, groups: Sequence[dict[str, Any]]) -> bool:
         """Whether the class takes ``found_inf`` in all these groups, and so can skip a step without the host."""
@@ -115,15 +151,32 @@ class BaseArithmetic:
     def schema(self, device: torch.device, groups: Sequence[dict[str, Any]]) -> Schema:
         """The entries of the base optimizer's state under any of ``groups``, found by one update of small probes."""
         settings = [copy.deepcopy(self.resolved(group, device)) for group in groups]  # a class may change them
-        probed = [{**setting, "params": [self._probe(device)]} for setting in settings]
-        optimizer = self._construct(probed, self._default_fused[device])
-        probes = [group["params"][0] for group in probed]
-        for probe in probes:
-            probe.grad = torch.zeros_like(probe)
-        with torch.no_grad():
+        shapes = [self._probe_shape, *self._large_probe_shapes]
+        with undisturbed(device), torch.no_grad():
+            probed = [
+                {**copied(setting), "params": [torch.zeros(shape, dtype=torch.float32, device=device)]}
+                for setting in settings
+                for shape in shapes
+            ]
+            optimizer = self._construct(probed, self._default_fused[device])
+            probes = [group["params"][0] for group in probed]
+            for probe in probes:
+                probe.grad = torch.zeros_like(probe)
             self._raw_step(optimizer)
-        states = (optimizer.state[probe] for probe in probes)
-        return {key: self._entry_spec(key, value, probes[0]) for state in states for key, value in state.items()}
+        found: dict[str, EntrySpec] = {}
+        for probe in probes:
+            for key, value in optimizer.state[probe].items():
+                spec = self._entry_spec(key, value, probe)
+                varies = key in found and found[key].dtype != spec.dtype
+                found[key] = replace(spec, dtype=None) if varies else spec
+        return found
+
+    @property
+    def _large_probe_shapes(self) -> list[tuple[int, ...]]:
+        """Some classes keep the state of large tensors in another dtype than that of small ones."""
+        if self.is_torchs_own or not self.whole_tensors:
+            return []
+        return [(64, 128) if self._takes_matrices_only else (8192,)]
 
     def problem_without(self, missing: frozenset[str], device: torch.device, group: Mapping[str, Any]) -> str | None:
         """What goes wrong in an update of state that lacks these entries; ``None``: the class makes them again, or the
@@ -184,24 +237,51 @@ class BaseArithmetic:
         segments = [segment for segment, _ in batch]
         device = segments[0].master.device
         inner = self._inner[device]
-        values.restore_attributes(inner)
         groups = self._groups(segments, device, values)
-        inner.param_groups = [inner_group for _, inner_group in groups]
+        given = [dict(seen) for _, seen in groups]
+        inner.param_groups = [seen for _, seen in groups]
         inner.state = defaultdict(dict, {segment.master: segment.state for segment in segments})
         on_device = self.skips_on_device(device, inner.param_groups)
         inner.found_inf, inner.grad_scale = overflow if on_device else None, None  # type: ignore[attr-defined]
+        if not self.is_torchs_own:
+            self._restore_kept(inner, device, values)
+            for segment in segments:  # what the class sees behaves like the parameter
+                vars(segment.master).update(segment.attributes)
+                segment.master.requires_grad_()
         for segment, gradient in batch:
             segment.master.grad = gradient
         try:
             with torch.no_grad():
                 self._raw_step(inner)
             _adopt_state(inner, segments)
+            if not self.is_torchs_own:
+                self._record_kept(inner, device, values)
         finally:
             for segment in segments:
-                segment.master.grad = None
+                segment.master.requires_grad_(False).grad = None
             inner.param_groups, inner.state = [], defaultdict(dict)
-        for live, seen in groups:
-            values.record_writes(live, seen)
+        for (live, seen), before in zip(groups, given, strict=True):
+            values.record_writes(live, before, seen)
+
+    def _restore_kept(self, inner: torch.optim.Optimizer, device: torch.device, values: GroupValues) -> None:
+        """What the class kept before the step: attributes, and state that is no parameter's."""
+        fresh, kept = copied(self._fresh[device]), values.kept(self.kept_name)
+        attributes = {**fresh["attributes"], **kept.get("attributes", {})}
+        for added in _kept_by(inner)["attributes"].keys() - attributes.keys():
+            delattr(inner, added)
+        vars(inner).update(attributes)
+        inner.state.update({**fresh["state"], **kept.get("state", {})})
+
+    def _record_kept(self, inner: torch.optim.Optimizer, device: torch.device, values: GroupValues) -> None:
+        now = _kept_by(inner)
+        changed = {what: _changes(now[what], fresh) for what, fresh in self._fresh[device].items()}
+        if any(changed.values()):
+            values.record_kept(self.kept_name, changed)
+
+    @property
+    def kept_name(self) -> str:
+        """Under which :class:`GroupValues` keeps what the class keeps."""
+        return f"{self.optimizer_class.__module__}.{self.optimizer_class.__qualname__}"
 
     def check_parameter(self, name: str, parameter: Tensor, local: Tensor) -> Rows | None:
         """Check that a class that needs whole tensors can update this parameter.
@@ -256,7 +336,7 @@ class BaseArithmetic:
         probe = self._probe()
         probe.grad = torch.zeros_like(probe)
         try:
-            with torch.no_grad():
+            with undisturbed(_CPU), torch.no_grad():
                 self._raw_step(self.optimizer_class([probe], **given))
         except (TypeError, ValueError) as error:
             raise type(error)(f"a parameter group of {self.name}: {error}") from error
@@ -278,12 +358,17 @@ class BaseArithmetic:
 
     @functools.cached_property
     def _probe_shape(self) -> tuple[int, ...]:
-        if self.whole_tensors:
-            try:
-                self._construct([torch.zeros(2, device=_CPU)], fused=False)
-            except ValueError:
-                return (2, 2)
-        return (2,)
+        return (2,) if self._takes_probe((2,)) or not self._takes_probe((2, 2)) else (2, 2)
+
+    def _takes_probe(self, shape: tuple[int, ...]) -> bool:
+        probe = torch.zeros(shape, dtype=torch.float32, device=_CPU)
+        probe.grad = torch.ones_like(probe)
+        try:
+            with undisturbed(_CPU), torch.no_grad():
+                self._raw_step(self._construct([probe], fused=False))
+        except Exception:
+            return False
+        return True
 
     @property
     def _takes_matrices_only(self) -> bool:
@@ -302,6 +387,20 @@ class BaseArithmetic:
         on_device = value.device.type == probe.device.type
         return EntrySpec(value.shape == probe.shape, value.dtype, on_device, never_negative)
 
+    def _first_construction(self) -> torch.optim.Optimizer:
+        try:
+            return self._construct([self._probe()], fused=False)
+        except (TypeError, ValueError) as error:  # they say what is missing or refused
+            if self.is_torchs_own or self.name in str(error):
+                raise
+            raise type(error)(f"{self.name}: {error}") from error
+        except Exception as error:
+            raise TypeError(
+                f"{self.name} cannot be made from a list of tensors ({type(error).__name__}: {error}): lightstep gives "
+                "the class parts of the model in each step, so classes that need the model, another optimizer or "
+                "groups of a certain form cannot run; use one that takes a list of tensors"
+            ) from error
+
     def _construct(self, params: list[Any], fused: bool) -> torch.optim.Optimizer:
         chosen = {"fused": True} if fused else {}
         return self.optimizer_class(params, **{**self.hyperparameters, **chosen})
@@ -315,9 +414,8 @@ class BaseArithmetic:
         probe = self._probe(device)
         probe.grad = torch.zeros_like(probe)
         try:
-            optimizer = self._construct([probe], fused=True)
-            with torch.no_grad():
-                self._raw_step(optimizer)
+            with undisturbed(device), torch.no_grad():
+                self._raw_step(self._construct([probe], fused=True))
         except (RuntimeError, ValueError, NotImplementedError):
             return False
         return True
@@ -330,7 +428,8 @@ class BaseArithmetic:
         for segment in segments:
             live = segment.group
             if id(live) not in groups:
-                groups[id(live)] = (live, self.resolved(values.settings(live), device))
+                settings = values.settings(live, tensors=not self.is_torchs_own)
+                groups[id(live)] = (live, self.resolved(settings, device))
             groups[id(live)][1]["params"].append(segment.master)
         return list(groups.values())
 
@@ -356,6 +455,17 @@ class BaseArithmetic:
     @functools.cached_property
     def _creates_state_eagerly(self) -> bool:
         return bool(self._construct([self._probe()], fused=False).state)
+
+
+def _kept_by(inner: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
+    """What an instance keeps outside its groups and the state of parameters."""
+    own = {key: value for key, value in vars(inner).items() if key not in _OWN_ATTRIBUTES and is_carried(value)}
+    state: Mapping[Any, Any] = inner.state
+    return {"attributes": own, "state": {key: value for key, value in state.items() if isinstance(key, str)}}
+
+
+def _changes(now: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in now.items() if key not in before or not same_value(value, before[key])}
 
 
 def _adopt_state(inner: torch.optim.Optimizer, segments: Sequence[ParameterLike]) -> None:

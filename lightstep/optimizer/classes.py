@@ -167,6 +167,7 @@ class GroupClasses:
         for item in items:
             arithmetic = self.arithmetic_for(item.group)
             item.schema, item.whole_tensors = schemas[arithmetic], arithmetic.whole_tensors
+            item.reads_attributes = not arithmetic.is_torchs_own
             item.fused_update = arithmetic.has_one_pass_kernel(item.local.device)
         for exchange in self.exchanges.values():
             exchange.retain(frozenset(items))

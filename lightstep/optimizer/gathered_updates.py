@@ -120,7 +120,9 @@ class _Gathered:
         gradient, master, *entries = (whole.to(dtype) for whole, dtype in zip(wholes, dtypes, strict=True))
         sharded = dict(zip(_sharded_keys(segment), entries, strict=True))
         state = {key: sharded.get(key, value) for key, value in segment.state.items()}
-        self._arithmetic.update([(Matrix(master, segment.group, state), gradient)], overflow, values)
+        self._arithmetic.update(
+            [(Matrix(master, segment.group, state, segment.attributes), gradient)], overflow, values
+        )
         results = [master, *(state.get(key, old) for key, old in sharded.items())]
         for whole, result in zip(wholes[1:], results, strict=True):
             whole.copy_(result)

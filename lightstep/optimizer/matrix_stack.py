@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +20,7 @@ class Matrix(NamedTuple):
     master: Tensor
     group: dict[str, Any]
     state: dict[str, Any]
+    attributes: Mapping[str, Any] = {}  # of the parameter
 
 
 class MatrixStack:
@@ -27,7 +29,8 @@ class MatrixStack:
     def __init__(self, segment: Segment) -> None:
         self._segment, self._shape = segment, segment.master.shape
         self.matrices = [
-            Matrix(segment.master[number], segment.group, self._state_of(number)) for number in range(self._shape[0])
+            Matrix(segment.master[number], segment.group, self._state_of(number), segment.attributes)
+            for number in range(self._shape[0])
         ]
 
     def _state_of(self, number: int) -> dict[str, Any]:

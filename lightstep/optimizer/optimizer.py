@@ -112,6 +112,7 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         )
         super().__init__(params, dict(classes.own.defaults))
         classes.own_is_used = any(group.get("optimizer_class") is None for group in self.param_groups)
+        classes.inspect_groups(self.param_groups)
         self.engine.watch_gradients()
 
     @property

@@ -332,7 +332,6 @@ class Overlap(NextForward):
                 compute.run(partial(self._updater.roll_back, unit))
             compute.record(speculation.done)
             caller.wait(speculation.done)
-            speculation.values.roll_back()
         speculation.submitted.clear()
         speculation.used.clear()
         if self._speculation is None:

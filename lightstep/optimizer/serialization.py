@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_map
 from lightstep.distributed import is_sharded, local_tensor
 from lightstep.error_text import error_text
 from lightstep.optimizer.classes import class_name
+from lightstep.optimizer.group_values import KEPT
 
 if TYPE_CHECKING:
     from lightstep.optimizer.optimizer import MixedPrecisionOptimizer
@@ -36,6 +37,9 @@ def load_torch_state_dict(optimizer: MixedPrecisionOptimizer, state_dict: Mappin
     for pre_hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
         incoming = pre_hook(optimizer, incoming) or incoming
     groups = copy.deepcopy(incoming["param_groups"])
+    listed = {index for group in groups for index in group["params"]}  # numbers, or names
+    shared = {k: v for k, v in incoming["state"].items() if isinstance(k, str) and k not in listed}
+    incoming["state"] = {key: value for key, value in incoming["state"].items() if key not in shared}
     parameters = matched_parameters(optimizer, groups)
     states = {parameters[index]: entries for index, entries in incoming["state"].items() if index in parameters}
     _check_shapes(optimizer, parameters, incoming["state"])
@@ -45,7 +49,11 @@ def load_torch_state_dict(optimizer: MixedPrecisionOptimizer, state_dict: Mappin
         copy.deepcopy(optimizer.loss_scale).load_state_dict(incoming["loss_scale"])
     _load_states(optimizer, states)
     for live, saved in zip(optimizer.param_groups, groups, strict=True):
+        live.pop(KEPT, None)
         live.update({key: value for key, value in saved.items() if key != "params"})
+    if shared:  # of the plain optimizer: MADGRAD's state["k"]
+        kept = {optimizer.engine.classes.own.kept_name: {"attributes": {}, "state": snapshot(shared)}}
+        optimizer.param_groups[0].setdefault(KEPT, kept)
     if "loss_scale" in incoming:
         optimizer.loss_scale.load_state_dict(incoming["loss_scale"])
     for post_hook in optimizer._optimizer_load_state_dict_post_hooks.values():

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from lightstep.optimizer.engine import Engine
+from lightstep.optimizer.group_values import KEPT, copied
 from lightstep.optimizer.state_copies import noticing, plain
 from lightstep.optimizer.state_edits import Reading, Standing
 
@@ -26,6 +27,8 @@ class StateView(MutableMapping[Tensor, dict[str, Any]]):
         self._engine = engine
 
     def __getitem__(self, parameter: Tensor) -> dict[str, Any]:
+        if isinstance(parameter, str):
+            return self._shared()[parameter]
         edits = self._engine.edits
         edit, reading = edits.get(parameter), edits.reading(parameter)
         entries = {} if edit is not None and edit.whole else self._engine.read_state(parameter)
@@ -45,10 +48,18 @@ class StateView(MutableMapping[Tensor, dict[str, Any]]):
         self._engine.edits.replace(parameter, {})
 
     def __contains__(self, parameter: object) -> bool:
+        if isinstance(parameter, str):
+            return parameter in self._shared()
         edit, item = self._engine.edits.get(parameter), self._engine.managed.get(parameter)
         if edit is not None and (edit.whole or edit.entries):
             return bool(edit.entries)
         return item is not None and item.updated
+
+    def _shared(self) -> dict[str, Any]:
+        """A copy of the entries under keys that are no parameters (``state["k"]``), which are kept in a group."""
+        self._engine.schedule.wait_for_update()
+        classes = (each for group in self._engine.param_groups for each in group.get(KEPT, {}).values())
+        return copied({key: value for each in classes for key, value in each["state"].items()})
 
     def __iter__(self) -> Iterator[Tensor]:
         listed = dict.fromkeys([*(item.param for item in self._engine.managed), *self._engine.edits])

@@ -80,6 +80,8 @@ class Managed:
         own_master: the parameter is its own master (fp32, or master weights are off).
         schema: the entries of its base optimizer's state.
         whole_tensors: its base optimizer is not element-wise. The parameter is never cut, and is updated by itself.
+        reads_attributes: its base optimizer may read attributes of the parameter (``p._no_weight_decay``). It is
+            updated as one with such parameters only as have the same.
         rows: how it is sharded over the ranks that update it together; ``None``: this rank updates its shard alone.
         window: where its local elements are in the whole parameter. Stochastic rounding depends on it.
         fused_update: a fused kernel joins and splits its masters, so nothing else needs them whole.
@@ -96,6 +98,7 @@ class Managed:
     own_master: bool = False
     schema: Schema = field(default_factory=dict)
     whole_tensors: bool = False
+    reads_attributes: bool = False
     rows: Rows | None = None
     window: Window = _WHOLE
     fused_update: bool = False

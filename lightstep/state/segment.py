@@ -33,6 +33,8 @@ __all__ = ["Piece", "Segment", "Views", "segments_of"]
 _FEW = 8
 """Segments of at most so many parts are updated part by part by kernels that take several at once."""
 
+_PLAIN = (bool, int, float, str, type(None))
+
 CPU_VECTOR = 16
 """A part whose size is not a multiple of this ends its segment on the CPU. torch's fused kernels compute the elements
 after the last whole vector with other instructions, which give other bits."""
@@ -134,6 +136,11 @@ class Segment:
     def parts_of(self, row: Tensor) -> list[Tensor]:
         """A view of each part in a row, in the part's shape."""
         return [row[a:b].view(shape) for (a, b), (_, shape) in zip(self.ranges, self.places, strict=True)]
+
+    @property
+    def attributes(self) -> dict[str, Any]:
+        """The attributes that users have set on the parameters, the same on all of them if the class may read them."""
+        return {key: value for key, value in vars(self.parts[0].owner.param).items() if key != "_is_param"}
 
     # -- masters
 
@@ -441,10 +448,17 @@ def segments_of(record: Record, active: Collection[Managed], apart: Mapping[Mana
             id(part.history),
             part.expected_weight is None,
             None if apart is None else id(apart[part.owner]),
+            _attributes_of(part.owner.param) if part.owner.reads_attributes else None,
         )
         for part in record.parts
     ]
     return record.segments(key, lambda: [Segment(run) for run in _runs(record, key)])
+
+
+def _attributes_of(parameter: Tensor) -> tuple[Any, ...]:
+    """What is equal for parameters with the same attributes."""
+    own = vars(parameter).items()
+    return tuple((key, value if type(value) in _PLAIN else id(value)) for key, value in own) if own else ()
 
 
 def _runs(record: Record, key: Sequence[Any]) -> Iterator[list[Part]]:

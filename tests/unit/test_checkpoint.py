@@ -1020,8 +1020,7 @@ def test_export_of_a_plain_module(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_export_of_a_transformers_model(tmp_path: Path, tied: bool) -> None:
-    import transformers
-
+    transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
         vocab_size=32,
         hidden_size=16,

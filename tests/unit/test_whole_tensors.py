@@ -156,7 +156,7 @@ def assert_same(tested: dict[str, Any], expected: dict[str, Any]) -> None:
         (SignedSum, False),
         (Lamb, True),
         (type("MyAdamW", (torch.optim.AdamW,), {}), False),
-        (Noisy, False),
+        (Noisy, True),
         (type("SaysItIsNot", (Lamb,), {"whole_tensors": False}), False),
     ],
 )

@@ -1,0 +1,368 @@
+"""Optimizer classes as others write them: what they see is their parameter, or they are refused by name."""
+
+from __future__ import annotations
+
+import copy
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lightstep
+from lightstep.optimizer.arithmetic import BaseArithmetic
+
+PLACES: dict[str, dict[str, Any]] = {
+    "resident": {"backend": "resident"},
+    "bulk": {"backend": "bulk"},
+    "stream": {"backend": "stream", "ring_mib": 0.3},
+    "next_forward": {"backend": "stream", "ring_mib": 0.3, "update": "next_forward"},
+    "in_backward": {"backend": "stream", "ring_mib": 0.3, "update": "in_backward"},
+    "overlap": {"backend": "stream", "ring_mib": 0.3, "update": "overlap"},
+}
+STEPS = 9
+
+
+class EachParameter(torch.optim.Optimizer):
+    """Calls :meth:`update` for each parameter with a gradient."""
+
+    def __init__(self, params: Any, lr: float = 1e-2, weight_decay: float = 0.0) -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self.update(p, p.grad, group, self.state[p])
+
+    def update(self, p: Tensor, grad: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+
+class CountsInState(EachParameter):
+    """As MADGRAD: ``state["k"]`` is no parameter's."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.state.setdefault("k", torch.zeros(1, dtype=torch.long))  # type: ignore[call-overload]
+        super().step()
+        self.state["k"] += 1  # type: ignore[index]
+
+    def update(self, p: Tensor, grad: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
+        total = state.setdefault("total", torch.zeros_like(p))
+        total.add_(grad, alpha=math.sqrt(float(self.state["k"]) + 1))  # type: ignore[index]
+        p.add_(total, alpha=-group["lr"])
+
+
+class CountsInStateFromTheStart(CountsInState):
+    def __init__(self, params: Any, lr: float = 1e-2, weight_decay: float = 0.0) -> None:
+        super().__init__(params, lr, weight_decay)
+        self.state["k"] = 3  # type: ignore[index, assignment]
+
+
+class CountsInAttributes(EachParameter):
+    def __init__(self, params: Any, lr: float = 1e-2, weight_decay: float = 0.0) -> None:
+        super().__init__(params, lr, weight_decay)
+        self.t, self.rates = torch.zeros(()), [lr]
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.t += 1
+        self.rates.append(0.9 * self.rates[-1])
+        super().step()
+
+    def update(self, p: Tensor, grad: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
+        p.add_(grad, alpha=-self.rates[-1] / float(self.t))
+
+
+class CountsInATensorOfItsGroup(EachParameter):
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group.setdefault("t", torch.zeros(()))
+            group["t"] += 1
+        super().step()
+
+    def update(self, p: Tensor, grad: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
+        p.add_(grad, alpha=-group["lr"] / float(group["t"]))
+
+
+class StableAdamW(EachParameter):
+    """Divides the rate of a tensor by ``max(1, RMS(g / sqrt(v)))``."""
+
+    def update(self, p: Tensor, grad: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
+        m, v = (state.setdefault(key, torch.zeros_like(p)) for key in "mv")
+        m.lerp_(grad, 0.1)
+        v.lerp_(grad.square(), 0.01)
+        rms = (grad.square() / v.clamp(min=1e-12)).mean().sqrt().clamp(min=1)
+        p.addcdiv_(m, v.sqrt() + 1e-6, value=-group["lr"] / float(rms))
+
+
+class SmallStates(EachParameter):
+    """As bitsandbytes and torchao: state of fewer than 4096 elements is kept in fp32."""
+
+    def update(self, p: Tensor, grad: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
+        dtype = torch.bfloat16 if p.numel() >= 4096 else torch.float32
+        m = state.setdefault("m", torch.zeros_like(p, dtype=dtype))
+        m.copy_(m.float().lerp(grad, 0.1))
+        p.add_(m.float(), alpha=-group["lr"])
+
+
+class DecaysMatrices(EachParameter):
+    def update(self, p: Tensor, grad: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
+        if p.ndim > 1:
+            p.mul_(1 - group["lr"] * group["weight_decay"])
+        p.add_(grad, alpha=-group["lr"])
+
+
+class DecaysUnmarked(EachParameter):
+    """As Mamba marks ``A_log``."""
+
+    def update(self, p: Tensor, grad: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
+        if not getattr(p, "_no_weight_decay", False):
+            p.mul_(0.9)
+        p.add_(grad, alpha=-group["lr"])
+
+
+class ChecksRequiresGrad(EachParameter):
+    def update(self, p: Tensor, grad: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
+        if p.requires_grad and p.is_leaf:
+            p.add_(grad, alpha=-group["lr"])
+
+
+class LooksAhead(EachParameter):
+    """Goes back half-way every fifth step, by the norm of the tensor."""
+
+    def update(self, p: Tensor, grad: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
+        state["t"] = state.get("t", 0) + 1
+        slow = state.setdefault("slow", p.clone())
+        p.add_(grad, alpha=-group["lr"])
+        if state["t"] % 5 == 0:
+            slow.lerp_(p, 0.5 / (1 + float(p.norm())))
+            p.copy_(slow)
+
+
+class DrawsNumbers(EachParameter):
+    def update(self, p: Tensor, grad: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
+        p.add_(grad + 0.1 * torch.rand_like(p), alpha=-group["lr"])
+
+
+class TableByParameter(EachParameter):
+    def __init__(self, params: Any, lr: float = 1e-2, weight_decay: float = 0.0) -> None:
+        super().__init__(params, lr, weight_decay)
+        self.buffers: dict[Any, Tensor] = {}
+
+    def update(self, p: Tensor, grad: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
+        p.add_(self.buffers.setdefault(p, torch.zeros_like(p)).mul_(0.9).add_(grad), alpha=-group["lr"])
+
+
+class TableById(TableByParameter):
+    def update(self, p: Tensor, grad: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
+        p.add_(self.buffers.setdefault(id(p), torch.zeros_like(p)).mul_(0.9).add_(grad), alpha=-group["lr"])
+
+
+class EstimatesARate(EachParameter):
+    """As Prodigy: one estimate over all parameters of a group."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            norms = [p.grad.abs().sum() for p in group["params"] if p.grad is not None]
+            group["d"] = max(group.get("d", 1e-6), float(sum(norms)))
+        super().step()
+
+    def update(self, p: Tensor, grad: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
+        p.add_(grad, alpha=-group["lr"] / group["d"])
+
+
+class DifferentiatesGradients(EachParameter):
+    """As AdaHessian."""
+
+    def update(self, p: Tensor, grad: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
+        with torch.enable_grad():
+            (second,) = torch.autograd.grad(grad.sum(), p)
+        p.add_(second, alpha=-group["lr"])
+
+
+class NeedsAClosure(EachParameter):
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        if closure is None:
+            raise RuntimeError("a closure is needed")
+
+
+class NeedsAModel(EachParameter):
+    def __init__(self, params: Any, lr: float = 1e-2) -> None:
+        super().__init__(params.parameters(), lr)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.a, self.b = nn.LayerNorm(32), nn.Linear(32, 160), nn.Linear(160, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.b(self.a(self.norm(x)).tanh())
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Block() for _ in range(3)), nn.Linear(32, 16))
+    model[1].a.weight._no_weight_decay = True  # type: ignore[union-attr]
+    return model
+
+
+def train(model: nn.Module, backward: Any, optimizer: Any, start: int = 0, stop: int = STEPS) -> None:
+    for number in range(start, stop):
+        inputs = torch.randn(4, 32, generator=torch.Generator().manual_seed(number))
+        for group in optimizer.param_groups:
+            group["weight_decay"] = 0.0 if number < 3 else 0.5
+        backward(model(inputs).square().mean() * (1.0, 0.01, 30.0)[number % 3])
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def plain_run(optimizer_class: Any, stop: int = STEPS) -> tuple[nn.Module, Any]:
+    model = network()
+    optimizer = optimizer_class(model.parameters())
+    torch.manual_seed(1)
+    train(model, lambda loss: loss.backward(), optimizer, stop=stop)
+    return model, optimizer
+
+
+def build(optimizer_class: Any, place: str) -> tuple[Any, nn.Module, Any]:
+    settings = {"precision": {"parameters": "float32"}, "clipping": {"max_norm": None}}
+    strategy = lightstep.Strategy.load({**settings, "optimizer_state": PLACES[place]})
+    model = strategy.prepare_model(network())
+    return strategy, model, strategy.create_optimizer(model, optimizer_class)
+
+
+def assert_same(tested: nn.Module, expected: nn.Module) -> None:
+    pairs = zip(tested.named_parameters(), expected.parameters(), strict=True)
+    assert [name for (name, one), other in pairs if not torch.equal(one, other)] == []
+
+
+ELEMENT_WISE = [
+    CountsInState,
+    CountsInStateFromTheStart,
+    CountsInAttributes,
+    CountsInATensorOfItsGroup,
+    DecaysUnmarked,
+    ChecksRequiresGrad,
+]
+WHOLE = [StableAdamW, SmallStates, DecaysMatrices, LooksAhead]
+
+
+@pytest.mark.parametrize("place", list(PLACES))
+@pytest.mark.parametrize("optimizer_class", [*ELEMENT_WISE, *WHOLE])
+def test_same_bits_as_in_a_plain_loop(optimizer_class: Any, place: str) -> None:
+    expected, _ = plain_run(optimizer_class)
+    _, model, optimizer = build(optimizer_class, place)
+    assert optimizer.has_whole_tensors is (optimizer_class in WHOLE)
+    train(model, optimizer.backward, optimizer)
+    optimizer.synchronize()
+    assert_same(model, expected)
+
+
+@pytest.mark.parametrize("place", ["resident", "stream", "overlap"])
+@pytest.mark.parametrize("way", ["state_dict", "checkpoint", "copy"])
+@pytest.mark.parametrize("optimizer_class", [*ELEMENT_WISE[:4], StableAdamW, SmallStates, LooksAhead])
+def test_same_bits_after_a_resume(optimizer_class: Any, way: str, place: str, tmp_path: Path) -> None:
+    expected, _ = plain_run(optimizer_class)
+    strategy, model, optimizer = build(optimizer_class, place)
+    train(model, optimizer.backward, optimizer, stop=4)
+    if way == "copy":
+        model, optimizer = copy.deepcopy((model, optimizer))
+    else:
+        other, model, before = strategy, model, optimizer
+        if way == "checkpoint":
+            strategy.save_checkpoint(tmp_path / "saved", model, optimizer)
+        saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+        other, model, optimizer = build(optimizer_class, place)
+        if way == "checkpoint":
+            other.load_checkpoint(tmp_path / "saved", model, optimizer)
+        else:
+            model.load_state_dict(saved[0])
+            optimizer.load_state_dict(saved[1])
+        del before
+    train(model, optimizer.backward, optimizer, start=4)
+    optimizer.synchronize()
+    assert_same(model, expected)
+
+
+def test_state_that_is_no_parameters_is_read_and_loaded_from_a_plain_optimizer() -> None:
+    expected, _ = plain_run(CountsInState)
+    plain, theirs = plain_run(CountsInState, stop=4)
+    _, model, optimizer = build(CountsInState, "stream")
+    assert "k" not in optimizer.state and optimizer.state.get("k") is None
+    model.load_state_dict(plain.state_dict())
+    optimizer.load_state_dict(theirs.state_dict())
+    assert int(optimizer.state["k"]) == 4
+    train(model, optimizer.backward, optimizer, start=4)
+    assert int(optimizer.state["k"]) == STEPS and "k" in optimizer.state
+    assert_same(model, expected)
+
+
+def test_random_numbers_get_whole_tensors_and_are_those_of_a_plain_loop() -> None:
+    expected, _ = plain_run(DrawsNumbers)
+    _, model, optimizer = build(DrawsNumbers, "resident")
+    assert optimizer.has_whole_tensors
+    optimizer.managed()
+    torch.manual_seed(1)
+    train(model, optimizer.backward, optimizer)
+    assert_same(model, expected)
+
+
+@pytest.mark.parametrize(
+    ("optimizer_class", "message"),
+    [
+        (TableByParameter, "TableByParameter keeps buffers in attributes of its own.*self.state"),
+        (TableById, "TableById"),
+        (EstimatesARate, "EstimatesARate computes something over all its parameters together; it writes 'd' into"),
+        (DifferentiatesGradients, "DifferentiatesGradients failed in the trial.*gradients that have no graph"),
+        (NeedsAClosure, "NeedsAClosure failed in the trial.*a closure is needed.*without a closure"),
+        (NeedsAModel, "NeedsAModel cannot be made from a list of tensors"),
+    ],
+)
+@pytest.mark.parametrize("declared", [None, True, False])
+def test_what_cannot_be_exact_is_refused_by_name(optimizer_class: Any, message: str, declared: bool | None) -> None:
+    attributes = {} if declared is None else {"whole_tensors": declared}
+    with pytest.raises(TypeError, match=message):
+        build(type(optimizer_class.__name__, (optimizer_class,), attributes), "stream")
+
+
+def test_the_trial_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.device("meta"):
+            whole = BaseArithmetic(type("Fresh", (DrawsNumbers,), {}), {}).whole_tensors
+            assert torch.empty(1).is_meta and torch.get_default_dtype() is torch.float64
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert whole and torch.equal(torch.get_rng_state(), before)
+
+
+def test_groups_whose_settings_change_the_verdict() -> None:
+    class Adapts(EachParameter):
+        def __init__(self, params: Any, lr: float = 1e-2, weight_decay: float = 0.0, adapt: bool = False) -> None:
+            torch.optim.Optimizer.__init__(self, params, {"lr": lr, "weight_decay": weight_decay, "adapt": adapt})
+
+        def update(self, p: Tensor, grad: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
+            p.add_(grad, alpha=-group["lr"] * (float(p.norm()) if group["adapt"] else 1.0))
+
+    strategy, model, optimizer = build(Adapts, "stream")
+    assert not optimizer.has_whole_tensors
+    groups = [{"params": [*model.parameters()][:2], "adapt": True}, {"params": [*model.parameters()][2:]}]
+    assert strategy.create_optimizer(model, Adapts, param_groups=groups).has_whole_tensors
+
+
+def test_a_class_that_reads_other_groups_is_refused_if_they_differ() -> None:
+    class ReadsFirst(EachParameter):
+        def update(self, p: Tensor, grad: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
+            p.add_(grad, alpha=-self.param_groups[0]["lr"])
+
+    strategy, model, _ = build(ReadsFirst, "stream")
+    parameters = [*model.parameters()]
+    groups = [{"params": parameters[:2], "lr": 0.1}, {"params": parameters[2:], "lr": 0.2}]
+    with pytest.raises(TypeError, match="ReadsFirst computes something over all its parameters"):
+        strategy.create_optimizer(model, ReadsFirst, param_groups=groups)
