@@ -552,6 +552,12 @@ class NeedsDecay(torch.optim.SGD):
         self.clamp = clamp
         torch.optim.Optimizer.__init__(self, params, {"lr": lr, "decay": decay})
 
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                p.mul_(1 - group["decay"]).add_(p.grad, alpha=-group["lr"] * self.clamp)
+
 
 def test_a_group_without_what_its_class_needs_is_refused() -> None:
     strategy = lightstep.Strategy.load("fp32")
