@@ -13,7 +13,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 
 from lightstep.distributed import is_sharded, local_tensor
-from lightstep.sharding.dtypes import DtypePlan, cast, tensor_of
+from lightstep.sharding.dtypes import DtypePlan, cast
 
 
 def materialise(model: nn.Module, device: torch.device) -> nn.Module:
@@ -63,10 +63,9 @@ def cast_tensors(model: nn.Module, plan: DtypePlan) -> None:
         cast(model, plan)
 
 
-def unrounded_values(model: nn.Module, plan: DtypePlan) -> list[tuple[nn.Parameter, Tensor]]:
-    """Trainable fp32 parameters that :func:`cast_tensors` will round, with their present values (local shards)."""
-    rounded = {tensor_of(*key) for key, dtype in plan.items() if dtype.itemsize < 4}
-    trained = [p for p in model.parameters() if p.requires_grad and not p.is_meta and p in rounded]
+def unrounded_values(model: nn.Module) -> list[tuple[nn.Parameter, Tensor]]:
+    """Trainable fp32 parameters with their present values (local shards), which later casts do not change."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad and not parameter.is_meta]
     return [(p, local_tensor(p).detach()) for p in trained if p.dtype == torch.float32]
 
 

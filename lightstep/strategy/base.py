@@ -262,8 +262,9 @@ class Strategy(ABC):
 
     def _place_model(self, model: nn.Module) -> nn.Module:
         """Move the whole model to this process's device, cast it, and set up activation checkpointing if configured."""
-        model = materialise(model, self.device)
-        self.cast_parameters(model)
+        with self._keeping_fp32_values(model):
+            model = materialise(model, self.device)
+            cast_tensors(model, planned_dtypes(model, self.parameter_dtype))
         if getattr(self.config.sharding, "activation_checkpointing", False):
             checkpoint_activations(model)
         return model
@@ -273,10 +274,16 @@ class Strategy(ABC):
 
         :meth:`prepare_model` does this; for code that has to cast before it. What is not cast: docs/strategy-files.md.
         """
-        plan = planned_dtypes(model, self.parameter_dtype)
-        values = unrounded_values(model, plan) if self._rounds_weights else []
-        cast_tensors(model, plan)
-        PreparedModel.of(model).keep_masters(values)
+        with self._keeping_fp32_values(model):
+            cast_tensors(model, planned_dtypes(model, self.parameter_dtype))
+
+    @contextlib.contextmanager
+    def _keeping_fp32_values(self, model: nn.Module) -> Iterator[None]:
+        """Keep the fp32 values of the weights that the block rounds, for the masters. They stay where they are: on the
+        host, if the block moves the weights to a device."""
+        values = unrounded_values(model) if self._rounds_weights else []
+        yield
+        PreparedModel.of(model).keep_masters((p, value) for p, value in values if p.dtype != torch.float32)
 
     @property
     def parameter_dtype(self) -> torch.dtype:

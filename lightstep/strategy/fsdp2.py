@@ -207,9 +207,9 @@ class FSDP2Strategy(ProcessGroupStrategy):
         tensors = [*unit.parameters(), *unit.buffers()]
         broadcast_from_first(tensor for tensor in tensors if not is_sharded(tensor))
         names = {parameter: name for name, parameter in unit.named_parameters()}
-        unrounded = {names[p]: value for p, value in unrounded_values(unit, plan)} if self._rounds_weights else {}
+        values = unrounded_values(unit) if self._rounds_weights else []
         cast_tensors(unit, plan)
-        return unrounded
+        return {names[p]: value for p, value in values if p.dtype != torch.float32}
 
     def _initialise(self, model: nn.Module, mesh: DeviceMesh) -> None:
         """Allocate the shards of a model on the meta device, and initialise them with the model's own functions."""

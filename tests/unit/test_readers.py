@@ -75,7 +75,7 @@ class Run:
             self.step()
 
     def weights(self) -> list[Tensor]:
-        return [parameter.detach().clone() for parameter in self.model.parameters()]
+        return [parameter.detach().to("cpu", copy=True) for parameter in self.model.parameters()]
 
     def state(self) -> list[Tensor]:
         return tensors_of(self.optimizer.state_dict())
@@ -87,7 +87,7 @@ class Run:
 
 def tensors_of(state_dict: dict[str, Any]) -> list[Tensor]:
     entries = state_dict["state"]
-    return [entries[index][key] for index in sorted(entries) for key in ("exp_avg", "exp_avg_sq", "master", "step")]
+    return [entries[index][key].cpu() for index in sorted(entries) for key in ("exp_avg", "exp_avg_sq", "master", "step")]
 
 
 def same(some: list[Tensor], others: list[Tensor]) -> bool:
