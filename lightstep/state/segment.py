@@ -312,7 +312,10 @@ class Segment:
         master = self.weights(staging).float()
         for part, (a, b) in zip(self.parts, self.ranges, strict=True):
             if part.owner in initial:
-                master[a:b].copy_(part.slice(initial[part.owner]).reshape(-1))
+                value = initial[part.owner]
+                master[a:b].copy_(part.slice(value).reshape(-1))
+                if value.device.type != "cpu":  # it is dropped before this stream has read it
+                    value.record_stream(torch.accelerator.current_stream(value.device))
         return master.view(self.shape)
 
     def _split_history(self, shared: History) -> History:

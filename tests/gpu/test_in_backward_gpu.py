@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightstep.strategy.base import Strategy
 from tests.gpu.test_next_forward_gpu import Training as OnGpu
 from tests.unit.test_in_backward import BACKENDS, CLIPPING, SCALES, Chain, in_backward
 from tests.unit.test_next_forward import assert_same
+from tests.unit.test_stream import random_sleeps
 
 pytestmark = pytest.mark.gpu
 
@@ -38,6 +39,33 @@ def test_sleep_kernels_in_every_lane(parameters: str, clipping: str) -> None:
     resident = training(in_backward("resident"), parameters, clipping)
     assert resident.train(6) == losses
     assert_same(resident.snapshot(), wanted)
+
+
+def test_masters_start_from_weights_that_are_on_the_device() -> None:
+    """The first update reads them in its lane, and then they are free memory."""
+
+    def run(state: dict[str, Any], seed: int | None) -> list[Tensor]:
+        torch.manual_seed(0)
+        strategy = Strategy.load({"clipping": {"max_norm": None}, "optimizer_state": state})
+        model = strategy.prepare_model(Chain(8, 512).cuda())
+        optimizer: Any = strategy.create_optimizer(model, lr=1e-3)
+        if seed is not None:
+            optimizer.managed()
+            random_sleeps(optimizer.engine.backend.lanes, seed, 10_000_000)
+        for step in range(2):
+            generator = torch.Generator().manual_seed(step)
+            hidden = torch.randn(64, 512, generator=generator).to("cuda", torch.bfloat16)
+            optimizer.backward(model(hidden).float().square().mean())
+            optimizer.step()
+        optimizer.synchronize()
+        found = [optimizer.state[parameter]["master"].cpu() for parameter in model.parameters()]
+        optimizer.close()
+        return found
+
+    expected = run({"backend": "resident"}, None)
+    for seed in range(10):
+        found = run({**in_backward("stream"), "ring_mib": 4}, seed)
+        assert all(map(torch.equal, found, expected)), seed
 
 
 def iterate(model: nn.Module, optimizer: Any, steps: int, watch: bool = False) -> None:

@@ -87,7 +87,9 @@ class Run:
 
 def tensors_of(state_dict: dict[str, Any]) -> list[Tensor]:
     entries = state_dict["state"]
-    return [entries[index][key].cpu() for index in sorted(entries) for key in ("exp_avg", "exp_avg_sq", "master", "step")]
+    return [
+        entries[index][key].cpu() for index in sorted(entries) for key in ("exp_avg", "exp_avg_sq", "master", "step")
+    ]
 
 
 def same(some: list[Tensor], others: list[Tensor]) -> bool:
