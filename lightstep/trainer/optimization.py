@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -44,7 +45,7 @@ def check_optimization(config: settings.TrainConfig, device: torch.device) -> No
         try:
             optimizer = _small_optimizer(wanted, device)
         except (TypeError, ValueError) as error:
-            raise _to_config_error("optimizer", error) from error
+            raise _to_config_error("optimizer", error, wanted.arguments) from error
     make_scheduler(optimizer, config.scheduler, config.steps)
 
 
@@ -84,7 +85,7 @@ def _make_rules(wanted: settings.Optimizer) -> list[Rule]:
             meant = {"names": rule.names, "kinds": rule.kinds, "dims": rule.dims}
             found.append(Rule(optimizer_class(own.name), **meant, **_arguments(own)))  # type: ignore[arg-type]
         except (TypeError, ValueError) as error:
-            raise _to_config_error(f"optimizer.rules[{number}]", error) from error
+            raise _to_config_error(f"optimizer.rules[{number}]", error, own.arguments) from error
     return found
 
 
@@ -100,10 +101,22 @@ def _arguments(wanted: settings.Optimizer) -> dict[str, Any]:
     return arguments
 
 
-def _to_config_error(key: str, error: Exception) -> ConfigError:
+def _to_config_error(key: str, error: Exception, arguments: Mapping[str, Any]) -> ConfigError:
     if isinstance(error, ConfigError):
         return error
-    return ConfigError(f"{key}: {str(error).replace('.__init__()', '')}")
+    quoted = [name for name, value in arguments.items() if _is_quoted_number(value)]
+    hint = f"; {', '.join(quoted)} in arguments: text; numbers are written without quotes" if quoted else ""
+    return ConfigError(f"{key}: {str(error).replace('.__init__()', '')}{hint}")
+
+
+def _is_quoted_number(value: Any) -> bool:
+    """Whether the value, or an entry of a list, is the text of a number."""
+    if isinstance(value, list):
+        return any(map(_is_quoted_number, value))
+    try:
+        return isinstance(value, str) and math.isfinite(float(value))
+    except ValueError:
+        return False
 
 
 def make_optimizer(strategy: Strategy, model: nn.Module, wanted: settings.Optimizer) -> BaseOptimizer:
@@ -113,7 +126,7 @@ def make_optimizer(strategy: Strategy, model: nn.Module, wanted: settings.Optimi
             return strategy.create_optimizer(model, rules=_make_rules(wanted))
         return strategy.create_optimizer(model, optimizer_class(wanted.name), **_arguments(wanted))
     except (TypeError, ValueError) as error:
-        raise _to_config_error("optimizer", error) from error
+        raise _to_config_error("optimizer", error, wanted.arguments) from error
 
 
 def make_scheduler(optimizer: torch.optim.Optimizer, wanted: settings.Scheduler, steps: int) -> Any:
@@ -132,7 +145,7 @@ def make_scheduler(optimizer: torch.optim.Optimizer, wanted: settings.Scheduler,
             scheduler_specific_kwargs=wanted.arguments or None,
         )
     except (TypeError, ValueError) as error:
-        raise _to_config_error("scheduler", error) from error
+        raise _to_config_error("scheduler", error, wanted.arguments) from error
 
 
 def apply_changes(

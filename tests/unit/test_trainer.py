@@ -669,10 +669,24 @@ def test_optimization_that_cannot_be_set_up_is_refused(
 
 
 def test_optimizers_of_torch_and_of_others(configured: Callable[..., TrainConfig], loops: list[Loop]) -> None:
-    _train(configured(steps=1, optimizer={"name": "SGD", "lr": 0.1, "arguments": {"momentum": "9e-1"}}))
+    _train(configured(steps=1, optimizer={"name": "SGD", "lr": 0.1, "arguments": {"momentum": 0.9}}))
     assert loops[-1].components.optimizer.param_groups[0]["momentum"] == 0.9
     _train(configured(steps=1, optimizer={"name": "tests.reference.lion.Lion", "lr": 0.001}))
     assert "Lion" in repr(loops[-1].components.optimizer)
+
+
+@pytest.mark.parametrize(
+    ("key", "change"),
+    [
+        ("optimizer", {"name": "SGD", "arguments": {"momentum": "9e-1"}}),
+        ("optimizer", {"arguments": {"betas": ["0.9", 0.95]}}),
+        ("optimizer.rules[0]", {"rules": [{"kinds": "rest", "arguments": {"eps": "1e-8"}}]}),
+        ("scheduler", {"name": "cosine_with_min_lr", "arguments": {"min_lr_rate": "0.1"}}),
+    ],
+)
+def test_a_number_in_quotes_is_text(configured: Callable[..., TrainConfig], key: str, change: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=rf"^{re.escape(key)}: .* in arguments: text; numbers are written without"):
+        _train(configured(**{key.partition(".")[0]: change}))
 
 
 RULES = [
