@@ -170,7 +170,7 @@ def test_verify_from_the_command_line(tmp_path: Path) -> None:
     code, text = run(OLD / "stream")
     assert code == 0 and "no checksums" in text
     code, text = run(tmp_path / "nothing")
-    assert code == 1 and "does not exist" in text
+    assert code == 2 and "does not exist" in text
 
 
 # -- one checksum, one reading -----------------------------------------------------------------------------------------

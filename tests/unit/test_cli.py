@@ -528,5 +528,5 @@ def test_a_strategy_file_that_is_empty_is_refused(file: Path, tmp_path: Path) ->
 
 def test_verify_is_told_a_file(tmp_path: Path) -> None:
     torch.save({"weight": torch.zeros(2)}, tmp_path / "plain.pt")
-    said = _sentence(_run("checkpoint", "verify", tmp_path / "plain.pt"), 1)
+    said = _sentence(_run("checkpoint", "verify", tmp_path / "plain.pt"), 2)
     assert "plain.pt is a file; a folder is needed (lightstep checkpoint inspect reads other formats)" in said
