@@ -15,6 +15,9 @@ BIN := $(VENV)/bin
 CACHE := $${XDG_CACHE_HOME:-$$HOME/.cache}/pip
 PIP_OPTIONS = --disable-pip-version-check --no-compile \
 	$$({ mkdir -p "$(CACHE)" && test -w "$(CACHE)"; } 2>/dev/null || echo --no-cache-dir)
+# Installed without what they ask for: torchtitan's optimizers need none of its data sets and trackers, and `dev` names
+# what they do need.
+ALONE_dev := torchtitan
 unexport PYTHONDONTWRITEBYTECODE  # some machines set it, and every process of the tests would compile all it imports
 
 .DEFAULT_GOAL := help
@@ -31,6 +34,8 @@ venv: $(VENV)/.dev $(VENV)/.docs
 $(VENV)/.%: setup.cfg pyproject.toml constraints.txt | $(BIN)/python
 	@echo "installing what '$*' needs into $(VENV)"
 	@$(BIN)/python -m pip install $(PIP_OPTIONS) --constraint constraints.txt --editable '.[$*]'
+	@test -z "$(ALONE_$*)" || \
+		$(BIN)/python -m pip install $(PIP_OPTIONS) --constraint constraints.txt --no-deps $(ALONE_$*)
 	@touch $@
 
 $(BIN)/python:

@@ -437,7 +437,8 @@ def test_an_interrupt_loses_no_update_or_needs_a_checkpoint(name: str, monkeypat
 
 
 def test_generation_waits() -> None:
-    transformers = pytest.importorskip("transformers")
+    import transformers
+
     config = transformers.LlamaConfig(
         vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=2
     )
