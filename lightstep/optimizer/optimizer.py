@@ -261,6 +261,8 @@ class MixedPrecisionOptimizer(BaseOptimizer):
             self.engine.guard.work("refresh_master_weights()", self.engine.refresh_masters)
 
     def memory_report(self) -> dict[str, float]:
+        if self.engine.guard.is_busy_here:  # sizes are known in the middle of a step, too
+            return self._memory_report()
         with self.engine.reading("memory_report()"):
             return self._memory_report()
 

@@ -63,8 +63,13 @@ class StepGuard:
     @property
     def is_busy_elsewhere(self) -> bool:
         """Whether another thread works."""
+        return self.is_busy and not self.is_busy_here
+
+    @property
+    def is_busy_here(self) -> bool:
+        """Whether this thread works."""
         work = self._work
-        return work is not None and work[0] != threading.get_ident()
+        return work is not None and work[0] == threading.get_ident()
 
     @property
     def is_foreign(self) -> bool:
@@ -80,7 +85,7 @@ class StepGuard:
                 "optimizer in the process that trains"
             )
         work = self._work
-        if work is not None and work[0] == threading.get_ident():
+        if work is not None and self.is_busy_here:
             self._refuse(what, work[1])
         if self._backend.is_lane_thread:
             self._refuse(what, "a deferred update")
