@@ -337,6 +337,10 @@ def _apply_optimizer(matched: Match, optimizer: OptimizerContent) -> None:
     saved = matched.saved.optimizer
     if saved is None:
         return
+    # First: which entries a parameter has depends on its group's settings (amsgrad).
+    for number, origin in enumerate(matched.groups):
+        if origin >= 0:
+            optimizer.set_hyperparameters(number, saved["groups"][origin])
     targets = []
     for name, wanted in matched.entries.items():
         values = dict(saved["values"].get(matched.saved_names[name], {}))
@@ -347,9 +351,6 @@ def _apply_optimizer(matched: Match, optimizer: OptimizerContent) -> None:
         targets += [loader.target(entry, key, matched.saved.index[key]) for entry, key in wanted.items()]
         loader.load_if_complete()
     read_tensors(matched.saved.data, matched.saved.index, targets, matched.cache)
-    for number, origin in enumerate(matched.groups):
-        if origin >= 0:
-            optimizer.set_hyperparameters(number, saved["groups"][origin])
     loss_scale = getattr(optimizer.optimizer, "loss_scale", None)
     if loss_scale is not None and saved.get("loss_scale") is not None:
         loss_scale.load_state_dict(saved["loss_scale"])

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from lightstep.distributed import Rows, rows_of
+from lightstep.error_text import error_text
 from lightstep.optimizer.class_trial import UntriedError, is_carried, needs_whole_tensors, rates_differ
 from lightstep.optimizer.group_values import GroupValues, copied, equal_settings, same_value, settings_of
 from lightstep.optimizer.known_classes import (
@@ -37,6 +38,7 @@ from lightstep.state.segment import Segment
 ADAMS = (torch.optim.AdamW, torch.optim.Adam)
 _CPU = torch.device("cpu")  # explicit everywhere: users may change torch's default device and dtype
 _OWN_ATTRIBUTES = frozenset({"state", "param_groups", "defaults", "found_inf", "grad_scale"})
+_LARGE_ENOUGH = 136  # rows and columns: classes that factor moments do so from 128 on
 _SQUARES = frozenset({"exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum"})
 
 
@@ -74,7 +76,7 @@ class BaseArithmetic:
         self.optimizer_class = optimizer_class
         self.hyperparameters = plain_numbers(hyperparameters)
         self.is_torchs_own, self._raw_step = is_torchs_own(optimizer_class), undecorated_step(optimizer_class)
-        self.defaults: dict[str, Any] = self._first_construction().defaults
+        self.defaults: dict[str, Any] = _group_defaults(self._first_construction())
         self.defaults.update(
             {key: self.hyperparameters.get(key) for key in ("fused", "foreach") if key in self.defaults}
         )
@@ -178,27 +180,38 @@ class BaseArithmetic:
             return []
         return [(64, 128) if self._takes_matrices_only else (8192,)]
 
-    def problem_without(self, missing: frozenset[str], device: torch.device, group: Mapping[str, Any]) -> str | None:
-        """What goes wrong in an update of state that lacks these entries; ``None``: the class makes them again, or the
-        group's parameters do not have them."""
-        setting = copy.deepcopy(self.resolved(group, device))
-        case = (missing, device, repr(setting))
+    def problem_without(
+        self, missing: frozenset[str], parameter: Tensor, device: torch.device, settings: Mapping[str, Any]
+    ) -> str | None:
+        """What goes wrong in an update of state that lacks these entries; ``None``: the class makes them again, or
+        such a parameter does not have them."""
+        setting, shape = copy.deepcopy(self.resolved(settings, device)), self._small_shape(parameter.shape)
+        case = (missing, shape, device, repr(setting))
         if case not in self._problems:
-            self._problems[case] = self._try_without(missing, setting, device)
+            self._problems[case] = self._try_without(missing, shape, setting, device)
         return self._problems[case]
 
-    def _try_without(self, missing: frozenset[str], setting: dict[str, Any], device: torch.device) -> str | None:
-        probe = self._probe(device)
-        optimizer = self._construct([{**setting, "params": [probe]}], self._default_fused[device])
+    def _small_shape(self, shape: torch.Size) -> tuple[int, ...]:
+        """That of a small tensor that has the same entries: which ones may depend on the dimensions (Adafactor), and
+        on whether they are large."""
+        if not self.whole_tensors:
+            return self._probe_shape
+        return tuple(min(size, _LARGE_ENOUGH) for size in self._updated_shape(shape))
+
+    def _try_without(
+        self, missing: frozenset[str], shape: tuple[int, ...], setting: dict[str, Any], device: torch.device
+    ) -> str | None:
+        probe = torch.zeros(shape, dtype=torch.float32, device=device)
         probe.grad = torch.zeros_like(probe)
-        with torch.no_grad():
+        with undisturbed(device), torch.no_grad():
+            optimizer = self._construct([{**setting, "params": [probe]}], self._default_fused[device])
             self._raw_step(optimizer)
             for key in missing & optimizer.state[probe].keys():
                 del optimizer.state[probe][key]
             try:
                 self._raw_step(optimizer)
             except Exception as error:
-                return f"{type(error).__name__}: {error}"
+                return error_text(error)
         return None
 
     def apply(
@@ -396,7 +409,7 @@ class BaseArithmetic:
             raise type(error)(f"{self.name}: {error}") from error
         except Exception as error:
             raise TypeError(
-                f"{self.name} cannot be made from a list of tensors ({type(error).__name__}: {error}): lightstep gives "
+                f"{self.name} cannot be made from a list of tensors ({error_text(error)}): lightstep gives "
                 "the class parts of the model in each step, so classes that need the model, another optimizer or "
                 "groups of a certain form cannot run; use one that takes a list of tensors"
             ) from error
@@ -455,6 +468,12 @@ class BaseArithmetic:
     @functools.cached_property
     def _creates_state_eagerly(self) -> bool:
         return bool(self._construct([self._probe()], fused=False).state)
+
+
+def _group_defaults(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """A group's settings by default: the class's defaults, and plain values that its constructor adds to its groups."""
+    added = {key: value for key, value in settings_of(optimizer.param_groups[0]).items() if is_carried(value)}
+    return {**copied(added), **optimizer.defaults}
 
 
 def _kept_by(inner: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:

@@ -19,6 +19,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from lightstep.error_text import error_text
 from lightstep.optimizer.group_values import GroupValues, copied, equal_settings, same_value
 from lightstep.optimizer.known_classes import undecorated_step
 from lightstep.optimizer.matrix_stack import Matrix
@@ -193,8 +194,9 @@ class _Trial:
                 continue
             if all(bool(value.isfinite().all()) for value in outcome.values) or not conditions.is_loud:
                 return outcome
+        shown = error_text(first) if first is not None else "infinite values"
         raise UntriedError(
-            f"{self._name} failed in the trial of its step on small tensors ({_shown(first)}). lightstep calls step() "
+            f"{self._name} failed in the trial of its step on small tensors ({shown}). lightstep calls step() "
             "without a closure, on fp32 tensors with gradients that have no graph: classes that evaluate the loss "
             "again (SAM, LBFGS), differentiate the gradients (AdaHessian), or need the model or processes cannot run; "
             "use an optimizer whose step() needs gradients only, such as torch.optim.AdamW"
@@ -211,8 +213,8 @@ class _Trial:
         except Exception as error:
             raise TypeError(
                 f"{self._name} runs in a plain loop, and failed in the trial of units one after the other "
-                f"({_shown(error)}): it is given other parameters in each update, in param_groups and state that are "
-                "made for it. Use an optimizer whose step() reads only its groups and self.state[parameter]"
+                f"({error_text(error)}): it is given other parameters in each update, in param_groups and state that "
+                "are made for it. Use an optimizer whose step() reads only its groups and self.state[parameter]"
             ) from error
         order = list(numbers)
         same = all(_same(plain.values[n], whole.values[i]) for i, n in enumerate(order))
@@ -452,7 +454,3 @@ def is_carried(value: Any) -> bool:
     if type(value) in (list, tuple):
         return all(map(is_carried, value))
     return value is None or type(value) in (int, float, bool, str) or type(value) is Tensor
-
-
-def _shown(error: BaseException | None) -> str:
-    return f"{type(error).__name__}: {error}"

@@ -176,9 +176,9 @@ class GroupClasses:
                 self.exchanges[item.rows.group] = MatrixExchange(item.rows.group)
                 self.exchanges[item.rows.group].open(item.local.device)
 
-    def problem_without(self, item: Managed, missing: frozenset[str]) -> str | None:
+    def problem_without(self, item: Managed, missing: frozenset[str], settings: Group) -> str | None:
         """See :meth:`BaseArithmetic.problem_without`."""
-        return self.arithmetic_for(item.group).problem_without(missing, item.local.device, item.group)
+        return self.arithmetic_for(item.group).problem_without(missing, item.param, item.local.device, settings)
 
     # -- one step
 

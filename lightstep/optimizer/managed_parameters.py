@@ -318,11 +318,15 @@ class ManagedParameters:
         copies = None if self._copies is None else self._copies()
         return 0 if copies is None else copies.nbytes
 
-    def check_state(self, item: Managed, entries: Mapping[str, Any]) -> None:
+    def check_state(self, item: Managed, entries: Mapping[str, Any], settings: Mapping[str, Any] | None = None) -> None:
         """Raises ``ValueError`` for an entry of another shape than the parameter's local shard, and for one that is
-        missing."""
+        missing.
+
+        Args:
+            settings: what will be loaded into the parameter's group; which entries there are depends on it.
+        """
         self._check_shapes(item, entries)
-        self._check_complete(item, entries)
+        self._check_complete(item, entries, settings or {})
 
     def _check_shapes(self, item: Managed, entries: Mapping[str, Any], remedy: str = "") -> None:
         for key, entry in entries.items():
@@ -341,14 +345,14 @@ class ManagedParameters:
         )
         self._check_shapes(item, new, remedy)
         before: Iterable[str] = () if edit.whole else self._backend.describe(item)
-        self._check_complete(item, edit.applied_to(dict.fromkeys(before)))
+        self._check_complete(item, edit.applied_to(dict.fromkeys(before)), {})
 
-    def _check_complete(self, item: Managed, names: Collection[str]) -> None:
+    def _check_complete(self, item: Managed, names: Collection[str], settings: Mapping[str, Any]) -> None:
         """Refuse state without an entry that the class does not make again: the step would fail halfway."""
         missing = [key for key in item.schema if key not in names]
         if not missing or not {*names} - {"master"}:
             return
-        problem = self._classes.problem_without(item, frozenset(missing))
+        problem = self._classes.problem_without(item, frozenset(missing), {**item.group, **settings})
         if problem is not None:
             raise ValueError(
                 f"the state of {item.name} has {', '.join(sorted(names))} and no {' and no '.join(missing)}, which "

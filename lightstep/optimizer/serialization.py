@@ -14,6 +14,7 @@ from lightstep.distributed import is_sharded, local_tensor
 from lightstep.error_text import error_text
 from lightstep.optimizer.classes import class_name
 from lightstep.optimizer.group_values import KEPT
+from lightstep.state.backend import Managed
 
 if TYPE_CHECKING:
     from lightstep.optimizer.optimizer import MixedPrecisionOptimizer
@@ -47,10 +48,13 @@ def load_torch_state_dict(optimizer: MixedPrecisionOptimizer, state_dict: Mappin
         refuse_nan(f"parameter {index}", entries)
     if "loss_scale" in incoming:
         copy.deepcopy(optimizer.loss_scale).load_state_dict(incoming["loss_scale"])
-    _load_states(optimizer, states)
-    for live, saved in zip(optimizer.param_groups, groups, strict=True):
+    settings = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+    optimizer.engine.edits.release(states)
+    _check_states(optimizer, states, settings)
+    for live, saved in zip(optimizer.param_groups, settings, strict=True):
         live.pop(KEPT, None)
-        live.update({key: value for key, value in saved.items() if key != "params"})
+        live.update(saved)
+    _load_states(optimizer, states)
     if shared:  # of the plain optimizer: MADGRAD's state["k"]
         kept = {optimizer.engine.classes.own.kept_name: {"attributes": {}, "state": snapshot(shared)}}
         optimizer.param_groups[0].setdefault(KEPT, kept)
@@ -77,23 +81,42 @@ def refuse_nan(name: str, entries: Mapping[str, Any]) -> None:
             )
 
 
+def _check_states(
+    optimizer: MixedPrecisionOptimizer,
+    states: Mapping[Tensor, Mapping[str, Any]],
+    settings: Sequence[Mapping[str, Any]],
+) -> None:
+    """Raise ``ValueError`` for state that parameters cannot have once their groups have these settings."""
+    if _has_masters_only(optimizer, states):
+        return
+    loaded = {id(live): own for live, own in zip(optimizer.param_groups, settings, strict=True)}
+    for item in _items(optimizer, states):
+        optimizer.engine.managed.check_state(item, states.get(item.param, {}), loaded[id(item.group)])
+
+
 def _load_states(optimizer: MixedPrecisionOptimizer, states: Mapping[Tensor, Mapping[str, Any]]) -> None:
     """Load all states; if that fails halfway, the optimizer refuses further steps."""
-    optimizer.engine.edits.release(states)
-    if not optimizer.is_set_up and all([*entries] == ["master"] for entries in states.values()):
-        for parameter, entries in states.items():  # wrappers load their state back before the model is sharded
+    if _has_masters_only(optimizer, states):
+        for parameter, entries in states.items():
             optimizer.load_parameter_state(parameter, entries)
         return
-    frozen = [parameter for parameter, entries in states.items() if entries and not parameter.requires_grad]
-    items = optimizer.managed(also=frozen)
-    for item in items:
-        optimizer.engine.managed.check_state(item, states.get(item.param, {}))
     try:
-        for item in items:
+        for item in _items(optimizer, states):
             optimizer.load_parameter_state(item.param, states.get(item.param, {}))
     except BaseException as error:
         optimizer.refuse_until_loaded(f"load_state_dict failed ({error_text(error)})")
         raise
+
+
+def _has_masters_only(optimizer: MixedPrecisionOptimizer, states: Mapping[Tensor, Mapping[str, Any]]) -> bool:
+    """Wrappers load such state back before the model is sharded: it must not set the optimizer up."""
+    return not optimizer.is_set_up and all([*entries] == ["master"] for entries in states.values())
+
+
+def _items(optimizer: MixedPrecisionOptimizer, states: Mapping[Tensor, Mapping[str, Any]]) -> Sequence[Managed]:
+    """All managed parameters, and frozen ones that get state."""
+    frozen = [parameter for parameter, entries in states.items() if entries and not parameter.requires_grad]
+    return list(optimizer.managed(also=frozen))
 
 
 def matched_parameters(optimizer: Optimizer, saved: Sequence[Mapping[str, Any]]) -> dict[Any, Tensor]:

@@ -33,22 +33,34 @@ def test_values_with_tensors() -> None:
 
 
 class Forgetful(torch.optim.SGD):
-    """Finds no entry of its own for a parameter, from the second step on."""
+    """Finds no entry of its own for a parameter once it has forgotten them."""
 
-    steps = 0
+    forgotten = False
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
         known: dict[Tensor, int] = {}
         for group in self.param_groups:
             for parameter in group["params"]:
-                if parameter.numel() >= 300:
+                if self.forgotten and parameter.numel() >= 300:
                     known[parameter] += 1
                 parameter.add_(parameter.grad)
 
 
+class AlwaysForgetful(Forgetful):
+    forgotten = True
+
+
+def test_a_class_that_fails_when_it_is_tried() -> None:
+    strategy = lightstep.Strategy.load({"optimizer_state": {"backend": "resident"}})
+    model: Any = strategy.prepare_model(nn.Linear(64, 64))
+    with pytest.raises(TypeError, match="KeyError: a tensor of shape") as raised:
+        strategy.create_optimizer(model, AlwaysForgetful, lr=1e-2)
+    assert is_short(str(raised.value)), str(raised.value)[:300]
+
+
 @pytest.mark.parametrize("update", ["at_step", "next_forward", "in_backward"])
-def test_a_class_that_fails_on_a_parameter(update: str) -> None:
+def test_a_class_that_fails_on_a_parameter(update: str, monkeypatch: pytest.MonkeyPatch) -> None:
     state = {"backend": "stream", "update": update}
     strategy = lightstep.Strategy.load({"clipping": {"max_norm": None}, "optimizer_state": state})
     model: Any = strategy.prepare_model(nn.Linear(64, 64))
@@ -61,6 +73,8 @@ def test_a_class_that_fails_on_a_parameter(update: str) -> None:
             optimizer.step()
             optimizer.synchronize()
 
+    train()
+    monkeypatch.setattr(Forgetful, "forgotten", True)
     with pytest.raises(RuntimeError) as raised:
         train()
     error: BaseException | None = raised.value
