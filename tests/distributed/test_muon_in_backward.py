@@ -97,7 +97,7 @@ STEPS: list[tuple[Act, Any, float, str]] = [
     (nothing, read_before_step, 1e6, "redo"),
     (no_room, None, 1e6, ""),
     (some_room, None, 1e6, "any"),
-    (nothing, None, float("nan"), "rolled back"),
+    (nothing, None, float("nan"), "drop"),
     (nothing, None, 1e6, "commit"),
 ]
 """What is done in backward, what before ``step()``, the largest norm (NaN: an overflow), and what becomes of units that
@@ -110,7 +110,7 @@ def check_tried(rank: int, world_size: int, moments: str, copies: int) -> None:
     strategy, model, optimizer, loop = beside_a_loop(rank, world_size, sharding, state)
     overlap: Overlap = optimizer.engine.schedule
     became: list[str] = []
-    apply_verdict, roll_back = overlap._apply_verdict, overlap._roll_back
+    apply_verdict, roll_back, skip = overlap._apply_verdict, overlap._roll_back, overlap.skip
 
     def note(speculation: Any, what: str) -> None:
         if speculation is not None and speculation.shared & set(speculation.submitted):
@@ -124,7 +124,12 @@ def check_tried(rank: int, world_size: int, moments: str, copies: int) -> None:
         note(overlap._speculation, "rolled back")
         return roll_back(reason)
 
+    def skipped() -> None:
+        note(overlap._speculation, "drop")
+        skip()
+
     patches: dict[str, Any] = {
+        "skip": skipped,
         "submit_in_step": 1,
         "submit_ahead": 0,
         "_apply_verdict": applied,

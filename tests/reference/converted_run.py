@@ -22,6 +22,8 @@ SCALE: dict[str, Any] = {"kind": "dynamic", "init_scale": 256.0, "growth_interva
 class Net(nn.Module):
     """Sizes that no number of ranks divides; ``unused`` never gets a gradient."""
 
+    _keep_in_fp32_modules_strict = ("seen",)  # other libraries keep buffers as they are
+
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(11, 6)
