@@ -47,7 +47,7 @@ ARGUMENTS = {
     "num_batches_per_epoch": STEPS,
 }
 # A small ring: the model below has several units.
-SMALL_RING = {"optimizer_state.ring_mib": 1.5, "optimizer_state.resident_gib": 0}
+SMALL_RING = {"optimizer_state.ring_mib": 2, "optimizer_state.resident_gib": 0}
 STRATEGIES: dict[str, tuple[str, dict[str, Any]]] = {
     "resident": ("resident", {}),
     "stream": ("stream", SMALL_RING),
