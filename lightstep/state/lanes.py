@@ -290,7 +290,7 @@ class _Status:
         if self.error is None:
             return
         if self._raised:
-            raise LaneError(f"the lanes stopped because {self.error}; load a checkpoint to go on")
+            raise LaneError(f"the lanes stopped because {self.error}; load a checkpoint to go on") from self.error
         self._raised = True
         raise self.error
 

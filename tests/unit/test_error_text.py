@@ -77,11 +77,12 @@ def test_a_class_that_fails_on_a_parameter(update: str, monkeypatch: pytest.Monk
     monkeypatch.setattr(Forgetful, "forgotten", True)
     with pytest.raises(RuntimeError) as raised:
         train()
+    assert "KeyError: a tensor of shape (64, 64)" in str(raised.value)
     error: BaseException | None = raised.value
-    while isinstance(error, RuntimeError):
+    while isinstance(error, RuntimeError):  # the lane's error, or, if the lane was faster than backward, step()'s refusal
         assert is_short(str(error)), str(error)[:300]
         error = error.__cause__
-    assert isinstance(error, KeyError)
+    assert error is None or isinstance(error, KeyError)
 
 
 def test_records_of_parameters_are_short() -> None:
