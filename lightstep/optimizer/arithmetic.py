@@ -77,9 +77,8 @@ class BaseArithmetic:
         self.hyperparameters = plain_numbers(hyperparameters)
         self.is_torchs_own, self._raw_step = is_torchs_own(optimizer_class), undecorated_step(optimizer_class)
         self.defaults: dict[str, Any] = _group_defaults(self._first_construction())
-        self.defaults.update(
-            {key: self.hyperparameters.get(key) for key in ("fused", "foreach") if key in self.defaults}
-        )
+        if "fused" in self.defaults:
+            self.defaults["fused"] = self.hyperparameters.get("fused")
         self._inner: dict[torch.device, torch.optim.Optimizer] = {}
         self._fresh: dict[torch.device, dict[str, Any]] = {}  # what the class keeps, as constructed
         self._default_fused: dict[torch.device, bool] = {}
@@ -449,7 +448,8 @@ class BaseArithmetic:
     def resolved(self, settings: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
         """A group's settings as the class sees them on ``device``: ``fused`` decided, and without parameters."""
         group = settings_of(settings)
-        if self._default_fused[device] and group.get("fused") is None and group.get("foreach") is None:
+        no_choice = group.get("fused") is None and group.get("foreach") == self.defaults.get("foreach")
+        if self._default_fused[device] and no_choice:
             group["fused"] = True
         group["params"] = []
         return group

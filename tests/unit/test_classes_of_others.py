@@ -87,6 +87,16 @@ class CountsInATensorOfItsGroup(EachParameter):
         p.add_(grad, alpha=-group["lr"] / float(group["t"]))
 
 
+class ForLoopByDefault(EachParameter):
+    """``foreach=False`` is a choice of the class, with other roundings than its ``None``."""
+
+    def __init__(self, params: Any, lr: float = 1e-2, foreach: bool | None = False) -> None:
+        torch.optim.Optimizer.__init__(self, params, {"lr": lr, "foreach": foreach})
+
+    def update(self, p: Tensor, grad: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
+        p.sub_(grad / 3 * group["lr"] if group["foreach"] is False else grad * (group["lr"] / 3))
+
+
 class StableAdamW(EachParameter):
     """Divides the rate of a tensor by ``max(1, RMS(g / sqrt(v)))``."""
 
@@ -245,6 +255,7 @@ ELEMENT_WISE = [
     CountsInStateFromTheStart,
     CountsInAttributes,
     CountsInATensorOfItsGroup,
+    ForLoopByDefault,
     DecaysUnmarked,
     ChecksRequiresGrad,
 ]
