@@ -25,6 +25,7 @@ _LOW = (torch.bfloat16, torch.float16)
 Identity = tuple[int, int]
 
 ReadsUnused = Callable[[Sequence[Tensor]], Sequence[Tensor]]
+MustReduce = Callable[[Tensor], bool]
 
 
 class SumsInPlace:
@@ -56,6 +57,8 @@ class SumsInPlace:
     def totals(self) -> Mapping[Tensor, Tensor]:
         """Reduced sums that are not in ``p.grad``: none."""
         return {}
+
+    is_incomplete = False
 
     def is_own_gradient(self, parameter: Tensor) -> bool:
         """Whether ``p.grad`` is this rank's own gradient, not reduced and not changed: irrelevant for one process."""
@@ -108,10 +111,15 @@ class SumsAside:
     Args:
         reads_unused: returns those of the given parameters whose ``p.grad`` the running backward will reduce even if it
             has no gradient for them.
+        must_reduce: whether a parameter's gradient gets to :meth:`add_reduced` if it is reduced.
+
+    Attributes:
+        is_incomplete: a reduction has begun, and has left gradients out.
     """
 
-    def __init__(self, reads_unused: ReadsUnused) -> None:
-        self.reads_unused = reads_unused
+    def __init__(self, reads_unused: ReadsUnused, must_reduce: MustReduce) -> None:
+        self.reads_unused, self.must_reduce = reads_unused, must_reduce
+        self.is_incomplete = False
         self._hooks = LeafHooks()
         self._parameters: Sequence[Tensor] = ()
         self._in_backward = False
@@ -243,8 +251,10 @@ class SumsAside:
     def complete(self, parameters: Iterable[Tensor] | None = None) -> None:
         """Backward has completed these gradients (``None``: all)."""
         if parameters is None:
-            self._in_backward = self._reducing = False
             self._update_totals()
+            if self._in_backward:
+                self._find_unreduced()
+            self._in_backward = self._reducing = False
         for parameter in list(self._earlier) if parameters is None else parameters:
             self._merge(parameter)
         if parameters is None:
@@ -264,6 +274,13 @@ class SumsAside:
             parameter.grad = None
             self._placeholders.discard(parameter)
             self._own_gradients.pop(parameter, None)
+
+    def _find_unreduced(self) -> None:
+        """DDP has moved gradients into its buckets; those that lack one (of an unused parameter) it has not reduced."""
+        for parameter, identity in self._own_gradients.items():
+            if parameter.grad is not None and self.must_reduce(parameter):
+                self._own_gradients[parameter] = _identity(parameter.grad)
+                self.is_incomplete |= self._own_gradients[parameter] != identity
 
     def _set_grads_to_totals(self) -> None:
         """Except where ``p.grad`` is needed: it holds what this rank has added since and has not reduced."""
@@ -316,7 +333,7 @@ class SumsAside:
 
     def clear(self) -> None:
         """The gradients have been consumed or dropped."""
-        self._in_backward = self._reducing = self._rounded = False
+        self._in_backward = self._reducing = self._rounded = self.is_incomplete = False
         for parameter in (*self._set_totals, *self._placeholders):
             parameter.grad = None
         self._placeholders.clear()

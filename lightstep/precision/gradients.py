@@ -62,7 +62,7 @@ class GradientAccumulator:
         """Gradients of all watched parameters are delivered by this reduction."""
         self._reduction = reduction
         if isinstance(self._sums, SumsAside):
-            self._sums.reads_unused = reduction.reads_unused
+            self._sums.reads_unused, self._sums.must_reduce = reduction.reads_unused, reduction.must_reduce
         reduction.connect([parameter for parameter, _, _ in self._watched], self)
 
     def watch(self, parameters: Iterable[Tensor]) -> None:
@@ -73,12 +73,11 @@ class GradientAccumulator:
             return
         if isinstance(self._sums, SumsAside) is not several:
             self._sums.set_parameters(())
-            reads_unused = _none_unused if self._reduction is None else self._reduction.reads_unused
-            self._sums = SumsAside(reads_unused) if several else SumsInPlace()
+            self._sums = SumsAside(_none_unused, lambda _: False) if several else SumsInPlace()
         self._watched, self._watched_set = watched, frozenset(parameter for parameter, _, _ in watched)
         self._sums.set_parameters([parameter for parameter, _, _ in watched])
         if self._reduction is not None:
-            self._reduction.connect([parameter for parameter, _, _ in watched], self)
+            self.set_reduction(self._reduction)
 
     def watches(self, parameter: Tensor) -> bool:
         """Whether it sums the gradients of this parameter."""
@@ -187,13 +186,20 @@ class GradientAccumulator:
 
     def _refuse_unreduced(self, parameter: Tensor) -> None:
         assert self._reduction is not None
-        if self._sums.is_own_gradient(parameter) and self._reduction.must_reduce(parameter):
+        if not (self._sums.is_own_gradient(parameter) and self._reduction.must_reduce(parameter)):
+            return
+        message = f"a gradient of shape {tuple(parameter.shape)} is this rank's own, and ranks would drift apart: "
+        if self._sums.is_incomplete:
             raise RuntimeError(
-                f"a gradient of shape {tuple(parameter.shape)} is this rank's own, and ranks would drift apart: no "
-                "backward since the last step was reduced over the ranks. Run each step's last micro-batch under "
-                "strategy.accumulate(model, last=True), and call the model that prepare_model returned, not the module "
-                "in it"
+                f"{message}DDP has not reduced it, because parameters beside it got no gradient in this backward (a "
+                "part of the model that the batch did not use). Set sharding.find_unused_parameters to true, or freeze "
+                "what no batch uses"
             )
+        raise RuntimeError(
+            f"{message}no backward since the last step was reduced over the ranks. Run each step's last micro-batch "
+            "under strategy.accumulate(model, last=True), and call the model that prepare_model returned, not the "
+            "module in it"
+        )
 
     def keeps_unreduced(self, parameters: Iterable[Tensor]) -> bool | None:
         """Whether gradients of micro-batches under ``accumulate(last=False)`` are left; ``None``: not known."""

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+import lightstep
 from tests.distributed.models import CLASSES, TinyTransformer, loss_of
 from tests.distributed.ranks import Pool
 from tests.distributed.sharding_runs import DDP, FSDP2, HSDP
@@ -129,3 +130,26 @@ def check_routing(rank: int, world_size: int) -> None:
 def test_ranks_that_use_other_branches_of_a_block(pool: Pool) -> None:
     """torch's ``set_reduce_scatter_unused_params``, between two reductions, too."""
     pool.run(check_routing, 2)
+
+
+def check_unused_part(rank: int, world_size: int, micros: int, update: str) -> None:
+    """DDP leaves out a bucket that lacks a gradient, and says so in the next forward: a step too late."""
+    state = {"backend": "resident" if update == "at_step" else "stream", "update": update}
+    values: dict[str, Any] = {"sharding": {"kind": "ddp"}, "optimizer_state": state}
+    strategy = lightstep.Strategy.load(values)
+    model: Any = strategy.prepare_model(Branching())
+    strategy.unwrap_model(model).uses = ("ab", "ab", "ab", "head")  # other_head is not used
+    optimizer = strategy.create_optimizer(model, lr=1e-2)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    for micro in range(micros):
+        with strategy.accumulate(model, last=micro == micros - 1):
+            optimizer.backward(loss_of(model, 0, micro, rank, torch.device("cpu")))
+    with pytest.raises(RuntimeError, match=r"got no gradient in this backward.*sharding\.find_unused_parameters"):
+        optimizer.step()
+    assert all(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("update", ["at_step", "next_forward", "overlap"])
+@pytest.mark.parametrize("micros", [1, 2])
+def test_an_unused_part_under_ddp_is_refused_before_the_step(pool: Pool, micros: int, update: str) -> None:
+    pool.run(check_unused_part, 2, cpu=True, micros=micros, update=update)
