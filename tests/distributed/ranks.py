@@ -34,6 +34,9 @@ TIMEOUT = datetime.timedelta(seconds=120)
 CHECK_SECONDS = 280.0
 """Of one whole check, the start of its processes included."""
 
+CHECKS = 16
+"""After so many checks new processes are started: gloo's threads outlive some groups, and each of them polls."""
+
 LINEAR = torch.nn.functional.linear
 
 
@@ -45,7 +48,7 @@ class Pool:
     """
 
     def __init__(self, patience: float = 5.0) -> None:
-        self._patience = patience
+        self._patience, self._checks = patience, 0
         self._processes: list[BaseProcess] = []
         self._pipes: dict[bool, list[Connection]] = {True: [], False: []}  # whose processes see the GPUs
 
@@ -62,6 +65,9 @@ class Pool:
         Raises:
             AssertionError: with every failed rank's traceback.
         """
+        self._checks += 1
+        if self._checks % CHECKS == 0:
+            self.close()
         gpus = torch.cuda.device_count() >= world_size and not cpu
         pipes = self._pipes[gpus]
         self._grow(world_size, gpus)

@@ -79,7 +79,7 @@ def test_a_class_that_fails_on_a_parameter(update: str, monkeypatch: pytest.Monk
         train()
     assert "KeyError: a tensor of shape (64, 64)" in str(raised.value)
     error: BaseException | None = raised.value
-    while isinstance(error, RuntimeError):  # the lane's error, or, if the lane was faster than backward, step()'s refusal
+    while isinstance(error, RuntimeError):  # the lane's, or step()'s refusal if the lane was faster
         assert is_short(str(error)), str(error)[:300]
         error = error.__cause__
     assert error is None or isinstance(error, KeyError)
