@@ -15,6 +15,7 @@ from lightstep.optimizer.group_values import GroupValues
 from lightstep.optimizer.step_guard import StepGuard
 from lightstep.optimizer.unit_updater import Gradients, UnitUpdater, Update
 from lightstep.state.backend import Managed, StateBackend, Unit
+from lightstep.state.lanes import Lane
 
 __all__ = ["AdoptWrites", "AtStep", "FindWritten", "Job", "NextForward", "Schedule", "refuse_older_graphs"]
 
@@ -64,6 +65,7 @@ class Schedule:
         self._in_lane = False
         self._values: GroupValues | None = None
         self._events: list[Any] = []  # by job number
+        self._caller: Lane | None = None  # where the gradients come from
         self._caller_event: Any = None
         self._units: Sequence[Unit] = ()
         self._completing_job: dict[Managed, int] = {}  # the job with which all of a parameter is updated
@@ -161,7 +163,8 @@ class Schedule:
         lanes = self._backend.lanes
         if self._caller_event is None:
             self._caller_event = lanes.event()
-        lanes.compute.wait(lanes.caller().record(self._caller_event))
+        self._caller = lanes.caller()
+        lanes.compute.wait(self._caller.record(self._caller_event))
 
     def _schedule(self, jobs: Iterable[Job]) -> None:
         """Schedule jobs, among them all that update parts of the same parameters: the last one completes them."""
@@ -194,10 +197,16 @@ class Schedule:
         self._submit(_ALL if self._backend.peers_wait else self.submit_in_step)
 
     def _wait(self, number: int) -> None:
-        """The caller waits for the jobs up to this one; their gradients are freed."""
+        """The caller waits for the jobs up to this one; their gradients are freed.
+
+        If the caller is on another stream than their backward, that stream waits too: it gets their memory back.
+        """
         awaited = [job for job in self._submitted if job.number <= number]
         if awaited:
-            self._backend.lanes.caller().wait(self._events[awaited[-1].number])
+            caller, done = self._backend.lanes.caller(), self._events[awaited[-1].number]
+            caller.wait(done)
+            if self._caller is not None and self._caller.stream != caller.stream:
+                self._caller.wait(done)
         for _ in awaited:  # not earlier: an interrupt during the wait would lose them
             self._complete(self._submitted.popleft())
 

@@ -37,7 +37,13 @@ class LaneError(RuntimeError):
 
 
 class Lane(ABC):
-    """Work that runs in the order it is submitted."""
+    """Work that runs in the order it is submitted.
+
+    Attributes:
+        stream: an accelerator's; ``None`` on the CPU.
+    """
+
+    stream: torch.Stream | None = None
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -156,6 +162,8 @@ class Lanes:
 
 class StreamLane(Lane):
     """A stream of an accelerator. The calling thread queues the jobs, and errors are raised there."""
+
+    stream: torch.Stream
 
     def __init__(self, name: str, stream: torch.Stream, lanes: Lanes) -> None:
         super().__init__(name)

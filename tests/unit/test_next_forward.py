@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import lightstep
 from lightstep.optimizer.schedule import NextForward
 from lightstep.state import units as units_module
-from lightstep.state.lanes import CallerLane, LaneError
+from lightstep.state.lanes import CallerLane, LaneError, Lanes
 from tests.distributed.models import CLASSES, VOCABULARY, TinyTransformer
 from tests.unit.test_stream import random_delays
 
@@ -224,6 +224,31 @@ READERS = [
     *(read_state_dict, read_a_blocks_state_dict, load_weights, read_optimizer_state, read_one_entry, save, unwrap),
     *(evaluate, wait, backward, step_again),
 ]
+
+
+class NamedStream(CallerLane):
+    """The calling thread, as if it were a stream of an accelerator."""
+
+    def __init__(self, stream: Any, lanes: Any, waited: list[Any]) -> None:
+        super().__init__("compute", lanes)
+        self.stream, self._waited = stream, waited
+
+    def wait(self, event: Any) -> None:
+        self._waited.append(self.stream)
+        super().wait(event)
+
+
+def test_the_stream_of_backward_waits_before_its_gradients_are_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    training = Training(OVERLAP)
+    training.step()
+    waited: list[Any] = []
+    stream = "of backward"
+    monkeypatch.setattr(Lanes, "caller", lambda self: NamedStream(stream, self, waited))
+    training.step()
+    stream = "of a reader"
+    waited.clear()
+    training.optimizer.synchronize()
+    assert set(waited) == {"of backward", "of a reader"}
 
 
 @pytest.mark.parametrize("ahead", [0, 2])
