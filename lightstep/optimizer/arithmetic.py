@@ -27,7 +27,7 @@ from lightstep.optimizer.known_classes import (
     torchs_own_needs_whole_tensors,
     undecorated_step,
 )
-from lightstep.optimizer.matrix_stack import MatrixStack
+from lightstep.optimizer.matrix_stack import Matrix, MatrixStack
 from lightstep.optimizer.param_groups import plain_numbers
 from lightstep.optimizer.sharded_muon import is_installed_muon
 from lightstep.optimizer.undisturbed import undisturbed
@@ -245,7 +245,9 @@ class BaseArithmetic:
         for batch in batches.values():  # torch's fused SGD cannot take first and later updates in one call
             self._apply_batch(batch, overflow, values)
 
-    def _apply_batch(self, batch: list[tuple[ParameterLike, Tensor]], overflow: Tensor, values: GroupValues) -> None:
+    def _apply_batch(
+        self, batch: Sequence[tuple[ParameterLike, Tensor | None]], overflow: Tensor, values: GroupValues
+    ) -> None:
         segments = [segment for segment, _ in batch]
         device = segments[0].master.device
         inner = self._inner[device]
@@ -274,6 +276,16 @@ class BaseArithmetic:
             inner.param_groups, inner.state = [], defaultdict(dict)
         for (live, seen), before in zip(groups, given, strict=True):
             values.record_writes(live, before, seen)
+
+    def count(self, group: dict[str, Any], values: GroupValues) -> None:
+        """A step without any gradient in ``group``: the class may count it there."""
+        if self.is_torchs_own or not self._counts:
+            return
+        if not self._inner:
+            self.prepare(_CPU)
+        device = next(iter(self._inner))
+        parameter = Matrix(self._probe(device), group, {})
+        self._apply_batch([(parameter, None)], torch.zeros((), device=device), values)
 
     def _restore_kept(self, inner: torch.optim.Optimizer, device: torch.device, values: GroupValues) -> None:
         """What the class kept before the step: attributes, and state that is no parameter's."""

@@ -201,6 +201,12 @@ class GroupClasses:
         for arithmetic, batch in batches.items():
             arithmetic.apply(*batch, overflow, values)
 
+    def write_back(self, values: GroupValues) -> None:
+        """The step is over: write what the classes have changed to the groups, of those without gradients, too."""
+        for group in values.not_updated():
+            self.arithmetic_for(group).count(group, values)
+        values.write_back()
+
 
 def class_name(optimizer_class: type) -> str:
     """The name under which a class is imported: ``torch.optim.Muon``, whatever file of torch's it is in."""

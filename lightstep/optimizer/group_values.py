@@ -25,6 +25,7 @@ class GroupValues:
         self._groups = list(groups)
         self._initial = {id(group): settings_of(group) for group in groups}
         self._written: dict[int, dict[str, Any]] = {}
+        self._updated: set[int] = set()
 
     def changed(self, groups: Sequence[dict[str, Any]]) -> list[str]:
         """The names of settings that somebody has changed since. A tensor on an accelerator counts as unchanged: the
@@ -78,6 +79,7 @@ class GroupValues:
             given: what :meth:`settings` returned: the values that ``seen`` began with.
             seen: the dictionary that the optimizer had.
         """
+        self._updated.add(id(group))
         initial = self._initial[id(group)]
         changed = {
             key: value
@@ -85,6 +87,10 @@ class GroupValues:
             if key not in ("params", "fused") and not _is_as_given(value, given.get(key), initial.get(key))
         }
         self._written.setdefault(id(group), {}).update(changed)
+
+    def not_updated(self) -> list[dict[str, Any]]:
+        """The groups of which nothing had a gradient."""
+        return [group for group in self._groups if id(group) not in self._updated]
 
     def matches(self, groups: Sequence[dict[str, Any]]) -> bool:
         """Whether a step that begins now would see the same values."""

@@ -214,7 +214,7 @@ class Schedule:
         self._updater.complete(job.update, job.completed)
         if job.is_end:
             assert self._values is not None
-            self._values.write_back()
+            self._updater.write_back(self._values)
             self._values = None
 
     # -- waiting

@@ -168,7 +168,7 @@ class UnitUpdater:
             self.update(unit, update)
             update.drop_gradients([owner for owner, _, stop in unit.parts if stop == owner.local.numel()])
         self.finish(update.elsewhere)
-        update.values.write_back()
+        self.write_back(update.values)
 
     def begin(self, managed: Collection[Managed], order: Sequence[Unit] | None = None, ahead: bool = True) -> None:
         """Begin a step.
@@ -227,6 +227,11 @@ class UnitUpdater:
         for item in elsewhere:
             item.updated = True
             self._record(item)
+
+    def write_back(self, values: GroupValues) -> None:
+        """See :meth:`GroupClasses.write_back`."""
+        with self._guard("the end of the update"):
+            self._classes.write_back(values)
 
     # -- speculative updates
 

@@ -273,6 +273,36 @@ def test_same_bits_as_in_a_plain_loop(optimizer_class: Any, place: str) -> None:
     assert_same(model, expected)
 
 
+@pytest.mark.parametrize("place", list(PLACES))
+@pytest.mark.parametrize("optimizer_class", [CountsInATensorOfItsGroup, CountsInState, CountsInAttributes])
+def test_a_group_without_gradients_counts_the_step(optimizer_class: Any, place: str) -> None:
+    """As in a plain loop: the first group has gradients in every third step, the second in the other ones."""
+
+    def train_in_turns(model: Any, backward: Any, optimizer: Any) -> None:
+        for number in range(STEPS):
+            inputs = torch.randn(4, 32, generator=torch.Generator().manual_seed(number))
+            for at, parameter in enumerate(model.parameters()):
+                parameter.requires_grad_((at < 6) == (number % 3 == 0))
+            backward(model(inputs).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def halves(model: nn.Module) -> list[dict[str, Any]]:
+        parameters = list(model.parameters())
+        return [{"params": parameters[:6]}, {"params": parameters[6:]}]
+
+    expected = network()
+    optimizer = optimizer_class(halves(expected))
+    train_in_turns(expected, lambda loss: loss.backward(), optimizer)
+    settings = {"precision": {"parameters": "float32"}, "clipping": {"max_norm": None}}
+    strategy = lightstep.Strategy.load({**settings, "optimizer_state": PLACES[place]})
+    model: Any = strategy.prepare_model(network())
+    tested = strategy.create_optimizer(model, optimizer_class, param_groups=halves(model))
+    train_in_turns(model, tested.backward, tested)
+    tested.synchronize()
+    assert_same(model, expected)
+
+
 @pytest.mark.parametrize("place", ["resident", "stream", "overlap"])
 @pytest.mark.parametrize("way", ["state_dict", "checkpoint", "copy"])
 @pytest.mark.parametrize("optimizer_class", [*ELEMENT_WISE[:4], StableAdamW, SmallStates, LooksAhead])
