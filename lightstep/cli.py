@@ -136,8 +136,8 @@ def strategies(
     """List the ready strategies and their bytes per parameter with AdamW."""
     with _reporting_errors(debug):
         from lightstep.config import parse_config
-        from lightstep.plan.strategy_list import strategies_text
-        from lightstep.strategy.presets import available_strategies, preset_text, read_source
+        from lightstep.plan.cost import strategies_text
+        from lightstep.presets import available_strategies, preset_text, read_source
 
         if name is None:
             text = strategies_text({each: parse_config(read_source(each)[1], each) for each in available_strategies()})
@@ -217,7 +217,7 @@ def plan(
     """Show how much memory and time each strategy needs for a model. No weights are loaded."""
     options = {name: value for name, value in locals().items() if name != "debug"}
     with _reporting_errors(debug):
-        from lightstep.bench.plans import PlanOptions, plan_text
+        from lightstep.plan.command import PlanOptions, plan_text
 
         text = plan_text(PlanOptions(**options))
     sys.stdout.write(text)

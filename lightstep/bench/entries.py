@@ -13,8 +13,8 @@ import yaml
 from lightstep.bench.contender import Contender, Skipped, Task
 from lightstep.bench.strategies import StrategyContender
 from lightstep.config import ConfigError, merge_overrides, parse_config, read_yaml
+from lightstep.presets import read_source
 from lightstep.strategy import Strategy
-from lightstep.strategy.presets import read_source
 
 _SEPARATOR = re.compile(r":(?=[^:=/]+=)")  # a colon before key=; other colons belong to a path
 

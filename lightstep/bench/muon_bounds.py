@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 
 from lightstep.bench.llama import LlamaShape
-from lightstep.bench.probes import lap_times
 from lightstep.bench.ranks import Ranks
 from lightstep.bench.report import Column, Values, size
+from lightstep.plan.measure import lap_times
 
 if TYPE_CHECKING:
     from lightstep.bench.run import Run

@@ -4,34 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import itertools
 import time
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
 
 import torch
-
-
-def lap_times(works: Iterable[Callable[[], object]], device: torch.device) -> list[float]:
-    """Run `works` back to back; the ms of each, from the end of the one before.
-
-    Moments are marked in the current stream of a GPU, or on the host for a CPU.
-    """
-    mark = _event if device.type == "cuda" else time.perf_counter
-    marks: list[Any] = [mark()]
-    for work in works:
-        work()
-        marks.append(mark())
-    if device.type != "cuda":
-        return [(end - start) * 1e3 for start, end in itertools.pairwise(marks)]
-    marks[-1].synchronize()
-    return [start.elapsed_time(end) for start, end in itertools.pairwise(marks)]
-
-
-def _event() -> torch.cuda.Event:
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
 
 
 def elapsed(work: Callable[[], object], wait: Callable[[], object]) -> float:

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from lightstep.distributed import let_gloo_finish_at_exit
+from lightstep.plan.measure import MeasuredLink, measure_link
 
 
 class Ranks:
@@ -59,6 +60,14 @@ class Ranks:
 
     def barrier(self) -> None:
         self.maximum([0.0])
+
+    def measure_link(self) -> MeasuredLink | None:
+        """The link of the slowest rank, while all of them copy at the same time; None on a CPU."""
+        seen = measure_link(self._device, wait_for_others=self.barrier)
+        if seen is None:
+            return None
+        to_device, to_host, duplex = self.minimum([seen.to_device, seen.to_host, seen.duplex])
+        return MeasuredLink(to_device, to_host, duplex, seen.page_locked)
 
     def first_error(self, error: str | None) -> str | None:
         """This rank's error, or a note if only another rank has one; None if no rank has an error."""

@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lightstep.paths import local_path
+from lightstep.plan.measure import device_name
 from lightstep.state import numa
 
 if TYPE_CHECKING:
@@ -78,10 +79,6 @@ def conditions(device: torch.device) -> Values:
             "transformers": importlib.metadata.version("transformers"),
         },
     }
-
-
-def device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
 
 
 def _cpu_name() -> str:

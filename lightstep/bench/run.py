@@ -20,12 +20,12 @@ from torch import Tensor
 from lightstep.bench.contender import Contender, Skipped, Task, nbytes
 from lightstep.bench.disk import DiskTime
 from lightstep.bench.entries import Entry
-from lightstep.bench.link import Link, measure_link
 from lightstep.bench.muon_bounds import measure_exchange
-from lightstep.bench.probes import free_memory, gc_frozen, lap_times, pinned_bytes, synchronize
+from lightstep.bench.probes import free_memory, gc_frozen, pinned_bytes, synchronize
 from lightstep.bench.ranks import Ranks
 from lightstep.bench.trace import StepProfile, profile_step
 from lightstep.config import ConfigError
+from lightstep.plan.measure import MeasuredLink, lap_times
 
 logger = logging.getLogger(__name__)
 
@@ -119,7 +119,7 @@ class Run:
     ranks: Ranks
     rows: list[Row]
     checkpoints: Path | None = None
-    link: Link | None = None
+    link: MeasuredLink | None = None
     exchange: float | None = None
 
     @classmethod
@@ -149,7 +149,7 @@ class Run:
 def measure_all(run: Run, progress: Callable[[str], None]) -> None:
     """Fill the rows. `progress` is called with a sentence before each contender, and may save the rows so far."""
     progress("the link")
-    run.link = measure_link(run.task.device, run.ranks)
+    run.link = run.ranks.measure_link()
     run.exchange = measure_exchange(run.task.device, run.ranks) if run.task.optimizer == "muon" else None
     for number in range(run.effort.rounds):
         for row in run.rows if number % 2 == 0 else reversed(run.rows):  # fair if the machine slows down
@@ -163,7 +163,7 @@ def measure_all(run: Run, progress: Callable[[str], None]) -> None:
                 measurement.close()
                 del measurement
                 free_memory(run.task.device)
-    again = measure_link(run.task.device, run.ranks)
+    again = run.ranks.measure_link()
     if run.link is not None and again is not None:
         run.link = run.link.or_faster(again)
 

@@ -13,7 +13,6 @@ from torch.profiler import ProfilerActivity, profile, schedule
 
 from lightstep.bench.contender import Contender
 from lightstep.bench.iteration import IterationTask
-from lightstep.bench.report import device_name
 from lightstep.bench.run import Measurement
 from lightstep.bench.trace import (
     COLLECTIVES,
@@ -27,6 +26,7 @@ from lightstep.bench.trace import (
     merged,
     read_timeline,
 )
+from lightstep.plan.measure import device_name
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

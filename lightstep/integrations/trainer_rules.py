@@ -12,8 +12,8 @@ from transformers import TrainingArguments
 
 from lightstep.config import ConfigError, read_yaml
 from lightstep.config_errors import suggest
-from lightstep.integrations.optimizer_class import optimizer_class
 from lightstep.optimizer.rules import Rule
+from lightstep.optimizer_class import optimizer_class
 
 __all__ = ["GivenRules", "make_rules", "read_rules", "split_optim_args"]
 

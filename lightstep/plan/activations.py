@@ -22,6 +22,8 @@ from torch.utils.flop_counter import flop_registry
 
 from lightstep.sharding.preparation import checkpoint_activations, transformer_blocks
 
+LOSS_CHUNK = 1024
+"""Tokens per chunk of a fused loss."""
 HEAD, BLOCK, TAIL, FORWARD = "head", "block", "tail", "forward"
 _BLOCKS = 3
 """Number of blocks that run: the first, the last, and one between."""
@@ -104,7 +106,7 @@ def run_on_meta(
     tracker = _Tracker(small)
     try:
         with tracker:
-            loss = _loss(small, batch, loss_chunk)
+            loss = language_model_loss(small, batch, loss_chunk)
             tracker.backward()
             loss.backward()
     except (RuntimeError, NotImplementedError, TypeError, KeyError) as error:
@@ -130,7 +132,8 @@ def _refuse_others(model: nn.Module) -> None:
         )
 
 
-def _loss(model: Any, batch: Tensor, chunk: int | None) -> Tensor:
+def language_model_loss(model: Any, batch: Tensor, chunk: int | None) -> Tensor:
+    """The loss on ``batch``, [sequences, length] token ids, with the logits of ``chunk`` tokens at a time."""
     if chunk is None:
         return model(input_ids=batch, labels=batch, use_cache=False).loss
     hidden = model.model(input_ids=batch, use_cache=False).last_hidden_state

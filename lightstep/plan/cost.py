@@ -1,8 +1,11 @@
-"""Bytes per parameter of a strategy: weights, gradients, and state with master weights."""
+"""Bytes per parameter of a strategy, and the table of `lightstep strategies`, at most 80 columns wide."""
 
 from __future__ import annotations
 
+import textwrap
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from lightstep.config import DDPSharding, DeepSpeedSharding, FSDP2Sharding, SingleSharding, StrategyConfig
 
@@ -59,21 +62,37 @@ class Cost:
     host_state: Bytes
 
 
-def cost(config: StrategyConfig, optimizer: StateBytes = ADAMW, on_cpu: bool = False) -> Cost:
-    """Bytes per parameter, on a GPU unless ``on_cpu``, where ``resident`` keeps whole masters."""
+def cost(config: StrategyConfig, optimizer: StateBytes = ADAMW, on_cpu: bool = False, fp32_share: float = 0.0) -> Cost:
+    """Bytes per parameter, on a GPU unless ``on_cpu``, where ``resident`` keeps whole masters.
+
+    Args:
+        fp32_share: the share of the parameters that the model keeps in fp32 under a 16-bit strategy. The bytes are the
+            mean over all parameters.
+    """
     sharding = config.sharding
     if isinstance(sharding, DeepSpeedSharding):
         on_host = sharding.offload == "cpu"
     else:
         on_host = config.optimizer_state.backend != "resident"
     weights, gradients, divided_by = _divisors(config)
-    state, none = Bytes(_state_bytes(config, optimizer, on_cpu), divided_by), Bytes(0)
+    in_fp32 = _with_fp32_parameters(config)
+
+    def mean(of: Callable[[StrategyConfig], float]) -> float:
+        return (1 - fp32_share) * of(config) + fp32_share * of(in_fp32)
+
+    state, none = Bytes(mean(lambda given: _state_bytes(given, optimizer, on_cpu)), divided_by), Bytes(0)
     return Cost(
-        Bytes(_BYTES[config.precision.parameters], weights),
-        Bytes(_gradient_bytes(config), gradients),
+        Bytes(mean(lambda given: _BYTES[given.precision.parameters]), weights),
+        Bytes(mean(_gradient_bytes), gradients),
         none if on_host else state,
         state if on_host else none,
     )
+
+
+def _with_fp32_parameters(config: StrategyConfig) -> StrategyConfig:
+    """The strategy with ``precision.parameters: float32``, as which parameters that stay fp32 are trained."""
+    precision = config.precision.model_copy(update={"parameters": "float32"})
+    return config.model_copy(update={"precision": precision})
 
 
 def _divisors(config: StrategyConfig) -> tuple[str, str, str]:
@@ -106,3 +125,67 @@ def _state_bytes(config: StrategyConfig, optimizer: StateBytes, on_cpu: bool) ->
     if precision.parameters == "float16" or backend == "bulk" or (backend == "resident" and on_cpu):
         return entries + MASTER
     return entries + (optimizer.resident_master if backend == "resident" else SPLIT_MASTER + optimizer.bitmap)
+
+
+# -- the table --------------------------------------------------------------------------------------------------------
+
+_WIDTH = 78
+_SECTIONS = {
+    "single": "One device",
+    "ddp": "Several devices, each with the whole model (DDP)",
+    "fsdp2": "Several devices, the model in shards (FSDP2)",
+    "deepspeed": "Several devices, DeepSpeed's ZeRO",
+}
+_PRECISIONS = ("bfloat16", "float16", "float32")
+_BACKENDS = ("resident", "stream", "bulk")
+_UPDATES = ("at_step", "overlap", "next_forward", "in_backward")
+_HEADINGS = ("weights", "gradients", "device state", "host state")
+_NOTE = (
+    "Bytes per parameter with AdamW. Gradients: from backward to the step, without accumulation. State: between steps, "
+    "master weights included. lightstep strategies NAME shows a strategy's file."
+)
+
+
+def strategies_text(configs: Mapping[str, StrategyConfig]) -> str:
+    """A line of figures and a description for each strategy."""
+    names = sorted_for_choice(configs)
+    width = max(map(len, names)) + 2
+    lines = [_row("", _HEADINGS, width)]
+    for kind, title in _SECTIONS.items():
+        chosen = [name for name in names if configs[name].sharding.kind == kind]
+        lines += ["", title] if chosen else []
+        for name in chosen:
+            held = cost(configs[name])
+            figures = (held.weights, held.gradients, held.device_state, held.host_state)
+            lines.append(_row(name, figures, width))
+            lines += _indented(configs[name].description)
+    return "\n".join([*lines, "", *textwrap.wrap(_NOTE, _WIDTH)]) + "\n"
+
+
+def _row(name: str, figures: Iterable[object], width: int) -> str:
+    return f"{name:<{width}}" + "".join(f"{figure!s:>13}" for figure in figures)
+
+
+def _indented(text: str) -> list[str]:
+    return textwrap.wrap(text, _WIDTH, initial_indent="    ", subsequent_indent="    ")
+
+
+def sorted_for_choice(configs: Mapping[str, StrategyConfig]) -> list[str]:
+    """Names sorted by sharding, then precision, then backend and update time: least traffic first."""
+    return sorted(configs, key=lambda name: (*_place(configs[name]), name))
+
+
+def _place(config: StrategyConfig) -> tuple[Any, ...]:
+    sharding, state = config.sharding, config.optimizer_state
+    by_kind: tuple[Any, ...] = ()
+    if isinstance(sharding, FSDP2Sharding):
+        by_kind = (sharding.mesh.replicate != 1,)
+    if isinstance(sharding, DeepSpeedSharding):
+        by_kind = (sharding.stage, sharding.offload != "none")
+    return (
+        list(_SECTIONS).index(sharding.kind),
+        by_kind,
+        _PRECISIONS.index(config.precision.parameters),
+        _BACKENDS.index(state.backend),
+        _UPDATES.index(state.update),
+    )

@@ -5,53 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch import nn
-
 from lightstep.config import DDPSharding, FSDP2Sharding, StrategyConfig
 from lightstep.plan.activations import TAIL, Activations, Moment
 from lightstep.plan.cost import ADAMW, StateBytes, cost
-from lightstep.sharding.preparation import transformer_blocks
+from lightstep.plan.models import Sizes
 
 _WIDTHS = {"bfloat16": 2, "float16": 2, "float32": 4}
 _UNIT = 128 * 2**20
 """Largest number of elements that ``resident`` and ``bulk`` update together."""
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """Numbers of elements in a model: of each block, and outside the blocks in model order."""
-
-    blocks: tuple[int, ...]
-    before: int
-    """The embedding, which the first block waits for."""
-    behind: int
-    """The last norm and the head; a tied head counts as embedding."""
-    tensors: tuple[int, ...]
-
-    @property
-    def total(self) -> int:
-        return sum(self.blocks) + self.root
-
-    @property
-    def root(self) -> int:
-        return self.before + self.behind
-
-
-def model_sizes(model: nn.Module) -> Sizes:
-    """The sizes of a model; a shared parameter counts once."""
-    blocks = list(transformer_blocks(model))
-    inside = {parameter for block in blocks for parameter in block.parameters()}
-    before = behind = 0
-    seen_block = False
-    for parameter in model.parameters():
-        if parameter in inside:
-            seen_block = True
-        elif seen_block:
-            behind += parameter.numel()
-        else:
-            before += parameter.numel()
-    counts = tuple(sum(p.numel() for p in block.parameters()) for block in blocks)
-    return Sizes(counts, before, behind, tuple(p.numel() for p in model.parameters()))
 
 
 @dataclass(frozen=True)
@@ -98,14 +59,16 @@ def memory(
     accumulates: bool = False,
     optimizer: StateBytes = ADAMW,
     on_cpu: bool = False,
+    fp32_share: float = 0.0,
 ) -> Memory:
     """The memory of a strategy.
 
     Args:
         activations: ``None`` if unknown; the peak then leaves them out.
         accumulates: a step has several micro-batches.
+        fp32_share: as for :func:`~lightstep.plan.cost.cost`. These parameters count as spread evenly over the model.
     """
-    return _MemoryPlan(config, sizes, ranks, accumulates, optimizer, on_cpu).memory(activations)
+    return _MemoryPlan(config, sizes, ranks, accumulates, optimizer, on_cpu, fp32_share).memory(activations)
 
 
 class _MemoryPlan:
@@ -119,11 +82,13 @@ class _MemoryPlan:
         accumulates: bool,
         optimizer: StateBytes,
         on_cpu: bool,
+        fp32_share: float,
     ) -> None:
-        self.config, self.sizes, self.ranks = config, sizes, ranks
-        self.width = _WIDTHS[config.precision.parameters]
+        self.config, self.sizes, self.ranks, self.fp32_share = config, sizes, ranks, fp32_share
+        self.is_fp32 = config.precision.parameters == "float32"
         self.shards = shard_count(config, ranks)
-        held = cost(config, optimizer, on_cpu)
+        held = cost(config, optimizer, on_cpu, fp32_share)
+        self.width = held.weights.count
         self.state_width = max(held.device_state.count, held.host_state.count)
         divided = (held.device_state if held.device_state.count else held.host_state).divided_by
         self.owned = sizes.total / (
@@ -133,9 +98,9 @@ class _MemoryPlan:
         self.accumulates, self.optimizer = accumulates, optimizer
         self.gradient_width = self._gradient_width()
 
-    def _gradient_width(self) -> int:
+    def _gradient_width(self) -> float:
         """Bytes per element of a gradient after backward."""
-        if self.width == 4 or self.config.precision.reduce == "parameters":
+        if self.is_fp32 or self.config.precision.reduce == "parameters":
             return self.width
         return 4 if isinstance(self.config.sharding, FSDP2Sharding | DDPSharding) else self.width
 
@@ -145,8 +110,8 @@ class _MemoryPlan:
             return 0
         if self.config.sharding.kind == "fsdp2":
             return self.gradient_width * (self.sizes.total - blocks_done * sum(self.sizes.blocks[:1]))
-        apart = self.config.sharding.kind == "single" and self.width < 4 and self.config.precision.reduce == "float32"
-        return 4 * self.sizes.total if apart else 0
+        apart = self.config.sharding.kind == "single" and self.config.precision.reduce == "float32" and not self.is_fp32
+        return 4 * (1 - self.fp32_share) * self.sizes.total if apart else 0
 
     def memory(self, activations: Activations | None) -> Memory:
         total, state = self.sizes.total, self.config.optimizer_state
@@ -242,10 +207,12 @@ class _MemoryPlan:
         return moment.live + whole + self._gradients(blocks) + self._gathered(ahead) + self._reductions(reducing)
 
     @property
-    def _compute_width(self) -> int:
+    def _compute_width(self) -> float:
         sharding = self.config.sharding
         compute = sharding.compute if isinstance(sharding, FSDP2Sharding) else "parameters"
-        return self.width if compute == "parameters" else _WIDTHS[compute]
+        if compute == "parameters":
+            return self.width
+        return (1 - self.fp32_share) * _WIDTHS[compute] + 4 * self.fp32_share
 
     def _gathered(self, blocks: int) -> float:
         """Unsharded weights: of ``blocks`` blocks, and of the root from the first forward to the end of backward."""

@@ -1,4 +1,4 @@
-"""Loads a model on the meta device: from a known name, a Hugging Face folder, or a factory function."""
+"""Loads a model on the meta device (from a known name, a Hugging Face folder, or a factory function); its sizes."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import importlib
 import json
 import os
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,6 +16,8 @@ from torch import nn
 
 from lightstep.config import ConfigError
 from lightstep.config_errors import one_sentence, suggest
+from lightstep.sharding.dtypes import planned_by_tensor
+from lightstep.sharding.preparation import transformer_blocks
 
 SHAPES: dict[str, dict[str, Any]] = {
     "Llama-3.2-3B": {
@@ -100,8 +103,8 @@ def load_shape(source: str, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
     )
 
 
-def from_values(values: dict[str, Any], dtype: torch.dtype) -> nn.Module:
-    """A causal language model of transformers, on the meta device, from its configuration's values."""
+def from_values(values: dict[str, Any], dtype: torch.dtype, device: str = "meta") -> nn.Module:
+    """A causal language model of transformers from its configuration's values."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     kind = values.get("model_type")
@@ -109,7 +112,7 @@ def from_values(values: dict[str, Any], dtype: torch.dtype) -> nn.Module:
         raise ConfigError("the model's configuration has no model_type")
     try:
         config = AutoConfig.for_model(**values)
-        with torch.device("meta"):
+        with torch.device(device):
             return AutoModelForCausalLM.from_config(config, dtype=dtype)
     except Exception as error:  # transformers has many classes of errors
         raise ConfigError(f"model_type {kind!r}: {one_sentence(error)}") from error
@@ -148,3 +151,49 @@ def _from_factory(module: str, attribute: str) -> nn.Module:
             f"{module}:{attribute} returned an object of type {type(model).__name__}; a torch.nn.Module is needed"
         )
     return model
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Numbers of elements in a model: of each block, and outside the blocks in model order."""
+
+    blocks: tuple[int, ...]
+    before: int
+    """The embedding, which the first block waits for."""
+    behind: int
+    """The last norm and the head; a tied head counts as embedding."""
+    tensors: tuple[int, ...]
+
+    @property
+    def total(self) -> int:
+        return sum(self.blocks) + self.root
+
+    @property
+    def root(self) -> int:
+        return self.before + self.behind
+
+
+def model_sizes(model: nn.Module) -> Sizes:
+    """The sizes of a model; a shared parameter counts once."""
+    blocks = list(transformer_blocks(model))
+    inside = {parameter for block in blocks for parameter in block.parameters()}
+    before = behind = 0
+    seen_block = False
+    for parameter in model.parameters():
+        if parameter in inside:
+            seen_block = True
+        elif seen_block:
+            behind += parameter.numel()
+        else:
+            before += parameter.numel()
+    counts = tuple(sum(p.numel() for p in block.parameters()) for block in blocks)
+    return Sizes(counts, before, behind, tuple(p.numel() for p in model.parameters()))
+
+
+def fp32_share(model: nn.Module, dtype: torch.dtype) -> float:
+    """The share of the parameters that the model keeps in fp32 under a strategy of another ``dtype``."""
+    if dtype == torch.float32:
+        return 0.0
+    planned, parameters = planned_by_tensor(model, dtype), list(model.parameters())
+    kept = sum(p.numel() for p in parameters if planned.get(p, p.dtype) == torch.float32)
+    return kept / max(sum(p.numel() for p in parameters), 1)

@@ -10,14 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightstep.config import FSDP2Sharding, StrategyConfig
+from lightstep.config import ConfigError, FSDP2Sharding, StrategyConfig
 from lightstep.plan.activations import Activations, run_on_meta
-from lightstep.plan.cost import ADAMW, StateBytes
-from lightstep.plan.memory import Memory, memory, model_sizes, shard_count
-from lightstep.plan.profiles import Profile, find_profile, profile_here
-from lightstep.plan.strategy_list import sorted_for_choice
+from lightstep.plan.cost import ADAMW, StateBytes, sorted_for_choice
+from lightstep.plan.memory import Memory, memory, shard_count
+from lightstep.plan.models import fp32_share, model_sizes
+from lightstep.plan.rates import Profile, find_profile, profile_here
 from lightstep.plan.timing import Time, iteration_time
-from lightstep.plan.zero_memory import zero_memory
 
 MARGIN = 0.05
 """Share of device memory reserved for CUDA and for fragmentation."""
@@ -47,8 +46,8 @@ class Plan:
     """The plan of one strategy.
 
     Attributes:
-        time: of a step that is not clipped; ``None`` if the machine's rates are unknown, for DeepSpeed, and for
-            optimizers other than Adam and AdamW.
+        time: of a step that is not clipped; ``None`` if the machine's rates are unknown, and for optimizers other
+            than Adam and AdamW.
         clipped_time: of a step in a run that clips all of them, in which ``overlap`` updates during the next forward.
         other_activations: their peak without activation checkpointing, or with it if ``workload`` is without;
             ``None`` if not asked for.
@@ -130,39 +129,42 @@ class Planner:
         self._limit = None if limit is None else int(limit * (1 - MARGIN))
         self._host_limit = host_memory
         self._seen: dict[tuple[bool, str], Activations] = {}
+        self._fp32_shares: dict[str, float] = {}
 
     def plan(self, name: str, config: StrategyConfig, both: bool = False) -> Plan:
         """Plan one strategy; ``both``: find the activations with and without checkpointing.
 
         Raises:
-            ConfigError: the DeepSpeed configuration that the strategy names cannot be used.
+            ConfigError: a strategy of DeepSpeed, whose memory and time are not planned.
             ValueError: the model cannot be run on the meta device.
         """
+        if config.sharding.kind == "deepspeed":
+            raise ConfigError(not_planned(name))
         workload, ranks = self._workload, self.rank_count(config)
         checkpointed = workload.checkpointed
         if checkpointed is None:
             checkpointed = config.sharding.activation_checkpointing
         compute = compute_dtype(config)
         seen = self._activations(checkpointed, compute)
-        zero = config.sharding.kind == "deepspeed"
-        held = self._memory(name, config, seen)
+        held = self._memory(config, seen)
         time = clipped = None
-        if self._profile is not None and self._profile.knows(compute) and self._optimizer.is_adam and not zero:
+        if self._profile is not None and self._profile.knows(compute) and self._optimizer.is_adam:
             time = clipped = self._time(config, seen, held)
             if config.clipping.max_norm is not None and config.optimizer_state.update == "overlap":
                 state = config.optimizer_state.model_copy(update={"update": "next_forward"})
                 waiting = config.model_copy(update={"optimizer_state": state})
-                clipped = self._time(waiting, seen, self._memory(name, waiting, seen))
+                clipped = self._time(waiting, seen, self._memory(waiting, seen))
         reason = self._reason(config, held, ranks)
         other = self._activations(not checkpointed, compute).peak if both else None
         by_layer = config.clipping.scope == "unit"
         return Plan(name, self._sizes.total, ranks, workload, held, time, clipped, other, by_layer, self._limit, reason)
 
-    def _memory(self, name: str, config: StrategyConfig, seen: Activations) -> Memory:
-        ranks, several = self.rank_count(config), self._workload.micro_batches > 1
-        if config.sharding.kind == "deepspeed":
-            return zero_memory(config, self._sizes, seen, ranks, several, name, self._optimizer)
-        return memory(config, self._sizes, seen, ranks, several, self._optimizer, self._on_cpu)
+    def _memory(self, config: StrategyConfig, seen: Activations) -> Memory:
+        ranks, several, dtype = self.rank_count(config), self._workload.micro_batches > 1, config.precision.parameters
+        if dtype not in self._fp32_shares:
+            self._fp32_shares[dtype] = fp32_share(self._model, getattr(torch, dtype))
+        share = self._fp32_shares[dtype]
+        return memory(config, self._sizes, seen, ranks, several, self._optimizer, self._on_cpu, share)
 
     def _time(self, config: StrategyConfig, seen: Activations, held: Memory) -> Time:
         assert self._profile is not None
@@ -208,6 +210,11 @@ def compute_dtype(config: StrategyConfig) -> str:
     return config.precision.parameters if compute == "parameters" else compute
 
 
+def not_planned(name: str) -> str:
+    """The error for a strategy of DeepSpeed."""
+    return f"DeepSpeed decides on its memory and time; measure it: lightstep bench --iteration --strategies {name}"
+
+
 def plan_one(
     name: str,
     config: StrategyConfig,
@@ -234,8 +241,8 @@ def plan_one(
 
 
 def is_plannable(config: StrategyConfig, ranks: int) -> bool:
-    """Whether a strategy is for ``ranks`` devices."""
-    return (config.sharding.kind == "single") == (ranks == 1)
+    """Whether a strategy can be planned, and is for ``ranks`` devices."""
+    return config.sharding.kind != "deepspeed" and (config.sharding.kind == "single") == (ranks == 1)
 
 
 def plans(planner: Planner, configs: Mapping[str, StrategyConfig], both: bool = False) -> list[Plan]:

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lightstep.plan.planning import Plan, Workload, first_that_fits
-from lightstep.plan.profiles import Profile
+from lightstep.plan.rates import Profile
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _WIDTH = 80
 _NAME = 24
-_NO_TIMES = "No times: they are planned for Adam and AdamW, without DeepSpeed, and in dtypes with a known rate."
+_NO_TIMES = "No times: they are planned for Adam and AdamW, and in dtypes with a known rate."
 _PARTS = {
     "weights": "weights",
     "gradients": "gradients",
@@ -142,7 +142,7 @@ def _time_table(made: Iterable[Plan]) -> list[str]:
         figures = [f"{value:,.0f}" if value >= 10 else f"{value:.1f}" for value in known] or ["–"] * 5
         lines.append(_row(plan.strategy, [*figures, f"{plan.memory.link / 1e9:.1f}"], 9))
     if any(plan.time is None for plan in made):
-        lines.append("–: not planned; it uses DeepSpeed, or the rate of its dtype is unknown.")
+        lines.append("–: not planned; the rate of its dtype is unknown.")
     return lines
 
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from lightstep.config import StrategyConfig
 from lightstep.plan.activations import Activations
-from lightstep.plan.cost import cost
-from lightstep.plan.memory import Memory, Sizes, updates_in_backward
-from lightstep.plan.profiles import Profile
+from lightstep.plan.memory import Memory, shard_count, updates_in_backward
+from lightstep.plan.models import Sizes
+from lightstep.plan.rates import Profile
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ def iteration_time(
     one = _Compute(activations, profile)
     compute = micro_batches * (one.forward + one.backward)
     state = config.optimizer_state
-    update = _update(memory, config, profile)
+    update = sizes.total / shard_count(config, ranks) / 1e9 * profile.update_ms
     if state.backend == "bulk":
         link = 2 * memory.link / profile.link.alone / 1e6
         return Time(compute, link, link + update)
@@ -60,10 +60,6 @@ def iteration_time(
     else:
         copies = _Units(sizes, one, link).end_of_forward(updates_in_backward(config)) - one.forward
     return Time(compute, link, max(update, copies))  # copies are hidden beside the computation, arithmetic is not
-
-
-def _update(memory: Memory, config: StrategyConfig, profile: Profile) -> float:
-    return memory.weights / cost(config).weights.count / 1e9 * profile.update_ms
 
 
 class _Compute:

@@ -31,6 +31,7 @@ from lightstep.optimizer.param_groups import Place, check_param_groups, places
 from lightstep.optimizer.rules import Rule, groups_by_rules, own_class, warn_of_muon_on_vocabularies
 from lightstep.optimizer.schedule import AtStep, Schedule
 from lightstep.precision.gradients import ReducedGradients
+from lightstep.presets import available_strategies, read_source
 from lightstep.rollout.engine import RolloutEngine
 from lightstep.rollout.reinforcement_learning import ReinforcementLearning
 from lightstep.rollout.roles import Role, Roles, check_role, fsdp_version, prepare_inference
@@ -51,7 +52,6 @@ from lightstep.state.backend import StateBackend
 from lightstep.strategy.checkpoints import Checkpoints
 from lightstep.strategy.from_config import backend_of, schedule_of, settings_of
 from lightstep.strategy.launch import start_process_group
-from lightstep.strategy.presets import available_strategies, read_source
 
 if TYPE_CHECKING:
     from lightstep.plan.planning import Plan
@@ -497,13 +497,13 @@ class Strategy(ABC):
             gpus: the number of devices.
             gpu_memory: bytes of one device; default: the profile's.
             profile: the machine's, for example ``"H100"`` or ``"A100+pcie5"``. Default: this machine's GPU if it has a
-                profile; otherwise no times are estimated. There are no times for DeepSpeed's strategies.
+                profile; otherwise no times are estimated.
             loss_chunk: tokens whose logits are in memory at a time, if the loss is fused; default: all.
             rules: of the optimizer, as in :meth:`create_optimizer`. Default: AdamW. Times are estimated for Adam and
                 AdamW only.
 
         Raises:
-            ConfigError: the profile is not known.
+            ConfigError: the profile is not known, or the strategy is DeepSpeed's, which is not planned.
             ValueError: the model cannot be run on the meta device, or the rules do not match it.
         """
         from lightstep.plan.optimizer_state import state_by_rules

@@ -12,9 +12,9 @@ from transformers import get_scheduler
 
 from lightstep.config import ConfigError
 from lightstep.config_errors import suggest
-from lightstep.integrations.optimizer_class import optimizer_class
 from lightstep.optimizer.base import BaseOptimizer
 from lightstep.optimizer.rules import Rule
+from lightstep.optimizer_class import optimizer_class
 from lightstep.strategy import Strategy
 from lightstep.trainer import config as settings
 

@@ -10,12 +10,11 @@ import pytest
 import torch
 
 from lightstep.bench.command import measure, plan
-from lightstep.bench.link import measure_link
 from lightstep.bench.probes import pinned_bytes
-from lightstep.bench.ranks import Ranks
 from lightstep.bench.timeline import phases
 from lightstep.bench.trace import MAIN, TO_DEVICE, TO_HOST, UPDATES, StepProfile, profile_step, read_timeline
 from lightstep.optimizer.schedule import NextForward
+from lightstep.plan.measure import measure_link
 
 pytestmark = pytest.mark.gpu
 
@@ -29,7 +28,7 @@ def device() -> torch.device:
 
 
 def test_the_link_is_measured_with_page_locked_buffers(device: torch.device) -> None:
-    link = measure_link(device, Ranks(device), nbytes=64 * MIB)
+    link = measure_link(device, nbytes=64 * MIB)
     assert link is not None and link.page_locked
     assert 1 < link.duplex <= 1.05 * max(link.to_device, link.to_host)
 

@@ -25,6 +25,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "extras": set(),
     "paths": set(),
     "config": {"config_errors"},
+    "presets": {"config", "config_errors"},
+    "optimizer_class": {"config", "config_errors"},
     "precision": CORE,
     "clipping": CORE,
     "state": CORE,
@@ -32,14 +34,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     "sharding": CORE | SIBLINGS | {"optimizer", "config", "config_errors"},
 }
 MAY_IMPORT["checkpoint"] = MAY_IMPORT["sharding"] | {"sharding", "lightstep", "extras", "paths"}
-MAY_IMPORT["plan"] = MAY_IMPORT["sharding"] | {"sharding", "extras"}
+MAY_IMPORT["plan"] = MAY_IMPORT["sharding"] | {"sharding", "extras", "paths", "presets", "optimizer_class"}
 MAY_IMPORT["environment"] = {"lightstep"}
 MAY_IMPORT["rollout"] = MAY_IMPORT["checkpoint"] | {"checkpoint"}
-MAY_IMPORT["strategy"] = MAY_IMPORT["rollout"] | {"rollout", "plan"}
+MAY_IMPORT["strategy"] = MAY_IMPORT["rollout"] | {"rollout", "plan", "presets"}
 MAY_IMPORT["deepspeed"] = MAY_IMPORT["strategy"] | {"strategy"}
 MAY_IMPORT["lightstep"] = MAY_IMPORT["strategy"] | {"strategy"}
 MAY_IMPORT["conversion"] = MAY_IMPORT["lightstep"]  # the old name of checkpoint.formats
-MAY_IMPORT["integrations"] = MAY_IMPORT["deepspeed"] | {"lightstep"}
+MAY_IMPORT["integrations"] = MAY_IMPORT["deepspeed"] | {"lightstep", "optimizer_class"}
 MAY_IMPORT["trainer"] = MAY_IMPORT["integrations"] | {"integrations"}
 MAY_IMPORT["bench"] = MAY_IMPORT["trainer"] | {"trainer"}
 MAY_IMPORT["cli"] = MAY_IMPORT["bench"] | {"bench", "environment"}

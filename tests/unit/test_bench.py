@@ -19,7 +19,6 @@ from lightstep.bench.chart import draw
 from lightstep.bench.command import plan
 from lightstep.bench.contender import Contender, Skipped, Task
 from lightstep.bench.entries import Entry
-from lightstep.bench.link import Link, measure_link
 from lightstep.bench.llama import Llama, LlamaShape
 from lightstep.bench.probes import pinned_bytes
 from lightstep.bench.ranks import Ranks, local_device
@@ -28,6 +27,7 @@ from lightstep.bench.run import Effort, Run, measure_all, unlisted_pinned_bytes
 from lightstep.bench.step import StepTask, random_gradients
 from lightstep.bench.tiny import SIZES, Adapter, Expert, Layers
 from lightstep.bench.trace import PROFILED_RANGE, StepProfile, profile_step, read_step_profile
+from lightstep.plan.measure import MeasuredLink
 from tests.unit.bench_runs import bench_on_two_ranks, run_bench
 
 CPU = torch.device("cpu")
@@ -200,7 +200,7 @@ def test_what_a_step_of_muon_cannot_do_without(ranks: int) -> None:
     shape = LlamaShape("two blocks", 8, 16, 4, 2, 64, 4)
     run = tiny_run({})
     run.tasks = [replace(run.task, optimizer="muon")]
-    run.link, run.exchange, run.ranks.world_size = Link(50.0, 50.0, 25.0, True), 100.0, ranks
+    run.link, run.exchange, run.ranks.world_size = MeasuredLink(50.0, 50.0, 25.0, True), 100.0, ranks
     shown = {"kind": "lightstep", "parameters_per_rank": shape.parameters // ranks, "step_ms": 30.0}
     rows = [
         {
@@ -397,7 +397,7 @@ def test_percent_of_the_link_is_the_busier_ways() -> None:
     measured.windows, measured.remaining_ms = [[240.0, 200.0, 250.0, 220.0]], [10.0]  # the first step is left out
     measured.profile = StepProfile(10 * 10**9, 9 * 10**9, 2, "cudaStreamSynchronize in aten::item")
     absent.note, absent.skipped = "not installed", True
-    run.link = Link(to_device=55.0, to_host=54.0, duplex=50.0, page_locked=True)
+    run.link = MeasuredLink(to_device=55.0, to_host=54.0, duplex=50.0, page_locked=True)
     values = as_json(run)
     row = values["rows"][0]
     assert row["step_ms"] == 220.0
@@ -436,7 +436,7 @@ def test_sizes_are_written_for_people() -> None:
 
 
 def test_the_faster_link_counts() -> None:
-    fast = Link(50, 40, 45, True).or_faster(Link(49, 41, 44, True))
+    fast = MeasuredLink(50, 40, 45, True).or_faster(MeasuredLink(49, 41, 44, True))
     assert (fast.to_device, fast.to_host, fast.duplex) == (50, 41, 45)
 
 
@@ -444,7 +444,7 @@ def test_the_faster_link_counts() -> None:
 
 
 def test_a_cpu_has_no_link_and_nothing_to_watch() -> None:
-    assert measure_link(CPU, Ranks(CPU)) is None
+    assert Ranks(CPU).measure_link() is None
     assert profile_step(lambda: None, lambda: None, CPU) is None
 
 

@@ -34,7 +34,7 @@ from lightstep.bench.trace import (
     read_timeline,
 )
 from lightstep.config import ConfigError, StrategyConfig, merge_overrides, parse_config
-from lightstep.strategy.presets import read_source
+from lightstep.presets import read_source
 from tests.unit.bench_runs import bench_on_two_ranks, run_bench
 
 CPU = torch.device("cpu")

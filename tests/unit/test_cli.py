@@ -25,7 +25,7 @@ from lightstep.checkpoint import save
 from lightstep.cli import app
 from lightstep.config import StrategyConfig, parse_config
 from lightstep.plan.cost import cost
-from lightstep.strategy.presets import read_source
+from lightstep.presets import read_source
 from lightstep.trainer.config import load_config
 from lightstep.trainer.interrupt import Interrupt
 from lightstep.trainer.logs import TRAINING, read_scalars

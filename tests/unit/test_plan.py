@@ -7,7 +7,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -16,19 +16,18 @@ from transformers import Adafactor, LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
 from lightstep import Rule, Strategy, available_strategies
-from lightstep.bench import planned, rates
 from lightstep.cli import app
 from lightstep.config import ConfigError, merge_overrides, parse_config
+from lightstep.plan import against, command
 from lightstep.plan.activations import run_on_meta
 from lightstep.plan.cost import cost
-from lightstep.plan.memory import largest_unit, memory, model_sizes
-from lightstep.plan.models import SHAPES, load_shape
+from lightstep.plan.memory import largest_unit, memory
+from lightstep.plan.models import SHAPES, load_shape, model_sizes
 from lightstep.plan.optimizer_state import state_by_rules, state_of
 from lightstep.plan.planning import Planner, Workload, first_that_fits, plan_one, plans
-from lightstep.plan.profiles import LINKS, PROFILES, find_profile, profile_here, profile_of_device
+from lightstep.plan.rates import LINKS, PROFILES, find_profile, profile_here, profile_of_device
 from lightstep.plan.report import report
-from lightstep.plan.zero_memory import zero_memory
-from lightstep.strategy.presets import read_source
+from lightstep.presets import read_source
 from tests.one_pass_on_cpu import one_pass_fixture
 
 __all__ = ["one_pass_fixture"]
@@ -52,16 +51,16 @@ def _tiny(**changes: object) -> LlamaForCausalLM:
 
 
 def test_plans_are_within_the_goals_of_what_was_measured() -> None:
-    rows = planned.compare(DOCS / "benchmarks")
+    rows = against.compare(DOCS / "benchmarks")
     assert {"resident", "stream-overlap", "fsdp2-stream-overlap", "fsdp2-in-backward"} <= {r.strategy for r in rows}
     assert [row for row in rows if not row.within] == []
     page = (DOCS / "plan.md").read_text()
-    assert planned.as_markdown(rows) in page, "make the table again: lightstep plan --against docs/benchmarks"
+    assert against.as_markdown(rows) in page, "make the table again: lightstep plan --against docs/benchmarks"
 
 
 @pytest.mark.parametrize(("clipped", "said"), [(None, False), (0, False), (1, None), (3, True)])
 def test_a_result_says_whether_steps_were_clipped(clipped: int | None, said: bool | None) -> None:
-    assert planned._was_clipped({"clipped_steps": clipped}, {"iterations": 3}) is said
+    assert against._was_clipped({"clipped_steps": clipped}, {"iterations": 3}) is said
 
 
 def test_the_profiles_rates_are_those_of_the_files_that_they_name() -> None:
@@ -171,6 +170,42 @@ def test_the_state_that_stays_on_the_device_is_planned(kind: str, moments: str, 
     assert optimizer.memory_report()["device_bytes_per_parameter"] == pytest.approx(planned_bytes, rel=0.01)
 
 
+class FloatLinear(nn.Linear):
+    """Computes in its weight's own dtype."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.to(self.weight.dtype))
+
+
+class FloatHead(LlamaForCausalLM):
+    """Keeps its head in fp32."""
+
+    _keep_in_fp32_modules_strict: ClassVar[list[str]] = ["lm_head"]
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(config)
+        self.lm_head = FloatLinear(config.hidden_size, config.vocab_size, bias=False)
+
+
+@pytest.mark.parametrize("name", ["resident", "stream", "bulk", "fp32"])
+def test_parameters_that_stay_fp32_are_planned_as_they_are_held(name: str) -> None:
+    """4 bytes of weight and of gradient, and no master."""
+    values = {key: value for key, value in TINY.items() if key != "model_type"} | {"vocab_size": 4096}
+    strategy, model = Strategy.load(name), FloatHead(LlamaConfig(**values))
+    held = plan_one(name, strategy.config, model, 64, {"sequence": 32}, on_cpu=True).memory
+    model = strategy.prepare_model(model)
+    assert model.lm_head.weight.dtype == torch.float32
+    optimizer = strategy.create_optimizer(model, torch.optim.AdamW, lr=1e-3)
+    tokens = torch.randint(4096, (2, 32))
+    optimizer.backward(model(input_ids=tokens, labels=tokens).loss)
+    assert held.gradients == sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
+    optimizer.step()
+    report, total = optimizer.memory_report(), sum(p.numel() for p in model.parameters())
+    assert held.weights == sum(p.nbytes for p in model.parameters())
+    assert report["device_bytes_per_parameter"] * total == pytest.approx(held.state, rel=0.01, abs=report["ring_bytes"])
+    assert report["host_bytes"] == pytest.approx(held.host, rel=0.02), "but for whole pages"
+
+
 def test_the_command_plans_other_optimizers(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(TINY))
     states = {}
@@ -256,9 +291,14 @@ def test_state_that_fits_on_the_device_is_not_streamed(layers: int) -> None:
 def test_every_strategy_has_a_plan() -> None:
     planner = Planner(_tiny(), Workload(64, 32), find_profile("H200"), ranks=2)
     for name in available_strategies():
-        made = planner.plan(name, Strategy.load(name).config)
-        assert made.memory.peak >= made.memory.weights + made.memory.state
-        assert made.memory.peak > 0 and (made.time is None) == (name.startswith(("deepspeed", "fp32")))
+        config = Strategy.load(name).config
+        if config.sharding.kind == "deepspeed":
+            with pytest.raises(ConfigError, match=f"measure it: lightstep bench --iteration --strategies {name}"):
+                planner.plan(name, config)
+            continue
+        made = planner.plan(name, config)
+        assert made.memory.peak >= made.memory.weights + made.memory.state > 0
+        assert (made.time is None) == name.startswith("fp32")
     with pytest.raises(ValueError, match="Linear is not a causal language model of transformers"):
         Strategy.load("resident").plan(nn.Linear(2, 2), 64)
 
@@ -274,44 +314,6 @@ def test_what_a_plan_would_count_wrong_is_refused() -> None:
     for tokens in (63, 0):  # 32 of them would have been planned
         with pytest.raises(ValueError, match=f"tokens is {tokens}, and sequence"):
             strategy.plan(_tiny(), tokens, sequence=32)
-
-
-@pytest.mark.parametrize(
-    ("stage", "offload", "device", "host"),
-    [
-        (1, "none", 2 + 4 + 12 / 4, 0),
-        (2, "none", 2 + 4 / 4 + 12 / 4, 0),
-        (3, "none", (2 + 4 + 12) / 4, 0),
-        (2, "cpu", 2, (12 + 4) / 4),
-        (3, "cpu", 0, (2 + 8 + 12) / 4),
-    ],
-)
-def test_zero_divides_by_stage(stage: int, offload: str, device: float, host: float) -> None:
-    """Per bf16 parameter on four ranks, between backward and step; buckets count, and can be made smaller."""
-    sharding = {"kind": "deepspeed", "stage": stage, "offload": offload}
-    sizes = model_sizes(_tiny())
-    peaks = []
-    for given in (None, {"zero_optimization": {"reduce_bucket_size": 1, "stage3_max_live_parameters": "auto"}}):
-        config = Strategy.load({"sharding": {**sharding, "config": given}}).config
-        held = zero_memory(config, sizes, None, ranks=4)
-        assert (held.weights + held.gradients + held.state) / sizes.total == pytest.approx(device)
-        assert held.host / sizes.total == pytest.approx(host)
-        peaks.append(held.peak)
-    assert peaks[0] - peaks[1] > (2e9 if stage > 1 else -1)
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ("nowhere.json", "sharding.config nowhere.json cannot be read as JSON"),
-        ({"zero_optimization": 3}, "zero_optimization holds the value 3; a mapping is needed"),
-        ({"zero_optimization": {"reduce_bucket_size": "many"}}, "reduce_bucket_size is 'many'; a number of elements"),
-    ],
-)
-def test_what_deepspeed_could_not_read_either_gets_one_sentence(given: Any, message: str) -> None:
-    config = parse_config({"sharding": {"kind": "deepspeed", "stage": 2, "config": given}}, "mine.yaml")
-    with pytest.raises(ConfigError, match=f"mine.yaml: .*{message}"):
-        zero_memory(config, model_sizes(_tiny()), None, ranks=2, name="mine.yaml")
 
 
 def _run(*arguments: object) -> tuple[int, str]:
@@ -339,6 +341,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (("Llama-3.2-3B", "--profile", "H10"), "profile 'H10' is not known, did you mean 'H100'"),
         (("Llama-3.2-3B", "--profile", "H100+pcie3"), "'pcie3' is not a known link, did you mean 'pcie"),
         (("Llama-3.2-3B", "--strategy", "fsdp2"), "cannot be planned for --gpus 1"),
+        (("Llama-3.2-3B", "--strategy", "deepspeed-zero3", "--gpus", "2"), "measure it: lightstep bench --iteration"),
         (("Llama-3.2-3B", "--optimizer", "Adamw"), "--optimizer is 'Adamw', did you mean 'Adam"),
         (("json:nothing",), "json:nothing: module 'json' has no attribute 'nothing'"),
         (("json:__name__",), "json:__name__ is not a function; one that returns the model is needed"),
@@ -357,8 +360,16 @@ def test_a_mistake_gets_one_sentence(arguments: tuple[str, ...], message: str) -
     assert code == 2 and message in said and len(said.splitlines()) == 1
 
 
+def test_this_machines_rates_are_measured(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    given = tmp_path, "--tokens", 64, "--sequence", 32, "--strategy", "fp32", "--json"
+    plan = json.loads(_run(*given, "--measure")[1])
+    assert plan["profile"]["source"].startswith("measured here") and plan["profile"]["computes_in"] == "float32"
+    assert plan["profile"]["tflops"] > 0 and plan["plans"][0]["iteration_ms"] > 0
+
+
 def test_everything_given_is_checked_before_rates_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rates, "measure_profile", lambda: pytest.fail("measured"))
+    monkeypatch.setattr(command, "measure_profile", lambda: pytest.fail("measured"))
     (tmp_path / "config.json").write_text(json.dumps(TINY))
     for wrong in (("nowhere",), (tmp_path, "--strategy", "none"), (tmp_path, "--optimizer", "Adamw")):
         assert _run(*wrong, "--tokens", 64, "--measure")[0] == 2
@@ -428,14 +439,14 @@ def test_the_command_plans_for_the_memory_of_this_gpu(tmp_path: Path, monkeypatc
     def limit(*more: Any) -> float:
         return float(json.loads(_run(*given, *more)[1])["plans"][0]["limit"]) / 0.95e9
 
-    monkeypatch.setattr(rates, "cached_profile", lambda: None)
+    monkeypatch.setattr(command, "cached_profile", lambda: None)
     _pretend_gpu(monkeypatch, "NVIDIA A100-SXM4-40GB", 42.4)
     assert limit() == pytest.approx(42.4)
     assert limit("--gpu-memory", 60) == pytest.approx(60.0)
     assert limit("--profile", "A100") == pytest.approx(85.0), "another machine's"
     _pretend_gpu(monkeypatch, "NVIDIA GeForce RTX 4090", 25.3)
     assert limit() == pytest.approx(25.3), "no known GPU"
-    monkeypatch.setattr(rates, "cached_profile", lambda: find_profile("H200"))
+    monkeypatch.setattr(command, "cached_profile", lambda: find_profile("H200"))
     assert limit() == pytest.approx(25.3), "measured, and a part of the GPU since"
 
 

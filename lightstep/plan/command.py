@@ -14,17 +14,19 @@ import torch
 
 from lightstep.config import ConfigError, StrategyConfig, parse_config
 from lightstep.extras import needs
-from lightstep.integrations.optimizer_class import optimizer_class
 from lightstep.optimizer.rules import Rule
+from lightstep.optimizer_class import optimizer_class
 from lightstep.paths import local_path
+from lightstep.plan.activations import LOSS_CHUNK
+from lightstep.plan.against import as_markdown, compare
+from lightstep.plan.measure import cached_profile, measure_profile
 from lightstep.plan.models import SHAPES, load_shape
 from lightstep.plan.optimizer_state import state_by_rules
-from lightstep.plan.planning import Planner, Workload, first_that_fits, is_plannable, plans
-from lightstep.plan.profiles import Profile, find_profile, profile_here, with_own_memory
+from lightstep.plan.planning import Planner, Workload, first_that_fits, is_plannable, not_planned, plans
+from lightstep.plan.rates import Profile, find_profile, profile_here, with_own_memory
 from lightstep.plan.report import draw, report
-from lightstep.strategy.presets import available_strategies, read_source
+from lightstep.presets import available_strategies, read_source
 
-_LOSS_CHUNK = 1024
 _DEFAULT = "H100"
 _PICTURES = (".png", ".pdf", ".svg")
 
@@ -61,8 +63,6 @@ def plan_text(options: PlanOptions) -> str:
     with needs("train"), warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         if options.against is not None:
-            from lightstep.bench.planned import as_markdown, compare
-
             return as_markdown(compare(options.against.expanduser()))
         plot = options.plot and local_path(options.plot, "--plot is a local file")
         return _plan(replace(options, plot=plot))
@@ -101,7 +101,7 @@ def _workload(options: PlanOptions) -> Workload:
         sequence=min(options.sequence, options.tokens),
         micro_batches=options.micro_batches,
         checkpointed=not options.no_checkpointing,
-        loss_chunk=_LOSS_CHUNK if options.fused_loss else None,
+        loss_chunk=LOSS_CHUNK if options.fused_loss else None,
     )
 
 
@@ -172,10 +172,12 @@ def _strategies(options: PlanOptions) -> Mapping[str, StrategyConfig]:
     names = [name.strip() for name in options.strategy.split(",") if name.strip()]
     chosen = {name: parse_config(read_source(name)[1], name) for name in names}
     for name, config in chosen.items():
+        if config.sharding.kind == "deepspeed":
+            raise ConfigError(f"--strategy {name}: {not_planned(name)}")
         if not is_plannable(config, options.gpus):
             raise ConfigError(
                 f"--strategy {name} has sharding.kind {config.sharding.kind} and cannot be planned for "
-                f"--gpus {options.gpus}; single is for one GPU, the other kinds are for more"
+                f"--gpus {options.gpus}; single is for one GPU, ddp and fsdp2 are for more"
             )
     if not chosen:
         raise ConfigError("--strategy is empty; give names separated by commas, or leave it out")
@@ -183,8 +185,6 @@ def _strategies(options: PlanOptions) -> Mapping[str, StrategyConfig]:
 
 
 def _profile(options: PlanOptions) -> Profile:
-    from lightstep.bench.rates import cached_profile, measure_profile
-
     if options.measure:
         return measure_profile()
     if options.profile is not None:

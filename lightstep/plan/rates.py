@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -138,10 +137,3 @@ def with_own_memory(profile: Profile) -> Profile:
         return profile
     found = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory / 1e9
     return replace(profile, memory_gb=found) if found < profile.memory_gb else profile
-
-
-def from_values(values: Mapping[str, object]) -> Profile:
-    """A profile from the JSON values of a cached measurement."""
-    link = values.get("link")
-    rest = {key: value for key, value in values.items() if key != "link"}
-    return Profile(link=Link(**link), **rest)  # type: ignore[arg-type]

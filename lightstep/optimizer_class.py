@@ -10,8 +10,6 @@ import torch
 from lightstep.config import ConfigError
 from lightstep.config_errors import suggest
 
-__all__ = ["optimizer_class"]
-
 
 def optimizer_class(name: str, key: str = "optimizer.name") -> type[torch.optim.Optimizer]:
     """The class of that name in ``torch.optim``, or at that import path.

@@ -75,4 +75,4 @@ def _folder() -> Traversable:
     installed = resources.files("lightstep") / "strategies"
     if installed.is_dir():
         return installed
-    return Path(__file__).resolve().parents[2] / "strategies"
+    return Path(__file__).resolve().parents[1] / "strategies"

@@ -10,17 +10,20 @@ from typing import Any
 
 import torch
 
-from lightstep.bench.optimizers import OPTIMIZERS, optimizer_arguments
 from lightstep.config import ConfigError, StrategyConfig, merge_overrides, parse_config, read_yaml
-from lightstep.plan.cost import ADAMW
+from lightstep.optimizer.rules import Rule
 from lightstep.plan.models import SHAPES, from_values
 from lightstep.plan.optimizer_state import state_by_rules
 from lightstep.plan.planning import Planner, Workload
-from lightstep.plan.profiles import Link, profile_of_device
-from lightstep.strategy.presets import read_source
+from lightstep.plan.rates import Link, profile_of_device
+from lightstep.presets import read_source
 
 MEMORY_GOAL, TIME_GOAL = 0.05, 0.10
-_OPTIMIZER_NAMES = {entry["class"]: name for name, entry in OPTIMIZERS.items()}
+_RULES = {
+    "AdamW": [Rule(torch.optim.AdamW)],
+    "Muon + AdamW": [Rule(torch.optim.Muon, kinds="hidden_matrices"), Rule(torch.optim.AdamW, kinds="rest")],
+}
+"""By `optimizer.class` in a result."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,7 @@ def compare(folder: Path) -> list[Comparison]:
         except ValueError as error:
             raise ConfigError(f"{file} is not valid JSON: {error}") from error
         is_result = isinstance(values, dict) and {"iterations", "rows"} <= set(values)
-        if is_result and values["optimizer"]["class"] in _OPTIMIZER_NAMES:
+        if is_result and values["optimizer"]["class"] in _RULES:
             rows += _compare_file(file.name, values)
     if not rows:
         raise ConfigError(
@@ -82,8 +85,8 @@ def _compare_file(file: str, values: Mapping[str, Any]) -> Iterator[Comparison]:
         return
     profile = replace(profile, link=_measured_link(values["link_gb_per_s"]))
     shape = from_values(SHAPES[model["name"]], torch.bfloat16)
-    name = _OPTIMIZER_NAMES[values["optimizer"]["class"]]
-    optimizer = ADAMW if name == "adamw" else state_by_rules(shape, optimizer_arguments(name)["rules"])
+    classes = values["optimizer"]["class"]
+    optimizer = state_by_rules(shape, _RULES[classes])
     planners: dict[int, Planner] = {}
     for row in values["rows"]:
         if row["kind"] != "lightstep" or not row.get("iteration_ms"):
@@ -94,7 +97,7 @@ def _compare_file(file: str, values: Mapping[str, Any]) -> Iterator[Comparison]:
         work = Workload(tokens, values["sequence"], 1, True, model["loss_chunk_tokens"])
         if tokens not in planners:
             planners[tokens] = Planner(shape, work, profile, values["ranks"], optimizer=optimizer)
-        label = row["label"] + ("" if name == "adamw" else f", {name.capitalize()}")
+        label = row["label"] + ("" if classes == "AdamW" else ", Muon")
         config = _parse_label(row["label"])
         if config.sharding.kind == "deepspeed":
             continue
