@@ -3,6 +3,8 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from lightstep.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from lightstep.checkpoint import CheckpointError
     from lightstep.clipping import clip_grad_norm_, global_grad_norm
@@ -23,8 +25,6 @@ if TYPE_CHECKING:
     from lightstep.sharding.weight_average import WeightAverage
     from lightstep.state.bulk import load_fsdp_optimizer, offload_fsdp_optimizer
     from lightstep.strategy import Strategy, available_strategies
-
-__version__ = "0.1.0"
 
 __all__ = [
     "BaseOptimizer",

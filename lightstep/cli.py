@@ -53,7 +53,7 @@ _Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an 
 
 def _version(asked: bool) -> None:
     if asked:
-        from lightstep import __version__
+        from lightstep.version import __version__
 
         sys.stdout.write(f"lightstep {__version__}\n")
         raise typer.Exit

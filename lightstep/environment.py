@@ -24,7 +24,7 @@ def describe_environment() -> str:
 def _facts() -> Iterator[tuple[str, str]]:
     import torch
 
-    from lightstep import __version__
+    from lightstep.version import __version__
 
     yield "lightstep", __version__
     yield "python", f"{platform.python_version()} ({platform.system()} {platform.machine()})"

@@ -19,7 +19,6 @@ they were saved, independent of the clock.
 
 from __future__ import annotations
 
-import importlib.metadata
 import logging
 import os
 import secrets
@@ -35,6 +34,7 @@ from lightstep.checkpoint.checksums import seal, unseal
 from lightstep.checkpoint.errors import CheckpointError, DamagedError, NotFoundError, error_text
 from lightstep.checkpoint.storage import FolderKind, final_name, leftovers, location, storage_for, write_file
 from lightstep.crc32 import crc32
+from lightstep.version import __version__
 
 logger = logging.getLogger(__name__)
 
@@ -273,7 +273,7 @@ def manifest_header(path: Path, world_size: int) -> Manifest:
         path: the checkpoint's final path. Its counter is one more than that of any checkpoint in the same folder.
     """
     return {
-        "lightstep": _version(),
+        "lightstep": __version__,
         "torch": torch.__version__,
         "save_id": secrets.token_hex(16),
         "counter": 1 + max((order[0] for _, order in _save_orders(_folders(path.parent), _read)), default=0),
@@ -333,13 +333,6 @@ def _check_size(folder: Path, name: str, size: int) -> None:
         raise DamagedError(f"{folder} is not a complete checkpoint: {name} is missing") from None
     if found != size:
         raise DamagedError(f"{folder} is not a complete checkpoint: {name} has {found} bytes of {size}")
-
-
-def _version() -> str:
-    try:
-        return importlib.metadata.version("lightstep-optim")
-    except importlib.metadata.PackageNotFoundError:
-        return "source checkout"
 
 
 # -- removing ----------------------------------------------------------------------------------------------------------

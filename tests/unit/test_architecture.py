@@ -19,6 +19,7 @@ CORE = {"crc32", "distributed", "error_text"}
 SIBLINGS = {"precision", "clipping", "state"}
 MAY_IMPORT: dict[str, set[str]] = {
     "crc32": set(),
+    "version": set(),
     "distributed": set(),
     "error_text": set(),
     "config_errors": set(),
@@ -33,9 +34,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "optimizer": CORE | SIBLINGS,
     "sharding": CORE | SIBLINGS | {"optimizer", "config", "config_errors"},
 }
-MAY_IMPORT["checkpoint"] = MAY_IMPORT["sharding"] | {"sharding", "lightstep", "extras", "paths"}
+MAY_IMPORT["checkpoint"] = MAY_IMPORT["sharding"] | {"sharding", "version", "extras", "paths"}
 MAY_IMPORT["plan"] = MAY_IMPORT["sharding"] | {"sharding", "extras", "paths", "presets", "optimizer_class"}
-MAY_IMPORT["environment"] = {"lightstep"}
+MAY_IMPORT["environment"] = {"version"}
 MAY_IMPORT["rollout"] = MAY_IMPORT["checkpoint"] | {"checkpoint"}
 MAY_IMPORT["strategy"] = MAY_IMPORT["rollout"] | {"rollout", "plan", "presets"}
 MAY_IMPORT["deepspeed"] = MAY_IMPORT["strategy"] | {"strategy"}

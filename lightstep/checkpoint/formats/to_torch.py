@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import lightstep
 from lightstep.checkpoint.errors import CheckpointError
 from lightstep.checkpoint.formats.lazy_save import save_lazily
 from lightstep.checkpoint.formats.safe_load import load_file
 from lightstep.checkpoint.formats.scales import is_dynamic, to_torch
 from lightstep.checkpoint.formats.state import MASTER, TrainingState
 from lightstep.checkpoint.storage import new_file
+from lightstep.version import __version__
 
 MARK = "lightstep"
 
@@ -40,7 +40,7 @@ def _content(state: TrainingState) -> dict[str, Any]:
     """The file's content. The model's weights are the masters, for a loop with fp32 weights."""
     weights = {name: state.master(name) for name in state.weights}
     content: dict[str, Any] = {
-        MARK: {"version": lightstep.__version__, "converted_from": state.format, "trained_in": _dtypes(state)},
+        MARK: {"version": __version__, "converted_from": state.format, "trained_in": _dtypes(state)},
         "model": {**weights, **{alias: weights[name] for alias, name in state.aliases.items() if name in weights}},
     }
     if state.groups is not None:

@@ -25,7 +25,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import lightstep
 from lightstep.checkpoint.errors import CheckpointError, list_names
 from lightstep.checkpoint.formats import scales
 from lightstep.checkpoint.formats.from_universal import GLOBAL_STATE, MASTERS, PARAMETERS
@@ -34,6 +33,7 @@ from lightstep.checkpoint.formats.state import MASTER, Group, LazyTensor, Traini
 from lightstep.checkpoint.formats.to_lightstep import compact
 from lightstep.checkpoint.formats.zero_files import COUNTERS, RESERVED
 from lightstep.checkpoint.storage import FolderKind, LocalStorage, sync_files, was_replaced, write_file
+from lightstep.version import __version__
 
 MARK = "lightstep-conversion.json"
 DEEPSPEED = "0.19.8"
@@ -65,7 +65,7 @@ def write_universal(state: TrainingState, path: Path) -> None:
         write_file(temporary / "latest_universal", tag.encode())
         written = list(temporary.rglob("*"))
         files = sorted(entry.relative_to(temporary).as_posix() for entry in written if entry.is_file())
-        mark = {"lightstep": lightstep.__version__, "to": "deepspeed-universal", "from": state.format, "files": files}
+        mark = {"lightstep": __version__, "to": "deepspeed-universal", "from": state.format, "files": files}
         write_file(temporary / MARK, json.dumps(mark, indent=1).encode())
         sync_files(temporary)
         LocalStorage().commit(temporary, path, CONVERSION)
