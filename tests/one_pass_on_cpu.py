@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lightstep.optimizer import arithmetic, one_pass
-from lightstep.precision.adam_kernel import AdamBatch, AdamMemory
+from lightstep.precision.adam_batch import AdamBatch, AdamMemory
 from lightstep.precision.split import Splitter
 from lightstep.state import stream
 

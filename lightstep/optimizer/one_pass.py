@@ -16,16 +16,8 @@ from torch import Tensor
 from lightstep.optimizer.arithmetic import ADAMS
 from lightstep.optimizer.classes import GroupClasses
 from lightstep.optimizer.group_values import GroupValues
-from lightstep.precision.adam_kernel import (
-    AdamBatch,
-    AdamMemory,
-    AdamSettings,
-    Scaling,
-    corrections,
-    fused_kernel_on,
-    kind_of,
-    runs_in_one_pass,
-)
+from lightstep.precision.adam_batch import AdamBatch, AdamMemory, AdamSettings, Scaling, corrections
+from lightstep.precision.adam_kernel import fused_kernel_on, kind_of, runs_in_one_pass
 from lightstep.precision.gradient_stage import GradientStage
 from lightstep.state.record import Layout
 from lightstep.state.segment import Piece, Segment

@@ -14,7 +14,7 @@ from lightstep.optimizer.classes import GroupClasses
 from lightstep.optimizer.group_values import GroupValues
 from lightstep.optimizer.one_pass import OnePass
 from lightstep.optimizer.shared_updates import SharedUpdates
-from lightstep.precision.adam_kernel import Scaling
+from lightstep.precision.adam_batch import Scaling
 from lightstep.precision.gradient_stage import GradientStage, scalable_in_place
 from lightstep.state.backend import Managed, StateBackend, Unit
 from lightstep.state.record import aligned

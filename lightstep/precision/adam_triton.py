@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightstep.precision.adam_kernel import AdamBatch, AdamMemory
+from lightstep.precision.adam_batch import AdamBatch, AdamMemory
 from lightstep.precision.split_triton import TOGETHER, add_to_mark, pick, places_of
 from lightstep.precision.triton_launch import Launcher, is_aligned
 
@@ -214,7 +214,7 @@ def update(
     numbers: tuple[float, ...],
     *constants: bool,
 ) -> None:
-    """See :meth:`lightstep.precision.adam_kernel.AdamBatch.update`.
+    """See :meth:`lightstep.precision.adam_batch.AdamBatch.update`.
 
     Args:
         shared, numbers, constants: in the kernel's order: ``overflow``, ``corrections``, ``learning_rate``,

@@ -19,11 +19,15 @@ import functools
 import logging
 from collections.abc import Sequence
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-__all__ = ["Splitter", "WeightRow"]
+if TYPE_CHECKING:
+    from lightstep.precision.split_triton import WeightRow
+
+__all__ = ["Splitter"]
 
 logger = logging.getLogger(__name__)
 
@@ -31,10 +35,6 @@ _CHUNK = 1 << 18  # elements per pass: the scratch memory stays small; a multipl
 _CHUNK_ON_CPU = 1 << 15  # elements per thread and pass: they stay in the cache of its core
 # Constants of the fingerprint: odd 31-bit numbers without structure.
 _PLACE, _CODE, _FIRST_MIX, _SECOND_MIX = 0x1E3779B1, 0x05EBCA77, 0x7FEB352D, 0x046CA68B
-
-
-WeightRow = tuple[Tensor, int, Sequence[tuple[int, int]], int]
-"""``weight``, ``first`` and ``ranges`` of :meth:`Splitter.fingerprints`, and the index of the first fingerprint."""
 
 
 class Splitter:

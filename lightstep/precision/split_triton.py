@@ -11,21 +11,21 @@ from __future__ import annotations
 import bisect
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightstep.precision.triton_launch import Launcher, is_aligned
 
-if TYPE_CHECKING:
-    from lightstep.precision.split import WeightRow
-
 try:
     import triton
     import triton.language as tl
 except ImportError:
     triton = None
+
+WeightRow = tuple[Tensor, int, Sequence[tuple[int, int]], int]
+"""``weight``, ``first`` and ``ranges`` of :meth:`Splitter.fingerprints`, and the index of the first fingerprint."""
 
 available = triton is not None
 _BLOCK, _WARPS = 1024, 4

@@ -13,7 +13,7 @@ import torch
 
 from lightstep.optimizer import arithmetic, one_pass
 from lightstep.optimizer.schedule import NextForward
-from lightstep.precision import adam_kernel
+from lightstep.precision import adam_batch, adam_kernel
 from lightstep.state import segment, staging, stream
 from tests import one_pass_on_cpu as twin
 from tests.covering import every_pair
@@ -148,8 +148,8 @@ def test_a_kernel_with_other_bits_steps_aside(
 
 def test_betas_whose_corrections_never_end_are_left_alone() -> None:
     device = torch.device("cpu")
-    assert adam_kernel.corrections(0.9, 0.9999999, device) is None
-    table = adam_kernel.corrections(0.9, 0.999, device)
+    assert adam_batch.corrections(0.9, 0.9999999, device) is None
+    table = adam_batch.corrections(0.9, 0.999, device)
     assert table is not None
     steps = torch.tensor([1.0, 7.0, 10_000.0])
     assert torch.equal(table[0, steps.long()], 1 - torch.pow(torch.tensor(0.9), steps))
