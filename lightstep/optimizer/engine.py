@@ -656,6 +656,7 @@ class Engine:
         """Replace the parameter's state; ``{}`` removes it."""
         with self.reading("loading state"):
             self.guard.work("loading state", self._replace_state, parameter, entries)
+        self.broken.mark_loaded(parameter)
 
     def _replace_state(self, parameter: Tensor, entries: Mapping[str, Any]) -> None:
         self.edits.release([parameter])

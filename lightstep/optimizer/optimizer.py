@@ -359,10 +359,6 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         item = self.engine.managed.get(parameter)
         return item is None or not item.is_remote
 
-    def takes_entry(self, group: Mapping[str, Any], key: str, entry: Tensor, shape: torch.Size) -> bool:
-        """Whether a parameter of this group and local shape can have this state entry (local part)."""
-        return self.engine.managed.accepts(group, key, entry, shape)
-
     def load_parameter_state(self, parameter: Tensor, entries: Mapping[str, Any]) -> None:
         """Replace one parameter's state; ``{}`` removes it. Shards must be placed like the parameter.
 
@@ -373,7 +369,6 @@ class MixedPrecisionOptimizer(BaseOptimizer):
             ValueError: an entry has another shape than the parameter's local shard, or the parameter is in no group.
         """
         self.engine.replace_state(parameter, entries)
-        self.engine.broken.mark_loaded(parameter)
 
     def expect_reduction(self) -> None:
         self.engine.expect_reduction()
@@ -453,7 +448,7 @@ class MixedPrecisionOptimizer(BaseOptimizer):
         """
         with self.engine.reading("load_state_dict()"):
             self.wait_for_update()  # a pending update still writes to its groups
-            load_torch_state_dict(self, state_dict)
+            load_torch_state_dict(self, self.engine, state_dict)
 
     def __repr__(self) -> str:
         name = type(self).__name__

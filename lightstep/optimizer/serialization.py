@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -13,11 +13,9 @@ from torch.utils._pytree import tree_map
 from lightstep.distributed import is_sharded, local_tensor
 from lightstep.error_text import error_text
 from lightstep.optimizer.classes import class_name
+from lightstep.optimizer.engine import Engine
 from lightstep.optimizer.group_values import KEPT
 from lightstep.state.backend import Managed
-
-if TYPE_CHECKING:
-    from lightstep.optimizer.optimizer import MixedPrecisionOptimizer
 
 
 def snapshot(packed: dict[str, Any]) -> dict[str, Any]:
@@ -29,7 +27,7 @@ def _copied(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, Tensor) else value
 
 
-def load_torch_state_dict(optimizer: MixedPrecisionOptimizer, state_dict: Mapping[str, Any]) -> None:
+def load_torch_state_dict(optimizer: Optimizer, engine: Engine, state_dict: Mapping[str, Any]) -> None:
     """``optimizer.load_state_dict``: hooks, checks, state, groups, loss scale; nothing is changed if a check fails.
 
     torch's own method would cast state to the parameter's dtype, which ruins fp32 masters of 16-bit parameters.
@@ -43,23 +41,23 @@ def load_torch_state_dict(optimizer: MixedPrecisionOptimizer, state_dict: Mappin
     incoming["state"] = {key: value for key, value in incoming["state"].items() if key not in shared}
     parameters = matched_parameters(optimizer, groups)
     states = {parameters[index]: entries for index, entries in incoming["state"].items() if index in parameters}
-    _check_shapes(optimizer, parameters, incoming["state"])
+    _check_shapes(engine, parameters, incoming["state"])
     for index, entries in incoming["state"].items():
         refuse_nan(f"parameter {index}", entries)
     if "loss_scale" in incoming:
-        copy.deepcopy(optimizer.loss_scale).load_state_dict(incoming["loss_scale"])
+        copy.deepcopy(engine.loss_scale).load_state_dict(incoming["loss_scale"])
     settings = [{key: value for key, value in group.items() if key != "params"} for group in groups]
-    optimizer.engine.edits.release(states)
-    _check_states(optimizer, states, settings)
-    for live, saved in zip(optimizer.param_groups, settings, strict=True):
+    engine.edits.release(states)
+    _check_states(engine, states, settings)
+    for live, saved in zip(engine.param_groups, settings, strict=True):
         live.pop(KEPT, None)
         live.update(saved)
-    _load_states(optimizer, states)
+    _load_states(engine, states)
     if shared:  # of the plain optimizer: MADGRAD's state["k"]
-        kept = {optimizer.engine.classes.own.kept_name: {"attributes": {}, "state": snapshot(shared)}}
-        optimizer.param_groups[0].setdefault(KEPT, kept)
+        kept = {engine.classes.own.kept_name: {"attributes": {}, "state": snapshot(shared)}}
+        engine.param_groups[0].setdefault(KEPT, kept)
     if "loss_scale" in incoming:
-        optimizer.loss_scale.load_state_dict(incoming["loss_scale"])
+        engine.loss_scale.load_state_dict(incoming["loss_scale"])
     for post_hook in optimizer._optimizer_load_state_dict_post_hooks.values():
         post_hook(optimizer)
 
@@ -82,41 +80,42 @@ def refuse_nan(name: str, entries: Mapping[str, Any]) -> None:
 
 
 def _check_states(
-    optimizer: MixedPrecisionOptimizer,
+    engine: Engine,
     states: Mapping[Tensor, Mapping[str, Any]],
     settings: Sequence[Mapping[str, Any]],
 ) -> None:
     """Raise ``ValueError`` for state that parameters cannot have once their groups have these settings."""
-    if _has_masters_only(optimizer, states):
+    if _has_masters_only(engine, states):
         return
-    loaded = {id(live): own for live, own in zip(optimizer.param_groups, settings, strict=True)}
-    for item in _items(optimizer, states):
-        optimizer.engine.managed.check_state(item, states.get(item.param, {}), loaded[id(item.group)])
+    loaded = {id(live): own for live, own in zip(engine.param_groups, settings, strict=True)}
+    for item in _items(engine, states):
+        engine.managed.check_state(item, states.get(item.param, {}), loaded[id(item.group)])
 
 
-def _load_states(optimizer: MixedPrecisionOptimizer, states: Mapping[Tensor, Mapping[str, Any]]) -> None:
+def _load_states(engine: Engine, states: Mapping[Tensor, Mapping[str, Any]]) -> None:
     """Load all states; if that fails halfway, the optimizer refuses further steps."""
-    if _has_masters_only(optimizer, states):
+    if _has_masters_only(engine, states):
         for parameter, entries in states.items():
-            optimizer.load_parameter_state(parameter, entries)
+            engine.replace_state(parameter, entries)
         return
     try:
-        for item in _items(optimizer, states):
-            optimizer.load_parameter_state(item.param, states.get(item.param, {}))
+        for item in _items(engine, states):
+            engine.replace_state(item.param, states.get(item.param, {}))
     except BaseException as error:
-        optimizer.refuse_until_loaded(f"load_state_dict failed ({error_text(error)})")
+        engine.broken.mark(f"load_state_dict failed ({error_text(error)})")
         raise
 
 
-def _has_masters_only(optimizer: MixedPrecisionOptimizer, states: Mapping[Tensor, Mapping[str, Any]]) -> bool:
+def _has_masters_only(engine: Engine, states: Mapping[Tensor, Mapping[str, Any]]) -> bool:
     """Wrappers load such state back before the model is sharded: it must not set the optimizer up."""
-    return not optimizer.is_set_up and all([*entries] == ["master"] for entries in states.values())
+    return not engine.is_set_up and all([*entries] == ["master"] for entries in states.values())
 
 
-def _items(optimizer: MixedPrecisionOptimizer, states: Mapping[Tensor, Mapping[str, Any]]) -> Sequence[Managed]:
+def _items(engine: Engine, states: Mapping[Tensor, Mapping[str, Any]]) -> Sequence[Managed]:
     """All managed parameters, and frozen ones that get state."""
     frozen = [parameter for parameter, entries in states.items() if entries and not parameter.requires_grad]
-    return list(optimizer.managed(also=frozen))
+    engine.guard.work("setting up the optimizer", engine.set_up, frozen)
+    return list(engine.managed)
 
 
 def matched_parameters(optimizer: Optimizer, saved: Sequence[Mapping[str, Any]]) -> dict[Any, Tensor]:
@@ -154,17 +153,15 @@ def _refuse_other_class(optimizer: Optimizer, index: int, mine: Mapping[str, Any
         )
 
 
-def _check_shapes(
-    optimizer: MixedPrecisionOptimizer, parameters: Mapping[Any, Tensor], states: Mapping[Any, Any]
-) -> None:
-    groups = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
+def _check_shapes(engine: Engine, parameters: Mapping[Any, Tensor], states: Mapping[Any, Any]) -> None:
+    groups = {parameter: group for group in engine.param_groups for parameter in group["params"]}
     for index, entries in states.items():
         parameter = parameters.get(index)
         for key, value in entries.items():
             if parameter is None or not isinstance(value, Tensor):
                 continue
             own = local_tensor(parameter).shape
-            fits = optimizer.takes_entry(groups[parameter], key, local_tensor(value), own)
+            fits = engine.managed.accepts(groups[parameter], key, local_tensor(value), own)
             if fits and (not is_sharded(value) or is_sharded(parameter)):
                 continue
             hint = ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -19,10 +19,15 @@ from lightstep.sharding.forward_gates import Gates
 from lightstep.sharding.model_names import unwrap_model
 from lightstep.sharding.reduced_gradients import ReplicatedGradients
 
-if TYPE_CHECKING:
-    from lightstep.sharding.weight_average import WeightAverage
-
 __all__ = ["PreparedModel"]
+
+
+class Averages(Protocol):
+    """What checkpoints need of a :class:`~lightstep.sharding.weight_average.WeightAverage`."""
+
+    tensors: dict[str, Tensor]
+
+    def restart(self, names: Iterable[str] | None = None) -> None: ...
 
 
 class PreparedModel:
@@ -47,7 +52,7 @@ class PreparedModel:
         self.direct_calls: DirectCalls | None = None
         self.optimizers: weakref.WeakSet[BaseOptimizer] = weakref.WeakSet()
         self._wrapper: weakref.ref[nn.Module] | None = None
-        self._average: weakref.ref[WeightAverage] | None = None
+        self._average: weakref.ref[Averages] | None = None
         # By id: torch cannot swap tensors that have weak references, and these must not be kept alive. An id may be
         # used again; values count only if they round to the weight (`initial_master`).
         self._fp32_values: dict[int, Tensor | None] = {}
@@ -67,12 +72,12 @@ class PreparedModel:
         self._wrapper = weakref.ref(wrapper)
 
     @property
-    def average(self) -> WeightAverage | None:
+    def average(self) -> Averages | None:
         """The average of its weights, while it exists."""
         return None if self._average is None else self._average()
 
     @average.setter
-    def average(self, average: WeightAverage) -> None:
+    def average(self, average: Averages) -> None:
         if self.average is not None:
             raise ValueError("the model has a WeightAverage already; drop that one first")
         self._average = weakref.ref(average)
