@@ -32,7 +32,7 @@ from lightstep.optimizer.param_groups import plain_numbers
 from lightstep.optimizer.sharded_muon import is_installed_muon
 from lightstep.optimizer.undisturbed import undisturbed
 from lightstep.precision.adam_kernel import fused_kernel_on
-from lightstep.state.backend import EntrySpec, Schema
+from lightstep.state.schema import EntrySpec, Schema
 from lightstep.state.segment import Segment
 
 ADAMS = (torch.optim.AdamW, torch.optim.Adam)

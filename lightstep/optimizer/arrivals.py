@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightstep.precision.leaf_hooks import LeafHooks
-from lightstep.state.backend import Managed, Unit
+from lightstep.state.schema import Managed, Unit
 
 __all__ = ["Arrivals"]
 

@@ -8,7 +8,8 @@ from collections.abc import Iterable, Iterator
 from torch import Tensor
 
 from lightstep.error_text import error_text
-from lightstep.state.backend import Managed, StateBackend
+from lightstep.state.backend import StateBackend
+from lightstep.state.schema import Managed
 
 
 class BrokenStep:

@@ -17,7 +17,7 @@ from lightstep.distributed import MatrixExchange, Rows
 from lightstep.error_text import value_text
 from lightstep.optimizer.arithmetic import BaseArithmetic
 from lightstep.optimizer.group_values import GroupValues
-from lightstep.state.backend import Managed
+from lightstep.state.schema import Managed
 from lightstep.state.segment import Segment
 
 __all__ = ["GroupClasses", "class_name", "constructor_arguments", "kept_by_class"]

@@ -37,8 +37,9 @@ from lightstep.optimizer.unit_updater import Gradients, UnitUpdater, Update
 from lightstep.precision.gradients import GradientAccumulator, unshared
 from lightstep.precision.loss_scale import ConstantLossScale, LossScale
 from lightstep.precision.scaled_backward import ScaledBackward
-from lightstep.state.backend import Managed, StateBackend
+from lightstep.state.backend import StateBackend
 from lightstep.state.interrupts import uninterrupted
+from lightstep.state.schema import Managed
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,8 @@ from lightstep.optimizer.arrivals import Arrivals, Take, second_gradient
 from lightstep.optimizer.group_values import GroupValues
 from lightstep.optimizer.schedule import Job, Schedule, refuse_older_graphs
 from lightstep.optimizer.unit_updater import Gradients, UnitUpdater, Update
-from lightstep.state.backend import Managed, StateBackend
+from lightstep.state.backend import StateBackend
+from lightstep.state.schema import Managed
 
 __all__ = ["InBackward"]
 

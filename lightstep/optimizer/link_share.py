@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from lightstep.state.backend import StateBackend, Unit
+from lightstep.state.backend import StateBackend
+from lightstep.state.schema import Unit
 
 __all__ = ["LinkShare", "evenly_spaced"]
 

@@ -17,9 +17,10 @@ from lightstep.optimizer.moments import Moments
 from lightstep.optimizer.param_groups import Place
 from lightstep.optimizer.state_edits import Edit
 from lightstep.precision.master_weights import ModelWatch
-from lightstep.state.backend import Managed, PinnedState, StateBackend
+from lightstep.state.backend import PinnedState, StateBackend
 from lightstep.state.host_copy_pool import HostCopyPool
 from lightstep.state.record_backend import equals_rounded, was_rounded_from
+from lightstep.state.schema import Managed
 
 Places = Callable[[], Mapping[Tensor, Place]]
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from lightstep.distributed import Window, window_of
 from lightstep.optimizer.classes import GroupClasses
 from lightstep.precision.moments import StochasticRounding
-from lightstep.state.backend import EntrySpec, Managed, Schema, entry_dtype
+from lightstep.state.schema import EntrySpec, Managed, Schema, entry_dtype
 
 __all__ = ["Moments", "moments_of"]
 

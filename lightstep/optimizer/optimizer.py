@@ -25,9 +25,10 @@ from lightstep.optimizer.settings import EngineAttribute
 from lightstep.optimizer.state_view import StateView
 from lightstep.precision.loss_scale import ConstantLossScale, LossScale
 from lightstep.precision.split import Splitter
-from lightstep.state.backend import Managed, PinnedState, StateBackend
+from lightstep.state.backend import PinnedState, StateBackend
 from lightstep.state.host_copy_pool import HostCopyPool
 from lightstep.state.resident import ResidentBackend
+from lightstep.state.schema import Managed
 
 
 class MixedPrecisionOptimizer(BaseOptimizer):

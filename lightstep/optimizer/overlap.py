@@ -42,7 +42,8 @@ from lightstep.optimizer.schedule import AdoptWrites, FindWritten, Job, NextForw
 from lightstep.optimizer.speculation import Checksums, Commit, Speculation
 from lightstep.optimizer.unit_updater import Gradients, UnitUpdater, Update
 from lightstep.optimizer.verdict import Verdict
-from lightstep.state.backend import Managed, StateBackend, Unit
+from lightstep.state.backend import StateBackend
+from lightstep.state.schema import Managed, Unit
 
 __all__ = ["Overlap"]
 

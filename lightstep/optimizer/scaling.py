@@ -17,7 +17,7 @@ from torch import Tensor
 from lightstep.clipping import GradientNorm, clip_coefficient
 from lightstep.optimizer.unit_updater import Gradients
 from lightstep.precision.loss_scale import LossScale
-from lightstep.state.backend import Managed
+from lightstep.state.schema import Managed
 from lightstep.state.units import group_by_layer
 
 __all__ = ["Scaling"]

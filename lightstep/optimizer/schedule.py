@@ -14,8 +14,9 @@ import torch
 from lightstep.optimizer.group_values import GroupValues
 from lightstep.optimizer.step_guard import StepGuard
 from lightstep.optimizer.unit_updater import Gradients, UnitUpdater, Update
-from lightstep.state.backend import Managed, StateBackend, Unit
+from lightstep.state.backend import StateBackend
 from lightstep.state.lanes import Lane
+from lightstep.state.schema import Managed, Unit
 
 __all__ = ["AdoptWrites", "AtStep", "FindWritten", "Job", "NextForward", "Schedule", "refuse_older_graphs"]
 

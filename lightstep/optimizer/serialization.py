@@ -15,7 +15,7 @@ from lightstep.error_text import error_text
 from lightstep.optimizer.classes import class_name
 from lightstep.optimizer.engine import Engine
 from lightstep.optimizer.group_values import KEPT
-from lightstep.state.backend import Managed
+from lightstep.state.schema import Managed
 
 
 def snapshot(packed: dict[str, Any]) -> dict[str, Any]:

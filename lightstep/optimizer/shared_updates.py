@@ -25,7 +25,8 @@ from lightstep.optimizer.gathered_updates import GatheredUpdates, rows_of_segmen
 from lightstep.optimizer.group_values import GroupValues
 from lightstep.optimizer.orthogonalizer import Orthogonalizer
 from lightstep.optimizer.sharded_muon import MOMENTUM, apply_direction, update_momentum
-from lightstep.state.backend import Managed, StateBackend, Unit
+from lightstep.state.backend import StateBackend
+from lightstep.state.schema import Managed, Unit
 from lightstep.state.segment import Segment
 
 __all__ = ["SharedUpdates"]

@@ -13,8 +13,8 @@ from lightstep.optimizer.group_values import GroupValues
 from lightstep.optimizer.schedule import Job
 from lightstep.optimizer.unit_updater import Gradients, UnitUpdater, Update
 from lightstep.precision.split import Splitter
-from lightstep.state.backend import Managed, Unit
 from lightstep.state.checksummed_weights import ChecksummedWeights
+from lightstep.state.schema import Managed, Unit
 
 __all__ = ["Checksums", "Commit", "Speculation", "UsedGradients"]
 

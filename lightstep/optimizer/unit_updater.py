@@ -16,8 +16,9 @@ from lightstep.optimizer.one_pass import OnePass
 from lightstep.optimizer.shared_updates import SharedUpdates
 from lightstep.precision.adam_batch import Scaling
 from lightstep.precision.gradient_stage import GradientStage, scalable_in_place
-from lightstep.state.backend import Managed, StateBackend, Unit
+from lightstep.state.backend import StateBackend
 from lightstep.state.record import aligned
+from lightstep.state.schema import Managed, Unit
 from lightstep.state.segment import Segment
 
 Gradients = dict[Managed, Tensor]

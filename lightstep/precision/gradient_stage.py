@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Protocol
 from weakref import WeakKeyDictionary
 
@@ -17,12 +18,15 @@ __all__ = ["GradientStage", "scalable_in_place"]
 class Run(Protocol):
     """Parameters whose gradients are adjacent in the unit's flat order.
 
-    ``first``, ``stop``: their range of elements; ``places``: first element (counted from ``first``) and shape of each.
+    ``first``, ``stop``: their range of elements; ``ranges``: the range of each, counted from ``first``.
     """
 
     first: int
     stop: int
-    places: list[tuple[int, tuple[int, ...]]]
+    ranges: list[tuple[int, int]]
+
+    def parts_of(self, row: Tensor) -> list[Tensor]:
+        """A view of each parameter in a row, in its shape."""
 
 
 class _Row:
@@ -30,10 +34,8 @@ class _Row:
 
     def __init__(self, run: Run, buffer: Tensor) -> None:
         self.flat = buffer[run.first : run.stop]
-        sizes = [torch.Size(shape).numel() for _, shape in run.places]
-        self.parts = [self.flat[at : at + n].view(shape) for (at, shape), n in zip(run.places, sizes, strict=True)]
-        stops = [at + n for (at, _), n in zip(run.places, sizes, strict=True)]
-        gaps = [self.flat[stop:at] for stop, (at, _) in zip(stops, run.places[1:], strict=False)]
+        self.parts = run.parts_of(self.flat)
+        gaps = [self.flat[stop:start] for (_, stop), (start, _) in pairwise(run.ranges)]
         self.gaps = [gap for gap in gaps if gap.numel()]
 
 

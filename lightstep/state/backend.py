@@ -17,121 +17,22 @@ A backend decides where records live between steps and when they are copied.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor
 
-from lightstep.distributed import Window
 from lightstep.state.lanes import Lanes
+from lightstep.state.schema import Managed, Unit
 
 if TYPE_CHECKING:
-    from lightstep.distributed import Rows
     from lightstep.state.host_copy_pool import HostCopyPool
     from lightstep.state.segment import Segment
 
 
-class Rounding(Protocol):
-    """Rounds fp32 values to a shorter dtype, other than to nearest; see ``lightstep.precision.moments``."""
-
-    def round(self, value: Tensor, out: Tensor, entry: str, step: Any, numbers: Tensor | Window) -> None: ...
-
-
-@dataclass(eq=False)
-class EntrySpec:
-    """One entry of the base optimizer's state, as seen on a probe parameter at set-up.
-
-    Attributes:
-        like_parameter: it has the parameter's shape; otherwise it is a scalar (``step``) or a plain Python value.
-        dtype: of the tensor; ``None`` if the entry is not a tensor.
-        on_device: torch keeps it on the parameter's device. A fused optimizer's ``step`` is there, others' are not.
-        never_negative: its sign bit carries no information: second moments of known classes, or declared ones.
-        kept: the dtype to which fp32 values are rounded after each update, and in which they are stored; ``None``:
-            they stay fp32.
-        rounding: how they are rounded; ``None``: to nearest.
-    """
-
-    like_parameter: bool
-    dtype: torch.dtype | None
-    on_device: bool
-    never_negative: bool = False
-    kept: torch.dtype | None = None
-    rounding: Rounding | None = None
-
-
-Schema = Mapping[str, EntrySpec]
-
-
-_WHOLE = Window()
-
-
-@dataclass(eq=False, repr=False)
-class Managed:
-    """One trainable parameter managed by a backend.
-
-    Attributes:
-        param: the model's own (D)Tensor: bf16, fp16 or fp32.
-        local: its local shard as a plain tensor: a detached alias of the same storage.
-        group: its live entry of ``optimizer.param_groups``.
-        name: its name in the model if known, else its position in the parameter groups.
-        layer: parameters with equal ``layer`` belong to one transformer block or FSDP module; ``None`` if unknown.
-        own_master: the parameter is its own master (fp32, or master weights are off).
-        schema: the entries of its base optimizer's state.
-        whole_tensors: its base optimizer is not element-wise. The parameter is never cut, and is updated by itself.
-        reads_attributes: its base optimizer may read attributes of the parameter (``p._no_weight_decay``). It is
-            updated as one with such parameters only as have the same.
-        rows: how it is sharded over the ranks that update it together; ``None``: this rank updates its shard alone.
-        window: where its local elements are in the whole parameter. Stochastic rounding depends on it.
-        fused_update: a fused kernel joins and splits its masters, so nothing else needs them whole.
-        updated: its state exists, from an update or from a checkpoint.
-        provisional: its state is a placeholder that a checkpoint is about to replace; no update made it.
-        is_remote: another replica owns its state and updates it; this one only receives the weight. Set by the backend.
-    """
-
-    param: Tensor
-    local: Tensor
-    group: dict[str, Any]
-    name: str
-    layer: Hashable = None
-    own_master: bool = False
-    schema: Schema = field(default_factory=dict)
-    whole_tensors: bool = False
-    reads_attributes: bool = False
-    rows: Rows | None = None
-    window: Window = _WHOLE
-    fused_update: bool = False
-    updated: bool = False
-    provisional: bool = False
-    is_remote: bool = False
-
-    def __repr__(self) -> str:
-        """Without elements and groups: errors of dictionaries print their keys."""
-        return f"<{self.name} of shape {tuple(self.local.shape)} and {self.local.dtype}>"
-
-    @property
-    def planned_elements(self) -> int:
-        """Elements to plan with: the same number on all ranks that update it together."""
-        return self.local.numel() if self.rows is None else self.rows.most
-
-
 AHEAD = 2
 """How many units that ranks update together may be started ahead of the current one, if there is room for them."""
-
-
-@dataclass(eq=False)
-class Unit:
-    """Parameters, or ranges of them, whose state is fetched, updated and written back together."""
-
-    index: int
-    parts: tuple[tuple[Managed, int, int], ...]
-
-    @property
-    def label(self) -> str:
-        """Names of the first and the last parameter, for messages."""
-        first, last = self.parts[0][0].name, self.parts[-1][0].name
-        return first if first == last else f"{first} … {last}"
 
 
 class PinnedState(Protocol):
@@ -361,28 +262,3 @@ class StateBackend(ABC):
 
     def close(self) -> None:  # noqa: B027  (an optional hook)
         """Free all memory."""
-
-
-def entry_dtype(spec: EntrySpec, owner: Managed) -> torch.dtype | None:
-    """The dtype in which this parameter's entry is stored. Specs come from fp32 probes; some masters are not fp32."""
-    follows = spec.like_parameter and owner.own_master and spec.dtype == torch.float32
-    dtype = owner.local.dtype if follows else spec.dtype
-    return storage_dtype(spec, dtype)
-
-
-def storage_dtype(spec: EntrySpec | None, dtype: torch.dtype | None) -> torch.dtype | None:
-    """The dtype in which an entry is stored that the base optimizer has in ``dtype``."""
-    return dtype if spec is None or spec.kept is None or dtype != torch.float32 else spec.kept
-
-
-def adopt_entry(spec: EntrySpec | None, value: Any, owner: Managed) -> Any:
-    """A new value for ``owner`` from a loaded entry of any device, with the dtype and device of the base optimizer."""
-    device = owner.local.device
-    if spec is None or spec.dtype is None:
-        if not isinstance(value, Tensor):
-            return value
-        return value.detach().to(device=device if value.dim() else value.device, copy=True)
-    dtype, target = entry_dtype(spec, owner), device if spec.on_device else torch.device("cpu")
-    if not isinstance(value, Tensor):
-        return torch.tensor(value, dtype=dtype, device=target)
-    return value.detach().to(device=target, dtype=dtype, copy=True)

@@ -18,12 +18,13 @@ import torch
 from torch import Tensor
 
 from lightstep.distributed import like, local_tensor
-from lightstep.state.backend import Managed, PinnedState, Unit
+from lightstep.state.backend import PinnedState
 from lightstep.state.host_copy_pool import HostCopyPool
 from lightstep.state.host_memory import HostSlab, require
 from lightstep.state.record import Record, Slot
 from lightstep.state.record_backend import RecordBackend
 from lightstep.state.resident import ResidentBackend
+from lightstep.state.schema import Managed, Unit
 from lightstep.state.snapshot import Snapshot
 from lightstep.state.versions import Versions
 

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightstep.state.backend import Managed
 from lightstep.state.host_copy_pool import HostCopyPool
 from lightstep.state.lanes import Lanes
 from lightstep.state.record import Record
 from lightstep.state.record_backend import equals_rounded
+from lightstep.state.schema import Managed
 from lightstep.state.staging import MasterSplitter
 
 __all__ = ["DeviceSnapshot"]

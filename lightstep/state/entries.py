@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightstep.state.backend import EntrySpec, adopt_entry, entry_dtype
 from lightstep.state.record import History, Part, Record, is_record_entry, make_layout
+from lightstep.state.schema import EntrySpec, adopt_entry, entry_dtype
 from lightstep.state.staging import MasterSplitter
 
 __all__ = ["Entries"]

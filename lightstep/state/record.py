@@ -15,19 +15,15 @@ import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, Literal
-from weakref import WeakKeyDictionary
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
 
-from lightstep.state.backend import Managed, Schema, Unit, entry_dtype, storage_dtype
 from lightstep.state.host_memory import HostSlab
+from lightstep.state.schema import Managed, Schema, Unit, entry_dtype, storage_dtype
 
-if TYPE_CHECKING:
-    from lightstep.state.segment import Segment, Views
-
-__all__ = ["ALIGNMENT", "Block", "ExpectedLayouts", "History", "Layout", "Part", "Record", "Slot", "coding_of"]
+__all__ = ["ALIGNMENT", "Block", "ExpectedLayouts", "History", "Layout", "Part", "Record", "Run", "Slot", "coding_of"]
 
 ALIGNMENT = 16  # elements; keeps vectorised kernels on their fast path, and bitmaps of parts on whole bytes
 _FIELD_ALIGNMENT = 16  # bytes
@@ -234,12 +230,47 @@ class Block:
         return found
 
 
+class Run:
+    """Consecutive parts of a unit that have one layout.
+
+    Attributes:
+        first, stop: its range in the unit's flat order.
+        ranges: the range of each part, counted from ``first``.
+        locals: the weights of each part, in its shape.
+        device: of weights, masters and entries.
+    """
+
+    def __init__(self, parts: Sequence[Part]) -> None:
+        self.parts = parts
+        self.first, self.stop = parts[0].first, parts[-1].first + parts[-1].elements
+        self.ranges = [(part.first - self.first, part.first - self.first + part.elements) for part in parts]
+        self._known = [part.owner.local for part in parts]
+        self.locals = [part.slice(local) for part, local in zip(parts, self._known, strict=True)]
+        self.device = self.locals[0].device
+
+    @property
+    def outdated(self) -> bool:
+        """Whether a weight has been replaced by another tensor. The run keeps the old one alive."""
+        return any(part.owner.local is not known for part, known in zip(self.parts, self._known, strict=True))
+
+    @property
+    def index(self) -> int:
+        """Index of its first part in the unit."""
+        return self.parts[0].index
+
+    def parts_of(self, row: Tensor) -> list[Tensor]:
+        """A view of each part in a row, in the part's shape."""
+        return [row[a:b].view(part.shape) for (a, b), part in zip(self.ranges, self.parts, strict=True)]
+
+
+_Run = TypeVar("_Run", bound=Run)
+
+
 class Slot:
-    """Device memory that holds a record, and the segments' views of it."""
+    """Device memory that holds a record."""
 
     def __init__(self, buffer: Tensor) -> None:
         self.buffer = buffer
-        self.views: WeakKeyDictionary[Segment, Views] = WeakKeyDictionary()
 
 
 class Record:
@@ -258,7 +289,7 @@ class Record:
         self.bytes: Tensor | None = None
         self.written_back: Any = None
         self.histories: dict[object, History] = {}
-        self._segments: list[tuple[object, list[Segment]]] = []
+        self._runs: list[tuple[object, Any]] = []
         self._build_blocks(layouts)
 
     @property
@@ -266,18 +297,19 @@ class Record:
         """Length of the flat order, in elements."""
         return self.parts[-1].first + aligned(self.parts[-1].elements)
 
-    def segments(self, key: object, make: Callable[[], list[Segment]]) -> list[Segment]:
-        """The segments made for this ``key`` in one of the last two calls, or new ones."""
-        for known, segments in self._segments:
+    def runs(self, key: object, make: Callable[[], list[_Run]]) -> list[_Run]:
+        """The runs made for this ``key`` in one of the last two calls, or new ones."""
+        for known, runs in self._runs:
             if known == key:
-                return segments
-        current = [one for one in self._segments[:1] if not any(segment.outdated for segment in one[1])]
-        self._segments = [(key, make()), *current]
-        return self._segments[0][1]
+                return runs
+        current = [one for one in self._runs[:1] if not any(run.outdated for run in one[1])]
+        made = make()
+        self._runs = [(key, made), *current]
+        return made
 
     def _build_blocks(self, layouts: Sequence[Layout]) -> None:
         """Lay out the parts in blocks."""
-        self.nbytes, self._segments = 0, []
+        self.nbytes, self._runs = 0, []
         pairs = zip(self.parts, layouts, strict=True)
         for _, run in groupby(pairs, lambda one: (one[1], one[0].index if one[1].has_own_shapes else -1)):
             parts, (layout, *_) = zip(*run, strict=True)
@@ -319,7 +351,7 @@ class Record:
     def shadow(self) -> Record:
         """A record without parts that refers to the same memory."""
         shadow = copy.copy(self)
-        shadow.parts, shadow.histories, shadow._segments = (), {}, []
+        shadow.parts, shadow.histories, shadow._runs = (), {}, []
         return shadow
 
     def close(self) -> None:

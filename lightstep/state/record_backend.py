@@ -14,10 +14,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightstep.state.backend import AHEAD, Managed, StateBackend, Unit
+from lightstep.state.backend import AHEAD, StateBackend
 from lightstep.state.entries import Entries
 from lightstep.state.record import Coding, ExpectedLayouts, Layout, Part, Record, Slot, make_record
-from lightstep.state.segment import Segment, Views, segments_of
+from lightstep.state.schema import Managed, Unit
+from lightstep.state.segment import Segment, segments_of
 from lightstep.state.staging import LARGE, MasterSplitter, Staging
 from lightstep.state.versions import Version
 
@@ -201,12 +202,7 @@ class RecordBackend(StateBackend):
     def look_ahead(self, unit: Unit, active: Collection[Managed]) -> list[tuple[Segment, Mapping[str, Tensor]]]:
         record = self._records[unit]
         slot = self._peek_slot(record)
-        found: list[tuple[Segment, Mapping[str, Tensor]]] = []
-        for segment in segments_of(record, active, None):
-            if segment not in slot.views:
-                slot.views[segment] = Views(segment, slot)
-            found.append((segment, slot.views[segment].entries))
-        return found
+        return [(segment, segment.views_in(slot).entries) for segment in segments_of(record, active, None)]
 
     def _peek_slot(self, record: Record) -> Slot:
         """:meth:`_acquire_slot` for a record that is acquired later."""

@@ -20,10 +20,11 @@ from torch import Tensor
 
 from lightstep.distributed import Replicas
 from lightstep.error_text import error_text
-from lightstep.state.backend import Managed, PinnedState, StateBackend, Unit
+from lightstep.state.backend import PinnedState, StateBackend
 from lightstep.state.host_copy_pool import HostCopyPool
 from lightstep.state.lanes import Lanes
 from lightstep.state.record import ExpectedLayouts
+from lightstep.state.schema import Managed, Unit
 from lightstep.state.segment import Segment
 from lightstep.state.stream import StreamBackend
 from lightstep.state.units import group_by_layer, split_shared_updates

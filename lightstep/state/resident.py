@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lightstep.state.backend import Managed, PinnedState, Unit
+from lightstep.state.backend import PinnedState
 from lightstep.state.device_snapshot import DeviceSnapshot
 from lightstep.state.entries import Entries
 from lightstep.state.host_copy_pool import HostCopyPool
@@ -17,6 +17,7 @@ from lightstep.state.host_memory import HostSlab, require
 from lightstep.state.lanes import Lanes
 from lightstep.state.record import Coding, Part, Record, Slot, coding_of
 from lightstep.state.record_backend import Compared, RecordBackend, equals_rounded
+from lightstep.state.schema import Managed, Unit
 from lightstep.state.staging import MasterSplitter
 from lightstep.state.units import split_shared_updates
 

@@ -11,21 +11,23 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import count
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from lightstep.state.backend import Managed
 from lightstep.state.record import (
     History,
     Layout,
     Part,
     Record,
+    Run,
     Slot,
     is_record_entry,
     make_layout,
     rounded_entries,
 )
+from lightstep.state.schema import Managed
 from lightstep.state.staging import MasterSplitter, Staging, WeightRow, is_own_segment
 
 __all__ = ["Piece", "Segment", "Views", "segments_of"]
@@ -74,39 +76,29 @@ class Piece(NamedTuple):
     master: Tensor | None
 
 
-class Segment:
-    """A run of parts with one layout, group and history. It is open during an update.
+class Segment(Run):
+    """A run of parts with one group and history, too. It is open during an update.
 
     Attributes:
-        first, stop: its range in the unit's flat order.
         shape: of its master: flat, or the parameter's shape if the class needs whole tensors.
-        places: first element (counted from ``first``) and shape of each part.
         kept: entries that are rounded when they are written to the record, and the index of the staging row in which
             the base optimizer has each in fp32.
         group: the live entry of ``optimizer.param_groups``.
-        device: of weights, masters and entries.
         fingerprints: the unit's fingerprints (int32) while the segment is open; those of its parts begin at
             :attr:`index`. ``None`` if none are kept.
         fingerprinted: the update has written them.
     """
 
     def __init__(self, parts: Sequence[Part]) -> None:
-        head, last = parts[0], parts[-1]
-        self.parts, self.group, self.layout = parts, head.owner.group, head.block.layout
-        self.coding = head.coding
-        self.first, self.stop = head.first, last.first + last.elements
+        super().__init__(parts)
+        head = parts[0]
+        self.group, self.layout, self.coding = head.owner.group, head.block.layout, head.coding
         self.shape = head.shape if head.owner.whole_tensors else (self.stop - self.first,)
-        self.places = [(part.first - self.first, part.shape) for part in parts]
         self.kept = rounded_entries(head.owner)
-        self._known = [part.owner.local for part in parts]
-        self.locals = [part.slice(local) for part, local in zip(parts, self._known, strict=True)]
         self.in_place = len(parts) == 1 and self.locals[0].is_contiguous() and is_own_segment(head)
-        self.ranges: list[tuple[int, int]] = [
-            (at, at + part.elements) for (at, _), part in zip(self.places, parts, strict=True)
-        ]
-        self.device = self.locals[0].device
         self._flat = self.locals[0].view(-1) if self.in_place else None
         self._in_place_by_part = len(parts) <= _FEW and all(local.is_contiguous() for local in self.locals)
+        self._views_in: WeakKeyDictionary[Slot, Views] = WeakKeyDictionary()
         self._views: Views | None = None
         self._history: History | None = None
         self._copies_history = False
@@ -120,22 +112,15 @@ class Segment:
         self.fingerprinted = False
 
     @property
-    def outdated(self) -> bool:
-        """Whether a weight has been replaced by another tensor. The segment keeps the old one alive."""
-        return any(part.owner.local is not known for part, known in zip(self.parts, self._known, strict=True))
-
-    @property
-    def index(self) -> int:
-        """Index of its first part in the unit."""
-        return self.parts[0].index
-
-    @property
     def has_state(self) -> bool:
         return self.parts[0].history is not None
 
-    def parts_of(self, row: Tensor) -> list[Tensor]:
-        """A view of each part in a row, in the part's shape."""
-        return [row[a:b].view(shape) for (a, b), (_, shape) in zip(self.ranges, self.places, strict=True)]
+    def views_in(self, slot: Slot) -> Views:
+        """Views of its fields in a slot that holds its record."""
+        views = self._views_in.get(slot)
+        if views is None:
+            views = self._views_in[slot] = Views(self, slot)
+        return views
 
     @property
     def attributes(self) -> dict[str, Any]:
@@ -171,10 +156,8 @@ class Segment:
             copy_history: give the base optimizer copies of the entries that are not in the record, so that the update
                 can be rolled back.
         """
-        views = slot.views.get(self)
-        if views is None:
-            views = slot.views[self] = Views(self, slot)
-        self._views, history = views, self.parts[0].history
+        self._views = views = self.views_in(slot)
+        history = self.parts[0].history
         self._master, self._written, self._gathered, self.fingerprinted = None, False, False, False
         self.fingerprints = fingerprints if self.coding != "own" else None
         self._staging, self._to_join = staging, (views, staging, splitter, initial)
@@ -455,7 +438,7 @@ def segments_of(record: Record, active: Collection[Managed], apart: Mapping[Mana
         )
         for part in record.parts
     ]
-    return record.segments(key, lambda: [Segment(run) for run in _runs(record, key)])
+    return record.runs(key, lambda: [Segment(run) for run in _runs(record, key)])
 
 
 def _attributes_of(parameter: Tensor) -> tuple[Any, ...]:

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightstep.state.backend import Managed
 from lightstep.state.entries import Entries
 from lightstep.state.record import History, Part, Record
 from lightstep.state.record_backend import equals_rounded
+from lightstep.state.schema import Managed
 from lightstep.state.staging import MasterSplitter
 from lightstep.state.versions import Versions
 

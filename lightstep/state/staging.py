@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from lightstep.distributed import Window
-from lightstep.state.record import Part, Record, aligned, rounded_entries
-
-if TYPE_CHECKING:
-    from lightstep.state.segment import Segment
+from lightstep.state.record import Part, Record, Run, aligned, rounded_entries
 
 __all__ = ["LARGE", "MasterSplitter", "Staging", "WeightRow", "is_own_segment"]
 
@@ -55,7 +52,7 @@ class Staging:
         self.moments: Sequence[Tensor] = ()
         self._numbers: WeakKeyDictionary[Part, Tensor] = WeakKeyDictionary()
         self._rows: dict[torch.dtype, Tensor] = {}
-        self._gather_rows: WeakKeyDictionary[Segment, tuple[Tensor, list[Tensor], list[Tensor]]] = WeakKeyDictionary()
+        self._gather_rows: WeakKeyDictionary[Run, tuple[Tensor, list[Tensor], list[Tensor]]] = WeakKeyDictionary()
 
     def required_sizes(
         self, records: Collection[Record], masters: bool = True
@@ -91,35 +88,35 @@ class Staging:
         self.moments = [torch.zeros(length, dtype=torch.float32, device=device) for _ in range(count)]
         self._rows = {dtype: torch.zeros(n, dtype=dtype, device=device) for dtype, n in rows.items() if n}
 
-    def element_numbers(self, segment: Segment) -> Tensor | Window:
+    def element_numbers(self, run: Run) -> Tensor | Window:
         """The positions of its elements in their whole parameters: a window for one part, a list (int32, modulo 2^32)
         for several."""
-        head = segment.parts[0]
-        if len(segment.parts) == 1:
+        head = run.parts[0]
+        if len(run.parts) == 1:
             return head.owner.window._replace(first=head.start)
-        length, known = segment.stop - segment.first, self._numbers.get(head)
+        length, known = run.stop - run.first, self._numbers.get(head)
         if known is None or known.numel() < length:
             row = torch.zeros(length, dtype=torch.int32, device="cpu")
-            for part, (a, b) in zip(segment.parts, segment.ranges, strict=True):
+            for part, (a, b) in zip(run.parts, run.ranges, strict=True):
                 row[a:b] = part.owner.window.numbers(part.start, part.stop)
-            known = self._numbers[head] = row.to(segment.device)
+            known = self._numbers[head] = row.to(run.device)
         return known[:length]
 
-    def masters_for(self, segment: Segment) -> Tensor:
-        """The row for a segment's joined masters."""
-        if self.masters.numel() < segment.stop:
-            self.masters = torch.empty(segment.stop, dtype=torch.float32, device=segment.device)
-        return self.masters[segment.first : segment.stop]
+    def masters_for(self, run: Run) -> Tensor:
+        """The row for a run's joined masters."""
+        if self.masters.numel() < run.stop:
+            self.masters = torch.empty(run.stop, dtype=torch.float32, device=run.device)
+        return self.masters[run.first : run.stop]
 
-    def gather_row(self, segment: Segment) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-        """The row for a segment's gathered weights, views of its parts, and of the padding between them."""
-        place = self._gather_rows.get(segment)
+    def gather_row(self, run: Run) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+        """The row for a run's gathered weights, views of its parts, and of the padding between them."""
+        place = self._gather_rows.get(run)
         if place is None:
-            local = segment.locals[0]
+            local = run.locals[0]
             rows = self._rows.get(local.dtype)  # None if all shards of this dtype are empty
-            row = local.new_empty(0) if rows is None else rows[segment.first : segment.stop]
-            gaps = [row[b : a + aligned(b - a)] for a, b in segment.ranges[:-1] if b - a != aligned(b - a)]
-            place = self._gather_rows[segment] = row, segment.parts_of(row), gaps
+            row = local.new_empty(0) if rows is None else rows[run.first : run.stop]
+            gaps = [row[b : a + aligned(b - a)] for a, b in run.ranges[:-1] if b - a != aligned(b - a)]
+            place = self._gather_rows[run] = row, run.parts_of(row), gaps
         return place
 
     def nbytes(self) -> int:

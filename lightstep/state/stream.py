@@ -20,7 +20,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from lightstep.state.backend import AHEAD, Managed, PinnedState, Unit
+from lightstep.state.backend import AHEAD, PinnedState
 from lightstep.state.checksummed_weights import ChecksummedWeights
 from lightstep.state.entries import Entries
 from lightstep.state.host_copy_pool import HostCopyPool
@@ -30,6 +30,7 @@ from lightstep.state.record import ExpectedLayouts, Part, Record, Slot, aligned,
 from lightstep.state.record_backend import Compared, RecordBackend
 from lightstep.state.residency import Residency
 from lightstep.state.ring import Ring
+from lightstep.state.schema import Managed, Unit
 from lightstep.state.snapshot import Snapshot
 from lightstep.state.spare_memory import GIB, AutoBudget, device_memory
 from lightstep.state.staging import LARGE, MasterSplitter, Staging

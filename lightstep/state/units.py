@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 
-from lightstep.state.backend import Managed, Unit
+from lightstep.state.schema import Managed, Unit
 
 __all__ = ["CUT_ELEMENTS", "RingError", "group_by_layer", "plan_units"]
 

@@ -21,9 +21,9 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 
 import lightstep
 from lightstep.distributed import Replicas, local_tensor
-from lightstep.state.backend import Managed
 from lightstep.state.replicas import ReplicaShardedBackend, _WeightBroadcasts, assign_owners
 from lightstep.state.ring import Ring
+from lightstep.state.schema import Managed
 from lightstep.state.units import RingError
 from tests.distributed.collectives import collectives
 from tests.distributed.models import TinyTransformer, loss_of

@@ -17,10 +17,11 @@ from lightstep.optimizer.optimizer import MixedPrecisionOptimizer
 from lightstep.precision import split, split_triton
 from lightstep.precision.gradient_stage import GradientStage
 from lightstep.precision.split import Splitter, probe_masters
-from lightstep.state.backend import Managed, StateBackend
+from lightstep.state.backend import StateBackend
 from lightstep.state.host_memory import HostSlab
 from lightstep.state.lanes import COMPUTE, DEVICE_TO_HOST, HOST_TO_DEVICE, CallerStream, LaneError, Lanes, StreamLane
 from lightstep.state.resident import ResidentBackend
+from lightstep.state.schema import Managed
 from lightstep.state.stream import StreamBackend
 from tests.unit.test_stream import random_sleeps
 

@@ -106,6 +106,47 @@ def test_imports_run_in_one_direction() -> None:
     assert not _violations(PACKAGE), "\n" + "\n".join(_violations(PACKAGE))
 
 
+# Rooms in which files still import each other.
+WITH_CIRCLES = {"bench", "checkpoint"}
+
+
+def _circles(package: Path) -> list[list[str]]:
+    """The groups of modules that import each other, directly or through others, type checkers' imports too."""
+    paths = {_module_name(path, package): path for path in package.rglob("*.py")}
+    targets = {name: {module for _, module in _imports(path, package)} - {name} for name, path in paths.items()}
+    reached = {name: _reached(name, targets) for name in targets}
+    found = {frozenset(other for other in reached[name] if name in reached.get(other, ())) for name in targets}
+    return sorted(sorted(circle) for circle in found if circle)
+
+
+def _reached(start: str, targets: dict[str, set[str]]) -> set[str]:
+    seen: set[str] = set()
+    waiting = [start]
+    while waiting:
+        new = targets.get(waiting.pop(), set()) - seen
+        seen |= new
+        waiting += new
+    return seen
+
+
+def test_no_modules_import_each_other() -> None:
+    circles = [circle for circle in _circles(PACKAGE) if not {_part(name) for name in circle} <= WITH_CIRCLES]
+    assert circles == []
+
+
+def test_a_circle_is_found(tmp_path: Path) -> None:
+    package = tmp_path / "lightstep"
+    (package / "state").mkdir(parents=True)
+    for name, line in {
+        "ring": "from lightstep.state import store",
+        "store": "if TYPE_CHECKING:\n    from lightstep.state.lanes import Lane",
+        "lanes": "def f():\n    from lightstep.state import ring",
+        "units": "from lightstep.state import ring",
+    }.items():
+        (package / "state" / f"{name}.py").write_text(line + "\n")
+    assert _circles(package) == [[f"lightstep.state.{name}" for name in ("lanes", "ring", "store")]]
+
+
 @pytest.mark.parametrize(
     ("file", "line", "message"),
     [

@@ -10,7 +10,7 @@ from torch import nn
 
 from lightstep.optimizer import arrivals as arrivals_module
 from lightstep.optimizer.arrivals import Arrivals
-from lightstep.state.backend import Managed, Unit
+from lightstep.state.schema import Managed, Unit
 
 LAYERS = ["embed", "a", "b", "norm", "head"]
 AS_FSDP2 = ["b", "a", "embed", "norm", "head"]

@@ -21,10 +21,11 @@ from lightstep.state import host_memory
 from lightstep.state import record as record_module
 from lightstep.state import stream as stream_module
 from lightstep.state import units as units_module
-from lightstep.state.backend import Managed, StateBackend, Unit
+from lightstep.state.backend import StateBackend
 from lightstep.state.host_memory import CHECK_VARIABLE, HostMemoryError
 from lightstep.state.lanes import COMPUTE, DEVICE_TO_HOST, HOST_TO_DEVICE, CallerLane, LaneError, Lanes, ThreadLane
 from lightstep.state.resident import ResidentBackend
+from lightstep.state.schema import Managed, Unit
 from lightstep.state.stream import StreamBackend
 from lightstep.state.units import RingError
 from tests.covering import every_value

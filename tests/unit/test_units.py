@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lightstep.state import units as units_module
-from lightstep.state.backend import Managed, Unit
+from lightstep.state.schema import Managed, Unit
 from lightstep.state.units import CUT_ELEMENTS, RingError, group_by_layer, plan_units
 
 
