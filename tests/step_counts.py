@@ -1,0 +1,140 @@
+"""What a reader of one steady step meets, and what it costs in Python: ``python -m tests.step_counts``.
+
+One iteration of plain AdamW (forward, backward, step) is traced on the CPU, after a few untraced ones. Counted are the
+functions, classes and files of lightstep that run, in the lanes' threads too, and all calls of Python and C functions
+for each parameter. The model has many small layers, so that what is done once per step hardly counts. Under
+stream-overlap the numbers vary a little, because how many layers are updated early depends on how fast backward was.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+import lightstep
+from lightstep import Strategy
+
+PACKAGE = str(Path(lightstep.__file__).resolve().parent)
+PRESETS = ("resident", "stream", "stream-overlap")
+LAYERS, WIDTH, WARM_UP = 60, 16, 5
+
+
+class Count(NamedTuple):
+    """``functions``, ``classes`` and ``files`` of lightstep, and ``calls`` of any function for each parameter."""
+
+    functions: int
+    classes: int
+    files: int
+    calls: float
+
+
+class Trace:
+    """Counts the calls in this thread and in threads that start later, while :meth:`of` runs."""
+
+    def __init__(self) -> None:
+        self._codes: set[CodeType] = set()
+        self._calls, self._on = 0, False
+
+    def see(self, frame: FrameType, event: str, _: Any) -> None:
+        """A profile function, as for ``sys.setprofile``."""
+        if self._on and event in ("call", "c_call"):
+            self._calls += 1
+            if event == "call" and frame.f_code.co_filename.startswith(PACKAGE):
+                self._codes.add(frame.f_code)
+
+    def of(self, work: Callable[[], object], parameters: int) -> Count:
+        """Run ``work`` once and count."""
+        self._on = True
+        work()
+        self._on = False
+        codes = [code for code in self._codes if not code.co_name.startswith("<")]  # lambdas and comprehensions
+        owners = {(code.co_filename, code.co_qualname.partition(".")[0]) for code in codes}
+        classes = {owner for owner in owners if owner[1].lstrip("_")[0].isupper()}
+        return Count(len(codes), len(classes), len({code.co_filename for code in codes}), self._calls / parameters)
+
+
+@contextmanager
+def tracing() -> Iterator[Trace]:
+    """The profile function is set from the beginning, so that all lanes have it."""
+    trace = Trace()
+    threading.setprofile(trace.see)
+    sys.setprofile(trace.see)
+    try:
+        yield trace
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)
+
+
+def count(preset: str) -> Count:
+    """One steady iteration under a preset."""
+    with tracing() as trace:
+        strategy = Strategy.load(preset)
+        model = strategy.prepare_model(_model())
+        optimizer = strategy.create_optimizer(model, torch.optim.AdamW, lr=1e-3)
+
+        def iterate() -> None:
+            with strategy.accumulate(model):
+                optimizer.backward(model(_batch()).float().square().mean())
+            optimizer.step()
+
+        for _ in range(WARM_UP):
+            iterate()
+        return trace.of(iterate, len(list(model.parameters())))
+
+
+def count_by_hand() -> Count:
+    """The same iteration by hand: fp32 masters, torch's clipping and fused AdamW."""
+    with tracing() as trace:
+        model = _model().to(torch.bfloat16)
+        parameters = list(model.parameters())
+        masters = [parameter.detach().float() for parameter in parameters]
+        optimizer = torch.optim.AdamW(masters, lr=1e-3, fused=True)
+
+        def iterate() -> None:
+            model(_batch()).float().square().mean().backward()
+            _take_gradients(parameters, masters)
+            torch.nn.utils.clip_grad_norm_(masters, 1.0)
+            optimizer.step()
+            with torch.no_grad():
+                torch._foreach_copy_(parameters, masters)
+
+        for _ in range(WARM_UP):
+            iterate()
+        return trace.of(iterate, len(parameters))
+
+
+def _take_gradients(parameters: list[nn.Parameter], masters: list[Tensor]) -> None:
+    for parameter, master in zip(parameters, masters, strict=True):
+        assert parameter.grad is not None
+        master.grad, parameter.grad = parameter.grad.float(), None
+
+
+def _model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
+
+
+def _batch() -> Tensor:
+    return torch.ones(2, WIDTH, dtype=torch.bfloat16)
+
+
+def main() -> None:
+    sys.stdout.write("| | functions | classes | files | calls per parameter |\n|---|---|---|---|---|\n")
+    for name, (functions, classes, files, calls) in {
+        "by hand": count_by_hand(),
+        **{preset: count(preset) for preset in PRESETS},
+    }.items():
+        sys.stdout.write(f"| {name} | {functions} | {classes} | {files} | {calls:.1f} |\n")
+
+
+if __name__ == "__main__":
+    main()
