@@ -218,6 +218,15 @@ def _own_classes(module: Any, package: str) -> Iterator[tuple[str, type[Optimize
             yield name, value
 
 
+def is_importable(package: str) -> bool:
+    """Whether the package and what it needs are installed; says so if not."""
+    try:
+        return bool(classes_of(package))
+    except ImportError as error:
+        sys.stdout.write(f"{package} is left out: {error}\n")
+        return False
+
+
 def examine_apart(package: str, name: str, device: str, seconds: float) -> Finding:
     """In a process of its own, which may hang or crash."""
     command = [sys.executable, "-W", "ignore", "-m", "tests.optimizer_classes", package, "--examine", name]
@@ -279,6 +288,7 @@ def main() -> None:
         sys.stdout.write(json.dumps(asdict(finding)) + "\n")
         return
     findings = read_findings(arguments.json)
+    arguments.packages = [package for package in arguments.packages if is_importable(package)]
     for package, finding in examined(arguments, findings):
         findings.setdefault(package, []).append(finding)
         sys.stdout.write(f"{package}: {finding.name}: {finding.outcome} {textwrap.shorten(finding.reason, 300)}\n")
