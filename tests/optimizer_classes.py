@@ -8,19 +8,21 @@ two markers of that page. A class that the plain loop itself cannot run is left 
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
 import importlib.metadata
 import inspect
 import json
+import multiprocessing
 import pkgutil
 import re
-import subprocess
 import sys
 import textwrap
 import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -197,6 +199,7 @@ def _equal(first: Iterable[Tensor], second: Iterable[Tensor]) -> bool:
 # -- packages
 
 
+@functools.cache
 def classes_of(package: str) -> dict[str, type[Optimizer]]:
     """The optimizer classes that ``package`` has, by name; those of its modules where it lists none itself."""
     module = importlib.import_module(package)
@@ -229,15 +232,24 @@ def is_importable(package: str) -> bool:
 
 def examine_apart(package: str, name: str, device: str, seconds: float) -> Finding:
     """In a process of its own, which may hang or crash."""
-    command = [sys.executable, "-W", "ignore", "-m", "tests.optimizer_classes", package, "--examine", name]
+    context: Any = multiprocessing.get_context("fork" if device == "cpu" else "spawn")  # a fork imports nothing again
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_examine_here, args=(theirs, package, name, device), daemon=True)
+    process.start()
+    theirs.close()
     try:
-        done = subprocess.run([*command, "--device", device], capture_output=True, text=True, timeout=seconds)
-    except subprocess.TimeoutExpired:
-        return Finding(name, "crashed", f"did not end within {seconds:g} s")
-    lines = done.stdout.splitlines()
-    if done.returncode or not lines:
-        return Finding(name, "crashed", done.stderr[-1000:])
-    return Finding(**json.loads(lines[-1]))
+        return ours.recv() if ours.poll(seconds) else Finding(name, "crashed", f"did not end within {seconds:g} s")
+    except EOFError:
+        return Finding(name, "crashed", "the process ended")
+    finally:
+        process.kill()
+        process.join()
+
+
+def _examine_here(pipe: Connection, package: str, name: str, device: str) -> None:
+    global DEVICE
+    DEVICE = device
+    pipe.send(examine(name, classes_of(package)[name]))
 
 
 # -- the page
@@ -262,6 +274,7 @@ def write(page: Path, text: str) -> None:
     page.write_text(pattern.sub(lambda _: f"{BEGIN}\n{text}\n{END}", content))
 
 
+@functools.cache
 def titled(package: str) -> str:
     """The package with its version."""
     if package == "torch.optim":
@@ -274,19 +287,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("packages", nargs="+", help="import names, such as torch.optim or pytorch_optimizer")
     parser.add_argument("--only", help="a regular expression for names of classes")
-    parser.add_argument("--examine", help=argparse.SUPPRESS)
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--jobs", type=int, default=1, help="classes at a time")
     parser.add_argument("--seconds", type=float, default=120.0, help="for one class")
     parser.add_argument("--write", type=Path, help="the page that gets the table")
     parser.add_argument("--json", type=Path, help="keeps all findings; what is in it is not run again")
     arguments = parser.parse_args()
-    global DEVICE
-    DEVICE = arguments.device
-    if arguments.examine:
-        finding = examine(arguments.examine, classes_of(arguments.packages[0])[arguments.examine])
-        sys.stdout.write(json.dumps(asdict(finding)) + "\n")
-        return
     findings = read_findings(arguments.json)
     arguments.packages = [package for package in arguments.packages if is_importable(package)]
     for package, finding in examined(arguments, findings):
